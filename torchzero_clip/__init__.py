@@ -1,0 +1,20 @@
+"""Control over what happens to a gradient between ``backward()`` and the parameter update."""
+
+from torchzero_clip.clipping.clip_norm import ClipNorm as ClipNorm
+from torchzero_clip.clipping.clip_value import ClipValue as ClipValue
+from torchzero_clip.core.chain import Chain as Chain
+from torchzero_clip.core.learning_rate import LR as LR
+from torchzero_clip.core.modular import Modular as Modular
+from torchzero_clip.core.transform import TensorwiseTransform as TensorwiseTransform
+from torchzero_clip.core.transform import Transform as Transform
+from torchzero_clip.functional.grads import clip_grad_norm_ as clip_grad_norm_
+from torchzero_clip.functional.grads import clip_grad_value_ as clip_grad_value_
+from torchzero_clip.functional.norms import norm as norm
+from torchzero_clip.functional.norms import replicated as replicated
+from torchzero_clip.functional.norms import rms as rms
+from torchzero_clip.optimizers.adam import Adam as Adam
+from torchzero_clip.optimizers.adamw import AdamW as AdamW
+from torchzero_clip.optimizers.sgd import SGD as SGD
+from torchzero_clip.optimizers.weight_decay import WeightDecay as WeightDecay
+
+__version__ = "0.1.0"

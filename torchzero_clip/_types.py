@@ -1,0 +1,19 @@
+"""Names for the values that pass between the layers."""
+
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor
+
+Setting: TypeAlias = Mapping[str, Any]
+"""The settings of one transform for one parameter: numbers, tuples of numbers or None."""
+
+State: TypeAlias = MutableMapping[str, Any]
+"""The state of one transform for one parameter: tensors and numbers."""
+
+Ord: TypeAlias = float | Tensor | Literal["l0", "l1", "l2", "l3", "l4", "linf", "mad", "std", "var", "sum"]
+Dim: TypeAlias = int | Sequence[int] | Literal["global"] | None
+Target: TypeAlias = Literal["update", "grad", "closure", "params_direct", "params_difference", "update_difference"]
+
+Tensors: TypeAlias = Tensor | Iterable[Tensor]
+"""One tensor or any iterable of them, generators included."""

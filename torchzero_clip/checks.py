@@ -1,0 +1,86 @@
+"""Checks of arguments and settings; each raises an error that names the argument.
+
+Comparisons are written so that NaN fails them. A check that transforms list in ``checks`` takes the name and the value.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Check: TypeAlias = Callable[[str, Any], None]
+
+
+def number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
+
+
+def positive(name: str, value: Any) -> None:
+    number(name, value)
+    if not value > 0:
+        raise ValueError(f"{name} must be > 0, got {value}")
+
+
+def non_negative(name: str, value: Any) -> None:
+    number(name, value)
+    if not value >= 0:
+        raise ValueError(f"{name} must be >= 0, got {value}")
+
+
+def unit_interval(name: str, value: Any) -> None:
+    """In [0, 1]."""
+    number(name, value)
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must be in [0, 1], got {value}")
+
+
+def betas(name: str, value: Any) -> None:
+    """Two decay rates in [0, 1)."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise TypeError(f"{name} must be a pair of numbers, got {value!r}")
+    for i, beta in enumerate(value):
+        number(f"{name}[{i}]", beta)
+        if not 0 <= beta < 1:
+            raise ValueError(f"{name}[{i}] must be in [0, 1), got {beta}")
+
+
+def learning_rate(name: str, value: Any) -> None:
+    """A number >= 0, or a tensor of one element, whose value is not looked at (that would wait for the device)."""
+    if not isinstance(value, Tensor):
+        non_negative(name, value)
+    elif value.numel() != 1:
+        raise ValueError(f"{name} must have one element if it is a tensor, got shape {tuple(value.shape)}")
+
+
+def boolean(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def one_of(name: str, value: object, allowed: Collection[object]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def count(name: str, value: object) -> None:
+    """A whole number >= 0."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    non_negative(name, value)
+
+
+def floating_dtype(name: str, value: object) -> None:
+    if not isinstance(value, torch.dtype) or not value.is_floating_point:
+        raise TypeError(f"{name} must be a floating point dtype, got {value!r}")
+
+
+def dims(name: str, value: object) -> None:
+    """None, an int, a sequence of ints, or "global"."""
+    if value is None or isinstance(value, str):
+        one_of(name, value, (None, "global"))
+        return
+    items = value if isinstance(value, Sequence) else (value,)
+    if any(isinstance(item, bool) or not isinstance(item, int) for item in items):
+        raise TypeError(f"{name} must be None, an int, a sequence of ints or 'global', got {value!r}")

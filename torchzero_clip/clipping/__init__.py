@@ -1,0 +1,1 @@
+"""Layer 3: transforms that clip."""

@@ -1,0 +1,104 @@
+"""Clipping by norm."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from typing_extensions import override
+
+from torchzero_clip._types import Dim, Ord, Setting, State, Target
+from torchzero_clip.checks import boolean, count, dims, non_negative
+from torchzero_clip.core.transform import Transform
+from torchzero_clip.functional.clip import Slicing, clip_, measure
+from torchzero_clip.functional.norms import parse_ord
+
+
+class ClipNorm(Transform):
+    r"""Scales updates so that the norm of each is at most ``max_norm``.
+
+    $$ u \leftarrow u \cdot \min\left(1, \frac{\text{max\_norm}}{\lVert u \rVert}\right) $$
+
+    By default each tensor has a norm and a limit of its own; ``dim="global"`` takes one norm of all tensors of all
+    param groups, which is what `torch.nn.utils.clip_grad_norm_` does. Before an optimizer it clips gradients, after it
+    updates.
+
+    **Guarantees.** Updates within the limit pass bitwise unchanged; directions are kept; the norm of a finite update
+    never overflows or vanishes, whatever its dtype; nothing is added to the norm. Rounding can leave a norm above the
+    limit by a relative 1e-6 in float32, and by half a unit in the last place in half precision (4e-3 in bfloat16, 5e-4
+    in float16).
+
+    Args:
+        max_norm: The limit, a setting of the param groups. With ``dim="global"`` the norm is one, and each group is
+            scaled to its own limit.
+        ord: The metric: a number p for the p-norm (also 0, inf, -inf and negative numbers), or one of 'l0', 'l1', 'l2',
+            'l3', 'l4', 'linf', 'mad' (mean absolute value), 'std', 'var', 'sum' (magnitude of the signed sum).
+        dim: The dimensions that one slice spans: None for all, an int or several (negative ones count from the end of
+            each tensor), or "global" for all tensors joined. A tensor that has none of them is left alone.
+        inverse_dims: Slices span the dimensions that ``dim`` does not list.
+        min_size: Slices of fewer elements are left alone. Not for "global".
+        target: What it acts on, see `Transform`.
+
+    Raises:
+        ValueError: For a negative or NaN limit, or an unknown ``ord``, ``dim`` or ``target``.
+        TypeError: For an argument of the wrong type.
+
+    | update | result |
+    | --- | --- |
+    | norm 0 | unchanged |
+    | ``max_norm=0`` | zeros |
+    | ``max_norm=inf`` | unchanged |
+    | an inf in the slice | its finite elements become 0, the inf NaN |
+    | a NaN in the slice | all NaN |
+
+    Example:
+        >>> import torch
+        >>> from torchzero_clip import ClipNorm, Modular
+        >>> weight, bias = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1))
+        >>> optimizer = Modular([weight, bias], ClipNorm(1.0))
+        >>> weight.grad, bias.grad = torch.tensor([3.0, 4.0]), torch.tensor([0.5])
+        >>> optimizer.step()
+        >>> weight.data, bias.data
+        (tensor([-0.6000, -0.8000]), tensor([-0.5000]))
+
+    Source: Pascanu, Mikolov, Bengio, [On the difficulty of training recurrent neural
+    networks](https://arxiv.org/abs/1211.5063), 2013.
+    """
+
+    checks = {"max_norm": non_negative}
+    scaling = True
+
+    def __init__(
+        self,
+        max_norm: float,
+        ord: Ord = 2,
+        dim: Dim = None,
+        inverse_dims: bool = False,
+        min_size: int = 1,
+        *,
+        target: Target = "update",
+    ) -> None:
+        super().__init__({"max_norm": max_norm}, target=target)
+        dims("dim", dim)
+        boolean("inverse_dims", inverse_dims)
+        count("min_size", min_size)
+        self.ord = ord
+        self.dim = dim
+        self.inverse_dims = inverse_dims
+        self.min_size = min_size
+        self._slicing = Slicing(parse_ord(ord), dim, inverse_dims, min_size)
+
+    @override
+    def apply_tensors(
+        self,
+        tensors: list[Tensor],
+        params: list[Tensor],
+        grads: list[Tensor],
+        loss: Tensor | float | None,
+        states: Sequence[State],
+        settings: Sequence[Setting],
+    ) -> Sequence[Tensor]:
+        """Scale every slice to its limit, in place."""
+        measured = measure(tensors, self._slicing)
+        limits = [setting["max_norm"] for setting in settings]
+        scaled = clip_(measured, limits, None, self._slicing.metric)
+        self.metrics.update(norm=measured.total, factor=scaled.factor, clipped=scaled.changed)
+        return tensors

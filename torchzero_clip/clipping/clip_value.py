@@ -1,0 +1,71 @@
+"""Clipping by value."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from typing_extensions import override
+
+from torchzero_clip._types import Setting, State, Target
+from torchzero_clip.checks import non_negative
+from torchzero_clip.core.transform import Transform, runs
+from torchzero_clip.functional.clip import clamp_, share_above
+
+
+class ClipValue(Transform):
+    r"""Clamps every element of the updates to [-value, value].
+
+    $$ u \leftarrow \min(\max(u, -\text{value}), \text{value}) $$
+
+    Unlike a norm clip it changes directions: elements within the limit keep their size while others lose theirs.
+
+    **Guarantees.** Elements within the limit pass bitwise unchanged, and no finite element exceeds it, but for the
+    rounding of the limit itself to the dtype of the update.
+
+    Args:
+        value: The largest magnitude allowed, a setting of the param groups.
+        target: What it acts on, see `Transform`.
+
+    Raises:
+        ValueError: If ``value`` is negative or NaN, or for an unknown ``target``.
+        TypeError: If ``value`` is not a number.
+
+    | element | result |
+    | --- | --- |
+    | inf, -inf | value, -value |
+    | NaN | NaN |
+    | any, with ``value=0`` | 0 |
+
+    Example:
+        >>> import torch
+        >>> from torchzero_clip import ClipValue, Modular
+        >>> weight = torch.nn.Parameter(torch.zeros(3))
+        >>> optimizer = Modular([weight], ClipValue(1.0))
+        >>> weight.grad = torch.tensor([3.0, -4.0, 0.5])
+        >>> optimizer.step()
+        >>> weight.data
+        tensor([-1.0000,  1.0000, -0.5000])
+
+    Source: Mikolov, [Statistical language models based on neural
+    networks](https://www.fit.vut.cz/study/phd-thesis/283/), 2012.
+    """
+
+    checks = {"value": non_negative}
+
+    def __init__(self, value: float, *, target: Target = "update") -> None:
+        super().__init__({"value": value}, target=target)
+
+    @override
+    def apply_tensors(
+        self,
+        tensors: list[Tensor],
+        params: list[Tensor],
+        grads: list[Tensor],
+        loss: Tensor | float | None,
+        states: Sequence[State],
+        settings: Sequence[Setting],
+    ) -> Sequence[Tensor]:
+        """Clamp, in place."""
+        self.metrics["clipped"] = share_above(tensors, [setting["value"] for setting in settings])
+        for setting, own in runs(settings):
+            clamp_(tensors[own], setting["value"])
+        return tensors

@@ -1,0 +1,108 @@
+"""Checks a checkpoint before an optimizer takes anything from it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchzero_clip.core.chain import Chain
+from torchzero_clip.core.namespace import GroupSettings
+
+Group = dict[str, Any]
+
+
+def fitted(
+    state_dict: Mapping[str, Any], groups: list[Group], chain: Chain, stored_as: Mapping[str, str]
+) -> dict[str, Any]:
+    """The checkpoint with settings that it lacks filled in from ``groups``; raises ValueError if it does not fit."""
+    saved_groups = _saved_groups(state_dict, groups)
+    merged = [
+        {**{k: v for k, v in group.items() if k != "params"}, **saved}
+        for group, saved in zip(groups, saved_groups, strict=True)
+    ]
+    for group in merged:
+        chain.check(GroupSettings(group, stored_as))
+    for key, expected in chain.init_global_state().items():
+        _check_value(f"the state {key!r} of the chain", merged[0][key], expected)
+
+    state = state_dict["state"]
+    params = [p for group in groups for p in group["params"]]
+    settings = [GroupSettings(saved, stored_as) for saved in merged for _ in saved["params"]]
+    ids = [i for saved in saved_groups for i in saved["params"]]
+    if strangers := [i for i in state if i not in set(ids)]:
+        raise ValueError(f"the checkpoint has state for parameters that none of its param groups lists: {strangers}")
+    for i, param, setting in zip(ids, params, settings, strict=True):
+        if i in state:
+            _check_state(i, state[i], chain, param, setting)
+    return {**state_dict, "state": state, "param_groups": merged}
+
+
+def restored(saved: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    """A parameter's state as it was saved, on the parameter's device and in memory of its own."""
+    return {k: v.to(param.device, copy=True) if isinstance(v, Tensor) else v for k, v in saved.items()}
+
+
+def _saved_groups(state_dict: Any, groups: list[Group]) -> list[Group]:
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError("a checkpoint is a dict with the keys 'state' and 'param_groups', as state_dict() returns it")
+    saved = state_dict["param_groups"]
+    is_list = isinstance(saved, list | tuple) and all(isinstance(g, Mapping) for g in saved)
+    if not is_list or not all(isinstance(g.get("params"), list | tuple) for g in saved):
+        raise ValueError("'param_groups' of a checkpoint is a list of dicts, each with a list 'params'")
+    if not isinstance(state_dict["state"], Mapping):
+        raise ValueError("'state' of a checkpoint is a dict from parameter numbers to dicts")
+    sizes, saved_sizes = ([len(g["params"]) for g in gs] for gs in (groups, saved))
+    if sizes != saved_sizes:
+        raise ValueError(
+            f"the checkpoint has param groups of {saved_sizes} parameters, this optimizer of {sizes}: "
+            "build it with the same parameters in the same groups"
+        )
+    return [dict(g) for g in saved]
+
+
+def _check_state(number: Any, saved: Any, chain: Chain, param: Tensor, setting: GroupSettings) -> None:
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"the state of parameter {number} is a dict, got {type(saved).__name__}")
+    expected = chain.init_state(param, setting)
+    optional = tuple(f"{name}/" for name, transform in chain.transforms.items() if transform.makes_own_state)
+    missing = [key for key in expected if key not in saved and not key.startswith(optional)] if saved else []
+    extra = [key for key in saved if key not in expected]
+    if missing or extra:
+        raise ValueError(_changed_chain_message(number, missing, extra, chain))
+    for key, value in saved.items():
+        _check_value(f"the state {key!r} of parameter {number}", value, expected[key])
+
+
+def _check_value(what: str, value: Any, expected: Any) -> None:
+    if not isinstance(expected, Tensor):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{what} is a number in this chain, got {type(value).__name__}")
+        return
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        raise ValueError(f"{what} is a dense tensor in this chain, got {_describe(value)}")
+    if value.shape != expected.shape or value.dtype != expected.dtype:
+        raise ValueError(
+            f"{what} has {_describe(value)} in the checkpoint and {_describe(expected)} in this chain: "
+            "build the optimizer on a model of the same shapes and dtypes, and with the same state_dtype"
+        )
+    if isinstance(expected, DTensor) != isinstance(value, DTensor):
+        raise ValueError(f"{what}: sharded and whole tensors do not mix; load through torch.distributed.checkpoint")
+
+
+def _describe(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"shape {tuple(value.shape)}, {value.dtype}, {value.layout}"
+
+
+def _changed_chain_message(number: Any, missing: list[str], extra: list[str], chain: Chain) -> str:
+    parts = [f"the state of parameter {number} does not fit this chain ({', '.join(chain.transforms)})"]
+    if missing:
+        parts.append(f"missing: {', '.join(map(repr, missing))}")
+    if extra:
+        parts.append(f"extra: {', '.join(map(repr, extra))}")
+    if any("/" not in str(key) for key in extra):
+        parts.append("keys without the name of a transform come from another optimizer")
+    return "; ".join(parts) + ". Load it into the chain that wrote it"

@@ -1,0 +1,76 @@
+"""The one learning rate of a chain."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from typing_extensions import override
+
+from torchzero_clip._types import Setting, State, Target
+from torchzero_clip.checks import learning_rate
+from torchzero_clip.core.transform import Transform, runs
+from torchzero_clip.functional import foreach
+
+
+class LR(Transform):
+    """Multiplies updates by the learning rate, at this place in the chain.
+
+    The learning rate is the setting ``lr`` of the param groups, where torch's schedulers read and write it. A chain has
+    exactly one: where nobody writes an ``LR``, `Modular` puts one at the end.
+
+    Args:
+        lr: A number >= 0, or a tensor of one element.
+        target: What it acts on, see `Transform`.
+
+    Raises:
+        ValueError: If ``lr`` is negative or NaN, or a tensor of several elements.
+        TypeError: If ``lr`` is neither a number nor a tensor.
+
+    Example:
+        Clips the step that is finally taken, in units of the parameters:
+
+        >>> import torch
+        >>> from torchzero_clip import LR, Adam, ClipNorm, Modular
+        >>> weight = torch.nn.Parameter(torch.zeros(4))
+        >>> optimizer = Modular([weight], Adam(), LR(0.1), ClipNorm(0.02))
+        >>> weight.grad = torch.ones(4)
+        >>> optimizer.step()
+        >>> weight.data
+        tensor([-0.0100, -0.0100, -0.0100, -0.0100])
+    """
+
+    checks = {"lr": learning_rate}
+
+    def __init__(self, lr: float | Tensor, *, target: Target = "update") -> None:
+        super().__init__({"lr": lr}, target=target)
+
+    @override
+    def apply_tensors(
+        self,
+        tensors: list[Tensor],
+        params: list[Tensor],
+        grads: list[Tensor],
+        loss: Tensor | float | None,
+        states: Sequence[State],
+        settings: Sequence[Setting],
+    ) -> Sequence[Tensor]:
+        """Multiply by the ``lr`` of each parameter."""
+        for setting, own in runs(settings):
+            foreach.multiply_(tensors[own], setting["lr"])
+        return tensors
+
+
+def with_learning_rate(transforms: Sequence[Transform]) -> list[Transform]:
+    """The same transforms with exactly one owner of ``lr``, appended if it is missing."""
+    owners = [t for t in transforms if any(key.rsplit("/", 1)[-1] == "lr" for key in t.defaults)]
+    optimizers = [t for t in transforms if t.default_lr is not None]
+    named = [t for t in optimizers if t.lr is not None]
+    if len(owners) + len(named) > 1:
+        given = ", ".join(map(repr, [*named, *owners]))
+        raise ValueError(f"a chain has one learning rate, got several: {given}. Keep one of them")
+    if owners:
+        return list(transforms)
+    rates: list[float | Tensor] = [t.lr for t in optimizers if t.lr is not None]
+    rates = rates or [*sorted({t.default_lr for t in optimizers if t.default_lr is not None})] or [1.0]
+    if len(rates) > 1:
+        raise ValueError(f"the optimizers of this chain have different default learning rates {rates}: add LR(...)")
+    return [*transforms, LR(rates[0])]

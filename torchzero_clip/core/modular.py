@@ -1,0 +1,275 @@
+"""The optimizer: a chain of transforms between the gradients and the parameters."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from torchzero_clip._types import State
+from torchzero_clip.checks import boolean
+from torchzero_clip.core.chain import Chain, Transforms, flatten
+from torchzero_clip.core.checkpoint import fitted, restored
+from torchzero_clip.core.learning_rate import with_learning_rate
+from torchzero_clip.core.namespace import GroupSettings
+from torchzero_clip.core.param_groups import normalized, split_by_overrides, storage_keys
+from torchzero_clip.core.target import Step
+from torchzero_clip.core.transform import Transform
+from torchzero_clip.functional import foreach
+from torchzero_clip.functional.shards import aligned
+
+
+class Modular(Optimizer):
+    r"""Chains transforms into an optimizer: what comes out of the last one is subtracted from the parameters.
+
+    $$ p \leftarrow p - (t_n \circ \dots \circ t_1)(g) $$
+
+    It is a `torch.optim.Optimizer`: torch's schedulers, GradScaler, hooks and checkpoints work with it as with torch's
+    own. Settings such as ``max_norm`` and ``betas`` are in the param groups, where they may differ and be scheduled. Of
+    several transforms with the same setting the first has the bare key, later ones ``"clip_norm_2/max_norm"``.
+
+    There is exactly one learning rate, ``param_groups[i]["lr"]``. Without an `LR` in the chain it is applied last, and
+    it is that of the chain's optimizer (``Adam(lr=...)``, or that optimizer's default in torch), or 1 without one.
+
+    Parameters without a gradient, and frozen ones, take no part in a step. After a step ``.grad`` holds the gradient,
+    as scaled by a norm clip at the head of the chain where there is one, like `torch.nn.utils.clip_grad_norm_` leaves
+    it.
+
+    Args:
+        params: Parameters, param groups, named parameters, or a module, whose named parameters are taken.
+        *transforms: What to do with the gradients, in this order; nested lists are accepted.
+        maximize: Go up the gradient instead of down.
+        keep_grads: Leave ``.grad`` bitwise as it was; a norm clip at the head of the chain then works on a copy.
+
+    Raises:
+        ValueError: If there are no transforms or no parameters, for an unknown or invalid setting in a group, for two
+            learning rates, or for a parameter in two groups.
+        TypeError: If something is not a transform, or ``params`` is a single tensor.
+
+    Example:
+        >>> import torch
+        >>> from torchzero_clip import Adam, ClipNorm, Modular
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = Modular(model.parameters(), ClipNorm(1), Adam(lr=0.01))
+        >>> optimizer
+        Modular(
+            <2 tensors, 4 elements>,
+            ClipNorm(1),
+            Adam(lr=0.01),
+        )
+        >>> optimizer.param_groups[0]["max_norm"] = 0.5  # settings may change at any time
+        >>> model(torch.ones(1, 3)).sum().backward()
+        >>> optimizer.step()
+        >>> round(optimizer.metrics()["clip_norm/norm"].item(), 4)
+        2.0
+    """
+
+    def __init__(
+        self,
+        params: ParamsT | nn.Module,
+        *transforms: Transforms,
+        maximize: bool = False,
+        keep_grads: bool = False,
+    ) -> None:
+        boolean("maximize", maximize)
+        boolean("keep_grads", keep_grads)
+        given = list(flatten(transforms))
+        if not given:
+            raise ValueError(
+                "Modular needs at least one transform, as in Modular(model.parameters(), ClipNorm(1), Adam())"
+            )
+        self.maximize = maximize
+        self.keep_grads = keep_grads
+        self._chain = Chain(*with_learning_rate(given))
+        self._lr_is_implied = len(self._chain.transforms) > len(given)
+        self._stored_as = storage_keys(self._chain.defaults)
+        self._metrics: dict[str, Tensor] = {}
+        defaults = {self._stored_as[key]: value for key, value in self._chain.defaults.items()}
+        if isinstance(params, nn.Module):
+            params = list(params.named_parameters())
+        super().__init__(params, defaults)
+        self._global_keys = list(global_state := self._chain.init_global_state())
+        self.param_groups[0].update(global_state)
+        self._move_global_state()
+
+    @property
+    def transforms(self) -> dict[str, Transform]:
+        """The transforms by name, in the order of the chain."""
+        return self._chain.transforms
+
+    def metrics(self) -> dict[str, Tensor]:
+        """What the transforms measured in the last step, as 0-d tensors on the device; reading one waits for it.
+
+        Returns:
+            For example ``"clip_norm/norm"`` (before clipping), ``"clip_norm/factor"`` (mean over tensors or slices) and
+                ``"clip_norm/clipped"`` (the share of tensors, slices or elements that were clipped).
+
+        Example:
+            >>> import torch
+            >>> from torchzero_clip import ClipNorm, Modular
+            >>> weight = torch.nn.Parameter(torch.zeros(2))
+            >>> optimizer = Modular([weight], ClipNorm(1.0))
+            >>> weight.grad = torch.tensor([3.0, 4.0])
+            >>> optimizer.step()
+            >>> {name: round(value.item(), 4) for name, value in optimizer.metrics().items()}
+            {'clip_norm/norm': 5.0, 'clip_norm/factor': 0.2, 'clip_norm/clipped': 1.0}
+        """
+        return dict(self._metrics)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step.
+
+        Args:
+            closure: Computes the loss and its gradients, and returns the loss; called once, with gradients enabled.
+
+        Returns:
+            What the closure returned; None without a closure.
+
+        Raises:
+            ValueError: If a setting in a param group is out of range, or a transform has ``target="closure"`` and there
+                is no closure. Nothing has been changed then.
+        """
+        if closure is None and any(t.target == "closure" for t in self.transforms.values()):
+            raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
+        for group in self.param_groups:
+            self._chain.check(GroupSettings(group, self._stored_as))
+
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+
+        params, states, groups = self._taking_part()
+        if params:
+            self._step(params, states, groups, loss)
+        return loss
+
+    def _taking_part(self) -> tuple[list[Tensor], list[State], list[dict[str, Any]]]:
+        """The parameters that have a gradient, with the state and the group of each."""
+        pairs = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None and p.requires_grad]
+        for param, group in pairs:
+            if param.grad.layout != torch.strided:
+                raise RuntimeError(f"{_name(param, group)} has a sparse gradient, which Modular does not take")
+        state: Any = self.state
+        states: list[State] = [state.get(param, {}) for param, _ in pairs]
+        return [param for param, _ in pairs], states, [group for _, group in pairs]
+
+    def _step(self, params: list[Tensor], states: list[State], groups: list[dict[str, Any]], loss: Any) -> None:
+        """Send the gradients down the chain and subtract what comes out."""
+        grads = [aligned(p.grad, p) for p in params if p.grad is not None]
+        keep_grads = self.keep_grads or any(t.target == "grad" for t in self.transforms.values())
+        step = Step(params, grads, loss, self.maximize, keep_grads)
+        views = {id(group): GroupSettings(group, self._stored_as) for group in self.param_groups}
+        settings = [views[id(group)] for group in groups]
+        self._move_global_state()
+
+        self._metrics = {}
+        context = (step, states, settings, self.param_groups[0], self._metrics)
+        for name, transform in self.transforms.items():
+            if transform.target == "closure":
+                foreach.copy_(grads, self._chain.bind(name, *context)(foreach.clone(grads)))
+        self._chain.run(*context)
+        foreach.subtract_(params, step.updates(writable=False))
+        for param, state in zip(params, states, strict=True):
+            if state:  # made in this step, or there before; a stateless chain leaves none
+                self.state[param] = state  # pyright: ignore[reportArgumentType]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with settings of their own, for example layers that are unfrozen later.
+
+        Args:
+            param_group: ``"params"`` and any settings of the chain; those that it lacks are the chain's.
+
+        Raises:
+            ValueError: For a key that is no setting of the chain, a value out of range, or a parameter that is in a
+                group already. No group has been added then.
+        """
+        if not isinstance(param_group, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
+        group = normalized(param_group, self._chain, self._stored_as)
+        before = len(self.param_groups)
+        try:
+            for part in split_by_overrides(group, self._chain, self._stored_as):
+                self._chain.check(GroupSettings({**self.defaults, **part}, self._stored_as))
+                super().add_param_group(part)
+        except Exception:
+            del self.param_groups[before:]
+            raise
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume from a checkpoint. Everything is checked before anything is changed.
+
+        State keeps the dtype it was saved in. Settings that the checkpoint lacks, and keys that schedulers added to the
+        groups, stay as they are.
+
+        Args:
+            state_dict: What `state_dict` returned, from the same chain on the same parameters.
+
+        Raises:
+            ValueError: If a key, shape, dtype or setting does not fit; the message names it.
+        """
+        fitting: dict[str, Any] = {}
+
+        def check(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            fitting.update(fitted(given, self.param_groups, self._chain, self._stored_as))
+            return fitting
+
+        def restore(_: Optimizer) -> None:  # torch has cast the state to the dtype of the parameters
+            ids = [i for group in fitting["param_groups"] for i in group["params"]]
+            params = [p for group in self.param_groups for p in group["params"]]
+            for i, param in zip(ids, params, strict=True):
+                if i in fitting["state"]:
+                    self.state[param] = restored(fitting["state"][i], param)  # pyright: ignore[reportArgumentType]
+            self._move_global_state()
+
+        # after the caller's hooks have made the checkpoint what it is to be, and before they see the result
+        before = self.register_load_state_dict_pre_hook(check)
+        after = self.register_load_state_dict_post_hook(restore, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def _move_global_state(self) -> None:
+        """Keep the chain's own state on the device of the first parameter, which trainers move after construction."""
+        first = self.param_groups[0]
+        device = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
+        for key in self._global_keys:
+            if isinstance(first[key], Tensor):
+                first[key] = first[key].to(device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("maximize", "keep_grads", "_chain", "_lr_is_implied", "_stored_as", "_global_keys", "_metrics")
+        return super().__getstate__() | {name: self.__dict__[name] for name in own}
+
+    def __repr__(self) -> str:
+        transforms = list(self.transforms.values())[: -1 if self._lr_is_implied else None]
+        lines = [*self._described_groups(), *map(repr, transforms)]
+        lines += [f"{flag}=True" for flag in ("maximize", "keep_grads") if getattr(self, flag)]
+        return "\n    ".join([f"{type(self).__name__}(", *(f"{line}," for line in lines)]) + "\n)"
+
+    def _described_groups(self) -> Iterable[str]:
+        """The parameters, with what differs from the chain's settings."""
+        rows: list[str] = []
+        for group in self.param_groups:
+            params = group["params"]
+            count = f"<{len(params)} tensors, {sum(p.numel() for p in params)} elements>"
+            own = {k: group[k] for k in self.defaults if k in group and group[k] is not self.defaults[k]}
+            own = {k: v for k, v in own.items() if v != self.defaults[k]}
+            rows.append(f"{{'params': {count}, {repr(own)[1:]}" if own else count)
+        return rows if len(rows) == 1 else [f"[{', '.join(rows)}]"]
+
+
+def _name(param: Tensor, group: Mapping[str, Any]) -> str:
+    number = next(i for i, p in enumerate(group["params"]) if p is param)
+    names = group.get("param_names")
+    return names[number] if names else f"parameter {number} of its group, of shape {tuple(param.shape)},"

@@ -1,0 +1,75 @@
+"""Settings in param groups: where each is stored, which keys are accepted, and how overrides split a group."""
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torchzero_clip.core.chain import Chain
+
+# what torch's schedulers, its optimizers and trainers keep beside the settings
+HOST_KEYS = frozenset(
+    {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
+)
+
+
+def storage_keys(qualified: Iterable[str]) -> dict[str, str]:
+    """Where a group stores each setting: the first transform with a key stores it bare, later ones qualified."""
+    stored: dict[str, str] = {}
+    taken: set[str] = set()
+    for key in qualified:
+        bare = key.rsplit("/", 1)[-1]
+        stored[key] = key if bare in taken else bare
+        taken.add(bare)
+    return stored
+
+
+def normalized(group: Mapping[str, Any], chain: Chain, stored_as: Mapping[str, str]) -> dict[str, Any]:
+    """The group with every setting under the key that stores it."""
+    result: dict[str, Any] = {}
+    stored = set(stored_as.values())
+    for key, value in group.items():
+        target = key if key in HOST_KEYS or key in stored else stored_as.get(key)
+        if target is None:
+            raise ValueError(_unknown_key_message(key, chain, stored))
+        if target in result:
+            raise ValueError(f"the setting {target!r} is given twice, also as {key!r}")
+        result[target] = value
+    return result
+
+
+def split_by_overrides(
+    group: Mapping[str, Any], chain: Chain, stored_as: Mapping[str, str]
+) -> Iterator[dict[str, Any]]:
+    """Groups in which all parameters have the same overrides, in the order of their first parameters."""
+    overrides = list(_overrides(chain, stored_as))
+    if not overrides:
+        yield dict(group)
+        return
+    params = group["params"]
+    settings = {key: value for key, value in group.items() if key != "params"}
+    buckets: dict[tuple[int, ...], list[Any]] = {}
+    for item in [params] if isinstance(params, Tensor) else list(params):
+        param = item[1] if isinstance(item, tuple) else item
+        chosen = tuple(i for i, (members, _) in enumerate(overrides) if any(param is m for m in members))
+        buckets.setdefault(chosen, []).append(item)
+    for chosen, items in buckets.items():
+        own = {key: value for i in chosen for key, value in overrides[i][1].items()}
+        yield {"params": items, **settings, **own}
+
+
+def _overrides(chain: Chain, stored_as: Mapping[str, str]) -> Iterator[tuple[Sequence[Tensor], dict[str, Any]]]:
+    for name, transform in chain.transforms.items():
+        for override in transform.overrides:
+            yield override["params"], {stored_as[f"{name}/{k}"]: v for k, v in override.items() if k != "params"}
+
+
+def _unknown_key_message(key: str, chain: Chain, stored: Iterable[str]) -> str:
+    for transform in chain.transforms.values():
+        if key in inspect.signature(type(transform)).parameters:
+            return (
+                f"{key!r} of {transform!r} cannot differ between param groups: it is part of the transform. "
+                f"Use one {type(transform).__name__} for each value"
+            )
+    return f"no transform has a setting {key!r}; settings of this chain: {', '.join(sorted(stored))}"

@@ -1,0 +1,251 @@
+"""The base classes of transforms."""
+
+import inspect
+import operator
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, ClassVar, Self, final
+
+from torch import Tensor
+
+from torchzero_clip._types import Setting, State, Target
+from torchzero_clip.checks import Check, one_of
+from torchzero_clip.core.target import TARGETS
+from torchzero_clip.functional.stretches import stretches
+
+
+class Transform(ABC):
+    """Maps the updates of all parameters to new updates.
+
+    A transform holds settings, never tensors: what it remembers between steps is in the optimizer's state, so one
+    instance may serve several optimizers. Subclasses implement `apply_tensors`; one that treats each tensor on its own
+    is shorter as a `TensorwiseTransform`.
+
+    Args:
+        defaults: The settings: numbers, tuples of numbers or None, which param groups and schedules may change.
+            Everything else (``ord``, ``dim``) is structure and belongs in attributes.
+        target: What the transform acts on: ``"update"`` (what flows down the chain), ``"grad"`` (the ``.grad``
+            itself), ``"closure"`` (the gradients that a closure leaves), ``"params_direct"``, ``"params_difference"``
+            or ``"update_difference"`` (what the transform removed).
+        name: The name in the chain and in checkpoints; the class name in snake case if None.
+
+    Raises:
+        ValueError: For an unknown target, or a default that fails its check.
+
+    Example:
+        A joint transform, with one number of state for the whole chain:
+
+        >>> import torch
+        >>> from torchzero_clip import Modular, Transform
+        >>> class ScaleByFirstNorm(Transform):
+        ...     def __init__(self) -> None:
+        ...         super().__init__({})
+        ...     def init_global_state(self):
+        ...         return {"first": torch.zeros(())}
+        ...     def apply_tensors(self, tensors, params, grads, loss, states, settings):
+        ...         norm = torch.nn.utils.get_total_norm(tensors)
+        ...         first = self.global_state["first"]
+        ...         first.copy_(torch.where(first == 0, norm, first))
+        ...         return [tensor / first for tensor in tensors]
+        >>> weight = torch.nn.Parameter(torch.tensor([1.0, 1.0]))
+        >>> optimizer = Modular([weight], ScaleByFirstNorm())
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> optimizer.step()
+        >>> weight.data
+        tensor([0.4000, 0.2000])
+    """
+
+    checks: ClassVar[Mapping[str, Check]] = {}
+    """The check of each setting; it runs at construction, on every param group, on load and before every step."""
+
+    scaling: ClassVar[bool] = False
+    """The output is the update times factors: it may be written over ``.grad`` at the head of a chain."""
+
+    pure: ClassVar[bool] = False
+    """`apply_tensors` never writes to ``tensors``."""
+
+    makes_own_state: ClassVar[bool] = False
+    """`apply_tensors` makes the state of a parameter when it first needs it; `init_state` says of what kind it is."""
+
+    default_lr: ClassVar[float | None] = None
+    """For optimizers, the learning rate of a chain in which nobody names one."""
+
+    lr: float | Tensor | None = None
+    """For optimizers, the learning rate that the user gave; it becomes the chain's."""
+
+    global_state: State
+    """State of the whole chain; set while `apply_tensors` runs."""
+
+    metrics: MutableMapping[str, Tensor]
+    """What `Modular.metrics` will show under this transform's name, 0-d tensors; set while `apply_tensors` runs."""
+
+    def __init__(self, defaults: Setting, *, target: Target = "update", name: str | None = None) -> None:
+        one_of("target", target, TARGETS)
+        self.defaults = dict(defaults)
+        self.target: Target = target
+        self.name = name or snake_case(type(self).__name__)
+        self.overrides: list[dict[str, Any]] = []
+        self.check(self.defaults)
+
+    def check(self, settings: Setting) -> None:
+        """Raise if a setting is out of range."""
+        for key, check in self.checks.items():
+            if key in settings:
+                check(key, settings[key])
+
+    def set_param_groups(self, param_groups: Iterable[Mapping[str, Any]]) -> Self:
+        """Give some parameters settings of their own, before `Modular` takes this transform.
+
+        A param group of the optimizer that holds parameters of several kinds is split. The new groups stand where the
+        old one stood, in the order of their first parameters: schedulers that take a list need to know.
+
+        Args:
+            param_groups: Mappings with ``"params"`` (a tensor or an iterable of tensors) and settings of this
+                transform.
+
+        Returns:
+            The transform itself.
+
+        Raises:
+            ValueError: For a key that is no setting of this transform, or a value out of range.
+
+        Example:
+            >>> import torch
+            >>> from torchzero_clip import ClipNorm, Modular
+            >>> body, head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+            >>> clip = ClipNorm(1.0).set_param_groups([{"params": head.parameters(), "max_norm": 0.1}])
+            >>> optimizer = Modular([*body.parameters(), *head.parameters()], clip)
+            >>> [group["max_norm"] for group in optimizer.param_groups]
+            [1.0, 0.1]
+        """
+        overrides: list[dict[str, Any]] = []
+        for group in param_groups:
+            settings = {key: value for key, value in group.items() if key != "params"}
+            for key in settings:
+                if key not in self.defaults:
+                    known = ", ".join(self.defaults) or "none"
+                    raise ValueError(f"{type(self).__name__} has no setting {key!r}; its settings: {known}")
+            self.check(settings)
+            params = group["params"]
+            overrides.append({"params": [params] if isinstance(params, Tensor) else list(params), **settings})
+        self.overrides = overrides
+        return self
+
+    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+        """Return the state of one parameter before its first step.
+
+        Args:
+            param: The parameter; buffers of its shape are ``torch.zeros_like(param)``, scalars
+                ``torch.zeros((), device=param.device)``, so that both are right under FSDP2.
+            setting: The settings of this parameter.
+        """
+        return {}
+
+    def init_global_state(self) -> dict[str, Any]:
+        """Return the state of the whole chain before its first step: 0-d tensors and numbers."""
+        return {}
+
+    @abstractmethod
+    def apply_tensors(
+        self,
+        tensors: list[Tensor],
+        params: list[Tensor],
+        grads: list[Tensor],
+        loss: Tensor | float | None,
+        states: Sequence[State],
+        settings: Sequence[Setting],
+    ) -> Sequence[Tensor]:
+        """Return the new tensors, of the same shapes and dtypes. All lists have one entry per parameter.
+
+        Args:
+            tensors: The updates (or what ``target`` says); they may be modified in place.
+            params: The parameters, not to be modified.
+            grads: Their gradients, not to be modified; a clip at the head of the chain has scaled them unless
+                ``keep_grads``.
+            loss: What the closure returned; None without a closure.
+            states: The state of each parameter.
+            settings: The settings of each parameter; parameters of one group share one object.
+        """
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self._arguments())})"
+
+    def _arguments(self) -> Iterator[str]:
+        """The constructor's arguments that are not its defaults, as they would be written."""
+        for name, parameter in inspect.signature(type(self)).parameters.items():
+            value = self.defaults.get(name, getattr(self, name, parameter.default))
+            if parameter.default is parameter.empty and parameter.kind is not parameter.KEYWORD_ONLY:
+                yield repr(value)
+            elif value is not parameter.default and value != parameter.default:
+                yield f"{name}={value!r}"
+
+
+class TensorwiseTransform(Transform):
+    """A transform that treats each tensor on its own: subclasses implement `apply_tensor`.
+
+    Args:
+        defaults: As in `Transform`.
+        target: As in `Transform`.
+        name: As in `Transform`.
+
+    Example:
+        A whole transform. Its setting is validated, may differ by param group, can be scheduled, and is part of
+        checkpoints; `rms` is safe from overflow and right under FSDP2.
+
+        >>> import torch
+        >>> from torchzero_clip import Modular, TensorwiseTransform, rms
+        >>> from torchzero_clip.checks import positive
+        >>> class ClipRMS(TensorwiseTransform):
+        ...     checks = {"max_rms": positive}
+        ...     def __init__(self, max_rms: float, *, target="update") -> None:
+        ...         super().__init__({"max_rms": max_rms}, target=target)
+        ...     def apply_tensor(self, tensor, param, grad, loss, state, setting):
+        ...         return tensor.mul_((setting["max_rms"] / rms(tensor)).clamp(max=1.0))
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = Modular([weight], ClipRMS(0.5))
+        >>> weight.grad = torch.tensor([3.0, 3.0])
+        >>> optimizer.step()
+        >>> weight.data
+        tensor([-0.5000, -0.5000])
+        >>> ClipRMS(-1.0)
+        Traceback (most recent call last):
+        ...
+        ValueError: max_rms must be > 0, got -1.0
+    """
+
+    @abstractmethod
+    def apply_tensor(
+        self,
+        tensor: Tensor,
+        param: Tensor,
+        grad: Tensor,
+        loss: Tensor | float | None,
+        state: State,
+        setting: Setting,
+    ) -> Tensor:
+        """Return the new tensor; ``tensor`` may be modified in place. The arguments are as in `apply_tensors`."""
+
+    @final
+    def apply_tensors(
+        self,
+        tensors: list[Tensor],
+        params: list[Tensor],
+        grads: list[Tensor],
+        loss: Tensor | float | None,
+        states: Sequence[State],
+        settings: Sequence[Setting],
+    ) -> Sequence[Tensor]:
+        """Apply `apply_tensor` to every tensor."""
+        rows = zip(tensors, params, grads, states, settings, strict=True)
+        return [self.apply_tensor(t, p, g, loss, state, setting) for t, p, g, state, setting in rows]
+
+
+def runs(settings: Sequence[Setting]) -> list[tuple[Setting, slice]]:
+    """The stretches of parameters that share one settings object: parameters come group by group."""
+    return [(settings[own.start], own) for own in stretches(settings, operator.is_)]
+
+
+def snake_case(name: str) -> str:
+    """``ClipNormByEMA`` becomes ``clip_norm_by_ema``."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()

@@ -1,0 +1,129 @@
+"""Scale and clamp lists of tensors: what `ClipNorm` and `clip_grad_norm_` share."""
+
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from torchzero_clip._types import Dim
+from torchzero_clip.functional import foreach
+from torchzero_clip.functional.norms import Metric, joint_metric, mean_over_ranks, slice_metrics, total_metric
+from torchzero_clip.functional.shards import Part, all_reduce, pack, part, summed, whole
+from torchzero_clip.functional.stretches import stretches
+
+
+class Slicing(NamedTuple):
+    """How a norm transform cuts each tensor: the arguments ``ord``, ``dim``, ``inverse_dims`` and ``min_size``."""
+
+    metric: Metric
+    dim: Dim = None
+    inverse_dims: bool = False
+    min_size: int = 1
+
+    def reduced_dims(self, tensor: Tensor) -> tuple[int, ...]:
+        """The dimensions that a slice of ``tensor`` spans; none if the tensor is to be left alone."""
+        ndim = max(tensor.ndim, 1)
+        if self.dim is None or isinstance(self.dim, str):
+            named = set(range(ndim))
+        else:
+            listed = (self.dim,) if isinstance(self.dim, int) else self.dim
+            named = {d + ndim if d < 0 else d for d in listed} & set(range(ndim))
+        return tuple(d for d in range(ndim) if (d in named) != self.inverse_dims)
+
+
+class Measured(NamedTuple):
+    """The slices of a list of tensors and the root of the metric of each."""
+
+    indices: list[int]
+    """Which tensor each part comes from; tensors that are left alone have no part."""
+    targets: list[Tensor]
+    """The memory of each part's tensor."""
+    parts: list[Part]
+    """What was measured: the same memory, or a copy where a distributed tensor held pending sums."""
+    roots: list[Tensor]
+    total: Tensor
+    """The metric of all tensors together, those left alone included; 0-d."""
+
+
+class Scaled(NamedTuple):
+    """What a scaling did, as 0-d tensors."""
+
+    factor: Tensor
+    """The mean factor over all slices, 1 if there were none."""
+    changed: Tensor
+    """The share of slices whose factor was not 1."""
+
+
+def measure(tensors: Sequence[Tensor], slicing: Slicing) -> Measured:
+    """Measure every slice; changes nothing."""
+    metric = slicing.metric
+    if slicing.dim == "global":
+        root = joint_metric(tensors, metric)
+        parts = [whole(tensor) for tensor in tensors]
+        defined = sum(p.size for p in parts) >= metric.min_size
+        indices = [i for i, p in enumerate(parts) if p.size and defined]
+        kept = [parts[i] for i in indices]
+        roots = [root.to(p.tensor.device).expand(p.slice_shape) for p in kept]
+        targets = [part(tensors[i], ()).tensor for i in indices]
+        return Measured(indices, targets, kept, roots, root**metric.degree)
+
+    indices: list[int] = []
+    targets: list[Tensor] = []
+    parts: list[Part] = []
+    for i, tensor in enumerate(tensors):
+        dims = slicing.reduced_dims(tensor)
+        p = part(summed(tensor), dims)
+        if dims and p.size >= max(slicing.min_size, metric.min_size, 1):
+            indices.append(i)
+            targets.append(part(tensor, ()).tensor)
+            parts.append(p)
+    roots = slice_metrics(parts, metric)
+    if metric.kind == "norm":
+        kept = set(indices)
+        total = total_metric(parts, roots, [t for i, t in enumerate(tensors) if i not in kept], metric.p)
+    else:
+        total = joint_metric(tensors, metric) ** metric.degree
+    return Measured(indices, targets, parts, roots, total)
+
+
+def clip_(measured: Measured, limits: Sequence[float], floors: Sequence[float] | None, metric: Metric) -> Scaled:
+    """Scale every slice into the limits of its tensor, in place.
+
+    Args:
+        measured: The slices, as `measure` found them.
+        limits: For each tensor (not part) the largest metric allowed.
+        floors: For each tensor the smallest metric of a slice that is not zero; None for no floor.
+        metric: The metric that was measured.
+    """
+    bounds = [(limits[i], 0.0 if floors is None else floors[i]) for i in measured.indices]
+    factors: list[Tensor] = []
+    for run in stretches(bounds, operator.eq):
+        (high, low), roots = bounds[run.start], measured.roots[run]
+        vector = _clip_factor(pack(roots), metric.root(high), metric.root(low))
+        chunks = vector.split([root.numel() for root in roots])
+        factors += [chunk.view(root.shape) for chunk, root in zip(chunks, roots, strict=True)]
+    foreach.scale_(measured.targets, factors)
+    if not factors:
+        return Scaled(torch.ones_like(measured.total), torch.zeros_like(measured.total))
+    changed = [(factor != 1).double() for factor in factors]
+    return Scaled(mean_over_ranks(measured.parts, factors), mean_over_ranks(measured.parts, changed))
+
+
+def clamp_(tensors: Sequence[Tensor], limit: float) -> None:
+    """Clamp every element to [-limit, limit], in place."""
+    foreach.clamp_(tensors, limit)
+
+
+def share_above(tensors: Sequence[Tensor], limits: Sequence[float]) -> Tensor:
+    """The share of elements whose magnitude exceeds the limit of their tensor: a 0-d tensor, equal on every rank."""
+    parts = [whole(tensor) for tensor in tensors]
+    counts = [(p.tensor.abs() > limit).sum(dtype=torch.float64) for p, limit in zip(parts, limits, strict=True)]
+    return pack(all_reduce(parts, counts, ReduceOp.SUM)).sum() / max(sum(p.size for p in parts), 1)
+
+
+def _clip_factor(roots: Tensor, high: float, low: float) -> Tensor:
+    factor = torch.where(roots <= high, 1.0, high / roots)
+    return torch.where((roots > 0) & (roots < low), low / roots, factor) if low else factor

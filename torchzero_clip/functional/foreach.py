@@ -1,0 +1,127 @@
+"""Operations on lists of tensors; the only file that touches ``torch._foreach_*``.
+
+Lists may hold plain and distributed tensors, several devices and dtypes. Each function works on the local parts:
+all operations here are elementwise, and tensors that meet have the same layout.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.functional.shards import distributed_like, locals_of
+
+_foreach: Any = torch  # the _foreach functions are not in torch's type stubs
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which factors for tensors of ``dtype`` are kept: float32 or wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def norms(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> list[Tensor]:
+    """The p-norm of each plain tensor, accumulated in ``dtype``; none may be empty."""
+    return list(_foreach._foreach_norm(list(tensors), p, dtype=dtype))
+
+
+def scale_(tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+    """Multiply each tensor by its factor (of one element, or one per slice), in place.
+
+    A 0-d factor would be rounded to the dtype of a half-precision tensor on CUDA; with a dimension it is not.
+    """
+    parts = locals_of(tensors)
+    for tensor, factor in zip(parts, factors, strict=True):
+        if tensor.dtype != wide_dtype(tensor.dtype) and tensor.ndim and not factor.ndim:
+            factor = factor.view(1)
+        tensor.mul_(factor.to(tensor.device, wide_dtype(tensor.dtype)))
+
+
+def multiply_(tensors: Sequence[Tensor], number: float | Tensor) -> None:
+    """Multiply all tensors by one number, in place."""
+    if isinstance(number, Tensor):
+        scale_(tensors, [number.reshape(())] * len(tensors))
+    elif tensors:
+        _foreach._foreach_mul_(locals_of(tensors), number)
+
+
+def add_(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1) -> None:
+    """``tensors += alpha * others``, in place."""
+    if tensors:
+        _foreach._foreach_add_(locals_of(tensors), locals_of(others), alpha=alpha)
+
+
+def add_number_(tensors: Sequence[Tensor], number: float) -> None:
+    """Add one number to all tensors, in place."""
+    _foreach._foreach_add_(locals_of(tensors), number)
+
+
+def subtract_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """``tensors -= others``, in place."""
+    if tensors:
+        _foreach._foreach_sub_(locals_of(tensors), locals_of(others))
+
+
+def subtract(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """``tensors - others``, as new tensors."""
+    result = clone(tensors)
+    subtract_(result, others)
+    return result
+
+
+def copy_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    for tensor, other in zip(locals_of(tensors), locals_of(others), strict=True):
+        tensor.copy_(other)
+
+
+def clone(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.clone() for tensor in tensors]
+
+
+def negative(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """``-tensors``, as new tensors."""
+    return _wrap(_foreach._foreach_neg(locals_of(tensors)), tensors) if tensors else []
+
+
+def lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
+    """``tensors += weight * (ends - tensors)``, in place."""
+    _foreach._foreach_lerp_(locals_of(tensors), locals_of(ends), weight)
+
+
+def decay_squares_(tensors: Sequence[Tensor], values: Sequence[Tensor], beta: float) -> None:
+    """``tensors = beta * tensors + (1 - beta) * values**2``, in place."""
+    parts, others = locals_of(tensors), locals_of(values)
+    _foreach._foreach_mul_(parts, beta)
+    _foreach._foreach_addcmul_(parts, others, others, 1 - beta)
+
+
+def maximum_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    _foreach._foreach_maximum_(locals_of(tensors), locals_of(others))
+
+
+def square_roots(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """As new tensors."""
+    return _wrap(_foreach._foreach_sqrt(locals_of(tensors)), tensors)
+
+
+def divide(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """``tensors / others``, written over ``others`` and returned."""
+    for tensor, other in zip(locals_of(tensors), locals_of(others), strict=True):
+        torch.div(tensor, other, out=other)
+    return list(others)
+
+
+def clamp_(tensors: Sequence[Tensor], limit: float) -> None:
+    """Clamp all elements to [-limit, limit], in place; NaN stays NaN."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in locals_of(tensors):
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for dtype, group in by_dtype.items():
+        # torch raises for a limit that the dtype cannot represent; nothing finite exceeds it
+        bound = limit if limit <= torch.finfo(dtype).max else float("inf")
+        _foreach._foreach_clamp_max_(group, bound)
+        _foreach._foreach_clamp_min_(group, -bound)
+
+
+def _wrap(parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    return [distributed_like(part, tensor) for part, tensor in zip(parts, like, strict=True)]

@@ -1,0 +1,278 @@
+"""Norms and other metrics of tensors: float64 numbers, safe from overflow and underflow, whole on every rank.
+
+A metric is computed as its *root*, the quantity of degree 1 that scales with the tensor (the standard deviation for
+``'var'``), so that one rule turns it into a factor: ``limit_root / root``.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from torchzero_clip._types import Ord
+from torchzero_clip.functional import foreach
+from torchzero_clip.functional.shards import Part, all_reduce, pack, whole
+from torchzero_clip.functional.shards import replicated as replicated
+
+BLOCK = 4096  # float32 sums over more elements are taken in two levels: plain ones lose 6e-4 at 16M elements
+
+Measure = Callable[[Part], Tensor]
+
+
+class Metric(NamedTuple):
+    """What ``ord`` stands for."""
+
+    kind: Literal["norm", "mad", "std", "var", "sum"]
+    p: float = 2.0
+
+    @property
+    def degree(self) -> int:
+        """The power of a factor by which the metric grows."""
+        return 2 if self.kind == "var" else 1
+
+    @property
+    def min_size(self) -> int:
+        """The fewest elements for which the metric is defined."""
+        return 2 if self.kind in ("std", "var") else 1
+
+    def root(self, value: float) -> float:
+        """The root of a limit."""
+        return math.sqrt(value) if self.degree == 2 else value
+
+
+_NAMED: dict[str, Metric] = {
+    "l0": Metric("norm", 0.0),
+    "l1": Metric("norm", 1.0),
+    "l2": Metric("norm", 2.0),
+    "l3": Metric("norm", 3.0),
+    "l4": Metric("norm", 4.0),
+    "linf": Metric("norm", math.inf),
+    "mad": Metric("mad"),
+    "std": Metric("std"),
+    "var": Metric("var"),
+    "sum": Metric("sum"),
+}
+
+
+def parse_ord(ord: Ord) -> Metric:
+    """The metric that ``ord`` names; a 0-d tensor is read once, here."""
+    if isinstance(ord, str):
+        if ord not in _NAMED:
+            raise ValueError(f"ord must be a number or one of {', '.join(map(repr, _NAMED))}, got {ord!r}")
+        return _NAMED[ord]
+    if (isinstance(ord, Tensor) and ord.ndim == 0) or (isinstance(ord, int | float) and not isinstance(ord, bool)):
+        p = float(ord)  # at construction, not in a step
+        if math.isnan(p):
+            raise ValueError("ord must not be NaN")
+        return Metric("norm", p)
+    raise TypeError(f"ord must be a number, a 0-d tensor or a string, got {ord!r}")
+
+
+def norm(tensor: Tensor, ord: Ord = 2) -> Tensor:
+    """The norm of one tensor as a 0-d float64 tensor, for authors of transforms.
+
+    A finite tensor has a finite norm and a non-zero one a non-zero norm, in every dtype; under FSDP2 the result is that
+    of the whole tensor, equal on every rank.
+    """
+    return joint_metric([tensor], parse_ord(ord))
+
+
+def rms(tensor: Tensor) -> Tensor:
+    """The root of the mean square of one tensor, as safe as `norm`; 0 for a tensor without elements."""
+    return norm(tensor) / math.sqrt(max(tensor.numel(), 1))
+
+
+def slice_metrics(parts: Sequence[Part], metric: Metric) -> list[Tensor]:
+    """The root of the metric of every slice: one tensor per part, of the part's ``slice_shape``."""
+    if metric.kind == "norm":
+        return _p_norms(parts, metric.p)
+    if metric.kind == "mad":
+        return [value / p.size for value, p in zip(_p_norms(parts, 1.0), parts, strict=True)]
+    sums = _sums(parts)
+    if metric.kind == "sum":
+        return [value.abs() for value in sums]
+    means = [value / p.size for value, p in zip(sums, parts, strict=True)]
+    spreads = _p_norms(_deviations(parts, means), 2.0)
+    return [value / math.sqrt(p.size - 1) for value, p in zip(spreads, parts, strict=True)]
+
+
+def joint_metric(tensors: Sequence[Tensor], metric: Metric) -> Tensor:
+    """The root of the metric of all tensors as one vector: a 0-d tensor."""
+    parts = [whole(tensor) for tensor in tensors]
+    count = sum(p.size for p in parts)
+    if metric.kind == "norm":
+        return combine(pack(_p_norms([p for p in parts if p.size], metric.p)), metric.p)
+    if metric.kind == "mad":
+        return combine(pack(_p_norms(parts, 1.0)), 1.0) / max(count, 1)
+    total = pack(_sums(parts)).sum()
+    if metric.kind == "sum":
+        return total.abs()
+    mean = total / max(count, 1)
+    spreads = _p_norms(_deviations(parts, [mean.to(p.tensor.device) for p in parts]), 2.0)
+    return combine(pack(spreads), 2.0) / math.sqrt(max(count - 1, 1))
+
+
+def combine(norms: Tensor, p: float) -> Tensor:
+    """The p-norm of tensors from the p-norms of each: a 0-d tensor, 0 for none."""
+    if not norms.numel():
+        return norms.sum()
+    if p == 0:
+        return norms.sum()
+    if math.isinf(p):
+        return norms.amax() if p > 0 else norms.amin()
+    scale = _usable_scale(norms.amax())
+    return scale * torch.linalg.vector_norm(norms / scale, p)
+
+
+def total_metric(parts: Sequence[Part], roots: Sequence[Tensor], rest: Sequence[Tensor], p: float) -> Tensor:
+    """The p-norm of all tensors together, from the norms of some slices and the remaining tensors."""
+    spread = [i for i, part in enumerate(parts) if part.spread]
+    values = list(roots)
+    if spread:
+        seen = [Part(pack([roots[i]]), (0,), parts[i].size, parts[i].spread) for i in spread]
+        for i, value in zip(spread, _sums(seen) if p == 0 else _p_norms(seen, p), strict=True):
+            values[i] = value
+    values += _p_norms([w for w in map(whole, rest) if w.size], p)
+    return combine(pack(values), p)
+
+
+def mean_over_ranks(parts: Sequence[Part], values: Sequence[Tensor]) -> Tensor:
+    """The mean of one number per slice over all slices of all ranks: a 0-d tensor, 0 for none."""
+    if not any(part.spread for part in parts):
+        vector = pack(values)
+        return vector.sum() / max(vector.numel(), 1)
+    seen = [Part(pack([v]), (0,), part.size, part.spread) for part, v in zip(parts, values, strict=True)]
+    ones = [s._replace(tensor=torch.ones_like(s.tensor)) for s in seen]
+    both = pack(_sums([*seen, *ones]))
+    return both[: len(seen)].sum() / both[len(seen) :].sum().clamp(min=1)
+
+
+def _p_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
+    norms = _merged(parts, _local_norms(parts, p), p)
+    if p == 0 or math.isinf(p) or not parts:
+        return norms
+    if not _may_look(parts):
+        risky = [i for i, part in enumerate(parts) if part.tensor.dtype == torch.float64 or abs(p) > 6]
+        return _redone(parts, norms, risky, p)
+    # float32 powers leave their range far from 1; what lies beyond 10^(+-30/p) is taken again on rescaled values
+    vector = pack(norms)
+    tiny = 10.0 ** max(-30 / abs(p), -300)
+    suspicious = ((vector <= tiny) | vector.isinf()).split([norm.numel() for norm in norms])
+    if not torch.cat(suspicious).any():
+        return norms
+    return _redone(parts, norms, [i for i, flags in enumerate(suspicious) if flags.any()], p)
+
+
+def _redone(parts: Sequence[Part], norms: list[Tensor], indices: Sequence[int], p: float) -> list[Tensor]:
+    """Take some of the norms again, in float64 on values divided by the largest of their slice."""
+    risky = [parts[i] for i in indices]
+    largest = _merged(risky, [_local_norm(part, math.inf) for part in risky], math.inf)
+    scales = [_usable_scale(value) for value in largest]
+    scaled = [part._replace(tensor=part.tensor / scale) for part, scale in zip(risky, scales, strict=True)]
+    again = _merged(scaled, [_local_norm(part, p) for part in scaled], p)
+    result = list(norms)
+    for i, scale, value in zip(indices, scales, again, strict=True):
+        result[i] = scale * value
+    return result
+
+
+def _merged(parts: Sequence[Part], norms: list[Tensor], p: float) -> list[Tensor]:
+    """Combine the norms of local slices with those of the other ranks."""
+    if not any(part.groups for part in parts):
+        return norms
+    if math.isinf(p):
+        return all_reduce(parts, norms, ReduceOp.MAX if p > 0 else ReduceOp.MIN)
+    if p == 0:
+        return all_reduce(parts, norms, ReduceOp.SUM)
+    powers = [n**p if part.groups else n for n, part in zip(norms, parts, strict=True)]
+    powers = all_reduce(parts, powers, ReduceOp.SUM)
+    return [n ** (1 / p) if part.groups else n for n, part in zip(powers, parts, strict=True)]
+
+
+def _local_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
+    """The norm of every local slice; whole tensors are taken together where that is as accurate."""
+    norms: list[Tensor | None] = [None] * len(parts)
+    groups: dict[torch.dtype, list[int]] = {}
+    for i, part in enumerate(parts):
+        small = 0 < part.tensor.numel() <= BLOCK or (part.tensor.numel() and not part.tensor.is_cpu)
+        if small and len(part.dims) == part.tensor.ndim and p in (1.0, 2.0):
+            groups.setdefault(_accumulation_dtype(part.tensor), []).append(i)
+        else:
+            norms[i] = _local_norm(part, p)
+    for dtype, indices in groups.items():
+        for i, value in zip(indices, foreach.norms([parts[i].tensor for i in indices], p, dtype), strict=True):
+            norms[i] = value.double().view(parts[i].slice_shape)
+    return [value for value in norms if value is not None]
+
+
+def _local_norm(part: Part, p: float) -> Tensor:
+    x, dims = part.tensor, part.dims
+    if not x.numel():
+        return x.new_full(part.slice_shape, 0.0 if p >= 0 else math.inf, dtype=torch.float64)
+    if p == 0:
+        return (x != 0).sum(dims, keepdim=True, dtype=torch.float64)
+    if p == math.inf:
+        return torch.maximum(x.amax(dims, keepdim=True), x.amin(dims, keepdim=True).neg_()).double().abs_()
+    if p == -math.inf:
+        return x.abs().amin(dims, keepdim=True).double()
+    dtype = _accumulation_dtype(x)
+    if dtype == torch.float64:
+        return torch.linalg.vector_norm(x, p, dims, keepdim=True, dtype=dtype)
+    if len(dims) == x.ndim and x.numel() > BLOCK and _is_dense(x):
+        x, dims = x.as_strided((x.numel(),), (1,)), (0,)
+    for d in sorted(dims, key=x.stride):
+        x = _norm_along(x, p, d)
+    return x.view(part.slice_shape)
+
+
+def _norm_along(x: Tensor, p: float, d: int) -> Tensor:
+    """The float64 norm along one dimension, in two levels where it is long."""
+    length = x.shape[d]
+    if x.dtype == torch.float64 or length <= BLOCK:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return torch.linalg.vector_norm(x, p, d, keepdim=True, dtype=dtype).double()
+    even = length - length % BLOCK
+    blocks = x.narrow(d, 0, even).unflatten(d, (-1, BLOCK))
+    levels = [torch.linalg.vector_norm(blocks, p, d + 1, dtype=torch.float32).double()]
+    if even < length:
+        levels.append(_norm_along(x.narrow(d, even, length - even), p, d))
+    return torch.linalg.vector_norm(torch.cat(levels, d), p, d, keepdim=True)
+
+
+def _sums(parts: Sequence[Part]) -> list[Tensor]:
+    """The signed sum of every slice."""
+    sums = [part.tensor.sum(part.dims, keepdim=True, dtype=torch.float64) for part in parts]
+    return all_reduce(parts, sums, ReduceOp.SUM)
+
+
+def _deviations(parts: Sequence[Part], means: Sequence[Tensor]) -> list[Part]:
+    return [part._replace(tensor=part.tensor.double() - mean) for part, mean in zip(parts, means, strict=True)]
+
+
+def _usable_scale(largest: Tensor) -> Tensor:
+    return torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
+
+
+def _may_look(parts: Sequence[Part]) -> bool:
+    """Whether reading a result here costs nothing: elsewhere it would wait for the device, or break a graph."""
+    return all(part.tensor.is_cpu for part in parts) and not torch.compiler.is_compiling()
+
+
+def _accumulation_dtype(x: Tensor) -> torch.dtype:
+    """Float64 everywhere but in eager mode on CPU, where it costs ten times as much as float32."""
+    if x.is_cpu and not torch.compiler.is_compiling():
+        return torch.promote_types(x.dtype, torch.float32)
+    return torch.float64
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether the elements fill one run of memory, in whatever order."""
+    expected = 1
+    for stride, n in sorted(zip(x.stride(), x.shape, strict=True)):
+        if n != 1 and stride != expected:
+            return False
+        expected *= n
+    return True

@@ -1,0 +1,118 @@
+"""What a distributed tensor is made of: its local part, and the process groups that hold the other parts."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.tensor import DTensor, Replicate
+
+
+class Part(NamedTuple):
+    """The part of a tensor that this process holds, cut into slices that are measured one by one.
+
+    A slice has a fixed index in the dimensions outside ``dims``. ``groups`` hold the rest of each slice, ``spread``
+    the other slices; both are empty for a tensor that is not sharded.
+    """
+
+    tensor: Tensor
+    dims: tuple[int, ...]
+    size: int
+    """Elements of one whole slice, over all processes."""
+    groups: tuple[ProcessGroup, ...] = ()
+    spread: tuple[ProcessGroup, ...] = ()
+
+    @property
+    def slice_shape(self) -> list[int]:
+        """The shape of one number per slice, with dimensions kept."""
+        return [1 if d in self.dims else n for d, n in enumerate(self.tensor.shape)]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The plain tensor under a distributed one, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [local(tensor) for tensor in tensors]
+
+
+def distributed_like(part: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `local`: a distributed tensor around ``part``, laid out as ``like``."""
+    if not isinstance(like, DTensor):
+        return part
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def aligned(grad: Tensor, param: Tensor) -> Tensor:
+    """A gradient laid out as its parameter; gradients may come as sums that are still pending."""
+    if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
+        return grad.redistribute(param.device_mesh, param.placements)
+    return grad
+
+
+def summed(tensor: Tensor) -> Tensor:
+    """The same tensor without pending sums: a norm is not linear, so they have to be carried out before it."""
+    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+        whole = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+        return tensor.redistribute(placements=whole)
+    return tensor
+
+
+def replicated(value: Tensor) -> Tensor:
+    """A reduction's result as a plain tensor, whole on every rank.
+
+    For the single reduction of a transform's author; lists of tensors are measured by `norms`, which needs one
+    all-reduce for all of them.
+    """
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def part(tensor: Tensor, dims: Sequence[int]) -> Part:
+    """The local part of ``tensor``, cut into slices along ``dims``; a scalar counts as a vector of one element."""
+    shape = tuple(tensor.shape) or (1,)
+    size = 1
+    for d in dims:
+        size *= shape[d]
+    groups: list[ProcessGroup] = []
+    spread: list[ProcessGroup] = []
+    if isinstance(tensor, DTensor):
+        for mesh_dim, placement in enumerate(tensor.placements):
+            # Shard and the strided shards of FSDP + TP have no common base class; both name their dimension.
+            sharded = getattr(placement, "dim", None)
+            if sharded is not None:
+                (groups if sharded in dims else spread).append(tensor.device_mesh.get_group(mesh_dim))
+    data = local(tensor)
+    return Part(data if data.ndim else data.view(1), tuple(dims), size, tuple(groups), tuple(spread))
+
+
+def whole(tensor: Tensor) -> Part:
+    """The local part of ``tensor`` as one slice."""
+    tensor = summed(tensor)
+    return part(tensor, range(max(tensor.ndim, 1)))
+
+
+def pack(values: Sequence[Tensor]) -> Tensor:
+    """All values in one float64 vector, on the device of the first."""
+    if not values:
+        return torch.zeros(0, dtype=torch.float64)
+    device = values[0].device
+    return torch.cat([value.reshape(-1).to(device, torch.float64) for value in values])
+
+
+def all_reduce(parts: Sequence[Part], values: list[Tensor], op: ReduceOp.RedOpType) -> list[Tensor]:
+    """Combine one value per slice with the processes that hold the rest of it: one collective per process group."""
+    members: dict[ProcessGroup, list[int]] = {}
+    for i, p in enumerate(parts):
+        for group in p.groups:
+            members.setdefault(group, []).append(i)
+    for group, indices in members.items():
+        vector = pack([values[i] for i in indices])
+        dist.all_reduce(vector, op, group=group)
+        chunks = vector.split([values[i].numel() for i in indices])
+        for i, chunk in zip(indices, chunks, strict=True):
+            values[i] = chunk.view(values[i].shape)
+    return values

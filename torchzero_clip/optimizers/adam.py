@@ -1,0 +1,126 @@
+"""Adam."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torchzero_clip._types import Setting, State, Target
+from torchzero_clip.checks import betas as check_betas
+from torchzero_clip.checks import boolean, floating_dtype, learning_rate, non_negative
+from torchzero_clip.core.transform import Transform, runs
+from torchzero_clip.functional import foreach
+
+
+class Adam(Transform):
+    r"""Turns gradients into Adam's updates, as `torch.optim.Adam` computes them.
+
+    $$ m \leftarrow \beta_1 m + (1-\beta_1) u, \quad v \leftarrow \beta_2 v + (1-\beta_2) u^2, \quad
+       u \leftarrow \frac{m / (1-\beta_1^t)}{\sqrt{v / (1-\beta_2^t)} + \epsilon} $$
+
+    The learning rate is applied at the end of the chain, or where an `LR` stands. Weight decay is a transform of its
+    own: `WeightDecay` before Adam is L2 regularization, after it AdamW's.
+
+    Args:
+        lr: The learning rate of the chain: a number >= 0 or a tensor of one element. None for torch's default, 1e-3.
+        betas: Decay rates of the two averages, each in [0, 1); a setting of the param groups.
+        eps: Added to the denominator after the bias correction, in units of the gradient; a setting.
+        amsgrad: Divide by the largest of all past averages of squares.
+        state_dtype: The dtype of the averages; that of the parameter if None.
+        target: What it acts on, see `Transform`.
+
+    Raises:
+        ValueError: For a setting out of range.
+        TypeError: For an argument of the wrong type.
+
+    Non-finite and all-zero gradients enter the averages, as in torch.
+
+    Example:
+        >>> import torch
+        >>> from torchzero_clip import Adam, Modular
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = Modular([weight], Adam(lr=0.1))
+        >>> weight.grad = torch.tensor([3.0, -0.004])
+        >>> optimizer.step()
+        >>> weight.data
+        tensor([-0.1000,  0.1000])
+
+    Source: Kingma, Ba, [Adam: a method for stochastic optimization](https://arxiv.org/abs/1412.6980), 2014; Reddi,
+    Kale, Kumar, [On the convergence of Adam and beyond](https://arxiv.org/abs/1904.09237), 2018, for ``amsgrad``.
+    """
+
+    checks = {"betas": check_betas, "eps": non_negative}
+    default_lr = 1e-3
+    pure = True
+
+    def __init__(
+        self,
+        lr: float | Tensor | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        *,
+        eps: float = 1e-8,
+        amsgrad: bool = False,
+        state_dtype: torch.dtype | None = None,
+        target: Target = "update",
+    ) -> None:
+        if lr is not None:
+            learning_rate("lr", lr)
+        boolean("amsgrad", amsgrad)
+        if state_dtype is not None:
+            floating_dtype("state_dtype", state_dtype)
+        super().__init__({"betas": betas, "eps": eps}, target=target)
+        self.lr = lr
+        self.amsgrad = amsgrad
+        self.state_dtype = state_dtype
+
+    @override
+    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+        """Zero averages and a step count."""
+        keys = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
+        averages = {key: torch.zeros_like(param, dtype=self.state_dtype) for key in keys}
+        return {"step": torch.zeros((), dtype=torch.float32, device=param.device), **averages}
+
+    @override
+    def apply_tensors(
+        self,
+        tensors: list[Tensor],
+        params: list[Tensor],
+        grads: list[Tensor],
+        loss: Tensor | float | None,
+        states: Sequence[State],
+        settings: Sequence[Setting],
+    ) -> Sequence[Tensor]:
+        """Update the averages and return new tensors."""
+        updates: list[Tensor] = []
+        for setting, own in runs(settings):
+            updates += self._adam(tensors[own], states[own], setting)
+        return updates
+
+    def _adam(self, tensors: list[Tensor], states: Sequence[State], setting: Setting) -> list[Tensor]:
+        beta1, beta2 = setting["betas"]
+        averages = [state["exp_avg"] for state in states]
+        squares = [state["exp_avg_sq"] for state in states]
+        inputs = [t.to(average.dtype) for t, average in zip(tensors, averages, strict=True)]
+
+        foreach.lerp_(averages, inputs, 1 - beta1)
+        foreach.decay_squares_(squares, inputs, beta2)
+        if self.amsgrad:
+            largest = [state["max_exp_avg_sq"] for state in states]
+            foreach.maximum_(largest, squares)
+            squares = largest
+
+        steps = [state["step"] for state in states]
+        foreach.add_number_(steps, 1)
+        denominators = foreach.square_roots(squares)
+        foreach.scale_(denominators, _bias_corrections(steps, beta2, -0.5))
+        foreach.add_number_(denominators, setting["eps"])
+        updates = foreach.divide(averages, denominators)
+        foreach.scale_(updates, _bias_corrections(steps, beta1, -1.0))
+        return [update.to(t.dtype) for update, t in zip(updates, tensors, strict=True)]
+
+
+def _bias_corrections(steps: Sequence[Tensor], beta: float, power: float) -> list[Tensor]:
+    """``(1 - beta**step) ** power`` for every step count, in float64: float32 would lose five digits of 1 - 0.999."""
+    return [(1 - beta ** step.double()) ** power for step in steps]

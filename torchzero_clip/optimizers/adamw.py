@@ -1,0 +1,51 @@
+"""AdamW."""
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.core.chain import Chain
+from torchzero_clip.optimizers.adam import Adam
+from torchzero_clip.optimizers.weight_decay import WeightDecay
+
+
+class AdamW(Chain):
+    """The chain ``Adam(...), WeightDecay(...)``, as `torch.optim.AdamW` computes it.
+
+    In a longer chain it is the same as the two written there: `Modular.transforms` lists them as ``adam`` and
+    ``weight_decay``.
+
+    Args:
+        lr: The learning rate of the chain: a number >= 0 or a tensor of one element. None for torch's default, 1e-3.
+        betas: As in `Adam`.
+        eps: As in `Adam`.
+        weight_decay: The share of a parameter that is taken off per unit of learning rate; a setting of the param
+            groups.
+        amsgrad: As in `Adam`.
+        state_dtype: As in `Adam`.
+
+    Raises:
+        ValueError: For a setting out of range.
+        TypeError: For an argument of the wrong type.
+
+    Example:
+        >>> import torch
+        >>> from torchzero_clip import AdamW, ClipNorm, Modular
+        >>> optimizer = Modular(torch.nn.Linear(2, 1), ClipNorm(1, dim="global"), AdamW(lr=3e-4, weight_decay=0.1))
+        >>> list(optimizer.transforms)
+        ['clip_norm', 'adam', 'weight_decay', 'lr']
+
+    Source: Loshchilov, Hutter, [Decoupled weight decay regularization](https://arxiv.org/abs/1711.05101), 2017.
+    """
+
+    def __init__(
+        self,
+        lr: float | Tensor | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        *,
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        adam = Adam(lr, betas, eps=eps, amsgrad=amsgrad, state_dtype=state_dtype)
+        super().__init__(adam, WeightDecay(weight_decay))

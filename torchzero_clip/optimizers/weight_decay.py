@@ -1,0 +1,63 @@
+"""Weight decay."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from typing_extensions import override
+
+from torchzero_clip._types import Setting, State, Target
+from torchzero_clip.checks import non_negative
+from torchzero_clip.core.transform import Transform, runs
+from torchzero_clip.functional import foreach
+
+
+class WeightDecay(Transform):
+    r"""Adds the parameters, times ``weight_decay``, to the updates.
+
+    $$ u \leftarrow u + \text{weight\_decay} \cdot p $$
+
+    Its place says which kind it is: before an optimizer it is L2 regularization (the ``weight_decay`` of
+    `torch.optim.Adam` and `SGD`), after it decoupled weight decay (that of `torch.optim.AdamW`). The learning rate
+    scales it in both.
+
+    Args:
+        weight_decay: The share of a parameter that is taken off per unit of learning rate; a setting of the param
+            groups.
+        target: What it acts on, see `Transform`.
+
+    Raises:
+        ValueError: If ``weight_decay`` is negative or NaN, or for an unknown ``target``.
+        TypeError: If ``weight_decay`` is not a number.
+
+    Example:
+        >>> import torch
+        >>> from torchzero_clip import Adam, Modular, WeightDecay
+        >>> weight = torch.nn.Parameter(torch.tensor([2.0]))
+        >>> optimizer = Modular([weight], Adam(lr=0.1), WeightDecay(0.5))
+        >>> weight.grad = torch.zeros(1)
+        >>> optimizer.step()
+        >>> weight.data
+        tensor([1.9000])
+
+    Source: Loshchilov, Hutter, [Decoupled weight decay regularization](https://arxiv.org/abs/1711.05101), 2017.
+    """
+
+    checks = {"weight_decay": non_negative}
+
+    def __init__(self, weight_decay: float, *, target: Target = "update") -> None:
+        super().__init__({"weight_decay": weight_decay}, target=target)
+
+    @override
+    def apply_tensors(
+        self,
+        tensors: list[Tensor],
+        params: list[Tensor],
+        grads: list[Tensor],
+        loss: Tensor | float | None,
+        states: Sequence[State],
+        settings: Sequence[Setting],
+    ) -> Sequence[Tensor]:
+        """Add the decay, in place."""
+        for setting, own in runs(settings):
+            foreach.add_(tensors[own], params[own], alpha=setting["weight_decay"])
+        return tensors
