@@ -35,7 +35,8 @@ class Adam(Transform):
         ValueError: For a setting out of range.
         TypeError: For an argument of the wrong type.
 
-    Non-finite and all-zero gradients enter the averages, as in torch.
+    Non-finite and all-zero gradients enter the averages, as in torch. For float16 parameters pass
+    ``state_dtype=torch.float32``: squares of gradients below 2e-4 are zero in float16.
 
     Example:
         >>> import torch
@@ -113,7 +114,8 @@ class Adam(Transform):
 
         steps = [state["step"] for state in states]
         foreach.add_number_(steps, 1)
-        denominators = foreach.square_roots(squares)
+        # eps would vanish in float16, and 0 / 0 follow
+        denominators = foreach.square_roots([square.to(foreach.wide_dtype(square.dtype)) for square in squares])
         foreach.scale_(denominators, _bias_corrections(steps, beta2, -0.5))
         foreach.add_number_(denominators, setting["eps"])
         updates = foreach.divide(averages, denominators)

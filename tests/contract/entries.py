@@ -1,0 +1,106 @@
+"""Every transform and chain that goes through every contract: one line each, at the end of this file."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchzero_clip import LR, SGD, Adam, AdamW, Chain, ClipNorm, ClipValue, TensorwiseTransform, Transform, WeightDecay
+from torchzero_clip import norm as norm_of
+from torchzero_clip import rms
+from torchzero_clip.checks import number, positive
+
+
+class ClipRMS(TensorwiseTransform):
+    """An author's whole transform, as the documentation shows it."""
+
+    checks = {"max_rms": positive}
+
+    def __init__(self, max_rms: float, *, target="update") -> None:
+        super().__init__({"max_rms": max_rms}, target=target)
+
+    def apply_tensor(self, tensor, param, grad, loss, state, setting):
+        return tensor.mul_((setting["max_rms"] / rms(tensor)).clamp(max=1.0))
+
+
+class Mul(Transform):
+    """Multiplies by a number; the partner of other transforms in ``vectors.json``."""
+
+    checks = {"other": number}
+
+    def __init__(self, other: float, *, target="update") -> None:
+        super().__init__({"other": other}, target=target)
+
+    def apply_tensors(self, tensors, params, grads, loss, states, settings):
+        return [tensor.mul_(setting["other"]) for tensor, setting in zip(tensors, settings, strict=True)]
+
+
+class TrackJointNorm(Transform):
+    """Divides by an average of the joint norm: state of the whole chain."""
+
+    checks = {"beta": number}
+
+    def __init__(self, beta: float = 0.5) -> None:
+        super().__init__({"beta": beta})
+
+    def init_global_state(self):
+        return {"average": torch.zeros((), dtype=torch.float64), "steps": 0}
+
+    def apply_tensors(self, tensors, params, grads, loss, states, settings):
+        joint = torch.stack([norm_of(tensor) for tensor in tensors]).norm()
+        average = self.global_state["average"]
+        average.lerp_(joint, 1 - settings[0]["beta"])
+        self.global_state["steps"] += 1
+        return [tensor.div_(1 + average) for tensor in tensors]
+
+
+@dataclass(frozen=True)
+class Entry:
+    name: str
+    make: Callable[[], Any]
+    joint: bool = False
+    """One tensor's gradient changes what happens to the others."""
+
+    @property
+    def squares_in_param_dtype(self) -> bool:
+        """Whether averages of squares are kept in half precision for half-precision parameters."""
+        chain = Chain(self.make())
+        return any(isinstance(t, Adam) and t.state_dtype is None for t in chain.transforms.values())
+
+    def __str__(self) -> str:
+        return self.name
+
+
+ENTRIES = [
+    Entry("ClipNorm", lambda: ClipNorm(0.5)),
+    Entry("ClipNorm-global", lambda: ClipNorm(0.5, dim="global"), joint=True),
+    Entry("ClipNorm-rows", lambda: ClipNorm(0.5, dim=0, inverse_dims=True)),
+    Entry("ClipNorm-columns", lambda: ClipNorm(0.5, dim=0, min_size=2)),
+    Entry("ClipNorm-l3", lambda: ClipNorm(0.5, "l3")),
+    Entry("ClipNorm-linf-rows", lambda: ClipNorm(0.5, "linf", dim=-1)),
+    Entry("ClipNorm-linf-global", lambda: ClipNorm(0.5, torch.inf, dim="global"), joint=True),
+    Entry("ClipNorm-l0", lambda: ClipNorm(2, 0)),
+    Entry("ClipNorm-mad", lambda: ClipNorm(0.1, "mad")),
+    Entry("ClipNorm-std", lambda: ClipNorm(0.1, "std")),
+    Entry("ClipNorm-var-rows", lambda: ClipNorm(0.1, "var", dim=0)),
+    Entry("ClipNorm-sum-global", lambda: ClipNorm(0.1, "sum", dim="global"), joint=True),
+    Entry("ClipValue", lambda: ClipValue(0.1)),
+    Entry("Adam", lambda: Adam()),
+    Entry("Adam-amsgrad", lambda: Adam(lr=0.1, amsgrad=True)),
+    Entry("Adam-float64-state", lambda: Adam(state_dtype=torch.float64)),
+    Entry("SGD", lambda: SGD()),
+    Entry("SGD-momentum", lambda: SGD(0.1, 0.9, dampening=0.1)),
+    Entry("SGD-nesterov", lambda: SGD(0.1, 0.9, nesterov=True)),
+    Entry("WeightDecay", lambda: WeightDecay(0.1)),
+    Entry("LR", lambda: LR(0.1)),
+    Entry("AdamW", lambda: AdamW(lr=0.1)),
+    Entry("ClipRMS", lambda: ClipRMS(0.2)),
+    Entry("TrackJointNorm", lambda: TrackJointNorm(), joint=True),
+    Entry("ClipNorm+AdamW", lambda: [ClipNorm(0.5, dim="global"), AdamW(), LR(0.1)], joint=True),
+    Entry("L2+ClipValue+SGD", lambda: [WeightDecay(0.1), ClipValue(0.1), SGD(0.1, 0.9)]),
+    Entry("Adam+two clips", lambda: [ClipNorm(0.5), Adam(), LR(0.1), ClipNorm(0.02)]),
+    Entry("unit chain", lambda: Chain(ClipRMS(0.2), SGD(momentum=0.5), target="update_difference")),
+    Entry("target grad", lambda: [Mul(2.0), ClipNorm(0.5, target="grad"), SGD(momentum=0.5)]),
+    Entry("target params", lambda: [Adam(0.1), ClipNorm(0.5, target="params_direct")]),
+]

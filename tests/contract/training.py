@@ -1,0 +1,47 @@
+"""A small training run that every contract repeats in its own way."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+SHAPES = [(4, 3), (3,), (2, 3, 2), ()]
+
+
+def parameters(dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [nn.Parameter(value.to(dtype)) for value in values]
+
+
+def gradients(params: Iterable[Tensor], steps: int, seed: int = 1) -> list[list[Tensor]]:
+    """One list of gradients per step, of sizes around the limits of the entries."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(p.shape, p.dtype) for p in params]
+    scales = [10.0 ** (k % 3 - 1) for k in range(steps)]
+    return [
+        [(torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype) for shape, dtype in shapes]
+        for scale in scales
+    ]
+
+
+def train(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], grads: Iterable[Sequence[Tensor]]) -> None:
+    for row in grads:
+        for param, grad in zip(params, row, strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+
+
+def values(params: Iterable[Tensor]) -> list[Tensor]:
+    return [param.detach().clone() for param in params]
+
+
+def assert_equal(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    """Bitwise, NaN equal to NaN."""
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=0, atol=0, equal_nan=True)
+
+
+def assert_same_state(first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
+    """Bitwise equal settings and state, of the same keys and dtypes."""
+    torch.testing.assert_close(first.state_dict(), second.state_dict(), rtol=0, atol=0, equal_nan=True)
