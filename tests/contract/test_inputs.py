@@ -113,7 +113,7 @@ def test_one_step_on_zeros_with_lr_0_makes_all_state_and_moves_nothing(entry, dt
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if not entry.joint], ids=str)
 def test_a_non_finite_gradient_stays_in_its_tensor(entry, bad):
     params, healthy = parameters(torch.float64), parameters(torch.float64)
     grads = gradients(params, 3)
@@ -121,9 +121,7 @@ def test_a_non_finite_gradient_stays_in_its_tensor(entry, bad):
     grads[1][0][0, 0] = bad
     optimizer = Modular(params, entry.make())
     train(optimizer, params, grads)
-    if not entry.joint:
-        assert_equal(params[1:], healthy[1:])
-    assert optimizer.state_dict()["param_groups"]
+    assert_equal(params[1:], healthy[1:])
 
 
 @pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 4096), (torch.float32, 1e20), (torch.float32, 1e-25)])

@@ -116,8 +116,15 @@ class Chain(Transform):
         """Take one step down the chain."""
         for name, transform in self.transforms.items():
             apply = self.bind(name, step, states, settings, global_state, metrics)
-            on_grads = transform.pure or (transform.scaling and not step.keep_grads)
+            on_grads = transform.pure or (not step.keep_grads and self._scales_for_a_reader(name))
             TARGETS[transform.target](step, apply, on_grads)
+
+    def _scales_for_a_reader(self, name: str) -> bool:
+        """Whether scaling ``.grad`` in place saves a copy: what comes next only reads it."""
+        transforms = list(self.transforms.values())
+        rest = transforms[list(self.transforms).index(name) :]
+        following = next((t for t in rest if t.target == "update" and not t.scaling), None)
+        return rest[0].scaling and following is not None and following.pure
 
     def bind(
         self,

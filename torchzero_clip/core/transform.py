@@ -60,7 +60,7 @@ class Transform(ABC):
     """The check of each setting; it runs at construction, on every param group, on load and before every step."""
 
     scaling: ClassVar[bool] = False
-    """The output is the update times factors: it may be written over ``.grad`` at the head of a chain."""
+    """The output is the update times factors: before an optimizer it may be written over ``.grad``."""
 
     pure: ClassVar[bool] = False
     """`apply_tensors` never writes to ``tensors``."""
@@ -161,8 +161,7 @@ class Transform(ABC):
         Args:
             tensors: The updates (or what ``target`` says); they may be modified in place.
             params: The parameters, not to be modified.
-            grads: Their gradients, not to be modified; a clip at the head of the chain has scaled them unless
-                ``keep_grads``.
+            grads: Their gradients, not to be modified; a norm clip before an optimizer may have scaled them.
             loss: What the closure returned; None without a closure.
             states: The state of each parameter.
             settings: The settings of each parameter; parameters of one group share one object.

@@ -70,8 +70,8 @@ def subtract(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor
 
 
 def copy_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    for tensor, other in zip(locals_of(tensors), locals_of(others), strict=True):
-        tensor.copy_(other)
+    if tensors:
+        _foreach._foreach_copy_(locals_of(tensors), locals_of(others))
 
 
 def clone(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -1,0 +1,39 @@
+"""Fake CUDA parameters run a step: nothing in it waits for a value of the device. Real ones agree with the CPU."""
+
+import pytest
+import torch
+from contract.entries import ENTRIES
+from contract.training import SHAPES, gradients, parameters, train
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torchzero_clip import Modular
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_a_step_never_reads_a_value_from_the_device(entry, dtype):
+    with FakeTensorMode():
+        params = [nn.Parameter(torch.empty(shape, dtype=dtype, device="cuda")) for shape in SHAPES]
+        optimizer = Modular(params, entry.make())
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.empty_like(param)
+            optimizer.step()
+        assert all(value.device.type == "cuda" for value in optimizer.metrics().values())
+        tensors = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+        assert all(tensor.device.type == "cuda" for tensor in tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 4e-2)], ids=str)
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_cuda_agrees_with_cpu(entry, dtype, tolerance):
+    params = parameters(dtype)
+    on_device = [nn.Parameter(p.detach().cuda()) for p in params]
+    grads = gradients(params, 3)
+    train(Modular(params, entry.make()), params, grads)
+    train(Modular(on_device, entry.make()), on_device, [[g.cuda() for g in row] for row in grads])
+    for a, b in zip(on_device, params, strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=tolerance, atol=tolerance)
