@@ -33,15 +33,14 @@ class Modular(Optimizer):
     There is exactly one learning rate, ``param_groups[i]["lr"]``. Without an `LR` in the chain it is applied last, and
     it is that of the chain's optimizer (``Adam(lr=...)``, or that optimizer's default in torch), or 1 without one.
 
-    Parameters without a gradient, and frozen ones, take no part in a step. After a step ``.grad`` holds the gradient,
-    as scaled by a norm clip at the head of the chain where there is one, like `torch.nn.utils.clip_grad_norm_` leaves
-    it.
+    Parameters without a gradient, and frozen ones, take no part in a step. After a step ``.grad`` holds the gradient, or
+    the gradient as the norm clips before an optimizer scaled it, like `torch.nn.utils.clip_grad_norm_` leaves it.
 
     Args:
         params: Parameters, param groups, named parameters, or a module, whose named parameters are taken.
         *transforms: What to do with the gradients, in this order; nested lists are accepted.
         maximize: Go up the gradient instead of down.
-        keep_grads: Leave ``.grad`` bitwise as it was; a norm clip at the head of the chain then works on a copy.
+        keep_grads: Leave ``.grad`` bitwise as it was; norm clips before an optimizer then work on a copy.
 
     Raises:
         ValueError: If there are no transforms or no parameters, for an unknown or invalid setting in a group, for two
