@@ -45,14 +45,13 @@ class TrackJointNorm(Transform):
         super().__init__({"beta": beta})
 
     def init_global_state(self):
-        return {"average": torch.zeros((), dtype=torch.float64), "steps": 0}
+        return {"average": torch.zeros((), dtype=torch.float64), "unit": 1}
 
     def apply_tensors(self, tensors, params, grads, loss, states, settings):
         joint = torch.stack([norm_of(tensor) for tensor in tensors]).norm()
         average = self.global_state["average"]
-        average.lerp_(joint, 1 - settings[0]["beta"])
-        self.global_state["steps"] += 1
-        return [tensor.div_(1 + average) for tensor in tensors]
+        average.lerp_(joint, (1 - settings[0]["beta"]) * (joint > 0))
+        return [tensor.div_(self.global_state["unit"] + average) for tensor in tensors]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,218 @@
+"""What two processes do with one entry under FSDP2; `test_sharded` starts them and reports what they found."""
+
+import copy
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from contract.entries import ENTRIES, Entry
+from contract.training import assert_equal, gradients, parameters, train, values
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+from torchzero_clip import ClipNorm, Modular, clip_grad_norm_, norm
+
+SHAPES = [(7, 3), (1, 4), (5,), (2, 3, 2)]  # the second rank has no part of the second one
+
+
+class Model(nn.Module):
+    def __init__(self, values: list[Tensor]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(value.clone() for value in values)
+
+
+def sharded(initial: list[Tensor]) -> tuple[Model, list[nn.Parameter]]:
+    model = Model(initial)
+    fully_shard(model)
+    return model, list(model.parameters())
+
+
+def as_param(grad: Tensor, param: Tensor) -> Tensor:
+    return distribute_tensor(grad, param.device_mesh, param.placements) if isinstance(param, DTensor) else grad.clone()
+
+
+def train_sharded(optimizer: Modular, params: list[nn.Parameter], grads: list[list[Tensor]]) -> None:
+    train(optimizer, params, [[as_param(g, p) for g, p in zip(row, params, strict=True)] for row in grads])
+
+
+def full(params: list[nn.Parameter]) -> list[Tensor]:
+    return [p.full_tensor() if isinstance(p, DTensor) else p for p in values(params)]
+
+
+def equals_one_process(entry: Entry) -> None:
+    plain = parameters(torch.float64, SHAPES)
+    _, params = sharded(values(plain))
+    grads = gradients(plain, 4)
+    optimizer, reference = Modular(params, entry.make()), Modular(plain, entry.make())
+    train(reference, plain, grads)
+    train_sharded(optimizer, params, grads)
+    for actual, expected in zip(full(params), plain, strict=True):
+        torch.testing.assert_close(actual, expected.detach(), rtol=1e-12, atol=1e-12)
+    for name, value in optimizer.metrics().items():
+        both = [torch.empty_like(value) for _ in range(2)]
+        dist.all_gather(both, value)
+        assert torch.equal(*both), f"{name} differs between ranks: {both}"
+        torch.testing.assert_close(value, reference.metrics()[name], rtol=1e-12, atol=1e-12)
+
+
+def mixed_with_a_plain_parameter(entry: Entry) -> None:
+    plain = parameters(torch.float64, [*SHAPES, (3,)])
+    _, params = sharded(values(plain)[:-1])
+    params.append(nn.Parameter(plain[-1].detach().clone()))
+    grads = gradients(plain, 3)
+    train(Modular(plain, entry.make()), plain, grads)
+    train_sharded(Modular(params, entry.make()), params, grads)
+    for actual, expected in zip(full(params), plain, strict=True):
+        torch.testing.assert_close(actual, expected.detach(), rtol=1e-12, atol=1e-12)
+
+
+def resumes(entry: Entry, options: StateDictOptions, dtype: torch.dtype, directory: Path) -> None:
+    initial = parameters(dtype, SHAPES)
+    model, params = sharded(values(initial))
+    grads = gradients(initial, 4)
+    optimizer = Modular(params, entry.make())
+    train_sharded(optimizer, params, grads[:2])
+    halfway = full(params)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    if not options.full_state_dict:
+        dcp.save({"optimizer": saved}, checkpoint_id=directory)
+    train_sharded(optimizer, params, grads[2:])
+
+    model, resumed = sharded(halfway)
+    second = Modular(resumed, entry.make())
+    if not options.full_state_dict:
+        saved = get_optimizer_state_dict(model, second, options=options)
+        dcp.load({"optimizer": saved}, checkpoint_id=directory)
+    elif dist.get_rank():
+        saved = {}
+    set_optimizer_state_dict(model, second, saved, options=options)
+    if entry.name == "target params":  # it moves parameters whatever lr is, so also while torch prepares it
+        with torch.no_grad():
+            for param, value in zip(resumed, halfway, strict=True):
+                param.copy_(as_param(value, param))
+    assert_equal(full(resumed), halfway)
+    train_sharded(second, resumed, grads[2:])
+    assert_equal(full(resumed), full(params))
+    for a, b in zip(params, resumed, strict=True):
+        torch.testing.assert_close(second.state.get(b, {}), optimizer.state.get(a, {}), rtol=0, atol=0)
+
+
+def has_state(entry: Entry) -> bool:
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = Modular([param], entry.make())
+    train(optimizer, [param], [[torch.ones(1)]])
+    return bool(optimizer.state)
+
+
+def resumes_in_every_way(entry: Entry) -> None:
+    ways = {
+        "plain": StateDictOptions(),
+        "flattened": StateDictOptions(flatten_optimizer_state_dict=True),
+        "broadcast": StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    }
+    for way, options in ways.items():
+        if way == "broadcast" and not has_state(entry):
+            continue  # torch finds no device to broadcast to
+        for dtype in (torch.float32, torch.bfloat16):
+            box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+            dist.broadcast_object_list(box)
+            resumes(entry, options, dtype, Path(str(box[0])))
+
+
+def norms_on_every_layout(_: Entry) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    value = torch.linspace(-3, 4, 28, dtype=torch.float64).reshape(7, 4)
+    row = torch.tensor([[3.0, -4.0]], dtype=torch.float64)
+    layouts = [
+        distribute_tensor(value, mesh, [torch.distributed.tensor.Shard(0)]),
+        distribute_tensor(value, mesh, [torch.distributed.tensor.Shard(1)]),
+        distribute_tensor(value, mesh, [Replicate()]),
+        DTensor.from_local(value / 2, mesh, [Partial()], run_check=False),
+        value.clone(),
+    ]
+    short = distribute_tensor(row, mesh, [torch.distributed.tensor.Shard(0)])
+    for ord in (0, 1, 2, 3, 0.5, -1, torch.inf, -torch.inf, "mad", "std", "var", "sum"):
+        expected = norm(value, ord)
+        for layout in layouts:
+            torch.testing.assert_close(norm(layout, ord), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(norm(short, ord), norm(row, ord), rtol=1e-12, atol=1e-12)
+        for dim in (None, 0, 1, "global"):
+            params = [nn.Parameter(torch.zeros_like(t)) for t in (*layouts[:3], value, short)]
+            plain = [nn.Parameter(torch.zeros_like(t)) for t in (*[value] * 4, row)]
+            for p, g in zip(params, (*layouts[:3], value, short), strict=True):
+                p.grad = g.clone()
+            for p, g in zip(plain, (*[value] * 4, row), strict=True):
+                p.grad = g.clone()
+            total, plain_total = clip_grad_norm_(params, 0.5, ord, dim), clip_grad_norm_(plain, 0.5, ord, dim)
+            torch.testing.assert_close(total, plain_total, rtol=1e-12, atol=1e-12)
+            for p, e in zip(params, plain, strict=True):
+                grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+                torch.testing.assert_close(grad, e.grad, rtol=1e-12, atol=1e-12)
+
+
+def extreme_magnitudes(_: Entry) -> None:
+    for size, count in ((1e20, 100), (1e-25, 3)):
+        _, params = sharded([torch.zeros(count, 1)])
+        params[0].grad = as_param(torch.full((count, 1), size), params[0])
+        for _ in range(2):
+            total = clip_grad_norm_(params, size)
+        torch.testing.assert_close(total.item(), size, rtol=1e-6, atol=0.0)
+
+
+def gradients_with_pending_sums(_: Entry) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    param = nn.Parameter(distribute_tensor(torch.zeros(2, dtype=torch.float64), mesh, [Replicate()]))
+    half = torch.tensor([1.5, 2.0], dtype=torch.float64)
+    optimizer = Modular([param], ClipNorm(1.0))
+    param.grad = DTensor.from_local(half, mesh, [Replicate()], run_check=False)
+    param.grad = DTensor.from_local(half, mesh, [Partial()], run_check=False)
+    optimizer.step()
+    torch.testing.assert_close(param.detach().full_tensor(), torch.tensor([-0.6, -0.8], dtype=torch.float64))
+
+
+PER_ENTRY: dict[str, Callable[[Entry], None]] = {
+    "equals one process": equals_one_process,
+    "mixed with a plain parameter": mixed_with_a_plain_parameter,
+    "resumes": resumes_in_every_way,
+}
+ONCE: dict[str, Callable[[Entry], None]] = {
+    "norms on every layout": norms_on_every_layout,
+    "extreme magnitudes": extreme_magnitudes,
+    "gradients with pending sums": gradients_with_pending_sums,
+}
+
+
+def run(rank: int, directory: str) -> None:
+    """Everything, in one process of two; failures are saved for the tests to report."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+    failures: dict[str, str] = {}
+    jobs = [(f"{entry} {name}", check, entry) for entry in ENTRIES for name, check in PER_ENTRY.items()]
+    jobs += [(name, check, ENTRIES[0]) for name, check in ONCE.items()]
+    for name, check, entry in jobs:
+        found = [None]
+        try:
+            check(entry)
+        except Exception:
+            found = [traceback.format_exc()]
+        both: list = [None, None]
+        dist.all_gather_object(both, found[0])
+        if any(both):
+            failures[name] = "\n".join(filter(None, both))
+    if rank == 0:
+        torch.save({"failures": failures, "ran": [name for name, _, _ in jobs]}, f"{directory}/result.pt")
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,30 @@
+"""Two gloo processes under FSDP2 equal one process, and resume through torch.distributed.checkpoint."""
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from contract import sharded
+from contract.entries import ENTRIES
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    directory = str(tmp_path_factory.mktemp("sharded"))
+    mp.spawn(sharded.run, args=(directory,), nprocs=2)
+    return torch.load(f"{directory}/result.pt")
+
+
+@pytest.mark.parametrize("check", sharded.PER_ENTRY)
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_entry(result, entry, check):
+    name = f"{entry} {check}"
+    assert name in result["ran"]
+    assert name not in result["failures"], result["failures"].get(name)
+
+
+@pytest.mark.parametrize("check", sharded.ONCE)
+def test_once(result, check):
+    assert check in result["ran"]
+    assert check not in result["failures"], result["failures"].get(check)
