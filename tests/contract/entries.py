@@ -6,9 +6,20 @@ from typing import Any
 
 import torch
 
-from torchzero_clip import LR, SGD, Adam, AdamW, Chain, ClipNorm, ClipValue, TensorwiseTransform, Transform, WeightDecay
+from torchzero_clip import (
+    LR,
+    SGD,
+    Adam,
+    AdamW,
+    Chain,
+    ClipNorm,
+    ClipValue,
+    TensorwiseTransform,
+    Transform,
+    WeightDecay,
+    rms,
+)
 from torchzero_clip import norm as norm_of
-from torchzero_clip import rms
 from torchzero_clip.checks import number, positive
 
 

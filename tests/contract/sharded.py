@@ -143,11 +143,11 @@ def norms_on_every_layout(_: Entry) -> None:
         value.clone(),
     ]
     short = distribute_tensor(row, mesh, [torch.distributed.tensor.Shard(0)])
-    for ord in (0, 1, 2, 3, 0.5, -1, torch.inf, -torch.inf, "mad", "std", "var", "sum"):
-        expected = norm(value, ord)
+    for order in (0, 1, 2, 3, 0.5, -1, torch.inf, -torch.inf, "mad", "std", "var", "sum"):
+        expected = norm(value, order)
         for layout in layouts:
-            torch.testing.assert_close(norm(layout, ord), expected, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(norm(short, ord), norm(row, ord), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(norm(layout, order), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(norm(short, order), norm(row, order), rtol=1e-12, atol=1e-12)
         for dim in (None, 0, 1, "global"):
             params = [nn.Parameter(torch.zeros_like(t)) for t in (*layouts[:3], value, short)]
             plain = [nn.Parameter(torch.zeros_like(t)) for t in (*[value] * 4, row)]
@@ -155,7 +155,7 @@ def norms_on_every_layout(_: Entry) -> None:
                 p.grad = g.clone()
             for p, g in zip(plain, (*[value] * 4, row), strict=True):
                 p.grad = g.clone()
-            total, plain_total = clip_grad_norm_(params, 0.5, ord, dim), clip_grad_norm_(plain, 0.5, ord, dim)
+            total, plain_total = clip_grad_norm_(params, 0.5, order, dim), clip_grad_norm_(plain, 0.5, order, dim)
             torch.testing.assert_close(total, plain_total, rtol=1e-12, atol=1e-12)
             for p, e in zip(params, plain, strict=True):
                 grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad

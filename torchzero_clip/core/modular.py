@@ -33,8 +33,8 @@ class Modular(Optimizer):
     There is exactly one learning rate, ``param_groups[i]["lr"]``. Without an `LR` in the chain it is applied last, and
     it is that of the chain's optimizer (``Adam(lr=...)``, or that optimizer's default in torch), or 1 without one.
 
-    Parameters without a gradient, and frozen ones, take no part in a step. After a step ``.grad`` holds the gradient, or
-    the gradient as the norm clips before an optimizer scaled it, like `torch.nn.utils.clip_grad_norm_` leaves it.
+    Parameters without a gradient, and frozen ones, take no part in a step. After a step ``.grad`` holds the gradient,
+    or the gradient as the norm clips before an optimizer scaled it, like `torch.nn.utils.clip_grad_norm_` leaves it.
 
     Args:
         params: Parameters, param groups, named parameters, or a module, whose named parameters are taken.

@@ -1,0 +1,279 @@
+"""Bad input is refused with a message that names it, and nothing has changed then."""
+
+import copy
+
+import pytest
+import torch
+from contract.entries import ENTRIES, ClipRMS, Entry
+from contract.training import assert_equal, gradients, parameters, train, values
+from torch import nn
+
+from torchzero_clip import LR, SGD, Adam, AdamW, Chain, ClipNorm, ClipValue, Modular, WeightDecay
+
+nan = float("nan")
+WEIGHT = nn.Parameter(torch.zeros(2))
+
+CONSTRUCTORS = [
+    (lambda: ClipNorm(-1.0), ValueError, r"max_norm must be >= 0, got -1.0"),
+    (lambda: ClipNorm(nan), ValueError, r"max_norm must be >= 0, got nan"),
+    (lambda: ClipNorm("1"), TypeError, r"max_norm must be a number, got '1' \(str\)"),
+    (lambda: ClipNorm(True), TypeError, r"max_norm must be a number"),
+    (lambda: ClipNorm(None), TypeError, r"max_norm must be a number"),
+    (lambda: ClipNorm(1, "l5"), ValueError, r"ord must be a number or one of 'l0', .*got 'l5'"),
+    (lambda: ClipNorm(1, nan), ValueError, r"ord must not be NaN"),
+    (lambda: ClipNorm(1, None), TypeError, r"ord must be a number"),
+    (lambda: ClipNorm(1, torch.ones(2)), TypeError, r"ord must be a number, a 0-d tensor"),
+    (lambda: ClipNorm(1, dim="all"), ValueError, r"dim must be one of None, 'global', got 'all'"),
+    (lambda: ClipNorm(1, dim=0.5), TypeError, r"dim must be None, an int"),
+    (lambda: ClipNorm(1, dim=(0, "1")), TypeError, r"dim must be None, an int"),
+    (lambda: ClipNorm(1, inverse_dims=1), TypeError, r"inverse_dims must be True or False"),
+    (lambda: ClipNorm(1, min_size=-1), ValueError, r"min_size must be >= 0"),
+    (lambda: ClipNorm(1, min_size=1.5), TypeError, r"min_size must be an int"),
+    (lambda: ClipNorm(1, target="updates"), ValueError, r"target must be one of 'update', 'grad'"),
+    (lambda: ClipNorm(1, max_nrom=1), TypeError, r"max_nrom"),
+    (lambda: ClipValue(-0.5), ValueError, r"value must be >= 0, got -0.5"),
+    (lambda: ClipValue(nan), ValueError, r"value must be >= 0"),
+    (lambda: Adam(betas=(0.9, 1.0)), ValueError, r"betas\[1\] must be in \[0, 1\), got 1.0"),
+    (lambda: Adam(betas=(nan, 0.9)), ValueError, r"betas\[0\] must be in"),
+    (lambda: Adam(betas=0.9), TypeError, r"betas must be a pair of numbers"),
+    (lambda: Adam(eps=-1e-8), ValueError, r"eps must be >= 0"),
+    (lambda: Adam(-0.1), ValueError, r"lr must be >= 0, got -0.1"),
+    (lambda: Adam(torch.ones(2)), ValueError, r"lr must have one element"),
+    (lambda: Adam(amsgrad=1), TypeError, r"amsgrad must be True or False"),
+    (lambda: Adam(state_dtype=torch.int64), TypeError, r"state_dtype must be a floating point dtype"),
+    (lambda: Adam(state_dtype="float32"), TypeError, r"state_dtype must be a floating point dtype"),
+    (lambda: SGD(momentum=-0.1), ValueError, r"momentum must be >= 0"),
+    (lambda: SGD(nesterov=True), ValueError, r"nesterov needs momentum > 0 and dampening = 0"),
+    (lambda: SGD(0.1, 0.9, dampening=0.1, nesterov=True), ValueError, r"nesterov needs momentum > 0"),
+    (lambda: WeightDecay(-0.1), ValueError, r"weight_decay must be >= 0"),
+    (lambda: LR(-1), ValueError, r"lr must be >= 0"),
+    (lambda: LR("1"), TypeError, r"lr must be a number"),
+    (lambda: LR(torch.ones(2)), ValueError, r"lr must have one element"),
+    (lambda: ClipRMS(0), ValueError, r"max_rms must be > 0, got 0"),
+    (lambda: Chain(Adam), TypeError, r"is an optimizer class not called\?"),
+    (lambda: Chain(ClipNorm(1, target="closure"), target="grad"), ValueError, r"target='closure' cannot stand inside"),
+    (lambda: Modular([WEIGHT]), ValueError, r"Modular needs at least one transform"),
+    (lambda: Modular([WEIGHT], []), ValueError, r"Modular needs at least one transform"),
+    (lambda: Modular([WEIGHT], torch.optim.Adam([WEIGHT])), TypeError, r"a chain takes transforms"),
+    (lambda: Modular([WEIGHT], ClipNorm(1), maximize=1), TypeError, r"maximize must be True or False"),
+    (lambda: Modular([WEIGHT], Adam(0.1), LR(0.1)), ValueError, r"one learning rate, got several: Adam\(lr=0.1\), LR"),
+    (lambda: Modular([WEIGHT], LR(0.1), LR(0.2)), ValueError, r"one learning rate, got several"),
+    (lambda: Modular([WEIGHT], Adam(0.1), SGD(0.1)), ValueError, r"one learning rate, got several"),
+    (
+        lambda: ClipNorm(1).set_param_groups([{"params": [WEIGHT], "dim": 0}]),
+        ValueError,
+        r"ClipNorm has no setting 'dim'",
+    ),
+    (
+        lambda: ClipNorm(1).set_param_groups([{"params": [WEIGHT], "max_norm": -1}]),
+        ValueError,
+        r"max_norm must be >= 0",
+    ),
+    (lambda: AdamW().set_param_groups([{"params": [WEIGHT], "lr": 1}]), ValueError, r"no transform has a setting 'lr'"),
+]
+
+GROUPS = [
+    ({"max_nrom": 1.0}, r"no transform has a setting 'max_nrom'; settings of this chain: betas, eps, lr, max_norm"),
+    ({"max_norm": -1.0}, r"max_norm must be >= 0"),
+    ({"clip_norm/max_norm": -1.0}, r"max_norm must be >= 0"),
+    ({"max_norm": 1.0, "clip_norm/max_norm": 1.0}, r"'max_norm' is given twice"),
+    ({"adam_2/betas": (0.9, 0.99)}, r"no transform has a setting 'adam_2/betas'"),
+    ({"dim": 0}, r"'dim' of ClipNorm\(1\) cannot differ between param groups"),
+    ({"lr": -1.0}, r"lr must be >= 0"),
+    ({"lr": torch.ones(2)}, r"lr must have one element"),
+    ({"betas": (0.9, 2.0)}, r"betas\[1\] must be in"),
+]
+
+
+@pytest.mark.parametrize(("construct", "error", "message"), CONSTRUCTORS)
+def test_constructors(construct, error, message):
+    with pytest.raises(error, match=message):
+        construct()
+
+
+@pytest.mark.parametrize(("settings", "message"), GROUPS)
+def test_groups(settings, message):
+    params = parameters()
+    with pytest.raises(ValueError, match=message):
+        Modular([{"params": params, **settings}], ClipNorm(1), Adam())
+    optimizer = Modular(params[:1], ClipNorm(1), Adam())
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": params[1:], **settings})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_group_that_fails_halfway_adds_nothing():
+    first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    clip = ClipNorm(1).set_param_groups([{"params": second, "max_norm": 0.5}])
+    optimizer = Modular([second], clip)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [first, second]})
+    assert [group["params"] for group in optimizer.param_groups] == [[second]]
+
+
+@pytest.mark.parametrize("group", [3, [torch.zeros(1)]])
+def test_a_group_is_a_dict(group):
+    with pytest.raises(TypeError, match="param_group must be a dict"):
+        Modular(parameters(), ClipNorm(1)).add_param_group(group)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [("max_norm", -1.0, "max_norm"), ("betas", (0.9, nan), "betas"), ("lr", torch.ones(3), "lr")],
+)
+def test_settings_that_went_bad_are_refused_by_the_next_step(key, value, message):
+    params = parameters()
+    before = values(params)
+    optimizer = Modular(params, ClipNorm(1), Adam())
+    optimizer.param_groups[0][key] = value
+    grads = gradients(params, 1)
+    with pytest.raises(ValueError, match=message):
+        train(optimizer, params, grads)
+    assert_equal(params, before)
+    assert_equal([p.grad for p in params], grads[0])
+    assert not optimizer.state
+
+
+def test_a_closure_target_without_closure_is_refused_before_anything():
+    params = parameters()
+    before = values(params)
+    with pytest.raises(ValueError, match=r"needs a closure: call step\(closure\)"):
+        train(Modular(params, ClipNorm(1, target="closure")), params, gradients(params, 1))
+    assert_equal(params, before)
+
+
+def test_sparse_gradients_are_refused_by_name():
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="weight has a sparse gradient"):
+        Modular(embedding, ClipNorm(1)).step()
+    with pytest.raises(RuntimeError, match="parameter 0 of its group, of shape \\(4, 2\\)"):
+        Modular(embedding.parameters(), ClipNorm(1)).step()
+
+
+class WrongCount(ClipNorm):
+    def apply_tensors(self, tensors, params, grads, loss, states, settings):
+        return tensors[:1]
+
+
+def test_a_transform_that_loses_tensors_is_an_error():
+    params = parameters()
+    with pytest.raises(RuntimeError, match="returned 1 tensors for 4"):
+        train(Modular(params, WrongCount(1)), params, gradients(params, 1))
+
+
+def with_state(checkpoint, key, value):
+    checkpoint["state"][0][key] = value
+    return checkpoint
+
+
+def without_state(checkpoint, key):
+    del checkpoint["state"][0][key]
+    return checkpoint
+
+
+HOSTILE = {
+    "no dict": lambda c: [],
+    "no state": lambda c: {"param_groups": c["param_groups"]},
+    "state is a list": lambda c: c | {"state": []},
+    "groups are a number": lambda c: c | {"param_groups": 3},
+    "group without params": lambda c: c | {"param_groups": [{}]},
+    "other group sizes": lambda c: c | {"param_groups": [c["param_groups"][0] | {"params": [0]}]},
+    "one more group": lambda c: c | {"param_groups": c["param_groups"] * 2},
+    "unlisted parameter": lambda c: c | {"state": {**c["state"], 99: {}}},
+    "parameter state is a list": lambda c: c | {"state": {**c["state"], 0: []}},
+    "negative setting": lambda c: c | {"param_groups": [c["param_groups"][0] | {"eps": -1.0}]},
+    "betas of three": lambda c: c | {"param_groups": [c["param_groups"][0] | {"betas": (0.1, 0.2, 0.3)}]},
+    "lr is a string": lambda c: c | {"param_groups": [c["param_groups"][0] | {"lr": "0.1"}]},
+    "wrong shape": lambda c: with_state(c, "adam/exp_avg", torch.zeros(5)),
+    "wrong dtype": lambda c: with_state(c, "adam/exp_avg", torch.zeros(4, 3, dtype=torch.float64)),
+    "integers": lambda c: with_state(c, "adam/exp_avg", torch.zeros(4, 3, dtype=torch.int64)),
+    "sparse": lambda c: with_state(c, "adam/exp_avg", torch.zeros(4, 3).to_sparse()),
+    "number for a tensor": lambda c: with_state(c, "adam/exp_avg", 1.0),
+    "string for a tensor": lambda c: with_state(c, "adam/exp_avg", "garbage"),
+    "None for a tensor": lambda c: with_state(c, "adam/step", None),
+    "missing key": lambda c: without_state(c, "adam/exp_avg"),
+    "extra key": lambda c: with_state(c, "other/exp_avg", torch.zeros(4, 3)),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_checkpoints_change_nothing(name):
+    params = parameters()
+    optimizer = Modular(params, ClipNorm(1), Adam())
+    train(optimizer, params, gradients(params, 2))
+    checkpoint = HOSTILE[name](copy.deepcopy(optimizer.state_dict()))
+    before = copy.deepcopy(optimizer.state_dict())
+    groups = optimizer.param_groups
+    with pytest.raises((ValueError, TypeError)):
+        optimizer.load_state_dict(checkpoint)
+    assert optimizer.param_groups is groups
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+    optimizer.step()  # no hook of a failed load is left behind
+    optimizer.load_state_dict(before)
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader", "message"),
+    [
+        (lambda: SGD(0.1, 0.9), lambda: Adam(), r"extra: 'sgd/momentum_buffer'"),
+        (lambda: [ClipNorm(1), Adam()], lambda: [Adam(), SGD(momentum=0.9)], None),
+        (lambda: Adam(), lambda: Adam(amsgrad=True), r"\(adam, lr\); missing: 'adam/max_exp_avg_sq'"),
+        (lambda: [Adam(), Adam(0.1)], lambda: Adam(), r"extra: 'adam_2/step', 'adam_2/exp_avg', 'adam_2/exp_avg_sq'"),
+        (lambda: Adam(), lambda: Adam(state_dtype=torch.float64), r"float32, .*and shape .*float64, .*state_dtype"),
+    ],
+)
+def test_a_changed_chain_says_what_does_not_fit(saver, loader, message):
+    params = parameters()
+    optimizer = Modular(params, saver())
+    train(optimizer, params, gradients(params, 1))
+    second = Modular(parameters(), loader())
+    if message is None:
+        second.load_state_dict(optimizer.state_dict())  # momentum begins when it is first needed
+    else:
+        with pytest.raises(ValueError, match=message):
+            second.load_state_dict(optimizer.state_dict())
+
+
+def test_a_checkpoint_of_another_optimizer_is_named_as_such():
+    params = parameters()
+    other = torch.optim.AdamW(params)
+    train(other, params, gradients(params, 1))
+    with pytest.raises(ValueError, match="keys without the name of a transform come from another optimizer"):
+        Modular(params, AdamW()).load_state_dict(other.state_dict())
+
+
+def test_a_setting_that_the_checkpoint_lacks_keeps_its_value():
+    params = parameters()
+    optimizer = Modular(params, Adam(0.5))
+    train(optimizer, params, gradients(params, 1))
+    second = Modular(parameters(), ClipNorm(0.25), Adam())
+    second.load_state_dict(optimizer.state_dict())
+    assert second.param_groups[0]["max_norm"] == 0.25
+    assert second.param_groups[0]["lr"] == 0.5
+
+
+GLOBAL_STATE = [
+    (
+        "track_joint_norm/average",
+        torch.zeros(2, dtype=torch.float64),
+        "the state 'track_joint_norm/average' of the chain",
+    ),
+    (
+        "track_joint_norm/average",
+        torch.zeros((), dtype=torch.int64),
+        "the state 'track_joint_norm/average' of the chain",
+    ),
+    ("track_joint_norm/average", 1.0, "is a dense tensor in this chain, got float"),
+    ("track_joint_norm/unit", "one", "is a number in this chain, got str"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message"), GLOBAL_STATE)
+def test_state_of_the_chain_is_checked_too(key, value, message):
+    entry: Entry = next(entry for entry in ENTRIES if entry.name == "TrackJointNorm")
+    optimizer = Modular(parameters(), entry.make())
+    checkpoint = optimizer.state_dict()
+    checkpoint["param_groups"][0][key] = value
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(checkpoint)
