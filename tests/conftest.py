@@ -1,7 +1,14 @@
-"""Every test starts from the same random numbers."""
+"""Every test starts from the same random numbers; Hypothesis explores new ones under HYPOTHESIS_PROFILE=explore."""
+
+import os
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 @pytest.fixture(autouse=True)

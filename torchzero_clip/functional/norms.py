@@ -17,7 +17,7 @@ from torchzero_clip.functional import foreach
 from torchzero_clip.functional.shards import Part, all_reduce, pack, whole
 from torchzero_clip.functional.shards import replicated as replicated
 
-BLOCK = 4096  # float32 sums over more elements are taken in two levels: plain ones lose 6e-4 at 16M elements
+BLOCK = 1024  # float32 sums over more elements are taken in two levels: plain ones lose 6e-4 at 16M elements
 
 Measure = Callable[[Part], Tensor]
 
@@ -76,12 +76,36 @@ def norm(tensor: Tensor, ord: Ord = 2) -> Tensor:
 
     A finite tensor has a finite norm and a non-zero one a non-zero norm, in every dtype; under FSDP2 the result is that
     of the whole tensor, equal on every rank.
+
+    Args:
+        tensor: A tensor of any shape and floating point dtype.
+        ord: The metric, as in `ClipNorm`; for 'var' the root of the variance.
+
+    Raises:
+        ValueError: For an unknown ``ord``.
+        TypeError: For an ``ord`` of the wrong type.
+
+    Example:
+        >>> import torch
+        >>> from torchzero_clip import norm
+        >>> norm(torch.full((1000,), 300.0, dtype=torch.float16), "linf")
+        tensor(300., dtype=torch.float64)
     """
     return joint_metric([tensor], parse_ord(ord))
 
 
 def rms(tensor: Tensor) -> Tensor:
-    """The root of the mean square of one tensor, as safe as `norm`; 0 for a tensor without elements."""
+    """The root of the mean square of one tensor, as safe as `norm`; 0 for a tensor without elements.
+
+    Args:
+        tensor: A tensor of any shape and floating point dtype.
+
+    Example:
+        >>> import torch
+        >>> from torchzero_clip import rms
+        >>> rms(torch.tensor([1e30, -1e30]))
+        tensor(1.0000e+30, dtype=torch.float64)
+    """
     return norm(tensor) / math.sqrt(max(tensor.numel(), 1))
 
 

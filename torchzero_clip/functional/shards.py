@@ -65,8 +65,17 @@ def summed(tensor: Tensor) -> Tensor:
 def replicated(value: Tensor) -> Tensor:
     """A reduction's result as a plain tensor, whole on every rank.
 
-    For the single reduction of a transform's author; lists of tensors are measured by `norms`, which needs one
-    all-reduce for all of them.
+    For a single reduction of a transform's author that neither `norm` nor `rms` is. Formatting a reduction that is not
+    whole yet, or ``.item()`` on it, silently gives the value of one rank.
+
+    Args:
+        value: What a reduction of a plain or a distributed tensor returned.
+
+    Example:
+        >>> import torch
+        >>> from torchzero_clip import replicated
+        >>> replicated(torch.tensor([1.0, 2.0]).mean())
+        tensor(1.5000)
     """
     return value.full_tensor() if isinstance(value, DTensor) else value
 

@@ -1,0 +1,168 @@
+"""The in-place functions, beyond the worked cases."""
+
+import math
+
+import pytest
+import torch
+from reference.clipping import as_double, clip_norm, norm_of_all
+from torch import nn
+
+from torchzero_clip import clip_grad_norm_, clip_grad_value_
+
+SHAPES = [(4, 3), (3,), (1,), (), (2, 3, 2), (0, 2)]
+
+
+def params_with_grads(dtype=torch.float32, shapes=SHAPES):
+    params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+    for param in params:
+        param.grad = torch.randn(param.shape).to(dtype)
+    return params
+
+
+def grads_of(params):
+    return [param.grad.clone() for param in params]
+
+
+@pytest.mark.parametrize("order", [1, 2, 3.5, math.inf, 0.5])
+def test_global_equals_torch(order):
+    params = params_with_grads(torch.float64)
+    other = [nn.Parameter(torch.zeros_like(p)) for p in params]
+    for mine, theirs in zip(params, other, strict=True):
+        theirs.grad = mine.grad.clone()
+    total = clip_grad_norm_(params, 0.5, order, dim="global")
+    expected = torch.nn.utils.clip_grad_norm_([p for p in other if p.numel()], 0.5, order)
+    torch.testing.assert_close(total, expected)
+    for mine, theirs in zip(params, other, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=0)  # torch adds 1e-6 to the norm
+
+
+@pytest.mark.parametrize("dim", [None, 0, -1, (0, 2), (0, -3), "global", ()])
+@pytest.mark.parametrize("inverse_dims", [False, True])
+@pytest.mark.parametrize("order", [2, 1, "linf", 0, -1, "mad", "std", "var", "sum"])
+def test_equals_a_loop(order, dim, inverse_dims):
+    for min_size, min_norm in ((1, None), (3, 0.2)):
+        params = params_with_grads(torch.float64)
+        before = grads_of(params)
+        total = clip_grad_norm_(params, 0.5, order, dim, inverse_dims, min_size, min_norm)
+        expected = clip_norm(before, 0.5, order, dim, inverse_dims, min_size, min_norm)
+        for param, e in zip(params, expected, strict=True):
+            torch.testing.assert_close(param.grad, e, rtol=1e-12, atol=1e-14)
+        assert total.item() == pytest.approx(norm_of_all(before, order), rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_returns_a_0d_tensor_of_float32_or_wider(dtype):
+    total = clip_grad_norm_(params_with_grads(dtype), 1.0)
+    assert total.shape == ()
+    assert total.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def test_mixed_dtypes():
+    params = params_with_grads(torch.float16) + params_with_grads(torch.float64)
+    before = as_double(grads_of(params))
+    total = clip_grad_norm_(params, 0.5, dim="global")
+    assert total.dtype == torch.float64
+    assert total.item() == pytest.approx(norm_of_all(before, 2), rel=1e-6)
+    for param, expected in zip(params, clip_norm(before, 0.5, dim="global"), strict=True):
+        torch.testing.assert_close(param.grad.double(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_norm_beyond_float32_is_reported_as_its_largest_number_and_clipped_all_the_same():
+    param = nn.Parameter(torch.zeros(100))
+    param.grad = torch.full((100,), 3e38)
+    assert clip_grad_norm_([param], 1.0).item() == torch.finfo(torch.float32).max
+    torch.testing.assert_close(param.grad, torch.full((100,), 0.1), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("clip", [lambda p: clip_grad_norm_(p, 1.0), lambda p: clip_grad_value_(p, 1.0)])
+def test_nothing_to_do_is_no_error(clip):
+    clip([])
+    clip([nn.Parameter(torch.zeros(2))])
+    clip(nn.Parameter(torch.zeros(2)))
+    clip(p for p in ())
+
+
+def test_nothing_to_do_returns_zero():
+    assert clip_grad_norm_([], 1.0).item() == 0
+    assert clip_grad_norm_([], 1.0, "std").item() == 0
+
+
+def test_a_single_tensor_and_a_generator():
+    param = nn.Parameter(torch.zeros(2))
+    for given in (lambda: param, lambda: (p for p in [param])):
+        param.grad = torch.tensor([3.0, 4.0])
+        assert clip_grad_norm_(given(), 1.0).item() == 5
+        torch.testing.assert_close(param.grad, torch.tensor([0.6, 0.8]))
+        param.grad = torch.tensor([3.0, 0.5])
+        clip_grad_value_(given(), 1.0)
+        assert param.grad.tolist() == [1.0, 0.5]
+
+
+def test_the_order_of_parameters_does_not_matter():
+    """A bias before a matrix leaves the matrix unclipped in an implementation that keeps the first tensor's dims."""
+    matrix, bias = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))
+    for params in ([bias, matrix], [matrix, bias]):
+        matrix.grad, bias.grad = torch.full((2, 2), 10.0), torch.full((2,), 10.0)
+        clip_grad_norm_(params, 1.0)
+        assert matrix.grad.norm().item() == pytest.approx(1)
+        assert bias.grad.norm().item() == pytest.approx(1)
+
+
+def test_nonfinite_gradients_raise_by_position_and_stay():
+    params = params_with_grads()
+    params[2].grad = None
+    params[4].grad[0, 0, 0] = math.inf
+    before = [None if p.grad is None else p.grad.clone() for p in params]
+    with pytest.raises(RuntimeError, match=r"norm of the gradients is inf: .* not None: 3 of shape \(2, 3, 2\)\."):
+        clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
+    for param, grad in zip(params, before, strict=True):
+        assert param.grad is None or torch.equal(param.grad, grad)
+    assert clip_grad_norm_(params, 1.0).item() == math.inf
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_nonfinite_gradients_do_as_in_torch(bad):
+    mine, theirs = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    mine.grad, theirs.grad = torch.tensor([1.0, bad, 2.0]), torch.tensor([1.0, bad, 2.0])
+    clip_grad_norm_([mine], 1.0)
+    torch.nn.utils.clip_grad_norm_([theirs], 1.0)
+    torch.testing.assert_close(mine.grad, theirs.grad, equal_nan=True)
+
+
+@pytest.mark.parametrize("value", [1e6, math.inf])
+def test_value_beyond_the_range_of_the_dtype(value):
+    param = nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    param.grad = torch.tensor([60000.0, -math.inf, math.nan], dtype=torch.float16)
+    clip_grad_value_(param, value)
+    torch.testing.assert_close(param.grad, torch.tensor([60000.0, -math.inf, math.nan]).half(), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda p: clip_grad_norm_(p, -1.0), ValueError, "max_norm must be >= 0"),
+        (lambda p: clip_grad_norm_(p, math.nan), ValueError, "max_norm must be >= 0"),
+        (lambda p: clip_grad_norm_(p, 1.0, min_norm=2.0), ValueError, "min_norm must be <= max_norm"),
+        (lambda p: clip_grad_norm_(p, 1.0, min_norm=-1.0), ValueError, "min_norm must be >= 0"),
+        (lambda p: clip_grad_norm_(p, 1.0, "l7"), ValueError, "ord must be a number or one of"),
+        (lambda p: clip_grad_norm_(p, 1.0, dim="rows"), ValueError, "dim must be one of"),
+        (lambda p: clip_grad_norm_(p, 1.0, min_size=-2), ValueError, "min_size must be >= 0"),
+        (lambda p: clip_grad_norm_([1.0], 1.0), TypeError, "got float at index 0"),
+        (lambda p: clip_grad_value_(p, -1.0), ValueError, "value must be >= 0"),
+        (lambda p: clip_grad_value_(p, "a"), TypeError, "value must be a number"),
+    ],
+)
+def test_bad_arguments_change_nothing(call, error, message):
+    params = params_with_grads()
+    before = grads_of(params)
+    with pytest.raises(error, match=message):
+        call(params)
+    assert all(torch.equal(a, b) for a, b in zip(grads_of(params), before, strict=True))
+
+
+def test_min_norm_scales_up_but_not_from_zero():
+    small, zero = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    small.grad, zero.grad = torch.tensor([0.03, 0.04]), torch.zeros(2)
+    clip_grad_norm_([small, zero], None, min_norm=0.5)
+    torch.testing.assert_close(small.grad, torch.tensor([0.3, 0.4]))
+    assert zero.grad.tolist() == [0, 0]

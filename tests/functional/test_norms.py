@@ -1,0 +1,135 @@
+"""Norms: right at every size and magnitude, in every dtype."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from reference.clipping import metric
+
+from torchzero_clip import norm, rms
+from torchzero_clip.functional.norms import BLOCK
+
+ORDERS = [
+    0,
+    1,
+    2,
+    3,
+    0.5,
+    -1,
+    -2,
+    10,
+    math.inf,
+    -math.inf,
+    "l0",
+    "l1",
+    "l2",
+    "l3",
+    "l4",
+    "linf",
+    "mad",
+    "std",
+    "var",
+    "sum",
+]
+
+
+def root(numbers, order):
+    value, degree = metric(numbers, order)
+    return value ** (1 / degree)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_hand_computed(order):
+    expected = {
+        0: 3, 1: 10, 2: math.sqrt(42), 3: (1 + 64 + 125) ** (1 / 3), 0.5: (1 + 2 + math.sqrt(5)) ** 2, -1: 0.0, -2: 0.0,
+        10: (1 + 4**10 + 5**10) ** 0.1, math.inf: 5, -math.inf: 0, "l0": 3, "l1": 10, "l2": math.sqrt(42),
+        "l3": (1 + 64 + 125) ** (1 / 3), "l4": (1 + 256 + 625) ** 0.25, "linf": 5, "mad": 2.5,
+        "std": math.sqrt((1 + 16 + 25 - 0) / 3), "var": math.sqrt(42 / 3), "sum": 0.0,
+    }  # fmt: skip
+    assert norm(torch.tensor([1.0, 0.0, 4.0, -5.0]), order).item() == pytest.approx(expected[order], rel=1e-6)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (2, 3, 4)])
+def test_equals_a_loop(order, shape):
+    value = torch.randn(shape, dtype=torch.float64)
+    if order in ("std", "var") and value.numel() < 2:
+        pytest.skip("undefined")
+    assert norm(value, order).item() == pytest.approx(root(value.flatten().tolist(), order), rel=1e-12)
+
+
+@pytest.mark.parametrize("size", [1e20, 3e38, 1e-25, 1e-44])
+@pytest.mark.parametrize("order", ORDERS)
+def test_float32_never_overflows_or_vanishes(order, size):
+    value = torch.full((100,), size)
+    value[::3] *= -1
+    assert norm(value, order).item() == pytest.approx(root(value.tolist(), order), rel=1e-5)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("size", [1e200, 1e300, 1e-200, 1e-300])
+def test_float64_never_overflows_or_vanishes(order, size):
+    value = torch.tensor([3.0, -4.0, 5.0], dtype=torch.float64)
+    scaled = norm(value * size, order).item()
+    factor = 1 if order in (0, "l0") else size
+    assert scaled == pytest.approx(norm(value, order).item() * factor, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_accumulates_in_float32(dtype):
+    assert norm(torch.full((1000,), 300.0, dtype=dtype)).item() == pytest.approx(300 * math.sqrt(1000), rel=1e-6)
+    assert norm(torch.full((2000,), 4096.0, dtype=dtype), 1).item() == 4096 * 2000
+    assert rms(torch.full((1000,), 300.0, dtype=dtype)).item() == pytest.approx(300, rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["flat", "matrix", "transposed", "strided"])
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_many_elements_lose_no_precision(order, layout):
+    value = torch.rand(1 << 22) + 0.5
+    value = {"flat": value, "matrix": value.view(2, -1), "transposed": value.view(-1, 4).t(), "strided": value[::2]}[
+        layout
+    ]
+    expected = torch.linalg.vector_norm(value.double(), order).item()
+    assert norm(value, order).item() == pytest.approx(expected, rel=6e-7)
+
+
+@pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5])
+@pytest.mark.parametrize("order", [1, 2, 3, math.inf])
+def test_block_boundaries(order, length):
+    value = torch.randn(length)
+    expected = torch.linalg.vector_norm(value.double(), order).item()
+    assert norm(value, order).item() == pytest.approx(expected, rel=6e-7)
+    assert norm(value.view(length, 1).expand(length, 3), order).item() == pytest.approx(
+        torch.linalg.vector_norm(value.double().view(-1, 1).expand(-1, 3), order).item(), rel=6e-7
+    )
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_empty_and_zero(order):
+    assert norm(torch.zeros(5), order).item() == 0
+    if order not in (-1, -2, -math.inf):
+        assert norm(torch.zeros(0), order).item() == 0
+    assert rms(torch.zeros(0)).item() == 0
+
+
+def test_non_finite_values_are_not_hidden():
+    for order in (1, 2, 3, 0.5, 10, math.inf, "mad", "std", "sum"):
+        assert norm(torch.tensor([1.0, math.nan]), order).isnan()
+        assert not norm(torch.tensor([1.0, math.inf]), order).isfinite()
+
+
+def test_order_may_be_a_tensor():
+    assert norm(torch.tensor([3.0, 4.0]), torch.tensor(2)).item() == 5
+
+
+@given(
+    st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=30),
+    st.integers(-120, 120),
+    st.sampled_from([1, 2, 3, 0.5, math.inf, "mad"]),
+)
+def test_scale_equivariance(numbers, exponent, order):
+    value = torch.tensor(numbers, dtype=torch.float64)
+    scaled = norm(value * 2.0**exponent, order).item()
+    assert scaled == pytest.approx(norm(value, order).item() * 2.0**exponent, rel=1e-12, abs=0.0)

@@ -1,0 +1,55 @@
+"""Imports go one way, at the top of the file: clipping, optimizers -> core -> functional -> _types, checks."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "torchzero_clip"
+FILES = sorted(PACKAGE.rglob("*.py"))
+BELOW = {
+    "clipping": {"core", "functional", "_types", "checks"},
+    "optimizers": {"optimizers", "core", "functional", "_types", "checks"},
+    "core": {"core", "functional", "_types", "checks"},
+    "functional": {"functional", "_types", "checks"},
+    "checks": set(),
+    "_types": set(),
+}
+
+
+def layer(path):
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(tree):
+    """Dotted names of all imports, relative ones as '.name'."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            prefix = "." * node.level + (node.module or "")
+            yield from (f"{prefix}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize(
+    "path", [f for f in FILES if layer(f) != "__init__"], ids=lambda p: str(p.relative_to(PACKAGE))
+)
+def test_imports_point_down(path):
+    tree = ast.parse(path.read_text())
+    names = list(imported(tree))
+    layers = {name.split(".")[1] for name in names if name.startswith("torchzero_clip.")}
+    assert layers <= BELOW[layer(path)]
+    assert not [name for name in names if name.startswith(".")]
+    top = {id(node) for node in tree.body}
+    nested = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) and id(n) not in top]
+    assert not nested, "imports stand at the top of a file"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_only_foreach_touches_torch_foreach(path):
+    uses = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute) and "_foreach_" in n.attr]
+    assert not uses or path.name == "foreach.py"
+
+
+def test_all_layers_are_listed():
+    assert {layer(path) for path in FILES} - {"__init__"} == set(BELOW)
