@@ -1,4 +1,4 @@
-"""Imports go one way, at the top of the file: clipping, optimizers -> core -> functional -> _types, checks."""
+"""Imports go one way, at the top of the file: clipping, optimizers -> core -> functional -> types, checks."""
 
 import ast
 from pathlib import Path
@@ -8,12 +8,12 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "torchzero_clip"
 FILES = sorted(PACKAGE.rglob("*.py"))
 BELOW = {
-    "clipping": {"core", "functional", "_types", "checks"},
-    "optimizers": {"optimizers", "core", "functional", "_types", "checks"},
-    "core": {"core", "functional", "_types", "checks"},
-    "functional": {"functional", "_types", "checks"},
+    "clipping": {"core", "functional", "types", "checks"},
+    "optimizers": {"optimizers", "core", "functional", "types", "checks"},
+    "core": {"core", "functional", "types", "checks"},
+    "functional": {"functional", "types", "checks"},
     "checks": set(),
-    "_types": set(),
+    "types": set(),
 }
 
 

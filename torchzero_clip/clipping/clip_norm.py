@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip._types import Dim, Ord, Setting, State, Target
+from torchzero_clip.types import Dim, Ord, Setting, State, Target
 from torchzero_clip.checks import boolean, count, dims, non_negative
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional.clip import Slicing, clip_, measure

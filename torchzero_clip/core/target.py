@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from torchzero_clip._types import Target
+from torchzero_clip.types import Target
 from torchzero_clip.functional import foreach
 
 Apply: TypeAlias = Callable[[list[Tensor]], list[Tensor]]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self, final
 
 from torch import Tensor
 
-from torchzero_clip._types import Setting, State, Target
+from torchzero_clip.types import Setting, State, Target
 from torchzero_clip.checks import Check, one_of
 from torchzero_clip.core.target import TARGETS
 from torchzero_clip.functional.stretches import stretches

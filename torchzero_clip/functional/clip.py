@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from torchzero_clip._types import Dim
+from torchzero_clip.types import Dim
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.norms import Metric, joint_metric, mean_over_ranks, slice_metrics, total_metric
 from torchzero_clip.functional.shards import Part, all_reduce, pack, part, summed, whole

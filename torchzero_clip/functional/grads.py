@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchzero_clip._types import Dim, Ord, Tensors
+from torchzero_clip.types import Dim, Ord, Tensors
 from torchzero_clip.checks import boolean, count, dims, non_negative
 from torchzero_clip.functional.clip import Slicing, clamp_, clip_, measure
 from torchzero_clip.functional.foreach import wide_dtype

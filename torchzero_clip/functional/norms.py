@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from torchzero_clip._types import Ord
+from torchzero_clip.types import Ord
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.shards import Part, all_reduce, pack, whole
 from torchzero_clip.functional.shards import replicated as replicated

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip._types import Setting, State, Target
+from torchzero_clip.types import Setting, State, Target
 from torchzero_clip.checks import betas as check_betas
 from torchzero_clip.checks import boolean, floating_dtype, learning_rate, non_negative
 from torchzero_clip.core.transform import Transform, runs
