@@ -1,7 +1,7 @@
 """Time of one optimizer step against torch's clip + AdamW(fused=True), interleaved in one run.
 
-Prints, for each set of parameters, the median over rounds of the ratio to torch: below 1 is faster. Gradients are refilled
-before every step and every step clips. Use the ratios; absolute times on a shared machine drift.
+Prints, for each set of parameters, the median over rounds of the ratio to torch; below 1 is faster. Gradients are
+refilled before every step and every step clips. Use the ratios; absolute times on a shared machine drift.
 """
 
 import argparse

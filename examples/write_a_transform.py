@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from torchzero_clip import LR, Adam, Modular, TensorwiseTransform, rms
-from torchzero_clip.types import Setting, State
 from torchzero_clip.checks import positive
+from torchzero_clip.types import Setting, State
 
 
 class LimitRelativeStep(TensorwiseTransform):

@@ -25,6 +25,19 @@ def test_a_step_never_reads_a_value_from_the_device(entry, dtype):
         assert all(tensor.device.type == "cuda" for tensor in tensors)
 
 
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_parameters_on_two_devices(entry):
+    with FakeTensorMode():
+        params = [nn.Parameter(torch.empty(4, 3, device=device)) for device in ("cuda", "meta")]
+        optimizer = Modular(params, entry.make())
+        for param in params:
+            param.grad = torch.empty_like(param)
+        if entry.name == "TrackJointNorm":
+            pytest.skip("stacks norms of several devices itself")
+        optimizer.step()
+        assert [p.device.type for p in params] == ["cuda", "meta"]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 4e-2)], ids=str)

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.types import Dim, Ord, Setting, State, Target
 from torchzero_clip.checks import boolean, count, dims, non_negative
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional.clip import Slicing, clip_, measure
 from torchzero_clip.functional.norms import parse_ord
+from torchzero_clip.types import Dim, Ord, Setting, State, Target
 
 
 class ClipNorm(Transform):

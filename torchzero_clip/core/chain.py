@@ -7,10 +7,10 @@ from typing import Any, Self, TypeAlias
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.types import Setting, State, Target
 from torchzero_clip.core.namespace import Namespace
 from torchzero_clip.core.target import TARGETS, Step
 from torchzero_clip.core.transform import Transform
+from torchzero_clip.types import Setting, State, Target
 
 Transforms: TypeAlias = "Transform | Iterable[Transforms]"
 """A transform, or lists of them nested in any way."""

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.types import Setting, State, Target
 from torchzero_clip.checks import learning_rate
 from torchzero_clip.core.transform import Transform, runs
 from torchzero_clip.functional import foreach
+from torchzero_clip.types import Setting, State, Target
 
 
 class LR(Transform):

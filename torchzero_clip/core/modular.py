@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from torchzero_clip.types import State
 from torchzero_clip.checks import boolean
 from torchzero_clip.core.chain import Chain, Transforms, flatten
 from torchzero_clip.core.checkpoint import fitted, restored
@@ -19,6 +18,7 @@ from torchzero_clip.core.target import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.shards import aligned
+from torchzero_clip.types import State
 
 
 class Modular(Optimizer):

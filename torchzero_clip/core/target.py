@@ -6,8 +6,8 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from torchzero_clip.types import Target
 from torchzero_clip.functional import foreach
+from torchzero_clip.types import Target
 
 Apply: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 """One transform, bound to its states and settings: tensors in, new tensors out; it may overwrite what it gets."""

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Self, final
 
 from torch import Tensor
 
-from torchzero_clip.types import Setting, State, Target
 from torchzero_clip.checks import Check, one_of
 from torchzero_clip.core.target import TARGETS
 from torchzero_clip.functional.stretches import stretches
+from torchzero_clip.types import Setting, State, Target
 
 
 class Transform(ABC):

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from torchzero_clip.types import Dim
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.norms import Metric, joint_metric, mean_over_ranks, slice_metrics, total_metric
 from torchzero_clip.functional.shards import Part, all_reduce, pack, part, summed, whole
 from torchzero_clip.functional.stretches import stretches
+from torchzero_clip.types import Dim
 
 
 class Slicing(NamedTuple):
@@ -120,7 +120,8 @@ def clamp_(tensors: Sequence[Tensor], limit: float) -> None:
 def share_above(tensors: Sequence[Tensor], limits: Sequence[float]) -> Tensor:
     """The share of elements whose magnitude exceeds the limit of their tensor: a 0-d tensor, equal on every rank."""
     parts = [whole(tensor) for tensor in tensors]
-    counts = [(p.tensor.abs() > limit).sum(dtype=torch.float64) for p, limit in zip(parts, limits, strict=True)]
+    pairs = [(p.tensor, limit) for p, limit in zip(parts, limits, strict=True)]
+    counts = [(x > limit).count_nonzero() + (x < -limit).count_nonzero() for x, limit in pairs]
     return pack(all_reduce(parts, counts, ReduceOp.SUM)).sum() / max(sum(p.size for p in parts), 1)
 
 

@@ -30,11 +30,11 @@ def scale_(tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
 
     A 0-d factor would be rounded to the dtype of a half-precision tensor on CUDA; with a dimension it is not.
     """
-    parts = locals_of(tensors)
-    for tensor, factor in zip(parts, factors, strict=True):
-        if tensor.dtype != wide_dtype(tensor.dtype) and tensor.ndim and not factor.ndim:
+    for tensor, factor in zip(locals_of(tensors), factors, strict=True):
+        wide = wide_dtype(tensor.dtype)
+        if tensor.dtype != wide and tensor.ndim and not factor.ndim:
             factor = factor.view(1)
-        tensor.mul_(factor.to(tensor.device, wide_dtype(tensor.dtype)))
+        tensor.mul_(factor.to(tensor.device, wide))
 
 
 def multiply_(tensors: Sequence[Tensor], number: float | Tensor) -> None:

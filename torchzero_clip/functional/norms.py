@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from torchzero_clip.types import Ord
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.shards import Part, all_reduce, pack, whole
 from torchzero_clip.functional.shards import replicated as replicated
+from torchzero_clip.types import Ord
 
 BLOCK = 1024  # float32 sums over more elements are taken in two levels: plain ones lose 6e-4 at 16M elements
 

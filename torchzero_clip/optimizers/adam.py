@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.types import Setting, State, Target
 from torchzero_clip.checks import betas as check_betas
 from torchzero_clip.checks import boolean, floating_dtype, learning_rate, non_negative
 from torchzero_clip.core.transform import Transform, runs
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.shards import pack
+from torchzero_clip.types import Setting, State, Target
 
 
 class Adam(Transform):
@@ -125,4 +126,4 @@ class Adam(Transform):
 
 def _bias_corrections(steps: Sequence[Tensor], beta: float, power: float) -> list[Tensor]:
     """``(1 - beta**step) ** power`` for every step count, in float64: float32 would lose five digits of 1 - 0.999."""
-    return [(1 - beta ** step.double()) ** power for step in steps]
+    return list(((1 - beta ** pack(steps)) ** power).unbind())
