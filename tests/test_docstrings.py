@@ -47,7 +47,7 @@ def test_methods_that_list_args_list_those_of_the_signature(name):
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_has_an_example(name):
-    assert ">>>" in section(inspect.getdoc(PUBLIC[name]), "Example")
+    assert ">>>" in section(inspect.getdoc(PUBLIC[name]), "Examples")
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -13,9 +13,9 @@ from torchzero_clip.types import Dim, Ord, Setting, State, Target
 
 
 class ClipNorm(Transform):
-    r"""Scales updates so that the norm of each is at most ``max_norm``.
+    """Scales updates so that the norm of each is at most ``max_norm``.
 
-    $$ u \leftarrow u \cdot \min\left(1, \frac{\text{max\_norm}}{\lVert u \rVert}\right) $$
+        u ← u · min(1, max_norm / ‖u‖)
 
     By default each tensor has a norm and a limit of its own; ``dim="global"`` takes one norm of all tensors of all
     param groups, which is what `torch.nn.utils.clip_grad_norm_` does. Before an optimizer it clips gradients, after it
@@ -49,7 +49,7 @@ class ClipNorm(Transform):
     | an inf in the slice | its finite elements become 0, the inf NaN |
     | a NaN in the slice | all NaN |
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchzero_clip import ClipNorm, Modular
         >>> weight, bias = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1))

@@ -12,9 +12,9 @@ from torchzero_clip.types import Setting, State, Target
 
 
 class ClipValue(Transform):
-    r"""Clamps every element of the updates to [-value, value].
+    """Clamps every element of the updates to [-value, value].
 
-    $$ u \leftarrow \min(\max(u, -\text{value}), \text{value}) $$
+        u ← min(max(u, -value), value)
 
     Unlike a norm clip it changes directions: elements within the limit keep their size while others lose theirs.
 
@@ -35,7 +35,7 @@ class ClipValue(Transform):
     | NaN | NaN |
     | any, with ``value=0`` | 0 |
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchzero_clip import ClipValue, Modular
         >>> weight = torch.nn.Parameter(torch.zeros(3))

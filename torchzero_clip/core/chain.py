@@ -32,7 +32,7 @@ class Chain(Transform):
         TypeError: If something is not a transform.
         ValueError: If ``target="closure"`` is asked for inside a chain with another target.
 
-    Example:
+    Examples:
         >>> from torchzero_clip import Chain, ClipNorm, ClipValue
         >>> Chain(ClipValue(0.1), [ClipNorm(1.0), Chain(ClipNorm(2.0))])
         Chain(ClipValue(0.1), ClipNorm(1.0), ClipNorm(2.0))

@@ -25,7 +25,7 @@ class LR(Transform):
         ValueError: If ``lr`` is negative or NaN, or a tensor of several elements.
         TypeError: If ``lr`` is neither a number nor a tensor.
 
-    Example:
+    Examples:
         Clips the step that is finally taken, in units of the parameters:
 
         >>> import torch

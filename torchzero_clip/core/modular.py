@@ -22,9 +22,9 @@ from torchzero_clip.types import State
 
 
 class Modular(Optimizer):
-    r"""Chains transforms into an optimizer: what comes out of the last one is subtracted from the parameters.
+    """Chains transforms into an optimizer: what comes out of the last one is subtracted from the parameters.
 
-    $$ p \leftarrow p - (t_n \circ \dots \circ t_1)(g) $$
+        p ← p - (tₙ ∘ … ∘ t₁)(g)
 
     It is a `torch.optim.Optimizer`: torch's schedulers, GradScaler, hooks and checkpoints work with it as with torch's
     own. Settings such as ``max_norm`` and ``betas`` are in the param groups, where they may differ and be scheduled. Of
@@ -47,7 +47,7 @@ class Modular(Optimizer):
             learning rates, or for a parameter in two groups.
         TypeError: If something is not a transform, or ``params`` is a single tensor.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchzero_clip import Adam, ClipNorm, Modular
         >>> model = torch.nn.Linear(3, 1)
@@ -105,7 +105,7 @@ class Modular(Optimizer):
             For example ``"clip_norm/norm"`` (before clipping), ``"clip_norm/factor"`` (mean over tensors or slices) and
                 ``"clip_norm/clipped"`` (the share of tensors, slices or elements that were clipped).
 
-        Example:
+        Examples:
             >>> import torch
             >>> from torchzero_clip import ClipNorm, Modular
             >>> weight = torch.nn.Parameter(torch.zeros(2))

@@ -33,7 +33,7 @@ class Transform(ABC):
     Raises:
         ValueError: For an unknown target, or a default that fails its check.
 
-    Example:
+    Examples:
         A joint transform, with one number of state for the whole chain:
 
         >>> import torch
@@ -110,7 +110,7 @@ class Transform(ABC):
         Raises:
             ValueError: For a key that is no setting of this transform, or a value out of range.
 
-        Example:
+        Examples:
             >>> import torch
             >>> from torchzero_clip import ClipNorm, Modular
             >>> body, head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
@@ -188,7 +188,7 @@ class TensorwiseTransform(Transform):
         target: As in `Transform`.
         name: As in `Transform`.
 
-    Example:
+    Examples:
         A whole transform. Its setting is validated, may differ by param group, can be scheduled, and is part of
         checkpoints; `rms` is safe from overflow and right under FSDP2.
 

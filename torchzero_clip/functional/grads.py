@@ -22,13 +22,15 @@ def clip_grad_norm_(
     *,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    r"""Scale the gradient of every parameter so that its norm is at most ``max_norm``, in place.
+    """Scale the gradient of every parameter so that its norm is at most ``max_norm``, in place.
 
     By default each gradient has a norm and a limit of its own. The meaning of `torch.nn.utils.clip_grad_norm_`, one
     norm of all gradients together, is ``dim="global"``.
 
-    With $f = \min(1, \text{max\_norm} / \lVert g \rVert)$ every slice becomes $f g$; a slice is the whole gradient, or
-    what ``dim`` says. The limit is exact at every magnitude: nothing is added to the norm.
+        g ← g · min(1, max_norm / ‖g‖)
+
+    for every slice g: the whole gradient, or what ``dim`` says. The limit is exact at every magnitude: nothing is
+    added to the norm.
 
     Args:
         params: A tensor or an iterable of tensors. Those without a gradient are skipped; having none is no error.
@@ -62,7 +64,7 @@ def clip_grad_norm_(
     Rounding can leave a norm above the limit by a relative 1e-6 in float32, and by half a unit in the last place in
     half precision (4e-3 in bfloat16, 5e-4 in float16).
 
-    Example:
+    Examples:
         >>> weight = torch.tensor([3.0, 4.0], requires_grad=True)
         >>> (weight**2).sum().backward()
         >>> clip_grad_norm_([weight], 1.0)
@@ -110,7 +112,7 @@ def clip_grad_value_(params: Tensors, value: float) -> None:
     | inf, -inf | value, -value |
     | NaN | NaN |
 
-    Example:
+    Examples:
         >>> weight = torch.tensor([3.0, -0.25], requires_grad=True)
         >>> (weight**2).sum().backward()
         >>> clip_grad_value_(weight, 1.0)

@@ -85,7 +85,7 @@ def norm(tensor: Tensor, ord: Ord = 2) -> Tensor:
         ValueError: For an unknown ``ord``.
         TypeError: For an ``ord`` of the wrong type.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchzero_clip import norm
         >>> norm(torch.full((1000,), 300.0, dtype=torch.float16), "linf")
@@ -100,7 +100,7 @@ def rms(tensor: Tensor) -> Tensor:
     Args:
         tensor: A tensor of any shape and floating point dtype.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchzero_clip import rms
         >>> rms(torch.tensor([1e30, -1e30]))

@@ -71,7 +71,7 @@ def replicated(value: Tensor) -> Tensor:
     Args:
         value: What a reduction of a plain or a distributed tensor returned.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchzero_clip import replicated
         >>> replicated(torch.tensor([1.0, 2.0]).mean())

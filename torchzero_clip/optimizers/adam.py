@@ -16,10 +16,11 @@ from torchzero_clip.types import Setting, State, Target
 
 
 class Adam(Transform):
-    r"""Turns gradients into Adam's updates, as `torch.optim.Adam` computes them.
+    """Turns gradients into Adam's updates, as `torch.optim.Adam` computes them.
 
-    $$ m \leftarrow \beta_1 m + (1-\beta_1) u, \quad v \leftarrow \beta_2 v + (1-\beta_2) u^2, \quad
-       u \leftarrow \frac{m / (1-\beta_1^t)}{\sqrt{v / (1-\beta_2^t)} + \epsilon} $$
+        m ← β₁ m + (1 - β₁) u
+        v ← β₂ v + (1 - β₂) u²
+        u ← (m / (1 - β₁ᵗ)) / (√(v / (1 - β₂ᵗ)) + eps)
 
     The learning rate is applied at the end of the chain, or where an `LR` stands. Weight decay is a transform of its
     own: `WeightDecay` before Adam is L2 regularization, after it AdamW's.
@@ -39,7 +40,7 @@ class Adam(Transform):
     Non-finite and all-zero gradients enter the averages, as in torch. For float16 parameters pass
     ``state_dtype=torch.float32``: squares of gradients below 2e-4 are zero in float16.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchzero_clip import Adam, Modular
         >>> weight = torch.nn.Parameter(torch.zeros(2))

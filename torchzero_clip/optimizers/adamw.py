@@ -27,7 +27,7 @@ class AdamW(Chain):
         ValueError: For a setting out of range.
         TypeError: For an argument of the wrong type.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchzero_clip import AdamW, ClipNorm, Modular
         >>> optimizer = Modular(torch.nn.Linear(2, 1), ClipNorm(1, dim="global"), AdamW(lr=3e-4, weight_decay=0.1))

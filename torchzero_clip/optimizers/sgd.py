@@ -14,10 +14,10 @@ from torchzero_clip.types import Setting, State, Target
 
 
 class SGD(Transform):
-    r"""Accumulates momentum, as `torch.optim.SGD` does; without momentum updates pass unchanged.
+    """Accumulates momentum, as `torch.optim.SGD` does; without momentum updates pass unchanged.
 
-    $$ b \leftarrow \mu b + (1 - \tau) u \quad (b \leftarrow u \text{ in the first step}), \quad
-       u \leftarrow b, \text{ or } u + \mu b \text{ with Nesterov} $$
+        b ← momentum · b + (1 - dampening) · u      (b ← u in the first step)
+        u ← b                                       (u + momentum · b with Nesterov)
 
     The learning rate is applied at the end of the chain, or where an `LR` stands.
 
@@ -32,7 +32,7 @@ class SGD(Transform):
         ValueError: For a setting out of range, or ``nesterov`` without momentum or with dampening.
         TypeError: For an argument of the wrong type.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchzero_clip import SGD, Modular
         >>> weight = torch.nn.Parameter(torch.zeros(1))

@@ -12,9 +12,9 @@ from torchzero_clip.types import Setting, State, Target
 
 
 class WeightDecay(Transform):
-    r"""Adds the parameters, times ``weight_decay``, to the updates.
+    """Adds the parameters, times ``weight_decay``, to the updates.
 
-    $$ u \leftarrow u + \text{weight\_decay} \cdot p $$
+        u ← u + weight_decay · p
 
     Its place says which kind it is: before an optimizer it is L2 regularization (the ``weight_decay`` of
     `torch.optim.Adam` and `SGD`), after it decoupled weight decay (that of `torch.optim.AdamW`). The learning rate
@@ -29,7 +29,7 @@ class WeightDecay(Transform):
         ValueError: If ``weight_decay`` is negative or NaN, or for an unknown ``target``.
         TypeError: If ``weight_decay`` is not a number.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchzero_clip import Adam, Modular, WeightDecay
         >>> weight = torch.nn.Parameter(torch.tensor([2.0]))
