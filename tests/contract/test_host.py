@@ -295,7 +295,10 @@ def test_wrong_parameters_are_refused_as_in_torch():
     with pytest.raises(ValueError, match="empty parameter list"):
         Modular([], ClipNorm(1))
     with pytest.warns(UserWarning, match="duplicate parameters"):
-        Modular([weight, weight], ClipNorm(1))
+        optimizer = Modular([weight, weight], SGD(1.0, 0.5))
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    assert weight.tolist() == [-2, -2]
 
 
 def test_scheduler_state_and_lr_survive_loading_before_the_first_step():

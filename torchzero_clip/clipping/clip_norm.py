@@ -8,7 +8,7 @@ from typing_extensions import override
 from torchzero_clip.checks import boolean, count, dims, non_negative
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional.clip import Slicing, clip_, measure
-from torchzero_clip.functional.norms import parse_ord
+from torchzero_clip.functional.metric import parse_ord
 from torchzero_clip.types import Dim, Ord, Setting, State, Target
 
 

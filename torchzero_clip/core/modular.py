@@ -157,13 +157,16 @@ class Modular(Optimizer):
         for param, group in pairs:
             if param.grad.layout != torch.strided:
                 raise RuntimeError(f"{_name(param, group)} has a sparse gradient, which Modular does not take")
-        state: Any = self.state
-        states: list[State] = [state.get(param, {}) for param, _ in pairs]
+        kept: Any = self.state
+        fresh: dict[Tensor, State] = {}  # a parameter that is listed twice has one state
+        states: list[State] = [kept[p] if p in kept else fresh.setdefault(p, {}) for p, _ in pairs]
         return [param for param, _ in pairs], states, [group for _, group in pairs]
 
     def _step(self, params: list[Tensor], states: list[State], groups: list[dict[str, Any]], loss: Any) -> None:
         """Send the gradients down the chain and subtract what comes out."""
-        grads = [aligned(p.grad, p) for p in params if p.grad is not None]
+        for param in params:
+            param.grad = aligned(param.grad, param)  # the same gradient, with pending sums carried out
+        grads = [param.grad for param in params if param.grad is not None]
         keep_grads = self.keep_grads or any(t.target == "grad" for t in self.transforms.values())
         step = Step(params, grads, loss, self.maximize, keep_grads)
         views = {id(group): GroupSettings(group, self._stored_as) for group in self.param_groups}

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.norms import Metric, joint_metric, mean_over_ranks, slice_metrics, total_metric
+from torchzero_clip.functional.metric import Metric
+from torchzero_clip.functional.norms import joint_metric, mean_over_ranks, slice_metrics, total_metric
 from torchzero_clip.functional.shards import Part, all_reduce, pack, part, summed, whole
 from torchzero_clip.functional.stretches import stretches
 from torchzero_clip.types import Dim

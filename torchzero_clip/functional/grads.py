@@ -6,7 +6,7 @@ from torch import Tensor
 from torchzero_clip.checks import boolean, count, dims, non_negative
 from torchzero_clip.functional.clip import Slicing, clamp_, clip_, measure
 from torchzero_clip.functional.foreach import wide_dtype
-from torchzero_clip.functional.norms import parse_ord
+from torchzero_clip.functional.metric import parse_ord
 from torchzero_clip.types import Dim, Ord, Tensors
 
 

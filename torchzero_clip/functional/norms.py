@@ -5,70 +5,19 @@ A metric is computed as its *root*, the quantity of degree 1 that scales with th
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.metric import Metric, parse_ord
 from torchzero_clip.functional.shards import Part, all_reduce, pack, whole
 from torchzero_clip.functional.shards import replicated as replicated
 from torchzero_clip.types import Ord
 
 BLOCK = 1024  # float32 sums over more elements are taken in two levels: plain ones lose 6e-4 at 16M elements
-
-Measure = Callable[[Part], Tensor]
-
-
-class Metric(NamedTuple):
-    """What ``ord`` stands for."""
-
-    kind: Literal["norm", "mad", "std", "var", "sum"]
-    p: float = 2.0
-
-    @property
-    def degree(self) -> int:
-        """The power of a factor by which the metric grows."""
-        return 2 if self.kind == "var" else 1
-
-    @property
-    def min_size(self) -> int:
-        """The fewest elements for which the metric is defined."""
-        return 2 if self.kind in ("std", "var") else 1
-
-    def root(self, value: float) -> float:
-        """The root of a limit."""
-        return math.sqrt(value) if self.degree == 2 else value
-
-
-_NAMED: dict[str, Metric] = {
-    "l0": Metric("norm", 0.0),
-    "l1": Metric("norm", 1.0),
-    "l2": Metric("norm", 2.0),
-    "l3": Metric("norm", 3.0),
-    "l4": Metric("norm", 4.0),
-    "linf": Metric("norm", math.inf),
-    "mad": Metric("mad"),
-    "std": Metric("std"),
-    "var": Metric("var"),
-    "sum": Metric("sum"),
-}
-
-
-def parse_ord(ord: Ord) -> Metric:
-    """The metric that ``ord`` names; a 0-d tensor is read once, here."""
-    if isinstance(ord, str):
-        if ord not in _NAMED:
-            raise ValueError(f"ord must be a number or one of {', '.join(map(repr, _NAMED))}, got {ord!r}")
-        return _NAMED[ord]
-    if (isinstance(ord, Tensor) and ord.ndim == 0) or (isinstance(ord, int | float) and not isinstance(ord, bool)):
-        p = float(ord)  # at construction, not in a step
-        if math.isnan(p):
-            raise ValueError("ord must not be NaN")
-        return Metric("norm", p)
-    raise TypeError(f"ord must be a number, a 0-d tensor or a string, got {ord!r}")
 
 
 def norm(tensor: Tensor, ord: Ord = 2) -> Tensor:

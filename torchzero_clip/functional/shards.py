@@ -47,7 +47,7 @@ def distributed_like(part: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
-def aligned(grad: Tensor, param: Tensor) -> Tensor:
+def aligned(grad: Tensor | None, param: Tensor) -> Tensor | None:
     """A gradient laid out as its parameter; gradients may come as sums that are still pending."""
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
         return grad.redistribute(param.device_mesh, param.placements)

@@ -1,0 +1,57 @@
+"""What the argument ``ord`` stands for."""
+
+import math
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from torchzero_clip.types import Ord
+
+
+class Metric(NamedTuple):
+    """What ``ord`` stands for."""
+
+    kind: Literal["norm", "mad", "std", "var", "sum"]
+    p: float = 2.0
+
+    @property
+    def degree(self) -> int:
+        """The power of a factor by which the metric grows."""
+        return 2 if self.kind == "var" else 1
+
+    @property
+    def min_size(self) -> int:
+        """The fewest elements for which the metric is defined."""
+        return 2 if self.kind in ("std", "var") else 1
+
+    def root(self, value: float) -> float:
+        """The root of a limit."""
+        return math.sqrt(value) if self.degree == 2 else value
+
+
+_NAMED: dict[str, Metric] = {
+    "l0": Metric("norm", 0.0),
+    "l1": Metric("norm", 1.0),
+    "l2": Metric("norm", 2.0),
+    "l3": Metric("norm", 3.0),
+    "l4": Metric("norm", 4.0),
+    "linf": Metric("norm", math.inf),
+    "mad": Metric("mad"),
+    "std": Metric("std"),
+    "var": Metric("var"),
+    "sum": Metric("sum"),
+}
+
+
+def parse_ord(ord: Ord) -> Metric:
+    """The metric that ``ord`` names; a 0-d tensor is read once, here."""
+    if isinstance(ord, str):
+        if ord not in _NAMED:
+            raise ValueError(f"ord must be a number or one of {', '.join(map(repr, _NAMED))}, got {ord!r}")
+        return _NAMED[ord]
+    if (isinstance(ord, Tensor) and ord.ndim == 0) or (isinstance(ord, int | float) and not isinstance(ord, bool)):
+        p = float(ord)  # at construction, not in a step
+        if math.isnan(p):
+            raise ValueError("ord must not be NaN")
+        return Metric("norm", p)
+    raise TypeError(f"ord must be a number, a 0-d tensor or a string, got {ord!r}")
