@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
-from torchzero_clip import ClipNorm, Modular, clip_grad_norm_, norm
+from torchzero_clip import AdamW, ClipNorm, ClipValue, Modular, clip_grad_norm_, norm
 
 SHAPES = [(7, 3), (1, 4), (5,), (2, 3, 2)]  # the second rank has no part of the second one
 
@@ -183,6 +183,42 @@ def gradients_with_pending_sums(_: Entry) -> None:
     torch.testing.assert_close(param.detach().full_tensor(), torch.tensor([-0.6, -0.8], dtype=torch.float64))
 
 
+def one_all_reduce_per_norm(_: Entry) -> None:
+    calls: list[str] = []
+    counted = dist.all_reduce
+
+    def all_reduce(*args, **kwargs):
+        calls.append("all_reduce")
+        return counted(*args, **kwargs)
+
+    for clip in (ClipNorm(1.0), ClipNorm(1.0, dim="global"), ClipNorm(1.0, 1, dim=0), ClipValue(1.0)):
+        _, params = sharded([torch.randn(7, 3) for _ in range(5)])
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer = Modular(params, clip)
+        dist.all_reduce, calls[:] = all_reduce, []
+        try:
+            optimizer.step()
+        finally:
+            dist.all_reduce = counted
+        assert len(calls) == 1, f"{clip}: {len(calls)}"
+
+
+def data_parallel(_: Entry) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 2).double()
+    model = nn.parallel.DistributedDataParallel(copy.deepcopy(plain), gradient_as_bucket_view=True)
+    inputs = torch.randn(8, 3, dtype=torch.float64)
+    optimizers = [Modular(m, ClipNorm(0.1, dim="global"), AdamW(0.1)) for m in (model, plain)]
+    for _ in range(3):
+        for m, x, optimizer in zip((model, plain), (inputs.chunk(2)[dist.get_rank()], inputs), optimizers, strict=True):
+            optimizer.zero_grad()
+            m(x).square().mean().backward()
+            optimizer.step()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
 PER_ENTRY: dict[str, Callable[[Entry], None]] = {
     "equals one process": equals_one_process,
     "mixed with a plain parameter": mixed_with_a_plain_parameter,
@@ -192,6 +228,8 @@ ONCE: dict[str, Callable[[Entry], None]] = {
     "norms on every layout": norms_on_every_layout,
     "extreme magnitudes": extreme_magnitudes,
     "gradients with pending sums": gradients_with_pending_sums,
+    "one all-reduce per norm": one_all_reduce_per_norm,
+    "data parallel": data_parallel,
 }
 
 

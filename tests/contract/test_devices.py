@@ -7,7 +7,7 @@ from contract.training import SHAPES, gradients, parameters, train
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torchzero_clip import Modular
+from torchzero_clip import Modular, clip_grad_norm_, clip_grad_value_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -23,6 +23,17 @@ def test_a_step_never_reads_a_value_from_the_device(entry, dtype):
         assert all(value.device.type == "cuda" for value in optimizer.metrics().values())
         tensors = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
         assert all(tensor.device.type == "cuda" for tensor in tensors)
+
+
+@pytest.mark.parametrize("dim", [None, 0, "global"])
+@pytest.mark.parametrize("order", [0, 1, 2, 9.5, -1, torch.inf, -torch.inf, "mad", "std", "var", "sum"])
+def test_functions_never_read_a_value_from_the_device(order, dim):
+    with FakeTensorMode():
+        params = [nn.Parameter(torch.empty(shape, device="cuda")) for shape in SHAPES]
+        for param in params:
+            param.grad = torch.empty_like(param)
+        assert clip_grad_norm_(params, 1.0, order, dim, min_norm=0.1).device.type == "cuda"
+        clip_grad_value_(params, 1.0)
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)

@@ -10,7 +10,7 @@ from torch.distributed import ReduceOp
 
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.metric import Metric
-from torchzero_clip.functional.norms import joint_metric, mean_over_ranks, slice_metrics, total_metric
+from torchzero_clip.functional.norms import joint_metric, means_over_ranks, slice_metrics, total_metric
 from torchzero_clip.functional.shards import Part, all_reduce, pack, part, summed, whole
 from torchzero_clip.functional.stretches import stretches
 from torchzero_clip.types import Dim
@@ -110,7 +110,7 @@ def clip_(measured: Measured, limits: Sequence[float], floors: Sequence[float] |
     if not factors:
         return Scaled(torch.ones_like(measured.total), torch.zeros_like(measured.total))
     changed = [(factor != 1).double() for factor in factors]
-    return Scaled(mean_over_ranks(measured.parts, factors), mean_over_ranks(measured.parts, changed))
+    return Scaled(*means_over_ranks(measured.parts, factors, changed))
 
 
 def clamp_(tensors: Sequence[Tensor], limit: float) -> None:

@@ -112,15 +112,14 @@ def total_metric(parts: Sequence[Part], roots: Sequence[Tensor], rest: Sequence[
     return combine(pack(values), p)
 
 
-def mean_over_ranks(parts: Sequence[Part], values: Sequence[Tensor]) -> Tensor:
-    """The mean of one number per slice over all slices of all ranks: a 0-d tensor, 0 for none."""
+def means_over_ranks(parts: Sequence[Part], *columns: Sequence[Tensor]) -> list[Tensor]:
+    """The means of several numbers per slice over all slices of all ranks: 0-d tensors, 0 for no slices."""
     if not any(part.spread for part in parts):
-        vector = pack(values)
-        return vector.sum() / max(vector.numel(), 1)
-    seen = [Part(pack([v]), (0,), part.size, part.spread) for part, v in zip(parts, values, strict=True)]
-    ones = [s._replace(tensor=torch.ones_like(s.tensor)) for s in seen]
-    both = pack(_sums([*seen, *ones]))
-    return both[: len(seen)].sum() / both[len(seen) :].sum().clamp(min=1)
+        return [pack(values).sum() / max(sum(v.numel() for v in values), 1) for values in columns]
+    table = [*columns, [torch.ones_like(value) for value in columns[0]]]
+    rows = [Part(pack([v]), (0,), p.size, p.spread) for values in table for p, v in zip(parts, values, strict=True)]
+    *sums, count = (chunk.sum() for chunk in pack(_sums(rows)).split(len(parts)))
+    return [total / count.clamp(min=1) for total in sums]
 
 
 def _p_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
