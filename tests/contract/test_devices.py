@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from contract.entries import ENTRIES
+from contract.entries import ENTRIES, TrackJointNorm
 from contract.training import SHAPES, gradients, parameters, train
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -47,6 +47,19 @@ def test_parameters_on_two_devices(entry):
             pytest.skip("stacks norms of several devices itself")
         optimizer.step()
         assert [p.device.type for p in params] == ["cuda", "meta"]
+
+
+def test_state_of_the_chain_follows_the_parameters_to_another_device():
+    with FakeTensorMode():
+        optimizer = Modular(nn.Linear(2, 2).parameters(), TrackJointNorm())
+        key = "track_joint_norm/average"
+        assert optimizer.param_groups[0][key].device.type == "cpu"
+        params = optimizer.param_groups[0]["params"]
+        for i, param in enumerate(params):
+            params[i] = nn.Parameter(torch.empty_like(param, device="cuda"))  # as Accelerate does
+            params[i].grad = torch.empty_like(params[i])
+        optimizer.step()
+        assert optimizer.param_groups[0][key].device.type == "cuda"
 
 
 @pytest.mark.gpu
