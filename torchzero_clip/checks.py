@@ -12,25 +12,41 @@ from torch import Tensor
 Check: TypeAlias = Callable[[str, Any], None]
 
 
+def plain(value: Any) -> Any:
+    """The value as checkpoints can hold it: NumPy's float64 passes for a float, but not for `weights_only` loading."""
+    if isinstance(value, float) and type(value) is not float:
+        return float(value)
+    return tuple(map(plain, value)) if isinstance(value, tuple | list) else value  # pyright: ignore[reportUnknownVariableType]
+
+
+def setting_name(key: str) -> None:
+    """Refuse names that torch or the qualified keys of a chain need for something else."""
+    if key in ("params", "param_names") or "." in key or key.startswith("/"):
+        raise ValueError(f"{key!r} cannot be the name of a setting")
+
+
 def number(name: str, value: object) -> None:
+    """An int or a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
 
 
 def positive(name: str, value: Any) -> None:
+    """A number > 0."""
     number(name, value)
     if not value > 0:
         raise ValueError(f"{name} must be > 0, got {value}")
 
 
 def non_negative(name: str, value: Any) -> None:
+    """A number >= 0."""
     number(name, value)
     if not value >= 0:
         raise ValueError(f"{name} must be >= 0, got {value}")
 
 
 def unit_interval(name: str, value: Any) -> None:
-    """In [0, 1]."""
+    """A number in [0, 1]."""
     number(name, value)
     if not 0 <= value <= 1:
         raise ValueError(f"{name} must be in [0, 1], got {value}")
@@ -55,11 +71,13 @@ def learning_rate(name: str, value: Any) -> None:
 
 
 def boolean(name: str, value: object) -> None:
+    """True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def one_of(name: str, value: object, allowed: Collection[object]) -> None:
+    """One of the allowed values."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
@@ -72,6 +90,7 @@ def count(name: str, value: object) -> None:
 
 
 def floating_dtype(name: str, value: object) -> None:
+    """A floating point dtype of torch."""
     if not isinstance(value, torch.dtype) or not value.is_floating_point:
         raise TypeError(f"{name} must be a floating point dtype, got {value!r}")
 

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from torchzero_clip.core.namespace import Namespace
 from torchzero_clip.core.target import TARGETS, Step
-from torchzero_clip.core.transform import Transform
+from torchzero_clip.core.transform import Transform, override_groups
 from torchzero_clip.types import Setting, State, Target
 
 Transforms: TypeAlias = "Transform | Iterable[Transforms]"
@@ -63,15 +63,11 @@ class Chain(Transform):
         """
         owners = {key: t for t in reversed(self.transforms.values()) for key in t.defaults}
         given: dict[int, list[dict[str, Any]]] = {}
-        for group in param_groups:
-            params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-            for key, value in group.items():
-                if key != "params":
-                    if key not in owners:
-                        raise ValueError(
-                            f"no transform has a setting {key!r}; settings of this chain: {', '.join(owners)}"
-                        )
-                    given.setdefault(id(owners[key]), []).append({"params": params, key: value})
+        for params, settings in override_groups(param_groups):
+            for key, value in settings.items():
+                if key not in owners:
+                    raise ValueError(f"no transform has a setting {key!r}; settings of this chain: {', '.join(owners)}")
+                given.setdefault(id(owners[key]), []).append({"params": params, key: value})
         for transform in self.transforms.values():
             transform.set_param_groups(given.get(id(transform), []))
         return self
@@ -166,9 +162,22 @@ def _apply(
         result = list(transform.apply_tensors(tensors, step.params, step.grads, step.loss, states, settings))
     finally:
         del transform.global_state, transform.metrics
-    if len(result) != len(tensors):
-        raise RuntimeError(f"{transform!r} returned {len(result)} tensors for {len(tensors)}")
+    _check_result(transform, result, tensors, states)
     return result
+
+
+def _check_result(transform: Transform, result: list[Tensor], given: list[Tensor], states: list[Namespace]) -> None:
+    """Catch an author's slips where their transform is still known."""
+    if len(result) != len(given):
+        raise RuntimeError(f"{transform!r} returned {len(result)} tensors for {len(given)}")
+    for new, old in zip(result, given, strict=True):
+        if not isinstance(new, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RuntimeError(f"{transform!r} returned {type(new).__name__} instead of a tensor")
+        if new.shape != old.shape or new.dtype != old.dtype:
+            got, expected = (f"{tuple(t.shape)} of {t.dtype}" for t in (new, old))
+            raise RuntimeError(f"{transform!r} returned a tensor of shape {got} for one of shape {expected}")
+    if states and states[0] and type(transform).init_state is Transform.init_state:
+        raise RuntimeError(f"{transform!r} keeps state {list(states[0])} that its init_state does not return")
 
 
 def _views(settings: Sequence[Setting], name: str) -> list[Namespace]:

@@ -1,7 +1,7 @@
 """The optimizer: a chain of transforms between the gradients and the parameters."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.shards import aligned
 from torchzero_clip.types import State
+
+T = TypeVar("T")
 
 
 class Modular(Optimizer):
@@ -74,6 +76,8 @@ class Modular(Optimizer):
     ) -> None:
         boolean("maximize", maximize)
         boolean("keep_grads", keep_grads)
+        if isinstance(params, Transform):
+            raise TypeError(f"params come first, as in Modular(model.parameters(), {params!r}, ...)")
         given = list(flatten(transforms))
         if not given:
             raise ValueError(
@@ -99,7 +103,9 @@ class Modular(Optimizer):
         return self._chain.transforms
 
     def metrics(self) -> dict[str, Tensor]:
-        """What the transforms measured in the last step, as 0-d tensors on the device; reading one waits for it.
+        """What the transforms measured, as 0-d tensors on the device; reading one waits for it.
+
+        It is of the last step in which a parameter had a gradient. A step that GradScaler skips does not get here.
 
         Returns:
             For example ``"clip_norm/norm"`` (before clipping), ``"clip_norm/factor"`` (mean over tensors or slices) and
@@ -120,7 +126,7 @@ class Modular(Optimizer):
     @overload
     def step(self, closure: None = None) -> None: ...
     @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], T]) -> T: ...
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -157,6 +163,8 @@ class Modular(Optimizer):
         for param, group in pairs:
             if param.grad.layout != torch.strided:
                 raise RuntimeError(f"{_name(param, group)} has a sparse gradient, which Modular does not take")
+            if param.is_complex():
+                raise RuntimeError(f"{_name(param, group)} is complex, which Modular does not take")
         kept: Any = self.state
         fresh: dict[Tensor, State] = {}  # a parameter that is listed twice has one state
         states: list[State] = [kept[p] if p in kept else fresh.setdefault(p, {}) for p, _ in pairs]
@@ -173,13 +181,14 @@ class Modular(Optimizer):
         settings = [views[id(group)] for group in groups]
         self._move_global_state()
 
-        self._metrics = {}
-        context = (step, states, settings, self.param_groups[0], self._metrics)
+        metrics: dict[str, Tensor] = {}
+        context = (step, states, settings, self.param_groups[0], metrics)
         for name, transform in self.transforms.items():
             if transform.target == "closure":
                 foreach.copy_(grads, self._chain.bind(name, *context)(foreach.clone(grads)))
         self._chain.run(*context)
         foreach.subtract_(params, step.updates(writable=False))
+        self._metrics = metrics
         for param, state in zip(params, states, strict=True):
             if state:  # made in this step, or there before; a stateless chain leaves none
                 self.state[param] = state  # pyright: ignore[reportArgumentType]

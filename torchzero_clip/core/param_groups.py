@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torchzero_clip.checks import plain
 from torchzero_clip.core.chain import Chain
 
 # what torch's schedulers, its optimizers and trainers keep beside the settings
@@ -35,7 +36,7 @@ def normalized(group: Mapping[str, Any], chain: Chain, stored_as: Mapping[str, s
             raise ValueError(_unknown_key_message(key, chain, stored))
         if target in result:
             raise ValueError(f"the setting {target!r} is given twice, also as {key!r}")
-        result[target] = value
+        result[target] = plain(value) if target in stored else value
     return result
 
 

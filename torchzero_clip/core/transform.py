@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self, final
 
 from torch import Tensor
 
-from torchzero_clip.checks import Check, one_of
+from torchzero_clip.checks import Check, one_of, plain, setting_name
 from torchzero_clip.core.target import TARGETS
 from torchzero_clip.functional.stretches import stretches
 from torchzero_clip.types import Setting, State, Target
@@ -82,7 +82,9 @@ class Transform(ABC):
 
     def __init__(self, defaults: Setting, *, target: Target = "update", name: str | None = None) -> None:
         one_of("target", target, TARGETS)
-        self.defaults = dict(defaults)
+        for key in defaults:
+            setting_name(key)
+        self.defaults = {key: plain(value) for key, value in defaults.items()}
         self.target: Target = target
         self.name = name or snake_case(type(self).__name__)
         self.overrides: list[dict[str, Any]] = []
@@ -120,15 +122,14 @@ class Transform(ABC):
             [1.0, 0.1]
         """
         overrides: list[dict[str, Any]] = []
-        for group in param_groups:
-            settings = {key: value for key, value in group.items() if key != "params"}
+        for params, settings in override_groups(param_groups):
             for key in settings:
                 if key not in self.defaults:
                     known = ", ".join(self.defaults) or "none"
-                    raise ValueError(f"{type(self).__name__} has no setting {key!r}; its settings: {known}")
+                    hint = ". The learning rate of parameters is the lr of their param group" if key == "lr" else ""
+                    raise ValueError(f"{type(self).__name__} has no setting {key!r}; its settings: {known}{hint}")
             self.check(settings)
-            params = group["params"]
-            overrides.append({"params": [params] if isinstance(params, Tensor) else list(params), **settings})
+            overrides.append({"params": params, **settings})
         self.overrides = overrides
         return self
 
@@ -238,6 +239,18 @@ class TensorwiseTransform(Transform):
         """Apply `apply_tensor` to every tensor."""
         rows = zip(tensors, params, grads, states, settings, strict=True)
         return [self.apply_tensor(t, p, g, loss, state, setting) for t, p, g, state, setting in rows]
+
+
+def override_groups(param_groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:
+    """The parameters and the settings of each group given to `set_param_groups`."""
+    if isinstance(param_groups, Mapping):
+        raise TypeError("param_groups must be a list of dicts, got one dict: write [{...}]")
+    for group in param_groups:
+        if not isinstance(group, Mapping) or "params" not in group:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"each of param_groups must be a dict with 'params', got {group!r}")
+        params = group["params"]
+        settings = {key: plain(value) for key, value in group.items() if key != "params"}
+        yield [params] if isinstance(params, Tensor) else list(params), settings
 
 
 def runs(settings: Sequence[Setting]) -> list[tuple[Setting, slice]]:

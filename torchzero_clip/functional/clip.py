@@ -109,8 +109,10 @@ def clip_(measured: Measured, limits: Sequence[float], floors: Sequence[float] |
     foreach.scale_(measured.targets, factors)
     if not factors:
         return Scaled(torch.ones_like(measured.total), torch.zeros_like(measured.total))
+    lost = [1 - factor for factor in factors]  # so that no slices at all means a factor of 1
     changed = [(factor != 1).double() for factor in factors]
-    return Scaled(*means_over_ranks(measured.parts, factors, changed))
+    mean_lost, mean_changed = means_over_ranks(measured.parts, lost, changed)
+    return Scaled(1 - mean_lost, mean_changed)
 
 
 def clamp_(tensors: Sequence[Tensor], limit: float) -> None:

@@ -1,5 +1,7 @@
 """In-place functions on the gradients of parameters, for training loops with an optimizer of their own."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -125,13 +127,19 @@ def clip_grad_value_(params: Tensors, value: float) -> None:
 
 def gradients(params: Tensors) -> list[Tensor]:
     """The gradients of those parameters that have one."""
+    if not isinstance(params, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"params must be a tensor or an iterable of tensors, got {type(params).__name__}")
     listed = [params] if isinstance(params, Tensor) else list(params)
     for i, param in enumerate(listed):
         if not isinstance(param, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
                 f"params must be a tensor or an iterable of tensors, got {type(param).__name__} at index {i}"
             )
-    return [param.grad for param in listed if param.grad is not None]
+    grads = [param.grad for param in listed if param.grad is not None]
+    for grad in grads:
+        if grad.layout != torch.strided or grad.is_complex():
+            raise TypeError(f"gradients must be dense and real, got one of {grad.dtype} and layout {grad.layout}")
+    return grads
 
 
 def _as_reported(total: Tensor, grads: list[Tensor]) -> Tensor:
