@@ -149,6 +149,14 @@ def test_metrics_are_the_norm_before_the_mean_factor_and_the_share():
     assert metrics["clip_norm/clipped"] == pytest.approx(2 / 3)
 
 
+def test_metrics_without_any_slice():
+    param = nn.Parameter(torch.zeros(0, 3))
+    optimizer = Modular([param], ClipNorm(1.0, dim=1))
+    param.grad = torch.zeros(0, 3)
+    optimizer.step()
+    assert optimizer.metrics()["clip_norm/factor"].item() == 1
+
+
 def test_metrics_of_a_chain_that_clips_nothing():
     scalar = nn.Parameter(torch.zeros(2))
     optimizer = Modular([scalar], ClipNorm(1.0, dim=1), SGD())

@@ -49,3 +49,11 @@ def test_groups_have_their_own_values():
     assert first.tolist() == [-0.25, 0.125]
     assert second.tolist() == [-1, 1]
     assert optimizer.metrics()["clip_value/clipped"].item() == pytest.approx(3 / 4)
+
+
+def test_an_element_at_the_limit_is_not_clipped():
+    param = nn.Parameter(torch.zeros(2))
+    param.grad = torch.tensor([1.0, -2.0])
+    optimizer = Modular([param], ClipValue(1.0))
+    optimizer.step()
+    assert optimizer.metrics()["clip_value/clipped"].item() == 0.5

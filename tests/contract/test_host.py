@@ -241,6 +241,7 @@ def test_compiled_step(entry):
         group.pop("capturable", None)  # the compiler may add it
         group["params"] = expected["params"] = []
         torch.testing.assert_close(group, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(optimizer.metrics(), reference.metrics(), rtol=1e-12, atol=1e-12)
     states = [optimizer.state.get(p, {}) for p in params], [reference.state.get(p, {}) for p in plain]
     torch.testing.assert_close(*states, rtol=1e-12, atol=1e-12)
 

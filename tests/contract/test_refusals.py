@@ -50,12 +50,20 @@ CONSTRUCTORS = [
     (lambda: LR("1"), TypeError, r"lr must be a number"),
     (lambda: LR(torch.ones(2)), ValueError, r"lr must have one element"),
     (lambda: ClipRMS(0), ValueError, r"max_rms must be > 0, got 0"),
-    (lambda: Chain(Adam), TypeError, r"is an optimizer class not called\?"),
+    (lambda: Chain(Adam), TypeError, r"got the class Adam: write Adam\(...\)"),
     (lambda: Chain(ClipNorm(1, target="closure"), target="grad"), ValueError, r"target='closure' cannot stand inside"),
     (lambda: Modular([WEIGHT]), ValueError, r"Modular needs at least one transform"),
     (lambda: Modular([WEIGHT], []), ValueError, r"Modular needs at least one transform"),
-    (lambda: Modular([WEIGHT], torch.optim.Adam([WEIGHT])), TypeError, r"a chain takes transforms"),
+    (lambda: Modular([WEIGHT], torch.optim.Adam([WEIGHT])), TypeError, r"a chain takes transforms .*got Adam"),
     (lambda: Modular([WEIGHT], ClipNorm(1), maximize=1), TypeError, r"maximize must be True or False"),
+    (
+        lambda: Modular(ClipNorm(1), Adam()),
+        TypeError,
+        r"params come first, as in Modular\(model.parameters\(\), ClipNorm",
+    ),
+    (lambda: ClipNorm(1).set_param_groups({"params": [WEIGHT]}), TypeError, r"must be a list of dicts"),
+    (lambda: ClipNorm(1).set_param_groups([{"max_norm": 1}]), ValueError, r"must be a dict with 'params'"),
+    (lambda: Adam().set_param_groups([{"params": [WEIGHT], "lr": 1}]), ValueError, r"is the lr of their param group"),
     (lambda: Modular([WEIGHT], Adam(0.1), LR(0.1)), ValueError, r"one learning rate, got several: Adam\(lr=0.1\), LR"),
     (lambda: Modular([WEIGHT], LR(0.1), LR(0.2)), ValueError, r"one learning rate, got several"),
     (lambda: Modular([WEIGHT], Adam(0.1), SGD(0.1)), ValueError, r"one learning rate, got several"),
@@ -151,6 +159,13 @@ def test_sparse_gradients_are_refused_by_name():
         Modular(embedding.parameters(), ClipNorm(1)).step()
 
 
+def test_complex_parameters_are_refused_by_name():
+    param = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    param.grad = torch.ones_like(param)
+    with pytest.raises(RuntimeError, match=r"shape \(2,\), is complex"):
+        Modular([param], ClipNorm(1)).step()
+
+
 class WrongCount(ClipNorm):
     def apply_tensors(self, tensors, params, grads, loss, states, settings):
         return tensors[:1]
@@ -177,6 +192,7 @@ HOSTILE = {
     "no state": lambda c: {"param_groups": c["param_groups"]},
     "state is a list": lambda c: c | {"state": []},
     "groups are a number": lambda c: c | {"param_groups": 3},
+    "params of lists": lambda c: c | {"param_groups": [c["param_groups"][0] | {"params": [[0]]}]},
     "group without params": lambda c: c | {"param_groups": [{}]},
     "other group sizes": lambda c: c | {"param_groups": [c["param_groups"][0] | {"params": [0]}]},
     "one more group": lambda c: c | {"param_groups": c["param_groups"] * 2},
@@ -241,6 +257,18 @@ def test_a_checkpoint_of_another_optimizer_is_named_as_such():
     train(other, params, gradients(params, 1))
     with pytest.raises(ValueError, match="keys without the name of a transform come from another optimizer"):
         Modular(params, AdamW()).load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("other", [torch.optim.AdamW, torch.optim.SGD])
+def test_it_is_named_as_such_even_without_state(other):
+    with pytest.raises(ValueError, match=r"settings that no transform of this chain has: .*maximize"):
+        Modular(parameters(), ClipNorm(1)).load_state_dict(other(parameters()).state_dict())
+
+
+def test_settings_of_a_transform_that_is_gone_are_named():
+    saved = Modular(parameters(), ClipNorm(1), ClipNorm(2)).state_dict()
+    with pytest.raises(ValueError, match=r"no transform of this chain has: clip_norm_2/max_norm\."):
+        Modular(parameters(), ClipNorm(1)).load_state_dict(saved)
 
 
 def test_a_setting_that_the_checkpoint_lacks_keeps_its_value():

@@ -244,3 +244,137 @@ def test_checkpoint_order_of_overrides_is_stable_under_deepcopy():
     added = nn.Parameter(torch.zeros(1))
     twin.add_param_group({"params": added})
     assert len(optimizer.param_groups) == 2
+
+
+def test_overrides_inside_a_unit_reach_its_groups():
+    first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    override = [{"params": [("second", second)], "max_norm": 0.1}]
+    for unit in (
+        Chain(ClipNorm(1.0), target="update_difference").set_param_groups(override),
+        Chain(ClipNorm(1.0).set_param_groups(override), target="grad"),
+    ):
+        assert [g["max_norm"] for g in Modular([first, second], unit).param_groups] == [1.0, 0.1]
+
+
+def test_overrides_of_a_chain_add_to_those_of_its_transforms_or_change_nothing():
+    first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    clip = ClipNorm(1.0).set_param_groups([{"params": [second], "max_norm": 0.1}])
+    chain = Chain(clip, Adam()).set_param_groups([{"params": [first], "eps": 1e-3}])
+    assert [(g["max_norm"], g["eps"]) for g in Modular([first, second], chain).param_groups] == [(1, 1e-3), (0.1, 1e-8)]
+    with pytest.raises(ValueError, match="eps must be >= 0"):
+        chain.set_param_groups([{"params": [first], "max_norm": 7.0, "eps": -1.0}])
+    assert [g["max_norm"] for g in Modular([first, second], chain).param_groups] == [1, 0.1]
+
+
+def test_empty_groups_stay_where_they_are():
+    weight = nn.Parameter(torch.zeros(1))
+    clip = ClipNorm(1.0).set_param_groups([{"params": weight, "max_norm": 0.1}])
+    optimizer = Modular([{"params": []}, {"params": [weight]}], clip)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [0, 1]
+    with pytest.raises(TypeError, match="ordered collections"):
+        Modular([{"params": {weight}}], clip)
+
+
+def test_the_learning_rate_of_an_optimizer_inside_a_unit_counts():
+    weight = nn.Parameter(torch.zeros(1))
+    unit = Chain(Adam(lr=0.5), ClipValue(0.1), target="update_difference")
+    assert Modular([weight], unit).param_groups[0]["lr"] == 0.5
+    with pytest.raises(ValueError, match="got several"):
+        Modular([weight], unit, SGD(0.1))
+
+
+@pytest.mark.parametrize("unit", [False, True])
+def test_target_grad_inside_a_unit_leaves_earlier_updates_alone(unit):
+    scaled = Mul(2.0, target="grad")
+    middle = Chain(scaled, target="params_direct") if unit else scaled
+    assert stepped([SGD(1.0), middle], [3.0, 4.0])[0].tolist() == [-3, -4]
+    param, _ = stepped([ClipNorm(1.0), middle, SGD(1.0)], [3.0, 4.0])
+    assert param.tolist() == pytest.approx([-0.6, -0.8])
+    assert param.grad.tolist() == [6, 8]
+
+
+def test_missing_state_inside_a_unit_is_found():
+    param, optimizer = stepped(Chain(Adam(), target="update_difference"), [3.0, 4.0])
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["state"][0]["chain/adam/exp_avg"]
+    with pytest.raises(ValueError, match="missing: 'chain/adam/exp_avg'"):
+        Modular([param], Chain(Adam(), target="update_difference")).load_state_dict(saved)
+
+
+def test_a_parameter_without_state_loads():
+    _, optimizer = stepped(Adam(), [3.0, 4.0])
+    saved = optimizer.state_dict()
+    saved["state"] = {0: {}}
+    optimizer.load_state_dict(saved)
+
+
+def test_optimizers_share_no_tensor_settings():
+    clip = SGD(torch.tensor(0.5))
+    first, second = stepped(clip, [1.0])[1], stepped(clip, [1.0])[1]
+    first.param_groups[0]["lr"].fill_(9.0)
+    first.add_param_group({"params": nn.Parameter(torch.zeros(1))})
+    assert [g["lr"].item() for g in (second.param_groups[0], first.param_groups[1])] == [0.5, 0.5]
+
+
+def test_lists_and_numpy_floats_become_what_checkpoints_can_hold():
+    numpy = pytest.importorskip("numpy")
+    weight = nn.Parameter(torch.zeros(1))
+    groups = [{"params": [weight], "eps": numpy.float64(0.5)}]
+    optimizer = Modular(groups, ClipNorm(numpy.float64(1)), Adam(betas=[0.8, 0.9]))
+    group = optimizer.param_groups[0]
+    assert (type(group["max_norm"]), type(group["eps"]), group["betas"]) == (float, float, (0.8, 0.9))
+
+
+def test_a_step_leaves_nothing_in_the_transforms():
+    clip = ClipNorm(1.0)
+    stepped(clip, [3.0, 4.0])
+    assert not hasattr(clip, "metrics")
+    assert not hasattr(clip, "global_state")
+
+
+def test_sgd_keeps_no_reference_to_grad():
+    param, optimizer = stepped(SGD(1.0, 0.5), [3.0, 4.0])
+    optimizer.zero_grad(set_to_none=False)
+    assert optimizer.state[param]["sgd/momentum_buffer"].tolist() == [3, 4]
+
+
+def test_gradients_wider_than_their_parameter_resume():
+    param = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    param.grad_dtype = torch.float32
+    param.grad = torch.ones(2)
+    optimizer = Modular([param], ClipNorm(1.0), SGD(0.1, 0.9), WeightDecay(0.1))
+    optimizer.step()
+    Modular([param], ClipNorm(1.0), SGD(0.1, 0.9), WeightDecay(0.1)).load_state_dict(optimizer.state_dict())
+
+
+class Returns(ClipNorm):
+    def __init__(self, function):
+        super().__init__(1.0)
+        self.function = function
+
+    def apply_tensors(self, tensors, params, grads, loss, states, settings):
+        return [self.function(tensor, state) for tensor, state in zip(tensors, states, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda tensor, state: None, "returned NoneType instead of a tensor"),
+        (lambda tensor, state: tensor.sum(), r"shape \(\) of torch.float32 for one of shape \(2,\)"),
+        (lambda tensor, state: tensor.double(), r"of torch.float64 for one"),
+        (lambda tensor, state: state.setdefault("seen", tensor), r"keeps state \['seen'\] that its init_state"),
+    ],
+)
+def test_slips_of_an_author_are_named(function, message):
+    with pytest.raises(RuntimeError, match=message):
+        stepped(Returns(function), [3.0, 4.0])
+
+
+@pytest.mark.parametrize("key", ["params", "a.b"])
+def test_names_that_a_setting_cannot_have(key):
+    class Bad(ClipNorm):
+        def __init__(self):
+            TrackJointNorm.__bases__[0].__init__(self, {key: 1.0})
+
+    with pytest.raises(ValueError, match="cannot be the name of a setting"):
+        Bad()

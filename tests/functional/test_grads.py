@@ -148,6 +148,7 @@ def test_value_beyond_the_range_of_the_dtype(value):
         (lambda p: clip_grad_norm_(p, 1.0, dim="rows"), ValueError, "dim must be one of"),
         (lambda p: clip_grad_norm_(p, 1.0, min_size=-2), ValueError, "min_size must be >= 0"),
         (lambda p: clip_grad_norm_([1.0], 1.0), TypeError, "got float at index 0"),
+        (lambda p: clip_grad_norm_(3, 1.0), TypeError, "params must be a tensor or an iterable of tensors, got int"),
         (lambda p: clip_grad_value_(p, -1.0), ValueError, "value must be >= 0"),
         (lambda p: clip_grad_value_(p, "a"), TypeError, "value must be a number"),
     ],
@@ -166,3 +167,47 @@ def test_min_norm_scales_up_but_not_from_zero():
     clip_grad_norm_([small, zero], None, min_norm=0.5)
     torch.testing.assert_close(small.grad, torch.tensor([0.3, 0.4]))
     assert zero.grad.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "grad", [torch.eye(2).to_sparse(), torch.ones(2, 2, dtype=torch.complex64)], ids=["sparse", "complex"]
+)
+def test_sparse_and_complex_gradients_are_refused(grad):
+    param = nn.Parameter(torch.zeros(2, 2, dtype=grad.dtype))
+    param.grad = grad
+    for clip in (clip_grad_norm_, clip_grad_value_):
+        with pytest.raises(TypeError, match="gradients must be dense and real"):
+            clip([param], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("grad", "max_norm", "min_norm"),
+    [
+        ([1e-39, 0.0], None, 1.0),
+        ([1e-30, 0.0], None, 1e10),
+        ([0.6e38, 0.8e38], 1e-5, None),
+        ([0.6e38, 0.8e38], 1e-8, None),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_factors_beyond_float32(grad, max_norm, min_norm, dtype):
+    param = nn.Parameter(torch.zeros(2, dtype=dtype))
+    param.grad = torch.tensor(grad, dtype=dtype)
+    clip_grad_norm_([param], max_norm, min_norm=min_norm)
+    assert param.grad.double().norm().item() == pytest.approx(
+        max_norm or min_norm, rel=4e-3 if dtype == torch.bfloat16 else 1e-6
+    )
+
+
+def test_no_limit_changes_nothing_even_beside_a_nan():
+    param = nn.Parameter(torch.zeros(2))
+    param.grad = torch.tensor([5.0, math.nan])
+    clip_grad_norm_([param], math.inf)
+    torch.testing.assert_close(param.grad, torch.tensor([5.0, math.nan]), equal_nan=True)
+
+
+def test_the_smallest_element_is_that_of_tensors_with_elements():
+    params = params_with_grads(shapes=[(0, 3), (2,)])
+    expected = params[1].grad.abs().min().item()
+    assert clip_grad_norm_(params, 1.0, -math.inf).item() == pytest.approx(expected)
+    assert clip_grad_norm_(params, 1.0, -math.inf, dim="global").item() == pytest.approx(min(expected, 1.0))

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from reference.clipping import metric
 
 from torchzero_clip import norm, rms
-from torchzero_clip.functional.norms import BLOCK
+from torchzero_clip.functional.metric import parse_ord
+from torchzero_clip.functional.norms import BLOCK, joint_metric
 
 ORDERS = [
     0,
@@ -133,3 +134,29 @@ def test_scale_equivariance(numbers, exponent, order):
     value = torch.tensor(numbers, dtype=torch.float64)
     scaled = norm(value * 2.0**exponent, order).item()
     assert scaled == pytest.approx(norm(value, order).item() * 2.0**exponent, rel=1e-12, abs=0.0)
+
+
+@pytest.mark.parametrize("order", [-0.05, -1, -2, -3, -4, -10])
+@pytest.mark.parametrize("numbers", [[1e15, 1.5e15, 2e15], [2e21, 3e21], [1e-25, 1e-20], [1e-45, 3e38], [3.0, 0.0]])
+def test_negative_orders_at_every_magnitude(numbers, order):
+    value = torch.tensor(numbers)
+    assert norm(value, order).item() == pytest.approx(root(value.tolist(), order), rel=1e-6)
+
+
+def test_just_above_the_range_where_squares_lose_digits():
+    value = torch.full((10000,), 2e-20)
+    assert norm(value).item() == pytest.approx(value.double().norm().item(), rel=1e-7)
+
+
+@pytest.mark.parametrize(("order", "size"), [(2, 1e200), (20, 1e30)])
+def test_norms_of_several_large_tensors_combine_without_overflow(order, size):
+    tensors = [torch.full((3,), size, dtype=torch.float64) for _ in range(4)]
+    expected = size * 12 ** (1 / order)
+    assert joint_metric(tensors, parse_ord(order)).item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_norm_can_be_differentiated():
+    value = torch.tensor([3.0, -4.0], requires_grad=True)
+    for order, expected in ((2, [0.6, -0.8]), ("linf", [0.0, -1.0])):
+        (gradient,) = torch.autograd.grad(norm(value, order), value)
+        assert gradient.tolist() == pytest.approx(expected)

@@ -25,8 +25,8 @@ def metric(numbers, order):
         return (max(sizes) if p > 0 else min(sizes)), 1
     if p < 0 and 0 in sizes:
         return 0.0, 1
-    largest = max(sizes) or 1.0
-    return largest * math.fsum((x / largest) ** p for x in sizes) ** (1 / p), 1
+    scale = (max(sizes) if p > 0 else min(sizes)) or 1.0
+    return scale * math.fsum((x / scale) ** p for x in sizes) ** (1 / p), 1
 
 
 def clip_factor(numbers, high, order, low=None):

@@ -62,15 +62,30 @@ class Chain(Transform):
             param_groups: As in `Transform.set_param_groups`.
         """
         owners = {key: t for t in reversed(self.transforms.values()) for key in t.defaults}
-        given: dict[int, list[dict[str, Any]]] = {}
+        given: list[tuple[Transform, dict[str, Any]]] = []
         for params, settings in override_groups(param_groups):
             for key, value in settings.items():
                 if key not in owners:
                     raise ValueError(f"no transform has a setting {key!r}; settings of this chain: {', '.join(owners)}")
-                given.setdefault(id(owners[key]), []).append({"params": params, key: value})
-        for transform in self.transforms.values():
-            transform.set_param_groups(given.get(id(transform), []))
+                owners[key].check({key: value})
+                given.append((owners[key], {"params": params, key: value}))
+        for transform, own in given:
+            transform.overrides.append(own)
         return self
+
+    @override
+    def changes_grads(self) -> bool:
+        return self.target == "grad" or any(transform.changes_grads() for transform in self.transforms.values())
+
+    @override
+    def optional_state(self) -> list[str]:
+        return [f"{name}/{prefix}" for name, t in self.transforms.items() for prefix in t.optional_state()]
+
+    @override
+    def all_overrides(self) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:
+        for name, transform in self.transforms.items():
+            for params, settings in transform.all_overrides():
+                yield params, {f"{name}/{key}": value for key, value in settings.items()}
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
@@ -112,6 +127,8 @@ class Chain(Transform):
         """Take one step down the chain."""
         for name, transform in self.transforms.items():
             apply = self.bind(name, step, states, settings, global_state, metrics)
+            if transform.changes_grads() and step.made is not None:
+                step.updates(writable=True)  # what an earlier transform made stays as it is
             on_grads = transform.pure or (not step.keep_grads and self._scales_for_a_reader(name))
             TARGETS[transform.target](step, apply, on_grads)
 
@@ -195,10 +212,10 @@ def flatten(transforms: Iterable[Transforms]) -> Iterator[Transform]:
             yield item
         elif isinstance(item, list | tuple):
             yield from flatten(item)
+        elif isinstance(item, type):
+            raise TypeError(f"a chain takes transforms, got the class {item.__name__}: write {item.__name__}(...)")
         else:
-            raise TypeError(
-                f"a chain takes transforms and lists of them, got {item!r}; is an optimizer class not called?"
-            )
+            raise TypeError(f"a chain takes transforms and lists of them, got {type(item).__name__}")
 
 
 def named_uniquely(transforms: Iterable[Transform]) -> dict[str, Transform]:

@@ -12,19 +12,25 @@ from torchzero_clip.core.namespace import GroupSettings
 
 Group = dict[str, Any]
 
+# settings by which a checkpoint of a torch.optim optimizer is known, even if it has no state yet
+OPTIMIZER_KEYS = frozenset(
+    {"amsgrad", "betas", "dampening", "eps", "foreach", "fused", "maximize", "momentum", "nesterov", "weight_decay"}
+)
+
 
 def fitted(
     state_dict: Mapping[str, Any], groups: list[Group], chain: Chain, stored_as: Mapping[str, str]
 ) -> dict[str, Any]:
     """The checkpoint with settings that it lacks filled in from ``groups``; raises ValueError if it does not fit."""
     saved_groups = _saved_groups(state_dict, groups)
+    own = chain.init_global_state()
     merged = [
         {**{k: v for k, v in group.items() if k != "params"}, **saved}
         for group, saved in zip(groups, saved_groups, strict=True)
     ]
     for group in merged:
         chain.check(GroupSettings(group, stored_as))
-    for key, expected in chain.init_global_state().items():
+    for key, expected in own.items():
         _check_value(f"the state {key!r} of the chain", merged[0][key], expected)
 
     state = state_dict["state"]
@@ -36,6 +42,8 @@ def fitted(
     for i, param, setting in zip(ids, params, settings, strict=True):
         if i in state:
             _check_state(i, state[i], chain, param, setting)
+    for saved in saved_groups:
+        _check_keys(saved, {*stored_as.values(), *own})
     return {**state_dict, "state": state, "param_groups": merged}
 
 
@@ -51,6 +59,8 @@ def _saved_groups(state_dict: Any, groups: list[Group]) -> list[Group]:
     is_list = isinstance(saved, list | tuple) and all(isinstance(g, Mapping) for g in saved)
     if not is_list or not all(isinstance(g.get("params"), list | tuple) for g in saved):
         raise ValueError("'param_groups' of a checkpoint is a list of dicts, each with a list 'params'")
+    if not all(isinstance(i, int | str) for g in saved for i in g["params"]):
+        raise ValueError("'params' of a checkpoint's groups are numbers of parameters, or their names")
     if not isinstance(state_dict["state"], Mapping):
         raise ValueError("'state' of a checkpoint is a dict from parameter numbers to dicts")
     sizes, saved_sizes = ([len(g["params"]) for g in gs] for gs in (groups, saved))
@@ -62,11 +72,21 @@ def _saved_groups(state_dict: Any, groups: list[Group]) -> list[Group]:
     return [dict(g) for g in saved]
 
 
+def _check_keys(saved: Group, known: set[str]) -> None:
+    """Settings of another optimizer would have no effect here; keys that only schedulers and trainers know may stay."""
+    foreign = [key for key in saved if key not in known and (key in OPTIMIZER_KEYS or "/" in key)]
+    if foreign:
+        raise ValueError(
+            f"the checkpoint has settings that no transform of this chain has: {', '.join(foreign)}. "
+            f"It comes from another chain or optimizer; this one has: {', '.join(sorted(known))}"
+        )
+
+
 def _check_state(number: Any, saved: Any, chain: Chain, param: Tensor, setting: GroupSettings) -> None:
     if not isinstance(saved, Mapping):
         raise ValueError(f"the state of parameter {number} is a dict, got {type(saved).__name__}")
     expected = chain.init_state(param, setting)
-    optional = tuple(f"{name}/" for name, transform in chain.transforms.items() if transform.makes_own_state)
+    optional = tuple(chain.optional_state())
     missing = [key for key in expected if key not in saved and not key.startswith(optional)] if saved else []
     extra = [key for key in saved if key not in expected]
     if missing or extra:

@@ -1,11 +1,12 @@
 """The one learning rate of a chain."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import learning_rate
+from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.transform import Transform, runs
 from torchzero_clip.functional import foreach
 from torchzero_clip.types import Setting, State, Target
@@ -61,8 +62,9 @@ class LR(Transform):
 
 def with_learning_rate(transforms: Sequence[Transform]) -> list[Transform]:
     """The same transforms with exactly one owner of ``lr``, appended if it is missing."""
-    owners = [t for t in transforms if any(key.rsplit("/", 1)[-1] == "lr" for key in t.defaults)]
-    optimizers = [t for t in transforms if t.default_lr is not None]
+    leaves = list(_leaves(transforms))
+    owners = [t for t in leaves if "lr" in t.defaults]
+    optimizers = [t for t in leaves if t.default_lr is not None]
     named = [t for t in optimizers if t.lr is not None]
     if len(owners) + len(named) > 1:
         given = ", ".join(map(repr, [*named, *owners]))
@@ -74,3 +76,12 @@ def with_learning_rate(transforms: Sequence[Transform]) -> list[Transform]:
     if len(rates) > 1:
         raise ValueError(f"the optimizers of this chain have different default learning rates {rates}: add LR(...)")
     return [*transforms, LR(rates[0])]
+
+
+def _leaves(transforms: Iterable[Transform]) -> Iterator[Transform]:
+    """All transforms, those inside chains that stay a unit included."""
+    for transform in transforms:
+        if isinstance(transform, Chain):
+            yield from _leaves(transform.transforms.values())
+        else:
+            yield transform

@@ -175,20 +175,19 @@ class Modular(Optimizer):
         for param in params:
             param.grad = aligned(param.grad, param)  # the same gradient, with pending sums carried out
         grads = [param.grad for param in params if param.grad is not None]
-        keep_grads = self.keep_grads or any(t.target == "grad" for t in self.transforms.values())
+        keep_grads = self.keep_grads or self._chain.changes_grads()
         step = Step(params, grads, loss, self.maximize, keep_grads)
         views = {id(group): GroupSettings(group, self._stored_as) for group in self.param_groups}
         settings = [views[id(group)] for group in groups]
         self._move_global_state()
 
-        metrics: dict[str, Tensor] = {}
-        context = (step, states, settings, self.param_groups[0], metrics)
+        self._metrics.clear()
+        context = (step, states, settings, self.param_groups[0], self._metrics)
         for name, transform in self.transforms.items():
             if transform.target == "closure":
                 foreach.copy_(grads, self._chain.bind(name, *context)(foreach.clone(grads)))
         self._chain.run(*context)
         foreach.subtract_(params, step.updates(writable=False))
-        self._metrics = metrics
         for param, state in zip(params, states, strict=True):
             if state:  # made in this step, or there before; a stateless chain leaves none
                 self.state[param] = state  # pyright: ignore[reportArgumentType]
@@ -209,8 +208,10 @@ class Modular(Optimizer):
         before = len(self.param_groups)
         try:
             for part in split_by_overrides(group, self._chain, self._stored_as):
-                self._chain.check(GroupSettings({**self.defaults, **part}, self._stored_as))
-                super().add_param_group(part)
+                # tensors are copied: a scheduler that fills one lr changes no other group and no other optimizer
+                own = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.defaults.items()}
+                self._chain.check(GroupSettings(complete := {**own, **part}, self._stored_as))
+                super().add_param_group(complete)
         except Exception:
             del self.param_groups[before:]
             raise

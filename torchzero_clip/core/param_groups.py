@@ -1,7 +1,7 @@
 """Settings in param groups: where each is stored, which keys are accepted, and how overrides split a group."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -44,26 +44,22 @@ def split_by_overrides(
     group: Mapping[str, Any], chain: Chain, stored_as: Mapping[str, str]
 ) -> Iterator[dict[str, Any]]:
     """Groups in which all parameters have the same overrides, in the order of their first parameters."""
-    overrides = list(_overrides(chain, stored_as))
-    if not overrides:
+    overrides = [(p, {stored_as[k]: v for k, v in own.items()}) for p, own in chain.all_overrides()]
+    params = group["params"]
+    if not overrides or isinstance(params, set):  # torch refuses sets, and says why
         yield dict(group)
         return
-    params = group["params"]
     settings = {key: value for key, value in group.items() if key != "params"}
     buckets: dict[tuple[int, ...], list[Any]] = {}
     for item in [params] if isinstance(params, Tensor) else list(params):
         param = item[1] if isinstance(item, tuple) else item
         chosen = tuple(i for i, (members, _) in enumerate(overrides) if any(param is m for m in members))
         buckets.setdefault(chosen, []).append(item)
+    if not buckets:
+        yield {"params": [], **settings}
     for chosen, items in buckets.items():
         own = {key: value for i in chosen for key, value in overrides[i][1].items()}
         yield {"params": items, **settings, **own}
-
-
-def _overrides(chain: Chain, stored_as: Mapping[str, str]) -> Iterator[tuple[Sequence[Tensor], dict[str, Any]]]:
-    for name, transform in chain.transforms.items():
-        for override in transform.overrides:
-            yield override["params"], {stored_as[f"{name}/{k}"]: v for k, v in override.items() if k != "params"}
 
 
 def _unknown_key_message(key: str, chain: Chain, stored: Iterable[str]) -> str:

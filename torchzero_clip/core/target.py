@@ -40,8 +40,6 @@ def _update(step: Step, apply: Apply, on_grads: bool) -> None:
 
 
 def _grad(step: Step, apply: Apply, on_grads: bool) -> None:
-    if step.made is not None:
-        step.updates(writable=True)  # what an earlier transform made stays as it is
     foreach.copy_(step.grads, apply(foreach.clone(step.grads)))
 
 
@@ -58,7 +56,7 @@ def _params_difference(step: Step, apply: Apply, on_grads: bool) -> None:
 
 
 def _update_difference(step: Step, apply: Apply, on_grads: bool) -> None:
-    updates = step.updates(writable=True)
+    updates = step.updates(writable=False)
     step.made = foreach.subtract(updates, apply(foreach.clone(updates)))
 
 

@@ -19,8 +19,8 @@ class Transform(ABC):
     """Maps the updates of all parameters to new updates.
 
     A transform holds settings, never tensors: what it remembers between steps is in the optimizer's state, so one
-    instance may serve several optimizers. Subclasses implement `apply_tensors`; one that treats each tensor on its own
-    is shorter as a `TensorwiseTransform`.
+    instance may serve several optimizers of a thread. Subclasses implement `apply_tensors`; one that treats each tensor
+    on its own is shorter as a `TensorwiseTransform`.
 
     Args:
         defaults: The settings: numbers, tuples of numbers or None, which param groups and schedules may change.
@@ -132,6 +132,19 @@ class Transform(ABC):
             overrides.append({"params": params, **settings})
         self.overrides = overrides
         return self
+
+    def changes_grads(self) -> bool:
+        """Whether a step writes to ``.grad`` on purpose."""
+        return self.target == "grad"
+
+    def optional_state(self) -> list[str]:
+        """Prefixes of the state that a parameter may or may not have."""
+        return [""] if self.makes_own_state else []
+
+    def all_overrides(self) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:
+        """The parameters and settings of `set_param_groups`, here and in the transforms of a chain."""
+        for override in self.overrides:
+            yield override["params"], {key: value for key, value in override.items() if key != "params"}
 
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
         """Return the state of one parameter before its first step.
@@ -250,7 +263,8 @@ def override_groups(param_groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple
             raise ValueError(f"each of param_groups must be a dict with 'params', got {group!r}")
         params = group["params"]
         settings = {key: plain(value) for key, value in group.items() if key != "params"}
-        yield [params] if isinstance(params, Tensor) else list(params), settings
+        members = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
+        yield members, settings
 
 
 def runs(settings: Sequence[Setting]) -> list[tuple[Setting, slice]]:

@@ -1,5 +1,6 @@
 """Scale and clamp lists of tensors: what `ClipNorm` and `clip_grad_norm_` share."""
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from torch.distributed import ReduceOp
 
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.metric import Metric
-from torchzero_clip.functional.norms import joint_metric, means_over_ranks, slice_metrics, total_metric
+from torchzero_clip.functional.norms import beyond_float32, joint_metric, means_over_ranks, slice_metrics, total_metric
 from torchzero_clip.functional.shards import Part, all_reduce, pack, part, summed, whole
 from torchzero_clip.functional.stretches import stretches
 from torchzero_clip.types import Dim
@@ -64,8 +65,7 @@ def measure(tensors: Sequence[Tensor], slicing: Slicing) -> Measured:
     if slicing.dim == "global":
         root = joint_metric(tensors, metric)
         parts = [whole(tensor) for tensor in tensors]
-        defined = sum(p.size for p in parts) >= metric.min_size
-        indices = [i for i, p in enumerate(parts) if p.size and defined]
+        indices = [i for i, p in enumerate(parts) if p.size]
         kept = [parts[i] for i in indices]
         roots = [root.to(p.tensor.device).expand(p.slice_shape) for p in kept]
         targets = [part(tensors[i], ()).tensor for i in indices]
@@ -101,12 +101,14 @@ def clip_(measured: Measured, limits: Sequence[float], floors: Sequence[float] |
     """
     bounds = [(limits[i], 0.0 if floors is None else floors[i]) for i in measured.indices]
     factors: list[Tensor] = []
+    exact = False
     for run in stretches(bounds, operator.eq):
         (high, low), roots = bounds[run.start], measured.roots[run]
         vector = _clip_factor(pack(roots), metric.root(high), metric.root(low))
+        exact = exact or beyond_float32(vector)
         chunks = vector.split([root.numel() for root in roots])
         factors += [chunk.view(root.shape) for chunk, root in zip(chunks, roots, strict=True)]
-    foreach.scale_(measured.targets, factors)
+    foreach.scale_(measured.targets, factors, exact=exact)
     if not factors:
         return Scaled(torch.ones_like(measured.total), torch.zeros_like(measured.total))
     lost = [1 - factor for factor in factors]  # so that no slices at all means a factor of 1
@@ -129,5 +131,7 @@ def share_above(tensors: Sequence[Tensor], limits: Sequence[float]) -> Tensor:
 
 
 def _clip_factor(roots: Tensor, high: float, low: float) -> Tensor:
+    if high == math.inf and not low:
+        return torch.ones_like(roots)
     factor = torch.where(roots <= high, 1.0, high / roots)
     return torch.where((roots > 0) & (roots < low), low / roots, factor) if low else factor

@@ -25,13 +25,14 @@ def norms(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> list[Tenso
     return list(_foreach._foreach_norm(list(tensors), p, dtype=dtype))
 
 
-def scale_(tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+def scale_(tensors: Sequence[Tensor], factors: Sequence[Tensor], *, exact: bool = False) -> None:
     """Multiply each tensor by its factor (of one element, or one per slice), in place.
 
-    A 0-d factor would be rounded to the dtype of a half-precision tensor on CUDA; with a dimension it is not.
+    ``exact`` multiplies in float64, for factors that float32 cannot hold. A 0-d factor would be rounded to the dtype of
+    the tensor first; with a dimension it is not.
     """
     for tensor, factor in zip(locals_of(tensors), factors, strict=True):
-        wide = wide_dtype(tensor.dtype)
+        wide = torch.float64 if exact else wide_dtype(tensor.dtype)
         if tensor.dtype != wide and tensor.ndim and not factor.ndim:
             factor = factor.view(1)
         tensor.mul_(factor.to(tensor.device, wide))

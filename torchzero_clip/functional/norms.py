@@ -112,6 +112,14 @@ def total_metric(parts: Sequence[Part], roots: Sequence[Tensor], rest: Sequence[
     return combine(pack(values), p)
 
 
+def beyond_float32(factors: Tensor) -> bool:
+    """Whether some factor is lost in float32; yes wherever nobody may look, which is all but eager mode on CPU."""
+    if not factors.is_cpu or torch.compiler.is_compiling():
+        return True
+    limits = torch.finfo(torch.float32)
+    return bool(((factors > 0) & ((factors < limits.tiny) | (factors > limits.max))).any())
+
+
 def means_over_ranks(parts: Sequence[Part], *columns: Sequence[Tensor]) -> list[Tensor]:
     """The means of several numbers per slice over all slices of all ranks: 0-d tensors, 0 for no slices."""
     if not any(part.spread for part in parts):
@@ -132,17 +140,18 @@ def _p_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
     # float32 powers leave their range far from 1; what lies beyond 10^(+-30/p) is taken again on rescaled values
     vector = pack(norms)
     tiny = 10.0 ** max(-30 / abs(p), -300)
-    suspicious = ((vector <= tiny) | vector.isinf()).split([norm.numel() for norm in norms])
+    huge = 10.0 ** min(30 / -p, 300) if p < 0 else math.inf
+    suspicious = ((vector <= tiny) | (vector >= huge)).split([norm.numel() for norm in norms])
     if not torch.cat(suspicious).any():
         return norms
     return _redone(parts, norms, [i for i, flags in enumerate(suspicious) if flags.any()], p)
 
 
 def _redone(parts: Sequence[Part], norms: list[Tensor], indices: Sequence[int], p: float) -> list[Tensor]:
-    """Take some of the norms again, in float64 on values divided by the largest of their slice."""
+    """Take some of the norms again, in float64 on values divided by that of their slice which counts most."""
     risky = [parts[i] for i in indices]
-    largest = _merged(risky, [_local_norm(part, math.inf) for part in risky], math.inf)
-    scales = [_usable_scale(value) for value in largest]
+    extreme = math.copysign(math.inf, p)
+    scales = [_usable_scale(n) for n in _merged(risky, [_local_norm(part, extreme) for part in risky], extreme)]
     scaled = [part._replace(tensor=part.tensor / scale) for part, scale in zip(risky, scales, strict=True)]
     again = _merged(scaled, [_local_norm(part, p) for part in scaled], p)
     result = list(norms)
@@ -187,7 +196,7 @@ def _local_norm(part: Part, p: float) -> Tensor:
     if p == 0:
         return (x != 0).sum(dims, keepdim=True, dtype=torch.float64)
     if p == math.inf:
-        return torch.maximum(x.amax(dims, keepdim=True), x.amin(dims, keepdim=True).neg_()).double().abs_()
+        return torch.maximum(x.amax(dims, keepdim=True), x.amin(dims, keepdim=True).neg()).double().abs()
     if p == -math.inf:
         return x.abs().amin(dims, keepdim=True).double()
     dtype = _accumulation_dtype(x)

@@ -94,23 +94,25 @@ class SGD(Transform):
         updates: list[Tensor] = []
         for setting, own in runs(settings):
             given = tensors[own]
-            updates += self._momentum(given, states[own], setting) if setting["momentum"] else given
+            updates += self._momentum(given, params[own], states[own], setting) if setting["momentum"] else given
         return updates
 
-    def _momentum(self, tensors: list[Tensor], states: Sequence[State], setting: Setting) -> list[Tensor]:
+    def _momentum(
+        self, tensors: list[Tensor], params: list[Tensor], states: Sequence[State], setting: Setting
+    ) -> list[Tensor]:
         momentum = setting["momentum"]
         begun = [(s["momentum_buffer"], t) for s, t in zip(states, tensors, strict=True) if "momentum_buffer" in s]
         if begun:
             buffers, inputs = map(list, zip(*begun, strict=True))
             foreach.multiply_(buffers, momentum)
             foreach.add_(buffers, inputs, alpha=1 - setting["dampening"])
-        for state, tensor in zip(states, tensors, strict=True):
+        for state, tensor, param in zip(states, tensors, params, strict=True):
             if "momentum_buffer" not in state:
-                state["momentum_buffer"] = tensor.clone()
+                state["momentum_buffer"] = tensor.to(param.dtype, copy=True)
 
         updates = [state["momentum_buffer"] for state in states]
         if not self.nesterov:
-            return foreach.clone(updates)
+            return [update.to(t.dtype, copy=True) for update, t in zip(updates, tensors, strict=True)]
         ahead = foreach.clone(tensors)
         foreach.add_(ahead, updates, alpha=momentum)
         return ahead
