@@ -10,7 +10,8 @@ from reference.clipping import metric
 
 from torchzero_clip import norm, rms
 from torchzero_clip.functional.metric import parse_ord
-from torchzero_clip.functional.norms import BLOCK, joint_metric
+from torchzero_clip.functional.norms import BLOCK, joint_metric, slice_metrics
+from torchzero_clip.functional.shards import part
 
 ORDERS = [
     0,
@@ -160,3 +161,12 @@ def test_a_norm_can_be_differentiated():
     for order, expected in ((2, [0.6, -0.8]), ("linf", [0.0, -1.0])):
         (gradient,) = torch.autograd.grad(norm(value, order), value)
         assert gradient.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("number", [0.1, 1e200, 3.3e-7])
+@pytest.mark.parametrize("order", ["std", "var"])
+def test_equal_elements_deviate_by_nothing(order, number):
+    value = torch.full((3,), number, dtype=torch.float64)
+    assert norm(value, order).item() == 0
+    (rows,) = slice_metrics([part(value.view(1, 3), (1,))], parse_ord(order))
+    assert rows.tolist() == [[0]]

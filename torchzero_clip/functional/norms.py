@@ -69,7 +69,8 @@ def slice_metrics(parts: Sequence[Part], metric: Metric) -> list[Tensor]:
         return [value.abs() for value in sums]
     means = [value / p.size for value, p in zip(sums, parts, strict=True)]
     spreads = _p_norms(_deviations(parts, means), 2.0)
-    return [value / math.sqrt(p.size - 1) for value, p in zip(spreads, parts, strict=True)]
+    rows = zip(spreads, means, parts, strict=True)
+    return [_deviation(spread, mean, p.size) for spread, mean, p in rows]
 
 
 def joint_metric(tensors: Sequence[Tensor], metric: Metric) -> Tensor:
@@ -85,7 +86,7 @@ def joint_metric(tensors: Sequence[Tensor], metric: Metric) -> Tensor:
         return total.abs()
     mean = total / max(count, 1)
     spreads = _p_norms(_deviations(parts, [mean.to(p.tensor.device) for p in parts]), 2.0)
-    return combine(pack(spreads), 2.0) / math.sqrt(max(count - 1, 1))
+    return _deviation(combine(pack(spreads), 2.0), mean, count)
 
 
 def combine(norms: Tensor, p: float) -> Tensor:
@@ -231,6 +232,12 @@ def _sums(parts: Sequence[Part]) -> list[Tensor]:
 
 def _deviations(parts: Sequence[Part], means: Sequence[Tensor]) -> list[Part]:
     return [part._replace(tensor=part.tensor.double() - mean) for part, mean in zip(parts, means, strict=True)]
+
+
+def _deviation(spread: Tensor, mean: Tensor, count: int) -> Tensor:
+    """The standard deviation from the norm of the deviations; 0 where they are only the rounding of the mean."""
+    rounding = mean.abs() * (math.sqrt(count) * 1e-15)
+    return torch.where(spread <= rounding, 0.0, spread) / math.sqrt(max(count - 1, 1))
 
 
 def _usable_scale(largest: Tensor) -> Tensor:
