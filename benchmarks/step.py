@@ -36,18 +36,8 @@ def gpt_like() -> Shapes:
 SETS: dict[str, Callable[[], Shapes]] = {"small": resnet_like, "gpt": gpt_like}
 
 
-def torch_step(params: list[nn.Parameter]) -> Callable[[], object]:
-    optimizer = torch.optim.AdamW(params, fused=True)
-
-    def step() -> None:
-        torch.nn.utils.clip_grad_norm_(params, 1.0)
-        optimizer.step()
-
-    return step
-
-
-def torch_foreach_step(params: list[nn.Parameter]) -> Callable[[], object]:
-    optimizer = torch.optim.AdamW(params, foreach=True)
+def torch_step(params: list[nn.Parameter], *, fused: bool) -> Callable[[], object]:
+    optimizer = torch.optim.AdamW(params, fused=fused, foreach=not fused)
 
     def step() -> None:
         torch.nn.utils.clip_grad_norm_(params, 1.0)
@@ -57,8 +47,8 @@ def torch_foreach_step(params: list[nn.Parameter]) -> Callable[[], object]:
 
 
 STEPS: dict[str, Callable[[list[nn.Parameter]], Callable[[], object]]] = {
-    "torch clip + AdamW(fused=True)": torch_step,
-    "torch clip + AdamW(foreach=True)": torch_foreach_step,
+    "torch clip + AdamW(fused=True)": lambda p: torch_step(p, fused=True),
+    "torch clip + AdamW(foreach=True)": lambda p: torch_step(p, fused=False),
     'ClipNorm(1, dim="global"), AdamW': lambda p: Modular(p, ClipNorm(1, dim="global"), Adam(), WeightDecay(0.01)).step,
     "ClipNorm(1), AdamW": lambda p: Modular(p, ClipNorm(1), Adam(), WeightDecay(0.01)).step,
     "ClipValue(1e-3), AdamW": lambda p: Modular(p, ClipValue(1e-3), Adam(), WeightDecay(0.01)).step,

@@ -306,6 +306,7 @@ def test_a_parameter_without_state_loads():
     saved = optimizer.state_dict()
     saved["state"] = {0: {}}
     optimizer.load_state_dict(saved)
+    assert not any(optimizer.state.values())
 
 
 def test_optimizers_share_no_tensor_settings():
@@ -344,7 +345,9 @@ def test_gradients_wider_than_their_parameter_resume():
     param.grad = torch.ones(2)
     optimizer = Modular([param], ClipNorm(1.0), SGD(0.1, 0.9), WeightDecay(0.1))
     optimizer.step()
-    Modular([param], ClipNorm(1.0), SGD(0.1, 0.9), WeightDecay(0.1)).load_state_dict(optimizer.state_dict())
+    resumed = Modular([param], ClipNorm(1.0), SGD(0.1, 0.9), WeightDecay(0.1))
+    resumed.load_state_dict(optimizer.state_dict())
+    assert resumed.state[param]["sgd/momentum_buffer"].dtype == torch.bfloat16
 
 
 class Returns(ClipNorm):

@@ -76,10 +76,12 @@ def test_a_norm_beyond_float32_is_reported_as_its_largest_number_and_clipped_all
 
 @pytest.mark.parametrize("clip", [lambda p: clip_grad_norm_(p, 1.0), lambda p: clip_grad_value_(p, 1.0)])
 def test_nothing_to_do_is_no_error(clip):
+    weight = nn.Parameter(torch.zeros(2))
     clip([])
-    clip([nn.Parameter(torch.zeros(2))])
-    clip(nn.Parameter(torch.zeros(2)))
+    clip([weight])
+    clip(weight)
     clip(p for p in ())
+    assert weight.grad is None
 
 
 def test_nothing_to_do_returns_zero():

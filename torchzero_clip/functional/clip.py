@@ -99,22 +99,21 @@ def clip_(measured: Measured, limits: Sequence[float], floors: Sequence[float] |
         floors: For each tensor the smallest metric of a slice that is not zero; None for no floor.
         metric: The metric that was measured.
     """
-    bounds = [(limits[i], 0.0 if floors is None else floors[i]) for i in measured.indices]
-    factors: list[Tensor] = []
-    exact = False
-    for run in stretches(bounds, operator.eq):
-        (high, low), roots = bounds[run.start], measured.roots[run]
-        vector = _clip_factor(pack(roots), metric.root(high), metric.root(low))
-        exact = exact or beyond_float32(vector)
-        chunks = vector.split([root.numel() for root in roots])
-        factors += [chunk.view(root.shape) for chunk, root in zip(chunks, roots, strict=True)]
-    foreach.scale_(measured.targets, factors, exact=exact)
-    if not factors:
+    if not measured.parts:
         return Scaled(torch.ones_like(measured.total), torch.zeros_like(measured.total))
-    lost = [1 - factor for factor in factors]  # so that no slices at all means a factor of 1
-    changed = [(factor != 1).double() for factor in factors]
-    mean_lost, mean_changed = means_over_ranks(measured.parts, lost, changed)
-    return Scaled(1 - mean_lost, mean_changed)
+    bounds = [(limits[i], 0.0 if floors is None else floors[i]) for i in measured.indices]
+    runs: list[Tensor] = []
+    for run in stretches(bounds, operator.eq):
+        high, low = map(metric.root, bounds[run.start])
+        runs.append(_clip_factor(pack(measured.roots[run]), high, low))
+    factors = torch.cat(runs)
+    counts = [root.numel() for root in measured.roots]
+    shaped = [f.view(root.shape) for f, root in zip(factors.split(counts), measured.roots, strict=True)]
+    foreach.scale_(measured.targets, shaped, exact=beyond_float32(factors))
+
+    # what was lost, so that no slices at all mean a factor of 1
+    lost, changed = means_over_ranks(measured.parts, counts, [1 - factors, (factors != 1).double()])
+    return Scaled(1 - lost, changed)
 
 
 def clamp_(tensors: Sequence[Tensor], limit: float) -> None:

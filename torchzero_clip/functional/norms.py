@@ -121,12 +121,12 @@ def beyond_float32(factors: Tensor) -> bool:
     return bool(((factors > 0) & ((factors < limits.tiny) | (factors > limits.max))).any())
 
 
-def means_over_ranks(parts: Sequence[Part], *columns: Sequence[Tensor]) -> list[Tensor]:
-    """The means of several numbers per slice over all slices of all ranks: 0-d tensors, 0 for no slices."""
+def means_over_ranks(parts: Sequence[Part], counts: Sequence[int], columns: Sequence[Tensor]) -> list[Tensor]:
+    """The means of columns of numbers, ``counts`` of them for the slices of each part, over all slices of all ranks."""
     if not any(part.spread for part in parts):
-        return [pack(values).sum() / max(sum(v.numel() for v in values), 1) for values in columns]
-    table = [*columns, [torch.ones_like(value) for value in columns[0]]]
-    rows = [Part(pack([v]), (0,), p.size, p.spread) for values in table for p, v in zip(parts, values, strict=True)]
+        return [column.sum() / max(column.numel(), 1) for column in columns]
+    table = [*columns, torch.ones_like(columns[0])]
+    rows = [Part(v, (0,), p.size, p.spread) for c in table for p, v in zip(parts, c.split(list(counts)), strict=True)]
     *sums, count = (chunk.sum() for chunk in pack(_sums(rows)).split(len(parts)))
     return [total / count.clamp(min=1) for total in sums]
 
