@@ -25,10 +25,14 @@ def gradients(params: Iterable[Tensor], steps: int, seed: int = 1) -> list[list[
     ]
 
 
+def set_grads(params: Sequence[Tensor], row: Sequence[Tensor]) -> None:
+    for param, grad in zip(params, row, strict=True):
+        param.grad = grad.clone()
+
+
 def train(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], grads: Iterable[Sequence[Tensor]]) -> None:
     for row in grads:
-        for param, grad in zip(params, row, strict=True):
-            param.grad = grad.clone()
+        set_grads(params, row)
         optimizer.step()
 
 

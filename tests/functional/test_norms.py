@@ -11,7 +11,7 @@ from reference.clipping import metric
 from torchzero_clip import norm, rms
 from torchzero_clip.functional.metric import parse_ord
 from torchzero_clip.functional.norms import BLOCK, joint_metric, slice_metrics
-from torchzero_clip.functional.shards import part
+from torchzero_clip.functional.shards import part, whole
 
 ORDERS = [
     0,
@@ -153,7 +153,9 @@ def test_just_above_the_range_where_squares_lose_digits():
 def test_norms_of_several_large_tensors_combine_without_overflow(order, size):
     tensors = [torch.full((3,), size, dtype=torch.float64) for _ in range(4)]
     expected = size * 12 ** (1 / order)
-    assert joint_metric(tensors, parse_ord(order)).item() == pytest.approx(expected, rel=1e-12)
+    assert joint_metric([whole(tensor) for tensor in tensors], parse_ord(order)).item() == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 def test_a_norm_can_be_differentiated():

@@ -98,7 +98,6 @@ class ClipNorm(Transform):
     ) -> Sequence[Tensor]:
         """Scale every slice to its limit, in place."""
         measured = measure(tensors, self._slicing)
-        limits = [setting["max_norm"] for setting in settings]
-        scaled = clip_(measured, limits, None, self._slicing.metric)
+        scaled = clip_(measured, [setting["max_norm"] for setting in settings])
         self.metrics.update(norm=measured.total, factor=scaled.factor, clipped=scaled.changed)
         return tensors

@@ -7,7 +7,8 @@ from typing_extensions import override
 
 from torchzero_clip.checks import non_negative
 from torchzero_clip.core.transform import Transform, runs
-from torchzero_clip.functional.clip import clamp_, share_above
+from torchzero_clip.functional import foreach
+from torchzero_clip.functional.clip import share_above
 from torchzero_clip.types import Setting, State, Target
 
 
@@ -67,5 +68,5 @@ class ClipValue(Transform):
         """Clamp, in place."""
         self.metrics["clipped"] = share_above(tensors, [setting["value"] for setting in settings])
         for setting, own in runs(settings):
-            clamp_(tensors[own], setting["value"])
+            foreach.clamp_(tensors[own], setting["value"])
         return tensors

@@ -125,19 +125,14 @@ class Chain(Transform):
         metrics: MutableMapping[str, Tensor],
     ) -> None:
         """Take one step down the chain."""
-        for name, transform in self.transforms.items():
+        transforms = list(self.transforms.values())
+        for i, (name, transform) in enumerate(self.transforms.items()):
             apply = self.bind(name, step, states, settings, global_state, metrics)
             if transform.changes_grads() and step.made is not None:
                 step.updates(writable=True)  # what an earlier transform made stays as it is
-            on_grads = transform.pure or (not step.keep_grads and self._scales_for_a_reader(name))
+            saves_a_copy = transform.scaling and not step.keep_grads and _reader_is_next(transforms[i + 1 :])
+            on_grads = transform.pure or saves_a_copy
             TARGETS[transform.target](step, apply, on_grads)
-
-    def _scales_for_a_reader(self, name: str) -> bool:
-        """Whether scaling ``.grad`` in place saves a copy: what comes next only reads it."""
-        transforms = list(self.transforms.values())
-        rest = transforms[list(self.transforms).index(name) :]
-        following = next((t for t in rest if t.target == "update" and not t.scaling), None)
-        return rest[0].scaling and following is not None and following.pure
 
     def bind(
         self,
@@ -159,6 +154,12 @@ class Chain(Transform):
     def __repr__(self) -> str:
         target = [] if self.target == "update" else [f"target={self.target!r}"]
         return f"Chain({', '.join([*map(repr, self.transforms.values()), *target])})"
+
+
+def _reader_is_next(rest: Sequence[Transform]) -> bool:
+    """Whether the next transform that does more than scale the updates only reads them."""
+    following = next((t for t in rest if t.target == "update" and not t.scaling), None)
+    return following is not None and following.pure
 
 
 def _apply(

@@ -1,4 +1,4 @@
-"""Scale and clamp lists of tensors: what `ClipNorm` and `clip_grad_norm_` share."""
+"""Measure and scale lists of tensors: what `ClipNorm` and `clip_grad_norm_` share."""
 
 import math
 import operator
@@ -12,7 +12,7 @@ from torch.distributed import ReduceOp
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.metric import Metric
 from torchzero_clip.functional.norms import beyond_float32, joint_metric, means_over_ranks, slice_metrics, total_metric
-from torchzero_clip.functional.shards import Part, all_reduce, pack, part, summed, whole
+from torchzero_clip.functional.shards import Part, all_reduce, memory, pack, part, summed, whole
 from torchzero_clip.functional.stretches import stretches
 from torchzero_clip.types import Dim
 
@@ -39,6 +39,7 @@ class Slicing(NamedTuple):
 class Measured(NamedTuple):
     """The slices of a list of tensors and the root of the metric of each."""
 
+    metric: Metric
     indices: list[int]
     """Which tensor each part comes from; tensors that are left alone have no part."""
     targets: list[Tensor]
@@ -63,13 +64,13 @@ def measure(tensors: Sequence[Tensor], slicing: Slicing) -> Measured:
     """Measure every slice; changes nothing."""
     metric = slicing.metric
     if slicing.dim == "global":
-        root = joint_metric(tensors, metric)
         parts = [whole(tensor) for tensor in tensors]
+        root = joint_metric(parts, metric)
         indices = [i for i, p in enumerate(parts) if p.size]
         kept = [parts[i] for i in indices]
         roots = [root.to(p.tensor.device).expand(p.slice_shape) for p in kept]
-        targets = [part(tensors[i], ()).tensor for i in indices]
-        return Measured(indices, targets, kept, roots, root**metric.degree)
+        targets = [memory(tensors[i]) for i in indices]
+        return Measured(metric, indices, targets, kept, roots, root**metric.degree)
 
     indices: list[int] = []
     targets: list[Tensor] = []
@@ -79,32 +80,31 @@ def measure(tensors: Sequence[Tensor], slicing: Slicing) -> Measured:
         p = part(summed(tensor), dims)
         if dims and p.size >= max(slicing.min_size, metric.min_size, 1):
             indices.append(i)
-            targets.append(part(tensor, ()).tensor)
+            targets.append(memory(tensor))
             parts.append(p)
     roots = slice_metrics(parts, metric)
     if metric.kind == "norm":
         kept = set(indices)
         total = total_metric(parts, roots, [t for i, t in enumerate(tensors) if i not in kept], metric.p)
     else:
-        total = joint_metric(tensors, metric) ** metric.degree
-    return Measured(indices, targets, parts, roots, total)
+        total = joint_metric([whole(tensor) for tensor in tensors], metric) ** metric.degree
+    return Measured(metric, indices, targets, parts, roots, total)
 
 
-def clip_(measured: Measured, limits: Sequence[float], floors: Sequence[float] | None, metric: Metric) -> Scaled:
+def clip_(measured: Measured, limits: Sequence[float], floors: Sequence[float] | None = None) -> Scaled:
     """Scale every slice into the limits of its tensor, in place.
 
     Args:
         measured: The slices, as `measure` found them.
         limits: For each tensor (not part) the largest metric allowed.
         floors: For each tensor the smallest metric of a slice that is not zero; None for no floor.
-        metric: The metric that was measured.
     """
     if not measured.parts:
         return Scaled(torch.ones_like(measured.total), torch.zeros_like(measured.total))
     bounds = [(limits[i], 0.0 if floors is None else floors[i]) for i in measured.indices]
     runs: list[Tensor] = []
     for run in stretches(bounds, operator.eq):
-        high, low = map(metric.root, bounds[run.start])
+        high, low = map(measured.metric.root, bounds[run.start])
         runs.append(_clip_factor(pack(measured.roots[run]), high, low))
     factors = torch.cat(runs)
     counts = [root.numel() for root in measured.roots]
@@ -114,11 +114,6 @@ def clip_(measured: Measured, limits: Sequence[float], floors: Sequence[float] |
     # what was lost, so that no slices at all mean a factor of 1
     lost, changed = means_over_ranks(measured.parts, counts, [1 - factors, (factors != 1).double()])
     return Scaled(1 - lost, changed)
-
-
-def clamp_(tensors: Sequence[Tensor], limit: float) -> None:
-    """Clamp every element to [-limit, limit], in place."""
-    foreach.clamp_(tensors, limit)
 
 
 def share_above(tensors: Sequence[Tensor], limits: Sequence[float]) -> Tensor:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.checks import boolean, count, dims, non_negative
-from torchzero_clip.functional.clip import Slicing, clamp_, clip_, measure
-from torchzero_clip.functional.foreach import wide_dtype
+from torchzero_clip.functional.clip import Slicing, clip_, measure
+from torchzero_clip.functional.foreach import clamp_, wide_dtype
 from torchzero_clip.functional.metric import parse_ord
 from torchzero_clip.types import Dim, Ord, Tensors
 
@@ -93,7 +93,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not measured.total.isfinite():
         raise RuntimeError(_nonfinite_message(grads, measured.total))
     limits = [float("inf") if max_norm is None else max_norm] * len(grads)
-    clip_(measured, limits, None if min_norm is None else [min_norm] * len(grads), slicing.metric)
+    clip_(measured, limits, None if min_norm is None else [min_norm] * len(grads))
     return _as_reported(measured.total, grads)
 
 

@@ -40,7 +40,7 @@ def norm(tensor: Tensor, ord: Ord = 2) -> Tensor:
         >>> norm(torch.full((1000,), 300.0, dtype=torch.float16), "linf")
         tensor(300., dtype=torch.float64)
     """
-    return joint_metric([tensor], parse_ord(ord))
+    return joint_metric([whole(tensor)], parse_ord(ord))
 
 
 def rms(tensor: Tensor) -> Tensor:
@@ -73,9 +73,8 @@ def slice_metrics(parts: Sequence[Part], metric: Metric) -> list[Tensor]:
     return [_deviation(spread, mean, p.size) for spread, mean, p in rows]
 
 
-def joint_metric(tensors: Sequence[Tensor], metric: Metric) -> Tensor:
-    """The root of the metric of all tensors as one vector: a 0-d tensor."""
-    parts = [whole(tensor) for tensor in tensors]
+def joint_metric(parts: Sequence[Part], metric: Metric) -> Tensor:
+    """The root of the metric of whole tensors as one vector: a 0-d tensor."""
     count = sum(p.size for p in parts)
     if metric.kind == "norm":
         return combine(pack(_p_norms([p for p in parts if p.size], metric.p)), metric.p)
@@ -91,9 +90,7 @@ def joint_metric(tensors: Sequence[Tensor], metric: Metric) -> Tensor:
 
 def combine(norms: Tensor, p: float) -> Tensor:
     """The p-norm of tensors from the p-norms of each: a 0-d tensor, 0 for none."""
-    if not norms.numel():
-        return norms.sum()
-    if p == 0:
+    if p == 0 or not norms.numel():
         return norms.sum()
     if math.isinf(p):
         return norms.amax() if p > 0 else norms.amin()
@@ -115,7 +112,7 @@ def total_metric(parts: Sequence[Part], roots: Sequence[Tensor], rest: Sequence[
 
 def beyond_float32(factors: Tensor) -> bool:
     """Whether some factor is lost in float32; yes wherever nobody may look, which is all but eager mode on CPU."""
-    if not factors.is_cpu or torch.compiler.is_compiling():
+    if not _may_look(factors):
         return True
     limits = torch.finfo(torch.float32)
     return bool(((factors > 0) & ((factors < limits.tiny) | (factors > limits.max))).any())
@@ -135,7 +132,7 @@ def _p_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
     norms = _merged(parts, _local_norms(parts, p), p)
     if p == 0 or math.isinf(p) or not parts:
         return norms
-    if not _may_look(parts):
+    if not _may_look(*(part.tensor for part in parts)):
         risky = [i for i, part in enumerate(parts) if part.tensor.dtype == torch.float64 or abs(p) > 6]
         return _redone(parts, norms, risky, p)
     # float32 powers leave their range far from 1; what lies beyond 10^(+-30/p) is taken again on rescaled values
@@ -214,8 +211,7 @@ def _norm_along(x: Tensor, p: float, d: int) -> Tensor:
     """The float64 norm along one dimension, in two levels where it is long."""
     length = x.shape[d]
     if x.dtype == torch.float64 or length <= BLOCK:
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        return torch.linalg.vector_norm(x, p, d, keepdim=True, dtype=dtype).double()
+        return torch.linalg.vector_norm(x, p, d, keepdim=True, dtype=foreach.wide_dtype(x.dtype)).double()
     even = length - length % BLOCK
     blocks = x.narrow(d, 0, even).unflatten(d, (-1, BLOCK))
     levels = [torch.linalg.vector_norm(blocks, p, d + 1, dtype=torch.float32).double()]
@@ -244,16 +240,14 @@ def _usable_scale(largest: Tensor) -> Tensor:
     return torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
 
 
-def _may_look(parts: Sequence[Part]) -> bool:
+def _may_look(*tensors: Tensor) -> bool:
     """Whether reading a result here costs nothing: elsewhere it would wait for the device, or break a graph."""
-    return all(part.tensor.is_cpu for part in parts) and not torch.compiler.is_compiling()
+    return all(tensor.is_cpu for tensor in tensors) and not torch.compiler.is_compiling()
 
 
 def _accumulation_dtype(x: Tensor) -> torch.dtype:
     """Float64 everywhere but in eager mode on CPU, where it costs ten times as much as float32."""
-    if x.is_cpu and not torch.compiler.is_compiling():
-        return torch.promote_types(x.dtype, torch.float32)
-    return torch.float64
+    return foreach.wide_dtype(x.dtype) if _may_look(x) else torch.float64
 
 
 def _is_dense(x: Tensor) -> bool:

@@ -80,6 +80,12 @@ def replicated(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+def memory(tensor: Tensor) -> Tensor:
+    """The local part of ``tensor``, to be written to; a scalar as a vector of one element."""
+    data = local(tensor)
+    return data if data.ndim else data.view(1)
+
+
 def part(tensor: Tensor, dims: Sequence[int]) -> Part:
     """The local part of ``tensor``, cut into slices along ``dims``; a scalar counts as a vector of one element."""
     shape = tuple(tensor.shape) or (1,)
@@ -94,8 +100,7 @@ def part(tensor: Tensor, dims: Sequence[int]) -> Part:
             sharded = getattr(placement, "dim", None)
             if sharded is not None:
                 (groups if sharded in dims else spread).append(tensor.device_mesh.get_group(mesh_dim))
-    data = local(tensor)
-    return Part(data if data.ndim else data.view(1), tuple(dims), size, tuple(groups), tuple(spread))
+    return Part(memory(tensor), tuple(dims), size, tuple(groups), tuple(spread))
 
 
 def whole(tensor: Tensor) -> Part:
