@@ -1,7 +1,14 @@
 """Control over what happens to a gradient between ``backward()`` and the parameter update."""
 
+from torchzero_clip.clipping.by_ema import ClipNormByEMA as ClipNormByEMA
+from torchzero_clip.clipping.by_ema import ClipValueByEMA as ClipValueByEMA
+from torchzero_clip.clipping.by_ema import NormalizeByEMA as NormalizeByEMA
+from torchzero_clip.clipping.centralize import Centralize as Centralize
 from torchzero_clip.clipping.clip_norm import ClipNorm as ClipNorm
 from torchzero_clip.clipping.clip_value import ClipValue as ClipValue
+from torchzero_clip.clipping.growth import ClipNormGrowth as ClipNormGrowth
+from torchzero_clip.clipping.growth import ClipValueGrowth as ClipValueGrowth
+from torchzero_clip.clipping.normalize import Normalize as Normalize
 from torchzero_clip.core.chain import Chain as Chain
 from torchzero_clip.core.learning_rate import LR as LR
 from torchzero_clip.core.modular import Modular as Modular

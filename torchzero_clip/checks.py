@@ -38,6 +38,13 @@ def positive(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be > 0, got {value}")
 
 
+def at_least_one(name: str, value: Any) -> None:
+    """A number >= 1."""
+    number(name, value)
+    if not value >= 1:
+        raise ValueError(f"{name} must be >= 1, got {value}")
+
+
 def non_negative(name: str, value: Any) -> None:
     """A number >= 0."""
     number(name, value)
@@ -80,6 +87,16 @@ def one_of(name: str, value: object, allowed: Collection[object]) -> None:
     """One of the allowed values."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def optional(check: Check) -> Check:
+    """A check that lets None pass."""
+
+    def checked(name: str, value: Any) -> None:
+        if value is not None:
+            check(name, value)
+
+    return checked
 
 
 def count(name: str, value: object) -> None:

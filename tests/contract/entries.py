@@ -11,9 +11,16 @@ from torchzero_clip import (
     SGD,
     Adam,
     AdamW,
+    Centralize,
     Chain,
     ClipNorm,
+    ClipNormByEMA,
+    ClipNormGrowth,
     ClipValue,
+    ClipValueByEMA,
+    ClipValueGrowth,
+    Normalize,
+    NormalizeByEMA,
     TensorwiseTransform,
     Transform,
     WeightDecay,
@@ -45,6 +52,25 @@ class Mul(Transform):
 
     def apply_tensors(self, tensors, params, grads, loss, states, settings):
         return [tensor.mul_(setting["other"]) for tensor, setting in zip(tensors, settings, strict=True)]
+
+
+class EMA(TensorwiseTransform):
+    """An average of what it gets; a transform with state for ``ema_tfm``."""
+
+    checks = {"momentum": number}
+
+    def __init__(self, momentum: float = 0.5) -> None:
+        super().__init__({"momentum": momentum})
+
+    def init_state(self, param, setting):
+        return {"average": torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))}
+
+    def apply_tensor(self, tensor, param, grad, loss, state, setting):
+        return (
+            state["average"]
+            .lerp_(tensor.to(state["average"].dtype), 1 - setting["momentum"])
+            .to(tensor.dtype, copy=True)
+        )
 
 
 class TrackJointNorm(Transform):
@@ -96,6 +122,26 @@ ENTRIES = [
     Entry("ClipNorm-var-rows", lambda: ClipNorm(0.1, "var", dim=0)),
     Entry("ClipNorm-sum-global", lambda: ClipNorm(0.1, "sum", dim="global"), joint=True),
     Entry("ClipValue", lambda: ClipValue(0.1)),
+    Entry("Normalize", lambda: Normalize(0.5)),
+    Entry("Normalize-global", lambda: Normalize(0.5, dim="global"), joint=True),
+    Entry("Normalize-linf-rows", lambda: Normalize(0.5, "linf", dim=0, inverse_dims=True)),
+    Entry("Normalize-std", lambda: Normalize(0.5, "std")),
+    Entry("Centralize", lambda: Centralize()),
+    Entry("Centralize-rows", lambda: Centralize(dim=0, inverse_dims=True)),
+    Entry("Centralize-global", lambda: Centralize("global"), joint=True),
+    Entry("ClipNormByEMA", lambda: ClipNormByEMA(0.5)),
+    Entry("ClipNormByEMA-joint", lambda: ClipNormByEMA(0.5, tensorwise=False), joint=True),
+    Entry("ClipNormByEMA-update", lambda: ClipNormByEMA(0.9, "linf", ema_init="update", max_ema_growth=1.1)),
+    Entry("NormalizeByEMA", lambda: NormalizeByEMA(0.5, "mad", max_ema_growth=None)),
+    Entry("NormalizeByEMA-joint-var", lambda: NormalizeByEMA(0.5, "var", tensorwise=False), joint=True),
+    Entry("ClipValueByEMA", lambda: ClipValueByEMA(0.5)),
+    Entry("ClipValueByEMA-tfm", lambda: ClipValueByEMA(0.5, "update", ema_tfm=[Mul(2.0), ClipNorm(0.5), EMA()])),
+    Entry("ClipNormGrowth", lambda: ClipNormGrowth()),
+    Entry("ClipNormGrowth-joint", lambda: ClipNormGrowth(0.1, ord="l1", parameterwise=False), joint=True),
+    Entry("ClipNormGrowth-var", lambda: ClipNormGrowth(ord="var", max_decay=None)),
+    Entry("ClipValueGrowth", lambda: ClipValueGrowth()),
+    Entry("ClipValueGrowth-add", lambda: ClipValueGrowth(0.1, None, max_decay=10)),
+    Entry("ClipValueGrowth-none", lambda: ClipValueGrowth(mul=None)),
     Entry("Adam", lambda: Adam()),
     Entry("Adam-amsgrad", lambda: Adam(lr=0.1, amsgrad=True)),
     Entry("Adam-float64-state", lambda: Adam(state_dtype=torch.float64)),
@@ -110,7 +156,11 @@ ENTRIES = [
     Entry("ClipNorm+AdamW", lambda: [ClipNorm(0.5, dim="global"), AdamW(), LR(0.1)], joint=True),
     Entry("L2+ClipValue+SGD", lambda: [WeightDecay(0.1), ClipValue(0.1), SGD(0.1, 0.9)]),
     Entry("Adam+two clips", lambda: [ClipNorm(0.5), Adam(), LR(0.1), ClipNorm(0.02)]),
+    Entry("statistics+Adam", lambda: [ClipNorm(0.5), ClipNormGrowth(), ClipValueByEMA(0.5), Adam(), LR(0.1)]),
+    Entry("WeightDecay+ClipNormByEMA", lambda: [WeightDecay(0.1), ClipNormByEMA(0.5), SGD(0.1, 0.5)]),
+    Entry("unit chain of statistics", lambda: Chain(ClipNormGrowth(), ClipValueGrowth(), target="update_difference")),
+    Entry("target grad statistics", lambda: [ClipNormByEMA(0.5, target="grad"), SGD(0.1, 0.5)]),
     Entry("unit chain", lambda: Chain(ClipRMS(0.2), SGD(momentum=0.5), target="update_difference")),
-    Entry("target grad", lambda: [Mul(2.0), ClipNorm(0.5, target="grad"), SGD(momentum=0.5)]),
+    Entry("target grad", lambda: [Mul(2.0), ClipNorm(0.5, target="grad"), SGD(0.1, 0.5)]),
     Entry("target params", lambda: [Adam(0.1), ClipNorm(0.5, target="params_direct")]),
 ]

@@ -6,14 +6,31 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract.entries import Mul
+from contract.entries import EMA, Mul
 from torch import nn
 
 import torchzero_clip
 from torchzero_clip import LR, Modular, clip_grad_norm_, clip_grad_value_
 
 CASES = json.loads(Path(__file__).parents[1].joinpath("vectors.json").read_text())["vectors"]
-TRANSFORMS = {"ClipNorm": torchzero_clip.ClipNorm, "ClipValue": torchzero_clip.ClipValue, "Mul": Mul}
+TRANSFORMS = {
+    "Mul": Mul,
+    **{
+        cls.__name__: cls
+        for cls in (
+            torchzero_clip.Centralize,
+            torchzero_clip.ClipNorm,
+            torchzero_clip.ClipNormByEMA,
+            torchzero_clip.ClipNormGrowth,
+            torchzero_clip.ClipValue,
+            torchzero_clip.ClipValueByEMA,
+            torchzero_clip.ClipValueGrowth,
+            torchzero_clip.Normalize,
+            torchzero_clip.NormalizeByEMA,
+        )
+    },
+}
+EMA_TFMS = {"mul": Mul, "ema": EMA, "centralize": lambda args: torchzero_clip.Centralize(**args)}
 FUNCTIONS = {"clip_grad_norm_": clip_grad_norm_, "clip_grad_value_": clip_grad_value_}
 
 
@@ -28,8 +45,14 @@ def number(value):
     return float(value) if value in ("inf", "-inf", "nan") else value
 
 
+def argument(key, value):
+    if key == "ema_tfm":
+        return [EMA_TFMS[name](given) for item in value for name, given in item.items()]
+    return tuple(value) if isinstance(value, list) else number(value)
+
+
 def arguments(args):
-    return {key: tuple(value) if isinstance(value, list) else number(value) for key, value in args.items()}
+    return {key: argument(key, value) for key, value in args.items()}
 
 
 def tensor(value, shape=None):

@@ -2,17 +2,16 @@
 
 from collections.abc import Sequence
 
-from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.checks import boolean, count, dims, non_negative
-from torchzero_clip.core.transform import Transform
-from torchzero_clip.functional.clip import Slicing, clip_, measure
-from torchzero_clip.functional.metric import parse_ord
-from torchzero_clip.types import Dim, Ord, Setting, State, Target
+from torchzero_clip.checks import non_negative
+from torchzero_clip.core.slices import SliceScaling
+from torchzero_clip.functional.clip import clip_
+from torchzero_clip.functional.measure import Measured, Scaled
+from torchzero_clip.types import Dim, Ord, Setting, Target
 
 
-class ClipNorm(Transform):
+class ClipNorm(SliceScaling):
     """Scales updates so that the norm of each is at most ``max_norm``.
 
         u ← u · min(1, max_norm / ‖u‖)
@@ -64,7 +63,6 @@ class ClipNorm(Transform):
     """
 
     checks = {"max_norm": non_negative}
-    scaling = True
 
     def __init__(
         self,
@@ -76,28 +74,16 @@ class ClipNorm(Transform):
         *,
         target: Target = "update",
     ) -> None:
-        super().__init__({"max_norm": max_norm}, target=target)
-        dims("dim", dim)
-        boolean("inverse_dims", inverse_dims)
-        count("min_size", min_size)
-        self.ord = ord
-        self.dim = dim
-        self.inverse_dims = inverse_dims
-        self.min_size = min_size
-        self._slicing = Slicing(parse_ord(ord), dim, inverse_dims, min_size)
+        super().__init__(
+            {"max_norm": max_norm},
+            ord=ord,
+            dim=dim,
+            inverse_dims=inverse_dims,
+            min_size=min_size,
+            target=target,
+        )
 
     @override
-    def apply_tensors(
-        self,
-        tensors: list[Tensor],
-        params: list[Tensor],
-        grads: list[Tensor],
-        loss: Tensor | float | None,
-        states: Sequence[State],
-        settings: Sequence[Setting],
-    ) -> Sequence[Tensor]:
-        """Scale every slice to its limit, in place."""
-        measured = measure(tensors, self._slicing)
-        scaled = clip_(measured, [setting["max_norm"] for setting in settings])
-        self.metrics.update(norm=measured.total, factor=scaled.factor, clipped=scaled.changed)
-        return tensors
+    def scale(self, measured: Measured, settings: Sequence[Setting]) -> Scaled:
+        """Clip every slice."""
+        return clip_(measured, [setting["max_norm"] for setting in settings])

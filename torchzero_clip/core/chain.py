@@ -1,13 +1,12 @@
 """A transform made of transforms."""
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from functools import partial
 from typing import Any, Self, TypeAlias
 
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.core.namespace import Namespace
+from torchzero_clip.core.composite import Composite
 from torchzero_clip.core.target import TARGETS, Step
 from torchzero_clip.core.transform import Transform, override_groups
 from torchzero_clip.types import Setting, State, Target
@@ -16,7 +15,7 @@ Transforms: TypeAlias = "Transform | Iterable[Transforms]"
 """A transform, or lists of them nested in any way."""
 
 
-class Chain(Transform):
+class Chain(Composite):
     """Applies transforms one after the other, as one transform.
 
     A plain chain inside another (or inside `Modular`) is the same as its transforms written there. One with a target of
@@ -38,21 +37,12 @@ class Chain(Transform):
         Chain(ClipValue(0.1), ClipNorm(1.0), ClipNorm(2.0))
     """
 
-    makes_own_state = True  # each of its transforms does
-
     def __init__(self, *transforms: Transforms, target: Target = "update", name: str | None = None) -> None:
-        self.transforms = named_uniquely(flatten(transforms))
-        for child in self.transforms.values():
+        named = named_uniquely(flatten(transforms))
+        for child in named.values():
             if child.target == "closure" and target != "update":
                 raise ValueError(f"{child!r}: target='closure' cannot stand inside a chain with target={target!r}")
-        qualified = {f"{n}/{key}": value for n, t in self.transforms.items() for key, value in t.defaults.items()}
-        super().__init__(qualified, target=target, name=name)
-
-    @override
-    def check(self, settings: Setting) -> None:
-        """Raise if a setting of any of the transforms is out of range."""
-        for name, transform in self.transforms.items():
-            transform.check(Namespace(settings, name))
+        super().__init__({}, named, target=target, name=name)
 
     @override
     def set_param_groups(self, param_groups: Iterable[Mapping[str, Any]]) -> Self:
@@ -78,30 +68,6 @@ class Chain(Transform):
         return self.target == "grad" or any(transform.changes_grads() for transform in self.transforms.values())
 
     @override
-    def optional_state(self) -> list[str]:
-        return [f"{name}/{prefix}" for name, t in self.transforms.items() for prefix in t.optional_state()]
-
-    @override
-    def all_overrides(self) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:
-        for name, transform in self.transforms.items():
-            for params, settings in transform.all_overrides():
-                yield params, {f"{name}/{key}": value for key, value in settings.items()}
-
-    @override
-    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        """Return the states of all transforms, under their names."""
-        state: dict[str, Any] = {}
-        for name, transform in self.transforms.items():
-            own = transform.init_state(param, Namespace(setting, name))
-            state |= {f"{name}/{key}": value for key, value in own.items()}
-        return state
-
-    @override
-    def init_global_state(self) -> dict[str, Any]:
-        """Return the global states of all transforms, under their names."""
-        return {f"{n}/{key}": v for n, t in self.transforms.items() for key, v in t.init_global_state().items()}
-
-    @override
     def apply_tensors(
         self,
         tensors: list[Tensor],
@@ -112,7 +78,7 @@ class Chain(Transform):
         settings: Sequence[Setting],
     ) -> Sequence[Tensor]:
         """Apply all transforms in turn."""
-        step = Step(params, grads, loss, keep_grads=True, made=tensors)
+        step = Step(params, grads, loss, self.entering, keep_grads=True, made=tensors)
         self.run(step, states, settings, self.global_state, self.metrics)
         return step.updates(writable=True)
 
@@ -127,29 +93,16 @@ class Chain(Transform):
         """Take one step down the chain."""
         transforms = list(self.transforms.values())
         for i, (name, transform) in enumerate(self.transforms.items()):
+            if self.keeps_statistics and not (transform.keeps_statistics and transform.sees_gradients()):
+                step.entering.settle()
             apply = self.bind(name, step, states, settings, global_state, metrics)
             if transform.changes_grads() and step.made is not None:
                 step.updates(writable=True)  # what an earlier transform made stays as it is
             saves_a_copy = transform.scaling and not step.keep_grads and _reader_is_next(transforms[i + 1 :])
             on_grads = transform.pure or saves_a_copy
             TARGETS[transform.target](step, apply, on_grads)
-
-    def bind(
-        self,
-        name: str,
-        step: Step,
-        states: Sequence[State],
-        settings: Sequence[Setting],
-        global_state: State,
-        metrics: MutableMapping[str, Tensor],
-    ) -> partial[list[Tensor]]:
-        """One transform of the chain as a function of the tensors alone."""
-        transform = self.transforms[name]
-        own_settings = _views(settings, name)
-        own_states = [Namespace(state, name) for state in states]
-        return partial(
-            _apply, transform, step, own_states, own_settings, Namespace(global_state, name), Namespace(metrics, name)
-        )
+            if self.keeps_statistics:
+                step.entering.settle()
 
     def __repr__(self) -> str:
         target = [] if self.target == "update" else [f"target={self.target!r}"]
@@ -160,48 +113,6 @@ def _reader_is_next(rest: Sequence[Transform]) -> bool:
     """Whether the next transform that does more than scale the updates only reads them."""
     following = next((t for t in rest if t.target == "update" and not t.scaling), None)
     return following is not None and following.pure
-
-
-def _apply(
-    transform: Transform,
-    step: Step,
-    states: list[Namespace],
-    settings: list[Namespace],
-    global_state: Namespace,
-    metrics: Namespace,
-    tensors: list[Tensor],
-) -> list[Tensor]:
-    if not transform.makes_own_state and type(transform).init_state is not Transform.init_state:
-        for param, state, setting in zip(step.params, states, settings, strict=True):
-            if not state:
-                state.update(transform.init_state(param, setting))
-    transform.global_state, transform.metrics = global_state, metrics
-    try:
-        result = list(transform.apply_tensors(tensors, step.params, step.grads, step.loss, states, settings))
-    finally:
-        del transform.global_state, transform.metrics
-    _check_result(transform, result, tensors, states)
-    return result
-
-
-def _check_result(transform: Transform, result: list[Tensor], given: list[Tensor], states: list[Namespace]) -> None:
-    """Catch an author's slips where their transform is still known."""
-    if len(result) != len(given):
-        raise RuntimeError(f"{transform!r} returned {len(result)} tensors for {len(given)}")
-    for new, old in zip(result, given, strict=True):
-        if not isinstance(new, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise RuntimeError(f"{transform!r} returned {type(new).__name__} instead of a tensor")
-        if new.shape != old.shape or new.dtype != old.dtype:
-            got, expected = (f"{tuple(t.shape)} of {t.dtype}" for t in (new, old))
-            raise RuntimeError(f"{transform!r} returned a tensor of shape {got} for one of shape {expected}")
-    if states and states[0] and type(transform).init_state is Transform.init_state:
-        raise RuntimeError(f"{transform!r} keeps state {list(states[0])} that its init_state does not return")
-
-
-def _views(settings: Sequence[Setting], name: str) -> list[Namespace]:
-    """One view per settings object, so that parameters of one group go on sharing one."""
-    views = {id(setting): Namespace(setting, name) for setting in settings}
-    return [views[id(setting)] for setting in settings]
 
 
 def flatten(transforms: Iterable[Transforms]) -> Iterator[Transform]:

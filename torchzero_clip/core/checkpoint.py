@@ -28,8 +28,7 @@ def fitted(
         {**{k: v for k, v in group.items() if k != "params"}, **saved}
         for group, saved in zip(groups, saved_groups, strict=True)
     ]
-    for group in merged:
-        chain.check(GroupSettings(group, stored_as))
+    chain.check_groups([GroupSettings(group, stored_as) for group in merged])
     for key, expected in own.items():
         _check_value(f"the state {key!r} of the chain", merged[0][key], expected)
 

@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 from torchzero_clip.checks import boolean
 from torchzero_clip.core.chain import Chain, Transforms, flatten
 from torchzero_clip.core.checkpoint import fitted, restored
+from torchzero_clip.core.entering import Entering
 from torchzero_clip.core.learning_rate import with_learning_rate
 from torchzero_clip.core.namespace import GroupSettings
 from torchzero_clip.core.param_groups import normalized, split_by_overrides, storage_keys
@@ -144,8 +145,7 @@ class Modular(Optimizer):
         """
         if closure is None and any(t.target == "closure" for t in self.transforms.values()):
             raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
-        for group in self.param_groups:
-            self._chain.check(GroupSettings(group, self._stored_as))
+        self._chain.check_groups([GroupSettings(group, self._stored_as) for group in self.param_groups])
 
         loss = None
         if closure is not None:
@@ -163,8 +163,6 @@ class Modular(Optimizer):
         for param, group in pairs:
             if param.grad.layout != torch.strided:
                 raise RuntimeError(f"{_name(param, group)} has a sparse gradient, which Modular does not take")
-            if param.is_complex():
-                raise RuntimeError(f"{_name(param, group)} is complex, which Modular does not take")
         kept: Any = self.state
         fresh: dict[Tensor, State] = {}  # a parameter that is listed twice has one state
         states: list[State] = [kept[p] if p in kept else fresh.setdefault(p, {}) for p, _ in pairs]
@@ -176,7 +174,7 @@ class Modular(Optimizer):
             param.grad = aligned(param.grad, param)  # the same gradient, with pending sums carried out
         grads = [param.grad for param in params if param.grad is not None]
         keep_grads = self.keep_grads or self._chain.changes_grads()
-        step = Step(params, grads, loss, self.maximize, keep_grads)
+        step = Step(params, grads, loss, Entering(grads), self.maximize, keep_grads)
         views = {id(group): GroupSettings(group, self._stored_as) for group in self.param_groups}
         settings = [views[id(group)] for group in groups]
         self._move_global_state()
@@ -186,6 +184,7 @@ class Modular(Optimizer):
         for name, transform in self.transforms.items():
             if transform.target == "closure":
                 foreach.copy_(grads, self._chain.bind(name, *context)(foreach.clone(grads)))
+                step.entering = Entering(grads)
         self._chain.run(*context)
         foreach.subtract_(params, step.updates(writable=False))
         for param, state in zip(params, states, strict=True):
@@ -210,11 +209,30 @@ class Modular(Optimizer):
             for part in split_by_overrides(group, self._chain, self._stored_as):
                 # tensors are copied: a scheduler that fills one lr changes no other group and no other optimizer
                 own = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.defaults.items()}
-                self._chain.check(GroupSettings(complete := {**own, **part}, self._stored_as))
+                complete = {**own, **part}
+                groups = [GroupSettings(g, self._stored_as) for g in (*self.param_groups, complete)]
+                self._chain.check_groups(groups)
                 super().add_param_group(complete)
         except Exception:
             del self.param_groups[before:]
             raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the settings and the state, as `torch.optim.Optimizer.state_dict` does.
+
+        State of the whole chain is copied: torch.distributed.checkpoint loads in place into what this returns, and may
+        take a step on zero gradients after that.
+        """
+
+        def copied(_: Optimizer, state_dict: dict[str, Any]) -> None:
+            first = state_dict["param_groups"][0]
+            first.update({k: first[k].clone() for k in self._global_keys if isinstance(first[k], Tensor)})
+
+        hook = self.register_state_dict_post_hook(copied, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            hook.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from a checkpoint. Everything is checked before anything is changed.

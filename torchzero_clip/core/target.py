@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from torchzero_clip.core.entering import Entering
 from torchzero_clip.functional import foreach
 from torchzero_clip.types import Target
 
@@ -20,6 +21,7 @@ class Step:
     params: list[Tensor]
     grads: list[Tensor]
     loss: Tensor | float | None
+    entering: Entering
     maximize: bool = False
     keep_grads: bool = False
     made: list[Tensor] | None = field(default=None)

@@ -10,7 +10,9 @@ from typing import Any, ClassVar, Self, final
 from torch import Tensor
 
 from torchzero_clip.checks import Check, one_of, plain, setting_name
+from torchzero_clip.core.entering import Entering, Flags
 from torchzero_clip.core.target import TARGETS
+from torchzero_clip.functional.measure import share
 from torchzero_clip.functional.stretches import stretches
 from torchzero_clip.types import Setting, State, Target
 
@@ -68,6 +70,9 @@ class Transform(ABC):
     makes_own_state: ClassVar[bool] = False
     """`apply_tensors` makes the state of a parameter when it first needs it; `init_state` says of what kind it is."""
 
+    keeps_statistics: bool = False
+    """Remembers sizes of gradients, and so has to ask `entering` which of them are finite, and whether any is not 0."""
+
     default_lr: ClassVar[float | None] = None
     """For optimizers, the learning rate of a chain in which nobody names one."""
 
@@ -79,6 +84,9 @@ class Transform(ABC):
 
     metrics: MutableMapping[str, Tensor]
     """What `Modular.metrics` will show under this transform's name, 0-d tensors; set while `apply_tensors` runs."""
+
+    entering: Entering
+    """What the gradients were before any transform; set while `apply_tensors` runs."""
 
     def __init__(self, defaults: Setting, *, target: Target = "update", name: str | None = None) -> None:
         one_of("target", target, TARGETS)
@@ -95,6 +103,11 @@ class Transform(ABC):
         for key, check in self.checks.items():
             if key in settings:
                 check(key, settings[key])
+
+    def check_groups(self, groups: Sequence[Setting]) -> None:
+        """Raise if a setting is out of range in some group, or groups differ where they must not."""
+        for settings in groups:
+            self.check(settings)
 
     def set_param_groups(self, param_groups: Iterable[Mapping[str, Any]]) -> Self:
         """Give some parameters settings of their own, before `Modular` takes this transform.
@@ -136,6 +149,10 @@ class Transform(ABC):
     def changes_grads(self) -> bool:
         """Whether a step writes to ``.grad`` on purpose."""
         return self.target == "grad"
+
+    def sees_gradients(self) -> bool:
+        """Whether the first transform of a chain, if it is this one, is given the gradients."""
+        return self.target in ("update", "update_difference", "grad")
 
     def optional_state(self) -> list[str]:
         """Prefixes of the state that a parameter may or may not have."""
@@ -227,6 +244,13 @@ class TensorwiseTransform(Transform):
         ValueError: max_rms must be > 0, got -1.0
     """
 
+    flags: Flags
+    """What the gradient of this tensor was before any transform; set while `apply_tensor` runs, if it
+    `keeps_statistics`."""
+
+    changed: list[Tensor]
+    """`apply_tensor` may append how many elements of the local part it changed; `Modular.metrics` shows the share."""
+
     @abstractmethod
     def apply_tensor(
         self,
@@ -250,8 +274,28 @@ class TensorwiseTransform(Transform):
         settings: Sequence[Setting],
     ) -> Sequence[Tensor]:
         """Apply `apply_tensor` to every tensor."""
-        rows = zip(tensors, params, grads, states, settings, strict=True)
-        return [self.apply_tensor(t, p, g, loss, state, setting) for t, p, g, state, setting in rows]
+        self.changed = []
+        flags = self.entering.flags() if self.keeps_statistics else None
+        updates: list[Tensor] = []
+        for i, row in enumerate(zip(tensors, params, grads, states, settings, strict=True)):
+            tensor, param, grad, state, setting = row
+            if flags is not None:
+                self.flags = flags.of(i, tensor.device)
+            updates.append(self.apply_tensor(tensor, param, grad, loss, state, setting))
+        if self.changed:
+            self.metrics["clipped"] = share(tensors, self.changed)
+        return updates
+
+
+def same_in_all_groups(transform: Transform, groups: Sequence[Setting], keys: Iterable[str]) -> None:
+    """Raise if groups differ in a setting of a transform that has one statistic for all tensors."""
+    for key in keys:
+        found = [settings[key] for settings in groups]
+        if others := [value for value in found if value != found[0]]:
+            raise ValueError(
+                f"{key} must be the same in every param group for {transform!r}, which has one statistic for all "
+                f"tensors; got {found[0]} and {others[0]}"
+            )
 
 
 def override_groups(param_groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:

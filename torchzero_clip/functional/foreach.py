@@ -1,7 +1,8 @@
 """Operations on lists of tensors; the only file that touches ``torch._foreach_*``.
 
 Lists may hold plain and distributed tensors, several devices and dtypes. Each function works on the local parts:
-all operations here are elementwise, and tensors that meet have the same layout.
+all operations here are elementwise, and tensors that meet have the same layout. Where it matters, the real and the
+imaginary part of a complex number are elements of their own, as in torch's optimizers.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchzero_clip.functional.shards import distributed_like, locals_of
+from torchzero_clip.functional.shards import distributed_like, local, locals_of
 
 _foreach: Any = torch  # the _foreach functions are not in torch's type stubs
 
@@ -18,6 +19,16 @@ _foreach: Any = torch  # the _foreach functions are not in torch's type stubs
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which factors for tensors of ``dtype`` are kept: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def reals(tensor: Tensor) -> Tensor:
+    """The local part, in the same memory; complex numbers as pairs of real ones along a last dimension."""
+    plain = local(tensor)
+    return torch.view_as_real(plain) if plain.is_complex() else plain
+
+
+def reals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [reals(tensor) for tensor in tensors]
 
 
 def norms(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> list[Tensor]:
@@ -32,10 +43,13 @@ def scale_(tensors: Sequence[Tensor], factors: Sequence[Tensor], *, exact: bool 
     the tensor first; with a dimension it is not.
     """
     for tensor, factor in zip(locals_of(tensors), factors, strict=True):
-        wide = torch.float64 if exact else wide_dtype(tensor.dtype)
-        if tensor.dtype != wide and tensor.ndim and not factor.ndim:
-            factor = factor.view(1)
-        tensor.mul_(factor.to(tensor.device, wide))
+        tensor.mul_(_beside(tensor, factor, torch.float64 if exact else wide_dtype(tensor.dtype)))
+
+
+def subtract_slices_(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Subtract from each tensor its value (of one element, or one per slice), in place."""
+    for tensor, value in zip(locals_of(tensors), values, strict=True):
+        tensor.sub_(_beside(tensor, value, wide_dtype(tensor.dtype)))
 
 
 def multiply_(tensors: Sequence[Tensor], number: float | Tensor) -> None:
@@ -54,7 +68,7 @@ def add_(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1) 
 
 def add_number_(tensors: Sequence[Tensor], number: float) -> None:
     """Add one number to all tensors, in place."""
-    _foreach._foreach_add_(locals_of(tensors), number)
+    _foreach._foreach_add_(reals_of(tensors), number)
 
 
 def subtract_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
@@ -89,25 +103,33 @@ def lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> N
     _foreach._foreach_lerp_(locals_of(tensors), locals_of(ends), weight)
 
 
+def lerp_where_(
+    chosen: Sequence[Tensor], tensors: Sequence[Tensor], ends: Sequence[Tensor], weights: Sequence[float]
+) -> None:
+    """``tensors += weights * (ends - tensors)`` where ``chosen``, in place; other ends may hold anything, NaN too."""
+    for mask, tensor, end, weight in zip(chosen, locals_of(tensors), locals_of(ends), weights, strict=True):
+        tensor.lerp_(torch.where(mask.to(tensor.device), end, tensor), weight)
+
+
 def decay_squares_(tensors: Sequence[Tensor], values: Sequence[Tensor], beta: float) -> None:
     """``tensors = beta * tensors + (1 - beta) * values**2``, in place."""
-    parts, others = locals_of(tensors), locals_of(values)
+    parts, others = reals_of(tensors), reals_of(values)
     _foreach._foreach_mul_(parts, beta)
     _foreach._foreach_addcmul_(parts, others, others, 1 - beta)
 
 
 def maximum_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    _foreach._foreach_maximum_(locals_of(tensors), locals_of(others))
+    _foreach._foreach_maximum_(reals_of(tensors), reals_of(others))
 
 
 def square_roots(tensors: Sequence[Tensor]) -> list[Tensor]:
     """As new tensors."""
-    return _wrap(_foreach._foreach_sqrt(locals_of(tensors)), tensors)
+    return _wrap(_foreach._foreach_sqrt(reals_of(tensors)), tensors)
 
 
 def divide(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
     """``tensors / others``, written over ``others`` and returned."""
-    for tensor, other in zip(locals_of(tensors), locals_of(others), strict=True):
+    for tensor, other in zip(reals_of(tensors), reals_of(others), strict=True):
         torch.div(tensor, other, out=other)
     return list(others)
 
@@ -115,7 +137,7 @@ def divide(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
 def clamp_(tensors: Sequence[Tensor], limit: float) -> None:
     """Clamp all elements to [-limit, limit], in place; NaN stays NaN."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in locals_of(tensors):
+    for tensor in reals_of(tensors):
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for dtype, group in by_dtype.items():
         # torch raises for a limit that the dtype cannot represent; nothing finite exceeds it
@@ -124,5 +146,14 @@ def clamp_(tensors: Sequence[Tensor], limit: float) -> None:
         _foreach._foreach_clamp_min_(group, -bound)
 
 
+def _beside(tensor: Tensor, value: Tensor, wide: torch.dtype) -> Tensor:
+    """A value on the tensor's device, in a shape in which it is not rounded to the tensor's dtype."""
+    if tensor.dtype != wide and tensor.ndim and not value.ndim:
+        value = value.view(1)
+    return value.to(tensor.device, wide)
+
+
 def _wrap(parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    return [distributed_like(part, tensor) for part, tensor in zip(parts, like, strict=True)]
+    pairs = zip(parts, like, strict=True)
+    whole = [(torch.view_as_complex(p) if t.is_complex() and not p.is_complex() else p, t) for p, t in pairs]
+    return [distributed_like(part, tensor) for part, tensor in whole]

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.checks import boolean, count, dims, non_negative
-from torchzero_clip.functional.clip import Slicing, clip_, measure
+from torchzero_clip.functional.clip import clip_
 from torchzero_clip.functional.foreach import clamp_, wide_dtype
+from torchzero_clip.functional.measure import Slicing, measure
 from torchzero_clip.functional.metric import parse_ord
 from torchzero_clip.types import Dim, Ord, Tensors
 

@@ -24,6 +24,15 @@ class Metric(NamedTuple):
         """The fewest elements for which the metric is defined."""
         return 2 if self.kind in ("std", "var") else 1
 
+    @property
+    def is_power(self) -> bool:
+        """Whether the metric comes from a sum of powers of magnitudes: the p-norm, or the mean magnitude."""
+        return self.kind in ("norm", "mad")
+
+    def of_norm(self, norm: Tensor, count: int) -> Tensor:
+        """The metric of ``count`` elements from their p-norm."""
+        return norm / max(count, 1) if self.kind == "mad" else norm
+
     def root(self, value: float) -> float:
         """The root of a limit."""
         return math.sqrt(value) if self.degree == 2 else value
@@ -36,7 +45,7 @@ _NAMED: dict[str, Metric] = {
     "l3": Metric("norm", 3.0),
     "l4": Metric("norm", 4.0),
     "linf": Metric("norm", math.inf),
-    "mad": Metric("mad"),
+    "mad": Metric("mad", 1.0),
     "std": Metric("std"),
     "var": Metric("var"),
     "sum": Metric("sum"),

@@ -60,32 +60,50 @@ def rms(tensor: Tensor) -> Tensor:
 
 def slice_metrics(parts: Sequence[Part], metric: Metric) -> list[Tensor]:
     """The root of the metric of every slice: one tensor per part, of the part's ``slice_shape``."""
-    if metric.kind == "norm":
-        return _p_norms(parts, metric.p)
-    if metric.kind == "mad":
-        return [value / p.size for value, p in zip(_p_norms(parts, 1.0), parts, strict=True)]
-    sums = _sums(parts)
+    if metric.is_power:
+        return [metric.of_norm(value, p.size) for value, p in zip(p_norms(parts, metric.p), parts, strict=True)]
+    sums = slice_sums(parts)
     if metric.kind == "sum":
         return [value.abs() for value in sums]
     means = [value / p.size for value, p in zip(sums, parts, strict=True)]
-    spreads = _p_norms(_deviations(parts, means), 2.0)
+    spreads = p_norms(_deviations(parts, means), 2.0)
     rows = zip(spreads, means, parts, strict=True)
     return [_deviation(spread, mean, p.size) for spread, mean, p in rows]
 
 
-def joint_metric(parts: Sequence[Part], metric: Metric) -> Tensor:
-    """The root of the metric of whole tensors as one vector: a 0-d tensor."""
+def joint_metric(parts: Sequence[Part], metric: Metric, norms: Tensor | None = None) -> Tensor:
+    """The root of the metric of whole tensors as one vector: a 0-d tensor.
+
+    Args:
+        parts: The tensors, each as one slice.
+        metric: What to measure.
+        norms: The p-norms of the tensors that have elements, if they are known.
+    """
     count = sum(p.size for p in parts)
-    if metric.kind == "norm":
-        return combine(pack(_p_norms([p for p in parts if p.size], metric.p)), metric.p)
-    if metric.kind == "mad":
-        return combine(pack(_p_norms(parts, 1.0)), 1.0) / max(count, 1)
-    total = pack(_sums(parts)).sum()
+    if metric.is_power:
+        if norms is None:
+            norms = pack(p_norms([p for p in parts if p.size], metric.p))
+        return metric.of_norm(combine(norms, metric.p), count)
+    total = joint_sum(parts)
     if metric.kind == "sum":
         return total.abs()
     mean = total / max(count, 1)
-    spreads = _p_norms(_deviations(parts, [mean.to(p.tensor.device) for p in parts]), 2.0)
+    spreads = p_norms(_deviations(parts, [mean.to(p.tensor.device) for p in parts]), 2.0)
     return _deviation(combine(pack(spreads), 2.0), mean, count)
+
+
+def slice_sums(parts: Sequence[Part]) -> list[Tensor]:
+    """The signed sum of every slice, float64 or complex128."""
+    sums = [part.tensor.sum(part.dims, keepdim=True, dtype=_wide(part.tensor)) for part in parts]
+    return all_reduce(parts, sums, ReduceOp.SUM)
+
+
+def joint_sum(parts: Sequence[Part]) -> Tensor:
+    """The signed sum of all elements of whole tensors: a 0-d tensor on the device of the first."""
+    sums = slice_sums(parts)
+    if not sums:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.cat([value.view(1).to(sums[0].device) for value in sums]).sum()
 
 
 def combine(norms: Tensor, p: float) -> Tensor:
@@ -98,16 +116,20 @@ def combine(norms: Tensor, p: float) -> Tensor:
     return scale * torch.linalg.vector_norm(norms / scale, p)
 
 
-def total_metric(parts: Sequence[Part], roots: Sequence[Tensor], rest: Sequence[Tensor], p: float) -> Tensor:
-    """The p-norm of all tensors together, from the norms of some slices and the remaining tensors."""
+def total_norm(parts: Sequence[Part], norms: Sequence[Tensor], others: Sequence[Tensor], p: float) -> Tensor:
+    """The p-norm of all tensors together, from the norms of all slices of some of them and those of the others."""
     spread = [i for i, part in enumerate(parts) if part.spread]
-    values = list(roots)
+    values = list(norms)
     if spread:
-        seen = [Part(pack([roots[i]]), (0,), parts[i].size, parts[i].spread) for i in spread]
-        for i, value in zip(spread, _sums(seen) if p == 0 else _p_norms(seen, p), strict=True):
+        seen = [Part(pack([norms[i]]), (0,), parts[i].size, parts[i].spread) for i in spread]
+        for i, value in zip(spread, slice_sums(seen) if p == 0 else p_norms(seen, p), strict=True):
             values[i] = value
-    values += _p_norms([w for w in map(whole, rest) if w.size], p)
-    return combine(pack(values), p)
+    return combine(pack([*values, *others]), p)
+
+
+def all_ones(factors: Tensor) -> bool:
+    """Whether multiplying changes nothing; no wherever nobody may look."""
+    return _may_look(factors) and bool((factors == 1).all())
 
 
 def beyond_float32(factors: Tensor) -> bool:
@@ -124,11 +146,13 @@ def means_over_ranks(parts: Sequence[Part], counts: Sequence[int], columns: Sequ
         return [column.sum() / max(column.numel(), 1) for column in columns]
     table = [*columns, torch.ones_like(columns[0])]
     rows = [Part(v, (0,), p.size, p.spread) for c in table for p, v in zip(parts, c.split(list(counts)), strict=True)]
-    *sums, count = (chunk.sum() for chunk in pack(_sums(rows)).split(len(parts)))
+    *sums, count = (chunk.sum() for chunk in pack(slice_sums(rows)).split(len(parts)))
     return [total / count.clamp(min=1) for total in sums]
 
 
-def _p_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
+def p_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
+    """The p-norm of every slice, float64: one tensor per part; magnitudes of complex numbers."""
+    parts = [part._replace(tensor=_magnitudes(part.tensor)) for part in parts]
     norms = _merged(parts, _local_norms(parts, p), p)
     if p == 0 or math.isinf(p) or not parts:
         return norms
@@ -220,20 +244,24 @@ def _norm_along(x: Tensor, p: float, d: int) -> Tensor:
     return torch.linalg.vector_norm(torch.cat(levels, d), p, d, keepdim=True)
 
 
-def _sums(parts: Sequence[Part]) -> list[Tensor]:
-    """The signed sum of every slice."""
-    sums = [part.tensor.sum(part.dims, keepdim=True, dtype=torch.float64) for part in parts]
-    return all_reduce(parts, sums, ReduceOp.SUM)
-
-
 def _deviations(parts: Sequence[Part], means: Sequence[Tensor]) -> list[Part]:
-    return [part._replace(tensor=part.tensor.double() - mean) for part, mean in zip(parts, means, strict=True)]
+    return [
+        part._replace(tensor=part.tensor.to(_wide(part.tensor)) - mean) for part, mean in zip(parts, means, strict=True)
+    ]
 
 
 def _deviation(spread: Tensor, mean: Tensor, count: int) -> Tensor:
     """The standard deviation from the norm of the deviations; 0 where they are only the rounding of the mean."""
     rounding = mean.abs() * (math.sqrt(count) * 1e-15)
     return torch.where(spread <= rounding, 0.0, spread) / math.sqrt(max(count - 1, 1))
+
+
+def _magnitudes(x: Tensor) -> Tensor:
+    return x.to(torch.complex128).abs() if x.is_complex() else x
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.complex128 if x.is_complex() else torch.float64
 
 
 def _usable_scale(largest: Tensor) -> Tensor:

@@ -124,9 +124,10 @@ def all_reduce(parts: Sequence[Part], values: list[Tensor], op: ReduceOp.RedOpTy
         for group in p.groups:
             members.setdefault(group, []).append(i)
     for group, indices in members.items():
-        vector = pack([values[i] for i in indices])
+        chosen = [torch.view_as_real(values[i]) if values[i].is_complex() else values[i] for i in indices]
+        vector = pack(chosen)
         dist.all_reduce(vector, op, group=group)
-        chunks = vector.split([values[i].numel() for i in indices])
-        for i, chunk in zip(indices, chunks, strict=True):
-            values[i] = chunk.view(values[i].shape)
+        for i, value, chunk in zip(indices, chosen, vector.split([value.numel() for value in chosen]), strict=True):
+            shaped = chunk.view(value.shape)
+            values[i] = torch.view_as_complex(shaped) if values[i].is_complex() else shaped
     return values

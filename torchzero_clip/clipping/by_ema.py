@@ -1,0 +1,361 @@
+"""Limits that follow an exponential moving average of past updates."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torchzero_clip.checks import boolean, non_negative, one_of, optional, positive, unit_interval
+from torchzero_clip.core.chain import Chain, Transforms
+from torchzero_clip.core.composite import Composite
+from torchzero_clip.core.entering import Flags
+from torchzero_clip.core.target import Step
+from torchzero_clip.core.transform import Transform, same_in_all_groups
+from torchzero_clip.core.units import Units, numbers
+from torchzero_clip.functional import foreach
+from torchzero_clip.functional.foreach import reals, wide_dtype
+from torchzero_clip.functional.measure import Slicing, measure, scale_, share, summary
+from torchzero_clip.functional.metric import parse_ord
+from torchzero_clip.functional.shards import pack
+from torchzero_clip.types import Ord, Setting, State, Target
+
+EMAInit = Literal["zeros", "update"]
+EMA_INITS = ("zeros", "update")
+SMALLEST_GROWN = 1e-6  # an average of norm 0 may grow to this, whatever max_ema_growth
+
+
+class ClipNormByEMA(Transform):
+    """Scales updates so that the norm of each is at most that of the average of past updates.
+
+        ema ← ema + (1 - beta) · (u - ema)          (first ema = 0, or u with ema_init="update")
+        ema ← ema · min(1, allowed / ‖ema‖)         (allowed = max(growth · ‖ema of the last step‖, 1e-6))
+        u   ← u / max(1, ‖u‖ / max(‖ema‖, eps))
+
+    The average is one of vectors, not of norms: updates that point in changing directions cancel in it, and are cut;
+    what keeps its direction passes. The current update is part of the average before it is compared with it. A limit on
+    the growth of the average keeps one spike from lifting the limit of all steps after it.
+
+    By default each tensor has a norm of its own; with ``tensorwise=False`` one norm of all tensors of all groups.
+
+    **Guarantees.** The average is fed what comes in, not what the clip lets through. A non-finite gradient leaves the
+    average as it was, and its update passes unchanged. The average starts at the first gradient that is not all zero;
+    until then updates pass unchanged. Both questions are asked of the gradients that enter the chain: of each tensor,
+    or of all together with ``tensorwise=False``, and on all ranks.
+
+    Args:
+        beta: The decay rate of the average, in [0, 1]; a setting of the param groups.
+        ord: The metric, as in `ClipNorm`.
+        eps: The smallest limit, in units of the metric, >= 0; a setting.
+        tensorwise: Each tensor has a norm and a limit of its own. If False, ``eps`` and ``max_ema_growth`` must be the
+            same in all param groups.
+        max_ema_growth: The factor by which the norm of the average may grow from step to step, > 0; None for no limit;
+            a setting.
+        ema_init: Start the average at "zeros", which cuts the first update to (1 - beta) of its size, or at the first
+            "update", which then passes unchanged.
+        target: What it acts on, see `Transform`.
+
+    Raises:
+        ValueError: For a setting out of range, an unknown ``ord``, ``ema_init`` or ``target``, or param groups that
+            differ where they must not.
+        TypeError: For an argument of the wrong type.
+
+    | update | result |
+    | --- | --- |
+    | norm 0 | unchanged |
+    | all gradients so far were 0 | unchanged; no trace in the average |
+    | inf or NaN in the gradient | unchanged; no trace in the average |
+    | ``beta=1`` with zeros | norm ``eps``: the average never moves |
+    | one element with 'std' or 'var' | unchanged |
+
+    The average is float32 for half-precision parameters: in bfloat16 one with ``beta=0.99`` would stall at 0.8 of a
+    constant.
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import ClipNormByEMA, Modular
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = Modular([weight], ClipNormByEMA(beta=0.5))
+        >>> for _ in range(3):
+        ...     weight.data = torch.zeros(2)
+        ...     weight.grad = torch.tensor([3.0, 4.0])
+        ...     optimizer.step()
+        ...     print([round(-x, 3) for x in weight.tolist()])
+        [1.5, 2.0]
+        [2.25, 3.0]
+        [2.625, 3.5]
+
+    Source: not published. Related: Wang et al., [AdaGC: improving training stability for large language model
+    pretraining](https://arxiv.org/abs/2502.11034), 2025, which averages norms instead of vectors.
+    """
+
+    NORMALIZE: ClassVar[bool] = False
+    """Bring smaller updates up to the limit too."""
+
+    checks = {"beta": unit_interval, "eps": non_negative, "max_ema_growth": optional(positive)}
+    keeps_statistics = True
+    scaling = True
+
+    def __init__(
+        self,
+        beta: float = 0.99,
+        ord: Ord = 2,
+        eps: float = 1e-6,
+        tensorwise: bool = True,
+        max_ema_growth: float | None = 1.5,
+        ema_init: EMAInit = "zeros",
+        *,
+        target: Target = "update",
+    ) -> None:
+        boolean("tensorwise", tensorwise)
+        one_of("ema_init", ema_init, EMA_INITS)
+        self.ord = ord
+        self.tensorwise = tensorwise
+        self.ema_init: EMAInit = ema_init
+        self._slicing = Slicing(parse_ord(ord), None if tensorwise else "global")
+        super().__init__({"beta": beta, "eps": eps, "max_ema_growth": max_ema_growth}, target=target)
+
+    @override
+    def check_groups(self, groups: Sequence[Setting]) -> None:
+        """Raise if a setting is out of range, or groups differ in what has to be one value for all."""
+        super().check_groups(groups)
+        if not self.tensorwise:
+            same_in_all_groups(self, groups, ("eps", "max_ema_growth"))
+
+    @override
+    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+        """The average, float32 or wider, and its norm in the step before."""
+        ema = {"ema": torch.zeros_like(param, dtype=wide_dtype(param.dtype))}
+        return ema | numbers("prev", "started", device=param.device) if self.tensorwise else ema
+
+    @override
+    def init_global_state(self) -> dict[str, Any]:
+        """The norm of the average in the step before, if it is one norm for all tensors."""
+        return {} if self.tensorwise else numbers("prev", "started")
+
+    @override
+    def apply_tensors(
+        self,
+        tensors: list[Tensor],
+        params: list[Tensor],
+        grads: list[Tensor],
+        loss: Tensor | float | None,
+        states: Sequence[State],
+        settings: Sequence[Setting],
+    ) -> Sequence[Tensor]:
+        """Scale, in place."""
+        measured = measure(tensors, self._slicing)
+        factors = torch.ones_like(pack(measured.roots))
+        if measured.parts:
+            joint = None if self.tensorwise else self.global_state
+            units = Units(measured, self.entering.flags(measured), states, settings, joint)
+            emas = self._follow(tensors, states, settings, units)
+            factors = self._factors(units, emas, measured.metric.degree)
+        self.metrics.update(summary(measured, scale_(measured, factors)))
+        return tensors
+
+    def _follow(
+        self, tensors: Sequence[Tensor], states: Sequence[State], settings: Sequence[Setting], units: Units
+    ) -> list[Tensor]:
+        """Move the averages towards the updates."""
+        averages = [states[i]["ema"] for i in units.indices]
+        updates = [tensors[i] for i in units.indices]
+        if self.ema_init == "update":
+            foreach.lerp_where_(units.of_tensors(units.starting), averages, updates, [1.0] * len(updates))
+        weights = [1 - settings[i]["beta"] for i in units.indices]
+        foreach.lerp_where_(units.of_tensors(units.usable), averages, updates, weights)
+        return averages
+
+    def _factors(self, units: Units, averages: Sequence[Tensor], degree: int) -> Tensor:
+        """Keep the averages from growing too fast, and compare the updates with them."""
+        found = measure(averages, self._slicing)
+        size = units.roots_of(found) ** degree
+        largest = torch.where(units.started, units.by_settings(_largest, units.get("prev")), torch.inf)
+        scale_(found, units.factors(torch.where(size > largest, (largest / size) ** (1 / degree), 1.0)))
+        size = torch.minimum(size, largest)
+        units.keep(prev=size)
+
+        ratio = units.roots / units.by_settings(_at_least_eps, size) ** (1 / degree)
+        smallest = units.by_settings(_at_least_eps, torch.zeros_like(ratio)) ** (1 / degree) if self.NORMALIZE else 1.0
+        return units.factors(torch.where(units.roots > 0, 1 / ratio.clamp(min=smallest), 1.0))
+
+
+class NormalizeByEMA(ClipNormByEMA):
+    """Scales updates so that the norm of each is that of the average of past updates.
+
+        u ← u · max(‖ema‖, eps) / ‖u‖
+
+    The average and its rules are those of `ClipNormByEMA`; here smaller updates are scaled up too. Zeros stay zeros.
+    The step no longer jumps with the size of single gradients, and still grows and shrinks with them over time.
+
+    Args:
+        beta: The decay rate of the average, in [0, 1]; a setting of the param groups.
+        ord: The metric, as in `ClipNorm`.
+        eps: The smallest norm to scale to, in units of the metric, >= 0; the factor is at most 1 / eps. A setting.
+        tensorwise: Each tensor has a norm of its own. If False, ``eps`` and ``max_ema_growth`` must be the same in all
+            param groups.
+        max_ema_growth: The factor by which the norm of the average may grow from step to step, > 0; None for no limit;
+            a setting.
+        ema_init: Start the average at "zeros", which makes the first steps small, or at the first "update".
+        target: What it acts on, see `Transform`.
+
+    Raises:
+        ValueError: For a setting out of range, an unknown ``ord``, ``ema_init`` or ``target``, or param groups that
+            differ where they must not.
+        TypeError: For an argument of the wrong type.
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import Modular, NormalizeByEMA
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = Modular([weight], NormalizeByEMA(beta=0.9, ema_init="update"))
+        >>> for scale in (1.0, 0.01):  # the second gradient is a hundred times smaller
+        ...     weight.data = torch.zeros(2)
+        ...     weight.grad = torch.tensor([3.0, 4.0]) * scale
+        ...     optimizer.step()
+        ...     print([round(-x, 4) for x in weight.tolist()])
+        [3.0, 4.0]
+        [2.703, 3.604]
+
+    Source: not published; see `ClipNormByEMA`.
+    """
+
+    NORMALIZE = True
+
+
+class ClipValueByEMA(Composite):
+    """Clips every element of the updates to the average of its past magnitudes.
+
+        ema ← ema + (1 - beta) · (|u| - ema)        (first ema = 0, or |u| with ema_init="update")
+        u   ← min(max(u, -ema), ema)
+
+    Each element has a limit of its own, which the current update is part of. On steady gradients of changing size about
+    half of the elements are clipped at each step; an ``ema_tfm`` that multiplies the average leaves room for that.
+
+    **Guarantees.** The average is fed what comes in, not what the clip lets through. A non-finite gradient leaves the
+    average of its tensor as it was, and its update passes unchanged. The average starts at the first gradient that is
+    not all zero; until then updates pass unchanged. Both questions are asked of the gradients that enter the chain, and
+    on all ranks. No finite element exceeds its limit, but for the rounding of the limit to the dtype of the update.
+
+    Args:
+        beta: The decay rate of the average, in [0, 1]; a setting of the param groups.
+        ema_init: Start the average at "zeros", which cuts the first update to (1 - beta) of its size, or at the first
+            "update", which then passes unchanged.
+        ema_tfm: A transform, or a list of them, that makes the limits of a copy of the average, with state and settings
+            of its own; the magnitude of what it returns is the limit. The average itself is not changed.
+        target: What it acts on, see `Transform`.
+
+    Raises:
+        ValueError: For a ``beta`` out of range, an unknown ``ema_init`` or ``target``, or an ``ema_tfm`` whose target
+            is the gradients or the parameters.
+        TypeError: For an argument of the wrong type.
+
+    | element | result |
+    | --- | --- |
+    | all gradients of the tensor so far were 0 | unchanged; no trace in the average |
+    | inf or NaN anywhere in the gradient of the tensor | unchanged; no trace in the average |
+    | complex | the real and the imaginary part are elements of their own |
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import ClipValueByEMA, Modular
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = Modular([weight], ClipValueByEMA(beta=0.5, ema_init="update"))
+        >>> for gradient in ([1.0, -1.0], [9.0, -0.5]):
+        ...     weight.data = torch.zeros(2)
+        ...     weight.grad = torch.tensor(gradient)
+        ...     optimizer.step()
+        ...     print([-x for x in weight.tolist()])
+        [1.0, -1.0]
+        [5.0, -0.5]
+
+    Source: not published. Related: Huang et al., [Stable-SPAM: how to train in 4-bit more stably than 16-bit
+    Adam](https://arxiv.org/abs/2502.17055), 2025, which follows the largest magnitude of each tensor.
+    """
+
+    checks = {"beta": unit_interval}
+    keeps_statistics = True
+
+    def __init__(
+        self,
+        beta: float = 0.99,
+        ema_init: EMAInit = "zeros",
+        ema_tfm: "Transforms | None" = None,
+        *,
+        target: Target = "update",
+    ) -> None:
+        one_of("ema_init", ema_init, EMA_INITS)
+        self.ema_init: EMAInit = ema_init
+        self.ema_tfm = ema_tfm
+        chain = {} if ema_tfm is None else {"ema_tfm": Chain(ema_tfm)}
+        for transform in chain["ema_tfm"].transforms.values() if chain else ():
+            if transform.target not in ("update", "update_difference"):
+                raise ValueError(f"ema_tfm acts on the average: {transform!r} cannot have target={transform.target!r}")
+        super().__init__({"beta": beta}, chain, target=target)
+
+    @override
+    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+        """The average of magnitudes, float32 or wider, and the states of ``ema_tfm``."""
+        return _average(param) | super().init_state(param, setting)
+
+    @override
+    def apply_tensors(
+        self,
+        tensors: list[Tensor],
+        params: list[Tensor],
+        grads: list[Tensor],
+        loss: Tensor | float | None,
+        states: Sequence[State],
+        settings: Sequence[Setting],
+    ) -> Sequence[Tensor]:
+        """Clip every element, in place."""
+        for state, param in zip(states, params, strict=True):
+            if "ema" not in state:
+                state.update(_average(param))
+        flags = self.entering.flags()
+        averages: list[Tensor] = [state["ema"] for state in states]
+        rows = enumerate(zip(tensors, states, settings, strict=True))
+        usable = [self._follow(*row, flags.of(i, row[0].device)) for i, row in rows]
+        bounds = averages
+        if self.transforms:
+            step = Step(params, grads, loss, self.entering, keep_grads=True)
+            transform = self.bind("ema_tfm", step, states, settings, self.global_state, self.metrics)
+            bounds = transform(foreach.clone(averages))
+        counts = [_clip_(*row) for row in zip(tensors, bounds, usable, strict=True)]
+        self.metrics["clipped"] = share(tensors, counts)
+        return tensors
+
+    def _follow(self, tensor: Tensor, state: State, setting: Setting, flags: Flags) -> Tensor:
+        """Move an average towards the magnitudes of an update; return whether the gradient was usable."""
+        started = state["started"] > 0
+        usable = flags.usable(started)
+        average, sizes = reals(state["ema"]), reals(tensor).abs()
+        if self.ema_init == "update":
+            foreach.lerp_where_([usable & started.logical_not()], [average], [sizes], [1.0])
+        foreach.lerp_where_([usable], [average], [sizes], [1 - setting["beta"]])
+        foreach.copy_([state["started"]], [usable | started])
+        return usable
+
+
+def _average(param: Tensor) -> dict[str, Any]:
+    ema = torch.zeros_like(param, dtype=wide_dtype(param.dtype))
+    return {"ema": ema, **numbers("started", device=param.device)}
+
+
+def _clip_(tensor: Tensor, bound: Tensor, usable: Tensor) -> Tensor:
+    """Clip to the magnitudes of ``bound`` where that is usable, in place; return how many elements changed."""
+    x, limit = reals(tensor), reals(bound).abs()
+    chosen = usable & (x.abs() > limit)
+    foreach.copy_([x], [torch.where(chosen, torch.copysign(limit, x), x)])
+    return chosen.count_nonzero()
+
+
+def _largest(setting: Setting, prev: Tensor) -> Tensor:
+    """The largest norm of an average that may follow on ``prev``."""
+    growth = setting["max_ema_growth"]
+    return torch.full_like(prev, torch.inf) if growth is None else (prev * growth).clamp(min=SMALLEST_GROWN)
+
+
+def _at_least_eps(setting: Setting, values: Tensor) -> Tensor:
+    return values.clamp(min=setting["eps"])

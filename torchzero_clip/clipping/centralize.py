@@ -1,0 +1,80 @@
+"""Centralization."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from typing_extensions import override
+
+from torchzero_clip.core.transform import Transform
+from torchzero_clip.functional.clip import centralize_
+from torchzero_clip.functional.measure import Slicing
+from torchzero_clip.types import Dim, Setting, State, Target
+
+
+class Centralize(Transform):
+    """Subtracts from updates their mean, so that the elements of each add up to 0.
+
+        u ← u - mean(u)
+
+    By default each tensor has a mean of its own. Gradient centralization as published takes one mean per output
+    channel, over all dimensions but the first: ``Centralize(dim=0, inverse_dims=True)``.
+
+    **Guarantees.** Means are summed in float64, so that the mean that remains is no larger than the rounding of single
+    elements. Slices of equal elements become zeros. Tensors do not influence each other, but with ``dim="global"``.
+
+    Args:
+        dim: The dimensions that one slice spans: None for all, an int or several (negative ones count from the end of
+            each tensor), or "global" for all tensors of all param groups joined. A tensor that has none of them is left
+            alone.
+        inverse_dims: Slices span the dimensions that ``dim`` does not list.
+        min_size: Slices of fewer elements are left alone; by default those of one element, which would become 0. Not
+            for "global".
+        target: What it acts on, see `Transform`.
+
+    Raises:
+        ValueError: For an unknown ``dim`` or ``target``, or a negative ``min_size``.
+        TypeError: For an argument of the wrong type.
+
+    | update | result |
+    | --- | --- |
+    | a scalar | unchanged, but with ``dim="global"`` |
+    | one element, with ``min_size=1`` | 0 |
+    | an inf or a NaN in the slice | the whole slice inf or NaN |
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import Centralize, Modular
+        >>> weight = torch.nn.Parameter(torch.zeros(2, 2))
+        >>> optimizer = Modular([weight], Centralize(dim=0, inverse_dims=True))
+        >>> weight.grad = torch.tensor([[1.0, 3.0], [5.0, 5.0]])
+        >>> optimizer.step()
+        >>> weight.data
+        tensor([[ 1., -1.],
+                [ 0.,  0.]])
+
+    Source: Yong, Huang, Hua, Zhang, [Gradient centralization: a new optimization technique for deep neural
+    networks](https://arxiv.org/abs/2004.01461), 2020.
+    """
+
+    def __init__(
+        self, dim: Dim = None, inverse_dims: bool = False, min_size: int = 2, *, target: Target = "update"
+    ) -> None:
+        super().__init__({}, target=target)
+        self.dim = dim
+        self.inverse_dims = inverse_dims
+        self.min_size = min_size
+        self._slicing = Slicing.checked(1, dim, inverse_dims, min_size)
+
+    @override
+    def apply_tensors(
+        self,
+        tensors: list[Tensor],
+        params: list[Tensor],
+        grads: list[Tensor],
+        loss: Tensor | float | None,
+        states: Sequence[State],
+        settings: Sequence[Setting],
+    ) -> Sequence[Tensor]:
+        """Subtract the mean of every slice, in place."""
+        centralize_(tensors, self._slicing)
+        return tensors

@@ -1,0 +1,281 @@
+"""Limits on how fast updates may grow from step to step."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torchzero_clip.checks import at_least_one, boolean, non_negative, optional, positive
+from torchzero_clip.core.transform import TensorwiseTransform, Transform, same_in_all_groups
+from torchzero_clip.core.units import Units, numbers
+from torchzero_clip.functional import foreach
+from torchzero_clip.functional.foreach import reals, wide_dtype
+from torchzero_clip.functional.measure import Measured, Slicing, measure, scale_, summary
+from torchzero_clip.functional.metric import parse_ord
+from torchzero_clip.functional.shards import pack
+from torchzero_clip.types import Ord, Setting, State, Target
+
+CHECKS = {
+    "add": optional(non_negative),
+    "mul": optional(positive),
+    "min_value": optional(non_negative),
+    "max_decay": optional(at_least_one),
+}
+
+
+class ClipValueGrowth(TensorwiseTransform):
+    """Limits how fast the magnitude of every element may grow from step to step.
+
+        a     = min(|u|, prev + add)
+        u     ← sign(u) · min(a, max(prev, min_value) · mul)
+        prev  ← the new |u|, but at least prev / max_decay
+
+    where ``prev`` is what was let through in the step before; a limit of None is absent. A change of sign is no growth:
+    1, -1, -3 becomes 1, -1, -1.5. The first update passes unchanged.
+
+    **Guarantees.** Elements that do not grow faster pass bitwise unchanged. A non-finite gradient leaves the tracked
+    magnitudes of its tensor as they were, and its update passes unchanged; otherwise one inf would let anything follow.
+    Tracking starts at the first gradient that is not all zero. Both questions are asked of the gradients that enter the
+    chain, and on all ranks.
+
+    Args:
+        add: The most that a magnitude may grow by in a step, in units of the update, >= 0; None for no such limit. A
+            setting of the param groups, as are the next three.
+        mul: The largest factor by which a magnitude may grow in a step, > 0; None for no such limit. With neither, the
+            updates pass unchanged and nothing is tracked.
+        min_value: Growth by ``mul`` counts from this at least, so that elements leave 0; None for no such floor.
+        max_decay: The largest factor by which what is tracked shrinks in a step, >= 1, so that one small update does
+            not hold back those after it; None for no limit.
+        target: What it acts on, see `Transform`.
+
+    Raises:
+        ValueError: For a setting out of range, or an unknown ``target``.
+        TypeError: For a setting of the wrong type.
+
+    | element | result |
+    | --- | --- |
+    | 0 before, 1 now | 1.5e-4 by default: ``min_value * mul`` |
+    | inf or NaN anywhere in the gradient of the tensor | unchanged; nothing is tracked in this step |
+    | complex | the real and the imaginary part are elements of their own |
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import ClipValueGrowth, Modular
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = Modular([weight], ClipValueGrowth())
+        >>> for gradient in ([1.0, 1.0], [-1.0, 0.5], [-3.0, 9.0]):
+        ...     weight.data = torch.zeros(2)
+        ...     weight.grad = torch.tensor(gradient)
+        ...     optimizer.step()
+        ...     print([-x for x in weight.tolist()])
+        [1.0, 1.0]
+        [-1.0, 0.5]
+        [-1.5, 0.75]
+
+    Source: not published; the limit of `ClipNormGrowth`, for single elements.
+    """
+
+    checks = CHECKS
+    keeps_statistics = True
+
+    def __init__(
+        self,
+        add: float | None = None,
+        mul: float | None = 1.5,
+        min_value: float | None = 1e-4,
+        max_decay: float | None = 2.0,
+        *,
+        target: Target = "update",
+    ) -> None:
+        super().__init__({"add": add, "mul": mul, "min_value": min_value, "max_decay": max_decay}, target=target)
+
+    @override
+    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+        """The tracked magnitudes, float32 or wider; none where there is no limit."""
+        if not _limits(setting):
+            return {}
+        return {
+            "prev": torch.zeros_like(param, dtype=wide_dtype(param.dtype)),
+            **numbers("started", device=param.device),
+        }
+
+    @override
+    def apply_tensor(
+        self, tensor: Tensor, param: Tensor, grad: Tensor, loss: Tensor | float | None, state: State, setting: Setting
+    ) -> Tensor:
+        """Limit every element, in place."""
+        if not _limits(setting):
+            state.clear()
+            return tensor
+        x, prev = reals(tensor), reals(state["prev"])
+        started = state["started"] > 0
+        usable = self.flags.usable(started)
+
+        floor = prev if setting["min_value"] is None else prev.clamp(min=setting["min_value"])
+        size = x.abs().to(prev.dtype)
+        grown = size if setting["add"] is None else torch.minimum(size, prev + setting["add"])
+        limited = grown if setting["mul"] is None else torch.minimum(grown, floor * setting["mul"])
+        limited = torch.where(started, limited, size)
+        tracked = limited
+        if setting["max_decay"] is not None:
+            dropped = started & (grown < floor / setting["max_decay"])
+            tracked = torch.where(dropped, prev / setting["max_decay"], limited)
+
+        self.changed.append((usable & (limited < size)).count_nonzero())
+        foreach.copy_([state["started"], prev], [usable | started, torch.where(usable, tracked, prev)])
+        foreach.copy_([x], [torch.where(usable, torch.copysign(limited, x), x)])
+        return tensor
+
+
+class ClipNormGrowth(Transform):
+    """Limits how fast the norm of the updates may grow from step to step.
+
+        allowed = min(prev + add, max(prev, min_value) · mul)
+        u       ← u · min(1, allowed / ‖u‖)
+        prev    ← the new ‖u‖, but at least prev / max_decay
+
+    where ``prev`` is the norm that was let through in the step before; a limit of None is absent. The first update
+    passes unchanged. By default each tensor has a norm of its own; with ``parameterwise=False`` all tensors of all
+    groups have one.
+
+    **Guarantees.** Updates whose norm does not grow faster pass bitwise unchanged, and directions are kept. A
+    non-finite gradient leaves the tracked norm as it was, and its update passes unchanged; otherwise one inf would let
+    anything follow. Tracking starts at the first gradient that is not all zero. Both questions are asked of the
+    gradients that enter the chain, and on all ranks.
+
+    Args:
+        add: The most that the norm may grow by in a step, in units of the metric, >= 0; None for no such limit. A
+            setting of the param groups, as are the next three.
+        mul: The largest factor by which the norm may grow in a step, > 0; None for no such limit. With neither, the
+            updates pass unchanged and nothing is tracked.
+        min_value: Growth by ``mul`` counts from this at least, so that a norm of 0 can grow; None for no such floor.
+        max_decay: The largest factor by which what is tracked shrinks in a step, >= 1, so that one small update does
+            not hold back those after it; None for no limit.
+        ord: The metric, as in `ClipNorm`.
+        parameterwise: Each tensor has a norm of its own. If False, all settings must be the same in all param groups.
+        target: What it acts on, see `Transform`.
+
+    Raises:
+        ValueError: For a setting out of range, an unknown ``ord`` or ``target``, or param groups that differ where they
+            must not.
+        TypeError: For an argument of the wrong type.
+
+    | update | result |
+    | --- | --- |
+    | norm 0 | unchanged; what is tracked shrinks by ``max_decay`` |
+    | inf or NaN in the gradient | unchanged; nothing is tracked in this step |
+    | one element with 'std' or 'var' | unchanged |
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import ClipNormGrowth, Modular
+        >>> weight = torch.nn.Parameter(torch.zeros(1))
+        >>> optimizer = Modular([weight], ClipNormGrowth())
+        >>> for gradient in (5.0, 50.0, 50.0, 0.05, 5.0):
+        ...     weight.data = torch.zeros(1)
+        ...     weight.grad = torch.tensor([gradient])
+        ...     optimizer.step()
+        ...     print(round(-weight.item(), 4))
+        5.0
+        7.5
+        11.25
+        0.05
+        5.0
+
+    Source: Chen et al., [Fira: can we achieve full-rank training of LLMs under low-rank
+    constraint?](https://arxiv.org/abs/2410.01623), 2024, whose norm-growth limiter is
+    ``ClipNormGrowth(mul=1.01, min_value=None, max_decay=None)``.
+    """
+
+    checks = CHECKS
+    keeps_statistics = True
+    scaling = True
+
+    def __init__(
+        self,
+        add: float | None = None,
+        mul: float | None = 1.5,
+        min_value: float | None = 1e-4,
+        max_decay: float | None = 2.0,
+        ord: Ord = 2,
+        parameterwise: bool = True,
+        *,
+        target: Target = "update",
+    ) -> None:
+        boolean("parameterwise", parameterwise)
+        self.ord = ord
+        self.parameterwise = parameterwise
+        self._slicing = Slicing(parse_ord(ord), None if parameterwise else "global")
+        super().__init__({"add": add, "mul": mul, "min_value": min_value, "max_decay": max_decay}, target=target)
+
+    @override
+    def check_groups(self, groups: Sequence[Setting]) -> None:
+        """Raise if a setting is out of range, or groups differ in what has to be one value for all."""
+        super().check_groups(groups)
+        if not self.parameterwise:
+            same_in_all_groups(self, groups, self.defaults)
+
+    @override
+    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+        """The tracked norm; none where there is no limit, or one norm for all tensors."""
+        return numbers("prev", "started", device=param.device) if self.parameterwise and _limits(setting) else {}
+
+    @override
+    def init_global_state(self) -> dict[str, Any]:
+        """The tracked norm of all tensors, if it is one."""
+        return {} if self.parameterwise else numbers("prev", "started")
+
+    @override
+    def apply_tensors(
+        self,
+        tensors: list[Tensor],
+        params: list[Tensor],
+        grads: list[Tensor],
+        loss: Tensor | float | None,
+        states: Sequence[State],
+        settings: Sequence[Setting],
+    ) -> Sequence[Tensor]:
+        """Scale, in place."""
+        for state, setting in zip(states, settings, strict=True):
+            if not _limits(setting):
+                state.clear()
+        measured = measure(tensors, self._slicing)
+        factors = torch.ones_like(pack(measured.roots))
+        if any(_limits(settings[i]) for i in measured.indices):
+            factors = self._factors(measured, states, settings)
+        self.metrics.update(summary(measured, scale_(measured, factors)))
+        return tensors
+
+    def _factors(self, measured: Measured, states: Sequence[State], settings: Sequence[Setting]) -> Tensor:
+        joint = None if self.parameterwise else self.global_state
+        units = Units(measured, self.entering.flags(measured), states, settings, joint)
+        degree = measured.metric.degree
+        size, prev = units.roots**degree, units.get("prev")
+
+        allowed = torch.where(units.started, units.by_settings(_allowed, prev), torch.inf)
+        limited = torch.minimum(size, allowed)
+        slowest = units.by_settings(_slowest, prev)
+        units.keep(prev=torch.where(units.started & (size < slowest), slowest, limited))
+        return units.factors(torch.where(size > allowed, (allowed / size) ** (1 / degree), 1.0))
+
+
+def _limits(setting: Setting) -> bool:
+    return setting["add"] is not None or setting["mul"] is not None
+
+
+def _allowed(setting: Setting, prev: Tensor) -> Tensor:
+    """The largest norm that may follow on ``prev``."""
+    bound = torch.full_like(prev, torch.inf)
+    if setting["add"] is not None:
+        bound = prev + setting["add"]
+    if setting["mul"] is not None:
+        floor = prev if setting["min_value"] is None else prev.clamp(min=setting["min_value"])
+        bound = torch.minimum(bound, floor * setting["mul"])
+    return bound
+
+
+def _slowest(setting: Setting, prev: Tensor) -> Tensor:
+    """What is tracked after a norm that dropped by more than ``max_decay``."""
+    return torch.zeros_like(prev) if setting["max_decay"] is None else prev / setting["max_decay"]

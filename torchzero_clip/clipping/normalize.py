@@ -1,0 +1,87 @@
+"""Normalization."""
+
+from collections.abc import Sequence
+
+from typing_extensions import override
+
+from torchzero_clip.checks import non_negative
+from torchzero_clip.core.slices import SliceScaling
+from torchzero_clip.functional.clip import normalize_
+from torchzero_clip.functional.measure import Measured, Scaled
+from torchzero_clip.types import Dim, Ord, Setting, Target
+
+
+class Normalize(SliceScaling):
+    """Scales updates so that the norm of each is ``norm_value``.
+
+        u ← u · norm_value / ‖u‖
+
+    By default each tensor has a norm of its own; ``dim="global"`` takes one norm of all tensors of all param groups.
+    The size of the gradient no longer matters, only its direction: the learning rate alone says how far a step goes.
+
+    **Guarantees.** Zeros stay zeros, and directions are kept; the norm of a finite update never overflows or vanishes,
+    whatever its dtype. Rounding leaves the norm within a relative 1e-6 of ``norm_value`` in float32, and within half a
+    unit in the last place of the elements in half precision (4e-3 in bfloat16, 5e-4 in float16).
+
+    Args:
+        norm_value: The norm to scale to, >= 0; a setting of the param groups. With ``dim="global"`` the norm is one,
+            and each group is scaled by its own value.
+        ord: The metric, as in `ClipNorm`; that of 'l0' cannot be brought to a value by scaling, and the plain ratio is
+            used.
+        dim: The dimensions that one slice spans: None for all, an int or several (negative ones count from the end of
+            each tensor), or "global" for all tensors joined. A tensor that has none of them is left alone.
+        inverse_dims: Slices span the dimensions that ``dim`` does not list.
+        min_size: Slices of fewer elements are left alone. Not for "global".
+        target: What it acts on, see `Transform`.
+
+    Raises:
+        ValueError: For a negative or NaN value, or an unknown ``ord``, ``dim`` or ``target``.
+        TypeError: For an argument of the wrong type.
+
+    | update | result |
+    | --- | --- |
+    | norm 0, or up to 1e-12 | unchanged |
+    | ``norm_value=0`` | zeros |
+    | one element with 'std' or 'var' | unchanged |
+    | an inf in the slice | its finite elements become 0, the inf NaN |
+    | a NaN in the slice | all NaN |
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import Modular, Normalize
+        >>> weight, bias = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1))
+        >>> optimizer = Modular([weight, bias], Normalize())
+        >>> weight.grad, bias.grad = torch.tensor([3.0, 4.0]), torch.tensor([-0.5])
+        >>> optimizer.step()
+        >>> weight.data, bias.data
+        (tensor([-0.6000, -0.8000]), tensor([1.]))
+
+    Source: Hazan, Levy, Shalev-Shwartz, [Beyond convexity: stochastic quasi-convex
+    optimization](https://arxiv.org/abs/1507.02030), 2015.
+    """
+
+    checks = {"norm_value": non_negative}
+
+    def __init__(
+        self,
+        norm_value: float = 1.0,
+        ord: Ord = 2,
+        dim: Dim = None,
+        inverse_dims: bool = False,
+        min_size: int = 1,
+        *,
+        target: Target = "update",
+    ) -> None:
+        super().__init__(
+            {"norm_value": norm_value},
+            ord=ord,
+            dim=dim,
+            inverse_dims=inverse_dims,
+            min_size=min_size,
+            target=target,
+        )
+
+    @override
+    def scale(self, measured: Measured, settings: Sequence[Setting]) -> Scaled:
+        """Normalize every slice."""
+        return normalize_(measured, [setting["norm_value"] for setting in settings])

@@ -1,0 +1,137 @@
+"""Transforms that are made of transforms."""
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import override
+
+from torchzero_clip.core.namespace import Namespace
+from torchzero_clip.core.target import Step
+from torchzero_clip.core.transform import Transform
+from torchzero_clip.types import Setting, State, Target
+
+
+class Composite(Transform):
+    """A transform that applies others, whose settings and state it keeps under their names.
+
+    Args:
+        defaults: Its own settings.
+        transforms: The others, by name.
+        target: As in `Transform`.
+        name: As in `Transform`.
+    """
+
+    makes_own_state = True  # each of its transforms does
+
+    def __init__(
+        self,
+        defaults: Setting,
+        transforms: Mapping[str, Transform],
+        *,
+        target: Target = "update",
+        name: str | None = None,
+    ) -> None:
+        self.transforms = dict(transforms)
+        qualified = {f"{n}/{key}": value for n, t in self.transforms.items() for key, value in t.defaults.items()}
+        super().__init__({**defaults, **qualified}, target=target, name=name)
+        self.keeps_statistics = self.keeps_statistics or any(t.keeps_statistics for t in self.transforms.values())
+
+    @override
+    def check(self, settings: Setting) -> None:
+        """Raise if a setting, of its own or of one of the transforms, is out of range."""
+        super().check(settings)
+        for name, transform in self.transforms.items():
+            transform.check(Namespace(settings, name))
+
+    @override
+    def check_groups(self, groups: Sequence[Setting]) -> None:
+        """Raise if a setting is out of range in some group, or groups differ where they must not."""
+        super().check_groups(groups)
+        for name, transform in self.transforms.items():
+            transform.check_groups([Namespace(settings, name) for settings in groups])
+
+    @override
+    def optional_state(self) -> list[str]:
+        return [f"{name}/{prefix}" for name, t in self.transforms.items() for prefix in t.optional_state()]
+
+    @override
+    def all_overrides(self) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:
+        yield from super().all_overrides()
+        for name, transform in self.transforms.items():
+            for params, settings in transform.all_overrides():
+                yield params, {f"{name}/{key}": value for key, value in settings.items()}
+
+    @override
+    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+        """Return the states of all transforms, under their names."""
+        state: dict[str, Any] = {}
+        for name, transform in self.transforms.items():
+            own = transform.init_state(param, Namespace(setting, name))
+            state |= {f"{name}/{key}": value for key, value in own.items()}
+        return state
+
+    @override
+    def init_global_state(self) -> dict[str, Any]:
+        """Return the global states of all transforms, under their names."""
+        return {f"{n}/{key}": v for n, t in self.transforms.items() for key, v in t.init_global_state().items()}
+
+    def bind(
+        self,
+        name: str,
+        step: Step,
+        states: Sequence[State],
+        settings: Sequence[Setting],
+        global_state: State,
+        metrics: MutableMapping[str, Tensor],
+    ) -> partial[list[Tensor]]:
+        """One of the transforms as a function of the tensors alone."""
+        transform = self.transforms[name]
+        own_settings = _views(settings, name)
+        own_states = [Namespace(state, name) for state in states]
+        return partial(
+            _apply, transform, step, own_states, own_settings, Namespace(global_state, name), Namespace(metrics, name)
+        )
+
+
+def _apply(
+    transform: Transform,
+    step: Step,
+    states: list[Namespace],
+    settings: list[Namespace],
+    global_state: Namespace,
+    metrics: Namespace,
+    tensors: list[Tensor],
+) -> list[Tensor]:
+    if not transform.makes_own_state and type(transform).init_state is not Transform.init_state:
+        for param, state, setting in zip(step.params, states, settings, strict=True):
+            if not state:
+                state.update(transform.init_state(param, setting))
+    transform.global_state, transform.metrics, transform.entering = global_state, metrics, step.entering
+    try:
+        result = list(transform.apply_tensors(tensors, step.params, step.grads, step.loss, states, settings))
+    finally:
+        del transform.global_state, transform.metrics, transform.entering
+    _check_result(transform, result, tensors, states)
+    return result
+
+
+def _check_result(transform: Transform, result: list[Tensor], given: list[Tensor], states: list[Namespace]) -> None:
+    """Catch an author's slips where their transform is still known."""
+    if len(result) != len(given):
+        raise RuntimeError(f"{transform!r} returned {len(result)} tensors for {len(given)}")
+    for new, old in zip(result, given, strict=True):
+        if not isinstance(new, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RuntimeError(f"{transform!r} returned {type(new).__name__} instead of a tensor")
+        if new.shape != old.shape or new.dtype != old.dtype:
+            got, expected = (f"{tuple(t.shape)} of {t.dtype}" for t in (new, old))
+            raise RuntimeError(f"{transform!r} returned a tensor of shape {got} for one of shape {expected}")
+    if states and states[0] and type(transform).init_state is Transform.init_state:
+        raise RuntimeError(f"{transform!r} keeps state {list(states[0])} that its init_state does not return")
+
+
+def _views(settings: Sequence[Setting], name: str) -> list[Namespace]:
+    """One view per settings object, so that parameters of one group go on sharing one."""
+    views = {id(setting): Namespace(setting, name) for setting in settings}
+    return [views[id(setting)] for setting in settings]

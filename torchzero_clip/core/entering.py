@@ -1,0 +1,58 @@
+"""The gradients that enter a chain: whether each is finite, and whether it is all zero."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.functional.measure import Measured
+from torchzero_clip.functional.norms import p_norms
+from torchzero_clip.functional.shards import pack, whole
+
+
+class Flags(NamedTuple):
+    """Two answers about gradients, as tensors of booleans: one element per gradient, or 0-d for one or for all."""
+
+    finite: Tensor
+    nonzero: Tensor
+
+    def together(self) -> "Flags":
+        """The answers about all gradients as one."""
+        return Flags(self.finite.all(), self.nonzero.any())
+
+    def of(self, index: int, device: torch.device) -> "Flags":
+        """The answers about one gradient, on its device."""
+        return Flags(self.finite.select(0, index).to(device), self.nonzero.select(0, index).to(device))
+
+    def usable(self, started: Tensor) -> Tensor:
+        """Whether a statistic may use the gradient: it is finite, and is not all zero where the statistic starts."""
+        return self.finite & (self.nonzero | started)
+
+
+class Entering:
+    """Answers, once a step and for all ranks alike, what the gradients were before any transform."""
+
+    def __init__(self, grads: Sequence[Tensor]) -> None:
+        self._grads = grads
+        self._flags: Flags | None = None
+        self._untouched = True
+
+    def flags(self, measured: Measured | None = None) -> Flags:
+        """The answers about each gradient.
+
+        Args:
+            measured: What the asking transform found in the tensors that it got. To the first transform of a chain
+                these are the gradients, and their norms serve here too: no second pass, and no second all-reduce.
+        """
+        if self._flags is None:
+            norms = measured.norms if measured is not None and self._untouched else None
+            if norms is None:
+                norms = pack(p_norms([whole(grad) for grad in self._grads], 2.0))
+            self._flags = Flags(norms.isfinite(), norms != 0)
+        return self._flags
+
+    def settle(self) -> None:
+        """Answer now, for what comes next may change the gradients, or is not given them."""
+        self.flags()
+        self._untouched = False

@@ -1,0 +1,99 @@
+"""What a transform that remembers norms reads and writes in a step: numbers of single tensors, or of all as one."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.core.entering import Flags
+from torchzero_clip.core.transform import runs
+from torchzero_clip.functional import foreach
+from torchzero_clip.functional.measure import Measured
+from torchzero_clip.functional.shards import pack
+from torchzero_clip.types import Setting, State
+
+
+def numbers(*keys: str, device: torch.device | None = None) -> dict[str, Tensor]:
+    """Zeros, one 0-d tensor for each key, in which norms can be kept exactly whatever the dtype of the gradients."""
+    return {key: torch.zeros((), dtype=torch.float64, device=device) for key in keys}
+
+
+class Units:
+    """The units of a statistic, each with a norm and a state of its own: single tensors, or all of them as one vector.
+
+    Numbers come as vectors with one element per unit. A unit is `usable` if its gradient is finite and the statistic
+    has started, which it does with the first gradient that is not all zero; others pass unchanged and leave no trace.
+
+    Args:
+        measured: What `measure` found in the tensors.
+        flags: What the gradients were.
+        states: The state of each tensor, with a number ``"started"``; those without state are left alone.
+        settings: The settings of each tensor.
+        joint: The state of all tensors as one vector, if they are one.
+    """
+
+    def __init__(
+        self,
+        measured: Measured,
+        flags: Flags,
+        states: Sequence[State],
+        settings: Sequence[Setting],
+        joint: State | None = None,
+    ) -> None:
+        self._measured = measured
+        self._joint = joint is not None
+        self.indices = [i for i in measured.indices if joint is not None or states[i]]
+        """The tensors that take part."""
+        if joint is None:
+            self.states = [states[i] for i in self.indices]
+            self.settings = [settings[i] for i in self.indices]
+            kept = dict(zip(measured.indices, measured.roots, strict=True))
+            self.roots = pack([kept[i] for i in self.indices])
+            if len(self.indices) < len(settings):
+                flags = Flags(*(torch.stack([flag.select(0, i) for i in self.indices]) for flag in flags))
+        else:
+            self.states = [joint]
+            self.settings = list(settings[:1])
+            self.roots = self.roots_of(measured)
+            flags = Flags(*(flag.view(1) for flag in flags.together()))
+        self.started = self.get("started") > 0
+        self.usable = flags.usable(self.started) & self.roots.isfinite()
+        """Also, the norm is finite: no transform before this one has made an inf of a finite gradient."""
+
+        self.starting = self.usable & self.started.logical_not()
+        """This is the first gradient that is not all zero."""
+
+    def roots_of(self, measured: Measured) -> Tensor:
+        """The root of the metric of each unit, from what `measure` found in other tensors, those that take part."""
+        return pack(measured.roots[:1]).narrow(0, 0, 1) if self._joint else pack(measured.roots)
+
+    def get(self, key: str) -> Tensor:
+        """A number of the state of each unit."""
+        return pack([state[key] for state in self.states])
+
+    def keep(self, **values: Tensor) -> None:
+        """Write numbers to the states of usable units, which have started with that."""
+        for key, value in {**values, "started": torch.ones_like(self.roots)}.items():
+            kept = [state[key] for state in self.states]
+            foreach.copy_(kept, list(torch.where(self.usable, value, pack(kept)).unbind()))
+
+    def by_settings(self, rule: Callable[..., Tensor], *vectors: Tensor) -> Tensor:
+        """What the rule makes of the settings and the elements of each unit; units that share settings together."""
+        found = runs(self.settings)
+        columns = [vector.split([own.stop - own.start for _, own in found]) for vector in vectors]
+        rows = zip(*columns, strict=True)
+        return torch.cat([rule(setting, *row) for (setting, _), row in zip(found, rows, strict=True)])
+
+    def of_tensors(self, vector: Tensor) -> list[Tensor]:
+        """The number of each tensor that takes part, from those of its unit."""
+        return [vector.select(0, 0)] * len(self.indices) if self._joint else list(vector.unbind())
+
+    def factors(self, vector: Tensor) -> Tensor:
+        """Factors for `scale_`, from those of the usable units; 1 for everything else."""
+        vector = torch.where(self.usable, vector, 1.0)
+        if self._joint:
+            return vector.expand(len(self._measured.parts))
+        if len(self.indices) == len(self._measured.parts):
+            return vector
+        own, one = dict(zip(self.indices, vector.unbind(), strict=True)), torch.ones_like(vector.select(0, 0))
+        return torch.stack([own.get(i, one) for i in self._measured.indices])
