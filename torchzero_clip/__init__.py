@@ -14,11 +14,17 @@ from torchzero_clip.core.learning_rate import LR as LR
 from torchzero_clip.core.modular import Modular as Modular
 from torchzero_clip.core.transform import TensorwiseTransform as TensorwiseTransform
 from torchzero_clip.core.transform import Transform as Transform
+from torchzero_clip.functional.grads import centralize_grads_ as centralize_grads_
 from torchzero_clip.functional.grads import clip_grad_norm_ as clip_grad_norm_
 from torchzero_clip.functional.grads import clip_grad_value_ as clip_grad_value_
+from torchzero_clip.functional.grads import normalize_grads_ as normalize_grads_
 from torchzero_clip.functional.norms import norm as norm
 from torchzero_clip.functional.norms import replicated as replicated
 from torchzero_clip.functional.norms import rms as rms
+from torchzero_clip.functional.per_example import per_example_global_norm_clip as per_example_global_norm_clip
+from torchzero_clip.functional.per_example import per_example_layer_norm_clip as per_example_layer_norm_clip
+from torchzero_clip.functional.total import clip_grads_with_norm_ as clip_grads_with_norm_
+from torchzero_clip.functional.total import get_total_norm as get_total_norm
 from torchzero_clip.optimizers.adam import Adam as Adam
 from torchzero_clip.optimizers.adamw import AdamW as AdamW
 from torchzero_clip.optimizers.sgd import SGD as SGD

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from clipping.updates import ORDERS, slack, transformed, updates
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.clipping import as_double, clip_norm, norm_of_all
@@ -11,37 +12,10 @@ from torch import nn
 
 from torchzero_clip import SGD, ClipNorm, Modular
 
-ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
-ORDERS = st.sampled_from([1, 2, 3, "l4", math.inf, "mad", "std"])
-SHAPES = st.lists(st.lists(st.integers(0, 4), max_size=4).map(tuple), min_size=1, max_size=4)
-
-
-@st.composite
-def updates(draw, dtypes=tuple(ROUNDING)):
-    """A few random tensors of one dtype, of any magnitude that leaves half precision normal numbers."""
-    dtype = draw(st.sampled_from(dtypes))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
-    scale = 2.0 ** draw(st.integers(-2, 8) if dtype == torch.float16 else st.integers(-60, 60))
-    return [(torch.randn(shape, generator=generator) * scale).to(dtype) for shape in draw(SHAPES)]
-
-
-def clipped(tensors, clip):
-    """What the transform makes of updates: the negative of parameters that start at zero."""
-    params = [nn.Parameter(torch.zeros_like(tensor)) for tensor in tensors]
-    for param, tensor in zip(params, tensors, strict=True):
-        param.grad = tensor.clone()
-    Modular(params, clip).step()
-    return [-param.detach() for param in params]
-
-
-def slack(tensors, *, elements=1):
-    """Rounding of the elements, and of those that underflow in half precision."""
-    return ROUNDING[tensors[0].dtype] + (6e-8 * elements if tensors[0].dtype == torch.float16 else 0)
-
 
 @given(updates(), st.floats(0.1, 10), ORDERS)
 def test_clipped_norm_never_exceeds_max_norm(tensors, max_norm, order):
-    for result in clipped(tensors, ClipNorm(max_norm, order)):
+    for result in transformed(tensors, ClipNorm(max_norm, order)):
         if result.numel() > (order == "std"):
             bound = max_norm * (1 + slack(tensors)) + 1e-6 * result.numel() * (tensors[0].dtype == torch.float16)
             assert norm_of_all([result.double()], order) <= bound
@@ -49,7 +23,7 @@ def test_clipped_norm_never_exceeds_max_norm(tensors, max_norm, order):
 
 @given(updates(), st.floats(0.1, 10), ORDERS)
 def test_joint_norm_never_exceeds_max_norm(tensors, max_norm, order):
-    results = as_double(clipped(tensors, ClipNorm(max_norm, order, dim="global")))
+    results = as_double(transformed(tensors, ClipNorm(max_norm, order, dim="global")))
     count = sum(result.numel() for result in results)
     if count > (order == "std"):
         bound = max_norm * (1 + slack(tensors)) + 1e-6 * count * (tensors[0].dtype == torch.float16)
@@ -60,13 +34,13 @@ def test_joint_norm_never_exceeds_max_norm(tensors, max_norm, order):
 def test_updates_within_the_limit_pass_bitwise(tensors, order, dim):
     whole = [tensor.reshape(-1) for tensor in tensors]
     limit = sum(norm_of_all([t], 1) for t in as_double(whole)) * 1.001
-    for result, tensor in zip(clipped(tensors, ClipNorm(limit, order, dim)), tensors, strict=True):
+    for result, tensor in zip(transformed(tensors, ClipNorm(limit, order, dim)), tensors, strict=True):
         assert torch.equal(result, tensor)
 
 
 @given(updates(), st.floats(0.1, 10))
 def test_direction_is_kept(tensors, max_norm):
-    for result, tensor in zip(clipped(tensors, ClipNorm(max_norm)), tensors, strict=True):
+    for result, tensor in zip(transformed(tensors, ClipNorm(max_norm)), tensors, strict=True):
         assert ((result == 0) | (result.sign() == tensor.sign())).all()
         a, b = result.double().flatten(), tensor.double().flatten()
         if b.any() and a.any():
@@ -77,26 +51,28 @@ def test_direction_is_kept(tensors, max_norm):
 @given(updates(), st.floats(0, 10), ORDERS, st.sampled_from([None, 0, "global"]))
 def test_zero_stays_zero(tensors, max_norm, order, dim):
     zeros = [torch.zeros_like(tensor) for tensor in tensors]
-    assert not any(result.any() or result.isnan().any() for result in clipped(zeros, ClipNorm(max_norm, order, dim)))
+    assert not any(
+        result.any() or result.isnan().any() for result in transformed(zeros, ClipNorm(max_norm, order, dim))
+    )
 
 
 @given(updates(), st.floats(0.1, 10), st.randoms())
 def test_tensors_do_not_depend_on_each_other_or_on_order(tensors, max_norm, random):
-    together = clipped(tensors, ClipNorm(max_norm))
+    together = transformed(tensors, ClipNorm(max_norm))
     order = list(range(len(tensors)))
     random.shuffle(order)
-    shuffled = clipped([tensors[i] for i in order], ClipNorm(max_norm))
+    shuffled = transformed([tensors[i] for i in order], ClipNorm(max_norm))
     for position, i in enumerate(order):
         assert torch.equal(shuffled[position], together[i])
-        assert torch.equal(clipped([tensors[i]], ClipNorm(max_norm))[0], together[i])
+        assert torch.equal(transformed([tensors[i]], ClipNorm(max_norm))[0], together[i])
 
 
 @given(updates((torch.float32, torch.float64)), st.floats(0.1, 10), st.integers(-20, 20))
 def test_scale_equivariance(tensors, max_norm, exponent):
     """Powers of two scale exactly."""
     scale = 2.0**exponent
-    plain = clipped(tensors, ClipNorm(max_norm))
-    scaled = clipped([tensor * scale for tensor in tensors], ClipNorm(max_norm * scale))
+    plain = transformed(tensors, ClipNorm(max_norm))
+    scaled = transformed([tensor * scale for tensor in tensors], ClipNorm(max_norm * scale))
     for a, b in zip(scaled, plain, strict=True):
         torch.testing.assert_close(a, b * scale, rtol=1e-6, atol=0)
 
@@ -110,7 +86,7 @@ def test_scale_equivariance(tensors, max_norm, exponent):
     st.integers(0, 5),
 )
 def test_equals_a_loop(tensors, order, dim, inverse_dims, min_size):
-    results = clipped(tensors, ClipNorm(0.7, order, dim, inverse_dims, min_size))
+    results = transformed(tensors, ClipNorm(0.7, order, dim, inverse_dims, min_size))
     expected = clip_norm(tensors, 0.7, order, dim, inverse_dims, min_size)
     for result, e in zip(results, expected, strict=True):
         torch.testing.assert_close(result, e, rtol=1e-11, atol=1e-13)
@@ -128,12 +104,12 @@ def test_each_group_has_its_own_limit_also_under_one_joint_norm():
 
 def test_max_norm_zero_gives_zeros_and_inf_changes_nothing():
     tensors = [torch.tensor([3.0, 4.0]), torch.zeros(2)]
-    assert not any(result.any() for result in clipped(tensors, ClipNorm(0)))
-    assert all(torch.equal(a, b) for a, b in zip(clipped(tensors, ClipNorm(math.inf)), tensors, strict=True))
+    assert not any(result.any() for result in transformed(tensors, ClipNorm(0)))
+    assert all(torch.equal(a, b) for a, b in zip(transformed(tensors, ClipNorm(math.inf)), tensors, strict=True))
 
 
 def test_float16_of_300s_is_clipped_not_zeroed():
-    (result,) = clipped([torch.full((1000,), 300.0, dtype=torch.float16)], ClipNorm(1.0))
+    (result,) = transformed([torch.full((1000,), 300.0, dtype=torch.float16)], ClipNorm(1.0))
     assert result.double().norm().item() == pytest.approx(1, rel=5e-4)
 
 

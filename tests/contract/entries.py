@@ -104,6 +104,12 @@ class Entry:
         chain = Chain(self.make())
         return any(isinstance(t, Adam) and t.state_dtype is None for t in chain.transforms.values())
 
+    @property
+    def only_statistics(self) -> bool:
+        """Whether all that the chain remembers are sizes of gradients, and no moments of an optimizer."""
+        chain = Chain(self.make())
+        return chain.keeps_statistics and not any(isinstance(t, Adam | SGD) for t in chain.transforms.values())
+
     def __str__(self) -> str:
         return self.name
 

@@ -23,7 +23,24 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
-from torchzero_clip import AdamW, ClipNorm, ClipValue, Modular, clip_grad_norm_, norm
+from torchzero_clip import (
+    AdamW,
+    Centralize,
+    ClipNorm,
+    ClipNormByEMA,
+    ClipNormGrowth,
+    ClipValue,
+    ClipValueGrowth,
+    Modular,
+    Normalize,
+    centralize_grads_,
+    clip_grad_norm_,
+    clip_grad_value_,
+    clip_grads_with_norm_,
+    get_total_norm,
+    norm,
+    normalize_grads_,
+)
 
 SHAPES = [(7, 3), (1, 4), (5,), (2, 3, 2)]  # the second rank has no part of the second one
 
@@ -183,7 +200,7 @@ def gradients_with_pending_sums(_: Entry) -> None:
     torch.testing.assert_close(param.detach().full_tensor(), torch.tensor([-0.6, -0.8], dtype=torch.float64))
 
 
-def one_all_reduce_per_norm(_: Entry) -> None:
+def each_norm_is_one_all_reduce(_: Entry) -> None:
     calls: list[str] = []
     counted = dist.all_reduce
 
@@ -191,17 +208,96 @@ def one_all_reduce_per_norm(_: Entry) -> None:
         calls.append("all_reduce")
         return counted(*args, **kwargs)
 
-    for clip in (ClipNorm(1.0), ClipNorm(1.0, dim="global"), ClipNorm(1.0, 1, dim=0), ClipValue(1.0)):
+    expected = {
+        "ClipNorm": (ClipNorm(1.0), 1),
+        "ClipNorm-global": (ClipNorm(1.0, dim="global"), 1),
+        "ClipNorm-slices": (ClipNorm(1.0, 1, dim=0), 1),
+        "ClipNorm-mad": (ClipNorm(1.0, "mad"), 1),
+        "ClipValue": (ClipValue(1.0), 1),
+        "Normalize": (Normalize(), 1),
+        "Centralize": (Centralize(), 1),
+        "ClipNormGrowth": (ClipNormGrowth(), 1),  # whether gradients are finite is read off their norms
+        "ClipNormGrowth-joint": (ClipNormGrowth(parameterwise=False), 1),
+        "ClipNormByEMA": (ClipNormByEMA(), 2),  # and that of the average
+        "ClipNormByEMA-joint": (ClipNormByEMA(tensorwise=False), 2),
+        "ClipValueGrowth": (ClipValueGrowth(), 2),  # whether gradients are finite, and the share that was clipped
+        "ClipNorm+ClipNormGrowth": ([ClipNorm(1.0), ClipNormGrowth()], 3),
+    }
+    for name, (chain, count) in expected.items():
         _, params = sharded([torch.randn(7, 3) for _ in range(5)])
-        for param in params:
-            param.grad = torch.ones_like(param)
-        optimizer = Modular(params, clip)
-        dist.all_reduce, calls[:] = all_reduce, []
-        try:
-            optimizer.step()
-        finally:
-            dist.all_reduce = counted
-        assert len(calls) == 1, f"{clip}: {len(calls)}"
+        optimizer = Modular(params, chain)
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            dist.all_reduce, calls[:] = all_reduce, []
+            try:
+                optimizer.step()
+            finally:
+                dist.all_reduce = counted
+            assert len(calls) == count, f"{name}: {len(calls)}"
+
+
+def functions_on_every_layout(_: Entry) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    value = torch.linspace(-3, 4, 28, dtype=torch.float64).reshape(7, 4)
+    row = torch.tensor([[3.0, -4.0]], dtype=torch.float64)
+    shard = torch.distributed.tensor.Shard
+    for dim in (None, 0, 1, "global"):
+        calls = {
+            "normalize_grads_": lambda p, dim=dim: normalize_grads_(p, 0.5, dim=dim),
+            "centralize_grads_": lambda p, dim=dim: centralize_grads_(p, dim),
+            "clip_grad_value_": lambda p: clip_grad_value_(p, 1.0),
+            "total norm": lambda p: clip_grads_with_norm_(p, 1.0, get_total_norm([x.grad for x in p])),
+        }
+        for name, call in calls.items():
+            grads = [
+                distribute_tensor(value, mesh, [shard(0)]),
+                distribute_tensor(value, mesh, [shard(1)]),
+                DTensor.from_local(value / 2, mesh, [Partial()], run_check=False),
+                value.clone(),
+                distribute_tensor(row, mesh, [shard(0)]),
+            ]
+            plain = [nn.Parameter(torch.zeros_like(t)) for t in (*[value] * 4, row)]
+            params = [
+                nn.Parameter(distribute_tensor(torch.zeros_like(p), mesh, [Replicate()])) if i == 2 else p
+                for i, p in enumerate(nn.Parameter(torch.zeros_like(g)) for g in grads)
+            ]
+            for p, g in zip(params, grads, strict=True):
+                p.grad = g
+            for p, g in zip(plain, (*[value] * 4, row), strict=True):
+                p.grad = g.clone()
+            call(params)
+            call(plain)
+            for p, e in zip(params, plain, strict=True):
+                grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+                torch.testing.assert_close(grad, e.grad, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def statistics_rules(entry: Entry) -> None:
+    """A gradient that is not finite, or zero, on one of the ranks only."""
+    plain = parameters(torch.float64, SHAPES)
+    _, params = sharded(values(plain))
+    rows = gradients(plain, 6)
+    rows[0] = [torch.zeros_like(g) for g in rows[0]]
+    rows[1] = [torch.zeros_like(g) for g in rows[1]]
+    for grad in rows[1]:
+        grad.view(-1)[0] = 1.0  # the second rank sees zeros
+    rows[3][0][-1, -1] = torch.nan  # the first rank sees a finite gradient
+    rows[4][2][0] = torch.inf
+    optimizer, reference = Modular(params, entry.make()), Modular(plain, entry.make())
+    for row in rows:
+        with torch.no_grad():
+            for param in (*params, *plain):
+                param.zero_()
+        train(reference, plain, [row])
+        train_sharded(optimizer, params, [row])
+        for actual, expected in zip(full(params), plain, strict=True):
+            torch.testing.assert_close(actual, expected.detach(), rtol=1e-12, atol=1e-12, equal_nan=True)
+        for param, other in zip(params, plain, strict=True):
+            for key, value in reference.state.get(other, {}).items():
+                actual = optimizer.state[param][key]
+                actual = actual.full_tensor() if isinstance(actual, DTensor) else actual
+                torch.testing.assert_close(actual, value, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
 def data_parallel(_: Entry) -> None:
@@ -223,12 +319,14 @@ PER_ENTRY: dict[str, Callable[[Entry], None]] = {
     "equals one process": equals_one_process,
     "mixed with a plain parameter": mixed_with_a_plain_parameter,
     "resumes": resumes_in_every_way,
+    "rules of statistics": statistics_rules,
 }
 ONCE: dict[str, Callable[[Entry], None]] = {
     "norms on every layout": norms_on_every_layout,
     "extreme magnitudes": extreme_magnitudes,
     "gradients with pending sums": gradients_with_pending_sums,
-    "one all-reduce per norm": one_all_reduce_per_norm,
+    "each norm is one all-reduce": each_norm_is_one_all_reduce,
+    "functions on every layout": functions_on_every_layout,
     "data parallel": data_parallel,
 }
 

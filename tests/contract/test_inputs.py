@@ -6,13 +6,14 @@ from contract.entries import ENTRIES
 from contract.training import assert_equal, gradients, parameters, train, values
 from torch import nn
 
-from torchzero_clip import ClipNorm, Modular
+from torchzero_clip import ClipNorm, ClipNormByEMA, Modular
 
 MANY_SHAPES = [(), (3,), (1,), (0,), (4, 3), (0, 2), (2, 3, 2), (2, 3, 2, 2), (2, 1, 2, 1, 3)]
 CLIPS_BEFORE_OPTIMIZERS = {
     "ClipNorm+AdamW": ClipNorm(0.5, dim="global", target="grad"),
     "Adam+two clips": ClipNorm(0.5, target="grad"),
     "target grad": ClipNorm(0.5, target="grad"),
+    "target grad statistics": ClipNormByEMA(0.5, target="grad"),
 }
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}
 

@@ -8,7 +8,24 @@ from contract.entries import ENTRIES, ClipRMS, Entry
 from contract.training import assert_equal, gradients, parameters, train, values
 from torch import nn
 
-from torchzero_clip import LR, SGD, Adam, AdamW, Chain, ClipNorm, ClipValue, Modular, WeightDecay
+from torchzero_clip import (
+    LR,
+    SGD,
+    Adam,
+    AdamW,
+    Centralize,
+    Chain,
+    ClipNorm,
+    ClipNormByEMA,
+    ClipNormGrowth,
+    ClipValue,
+    ClipValueByEMA,
+    ClipValueGrowth,
+    Modular,
+    Normalize,
+    NormalizeByEMA,
+    WeightDecay,
+)
 
 nan = float("nan")
 WEIGHT = nn.Parameter(torch.zeros(2))
@@ -33,6 +50,47 @@ CONSTRUCTORS = [
     (lambda: ClipNorm(1, max_nrom=1), TypeError, r"max_nrom"),
     (lambda: ClipValue(-0.5), ValueError, r"value must be >= 0, got -0.5"),
     (lambda: ClipValue(nan), ValueError, r"value must be >= 0"),
+    (lambda: Normalize(-1.0), ValueError, r"norm_value must be >= 0, got -1.0"),
+    (lambda: Normalize(nan), ValueError, r"norm_value must be >= 0, got nan"),
+    (lambda: Normalize(1, "l5"), ValueError, r"ord must be a number or one of"),
+    (lambda: Normalize(dim="all"), ValueError, r"dim must be one of"),
+    (lambda: Centralize("rows"), ValueError, r"dim must be one of None, 'global'"),
+    (lambda: Centralize(inverse_dims=None), TypeError, r"inverse_dims must be True or False"),
+    (lambda: Centralize(min_size=-1), ValueError, r"min_size must be >= 0"),
+    (lambda: Centralize(target="up"), ValueError, r"target must be one of"),
+    *(
+        case
+        for by_ema in (ClipNormByEMA, NormalizeByEMA)
+        for case in (
+            (lambda t=by_ema: t(1.5), ValueError, r"beta must be in \[0, 1\], got 1.5"),
+            (lambda t=by_ema: t(nan), ValueError, r"beta must be in \[0, 1\], got nan"),
+            (lambda t=by_ema: t(ord="l5"), ValueError, r"ord must be a number or one of"),
+            (lambda t=by_ema: t(eps=-1e-6), ValueError, r"eps must be >= 0"),
+            (lambda t=by_ema: t(tensorwise=1), TypeError, r"tensorwise must be True or False"),
+            (lambda t=by_ema: t(max_ema_growth=0), ValueError, r"max_ema_growth must be > 0, got 0"),
+            (lambda t=by_ema: t(ema_init="ones"), ValueError, r"ema_init must be one of 'zeros', 'update', got 'ones'"),
+            (lambda t=by_ema: t(target="up"), ValueError, r"target must be one of"),
+        )
+    ),
+    (lambda: ClipValueByEMA(-0.1), ValueError, r"beta must be in \[0, 1\], got -0.1"),
+    (lambda: ClipValueByEMA(ema_init=0), ValueError, r"ema_init must be one of"),
+    (lambda: ClipValueByEMA(ema_tfm=Adam), TypeError, r"got the class Adam: write Adam\(...\)"),
+    (lambda: ClipValueByEMA(ema_tfm=2.0), TypeError, r"a chain takes transforms .*got float"),
+    *(
+        case
+        for growth in (ClipNormGrowth, ClipValueGrowth)
+        for case in (
+            (lambda t=growth: t(add=-1.0), ValueError, r"add must be >= 0, got -1.0"),
+            (lambda t=growth: t(mul=0.0), ValueError, r"mul must be > 0, got 0.0"),
+            (lambda t=growth: t(mul=nan), ValueError, r"mul must be > 0, got nan"),
+            (lambda t=growth: t(mul="2"), TypeError, r"mul must be a number, got '2'"),
+            (lambda t=growth: t(min_value=-1), ValueError, r"min_value must be >= 0"),
+            (lambda t=growth: t(max_decay=0.5), ValueError, r"max_decay must be >= 1, got 0.5"),
+            (lambda t=growth: t(target="up"), ValueError, r"target must be one of"),
+        )
+    ),
+    (lambda: ClipNormGrowth(ord="l5"), ValueError, r"ord must be a number or one of"),
+    (lambda: ClipNormGrowth(parameterwise=0), TypeError, r"parameterwise must be True or False"),
     (lambda: Adam(betas=(0.9, 1.0)), ValueError, r"betas\[1\] must be in \[0, 1\), got 1.0"),
     (lambda: Adam(betas=(nan, 0.9)), ValueError, r"betas\[0\] must be in"),
     (lambda: Adam(betas=0.9), TypeError, r"betas must be a pair of numbers"),
@@ -157,13 +215,6 @@ def test_sparse_gradients_are_refused_by_name():
         Modular(embedding, ClipNorm(1)).step()
     with pytest.raises(RuntimeError, match="parameter 0 of its group, of shape \\(4, 2\\)"):
         Modular(embedding.parameters(), ClipNorm(1)).step()
-
-
-def test_complex_parameters_are_refused_by_name():
-    param = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    param.grad = torch.ones_like(param)
-    with pytest.raises(RuntimeError, match=r"shape \(2,\), is complex"):
-        Modular([param], ClipNorm(1)).step()
 
 
 class WrongCount(ClipNorm):

@@ -10,7 +10,15 @@ from contract.entries import EMA, Mul
 from torch import nn
 
 import torchzero_clip
-from torchzero_clip import LR, Modular, clip_grad_norm_, clip_grad_value_
+from torchzero_clip import (
+    LR,
+    Modular,
+    clip_grad_norm_,
+    clip_grad_value_,
+    normalize_grads_,
+    per_example_global_norm_clip,
+    per_example_layer_norm_clip,
+)
 
 CASES = json.loads(Path(__file__).parents[1].joinpath("vectors.json").read_text())["vectors"]
 TRANSFORMS = {
@@ -31,11 +39,12 @@ TRANSFORMS = {
     },
 }
 EMA_TFMS = {"mul": Mul, "ema": EMA, "centralize": lambda args: torchzero_clip.Centralize(**args)}
-FUNCTIONS = {"clip_grad_norm_": clip_grad_norm_, "clip_grad_value_": clip_grad_value_}
+FUNCTIONS = {f.__name__: f for f in (clip_grad_norm_, clip_grad_value_, normalize_grads_)}
+PER_EXAMPLE = {f.__name__: f for f in (per_example_global_norm_clip, per_example_layer_norm_clip)}
 
 
-def cases(kind, known):
-    chosen = [case for case in CASES if case["kind"] == kind and known(case)]
+def cases(kind):
+    chosen = [case for case in CASES if case["kind"] == kind]
     return pytest.mark.parametrize("case", chosen, ids=lambda case: case["id"])
 
 
@@ -77,7 +86,7 @@ def assert_agrees(actual, expected):
             torch.testing.assert_close(a, tensor(e, a.shape), rtol=1e-9, atol=1e-14 * largest, equal_nan=True)
 
 
-@cases("transform", lambda case: case["target"] in TRANSFORMS)
+@cases("transform")
 def test_transform(case):
     shapes = case["shapes"]
     params = [nn.Parameter(torch.zeros(shape or (), dtype=torch.float64)) for shape in shapes]
@@ -92,7 +101,7 @@ def test_transform(case):
         assert_agrees([-param.detach() for param in params], expected)
 
 
-@cases("function", lambda case: case["target"] in FUNCTIONS)
+@cases("function")
 def test_function(case):
     for grads, expected in zip(case["steps"], case["expected"], strict=True):
         params = parameters_with(grads, case["shapes"])
@@ -100,7 +109,15 @@ def test_function(case):
         assert_agrees([param.grad for param in params], expected)
 
 
-@cases("target", lambda case: all(name in TRANSFORMS for name, _, _ in case["chain"]))
+@cases("per_example")
+def test_per_example(case):
+    grads = [tensor(values, shape) for values, shape in zip(case["grads"], case["shapes"], strict=True)]
+    sums, counts = PER_EXAMPLE[case["target"]](grads, **arguments(case["args"]))
+    assert_agrees(sums, case["expected_sums"])
+    assert counts == case["expected_counts"]
+
+
+@cases("target")
 def test_target(case):
     chain = [TRANSFORMS[name](**arguments(args), target=target) for name, args, target in case["chain"]]
     params = [nn.Parameter(tensor(value)) for value in case["params"]]

@@ -4,10 +4,17 @@ import math
 
 import pytest
 import torch
-from reference.clipping import as_double, clip_norm, norm_of_all
+from reference.clipping import as_double, centralize, clip_norm, norm_of_all, normalize
 from torch import nn
 
-from torchzero_clip import clip_grad_norm_, clip_grad_value_
+from torchzero_clip import (
+    centralize_grads_,
+    clip_grad_norm_,
+    clip_grad_value_,
+    clip_grads_with_norm_,
+    get_total_norm,
+    normalize_grads_,
+)
 
 SHAPES = [(4, 3), (3,), (1,), (), (2, 3, 2), (0, 2)]
 
@@ -50,6 +57,79 @@ def test_equals_a_loop(order, dim, inverse_dims):
         assert total.item() == pytest.approx(norm_of_all(before, order), rel=1e-12)
 
 
+DIMS = pytest.mark.parametrize("dim", [None, 0, -1, (0, 2), (0, -3), "global", ()])
+
+
+@DIMS
+@pytest.mark.parametrize("inverse_dims", [False, True])
+@pytest.mark.parametrize("order", [2, 1, "linf", 0, -1, "mad", "std", "var", "sum"])
+def test_normalizing_equals_a_loop(order, dim, inverse_dims):
+    for min_size in (1, 3):
+        params = params_with_grads(torch.float64)
+        before = grads_of(params)
+        total = normalize_grads_(params, 0.5, order, dim, inverse_dims, min_size)
+        expected = normalize(before, 0.5, order, dim, inverse_dims, min_size)
+        for param, e in zip(params, expected, strict=True):
+            torch.testing.assert_close(param.grad, e, rtol=1e-12, atol=1e-14)
+        assert total.item() == pytest.approx(norm_of_all(before, order), rel=1e-12)
+
+
+@DIMS
+@pytest.mark.parametrize("inverse_dims", [False, True])
+def test_centralizing_equals_a_loop(dim, inverse_dims):
+    for min_size in (1, 2, 3):
+        params = params_with_grads(torch.float64)
+        expected = centralize(grads_of(params), dim, inverse_dims, min_size)
+        assert centralize_grads_(params, dim, inverse_dims, min_size) is None
+        for param, e in zip(params, expected, strict=True):
+            torch.testing.assert_close(param.grad, e, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("order", [1, 2, 3.5, math.inf, -math.inf, 0.5])
+def test_the_two_halves_of_a_global_clip_equal_torch(order):
+    params = params_with_grads(torch.float64, [(4, 3), (3,), (), (2, 3, 2)])
+    other = [nn.Parameter(torch.zeros_like(p)) for p in params]
+    for mine, theirs in zip(params, other, strict=True):
+        theirs.grad = mine.grad.clone()
+    total = get_total_norm(grads_of(params), order)
+    torch.testing.assert_close(total, torch.nn.utils.get_total_norm(grads_of(other), order))
+    assert clip_grads_with_norm_(params, 0.01, total) is None
+    torch.nn.utils.clip_grads_with_norm_(other, 0.01, total)
+    for mine, theirs in zip(params, other, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=0)  # torch adds 1e-6 to the norm
+
+
+@pytest.mark.parametrize("order", [2, 1, "linf", 0, -1, "mad", "std", "var", "sum"])
+def test_the_two_halves_equal_the_whole(order):
+    params, other = params_with_grads(torch.float64), params_with_grads(torch.float64)
+    for mine, theirs in zip(params, other, strict=True):
+        theirs.grad = mine.grad.clone()
+    total = get_total_norm((p.grad for p in params), order)
+    torch.testing.assert_close(total, clip_grad_norm_(other, 0.5, order, dim="global"))
+    if order != "var":  # whose factor is a root
+        clip_grads_with_norm_(params, 0.5, total)
+        for mine, theirs in zip(params, other, strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=0)
+
+
+def test_a_known_norm_may_be_a_number_or_not_finite():
+    param = nn.Parameter(torch.zeros(2))
+    for norm, expected in ((10.0, [0.3, 0.4]), (0.0, [3.0, 4.0]), (0.5, [3.0, 4.0]), (math.inf, [0.0, 0.0])):
+        param.grad = torch.tensor([3.0, 4.0])
+        clip_grads_with_norm_(param, 1.0, norm)
+        torch.testing.assert_close(param.grad, torch.tensor(expected))
+    clip_grads_with_norm_(param, 1.0, math.nan)
+    assert param.grad.isnan().all()
+
+
+def test_the_total_norm_of_nothing_is_zero_and_one_that_is_not_finite_may_raise():
+    assert get_total_norm([]).item() == 0
+    assert get_total_norm(torch.tensor([3.0, 4.0])).item() == 5
+    assert get_total_norm([torch.tensor([math.inf])]).item() == math.inf
+    with pytest.raises(RuntimeError, match=r"is inf: .* 1 of shape \(1,\)"):
+        get_total_norm([torch.ones(2), torch.tensor([math.inf])], error_if_nonfinite=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_returns_a_0d_tensor_of_float32_or_wider(dtype):
     total = clip_grad_norm_(params_with_grads(dtype), 1.0)
@@ -74,7 +154,16 @@ def test_a_norm_beyond_float32_is_reported_as_its_largest_number_and_clipped_all
     torch.testing.assert_close(param.grad, torch.full((100,), 0.1), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("clip", [lambda p: clip_grad_norm_(p, 1.0), lambda p: clip_grad_value_(p, 1.0)])
+FUNCTIONS = {
+    "clip_grad_norm_": lambda p: clip_grad_norm_(p, 1.0),
+    "clip_grad_value_": lambda p: clip_grad_value_(p, 1.0),
+    "normalize_grads_": lambda p: normalize_grads_(p, 1.0),
+    "centralize_grads_": lambda p: centralize_grads_(p),
+    "clip_grads_with_norm_": lambda p: clip_grads_with_norm_(p, 1.0, 5.0),
+}
+
+
+@pytest.mark.parametrize("clip", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_nothing_to_do_is_no_error(clip):
     weight = nn.Parameter(torch.zeros(2))
     clip([])
@@ -151,6 +240,22 @@ def test_value_beyond_the_range_of_the_dtype(value):
         (lambda p: clip_grad_norm_(p, 1.0, min_size=-2), ValueError, "min_size must be >= 0"),
         (lambda p: clip_grad_norm_([1.0], 1.0), TypeError, "got float at index 0"),
         (lambda p: clip_grad_norm_(3, 1.0), TypeError, "params must be a tensor or an iterable of tensors, got int"),
+        (
+            lambda p: clip_grad_norm_(p, 1.0, error_if_nonfinite=1),
+            TypeError,
+            "error_if_nonfinite must be True or False",
+        ),
+        (lambda p: normalize_grads_(p, -1.0), ValueError, "norm_value must be >= 0"),
+        (lambda p: normalize_grads_(p, 1.0, "l7"), ValueError, "ord must be a number or one of"),
+        (lambda p: normalize_grads_(p, 1.0, dim=0.5), TypeError, "dim must be None, an int"),
+        (lambda p: centralize_grads_(p, "rows"), ValueError, "dim must be one of"),
+        (lambda p: centralize_grads_(p, inverse_dims=1), TypeError, "inverse_dims must be True or False"),
+        (lambda p: centralize_grads_(p, min_size=-1), ValueError, "min_size must be >= 0"),
+        (lambda p: clip_grads_with_norm_(p, -1.0, 1.0), ValueError, "max_norm must be >= 0"),
+        (lambda p: clip_grads_with_norm_(p, 1.0, -1.0), ValueError, "total_norm must be >= 0"),
+        (lambda p: clip_grads_with_norm_(p, 1.0, torch.ones(2)), ValueError, "total_norm must have one element"),
+        (lambda p: get_total_norm(p, "l7"), ValueError, "ord must be a number or one of"),
+        (lambda p: get_total_norm([None]), TypeError, "tensors must be a tensor or an iterable of tensors, got None"),
         (lambda p: clip_grad_value_(p, -1.0), ValueError, "value must be >= 0"),
         (lambda p: clip_grad_value_(p, "a"), TypeError, "value must be a number"),
     ],
@@ -169,17 +274,6 @@ def test_min_norm_scales_up_but_not_from_zero():
     clip_grad_norm_([small, zero], None, min_norm=0.5)
     torch.testing.assert_close(small.grad, torch.tensor([0.3, 0.4]))
     assert zero.grad.tolist() == [0, 0]
-
-
-@pytest.mark.parametrize(
-    "grad", [torch.eye(2).to_sparse(), torch.ones(2, 2, dtype=torch.complex64)], ids=["sparse", "complex"]
-)
-def test_sparse_and_complex_gradients_are_refused(grad):
-    param = nn.Parameter(torch.zeros(2, 2, dtype=grad.dtype))
-    param.grad = grad
-    for clip in (clip_grad_norm_, clip_grad_value_):
-        with pytest.raises(TypeError, match="gradients must be dense and real"):
-            clip([param], 1.0)
 
 
 @pytest.mark.parametrize(

@@ -36,19 +36,55 @@ def clip_factor(numbers, high, order, low=None):
     return 1.0 if m <= high else (high / m) ** (1 / degree)
 
 
+def normalize_factor(numbers, value, order):
+    m, degree = metric(numbers, order)
+    return 1.0 if m ** (1 / degree) <= 1e-12 else (value / m) ** (1 / degree)
+
+
 def clip_norm(tensors, max_norm, order=2, dim=None, inverse_dims=False, min_size=1, min_norm=None):
     """New tensors: every slice scaled to its limit."""
     high = math.inf if max_norm is None else max_norm
+
+    def clipped(numbers):
+        factor = clip_factor(numbers, high, order, min_norm)
+        return [x * factor for x in numbers]
+
+    return each_slice(tensors, clipped, dim, inverse_dims, min_size, order)
+
+
+def normalize(tensors, value, order=2, dim=None, inverse_dims=False, min_size=1):
+    """New tensors: every slice scaled to the value."""
+
+    def normalized(numbers):
+        factor = normalize_factor(numbers, value, order)
+        return [x * factor for x in numbers]
+
+    return each_slice(tensors, normalized, dim, inverse_dims, min_size, order)
+
+
+def centralize(tensors, dim=None, inverse_dims=False, min_size=2):
+    """New tensors: every slice less its mean; scalars only where all tensors are joined."""
+
+    def centralized(numbers):
+        mean = math.fsum(numbers) / len(numbers)
+        return [x - mean for x in numbers]
+
+    results = each_slice(tensors, centralized, dim, inverse_dims, min_size, 1)
+    return [r if t.ndim or dim == "global" else t.clone() for t, r in zip(tensors, results, strict=True)]
+
+
+def each_slice(tensors, function, dim, inverse_dims, min_size, order):
+    """New tensors: every slice as the function makes it, from a list of its numbers."""
+    smallest = 2 if order in ("std", "var") else 1
     if dim == "global":
         numbers = [x for tensor in tensors for x in tensor.flatten().tolist()]
-        if len(numbers) < (2 if order in ("std", "var") else 1):
-            return [tensor.clone() for tensor in tensors]
-        factor = clip_factor(numbers, high, order, min_norm)
-        return [tensor * factor for tensor in tensors]
-    return [_clip_slices(tensor, high, order, dim, inverse_dims, min_size, min_norm) for tensor in tensors]
+        changed = function(numbers) if len(numbers) >= smallest else numbers
+        flat = torch.tensor(changed, dtype=torch.float64)
+        return [c.reshape(t.shape) for c, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
+    return [_slices(tensor, function, dim, inverse_dims, max(min_size, smallest)) for tensor in tensors]
 
 
-def _clip_slices(tensor, high, order, dim, inverse_dims, min_size, low):
+def _slices(tensor, function, dim, inverse_dims, smallest):
     result = tensor.clone().reshape(tensor.shape or (1,))
     listed = range(result.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
     named = {d + result.ndim if d < 0 else d for d in listed}
@@ -58,8 +94,8 @@ def _clip_slices(tensor, high, order, dim, inverse_dims, min_size, low):
     fixed = [range(n) if d not in reduced else [slice(None)] for d, n in enumerate(result.shape)]
     for index in itertools.product(*fixed):
         numbers = result[index].flatten().tolist()
-        if len(numbers) >= max(min_size, 1, 2 if order in ("std", "var") else 1):
-            result[index] *= clip_factor(numbers, high, order, low)
+        if len(numbers) >= smallest:
+            result[index] = torch.tensor(function(numbers), dtype=result.dtype).reshape(result[index].shape)
     return result.reshape(tensor.shape)
 
 

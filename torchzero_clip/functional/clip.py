@@ -11,7 +11,7 @@ from torchzero_clip.functional import foreach
 from torchzero_clip.functional.foreach import reals_of
 from torchzero_clip.functional.measure import Measured, Scaled, Slicing, cut, factors, scale_, share
 from torchzero_clip.functional.metric import Metric
-from torchzero_clip.functional.norms import joint_sum, slice_sums
+from torchzero_clip.functional.norms import all_ones, beyond_float32, joint_sum, slice_sums
 from torchzero_clip.functional.shards import whole
 
 TINY = 1e-12  # normalizing leaves slices of this size and less alone: what remains of them is noise
@@ -27,6 +27,13 @@ def clip_(measured: Measured, limits: Sequence[float], floors: Sequence[float] |
     """
     bounds = list(zip(limits, floors or [0.0] * len(limits), strict=True))
     return scale_(measured, factors(measured, bounds, partial(_clip_rule, measured.metric)))
+
+
+def clip_by_(tensors: Sequence[Tensor], limit: float, norm: Tensor) -> None:
+    """Scale all tensors by the factor that brings ``norm``, a 0-d tensor, to at most ``limit``, in place."""
+    factor = _clip_rule(Metric("norm"), norm.double(), (limit, 0.0))
+    if not all_ones(factor):
+        foreach.scale_(tensors, [factor] * len(tensors), exact=beyond_float32(factor))
 
 
 def normalize_(measured: Measured, values: Sequence[float]) -> Scaled:

@@ -150,6 +150,8 @@ def _beside(tensor: Tensor, value: Tensor, wide: torch.dtype) -> Tensor:
     """A value on the tensor's device, in a shape in which it is not rounded to the tensor's dtype."""
     if tensor.dtype != wide and tensor.ndim and not value.ndim:
         value = value.view(1)
+    if value.is_complex() and not tensor.is_complex():
+        value = value.real
     return value.to(tensor.device, wide)
 
 

@@ -1,15 +1,15 @@
 """In-place functions on the gradients of parameters, for training loops with an optimizer of their own."""
 
-from collections.abc import Iterable
+import math
 
 import torch
 from torch import Tensor
 
-from torchzero_clip.checks import boolean, count, dims, non_negative
-from torchzero_clip.functional.clip import clip_
-from torchzero_clip.functional.foreach import clamp_, wide_dtype
+from torchzero_clip.checks import boolean, non_negative
+from torchzero_clip.functional.clip import centralize_, clip_, normalize_
+from torchzero_clip.functional.foreach import clamp_
+from torchzero_clip.functional.gradients import as_reported, check_finite, gradients, opened, values_tell_all
 from torchzero_clip.functional.measure import Slicing, measure
-from torchzero_clip.functional.metric import parse_ord
 from torchzero_clip.types import Dim, Ord, Tensors
 
 
@@ -84,18 +84,17 @@ def clip_grad_norm_(
         non_negative("min_norm", min_norm)
         if max_norm is not None and min_norm > max_norm:
             raise ValueError(f"min_norm must be <= max_norm, got min_norm={min_norm} and max_norm={max_norm}")
-    dims("dim", dim)
-    boolean("inverse_dims", inverse_dims)
-    count("min_size", min_size)
-    slicing = Slicing(parse_ord(ord), dim, inverse_dims, min_size)
+    slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
+    boolean("error_if_nonfinite", error_if_nonfinite)
 
     grads = gradients(params)
-    measured = measure(grads, slicing)
-    if error_if_nonfinite and not measured.total.isfinite():
-        raise RuntimeError(_nonfinite_message(grads, measured.total))
-    limits = [float("inf") if max_norm is None else max_norm] * len(grads)
-    clip_(measured, limits, None if min_norm is None else [min_norm] * len(grads))
-    return _as_reported(measured.total, grads)
+    with opened(grads, values_tell_all(slicing)) as tensors:
+        measured = measure(tensors, slicing)
+        if error_if_nonfinite:
+            check_finite(measured.total, grads, tensors)
+        limits = [math.inf if max_norm is None else max_norm] * len(tensors)
+        clip_(measured, limits, None if min_norm is None else [min_norm] * len(tensors))
+    return as_reported(measured.total, grads)
 
 
 @torch.no_grad()
@@ -123,37 +122,95 @@ def clip_grad_value_(params: Tensors, value: float) -> None:
         tensor([ 1.0000, -0.5000])
     """
     non_negative("value", value)
-    clamp_(gradients(params), value)
+    with opened(gradients(params), lambda values: True) as tensors:
+        clamp_(tensors, value)
 
 
-def gradients(params: Tensors) -> list[Tensor]:
-    """The gradients of those parameters that have one."""
-    if not isinstance(params, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"params must be a tensor or an iterable of tensors, got {type(params).__name__}")
-    listed = [params] if isinstance(params, Tensor) else list(params)
-    for i, param in enumerate(listed):
-        if not isinstance(param, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(
-                f"params must be a tensor or an iterable of tensors, got {type(param).__name__} at index {i}"
-            )
-    grads = [param.grad for param in listed if param.grad is not None]
-    for grad in grads:
-        if grad.layout != torch.strided or grad.is_complex():
-            raise TypeError(f"gradients must be dense and real, got one of {grad.dtype} and layout {grad.layout}")
-    return grads
+@torch.no_grad()
+def normalize_grads_(
+    params: Tensors,
+    norm_value: float,
+    ord: Ord = 2,
+    dim: Dim = None,
+    inverse_dims: bool = False,
+    min_size: int = 1,
+) -> Tensor:
+    """Scale the gradient of every parameter so that its norm is ``norm_value``, in place.
+
+        g ← g · norm_value / ‖g‖
+
+    for every slice g: the whole gradient, or what ``dim`` says; ``dim="global"`` for one norm of all gradients.
+
+    Args:
+        params: A tensor or an iterable of tensors. Those without a gradient are skipped; having none is no error.
+        norm_value: The norm to scale to, >= 0.
+        ord: The metric, as in `clip_grad_norm_`.
+        dim: The dimensions that one slice spans, as in `clip_grad_norm_`.
+        inverse_dims: Slices span the dimensions that ``dim`` does not list.
+        min_size: Slices of fewer elements are left alone. Not for "global".
+
+    Returns:
+        The metric of all gradients together before, as `clip_grad_norm_` returns it.
+
+    Raises:
+        ValueError: For a negative or NaN value, or an unknown ``ord`` or ``dim``.
+        TypeError: For an argument of the wrong type.
+
+    | gradient | result |
+    | --- | --- |
+    | norm 0, or up to 1e-12 | unchanged |
+    | one element with 'std' or 'var' | unchanged |
+    | an inf in the slice | its finite elements become 0, the inf NaN |
+    | a NaN in the slice | all NaN |
+
+    Examples:
+        >>> weight = torch.tensor([3.0, 4.0], requires_grad=True)
+        >>> (weight**2).sum().backward()
+        >>> normalize_grads_(weight, 1.0)
+        tensor(10.)
+        >>> weight.grad
+        tensor([0.6000, 0.8000])
+    """
+    non_negative("norm_value", norm_value)
+    slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
+    grads = gradients(params)
+    with opened(grads, values_tell_all(slicing)) as tensors:
+        measured = measure(tensors, slicing)
+        normalize_(measured, [norm_value] * len(tensors))
+    return as_reported(measured.total, grads)
 
 
-def _as_reported(total: Tensor, grads: list[Tensor]) -> Tensor:
-    dtype = torch.float32
-    for grad in grads:
-        dtype = torch.promote_types(dtype, wide_dtype(grad.dtype))
-    largest = torch.finfo(dtype).max
-    return torch.where(total.isfinite(), total.clamp(max=largest), total).to(dtype)
+@torch.no_grad()
+def centralize_grads_(params: Tensors, dim: Dim = None, inverse_dims: bool = False, min_size: int = 2) -> None:
+    """Subtract from the gradient of every parameter its mean, in place.
 
+        g ← g - mean(g)
 
-def _nonfinite_message(grads: list[Tensor], total: Tensor) -> str:
-    bad = [f"{i} of shape {tuple(grad.shape)}" for i, grad in enumerate(grads) if not grad.isfinite().all()]
-    return (
-        f"the norm of the gradients is {total}: not finite, so none was changed. Gradients with inf or NaN, by "
-        f"position among those that are not None: {', '.join(bad)}. Pass error_if_nonfinite=False to clip all the same"
-    )
+    for every slice g: the whole gradient, or what ``dim`` says. Gradient centralization as published takes one mean per
+    output channel: ``dim=0, inverse_dims=True``.
+
+    Args:
+        params: A tensor or an iterable of tensors. Those without a gradient are skipped; having none is no error.
+        dim: The dimensions that one slice spans, as in `clip_grad_norm_`. Scalars change only with "global".
+        inverse_dims: Slices span the dimensions that ``dim`` does not list.
+        min_size: Slices of fewer elements are left alone. Not for "global".
+
+    Raises:
+        ValueError: For an unknown ``dim``, or a negative ``min_size``.
+        TypeError: For an argument of the wrong type.
+
+    A sparse gradient keeps its layout, but has a value for every element afterwards.
+
+    Examples:
+        >>> weight = torch.tensor([3.0, 5.0], requires_grad=True)
+        >>> (weight**2).sum().backward()
+        >>> centralize_grads_(weight)
+        >>> weight.grad
+        tensor([-2.,  2.])
+
+    Source: Yong, Huang, Hua, Zhang, [Gradient centralization: a new optimization technique for deep neural
+    networks](https://arxiv.org/abs/2004.01461), 2020.
+    """
+    slicing = Slicing.checked(1, dim, inverse_dims, min_size)
+    with opened(gradients(params), lambda values: False) as tensors:
+        centralize_(tensors, slicing)

@@ -1,5 +1,6 @@
 """What a distributed tensor is made of: its local part, and the process groups that hold the other parts."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -125,9 +126,21 @@ def all_reduce(parts: Sequence[Part], values: list[Tensor], op: ReduceOp.RedOpTy
             members.setdefault(group, []).append(i)
     for group, indices in members.items():
         chosen = [torch.view_as_real(values[i]) if values[i].is_complex() else values[i] for i in indices]
-        vector = pack(chosen)
-        dist.all_reduce(vector, op, group=group)
+        vector = _all_reduced(pack(chosen), op, group)
         for i, value, chunk in zip(indices, chosen, vector.split([value.numel() for value in chosen]), strict=True):
             shaped = chunk.view(value.shape)
             values[i] = torch.view_as_complex(shaped) if values[i].is_complex() else shaped
     return values
+
+
+def _all_reduced(vector: Tensor, op: ReduceOp.RedOpType, group: ProcessGroup) -> Tensor:
+    if op == ReduceOp.SUM:
+        dist.all_reduce(vector, op, group=group)
+        return vector
+    # the extreme of a NaN and a number is whichever comes first, differently on each rank: NaN travels beside
+    neutral = -math.inf if op == ReduceOp.MAX else math.inf
+    missing = vector.isnan()
+    both = torch.cat([torch.where(missing, neutral, vector), torch.where(missing, -neutral, neutral)])
+    dist.all_reduce(both, op, group=group)
+    extreme, flag = both.chunk(2)
+    return torch.where(flag == neutral, extreme, math.nan)

@@ -30,7 +30,7 @@ class Adam(Transform):
         betas: Decay rates of the two averages, each in [0, 1); a setting of the param groups.
         eps: Added to the denominator after the bias correction, in units of the gradient; a setting.
         amsgrad: Divide by the largest of all past averages of squares.
-        state_dtype: The dtype of the averages; that of the parameter if None.
+        state_dtype: The dtype of the averages, of their parts if they are complex; that of the parameter if None.
         target: What it acts on, see `Transform`.
 
     Raises:
@@ -82,7 +82,8 @@ class Adam(Transform):
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
         """Zero averages and a step count."""
         keys = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
-        averages = {key: torch.zeros_like(param, dtype=self.state_dtype) for key in keys}
+        dtype = self.state_dtype and (self.state_dtype.to_complex() if param.is_complex() else self.state_dtype)
+        averages = {key: torch.zeros_like(param, dtype=dtype) for key in keys}
         return {"step": torch.zeros((), dtype=torch.float32, device=param.device), **averages}
 
     @override

@@ -1,0 +1,170 @@
+"""The promises of ClipNormByEMA, NormalizeByEMA and ClipValueByEMA."""
+
+import math
+
+import pytest
+import torch
+from clipping.statistics import ELEMENTS, ORDERS, assert_follows, outputs, runs
+from contract.entries import EMA, Mul
+from hypothesis import given
+from hypothesis import strategies as st
+from reference.statistics import NormByEMA, ValueByEMA
+from torch import nn
+
+from torchzero_clip import ClipNorm, ClipNormByEMA, ClipValueByEMA, Modular, NormalizeByEMA
+
+BETAS = st.sampled_from([0.0, 0.5, 0.9, 0.99, 1.0])
+WITH_BAD = st.one_of(ELEMENTS, st.sampled_from([math.inf, -math.inf, math.nan]))
+
+
+@given(
+    runs(), st.booleans(), BETAS, ORDERS, st.sampled_from([1e-6, 0.5]), st.booleans(),
+    st.sampled_from([None, 1.1, 1.5, 3.0]), st.sampled_from(["zeros", "update"]),
+)  # fmt: skip
+def test_norm_equals_a_loop(steps, normalize, beta, order, eps, tensorwise, growth, init):
+    cls = NormalizeByEMA if normalize else ClipNormByEMA
+    reference = NormByEMA(beta, order, eps, not tensorwise, growth, init, normalize)
+    assert_follows(cls(beta, order, eps, tensorwise, growth, init), reference, steps)
+
+
+@given(runs(WITH_BAD), BETAS, st.booleans(), st.sampled_from(["zeros", "update"]))
+def test_norm_equals_a_loop_beside_non_finite_gradients(steps, beta, tensorwise, init):
+    reference = NormByEMA(beta, 2, 1e-6, not tensorwise, 1.5, init, False)
+    assert_follows(ClipNormByEMA(beta, tensorwise=tensorwise, ema_init=init), reference, steps)
+
+
+@given(runs(WITH_BAD), BETAS, st.sampled_from(["zeros", "update"]))
+def test_value_equals_a_loop(steps, beta, init):
+    assert_follows(ClipValueByEMA(beta, init), ValueByEMA(beta, init), steps)
+
+
+def test_the_documented_numbers():
+    results, _ = outputs(ClipNormByEMA(0.5), [[[3.0, 4.0]]] * 4)
+    torch.testing.assert_close(results, [[[1.5, 2.0]], [[2.25, 3.0]], [[2.625, 3.5]], [[2.8125, 3.75]]])
+    results, _ = outputs(NormalizeByEMA(), [[[3.0, 4.0]]] * 4)
+    expected = [[[0.03, 0.04]], [[0.045, 0.06]], [[0.0675, 0.09]], [[0.0968, 0.1291]]]
+    torch.testing.assert_close(results, expected, rtol=1e-3, atol=0)
+
+
+def test_normalize_is_the_clip_with_another_class_attribute():
+    assert issubclass(NormalizeByEMA, ClipNormByEMA)
+    assert (ClipNormByEMA.NORMALIZE, NormalizeByEMA.NORMALIZE) == (False, True)
+
+
+@given(runs(), st.booleans())
+def test_no_norm_is_ever_above_that_of_the_average(steps, tensorwise):
+    """But for rounding, which is a relative 1e-12 in float64."""
+    results, _ = outputs(ClipNormByEMA(0.5, tensorwise=tensorwise, max_ema_growth=None), steps)
+    emas = [torch.zeros(len(row), dtype=torch.float64) for row in steps[0]]
+    for rows, result in zip(steps, results, strict=True):
+        updates = [torch.tensor(row, dtype=torch.float64) for row in rows]
+        emas = [ema + 0.5 * (u - ema) for ema, u in zip(emas, updates, strict=True)]
+        units = (
+            zip(result, emas, strict=True) if tensorwise else [([x for row in result for x in row], torch.cat(emas))]
+        )
+        for out, ema in units:
+            limit = max(ema.norm().item(), 1e-6)
+            assert torch.tensor(out, dtype=torch.float64).norm().item() <= limit * (1 + 1e-12)
+
+
+@given(runs(), st.integers(-10, 10))
+def test_scaling_all_gradients_scales_all_updates(steps, exponent):
+    scale = 2.0**exponent
+    plain, _ = outputs(ClipNormByEMA(0.5, eps=0, max_ema_growth=None), steps)
+    scaled, _ = outputs(
+        ClipNormByEMA(0.5, eps=0, max_ema_growth=None), [[[x * scale for x in row] for row in rows] for rows in steps]
+    )
+    for a, b in zip(scaled, plain, strict=True):
+        for x, y in zip(a, b, strict=True):
+            torch.testing.assert_close(x, [v * scale for v in y], rtol=1e-12, atol=0)
+
+
+def test_one_spike_does_not_lift_the_limit_of_the_steps_after_it():
+    steps = [[[1.0]]] * 20 + [[[1e6]]] + [[[1.0]]] * 3 + [[[1e6]]]
+    results, _ = outputs(ClipNormByEMA(0.5), steps)
+    assert abs(results[20][0][0]) <= 1.6
+    assert abs(results[24][0][0]) <= 1.5**5
+    unlimited, _ = outputs(ClipNormByEMA(0.5, max_ema_growth=None), steps)
+    assert unlimited[20][0][0] > 1e5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("transform", [ClipNormByEMA, NormalizeByEMA, ClipValueByEMA])
+def test_averages_of_half_precision_do_not_stall(transform, dtype):
+    results, optimizer = outputs(transform(0.99), [[[1.0]]] * 600, dtype)
+    (state,) = optimizer.state.values()
+    ema = next(value for key, value in state.items() if key.endswith("/ema"))
+    assert ema.dtype == torch.float32
+    assert ema.item() == pytest.approx(1 - 0.99**600, rel=1e-4)
+    assert results[-1][0][0] == pytest.approx(1, rel=1e-2)
+
+
+def test_groups_may_differ_in_settings_unless_there_is_one_statistic():
+    first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    groups = [{"params": first}, {"params": second, "max_ema_growth": 2.0}]
+    Modular(groups, ClipNormByEMA())
+    with pytest.raises(ValueError, match=r"max_ema_growth must be the same in every param group .* got 1.5 and 2.0"):
+        Modular(groups, ClipNormByEMA(tensorwise=False))
+    optimizer = Modular([{"params": first}, {"params": second, "beta": 0.5}], ClipNormByEMA(tensorwise=False))
+    optimizer.param_groups[1]["eps"] = 1.0
+    first.grad, second.grad = torch.ones(1), torch.ones(1)
+    with pytest.raises(ValueError, match="eps must be the same in every param group"):
+        optimizer.step()
+    assert (first.item(), second.item()) == (0, 0)
+
+
+def test_a_group_with_one_more_statistic_is_not_added():
+    params = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = Modular(params[:1], ClipNormByEMA(tensorwise=False))
+    with pytest.raises(ValueError, match="eps must be the same"):
+        optimizer.add_param_group({"params": params[1:], "eps": 1.0})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_ema_tfm_makes_limits_of_a_copy():
+    transform = ClipValueByEMA(0.5, "update", ema_tfm=[Mul(-2.0), EMA(0.5)])
+    results, optimizer = outputs(transform, [[[1.0, -4.0]], [[9.0, 0.5]]])
+    # averages 1, 4 and 5, 2.25; doubled; averaged from 0: bounds 1, 4 and 5.5, 4.25
+    assert results == [[[1.0, -4.0]], [[5.5, 0.5]]]
+    (state,) = optimizer.state.values()
+    assert set(state) == {
+        "clip_value_by_ema/ema", "clip_value_by_ema/started", "clip_value_by_ema/ema_tfm/ema/average",
+    }  # fmt: skip
+    assert state["clip_value_by_ema/ema"].tolist() == [5.0, 2.25]
+    assert optimizer.param_groups[0]["other"] == -2.0
+    assert repr(transform) == "ClipValueByEMA(beta=0.5, ema_init='update', ema_tfm=[Mul(-2.0), EMA()])"
+
+
+def test_ema_tfm_has_settings_that_are_checked_and_differ_by_group():
+    first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    tfm = ClipNorm(1.0).set_param_groups([{"params": second, "max_norm": 0.5}])
+    optimizer = Modular([first, second], ClipValueByEMA(0.0, ema_tfm=tfm))
+    first.grad, second.grad = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0])
+    optimizer.step()
+    torch.testing.assert_close(first.data, torch.tensor([-0.6, -0.8]))
+    torch.testing.assert_close(second.data, torch.tensor([-0.3, -0.4]))
+    optimizer.param_groups[1]["max_norm"] = -1.0
+    with pytest.raises(ValueError, match="max_norm must be >= 0"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("target", ["grad", "closure", "params_direct"])
+def test_ema_tfm_cannot_act_on_something_else(target):
+    with pytest.raises(ValueError, match="ema_tfm acts on the average"):
+        ClipValueByEMA(ema_tfm=Mul(2.0, target=target))
+
+
+def test_metrics():
+    _, optimizer = outputs(ClipNormByEMA(0.5), [[[3.0, 4.0], [0.0]]])
+    metrics = {key: value.item() for key, value in optimizer.metrics().items()}
+    assert metrics == {"clip_norm_by_ema/norm": 5, "clip_norm_by_ema/factor": 0.75, "clip_norm_by_ema/clipped": 0.5}
+    _, optimizer = outputs(ClipValueByEMA(0.5), [[[3.0, 4.0], [0.0]]])
+    assert optimizer.metrics()["clip_value_by_ema/clipped"].item() == pytest.approx(2 / 3)
+
+
+def test_nothing_but_empty_tensors_is_no_error():
+    param = nn.Parameter(torch.zeros(0))
+    for transform in (ClipNormByEMA(), ClipNormByEMA(tensorwise=False), ClipValueByEMA()):
+        param.grad = torch.zeros(0)
+        Modular([param], transform).step()
+    assert param.numel() == 0

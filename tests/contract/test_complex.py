@@ -1,0 +1,81 @@
+"""Complex parameters, as torch's optimizers treat them."""
+
+import pytest
+import torch
+from contract.entries import ENTRIES
+from contract.training import gradients, parameters, train
+from torch import nn
+
+from torchzero_clip import SGD, Adam, AdamW, ClipNorm, ClipValue, ClipValueByEMA, ClipValueGrowth, Modular
+
+PAIRS = {
+    "Adam": (lambda: Adam(0.1), lambda p: torch.optim.Adam(p, 0.1)),
+    "Adam-amsgrad": (lambda: Adam(0.1, amsgrad=True), lambda p: torch.optim.Adam(p, 0.1, amsgrad=True)),
+    "AdamW": (lambda: AdamW(0.1), lambda p: torch.optim.AdamW(p, 0.1)),
+    "SGD": (lambda: SGD(0.1, 0.9), lambda p: torch.optim.SGD(p, 0.1, 0.9)),
+    "SGD-nesterov": (
+        lambda: SGD(0.1, 0.9, nesterov=True),
+        lambda p: torch.optim.SGD(p, 0.1, 0.9, nesterov=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_without_imaginary_parts_it_is_a_run_on_real_numbers(entry, dtype):
+    real = parameters(dtype.to_real())
+    params = [nn.Parameter(p.detach().to(dtype)) for p in real]
+    grads = gradients(real, 4)
+    train(Modular(real, entry.make()), real, grads)
+    optimizer = Modular(params, entry.make())
+    train(optimizer, params, [[g.to(dtype) for g in row] for row in grads])
+    tolerance = 1e-12 if dtype == torch.complex128 else 1e-5
+    for param, expected in zip(params, real, strict=True):
+        assert param.dtype == dtype
+        torch.testing.assert_close(param.detach(), expected.detach().to(dtype), rtol=tolerance, atol=tolerance)
+    for state in optimizer.state.values():
+        assert all(
+            not value.is_complex() or value.dtype in (dtype, torch.complex128) for value in state.values() if value.ndim
+        )
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_optimizers_equal_those_of_torch(name):
+    ours, theirs = PAIRS[name]
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(3, 2, generator=generator, dtype=torch.complex128)) for _ in range(2)]
+    other = [nn.Parameter(p.detach().clone()) for p in params]
+    optimizer, reference = Modular(params, ours()), theirs(other)
+    for _ in range(20):
+        row = [torch.randn(3, 2, generator=generator, dtype=torch.complex128) for _ in params]
+        train(optimizer, params, [row])
+        train(reference, other, [row])
+    for a, b in zip(params, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_moments_of_a_wider_dtype_keep_the_imaginary_part():
+    param, other = (nn.Parameter(torch.zeros(2, dtype=torch.complex64)) for _ in range(2))
+    optimizer, reference = Modular([param], Adam(0.1, state_dtype=torch.float64)), torch.optim.Adam([other], 0.1)
+    row = [torch.tensor([1 + 2j, -3 - 0.5j])]
+    train(optimizer, [param], [row] * 3)
+    train(reference, [other], [row] * 3)
+    assert optimizer.state[param]["adam/exp_avg"].dtype == torch.complex128
+    torch.testing.assert_close(param, other)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: ClipValue(0.5), lambda: ClipValueByEMA(0.5), lambda: ClipValueGrowth(), lambda: ClipNorm(0.5)]
+)
+def test_clipping_sees_pairs_of_real_numbers(make):
+    generator = torch.Generator().manual_seed(0)
+    param, pairs = nn.Parameter(torch.zeros(3, dtype=torch.complex128)), nn.Parameter(torch.zeros(3, 2).double())
+    optimizer, reference = Modular([param], make()), Modular([pairs], make())
+    for scale in (1.0, 0.1, 10.0):
+        row = torch.randn(3, generator=generator, dtype=torch.complex128) * scale
+        train(optimizer, [param], [[row]])
+        train(reference, [pairs], [[torch.view_as_real(row)]])
+    torch.testing.assert_close(torch.view_as_real(param.detach()), pairs.detach(), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        *({k: v for k, v in o.metrics().items() if "norm" not in k} for o in (optimizer, reference))
+    )

@@ -1,0 +1,100 @@
+"""What the in-place functions take and return: parameters in many forms, gradients of many layouts."""
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.functional.foreach import wide_dtype
+from torchzero_clip.functional.measure import Slicing
+from torchzero_clip.functional.shards import aligned
+from torchzero_clip.types import Tensors
+
+
+def listed(name: str, tensors: Tensors) -> list[Tensor]:
+    """One tensor or an iterable of them as a list."""
+    if not isinstance(tensors, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"{name} must be a tensor or an iterable of tensors, got {type(tensors).__name__}")
+    items = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    for i, item in enumerate(items):
+        if not isinstance(item, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            kind = type(item).__name__
+            raise TypeError(f"{name} must be a tensor or an iterable of tensors, got {kind} at index {i}")
+    return items
+
+
+def gradients(params: Tensors) -> list[Tensor]:
+    """The gradients of those parameters that have one; sums that were pending are carried out in ``.grad``."""
+    with_grad = [param for param in listed("params", params) if param.grad is not None]
+    for param in with_grad:
+        param.grad = aligned(param.grad, param)
+    return [param.grad for param in with_grad if param.grad is not None]
+
+
+@contextmanager
+def opened(
+    tensors: list[Tensor], values_suffice: Callable[[Tensor], bool], *, write: bool = True
+) -> Generator[list[Tensor]]:
+    """Dense tensors in place of sparse ones, which have the new values in the end.
+
+    Args:
+        tensors: Dense and sparse tensors; dense ones are passed on as they are.
+        values_suffice: Whether the values of a sparse tensor can stand for it. Otherwise a dense copy does, with all
+            the zeros that are not stored.
+        write: Whether the dense tensors will be written to.
+    """
+    opened_ = [_Opened(tensor, values_suffice) if tensor.layout != torch.strided else None for tensor in tensors]
+    yield [tensor if own is None else own.dense for tensor, own in zip(tensors, opened_, strict=True)]
+    for own in opened_:
+        if own is not None and write:
+            own.close()
+
+
+class _Opened:
+    """A sparse tensor as a dense one."""
+
+    def __init__(self, tensor: Tensor, values_suffice: Callable[[Tensor], bool]) -> None:
+        if tensor.layout != torch.sparse_coo:
+            raise TypeError(f"gradients must be dense, or sparse in the COO layout, got one of layout {tensor.layout}")
+        self._tensor = tensor
+        self._summed = tensor.coalesce()
+        values = self._summed.values()
+        self._has_values = values_suffice(values)
+        self.dense = values if self._has_values else tensor.to_dense()
+
+    def close(self) -> None:
+        """Write the new values to the tensor."""
+        if not self._has_values:
+            self._tensor.copy_(self.dense.to_sparse(self._tensor.sparse_dim()))
+        elif self._summed is not self._tensor:
+            self._tensor.copy_(self._summed)
+
+
+def values_tell_all(slicing: Slicing) -> Callable[[Tensor], bool]:
+    """Whether the stored values of a sparse tensor have its metric: slices are whole, and zeros do not count."""
+    metric, joint = slicing.metric, slicing.dim == "global"
+    whole = joint or (slicing.dim is None and not slicing.inverse_dims)
+    blind_to_zeros = metric.kind == "sum" or (metric.kind == "norm" and metric.p > 0)
+    return lambda values: whole and blind_to_zeros and (joint or values.numel() >= slicing.min_size)
+
+
+def as_reported(total: Tensor, grads: list[Tensor]) -> Tensor:
+    """A joint metric as the functions return it: float32, or wider if a gradient is."""
+    dtype = torch.float32
+    for grad in grads:
+        dtype = torch.promote_types(dtype, wide_dtype(grad.dtype).to_real())
+    largest = torch.finfo(dtype).max
+    return torch.where(total.isfinite(), total.clamp(max=largest), total).to(dtype)
+
+
+def check_finite(total: Tensor, grads: list[Tensor], opened: list[Tensor]) -> None:
+    """Raise if the joint metric of gradients is not finite."""
+    if total.isfinite():
+        return
+    pairs = enumerate(zip(grads, opened, strict=True))
+    bad = [f"{i} of shape {tuple(grad.shape)}" for i, (grad, dense) in pairs if not dense.isfinite().all()]
+    raise RuntimeError(
+        f"the norm of the gradients is {total}: not finite, so none was changed. Gradients with inf or NaN, by "
+        f"position among those that are not None: {', '.join(bad)}. Pass error_if_nonfinite=False to clip all the same"
+    )

@@ -1,0 +1,93 @@
+"""The two halves of a global clip: the norm of all gradients together, and clipping by a norm that is known."""
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.checks import boolean, non_negative
+from torchzero_clip.functional.clip import clip_by_
+from torchzero_clip.functional.gradients import as_reported, check_finite, gradients, listed, opened, values_tell_all
+from torchzero_clip.functional.measure import Slicing, measure
+from torchzero_clip.functional.metric import parse_ord
+from torchzero_clip.functional.shards import replicated
+from torchzero_clip.types import Ord, Tensors
+
+
+@torch.no_grad()
+def get_total_norm(tensors: Tensors, ord: Ord = 2, *, error_if_nonfinite: bool = False) -> Tensor:
+    """Return the norm of all tensors together, as of one vector.
+
+        ‖(t₁, t₂, …)‖
+
+    It is what `torch.nn.utils.get_total_norm` returns, and whole on every rank also for distributed tensors with empty
+    parts, for mixes with plain ones and for several meshes. A finite non-zero input never gives inf or 0.
+
+    Args:
+        tensors: A tensor or an iterable of tensors, for example gradients; of any dtypes and devices, sparse ones too.
+        ord: The metric, as in `clip_grad_norm_`.
+        error_if_nonfinite: Raise if the result is inf or NaN.
+
+    Returns:
+        A 0-d tensor on the device of the first tensor, of float32, or of float64 if one of the tensors is; 0 for no
+            tensors. A finite value beyond the range of float32 is reported as the largest float32.
+
+    Raises:
+        ValueError: For an unknown ``ord``.
+        TypeError: For an argument of the wrong type.
+        RuntimeError: If ``error_if_nonfinite`` and the norm is not finite; the message names the tensors.
+
+    Examples:
+        >>> get_total_norm([torch.tensor([3.0]), torch.tensor([0.0, 4.0])])
+        tensor(5.)
+    """
+    slicing = Slicing(parse_ord(ord), "global")
+    boolean("error_if_nonfinite", error_if_nonfinite)
+    given = listed("tensors", tensors)
+    with opened(given, values_tell_all(slicing), write=False) as dense:
+        total = measure(dense, slicing).total
+        if error_if_nonfinite:
+            check_finite(total, given, dense)
+    return as_reported(total, given)
+
+
+@torch.no_grad()
+def clip_grads_with_norm_(params: Tensors, max_norm: float, total_norm: Tensor | float) -> None:
+    """Scale all gradients by the factor that brings ``total_norm`` to at most ``max_norm``, in place.
+
+        g ← g · min(1, max_norm / total_norm)
+
+    With `get_total_norm` before it, it is ``clip_grad_norm_(params, max_norm, dim="global")`` in two steps, between
+    which the norm can be looked at, logged or combined with that of other processes. Unlike torch's it adds nothing to
+    the norm.
+
+    Args:
+        params: A tensor or an iterable of tensors. Those without a gradient are skipped; having none is no error.
+        max_norm: The limit.
+        total_norm: The norm of all gradients together: a tensor of one element, or a number >= 0.
+
+    Raises:
+        ValueError: For a negative or NaN limit, a negative norm, or a norm of more than one element.
+        TypeError: For an argument of the wrong type.
+
+    | norm | result |
+    | --- | --- |
+    | 0 | unchanged |
+    | inf | zeros; infinite elements become NaN |
+    | NaN | all NaN |
+
+    Examples:
+        >>> weight = torch.tensor([3.0, 4.0], requires_grad=True)
+        >>> (weight**2).sum().backward()
+        >>> norm = get_total_norm([weight.grad])
+        >>> clip_grads_with_norm_(weight, 1.0, norm)
+        >>> weight.grad
+        tensor([0.6000, 0.8000])
+    """
+    non_negative("max_norm", max_norm)
+    if not isinstance(total_norm, Tensor):
+        if total_norm == total_norm:  # NaN is a norm too
+            non_negative("total_norm", total_norm)
+        total_norm = torch.tensor(total_norm, dtype=torch.float64)
+    elif total_norm.numel() != 1:
+        raise ValueError(f"total_norm must have one element, got shape {tuple(total_norm.shape)}")
+    with opened(gradients(params), lambda values: True) as tensors:
+        clip_by_(tensors, max_norm, replicated(total_norm).reshape(()))
