@@ -14,7 +14,20 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from torchzero_clip import Adam, ClipNorm, ClipValue, Modular, WeightDecay
+from torchzero_clip import (
+    Adam,
+    Centralize,
+    ClipNorm,
+    ClipNormByEMA,
+    ClipNormGrowth,
+    ClipValue,
+    ClipValueByEMA,
+    ClipValueGrowth,
+    Modular,
+    Normalize,
+    Transform,
+    WeightDecay,
+)
 
 Shapes = list[tuple[int, ...]]
 
@@ -46,12 +59,22 @@ def torch_step(params: list[nn.Parameter], *, fused: bool) -> Callable[[], objec
     return step
 
 
+def ours(*transforms: Transform) -> Callable[[list[nn.Parameter]], Callable[[], object]]:
+    return lambda params: Modular(params, *transforms, Adam(), WeightDecay(0.01)).step
+
+
 STEPS: dict[str, Callable[[list[nn.Parameter]], Callable[[], object]]] = {
     "torch clip + AdamW(fused=True)": lambda p: torch_step(p, fused=True),
     "torch clip + AdamW(foreach=True)": lambda p: torch_step(p, fused=False),
-    'ClipNorm(1, dim="global"), AdamW': lambda p: Modular(p, ClipNorm(1, dim="global"), Adam(), WeightDecay(0.01)).step,
-    "ClipNorm(1), AdamW": lambda p: Modular(p, ClipNorm(1), Adam(), WeightDecay(0.01)).step,
-    "ClipValue(1e-3), AdamW": lambda p: Modular(p, ClipValue(1e-3), Adam(), WeightDecay(0.01)).step,
+    'ClipNorm(1, dim="global"), AdamW': ours(ClipNorm(1, dim="global")),
+    "ClipNorm(1), AdamW": ours(ClipNorm(1)),
+    "ClipValue(1e-3), AdamW": ours(ClipValue(1e-3)),
+    "Normalize(), AdamW": ours(Normalize()),
+    "Centralize(), AdamW": ours(Centralize()),
+    "ClipNormByEMA(), AdamW": ours(ClipNormByEMA()),
+    "ClipNormGrowth(), AdamW": ours(ClipNormGrowth()),
+    "ClipValueByEMA(), AdamW": ours(ClipValueByEMA()),
+    "ClipValueGrowth(), AdamW": ours(ClipValueGrowth()),
 }
 
 

@@ -1,39 +1,111 @@
 """Draws the pictures of the documentation: ``python docs/plots.py``."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from torch import nn
+from torch import Tensor, nn
 
-from torchzero_clip import ClipNorm, ClipValue, Modular, Transform
+from torchzero_clip import (
+    Centralize,
+    ClipNorm,
+    ClipNormByEMA,
+    ClipNormGrowth,
+    ClipValue,
+    ClipValueByEMA,
+    ClipValueGrowth,
+    Modular,
+    Normalize,
+    NormalizeByEMA,
+    Transform,
+)
 
 IMAGES = Path(__file__).parent / "img"
+GREY: dict[str, Any] = {"color": "0.75", "linestyle": "--", "linewidth": 1}
 
 
-def applied(transform: Transform, values: torch.Tensor) -> torch.Tensor:
-    """What the transform makes of each value, as the gradient of a parameter of its own."""
-    params = [nn.Parameter(torch.zeros(1)) for _ in values]
-    for param, value in zip(params, values, strict=True):
-        param.grad = value.reshape(1).clone()
-    Modular(params, transform).step()
-    return torch.stack([-param.detach() for param in params]).flatten()
+def applied(transform: Transform, steps: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """What the transform makes of the gradients of each step."""
+    params = [nn.Parameter(torch.zeros_like(gradient)) for gradient in steps[0]]
+    optimizer = Modular(params, transform)
+    results: list[list[Tensor]] = []
+    for gradients in steps:
+        for param, gradient in zip(params, gradients, strict=True):
+            param.data = torch.zeros_like(gradient)
+            param.grad = gradient.clone()
+        optimizer.step()
+        results.append([-param.detach() for param in params])
+    return results
 
 
-def draw(name: str, transform: Transform, values: torch.Tensor, what: str) -> None:
+def draw_curve(name: str, transform: Transform, values: Tensor, what: str) -> None:
+    """What becomes of tensors of one element each."""
+    (after,) = applied(transform, [[value.reshape(1) for value in values]])
     figure = Figure(figsize=(4.5, 3), layout="constrained")
     axes = figure.subplots()
-    axes.plot(values, values, color="0.75", linestyle="--", linewidth=1, label="unchanged")
-    axes.plot(values, applied(transform, values), label=repr(transform))
+    axes.plot(values, values, label="unchanged", **GREY)
+    axes.plot(values, torch.cat(after), label=repr(transform))
     axes.set_xlabel(f"{what} before")
     axes.set_ylabel(f"{what} after")
     axes.legend()
     figure.savefig(IMAGES / name, dpi=110)
 
 
+def draw_run(name: str, transforms: Sequence[Transform], steps: Sequence[Tensor], what: str) -> None:
+    """The norms of one tensor over a run."""
+    figure = Figure(figsize=(6.5, 3), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([gradient.norm().item() for gradient in steps], label="before", **GREY)
+    for transform in transforms:
+        after = applied(transform, [[gradient] for gradient in steps])
+        axes.plot([update.norm().item() for (update,) in after], label=repr(transform))
+    axes.set_yscale("log")
+    axes.set_xlabel("step")
+    axes.set_ylabel(what)
+    figure.legend(loc="outside upper center", ncols=3)
+    figure.savefig(IMAGES / name, dpi=110)
+
+
+def draw_centralize(name: str) -> None:
+    """The elements of two rows, before and after."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(2, 12, generator=generator) * 0.5 + torch.tensor([[1.5], [-1.0]])
+    ((after,),) = applied(Centralize(dim=0, inverse_dims=True), [[rows]])
+    figure = Figure(figsize=(6.5, 3), layout="constrained")
+    axes = figure.subplots()
+    for i, color in enumerate(("tab:blue", "tab:orange")):
+        axes.plot(rows[i], "o", color=color, alpha=0.3, label=f"row {i} before")
+        axes.plot(after[i], "o", color=color, label=f"row {i} after")
+    axes.axhline(0, **GREY)
+    axes.set_xlabel("element")
+    figure.legend(loc="outside upper center", ncols=4)
+    figure.savefig(IMAGES / name, dpi=110)
+
+
+def gradients(size: int, spikes: dict[int, float], steps: int = 60) -> list[Tensor]:
+    """Random gradients around one direction, of norm about 1, that slowly fall; some are much larger."""
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.ones(size) / size**0.5
+    noise = [torch.randn(size, generator=generator) / size**0.5 * 0.5 for _ in range(steps)]
+    return [(direction + noise[k]) * 0.98**k * spikes.get(k, 1.0) for k in range(steps)]
+
+
 def main() -> None:
-    draw("clip_norm.png", ClipNorm(1), torch.linspace(0, 3, 61), "norm")
-    draw("clip_value.png", ClipValue(1), torch.linspace(-3, 3, 121), "element")
+    draw_curve("clip_norm.png", ClipNorm(1), torch.linspace(0, 3, 61), "norm")
+    draw_curve("clip_value.png", ClipValue(1), torch.linspace(-3, 3, 121), "element")
+    draw_curve("normalize.png", Normalize(1), torch.linspace(0, 3, 61), "norm")
+    draw_centralize("centralize.png")
+
+    run = gradients(50, {20: 30.0, 45: 30.0})
+    draw_run("clip_norm_by_ema.png", [ClipNormByEMA(0.9), ClipNormByEMA(0.9, ema_init="update")], run, "norm")
+    draw_run("normalize_by_ema.png", [NormalizeByEMA(0.9, ema_init="update")], run, "norm")
+    draw_run("clip_norm_growth.png", [ClipNormGrowth(), ClipNormGrowth(mul=1.05)], run, "norm")
+
+    element = gradients(1, {20: 30.0, 45: 30.0})
+    draw_run("clip_value_by_ema.png", [ClipValueByEMA(0.9, "update")], element, "magnitude of one element")
+    draw_run("clip_value_growth.png", [ClipValueGrowth()], element, "magnitude of one element")
 
 
 if __name__ == "__main__":

@@ -230,8 +230,8 @@ class ClipValueByEMA(Composite):
         ema ← ema + (1 - beta) · (|u| - ema)        (first ema = 0, or |u| with ema_init="update")
         u   ← min(max(u, -ema), ema)
 
-    Each element has a limit of its own, which the current update is part of. On steady gradients of changing size about
-    half of the elements are clipped at each step; an ``ema_tfm`` that multiplies the average leaves room for that.
+    Each element has a limit of its own, which the current update is part of. Of steady random gradients about two
+    elements in five are above their average; an ``ema_tfm`` that multiplies the average leaves room for them.
 
     **Guarantees.** The average is fed what comes in, not what the clip lets through. A non-finite gradient leaves the
     average of its tensor as it was, and its update passes unchanged. The average starts at the first gradient that is
