@@ -12,7 +12,7 @@ from torchzero_clip.clipping.normalize import Normalize as Normalize
 from torchzero_clip.core.chain import Chain as Chain
 from torchzero_clip.core.learning_rate import LR as LR
 from torchzero_clip.core.modular import Modular as Modular
-from torchzero_clip.core.transform import TensorwiseTransform as TensorwiseTransform
+from torchzero_clip.core.tensorwise import TensorwiseTransform as TensorwiseTransform
 from torchzero_clip.core.transform import Transform as Transform
 from torchzero_clip.functional.grads import centralize_grads_ as centralize_grads_
 from torchzero_clip.functional.grads import clip_grad_norm_ as clip_grad_norm_

@@ -109,3 +109,12 @@ def test_a_closure_transform_changes_what_enters_the_chain():
     optimizer.step(closure)
     assert optimizer.state[param]["clip_norm_growth/started"] == 1
     assert optimizer.state[param]["clip_norm_growth/prev"].item() == pytest.approx(1.25**0.5)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_transforms_hold_no_tensors_after_a_step(entry):
+    params = parameters()
+    optimizer = Modular(params, entry.make())
+    before = {name: set(vars(t)) for name, t in optimizer.transforms.items()}
+    train(optimizer, params, gradients(params, 2))
+    assert {name: set(vars(t)) for name, t in optimizer.transforms.items()} == before

@@ -8,7 +8,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import at_least_one, boolean, non_negative, optional, positive
-from torchzero_clip.core.transform import TensorwiseTransform, Transform, same_in_all_groups
+from torchzero_clip.core.tensorwise import TensorwiseTransform
+from torchzero_clip.core.transform import Transform, same_in_all_groups
 from torchzero_clip.core.units import Units, numbers
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.foreach import reals, wide_dtype

@@ -1,18 +1,17 @@
-"""The base classes of transforms."""
+"""The base class of transforms."""
 
 import inspect
 import operator
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, ClassVar, Self, final
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
 from torchzero_clip.checks import Check, one_of, plain, setting_name
-from torchzero_clip.core.entering import Entering, Flags
+from torchzero_clip.core.entering import Entering
 from torchzero_clip.core.target import TARGETS
-from torchzero_clip.functional.measure import share
 from torchzero_clip.functional.stretches import stretches
 from torchzero_clip.types import Setting, State, Target
 
@@ -209,82 +208,6 @@ class Transform(ABC):
                 yield repr(value)
             elif value is not parameter.default and value != parameter.default:
                 yield f"{name}={value!r}"
-
-
-class TensorwiseTransform(Transform):
-    """A transform that treats each tensor on its own: subclasses implement `apply_tensor`.
-
-    Args:
-        defaults: As in `Transform`.
-        target: As in `Transform`.
-        name: As in `Transform`.
-
-    Examples:
-        A whole transform. Its setting is validated, may differ by param group, can be scheduled, and is part of
-        checkpoints; `rms` is safe from overflow and right under FSDP2.
-
-        >>> import torch
-        >>> from torchzero_clip import Modular, TensorwiseTransform, rms
-        >>> from torchzero_clip.checks import positive
-        >>> class ClipRMS(TensorwiseTransform):
-        ...     checks = {"max_rms": positive}
-        ...     def __init__(self, max_rms: float, *, target="update") -> None:
-        ...         super().__init__({"max_rms": max_rms}, target=target)
-        ...     def apply_tensor(self, tensor, param, grad, loss, state, setting):
-        ...         return tensor.mul_((setting["max_rms"] / rms(tensor)).clamp(max=1.0))
-        >>> weight = torch.nn.Parameter(torch.zeros(2))
-        >>> optimizer = Modular([weight], ClipRMS(0.5))
-        >>> weight.grad = torch.tensor([3.0, 3.0])
-        >>> optimizer.step()
-        >>> weight.data
-        tensor([-0.5000, -0.5000])
-        >>> ClipRMS(-1.0)
-        Traceback (most recent call last):
-        ...
-        ValueError: max_rms must be > 0, got -1.0
-    """
-
-    flags: Flags
-    """What the gradient of this tensor was before any transform; set while `apply_tensor` runs, if it
-    `keeps_statistics`."""
-
-    changed: list[Tensor]
-    """`apply_tensor` may append how many elements of the local part it changed; `Modular.metrics` shows the share."""
-
-    @abstractmethod
-    def apply_tensor(
-        self,
-        tensor: Tensor,
-        param: Tensor,
-        grad: Tensor,
-        loss: Tensor | float | None,
-        state: State,
-        setting: Setting,
-    ) -> Tensor:
-        """Return the new tensor; ``tensor`` may be modified in place. The arguments are as in `apply_tensors`."""
-
-    @final
-    def apply_tensors(
-        self,
-        tensors: list[Tensor],
-        params: list[Tensor],
-        grads: list[Tensor],
-        loss: Tensor | float | None,
-        states: Sequence[State],
-        settings: Sequence[Setting],
-    ) -> Sequence[Tensor]:
-        """Apply `apply_tensor` to every tensor."""
-        self.changed = []
-        flags = self.entering.flags() if self.keeps_statistics else None
-        updates: list[Tensor] = []
-        for i, row in enumerate(zip(tensors, params, grads, states, settings, strict=True)):
-            tensor, param, grad, state, setting = row
-            if flags is not None:
-                self.flags = flags.of(i, tensor.device)
-            updates.append(self.apply_tensor(tensor, param, grad, loss, state, setting))
-        if self.changed:
-            self.metrics["clipped"] = share(tensors, self.changed)
-        return updates
 
 
 def same_in_all_groups(transform: Transform, groups: Sequence[Setting], keys: Iterable[str]) -> None:
