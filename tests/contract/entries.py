@@ -91,6 +91,10 @@ class TrackJointNorm(Transform):
         return [tensor.div_(self.global_state["unit"] + average) for tensor in tensors]
 
 
+def is_matrix(param):
+    return param.ndim >= 2
+
+
 @dataclass(frozen=True)
 class Entry:
     name: str
@@ -166,6 +170,20 @@ ENTRIES = [
     Entry("WeightDecay+ClipNormByEMA", lambda: [WeightDecay(0.1), ClipNormByEMA(0.5), SGD(0.1, 0.5)]),
     Entry("unit chain of statistics", lambda: Chain(ClipNormGrowth(), ClipValueGrowth(), target="update_difference")),
     Entry("target grad statistics", lambda: [ClipNormByEMA(0.5, target="grad"), SGD(0.1, 0.5)]),
+    Entry(
+        "scopes",
+        lambda: [
+            ClipNorm(0.5, dim="global").only(is_matrix),
+            ClipNormGrowth().without(is_matrix),
+            SGD(momentum=0.5).only(is_matrix),
+            Adam().without(is_matrix),
+            LR(0.1),
+        ],
+        joint=True,
+    ),
+    Entry(
+        "scoped unit", lambda: [Chain(ClipNormByEMA(0.5), ClipValue(0.1), target="grad").only(is_matrix), SGD(0.1, 0.5)]
+    ),
     Entry("unit chain", lambda: Chain(ClipRMS(0.2), SGD(momentum=0.5), target="update_difference")),
     Entry("target grad", lambda: [Mul(2.0), ClipNorm(0.5, target="grad"), SGD(0.1, 0.5)]),
     Entry("target params", lambda: [Adam(0.1), ClipNorm(0.5, target="params_direct")]),

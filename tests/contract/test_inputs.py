@@ -2,17 +2,19 @@
 
 import pytest
 import torch
-from contract.entries import ENTRIES
+from contract.entries import ENTRIES, is_matrix
 from contract.training import assert_equal, gradients, parameters, train, values
 from torch import nn
 
-from torchzero_clip import ClipNorm, ClipNormByEMA, Modular
+from torchzero_clip import Chain, ClipNorm, ClipNormByEMA, ClipValue, Modular
 
 MANY_SHAPES = [(), (3,), (1,), (0,), (4, 3), (0, 2), (2, 3, 2), (2, 3, 2, 2), (2, 1, 2, 1, 3)]
 CLIPS_BEFORE_OPTIMIZERS = {
     "ClipNorm+AdamW": ClipNorm(0.5, dim="global", target="grad"),
     "Adam+two clips": ClipNorm(0.5, target="grad"),
     "target grad": ClipNorm(0.5, target="grad"),
+    "scopes": ClipNorm(0.5, dim="global", target="grad").only(is_matrix),
+    "scoped unit": Chain(ClipNormByEMA(0.5), ClipValue(0.1), target="grad").only(is_matrix),
     "target grad statistics": ClipNormByEMA(0.5, target="grad"),
 }
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}

@@ -319,9 +319,8 @@ class ClipValueByEMA(Composite):
         usable = [self._follow(*row, flags.of(i, row[0].device)) for i, row in rows]
         bounds = averages
         if self.transforms:
-            step = Step(params, grads, loss, self.entering, keep_grads=True)
-            transform = self.bind("ema_tfm", step, states, settings, self.global_state, self.metrics)
-            bounds = transform(foreach.clone(averages))
+            context = (grads, states, settings, loss, self.entering, self.global_state, self.metrics)
+            bounds = self.bind("ema_tfm", Step(self.members, *context))(foreach.clone(averages))
         counts = [_clip_(*row) for row in zip(tensors, bounds, usable, strict=True)]
         self.metrics["clipped"] = share(tensors, counts)
         return tensors

@@ -1,13 +1,16 @@
 """A transform made of transforms."""
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeAlias
 
 from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.core.composite import Composite
-from torchzero_clip.core.target import TARGETS, Step
+from torchzero_clip.core.entering import Entering
+from torchzero_clip.core.scope import Scope
+from torchzero_clip.core.target import TARGETS, Action, Step, change_gradients
 from torchzero_clip.core.transform import Transform, override_groups
 from torchzero_clip.types import Setting, State, Target
 
@@ -78,35 +81,56 @@ class Chain(Composite):
         settings: Sequence[Setting],
     ) -> Sequence[Tensor]:
         """Apply all transforms in turn."""
-        step = Step(params, grads, loss, self.entering, keep_grads=True, made=tensors)
-        self.run(step, states, settings, self.global_state, self.metrics)
+        step = Step(
+            self.members,
+            grads,
+            states,
+            settings,
+            loss,
+            self.entering,
+            self.global_state,
+            self.metrics,
+            keep_grads=True,
+            made=tensors,
+        )
+        self.run(step)
         return step.updates(writable=True)
 
-    def run(
-        self,
-        step: Step,
-        states: Sequence[State],
-        settings: Sequence[Setting],
-        global_state: State,
-        metrics: MutableMapping[str, Tensor],
-    ) -> None:
+    def run(self, step: Step) -> None:
         """Take one step down the chain."""
         transforms = list(self.transforms.values())
         for i, (name, transform) in enumerate(self.transforms.items()):
-            if self.keeps_statistics and not (transform.keeps_statistics and transform.sees_gradients()):
+            if self.keeps_statistics and not (transform.keeps_statistics and transform.sees_all_gradients()):
                 step.entering.settle()
-            apply = self.bind(name, step, states, settings, global_state, metrics)
             if transform.changes_grads() and step.made is not None:
                 step.updates(writable=True)  # what an earlier transform made stays as it is
             saves_a_copy = transform.scaling and not step.keep_grads and _reader_is_next(transforms[i + 1 :])
-            on_grads = transform.pure or saves_a_copy
-            TARGETS[transform.target](step, apply, on_grads)
+            self._act(name, TARGETS[transform.target], step, transform.pure or saves_a_copy)
             if self.keeps_statistics:
                 step.entering.settle()
 
+    def run_on_closure(self, step: Step) -> None:
+        """Apply the transforms with ``target="closure"`` to the gradients that the closure left."""
+        for name, transform in self.transforms.items():
+            if transform.target == "closure":
+                if transform.keeps_statistics:
+                    step.entering.flags()
+                self._act(name, change_gradients, step, False)
+                step.entering = Entering(step.grads)
+
+    def _act(self, name: str, act: Action, step: Step, on_grads: bool) -> None:
+        """Let one transform act on the parameters in its scope."""
+        scope = self.transforms[name].scope
+        if not scope.conditions:
+            act(step, self.bind(name, step), on_grads)
+        elif indices := scope.indices(step.members):
+            part = step.part(indices)
+            act(part, self.bind(name, part), on_grads)
+            step.take(part, indices)
+
     def __repr__(self) -> str:
         target = [] if self.target == "update" else [f"target={self.target!r}"]
-        return f"Chain({', '.join([*map(repr, self.transforms.values()), *target])})"
+        return f"Chain({', '.join([*map(repr, self.transforms.values()), *target])}){self.scope}"
 
 
 def _reader_is_next(rest: Sequence[Transform]) -> bool:
@@ -119,7 +143,7 @@ def flatten(transforms: Iterable[Transforms]) -> Iterator[Transform]:
     """The transforms of nested lists and plain chains, in order."""
     for item in transforms:
         if isinstance(item, Chain) and item.target == "update":
-            yield from item.transforms.values()
+            yield from (_within(item.scope, transform) for transform in item.transforms.values())
         elif isinstance(item, Transform):
             yield item
         elif isinstance(item, list | tuple):
@@ -128,6 +152,15 @@ def flatten(transforms: Iterable[Transforms]) -> Iterator[Transform]:
             raise TypeError(f"a chain takes transforms, got the class {item.__name__}: write {item.__name__}(...)")
         else:
             raise TypeError(f"a chain takes transforms and lists of them, got {type(item).__name__}")
+
+
+def _within(scope: Scope, transform: Transform) -> Transform:
+    """The transform, limited to the scope of the chain that it was written in."""
+    if not scope.conditions:
+        return transform
+    limited = copy.copy(transform)
+    limited.scope = transform.scope.within(scope)
+    return limited
 
 
 def named_uniquely(transforms: Iterable[Transform]) -> dict[str, Transform]:

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.namespace import GroupSettings
+from torchzero_clip.core.scope import Member, members
 
 Group = dict[str, Any]
 
@@ -33,14 +34,14 @@ def fitted(
         _check_value(f"the state {key!r} of the chain", merged[0][key], expected)
 
     state = state_dict["state"]
-    params = [p for group in groups for p in group["params"]]
+    known = [member for member, _ in members(groups)]
     settings = [GroupSettings(saved, stored_as) for saved in merged for _ in saved["params"]]
     ids = [i for saved in saved_groups for i in saved["params"]]
     if strangers := [i for i in state if i not in set(ids)]:
         raise ValueError(f"the checkpoint has state for parameters that none of its param groups lists: {strangers}")
-    for i, param, setting in zip(ids, params, settings, strict=True):
+    for i, member, setting in zip(ids, known, settings, strict=True):
         if i in state:
-            _check_state(i, state[i], chain, param, setting)
+            _check_state(i, state[i], chain, member, setting)
     for saved in saved_groups:
         _check_keys(saved, {*stored_as.values(), *own})
     return {**state_dict, "state": state, "param_groups": merged}
@@ -81,10 +82,12 @@ def _check_keys(saved: Group, known: set[str]) -> None:
         )
 
 
-def _check_state(number: Any, saved: Any, chain: Chain, param: Tensor, setting: GroupSettings) -> None:
+def _check_state(number: Any, saved: Any, chain: Chain, member: Member, setting: GroupSettings) -> None:
     if not isinstance(saved, Mapping):
         raise ValueError(f"the state of parameter {number} is a dict, got {type(saved).__name__}")
-    expected = chain.init_state(param, setting)
+    out = tuple(chain.out_of_scope(member))
+    whole = chain.init_state(member.param, setting)
+    expected = {key: value for key, value in whole.items() if not key.startswith(out)}
     optional = tuple(chain.optional_state())
     missing = [key for key in expected if key not in saved and not key.startswith(optional)] if saved else []
     extra = [key for key in saved if key not in expected]

@@ -1,6 +1,6 @@
 """Transforms that are made of transforms."""
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -8,9 +8,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.core.namespace import Namespace
+from torchzero_clip.core.scope import Member, Scope
 from torchzero_clip.core.target import Step
 from torchzero_clip.core.transform import Transform
-from torchzero_clip.types import Setting, State, Target
+from torchzero_clip.types import Setting, Target
 
 
 class Composite(Transform):
@@ -57,6 +58,20 @@ class Composite(Transform):
         return [f"{name}/{prefix}" for name, t in self.transforms.items() for prefix in t.optional_state()]
 
     @override
+    def scopes(self) -> Iterator[tuple[Transform, Scope]]:
+        yield from super().scopes()
+        for transform in self.transforms.values():
+            yield from transform.scopes()
+
+    @override
+    def out_of_scope(self, member: Member) -> list[str]:
+        out: list[str] = []
+        for name, transform in self.transforms.items():
+            inner = transform.out_of_scope(member) if transform.scope.has(member) else [""]
+            out += [f"{name}/{prefix}" for prefix in inner]
+        return out
+
+    @override
     def all_overrides(self) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:
         yield from super().all_overrides()
         for name, transform in self.transforms.items():
@@ -77,21 +92,17 @@ class Composite(Transform):
         """Return the global states of all transforms, under their names."""
         return {f"{n}/{key}": v for n, t in self.transforms.items() for key, v in t.init_global_state().items()}
 
-    def bind(
-        self,
-        name: str,
-        step: Step,
-        states: Sequence[State],
-        settings: Sequence[Setting],
-        global_state: State,
-        metrics: MutableMapping[str, Tensor],
-    ) -> partial[list[Tensor]]:
+    def bind(self, name: str, step: Step) -> partial[list[Tensor]]:
         """One of the transforms as a function of the tensors alone."""
-        transform = self.transforms[name]
-        own_settings = _views(settings, name)
-        own_states = [Namespace(state, name) for state in states]
+        states = [Namespace(state, name) for state in step.states]
         return partial(
-            _apply, transform, step, own_states, own_settings, Namespace(global_state, name), Namespace(metrics, name)
+            _apply,
+            self.transforms[name],
+            step,
+            states,
+            _views(step.settings, name),
+            Namespace(step.global_state, name),
+            Namespace(step.metrics, name),
         )
 
 
@@ -108,11 +119,12 @@ def _apply(
         for param, state, setting in zip(step.params, states, settings, strict=True):
             if not state:
                 state.update(transform.init_state(param, setting))
-    transform.global_state, transform.metrics, transform.entering = global_state, metrics, step.entering
+    transform.global_state, transform.metrics = global_state, metrics
+    transform.members, transform.entering = step.members, step.entering
     try:
         result = list(transform.apply_tensors(tensors, step.params, step.grads, step.loss, states, settings))
     finally:
-        del transform.global_state, transform.metrics, transform.entering
+        del transform.global_state, transform.metrics, transform.members, transform.entering
     _check_result(transform, result, tensors, states)
     return result
 

@@ -21,6 +21,10 @@ class Flags(NamedTuple):
         """The answers about all gradients as one."""
         return Flags(self.finite.all(), self.nonzero.any())
 
+    def some(self, indices: Sequence[int]) -> "Flags":
+        """The answers about some of the gradients."""
+        return Flags(*(torch.stack([flag.select(0, i) for i in indices]) for flag in self))
+
     def of(self, index: int, device: torch.device) -> "Flags":
         """The answers about one gradient, on its device."""
         return Flags(self.finite.select(0, index).to(device), self.nonzero.select(0, index).to(device))
@@ -51,6 +55,14 @@ class Entering:
                 norms = pack(p_norms([whole(grad) for grad in self._grads], 2.0))
             self._flags = Flags(norms.isfinite(), norms != 0)
         return self._flags
+
+    def part(self, indices: Sequence[int]) -> "Entering":
+        """The answers about some of the gradients, which have been given if anybody will ask for them."""
+        part = Entering([self._grads[i] for i in indices])
+        part._untouched = False
+        if self._flags is not None:
+            part._flags = self._flags.some(indices)
+        return part
 
     def settle(self) -> None:
         """Answer now, for what comes next may change the gradients, or is not given them."""

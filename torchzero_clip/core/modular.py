@@ -15,6 +15,7 @@ from torchzero_clip.core.entering import Entering
 from torchzero_clip.core.learning_rate import with_learning_rate
 from torchzero_clip.core.namespace import GroupSettings
 from torchzero_clip.core.param_groups import normalized, split_by_overrides, storage_keys
+from torchzero_clip.core.scope import Member, members
 from torchzero_clip.core.target import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
@@ -94,6 +95,8 @@ class Modular(Optimizer):
         if isinstance(params, nn.Module):
             params = list(params.named_parameters())
         super().__init__(params, defaults)
+        for transform, scope in self._chain.scopes():
+            scope.warn_of_idle_patterns(transform, [member for member, _ in members(self.param_groups)])
         self._global_keys = list(global_state := self._chain.init_global_state())
         self.param_groups[0].update(global_state)
         self._move_global_state()
@@ -152,40 +155,38 @@ class Modular(Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        params, states, groups = self._taking_part()
-        if params:
-            self._step(params, states, groups, loss)
+        taking_part, states, groups = self._taking_part()
+        if taking_part:
+            self._step(taking_part, states, groups, loss)
         return loss
 
-    def _taking_part(self) -> tuple[list[Tensor], list[State], list[dict[str, Any]]]:
+    def _taking_part(self) -> tuple[list[Member], list[State], list[dict[str, Any]]]:
         """The parameters that have a gradient, with the state and the group of each."""
-        pairs = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None and p.requires_grad]
-        for param, group in pairs:
-            if param.grad.layout != torch.strided:
-                raise RuntimeError(f"{_name(param, group)} has a sparse gradient, which Modular does not take")
+        rows = [row for row in members(self.param_groups) if _has_gradient(row[0].param)]
+        for member, group in rows:
+            if member.param.grad is not None and member.param.grad.layout != torch.strided:
+                raise RuntimeError(f"{_name(member, group)} has a sparse gradient, which Modular does not take")
         kept: Any = self.state
         fresh: dict[Tensor, State] = {}  # a parameter that is listed twice has one state
-        states: list[State] = [kept[p] if p in kept else fresh.setdefault(p, {}) for p, _ in pairs]
-        return [param for param, _ in pairs], states, [group for _, group in pairs]
+        states: list[State] = [kept[m.param] if m.param in kept else fresh.setdefault(m.param, {}) for m, _ in rows]
+        return [member for member, _ in rows], states, [group for _, group in rows]
 
-    def _step(self, params: list[Tensor], states: list[State], groups: list[dict[str, Any]], loss: Any) -> None:
+    def _step(self, taking_part: list[Member], states: list[State], groups: list[dict[str, Any]], loss: Any) -> None:
         """Send the gradients down the chain and subtract what comes out."""
+        params = [member.param for member in taking_part]
         for param in params:
             param.grad = aligned(param.grad, param)  # the same gradient, with pending sums carried out
         grads = [param.grad for param in params if param.grad is not None]
         keep_grads = self.keep_grads or self._chain.changes_grads()
-        step = Step(params, grads, loss, Entering(grads), self.maximize, keep_grads)
         views = {id(group): GroupSettings(group, self._stored_as) for group in self.param_groups}
         settings = [views[id(group)] for group in groups]
         self._move_global_state()
 
         self._metrics.clear()
-        context = (step, states, settings, self.param_groups[0], self._metrics)
-        for name, transform in self.transforms.items():
-            if transform.target == "closure":
-                foreach.copy_(grads, self._chain.bind(name, *context)(foreach.clone(grads)))
-                step.entering = Entering(grads)
-        self._chain.run(*context)
+        context = (grads, states, settings, loss, Entering(grads), self.param_groups[0], self._metrics)
+        step = Step(taking_part, *context, maximize=self.maximize, keep_grads=keep_grads)
+        self._chain.run_on_closure(step)
+        self._chain.run(step)
         foreach.subtract_(params, step.updates(writable=False))
         for param, state in zip(params, states, strict=True):
             if state:  # made in this step, or there before; a stateless chain leaves none
@@ -213,6 +214,8 @@ class Modular(Optimizer):
                 groups = [GroupSettings(g, self._stored_as) for g in (*self.param_groups, complete)]
                 self._chain.check_groups(groups)
                 super().add_param_group(complete)
+                for transform, scope in self._chain.scopes():
+                    scope.check(transform, [member for member, _ in members(self.param_groups[before:])])
         except Exception:
             del self.param_groups[before:]
             raise
@@ -299,7 +302,10 @@ class Modular(Optimizer):
         return rows if len(rows) == 1 else [f"[{', '.join(rows)}]"]
 
 
-def _name(param: Tensor, group: Mapping[str, Any]) -> str:
-    number = next(i for i, p in enumerate(group["params"]) if p is param)
-    names = group.get("param_names")
-    return names[number] if names else f"parameter {number} of its group, of shape {tuple(param.shape)},"
+def _has_gradient(param: Tensor) -> bool:
+    return param.grad is not None and param.requires_grad
+
+
+def _name(member: Member, group: Mapping[str, Any]) -> str:
+    number = next(i for i, p in enumerate(group["params"]) if p is member.param)
+    return member.name or f"parameter {number} of its group, of shape {tuple(member.param.shape)},"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchzero_clip.checks import Check, one_of, plain, setting_name
 from torchzero_clip.core.entering import Entering
+from torchzero_clip.core.scope import Member, Scope, Where
 from torchzero_clip.core.target import TARGETS
 from torchzero_clip.functional.stretches import stretches
 from torchzero_clip.types import Setting, State, Target
@@ -84,6 +85,9 @@ class Transform(ABC):
     metrics: MutableMapping[str, Tensor]
     """What `Modular.metrics` will show under this transform's name, 0-d tensors; set while `apply_tensors` runs."""
 
+    members: list[Member]
+    """The parameters with their names; set while `apply_tensors` runs."""
+
     entering: Entering
     """What the gradients were before any transform; set while `apply_tensors` runs."""
 
@@ -95,6 +99,7 @@ class Transform(ABC):
         self.target: Target = target
         self.name = name or snake_case(type(self).__name__)
         self.overrides: list[dict[str, Any]] = []
+        self.scope = Scope()
         self.check(self.defaults)
 
     def check(self, settings: Setting) -> None:
@@ -145,13 +150,69 @@ class Transform(ABC):
         self.overrides = overrides
         return self
 
+    def only(self, *where: Where, groups: str | Iterable[str] = ()) -> Self:
+        """Let this transform act on some parameters only; for the others it is as if it were not there.
+
+        Called again, it narrows the choice further.
+
+        Args:
+            *where: What is meant, any of these: names of parameters or of modules they are in, patterns for names such
+                as ``"*.bias"``, or functions of a parameter such as ``lambda p: p.ndim >= 2``. Names need a module or
+                named parameters in `Modular`.
+            groups: Also the parameters of the param groups whose ``"name"`` is one of these.
+
+        Returns:
+            The transform itself.
+
+        Raises:
+            ValueError: If nothing is given.
+            TypeError: If something is neither a string nor callable.
+
+        Examples:
+            >>> import torch
+            >>> from torchzero_clip import Adam, ClipNorm, Modular
+            >>> model = torch.nn.Sequential(torch.nn.Embedding(4, 2), torch.nn.Linear(2, 1))
+            >>> clip = ClipNorm(1.0, dim="global").only("1")  # the linear layer
+            >>> optimizer = Modular(model, clip, Adam())
+            >>> optimizer.transforms["clip_norm"]
+            ClipNorm(1.0, dim='global').only('1')
+        """
+        self.scope = self.scope.narrowed(True, where, groups)
+        return self
+
+    def without(self, *where: Where, groups: str | Iterable[str] = ()) -> Self:
+        """Let this transform act on all parameters but some.
+
+        Args:
+            *where: What is left out, as in `only`.
+            groups: Param groups that are left out, as in `only`.
+
+        Returns:
+            The transform itself.
+
+        Raises:
+            ValueError: If nothing is given.
+            TypeError: If something is neither a string nor callable.
+        """
+        self.scope = self.scope.narrowed(False, where, groups)
+        return self
+
+    def scopes(self) -> Iterator[tuple["Transform", Scope]]:
+        """The scopes that are limited, here and in the transforms of a chain."""
+        if self.scope.conditions:
+            yield self, self.scope
+
+    def out_of_scope(self, member: Member) -> list[str]:
+        """Prefixes of the state that a parameter does not have, because transforms in this one do not act on it."""
+        return []
+
     def changes_grads(self) -> bool:
         """Whether a step writes to ``.grad`` on purpose."""
         return self.target == "grad"
 
-    def sees_gradients(self) -> bool:
-        """Whether the first transform of a chain, if it is this one, is given the gradients."""
-        return self.target in ("update", "update_difference", "grad")
+    def sees_all_gradients(self) -> bool:
+        """Whether the first transform of a chain, if it is this one, is given the gradients of all parameters."""
+        return self.target in ("update", "update_difference", "grad") and not self.scope.conditions
 
     def optional_state(self) -> list[str]:
         """Prefixes of the state that a parameter may or may not have."""
@@ -198,7 +259,7 @@ class Transform(ABC):
         """
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(self._arguments())})"
+        return f"{type(self).__name__}({', '.join(self._arguments())}){self.scope}"
 
     def _arguments(self) -> Iterator[str]:
         """The constructor's arguments that are not its defaults, as they would be written."""

@@ -50,7 +50,7 @@ class Units:
             kept = dict(zip(measured.indices, measured.roots, strict=True))
             self.roots = pack([kept[i] for i in self.indices])
             if len(self.indices) < len(settings):
-                flags = Flags(*(torch.stack([flag.select(0, i) for i in self.indices]) for flag in flags))
+                flags = flags.some(self.indices)
         else:
             self.states = [joint]
             self.settings = list(settings[:1])

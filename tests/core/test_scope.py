@@ -1,0 +1,208 @@
+"""Transforms that act on some parameters only."""
+
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from torchzero_clip import LR, SGD, Adam, AdamW, Chain, ClipNorm, ClipNormGrowth, ClipValue, Modular, Normalize
+
+
+def model():
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))
+    return nn.ModuleDict({"body": body, "head": nn.Linear(2, 1)})
+
+
+def with_gradients(module):
+    for param in module.parameters():
+        param.grad = torch.ones_like(param)
+    return module
+
+
+def scaled(optimizer, module):
+    """The names of parameters that do not end at minus their gradient."""
+    with_gradients(module)
+    for param in module.parameters():
+        param.data.zero_()
+    optimizer.step()
+    return {name for name, param in module.named_parameters() if not torch.equal(param.data, -torch.ones_like(param))}
+
+
+BIASES = {"body.1.bias", "head.bias"}
+ALL = {"body.0.weight", "body.1.weight", "head.weight", *BIASES}
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (lambda t: t.only("*.bias"), BIASES),
+        (lambda t: t.only("head"), {"head.weight", "head.bias"}),
+        (lambda t: t.only("body.0", "head.bias"), {"body.0.weight", "head.bias"}),
+        (lambda t: t.only(lambda p: p.ndim >= 2), ALL - BIASES),
+        (lambda t: t.without("head"), ALL - {"head.weight", "head.bias"}),
+        (lambda t: t.without("*.bias", "body.0"), {"body.1.weight", "head.weight"}),
+        (lambda t: t.only("body").without(lambda p: p.ndim == 1), {"body.0.weight", "body.1.weight"}),
+        (lambda t: t.only("body").only("*.bias"), {"body.1.bias"}),
+    ],
+)
+def test_parameters_are_chosen_by_name_and_by_function(limit, expected):
+    module = model()
+    assert scaled(Modular(module, limit(Normalize(0.1))), module) == expected
+
+
+def test_parameters_are_chosen_by_group():
+    module = model()
+    groups = [
+        {"params": list(module["body"].parameters()), "name": "body"},
+        {"params": list(module["head"].parameters()), "name": "head"},
+    ]
+    assert scaled(Modular(groups, Normalize(0.1).only(groups="head")), module) == {"head.weight", "head.bias"}
+    expected = {"body.0.weight", "body.1.weight", "body.1.bias"}
+    assert scaled(Modular(groups, Normalize(0.1).without(groups=["head"])), module) == expected
+
+
+def test_a_joint_norm_leaves_out_what_is_out_of_scope():
+    first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, 1))
+    optimizer = Modular([first, second], ClipNorm(1, dim="global").without(lambda p: p.ndim == 2))
+    first.grad, second.grad = torch.tensor([3.0, 4.0]), torch.full((2, 1), 100.0)
+    optimizer.step()
+    torch.testing.assert_close(first.data, torch.tensor([-0.6, -0.8]))
+    assert second.flatten().tolist() == [-100, -100]
+    assert optimizer.metrics()["clip_norm/norm"].item() == 5
+
+
+def test_two_optimizers_share_the_parameters_and_one_checkpoint():
+    module, twin = model(), model()
+    split = [Adam().without(lambda p: p.ndim == 2), SGD(momentum=0.9).only(lambda p: p.ndim == 2), LR(0.1)]
+    optimizer = Modular(module, split)
+    adam = torch.optim.Adam([p for p in twin.parameters() if p.ndim != 2], 0.1)
+    sgd = torch.optim.SGD([p for p in twin.parameters() if p.ndim == 2], 0.1, 0.9)
+    for _ in range(3):
+        with_gradients(module), with_gradients(twin)
+        optimizer.step(), adam.step(), sgd.step()
+    for a, b in zip(module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    keys = {name: set(optimizer.state[p]) for name, p in module.named_parameters()}
+    assert keys["head.bias"] == {"adam/step", "adam/exp_avg", "adam/exp_avg_sq"}
+    assert keys["head.weight"] == {"sgd/momentum_buffer"}
+    Modular(module, split).load_state_dict(optimizer.state_dict())
+
+
+def test_state_of_a_transform_that_is_out_of_scope_does_not_load():
+    module = model()
+    saved = Modular(module, Adam())
+    with_gradients(module)
+    saved.step()
+    with pytest.raises(ValueError, match=r"extra: 'adam/step', 'adam/exp_avg', 'adam/exp_avg_sq'"):
+        Modular(module, Adam().only("head")).load_state_dict(saved.state_dict())
+    with pytest.raises(ValueError, match=r"missing: 'clip_norm_growth/prev'"):
+        Modular(module, ClipNormGrowth().only("head"), Adam()).load_state_dict(saved.state_dict())
+
+
+def test_lr_is_that_of_the_group():
+    module = model()
+    groups = [{"params": module["body"].parameters(), "lr": 0.5}, {"params": module["head"].parameters()}]
+    optimizer = Modular(groups, SGD(0.1).only(lambda p: p.ndim == 2))
+    with_gradients(module)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    optimizer.step()
+    steps = {name: (before[name] - p).flatten()[0].item() for name, p in module.named_parameters()}
+    assert steps["body.1.weight"] == pytest.approx(0.5)
+    assert steps["head.weight"] == pytest.approx(0.1)
+
+
+def test_a_plain_chain_hands_its_scope_to_its_transforms():
+    adamw = AdamW(0.1).only("head")
+    optimizer = Modular(model(), ClipNorm(1), adamw)
+    assert list(optimizer.transforms) == ["clip_norm", "adam", "weight_decay", "lr"]
+    assert repr(optimizer.transforms["adam"]) == "Adam(lr=0.1).only('head')"
+    Modular(model(), adamw)  # the chain itself is as it was
+    assert repr(next(iter(adamw.transforms.values()))) == "Adam(lr=0.1)"
+
+
+def test_a_chain_that_stays_a_unit_may_have_a_scope_inside_and_outside():
+    module = model()
+    unit = Chain(Normalize(0.1), ClipValue(0.01).only("*.bias"), target="grad").only("head")
+    optimizer = Modular(module, unit)
+    assert scaled(optimizer, module) == {"head.weight", "head.bias"}
+    assert module["head"].bias.item() == pytest.approx(-0.01)
+    assert module["head"].weight.norm().item() == pytest.approx(0.1)
+    assert repr(unit).endswith("target='grad').only('head')")
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("update", 9.75),
+        ("grad", 9.75),
+        ("params_direct", -0.75),
+        ("params_difference", 0.25),
+        ("update_difference", 9.25),
+    ],
+)
+def test_targets_keep_to_the_scope(target, expected):
+    first, second = nn.Parameter(torch.full((1,), 10.0)), nn.Parameter(torch.full((1,), 10.0))
+    first.grad, second.grad = torch.ones(1), torch.ones(1)
+    Modular([("first", first), ("second", second)], ClipValue(0.25, target=target).only("first")).step()
+    assert (first.item(), second.item()) == (expected, 9)
+
+
+def test_a_closure_transform_keeps_to_the_scope():
+    first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = Modular([("first", first), ("second", second)], ClipValue(0.5, target="closure").only("first"))
+
+    def closure():
+        first.grad, second.grad = torch.ones(1), torch.ones(1)
+
+    optimizer.step(closure)
+    assert (first.item(), second.item()) == (-0.5, -1)
+    assert (first.grad.item(), second.grad.item()) == (0.5, 1)
+
+
+def test_names_that_are_missing_are_an_error_and_patterns_that_match_nothing_a_warning():
+    module = model()
+    with pytest.raises(ValueError, match=r"ClipNorm\(1\)\.only\('head'\) chooses parameters by name, and these have"):
+        Modular(module.parameters(), ClipNorm(1).only("head"))
+    with pytest.warns(UserWarning, match=r"no parameter has a name that matches 'haed'"):
+        Modular(module, ClipNorm(1).only("haed", "body"))
+
+
+def test_groups_that_are_added_later_need_names_too():
+    module = model()
+    optimizer = Modular(module["body"].named_parameters(), ClipNorm(1).only("1"))
+    with pytest.raises(ValueError, match=r"with/without names|chooses parameters by name"):
+        optimizer.add_param_group({"params": list(module["head"].parameters())})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: ClipNorm(1).only(), ValueError, "needs at least one pattern"),
+        (lambda: ClipNorm(1).only(3), TypeError, "patterns for names and by functions of a parameter, got int"),
+        (lambda: ClipNorm(1).without(nn.Linear(1, 1).weight), TypeError, "got Parameter"),
+    ],
+)
+def test_bad_scopes(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_scopes_of_names_are_pickled():
+    module = model()
+    optimizer = Modular(module, ClipNorm(0.1).only("head"))
+    restored_module, restored = pickle.loads(pickle.dumps((module, optimizer)))
+    assert scaled(restored, restored_module) == {"head.weight", "head.bias"}
+
+
+def test_parameters_without_gradient_do_not_shift_the_scope():
+    module = with_gradients(model())
+    module["body"][0].weight.grad = None
+    for param in module.parameters():
+        param.data.zero_()
+    Modular(module, Normalize(0.1).only("head.weight")).step()
+    assert module["head"].weight.norm().item() == pytest.approx(0.1)
+    assert module["body"][1].weight.norm().item() == pytest.approx(math.sqrt(6))

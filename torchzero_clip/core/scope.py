@@ -1,0 +1,113 @@
+"""Which parameters a transform acts on."""
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+Where: TypeAlias = str | Callable[[Tensor], bool]
+"""A pattern for names of parameters, or a function that says of a parameter whether it is meant."""
+
+
+class Member(NamedTuple):
+    """A parameter, and what a scope may know it by."""
+
+    param: Tensor
+    name: str | None = None
+    group: str | None = None
+    """The ``"name"`` of its param group."""
+
+
+def members(groups: Iterable[dict[str, Any]]) -> list[tuple[Member, dict[str, Any]]]:
+    """All parameters of param groups, with what is known of them, and their groups."""
+    rows: list[tuple[Member, dict[str, Any]]] = []
+    for group in groups:
+        names = group.get("param_names") or [None] * len(group["params"])
+        rows += [(Member(p, name, group.get("name")), group) for p, name in zip(group["params"], names, strict=True)]
+    return rows
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Some parameters, to be kept or to be left out."""
+
+    keep: bool
+    where: tuple[Where, ...]
+    groups: tuple[str, ...]
+
+    def __str__(self) -> str:
+        given = [
+            repr(where) if isinstance(where, str) else getattr(where, "__name__", repr(where)) for where in self.where
+        ]
+        given += [f"groups={self.groups!r}"] if self.groups else []
+        return f".{'only' if self.keep else 'without'}({', '.join(given)})"
+
+    def holds(self, member: Member) -> bool:
+        """Whether the parameter passes."""
+        meant = member.group in self.groups or any(_matches(where, member) for where in self.where)
+        return meant == self.keep
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The parameters that pass all conditions; all parameters, if there are none."""
+
+    conditions: tuple[Condition, ...] = ()
+
+    def narrowed(self, keep: bool, where: Sequence[Any], groups: str | Iterable[str]) -> "Scope":
+        """The scope with one more condition."""
+        for item in where:
+            if not isinstance(item, str) and not callable(item):
+                kind = type(item).__name__
+                raise TypeError(f"a scope is given by patterns for names and by functions of a parameter, got {kind}")
+        named = (groups,) if isinstance(groups, str) else tuple(groups)
+        if not where and not named:
+            raise ValueError("a scope needs at least one pattern, function or group")
+        return Scope((*self.conditions, Condition(keep, tuple(where), named)))
+
+    def within(self, outer: "Scope") -> "Scope":
+        """The parameters that are in both scopes."""
+        return Scope((*outer.conditions, *self.conditions))
+
+    def indices(self, members: Sequence[Member]) -> list[int]:
+        """Which of the parameters are in the scope."""
+        return [i for i, member in enumerate(members) if self.has(member)]
+
+    def has(self, member: Member) -> bool:
+        """Whether the parameter is in the scope."""
+        return all(condition.holds(member) for condition in self.conditions)
+
+    def __str__(self) -> str:
+        return "".join(map(str, self.conditions))
+
+    def _patterns(self) -> list[str]:
+        return [where for condition in self.conditions for where in condition.where if isinstance(where, str)]
+
+    def check(self, owner: object, members: Sequence[Member]) -> None:
+        """Raise if the scope goes by names that parameters do not have."""
+        if self._patterns() and any(member.name is None for member in members):
+            raise ValueError(
+                f"{owner!r} chooses parameters by name, and these have none: give Modular the module, or "
+                "model.named_parameters()"
+            )
+
+    def warn_of_idle_patterns(self, owner: object, members: Sequence[Member]) -> None:
+        """Warn of patterns that no name matches; they may be mistyped, or wait for parameters that come later."""
+        names = [member.name for member in members if member.name is not None]
+        for pattern in self._patterns():
+            if not any(matches_name(pattern, name) for name in names):
+                warnings.warn(f"no parameter has a name that matches {pattern!r} of {owner!r}", stacklevel=4)
+
+
+def matches_name(pattern: str, name: str) -> bool:
+    """Whether a pattern is the name of a parameter, of a module it is in, or a wildcard for its name."""
+    return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
+
+
+def _matches(where: Where, member: Member) -> bool:
+    if isinstance(where, str):
+        return member.name is not None and matches_name(where, member.name)
+    return bool(where(member.param))
