@@ -3,6 +3,7 @@
 Comparisons are written so that NaN fails them. A check that transforms list in ``checks`` takes the name and the value.
 """
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
@@ -50,6 +51,13 @@ def non_negative(name: str, value: Any) -> None:
     number(name, value)
     if not value >= 0:
         raise ValueError(f"{name} must be >= 0, got {value}")
+
+
+def finite(name: str, value: Any) -> None:
+    """A number >= 0 that is not infinite."""
+    non_negative(name, value)
+    if value == math.inf:
+        raise ValueError(f"{name} must be finite, got {value}")
 
 
 def unit_interval(name: str, value: Any) -> None:

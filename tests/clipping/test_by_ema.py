@@ -11,7 +11,19 @@ from hypothesis import strategies as st
 from reference.statistics import NormByEMA, ValueByEMA
 from torch import nn
 
-from torchzero_clip import ClipNorm, ClipNormByEMA, ClipValueByEMA, Modular, NormalizeByEMA
+from torchzero_clip import (
+    LR,
+    SGD,
+    Chain,
+    ClipNorm,
+    ClipNormByEMA,
+    ClipNormGrowth,
+    ClipValueByEMA,
+    ClipValueGrowth,
+    Modular,
+    Normalize,
+    NormalizeByEMA,
+)
 
 BETAS = st.sampled_from([0.0, 0.5, 0.9, 0.99, 1.0])
 WITH_BAD = st.one_of(ELEMENTS, st.sampled_from([math.inf, -math.inf, math.nan]))
@@ -131,7 +143,7 @@ def test_ema_tfm_makes_limits_of_a_copy():
         "clip_value_by_ema/ema", "clip_value_by_ema/started", "clip_value_by_ema/ema_tfm/ema/average",
     }  # fmt: skip
     assert state["clip_value_by_ema/ema"].tolist() == [5.0, 2.25]
-    assert optimizer.param_groups[0]["other"] == -2.0
+    assert optimizer.param_groups[0]["clip_value_by_ema/ema_tfm/mul/other"] == -2.0
     assert repr(transform) == "ClipValueByEMA(beta=0.5, ema_init='update', ema_tfm=[Mul(-2.0), EMA()])"
 
 
@@ -143,15 +155,59 @@ def test_ema_tfm_has_settings_that_are_checked_and_differ_by_group():
     optimizer.step()
     torch.testing.assert_close(first.data, torch.tensor([-0.6, -0.8]))
     torch.testing.assert_close(second.data, torch.tensor([-0.3, -0.4]))
-    optimizer.param_groups[1]["max_norm"] = -1.0
+    key = "clip_value_by_ema/ema_tfm/clip_norm/max_norm"
+    assert [group[key] for group in optimizer.param_groups] == [1.0, 0.5]
+    optimizer.param_groups[1][key] = -1.0
     with pytest.raises(ValueError, match="max_norm must be >= 0"):
         optimizer.step()
 
 
-@pytest.mark.parametrize("target", ["grad", "closure", "params_direct"])
+@pytest.mark.parametrize("target", ["grad", "params_direct"])
 def test_ema_tfm_cannot_act_on_something_else(target):
-    with pytest.raises(ValueError, match="ema_tfm acts on the average"):
-        ClipValueByEMA(ema_tfm=Mul(2.0, target=target))
+    for tfm in (Mul(2.0, target=target), Chain(Mul(2.0, target=target), target="update_difference")):
+        with pytest.raises(ValueError, match="ema_tfm acts on the average"):
+            ClipValueByEMA(ema_tfm=tfm)
+
+
+@pytest.mark.parametrize("tfm", [LR(2.0), SGD(0.5), Chain(LR(2.0), target="update_difference")])
+def test_ema_tfm_has_no_learning_rate(tfm):
+    with pytest.raises(ValueError, match="ema_tfm has no learning rate, which is the chain's"):
+        ClipValueByEMA(ema_tfm=tfm)
+
+
+def test_settings_of_ema_tfm_take_no_bare_key():
+    params = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    chain = Chain(ClipValueByEMA(ema_tfm=ClipNorm(1.0)), ClipNorm(2.0))
+    chain.set_param_groups([{"params": params[1], "max_norm": 7.0}])
+    optimizer = Modular(params, chain)
+    assert [group["max_norm"] for group in optimizer.param_groups] == [2.0, 7.0]
+
+
+@pytest.mark.parametrize("transform", [ClipValueByEMA, ClipValueGrowth, ClipNormByEMA, ClipNormGrowth])
+def test_an_inf_that_an_earlier_transform_made_is_no_statistic(transform):
+    param, plain = nn.Parameter(torch.zeros(2).half()), nn.Parameter(torch.zeros(2).half())
+    optimizer = Modular([param], Normalize(1.0, "linf"), transform())
+    reference = Modular([plain], Normalize(1.0, "linf"), transform())
+    for value in (1.0, 1e6, 1.0, 1.0):
+        optimizer.param_groups[0]["norm_value"] = value
+        for p, o in ((param, optimizer), (plain, reference)):
+            p.data.zero_()
+            p.grad = torch.tensor([3.0, 4.0]).half()
+            if value == 1.0 or o is optimizer:
+                o.step()
+    assert torch.equal(param, plain)
+    assert all(v.isfinite().all() for v in optimizer.state[param].values())
+
+
+def test_gradients_of_another_dtype_than_the_parameter():
+    param = nn.Parameter(torch.zeros(2))
+    param.grad_dtype = None
+    for transform in (ClipNormByEMA(), ClipValueByEMA(), ClipNormGrowth(), ClipValueGrowth()):
+        optimizer = Modular([param], transform)
+        for dtype in (torch.float32, torch.float64):
+            param.grad = torch.tensor([3.0, 4.0], dtype=dtype)
+            optimizer.step()
+        assert all(v.dtype in (torch.float32, torch.float64) for v in optimizer.state[param].values())
 
 
 def test_metrics():

@@ -79,3 +79,15 @@ def test_clipping_sees_pairs_of_real_numbers(make):
     torch.testing.assert_close(
         *({k: v for k, v in o.metrics().items() if "norm" not in k} for o in (optimizer, reference))
     )
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_conjugates_that_are_yet_to_be_taken(entry):
+    params, plain = ([nn.Parameter(torch.zeros(3, dtype=torch.complex128))] for _ in range(2))
+    optimizer, reference = Modular(params, entry.make()), Modular(plain, entry.make())
+    for scale in (1.0, 10.0):
+        row = torch.tensor([1 + 2j, -3 - 1j, 0.5j], dtype=torch.complex128) * scale
+        params[0].grad, plain[0].grad = row.conj(), row.conj().resolve_conj()
+        optimizer.step()
+        reference.step()
+    torch.testing.assert_close(params[0], plain[0])

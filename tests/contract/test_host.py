@@ -298,6 +298,15 @@ def test_wrong_parameters_are_refused_as_in_torch():
     weight.grad = torch.ones(2)
     optimizer.step()
     assert weight.tolist() == [-2, -2]
+    results = []
+    for keep_grads in (False, True):
+        with pytest.warns(UserWarning, match="duplicate parameters"):
+            optimizer = Modular([weight, weight], ClipNorm(1), SGD(1.0), keep_grads=keep_grads)
+        weight.data.zero_()
+        weight.grad = torch.tensor([3.0, 4.0])
+        optimizer.step()
+        results.append(weight.tolist())
+    assert results == [[pytest.approx(-1.2), pytest.approx(-1.6)]] * 2
 
 
 def test_scheduler_state_and_lr_survive_loading_before_the_first_step():

@@ -51,6 +51,7 @@ CONSTRUCTORS = [
     (lambda: ClipValue(-0.5), ValueError, r"value must be >= 0, got -0.5"),
     (lambda: ClipValue(nan), ValueError, r"value must be >= 0"),
     (lambda: Normalize(-1.0), ValueError, r"norm_value must be >= 0, got -1.0"),
+    (lambda: Normalize(float("inf")), ValueError, r"norm_value must be finite, got inf"),
     (lambda: Normalize(nan), ValueError, r"norm_value must be >= 0, got nan"),
     (lambda: Normalize(1, "l5"), ValueError, r"ord must be a number or one of"),
     (lambda: Normalize(dim="all"), ValueError, r"dim must be one of"),
@@ -330,6 +331,20 @@ def test_a_setting_that_the_checkpoint_lacks_keeps_its_value():
     second.load_state_dict(optimizer.state_dict())
     assert second.param_groups[0]["max_norm"] == 0.25
     assert second.param_groups[0]["lr"] == 0.5
+
+
+def test_half_a_state_is_refused():
+    params = parameters()
+    optimizer = Modular(params, ClipNormGrowth(), ClipNormGrowth(parameterwise=False))
+    train(optimizer, params, gradients(params, 1))
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    del checkpoint["state"][0]["clip_norm_growth/prev"]
+    with pytest.raises(ValueError, match=r"missing: 'clip_norm_growth/prev'"):
+        optimizer.load_state_dict(checkpoint)
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    del checkpoint["param_groups"][0]["clip_norm_growth_2/prev"]
+    with pytest.raises(ValueError, match="lacks the state 'clip_norm_growth_2/prev' of the chain"):
+        optimizer.load_state_dict(checkpoint)
 
 
 GLOBAL_STATE = [

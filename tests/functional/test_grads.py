@@ -189,6 +189,20 @@ def test_a_single_tensor_and_a_generator():
         assert param.grad.tolist() == [1.0, 0.5]
 
 
+def test_shared_parameters_count_once():
+    param = nn.Parameter(torch.zeros(2))
+    for call, expected in (
+        (lambda p: clip_grad_norm_(p, 1.0), [0.6, 0.8]),
+        (lambda p: clip_grad_norm_(p, 1.0, dim="global"), [0.6, 0.8]),
+        (lambda p: normalize_grads_(p, 10.0), [6.0, 8.0]),
+        (lambda p: centralize_grads_(p), [-0.5, 0.5]),
+        (lambda p: clip_grads_with_norm_(p, 1.0, 5.0), [0.6, 0.8]),
+    ):
+        param.grad = torch.tensor([3.0, 4.0])
+        call([param, param])
+        torch.testing.assert_close(param.grad, torch.tensor(expected))
+
+
 def test_the_order_of_parameters_does_not_matter():
     """A bias before a matrix leaves the matrix unclipped in an implementation that keeps the first tensor's dims."""
     matrix, bias = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))

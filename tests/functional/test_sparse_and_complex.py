@@ -159,3 +159,14 @@ def test_magnitudes_beyond_the_range_of_their_parts():
     param = param_with(torch.full((4,), 3e38 + 3e38j, dtype=torch.complex64))
     clip_grad_norm_(param, 1.0)
     assert torch.linalg.vector_norm(param.grad).item() == pytest.approx(1, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_conjugates_that_are_yet_to_be_taken(name):
+    lazy, plain = (nn.Parameter(torch.zeros(2, dtype=torch.complex64)) for _ in range(2))
+    lazy.grad = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    plain.grad = torch.tensor([1 - 2j, 3 + 4j])
+    assert lazy.grad.is_conj()
+    for param in (lazy, plain):
+        FUNCTIONS[name](param, 2, None)
+    torch.testing.assert_close(lazy.grad, plain.grad)

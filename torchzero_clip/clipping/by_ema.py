@@ -170,7 +170,7 @@ class ClipNormByEMA(Transform):
     def _factors(self, units: Units, averages: Sequence[Tensor], degree: int) -> Tensor:
         """Keep the averages from growing too fast, and compare the updates with them."""
         found = measure(averages, self._slicing)
-        size = units.roots_of(found) ** degree
+        size = units.size(units.roots_of(found))
         largest = torch.where(units.started, units.by_settings(_largest, units.get("prev")), torch.inf)
         scale_(found, units.factors(torch.where(size > largest, (largest / size) ** (1 / degree), 1.0)))
         size = torch.minimum(size, largest)
@@ -242,13 +242,14 @@ class ClipValueByEMA(Composite):
         beta: The decay rate of the average, in [0, 1]; a setting of the param groups.
         ema_init: Start the average at "zeros", which cuts the first update to (1 - beta) of its size, or at the first
             "update", which then passes unchanged.
-        ema_tfm: A transform, or a list of them, that makes the limits of a copy of the average, with state and settings
-            of its own; the magnitude of what it returns is the limit. The average itself is not changed.
+        ema_tfm: A transform, or a list of them, that makes the limits of a copy of the average, with state of its own
+            and settings under qualified names; the magnitude of what it returns is the limit. The average itself is
+            not changed.
         target: What it acts on, see `Transform`.
 
     Raises:
-        ValueError: For a ``beta`` out of range, an unknown ``ema_init`` or ``target``, or an ``ema_tfm`` whose target
-            is the gradients or the parameters.
+        ValueError: For a ``beta`` out of range, an unknown ``ema_init`` or ``target``, or an ``ema_tfm`` that acts on
+            gradients or parameters or has a learning rate.
         TypeError: For an argument of the wrong type.
 
     | element | result |
@@ -289,10 +290,16 @@ class ClipValueByEMA(Composite):
         self.ema_init: EMAInit = ema_init
         self.ema_tfm = ema_tfm
         chain = {} if ema_tfm is None else {"ema_tfm": Chain(ema_tfm)}
-        for transform in chain["ema_tfm"].transforms.values() if chain else ():
-            if transform.target not in ("update", "update_difference"):
-                raise ValueError(f"ema_tfm acts on the average: {transform!r} cannot have target={transform.target!r}")
         super().__init__({"beta": beta}, chain, target=target)
+        for transform in self.walk():
+            if transform is not self and transform.target not in ("update", "update_difference"):
+                raise ValueError(f"ema_tfm acts on the average: {transform!r} cannot have target={transform.target!r}")
+            if "lr" in transform.defaults or transform.lr is not None:
+                raise ValueError(f"ema_tfm has no learning rate, which is the chain's: {transform!r} cannot be in it")
+
+    @override
+    def hidden_settings(self) -> list[str]:
+        return ["ema_tfm/"]
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
@@ -330,9 +337,10 @@ class ClipValueByEMA(Composite):
         started = state["started"] > 0
         usable = flags.usable(started)
         average, sizes = reals(state["ema"]), reals(tensor).abs()
+        chosen = usable & sizes.isfinite()  # an earlier transform may have made an inf of a finite gradient
         if self.ema_init == "update":
-            foreach.lerp_where_([usable & started.logical_not()], [average], [sizes], [1.0])
-        foreach.lerp_where_([usable], [average], [sizes], [1 - setting["beta"]])
+            foreach.lerp_where_([chosen & started.logical_not()], [average], [sizes], [1.0])
+        foreach.lerp_where_([chosen], [average], [sizes], [1 - setting["beta"]])
         foreach.copy_([state["started"]], [usable | started])
         return usable
 

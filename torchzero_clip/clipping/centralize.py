@@ -20,7 +20,7 @@ class Centralize(Transform):
     channel, over all dimensions but the first: ``Centralize(dim=0, inverse_dims=True)``.
 
     **Guarantees.** Means are summed in float64, so that the mean that remains is no larger than the rounding of single
-    elements. Slices of equal elements become zeros. Tensors do not influence each other, but with ``dim="global"``.
+    elements. Tensors do not influence each other, but with ``dim="global"``.
 
     Args:
         dim: The dimensions that one slice spans: None for all, an int or several (negative ones count from the end of

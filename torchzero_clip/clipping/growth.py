@@ -97,10 +97,8 @@ class ClipValueGrowth(TensorwiseTransform):
         """The tracked magnitudes, float32 or wider; none where there is no limit."""
         if not _limits(setting):
             return {}
-        return {
-            "prev": torch.zeros_like(param, dtype=wide_dtype(param.dtype)),
-            **numbers("started", device=param.device),
-        }
+        prev = torch.zeros_like(param, dtype=wide_dtype(param.dtype))
+        return {"prev": prev, **numbers("started", device=param.device)}
 
     @override
     def apply_tensor(
@@ -108,11 +106,12 @@ class ClipValueGrowth(TensorwiseTransform):
     ) -> Tensor:
         """Limit every element, in place."""
         if not _limits(setting):
-            state.clear()
+            _end(state)
             return tensor
         x, prev = reals(tensor), reals(state["prev"])
         started = state["started"] > 0
-        usable = self.flags.usable(started)
+        chosen = self.flags.usable(started)
+        usable = chosen & x.isfinite()  # an earlier transform may have made an inf of a finite gradient
 
         floor = prev if setting["min_value"] is None else prev.clamp(min=setting["min_value"])
         size = x.abs().to(prev.dtype)
@@ -125,7 +124,7 @@ class ClipValueGrowth(TensorwiseTransform):
             tracked = torch.where(dropped, prev / setting["max_decay"], limited)
 
         self.changed.append((usable & (limited < size)).count_nonzero())
-        foreach.copy_([state["started"], prev], [usable | started, torch.where(usable, tracked, prev)])
+        foreach.copy_([state["started"], prev], [chosen | started, torch.where(usable, tracked, prev)])
         foreach.copy_([x], [torch.where(usable, torch.copysign(limited, x), x)])
         return tensor
 
@@ -241,7 +240,7 @@ class ClipNormGrowth(Transform):
         """Scale, in place."""
         for state, setting in zip(states, settings, strict=True):
             if not _limits(setting):
-                state.clear()
+                _end(state if self.parameterwise else self.global_state)
         measured = measure(tensors, self._slicing)
         factors = torch.ones_like(pack(measured.roots))
         if any(_limits(settings[i]) for i in measured.indices):
@@ -251,9 +250,9 @@ class ClipNormGrowth(Transform):
 
     def _factors(self, measured: Measured, states: Sequence[State], settings: Sequence[Setting]) -> Tensor:
         joint = None if self.parameterwise else self.global_state
-        units = Units(measured, self.entering.flags(measured), states, settings, joint)
+        units = Units(measured, self.entering.flags(measured), states, settings, joint, _limits)
         degree = measured.metric.degree
-        size, prev = units.roots**degree, units.get("prev")
+        size, prev = units.size(units.roots), units.get("prev")
 
         allowed = torch.where(units.started, units.by_settings(_allowed, prev), torch.inf)
         limited = torch.minimum(size, allowed)
@@ -264,6 +263,12 @@ class ClipNormGrowth(Transform):
 
 def _limits(setting: Setting) -> bool:
     return setting["add"] is not None or setting["mul"] is not None
+
+
+def _end(state: State) -> None:
+    """Forget what was tracked: should there be a limit again, it starts anew."""
+    if state:
+        state["started"].zero_()
 
 
 def _allowed(setting: Setting, prev: Tensor) -> Tensor:

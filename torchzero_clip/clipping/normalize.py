@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
-from torchzero_clip.checks import non_negative
+from torchzero_clip.checks import finite
 from torchzero_clip.core.slices import SliceScaling
 from torchzero_clip.functional.clip import normalize_
 from torchzero_clip.functional.measure import Measured, Scaled
@@ -35,7 +35,7 @@ class Normalize(SliceScaling):
         target: What it acts on, see `Transform`.
 
     Raises:
-        ValueError: For a negative or NaN value, or an unknown ``ord``, ``dim`` or ``target``.
+        ValueError: For a value that is negative, infinite or NaN, or an unknown ``ord``, ``dim`` or ``target``.
         TypeError: For an argument of the wrong type.
 
     | update | result |
@@ -60,7 +60,7 @@ class Normalize(SliceScaling):
     optimization](https://arxiv.org/abs/1507.02030), 2015.
     """
 
-    checks = {"norm_value": non_negative}
+    checks = {"norm_value": finite}
 
     def __init__(
         self,

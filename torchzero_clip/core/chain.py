@@ -7,14 +7,14 @@ from typing import Any, Self, TypeAlias
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.core.composite import Composite
+from torchzero_clip.core.composite import Composite, storage_keys
 from torchzero_clip.core.entering import Entering
 from torchzero_clip.core.scope import Scope
 from torchzero_clip.core.target import TARGETS, Action, Step, change_gradients
 from torchzero_clip.core.transform import Transform, override_groups
 from torchzero_clip.types import Setting, State, Target
 
-Transforms: TypeAlias = "Transform | Iterable[Transforms]"
+Transforms: TypeAlias = "Transform | Sequence[Transforms]"
 """A transform, or lists of them nested in any way."""
 
 
@@ -54,21 +54,21 @@ class Chain(Composite):
         Args:
             param_groups: As in `Transform.set_param_groups`.
         """
-        owners = {key: t for t in reversed(self.transforms.values()) for key in t.defaults}
+        qualified = {stored: key for key, stored in storage_keys(self).items()}
         given: list[tuple[Transform, dict[str, Any]]] = []
-        for params, settings in override_groups(param_groups):
-            for key, value in settings.items():
-                if key not in owners:
-                    raise ValueError(f"no transform has a setting {key!r}; settings of this chain: {', '.join(owners)}")
-                owners[key].check({key: value})
-                given.append((owners[key], {"params": params, key: value}))
-        for transform, own in given:
-            transform.overrides.append(own)
+        for params, items in override_groups(param_groups):
+            for key, value in items.items():
+                target = key if key in self.defaults else qualified.get(key)
+                if target is None:
+                    raise ValueError(
+                        f"no transform has a setting {key!r}; settings of this chain: {', '.join(qualified)}"
+                    )
+                name, own = target.split("/", 1)
+                self.transforms[name].check({own: value})
+                given.append((self.transforms[name], {"params": params, own: value}))
+        for transform, settings in given:
+            transform.overrides.append(settings)
         return self
-
-    @override
-    def changes_grads(self) -> bool:
-        return self.target == "grad" or any(transform.changes_grads() for transform in self.transforms.values())
 
     @override
     def apply_tensors(

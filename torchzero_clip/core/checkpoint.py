@@ -31,6 +31,10 @@ def fitted(
     ]
     chain.check_groups([GroupSettings(group, stored_as) for group in merged])
     for key, expected in own.items():
+        if key not in saved_groups[0]:
+            raise ValueError(
+                f"the checkpoint lacks the state {key!r} of the chain: load it into the chain that wrote it"
+            )
         _check_value(f"the state {key!r} of the chain", merged[0][key], expected)
 
     state = state_dict["state"]
@@ -86,10 +90,12 @@ def _check_state(number: Any, saved: Any, chain: Chain, member: Member, setting:
     if not isinstance(saved, Mapping):
         raise ValueError(f"the state of parameter {number} is a dict, got {type(saved).__name__}")
     out = tuple(chain.out_of_scope(member))
-    whole = chain.init_state(member.param, setting)
-    expected = {key: value for key, value in whole.items() if not key.startswith(out)}
-    optional = tuple(chain.optional_state())
-    missing = [key for key in expected if key not in saved and not key.startswith(optional)] if saved else []
+    # what has state may depend on settings, and these may have changed since the last step
+    now, at_first = (chain.init_state(member.param, values) for values in (setting, chain.defaults))
+    expected = {key: value for key, value in {**at_first, **now}.items() if not key.startswith(out)}
+    not_begun = [prefix for prefix in chain.optional_state() if not any(str(key).startswith(prefix) for key in saved)]
+    needed = [key for key in expected if key in now and key in at_first and not key.startswith(tuple(not_begun))]
+    missing = [key for key in needed if key not in saved] if saved else []
     extra = [key for key in saved if key not in expected]
     if missing or extra:
         raise ValueError(_changed_chain_message(number, missing, extra, chain))

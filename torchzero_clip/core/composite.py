@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.core.namespace import Namespace
-from torchzero_clip.core.scope import Member, Scope
+from torchzero_clip.core.scope import Member
 from torchzero_clip.core.target import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.types import Setting, Target
@@ -24,7 +24,7 @@ class Composite(Transform):
         name: As in `Transform`.
     """
 
-    makes_own_state = True  # each of its transforms does
+    makes_own_state = True  # its transforms see to theirs, each by itself
 
     def __init__(
         self,
@@ -53,15 +53,20 @@ class Composite(Transform):
         for name, transform in self.transforms.items():
             transform.check_groups([Namespace(settings, name) for settings in groups])
 
+    def hidden_settings(self) -> list[str]:
+        """Prefixes of settings that have only their qualified names."""
+        composites = [(name, t) for name, t in self.transforms.items() if isinstance(t, Composite)]
+        return [f"{name}/{prefix}" for name, t in composites for prefix in t.hidden_settings()]
+
     @override
     def optional_state(self) -> list[str]:
         return [f"{name}/{prefix}" for name, t in self.transforms.items() for prefix in t.optional_state()]
 
     @override
-    def scopes(self) -> Iterator[tuple[Transform, Scope]]:
-        yield from super().scopes()
+    def walk(self) -> Iterator[Transform]:
+        yield self
         for transform in self.transforms.values():
-            yield from transform.scopes()
+            yield from transform.walk()
 
     @override
     def out_of_scope(self, member: Member) -> list[str]:
@@ -104,6 +109,19 @@ class Composite(Transform):
             Namespace(step.global_state, name),
             Namespace(step.metrics, name),
         )
+
+
+def storage_keys(chain: Composite) -> dict[str, str]:
+    """Where a group stores each setting: the first transform with a key stores it bare, later ones qualified."""
+    stored: dict[str, str] = {}
+    taken: set[str] = set()
+    hidden = tuple(chain.hidden_settings())
+    for key in chain.defaults:
+        bare = key.rsplit("/", 1)[-1]
+        stored[key] = key if bare in taken or key.startswith(hidden) else bare
+        if not key.startswith(hidden):
+            taken.add(bare)
+    return stored
 
 
 def _apply(

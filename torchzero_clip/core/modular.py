@@ -11,10 +11,11 @@ from torch.optim.optimizer import ParamsT
 from torchzero_clip.checks import boolean
 from torchzero_clip.core.chain import Chain, Transforms, flatten
 from torchzero_clip.core.checkpoint import fitted, restored
+from torchzero_clip.core.composite import storage_keys
 from torchzero_clip.core.entering import Entering
 from torchzero_clip.core.learning_rate import with_learning_rate
 from torchzero_clip.core.namespace import GroupSettings
-from torchzero_clip.core.param_groups import normalized, split_by_overrides, storage_keys
+from torchzero_clip.core.param_groups import normalized, split_by_overrides
 from torchzero_clip.core.scope import Member, members
 from torchzero_clip.core.target import Step
 from torchzero_clip.core.transform import Transform
@@ -44,7 +45,8 @@ class Modular(Optimizer):
         params: Parameters, param groups, named parameters, or a module, whose named parameters are taken.
         *transforms: What to do with the gradients, in this order; nested lists are accepted.
         maximize: Go up the gradient instead of down.
-        keep_grads: Leave ``.grad`` bitwise as it was; norm clips before an optimizer then work on a copy.
+        keep_grads: Leave ``.grad`` bitwise as it was, but for transforms with ``target="grad"`` or ``"closure"``; norm
+            clips before an optimizer then work on a copy.
 
     Raises:
         ValueError: If there are no transforms or no parameters, for an unknown or invalid setting in a group, for two
@@ -89,14 +91,14 @@ class Modular(Optimizer):
         self.keep_grads = keep_grads
         self._chain = Chain(*with_learning_rate(given))
         self._lr_is_implied = len(self._chain.transforms) > len(given)
-        self._stored_as = storage_keys(self._chain.defaults)
+        self._stored_as = storage_keys(self._chain)
         self._metrics: dict[str, Tensor] = {}
         defaults = {self._stored_as[key]: value for key, value in self._chain.defaults.items()}
         if isinstance(params, nn.Module):
             params = list(params.named_parameters())
         super().__init__(params, defaults)
-        for transform, scope in self._chain.scopes():
-            scope.warn_of_idle_patterns(transform, [member for member, _ in members(self.param_groups)])
+        for transform in self._chain.walk():
+            transform.scope.warn_of_idle_patterns(transform, [member for member, _ in members(self.param_groups)])
         self._global_keys = list(global_state := self._chain.init_global_state())
         self.param_groups[0].update(global_state)
         self._move_global_state()
@@ -177,7 +179,8 @@ class Modular(Optimizer):
         for param in params:
             param.grad = aligned(param.grad, param)  # the same gradient, with pending sums carried out
         grads = [param.grad for param in params if param.grad is not None]
-        keep_grads = self.keep_grads or self._chain.changes_grads()
+        listed_twice = len({id(param) for param in params}) < len(params)
+        keep_grads = self.keep_grads or self._chain.changes_grads() or listed_twice
         views = {id(group): GroupSettings(group, self._stored_as) for group in self.param_groups}
         settings = [views[id(group)] for group in groups]
         self._move_global_state()
@@ -214,8 +217,8 @@ class Modular(Optimizer):
                 groups = [GroupSettings(g, self._stored_as) for g in (*self.param_groups, complete)]
                 self._chain.check_groups(groups)
                 super().add_param_group(complete)
-                for transform, scope in self._chain.scopes():
-                    scope.check(transform, [member for member, _ in members(self.param_groups[before:])])
+                for transform in self._chain.walk():
+                    transform.scope.check(transform, [member for member, _ in members(self.param_groups[before:])])
         except Exception:
             del self.param_groups[before:]
             raise

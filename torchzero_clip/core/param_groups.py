@@ -15,17 +15,6 @@ HOST_KEYS = frozenset(
 )
 
 
-def storage_keys(qualified: Iterable[str]) -> dict[str, str]:
-    """Where a group stores each setting: the first transform with a key stores it bare, later ones qualified."""
-    stored: dict[str, str] = {}
-    taken: set[str] = set()
-    for key in qualified:
-        bare = key.rsplit("/", 1)[-1]
-        stored[key] = key if bare in taken else bare
-        taken.add(bare)
-    return stored
-
-
 def normalized(group: Mapping[str, Any], chain: Chain, stored_as: Mapping[str, str]) -> dict[str, Any]:
     """The group with every setting under the key that stores it."""
     result: dict[str, Any] = {}

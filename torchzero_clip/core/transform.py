@@ -197,10 +197,9 @@ class Transform(ABC):
         self.scope = self.scope.narrowed(False, where, groups)
         return self
 
-    def scopes(self) -> Iterator[tuple["Transform", Scope]]:
-        """The scopes that are limited, here and in the transforms of a chain."""
-        if self.scope.conditions:
-            yield self, self.scope
+    def walk(self) -> Iterator["Transform"]:
+        """This transform, and all that it is made of."""
+        yield self
 
     def out_of_scope(self, member: Member) -> list[str]:
         """Prefixes of the state that a parameter does not have, because transforms in this one do not act on it."""
@@ -208,7 +207,7 @@ class Transform(ABC):
 
     def changes_grads(self) -> bool:
         """Whether a step writes to ``.grad`` on purpose."""
-        return self.target == "grad"
+        return any(transform.target == "grad" for transform in self.walk())
 
     def sees_all_gradients(self) -> bool:
         """Whether the first transform of a chain, if it is this one, is given the gradients of all parameters."""

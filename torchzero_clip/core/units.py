@@ -27,9 +27,10 @@ class Units:
     Args:
         measured: What `measure` found in the tensors.
         flags: What the gradients were.
-        states: The state of each tensor, with a number ``"started"``; those without state are left alone.
+        states: The state of each tensor, with a number ``"started"``.
         settings: The settings of each tensor.
         joint: The state of all tensors as one vector, if they are one.
+        takes_part: Whether a tensor with this setting is a unit; others are left alone.
     """
 
     def __init__(
@@ -39,10 +40,11 @@ class Units:
         states: Sequence[State],
         settings: Sequence[Setting],
         joint: State | None = None,
+        takes_part: Callable[[Setting], bool] = lambda setting: True,
     ) -> None:
         self._measured = measured
         self._joint = joint is not None
-        self.indices = [i for i in measured.indices if joint is not None or states[i]]
+        self.indices = [i for i in measured.indices if joint is not None or takes_part(settings[i])]
         """The tensors that take part."""
         if joint is None:
             self.states = [states[i] for i in self.indices]
@@ -66,6 +68,11 @@ class Units:
     def roots_of(self, measured: Measured) -> Tensor:
         """The root of the metric of each unit, from what `measure` found in other tensors, those that take part."""
         return pack(measured.roots[:1]).narrow(0, 0, 1) if self._joint else pack(measured.roots)
+
+    def size(self, roots: Tensor) -> Tensor:
+        """The metric from its root, finite where that is."""
+        degree = self._measured.metric.degree
+        return (roots**degree).clamp(max=torch.finfo(torch.float64).max) if degree > 1 else roots
 
     def get(self, key: str) -> Tensor:
         """A number of the state of each unit."""

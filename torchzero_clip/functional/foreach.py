@@ -106,9 +106,12 @@ def lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> N
 def lerp_where_(
     chosen: Sequence[Tensor], tensors: Sequence[Tensor], ends: Sequence[Tensor], weights: Sequence[float]
 ) -> None:
-    """``tensors += weights * (ends - tensors)`` where ``chosen``, in place; other ends may hold anything, NaN too."""
+    """``tensors += weights * (ends - tensors)`` where ``chosen``, in place; other ends may hold anything, NaN too.
+
+    What is chosen is said for each tensor, or for each of its elements.
+    """
     for mask, tensor, end, weight in zip(chosen, locals_of(tensors), locals_of(ends), weights, strict=True):
-        tensor.lerp_(torch.where(mask.to(tensor.device), end, tensor), weight)
+        tensor.lerp_(torch.where(mask.to(tensor.device), end, tensor).to(tensor.dtype), weight)
 
 
 def decay_squares_(tensors: Sequence[Tensor], values: Sequence[Tensor], beta: float) -> None:

@@ -26,7 +26,8 @@ def listed(name: str, tensors: Tensors) -> list[Tensor]:
 
 def gradients(params: Tensors) -> list[Tensor]:
     """The gradients of those parameters that have one; sums that were pending are carried out in ``.grad``."""
-    with_grad = [param for param in listed("params", params) if param.grad is not None]
+    once = {id(param): param for param in listed("params", params)}  # shared ones are listed several times
+    with_grad = [param for param in once.values() if param.grad is not None]
     for param in with_grad:
         param.grad = aligned(param.grad, param)
     return [param.grad for param in with_grad if param.grad is not None]

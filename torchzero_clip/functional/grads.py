@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from torchzero_clip.checks import boolean, non_negative
+from torchzero_clip.checks import boolean, finite, non_negative
 from torchzero_clip.functional.clip import centralize_, clip_, normalize_
 from torchzero_clip.functional.foreach import clamp_
 from torchzero_clip.functional.gradients import as_reported, check_finite, gradients, opened, values_tell_all
@@ -81,7 +81,7 @@ def clip_grad_norm_(
     if max_norm is not None:
         non_negative("max_norm", max_norm)
     if min_norm is not None:
-        non_negative("min_norm", min_norm)
+        finite("min_norm", min_norm)
         if max_norm is not None and min_norm > max_norm:
             raise ValueError(f"min_norm must be <= max_norm, got min_norm={min_norm} and max_norm={max_norm}")
     slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
@@ -153,7 +153,7 @@ def normalize_grads_(
         The metric of all gradients together before, as `clip_grad_norm_` returns it.
 
     Raises:
-        ValueError: For a negative or NaN value, or an unknown ``ord`` or ``dim``.
+        ValueError: For a value that is negative, infinite or NaN, or an unknown ``ord`` or ``dim``.
         TypeError: For an argument of the wrong type.
 
     | gradient | result |
@@ -171,7 +171,7 @@ def normalize_grads_(
         >>> weight.grad
         tensor([0.6000, 0.8000])
     """
-    non_negative("norm_value", norm_value)
+    finite("norm_value", norm_value)
     slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
     grads = gradients(params)
     with opened(grads, values_tell_all(slicing)) as tensors:
