@@ -55,7 +55,7 @@ def draw_curve(name: str, transform: Transform, values: Tensor, what: str) -> No
 
 def draw_run(name: str, transforms: Sequence[Transform], steps: Sequence[Tensor], what: str) -> None:
     """The norms of one tensor over a run."""
-    figure = Figure(figsize=(6.5, 3), layout="constrained")
+    figure = Figure(figsize=(6.5, 3.2), layout="constrained")
     axes = figure.subplots()
     axes.plot([gradient.norm().item() for gradient in steps], label="before", **GREY)
     for transform in transforms:
@@ -64,7 +64,7 @@ def draw_run(name: str, transforms: Sequence[Transform], steps: Sequence[Tensor]
     axes.set_yscale("log")
     axes.set_xlabel("step")
     axes.set_ylabel(what)
-    figure.legend(loc="outside upper center", ncols=3)
+    figure.legend(loc="outside upper center", ncols=2)
     figure.savefig(IMAGES / name, dpi=110)
 
 

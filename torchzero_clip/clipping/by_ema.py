@@ -30,7 +30,8 @@ class ClipNormByEMA(Transform):
     """Scales updates so that the norm of each is at most that of the average of past updates.
 
         ema ← ema + (1 - beta) · (u - ema)          (first ema = 0, or u with ema_init="update")
-        ema ← ema · min(1, allowed / ‖ema‖)         (allowed = max(growth · ‖ema of the last step‖, 1e-6))
+        ema ← ema · min(1, allowed / ‖ema‖)         (from the second step on:
+                                                     allowed = max(growth · ‖ema of the step before‖, 1e-6))
         u   ← u / max(1, ‖u‖ / max(‖ema‖, eps))
 
     The average is one of vectors, not of norms: updates that point in changing directions cancel in it, and are cut;
@@ -184,7 +185,7 @@ class ClipNormByEMA(Transform):
 class NormalizeByEMA(ClipNormByEMA):
     """Scales updates so that the norm of each is that of the average of past updates.
 
-        u ← u · max(‖ema‖, eps) / ‖u‖
+        u ← u · min(max(‖ema‖, eps) / ‖u‖, 1 / eps)
 
     The average and its rules are those of `ClipNormByEMA`; here smaller updates are scaled up too. Zeros stay zeros.
     The step no longer jumps with the size of single gradients, and still grows and shrinks with them over time.
@@ -192,7 +193,8 @@ class NormalizeByEMA(ClipNormByEMA):
     Args:
         beta: The decay rate of the average, in [0, 1]; a setting of the param groups.
         ord: The metric, as in `ClipNorm`.
-        eps: The smallest norm to scale to, in units of the metric, >= 0; the factor is at most 1 / eps. A setting.
+        eps: The smallest norm to scale to, in units of the metric, >= 0, and the inverse of the largest factor; a
+            setting.
         tensorwise: Each tensor has a norm of its own. If False, ``eps`` and ``max_ema_growth`` must be the same in all
             param groups.
         max_ema_growth: The factor by which the norm of the average may grow from step to step, > 0; None for no limit;

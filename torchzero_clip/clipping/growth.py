@@ -165,6 +165,7 @@ class ClipNormGrowth(Transform):
     | update | result |
     | --- | --- |
     | norm 0 | unchanged; what is tracked shrinks by ``max_decay`` |
+    | norm 0, with ``min_value=None, max_decay=None`` | unchanged; all later updates become 0 |
     | inf or NaN in the gradient | unchanged; nothing is tracked in this step |
     | one element with 'std' or 'var' | unchanged |
 
@@ -186,7 +187,7 @@ class ClipNormGrowth(Transform):
 
     Source: Chen et al., [Fira: can we achieve full-rank training of LLMs under low-rank
     constraint?](https://arxiv.org/abs/2410.01623), 2024, whose norm-growth limiter is
-    ``ClipNormGrowth(mul=1.01, min_value=None, max_decay=None)``.
+    ``ClipNormGrowth(mul=1.01, min_value=1e-8, max_decay=None)``.
     """
 
     checks = CHECKS

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 from torch import Tensor
 
@@ -51,6 +51,10 @@ class TensorwiseTransform(Transform):
 
     changed: list[Tensor]
     """`apply_tensor` may append how many elements of the local part it changed; `Modular.metrics` shows the share."""
+
+    def __getattr__(self, name: str) -> Any:
+        hint = ": set keeps_statistics = True to have it" if name == "flags" else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     @abstractmethod
     def apply_tensor(

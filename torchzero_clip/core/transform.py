@@ -39,14 +39,14 @@ class Transform(ABC):
         A joint transform, with one number of state for the whole chain:
 
         >>> import torch
-        >>> from torchzero_clip import Modular, Transform
+        >>> from torchzero_clip import Modular, Transform, get_total_norm
         >>> class ScaleByFirstNorm(Transform):
         ...     def __init__(self) -> None:
         ...         super().__init__({})
         ...     def init_global_state(self):
         ...         return {"first": torch.zeros(())}
         ...     def apply_tensors(self, tensors, params, grads, loss, states, settings):
-        ...         norm = torch.nn.utils.get_total_norm(tensors)
+        ...         norm = get_total_norm(tensors)
         ...         first = self.global_state["first"]
         ...         first.copy_(torch.where(first == 0, norm, first))
         ...         return [tensor / first for tensor in tensors]
