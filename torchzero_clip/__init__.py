@@ -9,6 +9,7 @@ from torchzero_clip.clipping.clip_value import ClipValue as ClipValue
 from torchzero_clip.clipping.growth import ClipNormGrowth as ClipNormGrowth
 from torchzero_clip.clipping.growth import ClipValueGrowth as ClipValueGrowth
 from torchzero_clip.clipping.normalize import Normalize as Normalize
+from torchzero_clip.clipping.skip_step import SkipStep as SkipStep
 from torchzero_clip.core.chain import Chain as Chain
 from torchzero_clip.core.learning_rate import LR as LR
 from torchzero_clip.core.modular import Modular as Modular

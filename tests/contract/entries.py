@@ -21,6 +21,7 @@ from torchzero_clip import (
     ClipValueGrowth,
     Normalize,
     NormalizeByEMA,
+    SkipStep,
     TensorwiseTransform,
     Transform,
     WeightDecay,
@@ -184,6 +185,7 @@ ENTRIES = [
     Entry(
         "scoped unit", lambda: [Chain(ClipNormByEMA(0.5), ClipValue(0.1), target="grad").only(is_matrix), SGD(0.1, 0.5)]
     ),
+    Entry("SkipStep", lambda: [SkipStep(1e30, max_ratio=1e30), ClipNorm(0.5), SGD(0.1, 0.5)], joint=True),
     Entry("unit chain", lambda: Chain(ClipRMS(0.2), SGD(momentum=0.5), target="update_difference")),
     Entry("target grad", lambda: [Mul(2.0), ClipNorm(0.5, target="grad"), SGD(0.1, 0.5)]),
     Entry("target params", lambda: [Adam(0.1), ClipNorm(0.5, target="params_direct")]),

@@ -33,6 +33,7 @@ from torchzero_clip import (
     ClipValueGrowth,
     Modular,
     Normalize,
+    SkipStep,
     centralize_grads_,
     clip_grad_norm_,
     clip_grad_value_,
@@ -300,6 +301,38 @@ def statistics_rules(entry: Entry) -> None:
                 torch.testing.assert_close(actual, value, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
+def outcome(step: Callable, optimizer: Modular, params: list[nn.Parameter], row: list[Tensor]) -> str | None:
+    """The error of a step, if there was one."""
+    try:
+        step(optimizer, params, [row])
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def skipping_is_decided_alike(_: Entry) -> None:
+    """A gradient that is not finite, or large, on the second rank only."""
+    for options, chain in (
+        ({"nonfinite": "skip"}, lambda: AdamW(0.1)),
+        ({}, lambda: [SkipStep(max_ratio=10.0), AdamW(0.1)]),
+        ({"nonfinite": "raise"}, lambda: AdamW(0.1)),
+    ):
+        plain = parameters(torch.float64, SHAPES)
+        _, params = sharded(values(plain))
+        optimizer, reference = Modular(params, chain(), **options), Modular(plain, chain(), **options)
+        for k, row in enumerate(gradients(plain, 6)):
+            row = [g / g.norm() for g in row]
+            if k in (2, 4):
+                row[0][-1, -1] = torch.nan if k == 2 else 1e30
+            outcomes = [outcome(train, reference, plain, row), outcome(train_sharded, optimizer, params, row)]
+            assert outcomes[0] == outcomes[1], outcomes
+            for actual, expected in zip(full(params), plain, strict=True):
+                torch.testing.assert_close(actual, expected.detach(), rtol=1e-12, atol=1e-12)
+        counts = [o.metrics().get("skipped_steps") for o in (optimizer, reference)]
+        assert counts[0] == counts[1], counts
+        assert "nonfinite" in options or counts[0] == 2
+
+
 def data_parallel(_: Entry) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(3, 2).double()
@@ -326,6 +359,7 @@ ONCE: dict[str, Callable[[Entry], None]] = {
     "extreme magnitudes": extreme_magnitudes,
     "gradients with pending sums": gradients_with_pending_sums,
     "each norm is one all-reduce": each_norm_is_one_all_reduce,
+    "skipping is decided alike": skipping_is_decided_alike,
     "functions on every layout": functions_on_every_layout,
     "data parallel": data_parallel,
 }

@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torchzero_clip.checks import count
 from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.namespace import GroupSettings
 from torchzero_clip.core.scope import Member, members
 
 Group = dict[str, Any]
+
+COUNTS = ("skipped_steps", "consecutive_skips")  # in the first param group of optimizers that may skip steps
 
 # settings by which a checkpoint of a torch.optim optimizer is known, even if it has no state yet
 OPTIMIZER_KEYS = frozenset(
@@ -30,6 +33,8 @@ def fitted(
         for group, saved in zip(groups, saved_groups, strict=True)
     ]
     chain.check_groups([GroupSettings(group, stored_as) for group in merged])
+    for key in COUNTS:
+        count(key, merged[0].get(key, 0))
     for key, expected in own.items():
         if key not in saved_groups[0]:
             raise ValueError(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.functional.measure import Measured
-from torchzero_clip.functional.norms import p_norms
+from torchzero_clip.functional.norms import combine, p_norms
 from torchzero_clip.functional.shards import pack, whole
 
 
@@ -40,6 +40,7 @@ class Entering:
     def __init__(self, grads: Sequence[Tensor]) -> None:
         self._grads = grads
         self._flags: Flags | None = None
+        self._norms: Tensor | None = None
         self._untouched = True
 
     def flags(self, measured: Measured | None = None) -> Flags:
@@ -51,18 +52,29 @@ class Entering:
         """
         if self._flags is None:
             norms = measured.norms if measured is not None and self._untouched else None
-            if norms is None:
-                norms = pack(p_norms([whole(grad) for grad in self._grads], 2.0))
+            norms = self.norms() if norms is None else norms
             self._flags = Flags(norms.isfinite(), norms != 0)
         return self._flags
+
+    def norms(self) -> Tensor:
+        """The L2 norm of each gradient, a vector of float64."""
+        if self._norms is None:
+            self._norms = pack(p_norms([whole(grad) for grad in self._grads], 2.0))
+        return self._norms
 
     def part(self, indices: Sequence[int]) -> "Entering":
         """The answers about some of the gradients, which have been given if anybody will ask for them."""
         part = Entering([self._grads[i] for i in indices])
         part._untouched = False
+        if self._norms is not None:
+            part._norms = torch.stack([self._norms.select(0, i) for i in indices])
         if self._flags is not None:
             part._flags = self._flags.some(indices)
         return part
+
+    def total(self) -> Tensor:
+        """The L2 norm of all gradients together, 0-d."""
+        return combine(self.norms(), 2.0)
 
     def settle(self) -> None:
         """Answer now, for what comes next may change the gradients, or is not given them."""

@@ -13,6 +13,7 @@ from torchzero_clip.core.chain import Chain, Transforms, flatten
 from torchzero_clip.core.checkpoint import fitted, restored
 from torchzero_clip.core.composite import storage_keys
 from torchzero_clip.core.entering import Entering
+from torchzero_clip.core.guard import Guard, Nonfinite
 from torchzero_clip.core.learning_rate import with_learning_rate
 from torchzero_clip.core.namespace import GroupSettings
 from torchzero_clip.core.param_groups import normalized, split_by_overrides
@@ -47,6 +48,11 @@ class Modular(Optimizer):
         maximize: Go up the gradient instead of down.
         keep_grads: Leave ``.grad`` bitwise as it was, but for transforms with ``target="grad"`` or ``"closure"``; norm
             clips before an optimizer then work on a copy.
+        nonfinite: What to do if a gradient has an inf or a NaN: "propagate" passes it on, "skip" skips the step and
+            counts it, "raise" raises a RuntimeError that names the parameters. The last two leave parameters and all
+            state as they were; for that they wait for the device once a step, and under FSDP2 they decide alike on
+            all ranks.
+        max_consecutive_skips: Raise if more steps than this in a row were skipped; None for any number.
 
     Raises:
         ValueError: If there are no transforms or no parameters, for an unknown or invalid setting in a group, for two
@@ -77,6 +83,8 @@ class Modular(Optimizer):
         *transforms: Transforms,
         maximize: bool = False,
         keep_grads: bool = False,
+        nonfinite: Nonfinite = "propagate",
+        max_consecutive_skips: int | None = None,
     ) -> None:
         boolean("maximize", maximize)
         boolean("keep_grads", keep_grads)
@@ -90,6 +98,7 @@ class Modular(Optimizer):
         self.maximize = maximize
         self.keep_grads = keep_grads
         self._chain = Chain(*with_learning_rate(given))
+        self._guard = Guard(nonfinite, max_consecutive_skips, self._chain)
         self._lr_is_implied = len(self._chain.transforms) > len(given)
         self._stored_as = storage_keys(self._chain)
         self._metrics: dict[str, Tensor] = {}
@@ -100,7 +109,7 @@ class Modular(Optimizer):
         for transform in self._chain.walk():
             transform.scope.warn_of_idle_patterns(transform, [member for member, _ in members(self.param_groups)])
         self._global_keys = list(global_state := self._chain.init_global_state())
-        self.param_groups[0].update(global_state)
+        self.param_groups[0].update({**global_state, **self._guard.counts()})
         self._move_global_state()
 
     @property
@@ -115,7 +124,8 @@ class Modular(Optimizer):
 
         Returns:
             For example ``"clip_norm/norm"`` (before clipping), ``"clip_norm/factor"`` (mean over tensors or slices) and
-                ``"clip_norm/clipped"`` (the share of tensors, slices or elements that were clipped).
+                ``"clip_norm/clipped"`` (the share of tensors, slices or elements that were clipped); and
+                ``"skipped_steps"`` where steps may be skipped.
 
         Examples:
             >>> import torch
@@ -127,7 +137,8 @@ class Modular(Optimizer):
             >>> {name: round(value.item(), 4) for name, value in optimizer.metrics().items()}
             {'clip_norm/norm': 5.0, 'clip_norm/factor': 0.2, 'clip_norm/clipped': 1.0}
         """
-        return dict(self._metrics)
+        counted = {"skipped_steps": torch.tensor(self.param_groups[0]["skipped_steps"])} if self._guard.may_skip else {}
+        return {**self._metrics, **counted}
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -147,6 +158,8 @@ class Modular(Optimizer):
         Raises:
             ValueError: If a setting in a param group is out of range, or a transform has ``target="closure"`` and there
                 is no closure. Nothing has been changed then.
+            RuntimeError: If a gradient is sparse; if one is not finite and ``nonfinite="raise"``; if more than
+                ``max_consecutive_skips`` steps in a row were skipped.
         """
         if closure is None and any(t.target == "closure" for t in self.transforms.values()):
             raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
@@ -185,9 +198,11 @@ class Modular(Optimizer):
         settings = [views[id(group)] for group in groups]
         self._move_global_state()
 
-        self._metrics.clear()
         context = (grads, states, settings, loss, Entering(grads), self.param_groups[0], self._metrics)
         step = Step(taking_part, *context, maximize=self.maximize, keep_grads=keep_grads)
+        if not self._guard.allows(step, self.param_groups[0]):
+            return
+        self._metrics.clear()
         self._chain.run_on_closure(step)
         self._chain.run(step)
         foreach.subtract_(params, step.updates(writable=False))
@@ -284,13 +299,14 @@ class Modular(Optimizer):
                 first[key] = first[key].to(device)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("maximize", "keep_grads", "_chain", "_lr_is_implied", "_stored_as", "_global_keys", "_metrics")
+        own = ("maximize", "keep_grads", "_guard", "_chain", "_lr_is_implied", "_stored_as", "_global_keys", "_metrics")
         return super().__getstate__() | {name: self.__dict__[name] for name in own}
 
     def __repr__(self) -> str:
         transforms = list(self.transforms.values())[: -1 if self._lr_is_implied else None]
         lines = [*self._described_groups(), *map(repr, transforms)]
         lines += [f"{flag}=True" for flag in ("maximize", "keep_grads") if getattr(self, flag)]
+        lines += [] if self._guard.nonfinite == "propagate" else [f"nonfinite={self._guard.nonfinite!r}"]
         return "\n    ".join([f"{type(self).__name__}(", *(f"{line}," for line in lines)]) + "\n)"
 
     def _described_groups(self) -> Iterable[str]:

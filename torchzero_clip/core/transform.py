@@ -73,6 +73,9 @@ class Transform(ABC):
     keeps_statistics: bool = False
     """Remembers sizes of gradients, and so has to ask `entering` which of them are finite, and whether any is not 0."""
 
+    gate: ClassVar[bool] = False
+    """Decides by `refuses`, before anything changes, whether a step is taken."""
+
     default_lr: ClassVar[float | None] = None
     """For optimizers, the learning rate of a chain in which nobody names one."""
 
@@ -235,6 +238,16 @@ class Transform(ABC):
     def init_global_state(self) -> dict[str, Any]:
         """Return the state of the whole chain before its first step: 0-d tensors and numbers."""
         return {}
+
+    def refuses(self, norm: Tensor, state: State, setting: Setting) -> Tensor:
+        """Return whether the step is to be skipped: a 0-d tensor of a boolean. Only a `gate` is asked.
+
+        Args:
+            norm: The L2 norm of the gradients that this transform acts on, before any transform: 0-d, float64.
+            state: The state of the whole chain.
+            setting: The settings of the first param group.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def apply_tensors(

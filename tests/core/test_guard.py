@@ -1,0 +1,191 @@
+"""Steps that are skipped or refused change nothing, and are counted."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+from contract.entries import ENTRIES
+from contract.training import assert_equal, gradients, parameters, set_grads, train, values
+from torch import nn
+
+from torchzero_clip import SGD, Adam, Chain, ClipNorm, ClipNormGrowth, ClipValue, Modular, SkipStep
+
+BAD = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+each_bad = pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+
+
+def spoiled(row, bad):
+    row = [g.clone() for g in row]
+    row[-1].view(-1)[0] = bad
+    return row
+
+
+@each_bad
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_a_skipped_step_changes_nothing(entry, bad):
+    params, twins = parameters(), parameters()
+    optimizer, twin = Modular(params, entry.make(), nonfinite="skip"), Modular(twins, entry.make())
+    for row in gradients(params, 3):
+        before, state = values(params), copy.deepcopy(optimizer.state_dict()["state"])
+        train(optimizer, params, [spoiled(row, bad)])
+        assert_equal(params, before)
+        assert_equal([p.grad for p in params], spoiled(row, bad))
+        torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
+        train(optimizer, params, [row])
+        train(twin, twins, [row])
+    assert_equal(params, twins)
+    torch.testing.assert_close(optimizer.state_dict()["state"], twin.state_dict()["state"], rtol=0, atol=0)
+    assert optimizer.metrics()["skipped_steps"].item() == 3
+
+
+@each_bad
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_raising_names_the_parameters_and_changes_nothing(entry, bad):
+    params = parameters()
+    optimizer = Modular([(f"layer.{i}", p) for i, p in enumerate(params)], entry.make(), nonfinite="raise")
+    grads = gradients(params, 2)
+    train(optimizer, params, grads[:1])
+    before, state = values(params), copy.deepcopy(optimizer.state_dict()["state"])
+    with pytest.raises(RuntimeError, match=r"gradients are not finite: layer\.3\. Nothing was changed"):
+        train(optimizer, params, [spoiled(grads[1], bad)])
+    assert_equal(params, before)
+    torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
+
+
+def test_parameters_without_names_are_told_by_number_and_shape():
+    params = parameters()
+    set_grads(params, spoiled(gradients(params, 1)[0], math.nan))
+    with pytest.raises(RuntimeError, match=r"parameter 3 of those with a gradient, of shape \(\)"):
+        Modular(params, SGD(), nonfinite="raise").step()
+
+
+def test_a_transform_of_the_closure_does_not_act_in_a_skipped_step():
+    (param,) = parameters(shapes=[(2,)])
+    before = values([param])
+    optimizer = Modular([param], ClipNormGrowth(target="closure"), ClipValue(1.0), nonfinite="skip")
+
+    def closure():
+        param.grad = torch.tensor([math.inf, 1.0])
+        return 7.0
+
+    assert optimizer.step(closure) == 7.0
+    assert_equal([param], before)
+    assert param.grad.tolist() == [math.inf, 1.0]
+    assert not optimizer.state
+
+
+def test_too_many_skips_in_a_row_raise_with_the_norms():
+    (param,) = parameters(shapes=[(1,)])
+    optimizer = Modular([param], SGD(), nonfinite="skip", max_consecutive_skips=2)
+    steps = [3.0, math.nan, math.inf, 4.0, math.nan, math.nan]
+    for gradient in steps:
+        train(optimizer, [param], [[torch.tensor([gradient])]])
+    before = values([param])
+    with pytest.raises(RuntimeError, match=r"3 steps in a row were skipped\. .* end: 3, nan, inf, 4, nan, nan, inf$"):
+        train(optimizer, [param], [[torch.tensor([math.inf])]])
+    assert_equal([param], before)
+    assert optimizer.metrics()["skipped_steps"].item() == 5
+
+
+def test_counts_survive_a_checkpoint_and_are_not_required():
+    (param,) = parameters(shapes=[(1,)])
+    optimizer = Modular([param], SGD(), nonfinite="skip", max_consecutive_skips=3)
+    train(optimizer, [param], [[torch.tensor([math.nan])]] * 2)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    resumed = Modular([param], SGD(), nonfinite="skip", max_consecutive_skips=3)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    assert resumed.metrics()["skipped_steps"].item() == 2
+    with pytest.raises(RuntimeError, match="4 steps in a row"):
+        train(resumed, [param], [[torch.tensor([math.nan])]] * 2)
+    resumed.load_state_dict(Modular([param], SGD()).state_dict())  # of an optimizer that never skips
+    Modular([param], SGD()).load_state_dict(optimizer.state_dict())
+    broken = optimizer.state_dict()
+    broken["param_groups"][0]["skipped_steps"] = "many"
+    with pytest.raises(TypeError, match="skipped_steps must be an int"):
+        resumed.load_state_dict(broken)
+
+
+def test_a_limit_on_the_joint_norm():
+    first, second = parameters(shapes=[(2,), (1,)])
+    optimizer = Modular([first, second], ClipNorm(0.1), SkipStep(max_norm=5.0), Adam())
+    before = values([first, second])
+    train(optimizer, [first, second], [[torch.tensor([3.0, 4.0]), torch.tensor([0.1])]])
+    assert_equal([first, second], before)
+    assert not optimizer.state
+    train(optimizer, [first, second], [[torch.tensor([3.0, 4.0]), torch.tensor([0.0])]])
+    assert not torch.equal(first, before[0])
+    assert optimizer.metrics()["skipped_steps"].item() == 1
+    assert optimizer.metrics()["skip_step/norm"].item() == 5
+
+
+def test_a_multiple_of_the_running_mean():
+    (param,) = parameters(shapes=[(1,)])
+    optimizer = Modular([param], SkipStep(max_ratio=3.0, beta=0.5))
+    taken = []
+    for gradient in (0.0, 1000.0, 4000.0, 2000.0, 4600.0, 4500.0, math.inf, math.nan):
+        before = param.item()
+        train(optimizer, [param], [[torch.tensor([gradient])]])
+        taken.append(param.item() != before)
+    # means: none, 1000, 1000, 1500, 1500, 3000
+    assert taken == [False, True, False, True, False, True, False, False]
+    assert optimizer.param_groups[0]["skip_step/mean"].item() == 3000
+    assert optimizer.metrics()["skipped_steps"].item() == 4
+
+
+def test_limits_may_be_scheduled_and_a_scope_given():
+    first, second = parameters(shapes=[(1,), (1,)])
+    named = [("first", first), ("second", second)]
+    optimizer = Modular(named, SkipStep(max_norm=1.0).only("first"))
+    row = [torch.tensor([1.0]), torch.tensor([100.0])]
+    train(optimizer, [first, second], [row])
+    assert optimizer.metrics()["skipped_steps"].item() == 0
+    optimizer.param_groups[0]["max_norm"] = 0.5
+    train(optimizer, [first, second], [row])
+    assert optimizer.metrics()["skipped_steps"].item() == 1
+
+
+@pytest.mark.parametrize(
+    ("construct", "error", "message"),
+    [
+        (
+            lambda p: Modular(p, SGD(), nonfinite="ignore"),
+            ValueError,
+            r"nonfinite must be one of 'propagate', 'raise', 'skip'",
+        ),
+        (lambda p: Modular(p, SGD(), nonfinite="skip", max_consecutive_skips=-1), ValueError, r"must be >= 0"),
+        (lambda p: Modular(p, SGD(), nonfinite="skip", max_consecutive_skips=1.5), TypeError, r"must be an int"),
+        (lambda p: Modular(p, SGD(), max_consecutive_skips=3), ValueError, r"needs nonfinite='skip' or a SkipStep"),
+        (lambda p: SkipStep(), ValueError, r"SkipStep needs max_norm or max_ratio"),
+        (lambda p: SkipStep(-1.0), ValueError, r"max_norm must be >= 0"),
+        (lambda p: SkipStep(max_ratio=0.5), ValueError, r"max_ratio must be >= 1"),
+        (lambda p: SkipStep(1.0, beta=2), ValueError, r"beta must be in \[0, 1\]"),
+        (lambda p: SkipStep(1.0, target="grad"), ValueError, r"target must be 'update'"),
+        (lambda p: Modular(p, Chain(SkipStep(1.0), target="grad")), ValueError, r"it cannot stand inside another"),
+        (
+            lambda p: Modular([{"params": p[:1]}, {"params": p[1:], "max_norm": 2.0}], SkipStep(1.0)),
+            ValueError,
+            r"max_norm must be the same in every param group",
+        ),
+    ],
+)
+def test_bad_arguments(construct, error, message):
+    with pytest.raises(error, match=message):
+        construct([nn.Parameter(torch.zeros(1)) for _ in range(2)])
+
+
+def test_grad_scaler_and_skipping_do_not_get_in_each_others_way():
+    (param,) = parameters(shapes=[(1,)])
+    optimizer = Modular([param], SGD(0.1), nonfinite="skip")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    before = values([param])
+    param.grad = torch.tensor([math.inf])
+    scaler.step(optimizer)
+    scaler.update()
+    assert_equal([param], before)
+    assert scaler.get_scale() == 2.0
+    assert optimizer.metrics()["skipped_steps"].item() == 0  # the scaler never let it get there

@@ -1,0 +1,116 @@
+"""Skipping of whole steps."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torchzero_clip.checks import at_least_one, non_negative, optional, unit_interval
+from torchzero_clip.core.transform import Transform, same_in_all_groups
+from torchzero_clip.core.units import numbers
+from torchzero_clip.functional import foreach
+from torchzero_clip.types import Setting, State, Target
+
+
+class SkipStep(Transform):
+    """Skips the whole step when the joint norm of the gradients is too large.
+
+        skipped if  ‖g‖ > max_norm  or  ‖g‖ > max_ratio · mean  or  ‖g‖ is not finite
+        mean ← mean + (1 - beta) · (‖g‖ - mean)          (first mean = ‖g‖; not moved by skipped steps)
+
+    It decides before anything happens: a skipped step changes no parameter and no state of any transform, wherever in
+    the chain it stands. Clipping keeps the direction of a bad gradient; this throws it away.
+
+    Args:
+        max_norm: The largest L2 norm of all gradients together that is let through; None for no such limit. A setting,
+            the same in all param groups, as are the next two.
+        max_ratio: The largest multiple of the running mean that is let through, >= 1; None for no such limit. The first
+            gradient that is not all zero always passes it.
+        beta: The decay rate of the running mean, in [0, 1].
+        target: The gradients are judged before any transform, so only "update".
+
+    Raises:
+        ValueError: If neither limit is given, or for a setting out of range.
+        TypeError: For a setting of the wrong type.
+
+    Each step waits for the device once. The norm is that of the gradients before any transform, of the parameters in
+    the scope of `only` and `without`; ``metrics()["skipped_steps"]`` counts, and is part of checkpoints.
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import Modular, SkipStep
+        >>> weight = torch.nn.Parameter(torch.zeros(1))
+        >>> optimizer = Modular([weight], SkipStep(max_ratio=10.0))
+        >>> for gradient in (1.0, 2.0, 500.0, 1.0):
+        ...     weight.grad = torch.tensor([gradient])
+        ...     optimizer.step()
+        >>> weight.data
+        tensor([-4.])
+        >>> optimizer.metrics()["skipped_steps"]
+        tensor(1)
+
+    Source: not published in this form. Related: Chowdhery et al., [PaLM: scaling language modeling with
+    pathways](https://arxiv.org/abs/2204.02311), 2022, where a run goes back before a loss spike and skips its batches.
+    """
+
+    checks = {"max_norm": optional(non_negative), "max_ratio": optional(at_least_one), "beta": unit_interval}
+    gate = True
+    keeps_statistics = True
+    pure = True
+
+    def __init__(
+        self,
+        max_norm: float | None = None,
+        max_ratio: float | None = None,
+        beta: float = 0.99,
+        *,
+        target: Target = "update",
+    ) -> None:
+        if max_norm is None and max_ratio is None:
+            raise ValueError("SkipStep needs max_norm or max_ratio")
+        if target != "update":
+            raise ValueError(
+                f"SkipStep judges the gradients before any transform: target must be 'update', got {target!r}"
+            )
+        super().__init__({"max_norm": max_norm, "max_ratio": max_ratio, "beta": beta}, target=target)
+
+    @override
+    def check_groups(self, groups: Sequence[Setting]) -> None:
+        """Raise if a setting is out of range, or differs between groups."""
+        super().check_groups(groups)
+        same_in_all_groups(self, groups, self.defaults)
+
+    @override
+    def init_global_state(self) -> dict[str, Any]:
+        """The running mean."""
+        return numbers("mean", "started")
+
+    @override
+    def refuses(self, norm: Tensor, state: State, setting: Setting) -> Tensor:
+        """Whether the norm exceeds a limit, or is not finite."""
+        limit = torch.full_like(norm, torch.inf if setting["max_norm"] is None else setting["max_norm"])
+        if setting["max_ratio"] is not None:
+            usual = torch.where(state["started"] > 0, setting["max_ratio"] * state["mean"], torch.inf)
+            limit = torch.minimum(limit, usual)
+        return (norm > limit) | norm.isfinite().logical_not()
+
+    @override
+    def apply_tensors(
+        self,
+        tensors: list[Tensor],
+        params: list[Tensor],
+        grads: list[Tensor],
+        loss: Tensor | float | None,
+        states: Sequence[State],
+        settings: Sequence[Setting],
+    ) -> Sequence[Tensor]:
+        """Let the running mean follow."""
+        norm, mean, started = self.entering.total(), self.global_state["mean"], self.global_state["started"]
+        usable = self.entering.flags().together().usable(started > 0)
+        weight = torch.where(started > 0, 1 - settings[0]["beta"], 1.0)
+        mean.lerp_(torch.where(usable, norm, mean), weight)
+        foreach.copy_([started], [usable | (started > 0)])
+        self.metrics.update(norm=norm, mean=mean.clone())
+        return tensors
