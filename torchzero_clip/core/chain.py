@@ -121,7 +121,7 @@ class Chain(Composite):
     def _act(self, name: str, act: Action, step: Step, on_grads: bool) -> None:
         """Let one transform act on the parameters in its scope."""
         scope = self.transforms[name].scope
-        if not scope.conditions:
+        if not scope.limited:
             act(step, self.bind(name, step), on_grads)
         elif indices := scope.indices(step.members):
             part = step.part(indices)
@@ -156,7 +156,7 @@ def flatten(transforms: Iterable[Transforms]) -> Iterator[Transform]:
 
 def _within(scope: Scope, transform: Transform) -> Transform:
     """The transform, limited to the scope of the chain that it was written in."""
-    if not scope.conditions:
+    if not scope.limited:
         return transform
     limited = copy.copy(transform)
     limited.scope = transform.scope.within(scope)

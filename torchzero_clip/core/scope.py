@@ -57,6 +57,11 @@ class Scope:
 
     conditions: tuple[Condition, ...] = ()
 
+    @property
+    def limited(self) -> bool:
+        """Whether some parameters may be out of it."""
+        return len(self.conditions) > 0  # `not` of a tuple breaks the graphs of `torch.compile`
+
     def narrowed(self, keep: bool, where: Sequence[Any], groups: str | Iterable[str]) -> "Scope":
         """The scope with one more condition."""
         for item in where:

@@ -214,7 +214,7 @@ class Transform(ABC):
 
     def sees_all_gradients(self) -> bool:
         """Whether the first transform of a chain, if it is this one, is given the gradients of all parameters."""
-        return self.target in ("update", "update_difference", "grad") and not self.scope.conditions
+        return self.target in ("update", "update_difference", "grad") and not self.scope.limited
 
     def optional_state(self) -> list[str]:
         """Prefixes of the state that a parameter may or may not have."""

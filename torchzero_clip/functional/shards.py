@@ -52,7 +52,7 @@ def aligned(grad: Tensor | None, param: Tensor) -> Tensor | None:
     """A gradient laid out as its parameter; gradients may come as pending sums, or as conjugates yet to be taken."""
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
         return grad.redistribute(param.device_mesh, param.placements)
-    return grad.resolve_conj() if grad is not None and grad.is_conj() else grad
+    return grad.resolve_conj() if grad is not None and grad.is_complex() else grad
 
 
 def summed(tensor: Tensor) -> Tensor:
