@@ -28,6 +28,8 @@ from torchzero_clip.functional.total import clip_grads_with_norm_ as clip_grads_
 from torchzero_clip.functional.total import get_total_norm as get_total_norm
 from torchzero_clip.optimizers.adam import Adam as Adam
 from torchzero_clip.optimizers.adamw import AdamW as AdamW
+from torchzero_clip.optimizers.muon import Muon as Muon
+from torchzero_clip.optimizers.rmsprop import RMSprop as RMSprop
 from torchzero_clip.optimizers.sgd import SGD as SGD
 from torchzero_clip.optimizers.weight_decay import WeightDecay as WeightDecay
 

@@ -19,8 +19,10 @@ from torchzero_clip import (
     ClipValue,
     ClipValueByEMA,
     ClipValueGrowth,
+    Muon,
     Normalize,
     NormalizeByEMA,
+    RMSprop,
     SkipStep,
     TensorwiseTransform,
     Transform,
@@ -96,6 +98,10 @@ def is_matrix(param):
     return param.ndim >= 2
 
 
+def is_2d(param):
+    return param.ndim == 2 and not param.is_complex()
+
+
 @dataclass(frozen=True)
 class Entry:
     name: str
@@ -107,7 +113,9 @@ class Entry:
     def squares_in_param_dtype(self) -> bool:
         """Whether averages of squares are kept in half precision for half-precision parameters."""
         chain = Chain(self.make())
-        return any(isinstance(t, Adam) and t.state_dtype is None for t in chain.transforms.values())
+        return any(
+            (isinstance(t, Adam) and t.state_dtype is None) or isinstance(t, RMSprop) for t in chain.transforms.values()
+        )
 
     @property
     def only_statistics(self) -> bool:
@@ -159,6 +167,8 @@ ENTRIES = [
     Entry("SGD", lambda: SGD()),
     Entry("SGD-momentum", lambda: SGD(0.1, 0.9, dampening=0.1)),
     Entry("SGD-nesterov", lambda: SGD(0.1, 0.9, nesterov=True)),
+    Entry("RMSprop", lambda: RMSprop(momentum=0.5, centered=True)),
+    Entry("Muon+Adam", lambda: [Muon(0.1).only(is_2d), Adam().without(is_2d)]),
     Entry("WeightDecay", lambda: WeightDecay(0.1)),
     Entry("LR", lambda: LR(0.1)),
     Entry("AdamW", lambda: AdamW(lr=0.1)),

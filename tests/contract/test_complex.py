@@ -21,7 +21,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
-@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+@pytest.mark.parametrize("entry", [e for e in ENTRIES if e.name != "Muon+Adam"], ids=str)  # Muon takes no complex ones
 def test_without_imaginary_parts_it_is_a_run_on_real_numbers(entry, dtype):
     real = parameters(dtype.to_real())
     params = [nn.Parameter(p.detach().to(dtype)) for p in real]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchzero_clip import LR, SGD, Adam, AdamW, Modular, WeightDecay
+from torchzero_clip import LR, SGD, Adam, AdamW, Modular, RMSprop, WeightDecay
 
 PAIRS = {
     "Adam": (lambda: Adam(0.01), lambda p: torch.optim.Adam(p, 0.01)),
@@ -24,6 +24,16 @@ PAIRS = {
     "SGD default lr": (lambda: SGD(), lambda p: torch.optim.SGD(p)),
     "SGD momentum": (lambda: SGD(0.1, 0.9), lambda p: torch.optim.SGD(p, 0.1, 0.9)),
     "SGD dampening": (lambda: SGD(0.1, 0.9, dampening=0.3), lambda p: torch.optim.SGD(p, 0.1, 0.9, dampening=0.3)),
+    "RMSprop": (lambda: RMSprop(0.01), lambda p: torch.optim.RMSprop(p, 0.01)),
+    "RMSprop default lr": (lambda: RMSprop(), lambda p: torch.optim.RMSprop(p)),
+    "RMSprop momentum": (
+        lambda: RMSprop(0.01, 0.9, 1e-6, 0.8),
+        lambda p: torch.optim.RMSprop(p, 0.01, 0.9, 1e-6, momentum=0.8),
+    ),
+    "RMSprop centered L2": (
+        lambda: [WeightDecay(0.1), RMSprop(0.01, momentum=0.5, centered=True)],
+        lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.5, centered=True, weight_decay=0.1),
+    ),
     "SGD nesterov L2": (
         lambda: [WeightDecay(0.1), SGD(0.1, 0.9, nesterov=True)],
         lambda p: torch.optim.SGD(p, 0.1, 0.9, nesterov=True, weight_decay=0.1),

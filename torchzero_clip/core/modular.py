@@ -13,6 +13,7 @@ from torchzero_clip.core.chain import Chain, Transforms, flatten
 from torchzero_clip.core.checkpoint import fitted, restored
 from torchzero_clip.core.composite import storage_keys
 from torchzero_clip.core.entering import Entering
+from torchzero_clip.core.fitness import check_members, warn_of_slips
 from torchzero_clip.core.guard import Guard, Nonfinite
 from torchzero_clip.core.learning_rate import with_learning_rate
 from torchzero_clip.core.namespace import GroupSettings
@@ -106,8 +107,7 @@ class Modular(Optimizer):
         if isinstance(params, nn.Module):
             params = list(params.named_parameters())
         super().__init__(params, defaults)
-        for transform in self._chain.walk():
-            transform.scope.warn_of_idle_patterns(transform, [member for member, _ in members(self.param_groups)])
+        warn_of_slips(self._chain, [member for member, _ in members(self.param_groups)])
         self._global_keys = list(global_state := self._chain.init_global_state())
         self.param_groups[0].update({**global_state, **self._guard.counts()})
         self._move_global_state()
@@ -232,8 +232,7 @@ class Modular(Optimizer):
                 groups = [GroupSettings(g, self._stored_as) for g in (*self.param_groups, complete)]
                 self._chain.check_groups(groups)
                 super().add_param_group(complete)
-                for transform in self._chain.walk():
-                    transform.scope.check(transform, [member for member, _ in members(self.param_groups[before:])])
+                check_members(self._chain, [member for member, _ in members(self.param_groups[before:])])
         except Exception:
             del self.param_groups[before:]
             raise

@@ -91,7 +91,7 @@ class Scope:
     def _patterns(self) -> list[str]:
         return [where for condition in self.conditions for where in condition.where if isinstance(where, str)]
 
-    def check(self, owner: object, members: Sequence[Member]) -> None:
+    def check_names(self, owner: object, members: Sequence[Member]) -> None:
         """Raise if the scope goes by names that parameters do not have."""
         if self._patterns() and any(member.name is None for member in members):
             raise ValueError(
@@ -104,7 +104,7 @@ class Scope:
         names = [member.name for member in members if member.name is not None]
         for pattern in self._patterns():
             if not any(matches_name(pattern, name) for name in names):
-                warnings.warn(f"no parameter has a name that matches {pattern!r} of {owner!r}", stacklevel=4)
+                warnings.warn(f"no parameter has a name that matches {pattern!r} of {owner!r}", stacklevel=5)
 
 
 def matches_name(pattern: str, name: str) -> bool:

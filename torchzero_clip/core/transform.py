@@ -76,6 +76,9 @@ class Transform(ABC):
     gate: ClassVar[bool] = False
     """Decides by `refuses`, before anything changes, whether a step is taken."""
 
+    orthogonalizes: ClassVar[bool] = False
+    """The norm of the output goes by its shape alone, so that limits after it mean something else."""
+
     default_lr: ClassVar[float | None] = None
     """For optimizers, the learning rate of a chain in which nobody names one."""
 
@@ -110,6 +113,9 @@ class Transform(ABC):
         for key, check in self.checks.items():
             if key in settings:
                 check(key, settings[key])
+
+    def check_parameter(self, name: str, param: Tensor) -> None:  # noqa: B027  most can act on any
+        """Raise if this transform cannot act on a parameter; asked when it is added."""
 
     def check_groups(self, groups: Sequence[Setting]) -> None:
         """Raise if a setting is out of range in some group, or groups differ where they must not."""

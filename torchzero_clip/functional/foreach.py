@@ -52,6 +52,12 @@ def subtract_slices_(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Non
         tensor.sub_(_beside(tensor, value, wide_dtype(tensor.dtype)))
 
 
+def subtract_squares(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """``tensors - others**2``, as new tensors."""
+    parts = reals_of(others)
+    return _wrap(_foreach._foreach_addcmul(reals_of(tensors), parts, parts, -1), tensors)
+
+
 def multiply_(tensors: Sequence[Tensor], number: float | Tensor) -> None:
     """Multiply all tensors by one number, in place."""
     if isinstance(number, Tensor):

@@ -81,6 +81,15 @@ def replicated(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+def laid_out_as(whole: Tensor, like: Tensor) -> Tensor:
+    """A plain tensor that is whole on every rank, laid out as another one; needs no communication."""
+    if not isinstance(like, DTensor):
+        return whole
+    mesh = like.device_mesh
+    replicas = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicas.redistribute(mesh, like.placements)
+
+
 def memory(tensor: Tensor) -> Tensor:
     """The local part of ``tensor``, to be written to; a scalar as a vector of one element."""
     data = local(tensor)

@@ -1,0 +1,121 @@
+"""Muon, against torch.optim.Muon and by what it promises."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from torchzero_clip import LR, Adam, ClipNorm, Modular, Muon, Normalize, WeightDecay
+
+SHAPES = [(4, 3), (3, 5), (8, 8), (1, 6)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (lambda: Muon(0.02), {"lr": 0.02, "weight_decay": 0.0}),
+        (lambda: [Muon(), WeightDecay(0.1)], {}),
+        (
+            lambda: Muon(0.02, 0.8, nesterov=False),
+            {"lr": 0.02, "momentum": 0.8, "nesterov": False, "weight_decay": 0.0},
+        ),
+        (
+            lambda: Muon(0.02, adjust_lr_fn="match_rms_adamw", ns_steps=3),
+            {"lr": 0.02, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3, "weight_decay": 0.0},
+        ),
+    ],
+    ids=["plain", "defaults and decay", "no nesterov", "match rms"],
+)
+def test_equals_torch(ours, theirs, dtype):
+    if dtype == torch.bfloat16 and theirs.get("nesterov") is False:
+        pytest.skip("torch 2.13 normalizes its momentum buffer in place here")
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
+    other = [nn.Parameter(p.detach().clone()) for p in params]
+    optimizer, reference = Modular(params, ours()), torch.optim.Muon(other, **theirs)
+    for k in range(20):
+        for a, b in zip(params, other, strict=True):
+            a.grad = torch.zeros_like(a) if k == 3 else torch.randn_like(a) * 10.0 ** (k % 5 - 2)
+            b.grad = a.grad.clone()
+        optimizer.step()
+        reference.step()
+    tolerance = {torch.float32: 1e-5, torch.float64: 1e-9, torch.bfloat16: 2e-2}[dtype]
+    for a, b in zip(params, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-4, 1.0, 1e25])
+def test_singular_values_end_near_1_at_every_magnitude(scale):
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.zeros(6, 4))
+    param.grad = torch.randn(6, 4) * scale
+    Modular([param], Muon(1.0, momentum=0.0, nesterov=False, eps=1e-38, adjust_lr_fn="match_rms_adamw")).step()
+    values = torch.linalg.svdvals(param.detach()) / (0.2 * 6**0.5)
+    assert values.max() < 1.6
+    assert values.min() > 0.4
+
+
+def test_matrices_to_muon_and_the_rest_to_adam_in_one_optimizer():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    twin = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    twin.load_state_dict(model.state_dict())
+    matrices, vectors = ([p for p in twin.parameters() if p.ndim == n] for n in (2, 1))
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim == 2], "lr": 0.02, "name": "matrices"},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "lr": 0.01, "name": "vectors"},
+    ]
+    optimizer = Modular(groups, Muon().only(groups="matrices"), Adam().only(groups="vectors"))
+    others = torch.optim.Muon(matrices, 0.02, weight_decay=0.0), torch.optim.Adam(vectors, 0.01)
+    for _ in range(5):
+        x = torch.randn(8, 3, dtype=torch.float64)
+        for net, steps in ((model, [optimizer]), (twin, others)):
+            net.zero_grad()
+            net(x).square().mean().backward()
+            for each in steps:
+                each.step()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
+    Modular(groups, Muon().only(groups="matrices"), Adam().only(groups="vectors")).load_state_dict(
+        optimizer.state_dict()
+    )
+
+
+def test_a_clip_after_muon_is_warned_of_once():
+    params = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]
+    matrices = Muon().only(lambda p: p.ndim == 2)
+    with pytest.warns(UserWarning, match=r"ClipNorm\(1\) comes after Muon\(\).*Put it before") as caught:
+        Modular(params, matrices, ClipNorm(1), Normalize())
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Modular(params, ClipNorm(1), matrices, LR(0.1))
+        Modular(params, matrices, ClipNorm(1).only(lambda p: p.ndim == 1))
+
+
+@pytest.mark.parametrize(
+    ("construct", "error", "message"),
+    [
+        (
+            lambda: Modular([nn.Parameter(torch.zeros(2))], Muon()),
+            ValueError,
+            r"Muon takes real matrices, got parameter 0",
+        ),
+        (
+            lambda: Modular(nn.Linear(2, 2), Muon()),
+            ValueError,
+            r"got bias of shape \(2,\) .*only\(lambda p: p.ndim == 2\)",
+        ),
+        (lambda: Muon(momentum=-1), ValueError, r"momentum must be >= 0"),
+        (lambda: Muon(ns_steps=-1), ValueError, r"ns_steps must be >= 0"),
+        (lambda: Muon(eps=0), ValueError, r"eps must be > 0"),
+        (lambda: Muon(ns_coefficients=(1, 2)), ValueError, r"ns_coefficients must be three numbers"),
+        (lambda: Muon(adjust_lr_fn="none"), ValueError, r"adjust_lr_fn must be one of None, 'original'"),
+        (lambda: Muon(nesterov=1), TypeError, r"nesterov must be True or False"),
+    ],
+)
+def test_bad_arguments(construct, error, message):
+    with pytest.raises(error, match=message):
+        construct()

@@ -1,0 +1,32 @@
+"""Whether a chain and its parameters go together: what is refused when they meet, and what is warned of."""
+
+import warnings
+from collections.abc import Sequence
+
+from torchzero_clip.core.chain import Chain
+from torchzero_clip.core.scope import Member
+
+
+def check_members(chain: Chain, members: Sequence[Member]) -> None:
+    """Raise if a transform chooses by names that parameters do not have, or cannot act on one in its scope."""
+    for transform in chain.walk():
+        transform.scope.check_names(transform, members)
+        for i in transform.scope.indices(members):
+            name = members[i].name or f"parameter {i} of its group"
+            transform.check_parameter(name, members[i].param)
+
+
+def warn_of_slips(chain: Chain, members: Sequence[Member]) -> None:
+    """Warn of scopes that are empty by mistake, and of limits on norms that say nothing."""
+    for transform in chain.walk():
+        transform.scope.warn_of_idle_patterns(transform, members)
+    for i, first in enumerate(transforms := list(chain.transforms.values())):
+        own = set(first.scope.indices(members)) if first.orthogonalizes else set[int]()
+        for later in transforms[i + 1 :]:
+            if later.scaling and own.intersection(later.scope.indices(members)):
+                warnings.warn(
+                    f"{later!r} comes after {first!r}, which makes updates whose norm goes by their shape alone: it "
+                    "does not limit steps with large gradients, but those of large matrices. Put it before",
+                    stacklevel=4,
+                )
+                return

@@ -1,0 +1,142 @@
+"""Muon."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torchzero_clip.checks import boolean, count, learning_rate, non_negative, number, one_of, positive
+from torchzero_clip.core.transform import Transform, runs
+from torchzero_clip.functional import foreach
+from torchzero_clip.functional.orthogonal import orthogonalized
+from torchzero_clip.types import Setting, State, Target
+
+AdjustLR = Literal["original", "match_rms_adamw"]
+
+
+class Muon(Transform):
+    """Turns gradients of matrices into orthogonalized momentum, as `torch.optim.Muon` computes it.
+
+        b ← momentum · b + (1 - momentum) · u
+        u ← momentum · b + (1 - momentum) · u      (b without Nesterov)
+        u ← orthogonalized(u) · √max(1, rows / columns)
+
+    It is for the matrices of hidden layers. Limit it to them, and give the rest (embeddings, heads, vectors) to another
+    optimizer of the same chain. Weight decay is a transform of its own: `WeightDecay` after Muon.
+
+    Clip before Muon, not after it: its updates have a norm that goes by their shape alone.
+
+    Args:
+        lr: The learning rate of the chain: a number >= 0 or a tensor of one element. None for torch's default, 1e-3.
+        momentum: The decay rate of the buffer, >= 0; a setting of the param groups.
+        nesterov: Look ahead by one step.
+        ns_coefficients: The three coefficients of the Newton-Schulz iteration.
+        ns_steps: How many iterations.
+        eps: The smallest norm that the iteration divides by.
+        adjust_lr_fn: "original" (or None) scales by √max(1, rows / columns), "match_rms_adamw" by
+            0.2 · √max(rows, columns), with which learning rates of AdamW fit.
+        target: What it acts on, see `Transform`.
+
+    Raises:
+        ValueError: For a setting out of range, or in `Modular` for a parameter in its scope that is no matrix.
+        TypeError: For an argument of the wrong type.
+
+    The iteration runs in bfloat16. Under FSDP2 each rank gathers the matrices one by one and orthogonalizes all.
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import Adam, Modular, Muon
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 1))
+        >>> def hidden(p):
+        ...     return p.ndim == 2 and min(p.shape) > 1
+        >>> optimizer = Modular(model, Muon(lr=0.02).only(hidden), Adam().without(hidden))
+
+    Source: Jordan, [Muon: an optimizer for hidden layers in neural
+    networks](https://kellerjordan.github.io/posts/muon/), 2024; Liu et al., [Muon is scalable for LLM
+    training](https://arxiv.org/abs/2502.16982), 2025, for "match_rms_adamw".
+    """
+
+    checks = {"momentum": non_negative}
+    default_lr = 1e-3
+    pure = True
+    orthogonalizes = True
+
+    def __init__(
+        self,
+        lr: float | Tensor | None = None,
+        momentum: float = 0.95,
+        *,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        ns_steps: int = 5,
+        eps: float = 1e-7,
+        adjust_lr_fn: AdjustLR | None = None,
+        target: Target = "update",
+    ) -> None:
+        if lr is not None:
+            learning_rate("lr", lr)
+        boolean("nesterov", nesterov)
+        count("ns_steps", ns_steps)
+        positive("eps", eps)
+        one_of("adjust_lr_fn", adjust_lr_fn, (None, "original", "match_rms_adamw"))
+        if len(ns_coefficients) != 3:
+            raise ValueError(f"ns_coefficients must be three numbers, got {ns_coefficients!r}")
+        for i, coefficient in enumerate(ns_coefficients):
+            number(f"ns_coefficients[{i}]", coefficient)
+        super().__init__({"momentum": momentum}, target=target)
+        self.lr = lr
+        self.nesterov = nesterov
+        self.ns_coefficients = ns_coefficients
+        self.ns_steps = ns_steps
+        self.eps = eps
+        self.adjust_lr_fn: AdjustLR | None = adjust_lr_fn
+
+    @override
+    def check_parameter(self, name: str, param: Tensor) -> None:
+        """Raise if the parameter is no real matrix."""
+        if param.ndim != 2 or param.is_complex():
+            raise ValueError(
+                f"Muon takes real matrices, got {name} of shape {tuple(param.shape)} and {param.dtype}: limit it, for "
+                "example Muon().only(lambda p: p.ndim == 2)"
+            )
+
+    @override
+    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+        """The momentum buffer."""
+        return {"momentum_buffer": torch.zeros_like(param)}
+
+    @override
+    def apply_tensors(
+        self,
+        tensors: list[Tensor],
+        params: list[Tensor],
+        grads: list[Tensor],
+        loss: Tensor | float | None,
+        states: Sequence[State],
+        settings: Sequence[Setting],
+    ) -> Sequence[Tensor]:
+        """Update the buffers and return new tensors."""
+        updates: list[Tensor] = []
+        for setting, own in runs(settings):
+            buffers = [state["momentum_buffer"] for state in states[own]]
+            inputs = [t.to(buffer.dtype) for t, buffer in zip(tensors[own], buffers, strict=True)]
+            foreach.lerp_(buffers, inputs, 1 - setting["momentum"])
+            ahead = buffers
+            if self.nesterov:
+                ahead = foreach.clone(inputs)
+                foreach.lerp_(ahead, buffers, setting["momentum"])
+            updates += [self._orthogonalized(t).to(given.dtype) for t, given in zip(ahead, tensors[own], strict=True)]
+        for update in updates:
+            foreach.multiply_([update], self._scale(*update.shape))
+        return updates
+
+    def _orthogonalized(self, matrix: Tensor) -> Tensor:
+        return orthogonalized(matrix, self.ns_coefficients, self.ns_steps, self.eps)
+
+    def _scale(self, rows: int, columns: int) -> float:
+        if self.adjust_lr_fn == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(rows, columns))
+        return math.sqrt(max(1, rows / max(columns, 1)))
