@@ -12,13 +12,10 @@ from torchzero_clip.core.chain import Chain, Transforms
 from torchzero_clip.core.composite import Composite
 from torchzero_clip.core.entering import Flags
 from torchzero_clip.core.target import Step
-from torchzero_clip.core.transform import Transform, same_in_all_groups
-from torchzero_clip.core.units import Units, numbers
+from torchzero_clip.core.units import NormStatistics, Units, numbers
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.foreach import reals, wide_dtype
-from torchzero_clip.functional.measure import Slicing, measure, scale_, share, summary
-from torchzero_clip.functional.metric import parse_ord
-from torchzero_clip.functional.shards import pack
+from torchzero_clip.functional.measure import measure, scale_, share
 from torchzero_clip.types import Ord, Setting, State, Target
 
 EMAInit = Literal["zeros", "update"]
@@ -26,7 +23,7 @@ EMA_INITS = ("zeros", "update")
 SMALLEST_GROWN = 1e-6  # an average of norm 0 may grow to this, whatever max_ema_growth
 
 
-class ClipNormByEMA(Transform):
+class ClipNormByEMA(NormStatistics):
     """Scales updates so that the norm of each is at most that of the average of past updates.
 
         ema ← ema + (1 - beta) · (u - ema)          (first ema = 0, or u with ema_init="update")
@@ -95,8 +92,6 @@ class ClipNormByEMA(Transform):
     """Bring smaller updates up to the limit too."""
 
     checks = {"beta": unit_interval, "eps": non_negative, "max_ema_growth": optional(positive)}
-    keeps_statistics = True
-    scaling = True
 
     def __init__(
         self,
@@ -111,75 +106,50 @@ class ClipNormByEMA(Transform):
     ) -> None:
         boolean("tensorwise", tensorwise)
         one_of("ema_init", ema_init, EMA_INITS)
-        self.ord = ord
         self.tensorwise = tensorwise
         self.ema_init: EMAInit = ema_init
-        self._slicing = Slicing(parse_ord(ord), None if tensorwise else "global")
-        super().__init__({"beta": beta, "eps": eps, "max_ema_growth": max_ema_growth}, target=target)
+        settings = {"beta": beta, "eps": eps, "max_ema_growth": max_ema_growth}
+        super().__init__(settings, ord=ord, joint=not tensorwise, target=target)
 
     @override
-    def check_groups(self, groups: Sequence[Setting]) -> None:
-        """Raise if a setting is out of range, or groups differ in what has to be one value for all."""
-        super().check_groups(groups)
-        if not self.tensorwise:
-            same_in_all_groups(self, groups, ("eps", "max_ema_growth"))
+    def common_settings(self) -> Sequence[str]:
+        return ["eps", "max_ema_growth"]
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
         """The average, float32 or wider, and its norm in the step before."""
-        ema = {"ema": torch.zeros_like(param, dtype=wide_dtype(param.dtype))}
-        return ema | numbers("prev", "started", device=param.device) if self.tensorwise else ema
+        return {"ema": torch.zeros_like(param, dtype=wide_dtype(param.dtype))} | super().init_state(param, setting)
 
     @override
-    def init_global_state(self) -> dict[str, Any]:
-        """The norm of the average in the step before, if it is one norm for all tensors."""
-        return {} if self.tensorwise else numbers("prev", "started")
-
-    @override
-    def apply_tensors(
-        self,
-        tensors: list[Tensor],
-        params: list[Tensor],
-        grads: list[Tensor],
-        loss: Tensor | float | None,
-        states: Sequence[State],
-        settings: Sequence[Setting],
-    ) -> Sequence[Tensor]:
-        """Scale, in place."""
-        measured = measure(tensors, self._slicing)
-        factors = torch.ones_like(pack(measured.roots))
-        if measured.parts:
-            joint = None if self.tensorwise else self.global_state
-            units = Units(measured, self.entering.flags(measured), states, settings, joint)
-            emas = self._follow(tensors, states, settings, units)
-            factors = self._factors(units, emas, measured.metric.degree)
-        self.metrics.update(summary(measured, scale_(measured, factors)))
-        return tensors
-
-    def _follow(
-        self, tensors: Sequence[Tensor], states: Sequence[State], settings: Sequence[Setting], units: Units
-    ) -> list[Tensor]:
-        """Move the averages towards the updates."""
+    def factors(self, units: Units, tensors: list[Tensor], states: Sequence[State]) -> Tensor:
+        """Compare the updates with their averages, once these have followed."""
         averages = [states[i]["ema"] for i in units.indices]
-        updates = [tensors[i] for i in units.indices]
+        self._follow([tensors[i] for i in units.indices], averages, units)
+        size = self._grown(averages, units)
+
+        ratio = units.roots / units.by_settings(_at_least_eps, size) ** (1 / units.degree)
+        smallest = 1.0
+        if self.NORMALIZE:
+            smallest = units.by_settings(_at_least_eps, torch.zeros_like(ratio)) ** (1 / units.degree)
+        return torch.where(units.roots > 0, 1 / ratio.clamp(min=smallest), 1.0)
+
+    def _follow(self, updates: Sequence[Tensor], averages: Sequence[Tensor], units: Units) -> None:
+        """Move the averages towards the updates."""
         if self.ema_init == "update":
             foreach.lerp_where_(units.of_tensors(units.starting), averages, updates, [1.0] * len(updates))
-        weights = [1 - settings[i]["beta"] for i in units.indices]
+        weights = [1 - setting["beta"] for setting in units.settings_of_tensors]
         foreach.lerp_where_(units.of_tensors(units.usable), averages, updates, weights)
-        return averages
 
-    def _factors(self, units: Units, averages: Sequence[Tensor], degree: int) -> Tensor:
-        """Keep the averages from growing too fast, and compare the updates with them."""
-        found = measure(averages, self._slicing)
+    def _grown(self, averages: Sequence[Tensor], units: Units) -> Tensor:
+        """Keep the averages from growing too fast, and return their norms."""
+        found = measure(averages, self.slicing)
         size = units.size(units.roots_of(found))
         largest = torch.where(units.started, units.by_settings(_largest, units.get("prev")), torch.inf)
-        scale_(found, units.factors(torch.where(size > largest, (largest / size) ** (1 / degree), 1.0)))
+        shrink = torch.where(size > largest, (largest / size) ** (1 / units.degree), 1.0)
+        scale_(found, units.factors(shrink))
         size = torch.minimum(size, largest)
         units.keep(prev=size)
-
-        ratio = units.roots / units.by_settings(_at_least_eps, size) ** (1 / degree)
-        smallest = units.by_settings(_at_least_eps, torch.zeros_like(ratio)) ** (1 / degree) if self.NORMALIZE else 1.0
-        return units.factors(torch.where(units.roots > 0, 1 / ratio.clamp(min=smallest), 1.0))
+        return size
 
 
 class NormalizeByEMA(ClipNormByEMA):

@@ -9,13 +9,9 @@ from typing_extensions import override
 
 from torchzero_clip.checks import at_least_one, boolean, non_negative, optional, positive
 from torchzero_clip.core.tensorwise import TensorwiseTransform
-from torchzero_clip.core.transform import Transform, same_in_all_groups
-from torchzero_clip.core.units import Units, numbers
+from torchzero_clip.core.units import NormStatistics, Units, numbers
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.foreach import reals, wide_dtype
-from torchzero_clip.functional.measure import Measured, Slicing, measure, scale_, summary
-from torchzero_clip.functional.metric import parse_ord
-from torchzero_clip.functional.shards import pack
 from torchzero_clip.types import Ord, Setting, State, Target
 
 CHECKS = {
@@ -129,7 +125,7 @@ class ClipValueGrowth(TensorwiseTransform):
         return tensor
 
 
-class ClipNormGrowth(Transform):
+class ClipNormGrowth(NormStatistics):
     """Limits how fast the norm of the updates may grow from step to step.
 
         allowed = min(prev + add, max(prev, min_value) · mul)
@@ -191,8 +187,6 @@ class ClipNormGrowth(Transform):
     """
 
     checks = CHECKS
-    keeps_statistics = True
-    scaling = True
 
     def __init__(
         self,
@@ -206,27 +200,14 @@ class ClipNormGrowth(Transform):
         target: Target = "update",
     ) -> None:
         boolean("parameterwise", parameterwise)
-        self.ord = ord
         self.parameterwise = parameterwise
-        self._slicing = Slicing(parse_ord(ord), None if parameterwise else "global")
-        super().__init__({"add": add, "mul": mul, "min_value": min_value, "max_decay": max_decay}, target=target)
+        settings = {"add": add, "mul": mul, "min_value": min_value, "max_decay": max_decay}
+        super().__init__(settings, ord=ord, joint=not parameterwise, target=target)
 
     @override
-    def check_groups(self, groups: Sequence[Setting]) -> None:
-        """Raise if a setting is out of range, or groups differ in what has to be one value for all."""
-        super().check_groups(groups)
-        if not self.parameterwise:
-            same_in_all_groups(self, groups, self.defaults)
-
-    @override
-    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        """The tracked norm; none where there is no limit, or one norm for all tensors."""
-        return numbers("prev", "started", device=param.device) if self.parameterwise and _limits(setting) else {}
-
-    @override
-    def init_global_state(self) -> dict[str, Any]:
-        """The tracked norm of all tensors, if it is one."""
-        return {} if self.parameterwise else numbers("prev", "started")
+    def takes_part(self, setting: Setting) -> bool:
+        """Whether there is a limit."""
+        return _limits(setting)
 
     @override
     def apply_tensors(
@@ -241,25 +222,18 @@ class ClipNormGrowth(Transform):
         """Scale, in place."""
         for state, setting in zip(states, settings, strict=True):
             if not _limits(setting):
-                _end(state if self.parameterwise else self.global_state)
-        measured = measure(tensors, self._slicing)
-        factors = torch.ones_like(pack(measured.roots))
-        if any(_limits(settings[i]) for i in measured.indices):
-            factors = self._factors(measured, states, settings)
-        self.metrics.update(summary(measured, scale_(measured, factors)))
-        return tensors
+                _end(self.global_state if self.joint else state)
+        return super().apply_tensors(tensors, params, grads, loss, states, settings)
 
-    def _factors(self, measured: Measured, states: Sequence[State], settings: Sequence[Setting]) -> Tensor:
-        joint = None if self.parameterwise else self.global_state
-        units = Units(measured, self.entering.flags(measured), states, settings, joint, _limits)
-        degree = measured.metric.degree
+    @override
+    def factors(self, units: Units, tensors: list[Tensor], states: Sequence[State]) -> Tensor:
+        """What brings each norm to the largest that is allowed."""
         size, prev = units.size(units.roots), units.get("prev")
-
         allowed = torch.where(units.started, units.by_settings(_allowed, prev), torch.inf)
         limited = torch.minimum(size, allowed)
         slowest = units.by_settings(_slowest, prev)
         units.keep(prev=torch.where(units.started & (size < slowest), slowest, limited))
-        return units.factors(torch.where(size > allowed, (allowed / size) ** (1 / degree), 1.0))
+        return torch.where(size > allowed, (allowed / size) ** (1 / units.degree), 1.0)
 
 
 def _limits(setting: Setting) -> bool:

@@ -10,8 +10,9 @@ from typing_extensions import override
 from torchzero_clip.core.composite import Composite, storage_keys
 from torchzero_clip.core.entering import Entering
 from torchzero_clip.core.scope import Scope
+from torchzero_clip.core.settings import override_groups
 from torchzero_clip.core.target import TARGETS, Action, Step, change_gradients
-from torchzero_clip.core.transform import Transform, override_groups
+from torchzero_clip.core.transform import Transform
 from torchzero_clip.types import Setting, State, Target
 
 Transforms: TypeAlias = "Transform | Sequence[Transforms]"

@@ -7,7 +7,8 @@ from typing_extensions import override
 
 from torchzero_clip.checks import learning_rate
 from torchzero_clip.core.chain import Chain
-from torchzero_clip.core.transform import Transform, runs
+from torchzero_clip.core.settings import runs
+from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
 from torchzero_clip.types import Setting, State, Target
 

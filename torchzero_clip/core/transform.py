@@ -1,7 +1,6 @@
 """The base class of transforms."""
 
 import inspect
-import operator
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -12,8 +11,8 @@ from torch import Tensor
 from torchzero_clip.checks import Check, one_of, plain, setting_name
 from torchzero_clip.core.entering import Entering
 from torchzero_clip.core.scope import Member, Scope, Where
+from torchzero_clip.core.settings import override_groups
 from torchzero_clip.core.target import TARGETS
-from torchzero_clip.functional.stretches import stretches
 from torchzero_clip.types import Setting, State, Target
 
 
@@ -287,35 +286,6 @@ class Transform(ABC):
                 yield repr(value)
             elif value is not parameter.default and value != parameter.default:
                 yield f"{name}={value!r}"
-
-
-def same_in_all_groups(transform: Transform, groups: Sequence[Setting], keys: Iterable[str]) -> None:
-    """Raise if groups differ in a setting of a transform that has one statistic for all tensors."""
-    for key in keys:
-        found = [settings[key] for settings in groups]
-        if others := [value for value in found if value != found[0]]:
-            raise ValueError(
-                f"{key} must be the same in every param group for {transform!r}, which has one statistic for all "
-                f"tensors; got {found[0]} and {others[0]}"
-            )
-
-
-def override_groups(param_groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:
-    """The parameters and the settings of each group given to `set_param_groups`."""
-    if isinstance(param_groups, Mapping):
-        raise TypeError("param_groups must be a list of dicts, got one dict: write [{...}]")
-    for group in param_groups:
-        if not isinstance(group, Mapping) or "params" not in group:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"each of param_groups must be a dict with 'params', got {group!r}")
-        params = group["params"]
-        settings = {key: plain(value) for key, value in group.items() if key != "params"}
-        members = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
-        yield members, settings
-
-
-def runs(settings: Sequence[Setting]) -> list[tuple[Setting, slice]]:
-    """The stretches of parameters that share one settings object: parameters come group by group."""
-    return [(settings[own.start], own) for own in stretches(settings, operator.is_)]
 
 
 def snake_case(name: str) -> str:

@@ -1,16 +1,21 @@
 """What a transform that remembers norms reads and writes in a step: numbers of single tensors, or of all as one."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from torchzero_clip.core.entering import Flags
-from torchzero_clip.core.transform import runs
+from torchzero_clip.core.settings import runs, same_in_all_groups
+from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.measure import Measured
+from torchzero_clip.functional.measure import Measured, Slicing, measure, scale_, summary
+from torchzero_clip.functional.metric import parse_ord
 from torchzero_clip.functional.shards import pack
-from torchzero_clip.types import Setting, State
+from torchzero_clip.types import Ord, Setting, State, Target
 
 
 def numbers(*keys: str, device: torch.device | None = None) -> dict[str, Tensor]:
@@ -39,16 +44,18 @@ class Units:
         flags: Flags,
         states: Sequence[State],
         settings: Sequence[Setting],
-        joint: State | None = None,
-        takes_part: Callable[[Setting], bool] = lambda setting: True,
+        joint: State | None,
+        takes_part: Callable[[Setting], bool],
     ) -> None:
-        self._measured = measured
+        self.measured = measured
+        self.degree = measured.metric.degree
         self._joint = joint is not None
         self.indices = [i for i in measured.indices if joint is not None or takes_part(settings[i])]
         """The tensors that take part."""
+        self.settings_of_tensors = [settings[i] for i in self.indices]
         if joint is None:
             self.states = [states[i] for i in self.indices]
-            self.settings = [settings[i] for i in self.indices]
+            self.settings = self.settings_of_tensors
             kept = dict(zip(measured.indices, measured.roots, strict=True))
             self.roots = pack([kept[i] for i in self.indices])
             if len(self.indices) < len(settings):
@@ -71,8 +78,7 @@ class Units:
 
     def size(self, roots: Tensor) -> Tensor:
         """The metric from its root, finite where that is."""
-        degree = self._measured.metric.degree
-        return (roots**degree).clamp(max=torch.finfo(torch.float64).max) if degree > 1 else roots
+        return (roots**self.degree).clamp(max=torch.finfo(torch.float64).max) if self.degree > 1 else roots
 
     def get(self, key: str) -> Tensor:
         """A number of the state of each unit."""
@@ -99,8 +105,77 @@ class Units:
         """Factors for `scale_`, from those of the usable units; 1 for everything else."""
         vector = torch.where(self.usable, vector, 1.0)
         if self._joint:
-            return vector.expand(len(self._measured.parts))
-        if len(self.indices) == len(self._measured.parts):
+            return vector.expand(len(self.measured.parts))
+        if len(self.indices) == len(self.measured.parts):
             return vector
         own, one = dict(zip(self.indices, vector.unbind(), strict=True)), torch.ones_like(vector.select(0, 0))
-        return torch.stack([own.get(i, one) for i in self._measured.indices])
+        return torch.stack([own.get(i, one) for i in self.measured.indices])
+
+
+class NormStatistics(Transform):
+    """Remembers norms, of single tensors or of all as one vector, and scales by them: subclasses implement `factors`.
+
+    Args:
+        defaults: As in `Transform`.
+        ord: The metric.
+        joint: All tensors have one norm.
+        target: As in `Transform`.
+    """
+
+    keeps_statistics = True
+    scaling = True
+
+    def __init__(self, defaults: Setting, *, ord: Ord, joint: bool, target: Target) -> None:
+        super().__init__(defaults, target=target)
+        self.ord = ord
+        self.joint = joint
+        self.slicing = Slicing(parse_ord(ord), "global" if joint else None)
+
+    def common_settings(self) -> Sequence[str]:
+        """What must be the same in all groups if all tensors have one norm."""
+        return list(self.defaults)
+
+    def takes_part(self, setting: Setting) -> bool:
+        """Whether a tensor with this setting has a statistic."""
+        return True
+
+    @abstractmethod
+    def factors(self, units: Units, tensors: list[Tensor], states: Sequence[State]) -> Tensor:
+        """Return the factor of each unit, and write to its state."""
+
+    @override
+    def check_groups(self, groups: Sequence[Setting]) -> None:
+        """Raise if a setting is out of range, or groups differ in what has to be one value for all."""
+        super().check_groups(groups)
+        if self.joint:
+            same_in_all_groups(self, groups, self.common_settings())
+
+    @override
+    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+        """The norm of the step before; none where there is no limit, or one norm for all tensors."""
+        return {} if self.joint or not self.takes_part(setting) else numbers("prev", "started", device=param.device)
+
+    @override
+    def init_global_state(self) -> dict[str, Any]:
+        """The norm of the step before, if it is one for all tensors."""
+        return numbers("prev", "started") if self.joint else {}
+
+    @override
+    def apply_tensors(
+        self,
+        tensors: list[Tensor],
+        params: list[Tensor],
+        grads: list[Tensor],
+        loss: Tensor | float | None,
+        states: Sequence[State],
+        settings: Sequence[Setting],
+    ) -> Sequence[Tensor]:
+        """Scale, in place."""
+        measured = measure(tensors, self.slicing)
+        factors = torch.ones_like(pack(measured.roots))
+        if any(self.takes_part(settings[i]) for i in measured.indices):
+            joint = self.global_state if self.joint else None
+            units = Units(measured, self.entering.flags(measured), states, settings, joint, self.takes_part)
+            factors = units.factors(self.factors(units, tensors, states))
+        self.metrics.update(summary(measured, scale_(measured, factors)))
+        return tensors

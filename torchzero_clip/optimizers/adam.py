@@ -9,7 +9,8 @@ from typing_extensions import override
 
 from torchzero_clip.checks import betas as check_betas
 from torchzero_clip.checks import boolean, floating_dtype, learning_rate, non_negative
-from torchzero_clip.core.transform import Transform, runs
+from torchzero_clip.core.settings import runs
+from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.shards import pack
 from torchzero_clip.types import Setting, State, Target

@@ -9,7 +9,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import boolean, count, learning_rate, non_negative, number, one_of, positive
-from torchzero_clip.core.transform import Transform, runs
+from torchzero_clip.core.settings import runs
+from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.orthogonal import orthogonalized
 from torchzero_clip.types import Setting, State, Target

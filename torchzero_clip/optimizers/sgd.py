@@ -8,7 +8,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import boolean, learning_rate, non_negative, number
-from torchzero_clip.core.transform import Transform, runs
+from torchzero_clip.core.settings import runs
+from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
 from torchzero_clip.types import Setting, State, Target
 
