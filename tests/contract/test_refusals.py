@@ -24,6 +24,7 @@ from torchzero_clip import (
     Modular,
     Normalize,
     NormalizeByEMA,
+    RMSprop,
     WeightDecay,
 )
 
@@ -345,6 +346,27 @@ def test_half_a_state_is_refused():
     del checkpoint["param_groups"][0]["clip_norm_growth_2/prev"]
     with pytest.raises(ValueError, match="lacks the state 'clip_norm_growth_2/prev' of the chain"):
         optimizer.load_state_dict(checkpoint)
+
+
+@pytest.mark.parametrize("first", [0.0, 0.9])
+def test_state_that_came_with_a_setting_which_has_changed_since_is_taken(first):
+    params = parameters()
+    optimizer = Modular([{"params": params, "momentum": first}], RMSprop(momentum=0.5))
+    for momentum in (first, 0.9, 0.0, 0.5):
+        optimizer.param_groups[0]["momentum"] = momentum
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(optimizer, params, gradients(params, 1))
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("growth", [ClipNormGrowth, ClipValueGrowth])
+def test_a_limit_that_came_and_went_leaves_a_checkpoint_that_loads(growth):
+    params = parameters()
+    optimizer = Modular(params, growth(mul=None), Adam())
+    for mul in (None, 1.5, None):
+        optimizer.param_groups[0]["mul"] = mul
+        train(optimizer, params, gradients(params, 1))
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
 GLOBAL_STATE = [

@@ -119,7 +119,7 @@ def test_a_limit_on_the_joint_norm():
     train(optimizer, [first, second], [[torch.tensor([3.0, 4.0]), torch.tensor([0.0])]])
     assert not torch.equal(first, before[0])
     assert optimizer.metrics()["skipped_steps"].item() == 1
-    assert optimizer.metrics()["skip_step/norm"].item() == 5
+    assert optimizer.metrics()["skip_step/mean"].item() == 5
 
 
 def test_a_multiple_of_the_running_mean():
@@ -134,6 +134,44 @@ def test_a_multiple_of_the_running_mean():
     assert taken == [False, True, False, True, False, True, False, False]
     assert optimizer.param_groups[0]["skip_step/mean"].item() == 3000
     assert optimizer.metrics()["skipped_steps"].item() == 4
+
+
+def test_the_norm_that_is_judged_is_the_norm_that_is_remembered():
+    (param,) = parameters(shapes=[(1,)])
+    optimizer = Modular([param], ClipNorm(1, target="closure"), SkipStep(max_ratio=10.0))
+
+    def closure():
+        param.grad = torch.tensor([100.0])
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert optimizer.metrics()["skipped_steps"].item() == 0
+    assert optimizer.metrics()["skip_step/mean"].item() == 100
+
+
+def test_a_checkpoint_without_counts_ends_a_row_of_skips():
+    (param,) = parameters(shapes=[(1,)])
+    optimizer = Modular([param], SGD(), nonfinite="skip", max_consecutive_skips=2)
+    train(optimizer, [param], [[torch.tensor([math.nan])]] * 2)
+    optimizer.load_state_dict(Modular([param], SGD()).state_dict())
+    train(optimizer, [param], [[torch.tensor([math.nan])]] * 2)
+    assert optimizer.metrics()["skipped_steps"].item() == 4
+    assert "nonfinite='skip',\n    max_consecutive_skips=2," in repr(optimizer)
+
+
+def test_a_mean_of_zero_is_no_limit():
+    (param,) = parameters(shapes=[(1,)])
+    optimizer = Modular([param], SkipStep(max_ratio=10.0, beta=0.0))
+    train(optimizer, [param], [[torch.tensor([g])] for g in (1.0, 0.0, 1.0, 1.0)])
+    assert optimizer.metrics()["skipped_steps"].item() == 0
+
+
+def test_a_joint_norm_beyond_float64_of_finite_gradients_is_not_skipped():
+    param = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    optimizer = Modular([param], ClipNorm(1.0), nonfinite="skip")
+    param.grad = torch.tensor([1e308, 1.0, 0.0, 0.0], dtype=torch.float64)
+    optimizer.step()
+    assert optimizer.metrics()["skipped_steps"].item() == 0
 
 
 def test_limits_may_be_scheduled_and_a_scope_given():

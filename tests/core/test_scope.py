@@ -7,7 +7,20 @@ import pytest
 import torch
 from torch import nn
 
-from torchzero_clip import LR, SGD, Adam, AdamW, Chain, ClipNorm, ClipNormGrowth, ClipValue, Modular, Normalize
+from torchzero_clip import (
+    LR,
+    SGD,
+    Adam,
+    AdamW,
+    Chain,
+    ClipNorm,
+    ClipNormGrowth,
+    ClipValue,
+    Modular,
+    Muon,
+    Normalize,
+    Transform,
+)
 
 
 def model():
@@ -183,6 +196,9 @@ def test_groups_that_are_added_later_need_names_too():
     [
         (lambda: ClipNorm(1).only(), ValueError, "needs at least one pattern"),
         (lambda: ClipNorm(1).only(3), TypeError, "patterns for names and by functions of a parameter, got int"),
+        (lambda: ClipNorm(1).only(nn.Linear(1, 1)), TypeError, "got Linear"),
+        (lambda: ClipNorm(1).only(nn.ReLU), TypeError, "got type"),
+        (lambda: ClipNorm(1).only(groups=[None]), TypeError, "groups must be the names of param groups"),
         (lambda: ClipNorm(1).without(nn.Linear(1, 1).weight), TypeError, "got Parameter"),
     ],
 )
@@ -206,3 +222,45 @@ def test_parameters_without_gradient_do_not_shift_the_scope():
     Modular(module, Normalize(0.1).only("head.weight")).step()
     assert module["head"].weight.norm().item() == pytest.approx(0.1)
     assert module["body"][1].weight.norm().item() == pytest.approx(math.sqrt(6))
+
+
+def test_a_gradient_that_no_update_was_made_of_yet_may_still_change():
+    first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = Modular(
+        [("first", first), ("second", second)], ClipNorm(0.5).only("first"), ClipValue(0.25, target="grad")
+    )
+    first.grad, second.grad = torch.ones(1), torch.ones(1)
+    optimizer.step()
+    assert (first.item(), second.item()) == (-0.5, -0.25)
+    assert (first.grad.item(), second.grad.item()) == (0.25, 0.25)
+
+
+class RowsAndColumns(Transform):
+    """Its state can only be made for matrices."""
+
+    def __init__(self):
+        super().__init__({})
+
+    def init_state(self, param, setting):
+        return {"rows": torch.zeros(param.shape[0]), "columns": torch.zeros(param.shape[1])}
+
+    def apply_tensors(self, tensors, params, grads, loss, states, settings):
+        return tensors
+
+
+def test_what_is_out_of_scope_is_never_shown_to_a_transform():
+    module = with_gradients(nn.Linear(3, 3))
+    optimizer = Modular(module, RowsAndColumns().only("weight"), Adam())
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    Modular(module, Chain(Muon(), target="update_difference").only("weight"))
+
+
+def test_a_learning_rate_is_for_all_parameters():
+    with pytest.raises(ValueError, match=r"LR\(0.1\).only\('head'\) would leave other parameters at 1"):
+        Modular(model(), Chain(Adam(), LR(0.1)).only("head"), SGD().without("head"))
+
+
+def test_a_group_that_is_mistyped_is_warned_of():
+    with pytest.warns(UserWarning, match=r"no param group has the name 'haed' of ClipNorm\(1\)"):
+        Modular(model(), ClipNorm(1).only(groups="haed"))

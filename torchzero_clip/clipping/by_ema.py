@@ -118,7 +118,12 @@ class ClipNormByEMA(NormStatistics):
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
         """The average, float32 or wider, and its norm in the step before."""
-        return {"ema": torch.zeros_like(param, dtype=wide_dtype(param.dtype))} | super().init_state(param, setting)
+        return self.possible_state(param, setting)
+
+    @override
+    def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+        ema = torch.zeros_like(param, dtype=wide_dtype(param.dtype))
+        return {"ema": ema} | super().possible_state(param, setting)
 
     @override
     def factors(self, units: Units, tensors: list[Tensor], states: Sequence[State]) -> Tensor:
@@ -277,6 +282,10 @@ class ClipValueByEMA(Composite):
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
         """The average of magnitudes, float32 or wider, and the states of ``ema_tfm``."""
         return _average(param) | super().init_state(param, setting)
+
+    @override
+    def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+        return _average(param) | super().possible_state(param, setting)
 
     @override
     def apply_tensors(

@@ -91,8 +91,10 @@ class ClipValueGrowth(TensorwiseTransform):
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
         """The tracked magnitudes, float32 or wider; none where there is no limit."""
-        if not _limits(setting):
-            return {}
+        return self.possible_state(param, setting) if _limits(setting) else {}
+
+    @override
+    def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
         prev = torch.zeros_like(param, dtype=wide_dtype(param.dtype))
         return {"prev": prev, **numbers("started", device=param.device)}
 

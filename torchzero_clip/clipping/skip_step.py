@@ -58,7 +58,6 @@ class SkipStep(Transform):
 
     checks = {"max_norm": optional(non_negative), "max_ratio": optional(at_least_one), "beta": unit_interval}
     gate = True
-    keeps_statistics = True
     pure = True
 
     def __init__(
@@ -93,9 +92,18 @@ class SkipStep(Transform):
         """Whether the norm exceeds a limit, or is not finite."""
         limit = torch.full_like(norm, torch.inf if setting["max_norm"] is None else setting["max_norm"])
         if setting["max_ratio"] is not None:
-            usual = torch.where(state["started"] > 0, setting["max_ratio"] * state["mean"], torch.inf)
-            limit = torch.minimum(limit, usual)
+            known = (state["started"] > 0) & (state["mean"] > 0)
+            limit = torch.minimum(limit, torch.where(known, setting["max_ratio"] * state["mean"], torch.inf))
         return (norm > limit) | norm.isfinite().logical_not()
+
+    @override
+    def accept(self, norm: Tensor, state: State, setting: Setting) -> None:
+        """Let the running mean follow; it starts with the first norm that is not 0."""
+        started = state["started"] > 0
+        usable = (norm > 0) | started
+        foreach.lerp_where_([usable & started.logical_not()], [state["mean"]], [norm], [1.0])
+        foreach.lerp_where_([usable], [state["mean"]], [norm], [1 - setting["beta"]])
+        foreach.copy_([state["started"]], [usable])
 
     @override
     def apply_tensors(
@@ -107,11 +115,6 @@ class SkipStep(Transform):
         states: Sequence[State],
         settings: Sequence[Setting],
     ) -> Sequence[Tensor]:
-        """Let the running mean follow."""
-        norm, mean, started = self.entering.total(), self.global_state["mean"], self.global_state["started"]
-        usable = self.entering.flags().together().usable(started > 0)
-        weight = torch.where(started > 0, 1 - settings[0]["beta"], 1.0)
-        mean.lerp_(torch.where(usable, norm, mean), weight)
-        foreach.copy_([started], [usable | (started > 0)])
-        self.metrics.update(norm=norm, mean=mean.clone())
+        """Pass everything on: what to skip was decided before."""
+        self.metrics["mean"] = self.global_state["mean"].clone()
         return tensors

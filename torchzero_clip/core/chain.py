@@ -92,7 +92,7 @@ class Chain(Composite):
             self.global_state,
             self.metrics,
             keep_grads=True,
-            made=tensors,
+            made=[*tensors],
         )
         self.run(step)
         return step.updates(writable=True)
@@ -103,8 +103,8 @@ class Chain(Composite):
         for i, (name, transform) in enumerate(self.transforms.items()):
             if self.keeps_statistics and not (transform.keeps_statistics and transform.sees_all_gradients()):
                 step.entering.settle()
-            if transform.changes_grads() and step.made is not None:
-                step.updates(writable=True)  # what an earlier transform made stays as it is
+            if transform.changes_grads():
+                step.keep_made()
             saves_a_copy = transform.scaling and not step.keep_grads and _reader_is_next(transforms[i + 1 :])
             self._act(name, TARGETS[transform.target], step, transform.pure or saves_a_copy)
             if self.keeps_statistics:

@@ -35,6 +35,8 @@ def fitted(
     chain.check_groups([GroupSettings(group, stored_as) for group in merged])
     for key in COUNTS:
         count(key, merged[0].get(key, 0))
+    if "consecutive_skips" in merged[0]:
+        merged[0]["consecutive_skips"] = saved_groups[0].get("consecutive_skips", 0)
     for key, expected in own.items():
         if key not in saved_groups[0]:
             raise ValueError(
@@ -94,10 +96,9 @@ def _check_keys(saved: Group, known: set[str]) -> None:
 def _check_state(number: Any, saved: Any, chain: Chain, member: Member, setting: GroupSettings) -> None:
     if not isinstance(saved, Mapping):
         raise ValueError(f"the state of parameter {number} is a dict, got {type(saved).__name__}")
-    out = tuple(chain.out_of_scope(member))
     # what has state may depend on settings, and these may have changed since the last step
-    now, at_first = (chain.init_state(member.param, values) for values in (setting, chain.defaults))
-    expected = {key: value for key, value in {**at_first, **now}.items() if not key.startswith(out)}
+    now, at_first = (chain.state_in_scope(member, values) for values in (setting, chain.defaults))
+    expected = {**chain.state_in_scope(member, setting, possible=True), **at_first, **now}
     not_begun = [prefix for prefix in chain.optional_state() if not any(str(key).startswith(prefix) for key in saved)]
     needed = [key for key in expected if key in now and key in at_first and not key.startswith(tuple(not_begun))]
     missing = [key for key in needed if key not in saved] if saved else []

@@ -86,11 +86,19 @@ class Composite(Transform):
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
         """Return the states of all transforms, under their names."""
-        state: dict[str, Any] = {}
-        for name, transform in self.transforms.items():
-            own = transform.init_state(param, Namespace(setting, name))
-            state |= {f"{name}/{key}": value for key, value in own.items()}
-        return state
+        return _qualified({n: t.init_state(param, Namespace(setting, n)) for n, t in self.transforms.items()})
+
+    @override
+    def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+        return _qualified({n: t.possible_state(param, Namespace(setting, n)) for n, t in self.transforms.items()})
+
+    def state_in_scope(self, member: Member, setting: Setting, *, possible: bool = False) -> dict[str, Any]:
+        """The state of one parameter (or all that it may be), of the transforms that act on it."""
+        inside = [(name, t) for name, t in self.transforms.items() if t.scope.has(member)]
+        views = [(name, t.possible_state if possible else t.init_state) for name, t in inside]
+        state = _qualified({name: made(member.param, Namespace(setting, name)) for name, made in views})
+        out = tuple(self.out_of_scope(member))
+        return {key: value for key, value in state.items() if not key.startswith(out)}
 
     @override
     def init_global_state(self) -> dict[str, Any]:
@@ -109,6 +117,10 @@ class Composite(Transform):
             Namespace(step.global_state, name),
             Namespace(step.metrics, name),
         )
+
+
+def _qualified(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {f"{name}/{key}": value for name, state in states.items() for key, value in state.items()}
 
 
 def storage_keys(chain: Composite) -> dict[str, str]:

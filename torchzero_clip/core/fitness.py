@@ -1,17 +1,19 @@
 """Whether a chain and its parameters go together: what is refused when they meet, and what is warned of."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torchzero_clip.core.chain import Chain
-from torchzero_clip.core.scope import Member
+from torchzero_clip.core.composite import Composite
+from torchzero_clip.core.scope import Member, Scope
+from torchzero_clip.core.transform import Transform
 
 
 def check_members(chain: Chain, members: Sequence[Member]) -> None:
     """Raise if a transform chooses by names that parameters do not have, or cannot act on one in its scope."""
-    for transform in chain.walk():
-        transform.scope.check_names(transform, members)
-        for i in transform.scope.indices(members):
+    for transform, scope in _scoped(chain, chain.scope):
+        scope.check_names(transform, members)
+        for i in scope.indices(members):
             name = members[i].name or f"parameter {i} of its group"
             transform.check_parameter(name, members[i].param)
 
@@ -19,7 +21,7 @@ def check_members(chain: Chain, members: Sequence[Member]) -> None:
 def warn_of_slips(chain: Chain, members: Sequence[Member]) -> None:
     """Warn of scopes that are empty by mistake, and of limits on norms that say nothing."""
     for transform in chain.walk():
-        transform.scope.warn_of_idle_patterns(transform, members)
+        transform.scope.warn_of_idle_names(transform, members)
     for i, first in enumerate(transforms := list(chain.transforms.values())):
         own = set(first.scope.indices(members)) if first.orthogonalizes else set[int]()
         for later in transforms[i + 1 :]:
@@ -30,3 +32,11 @@ def warn_of_slips(chain: Chain, members: Sequence[Member]) -> None:
                     stacklevel=4,
                 )
                 return
+
+
+def _scoped(transform: Transform, scope: Scope) -> Iterator[tuple[Transform, Scope]]:
+    """A transform and all that it is made of, each with the parameters that it really acts on."""
+    yield transform, scope
+    if isinstance(transform, Composite):
+        for inner in transform.transforms.values():
+            yield from _scoped(inner, inner.scope.within(scope))

@@ -1,6 +1,5 @@
 """Decides whether a step is taken, before anything changes."""
 
-import math
 from collections.abc import MutableMapping
 from typing import Any, Literal, TypeAlias
 
@@ -11,6 +10,7 @@ from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.checkpoint import COUNTS
 from torchzero_clip.core.namespace import Namespace
 from torchzero_clip.core.target import Step
+from torchzero_clip.core.transform import Transform
 
 Nonfinite: TypeAlias = Literal["propagate", "raise", "skip"]
 
@@ -44,6 +44,12 @@ class Guard:
         """Whether steps may be skipped, and so are counted."""
         return self.nonfinite == "skip" or bool(self._gates)
 
+    def described(self) -> list[str]:
+        """The arguments that are not their defaults."""
+        most = self.max_consecutive_skips
+        lines = [] if self.nonfinite == "propagate" else [f"nonfinite={self.nonfinite!r}"]
+        return lines if most is None else [*lines, f"max_consecutive_skips={most}"]
+
     def counts(self) -> dict[str, int]:
         """What the first param group keeps for it."""
         return dict.fromkeys(COUNTS, 0) if self.may_skip else {}
@@ -56,32 +62,45 @@ class Guard:
         """
         if self.nonfinite == "propagate" and not self._gates:
             return True
-        norm, *refusals = torch.stack([step.entering.total(), *self._refusals(step)]).tolist()
+        entering = step.entering
+        judged = {name: self._norm(transform, step) for name, transform in self._gates.items()}
+        refused = [
+            transform.refuses(judged[name], *self._views(name, step)).to(entering.total().device)
+            for name, transform in self._gates.items()
+        ]
+        all_finite = entering.flags().finite.all()
+        norm, finite, *refusals = torch.stack([x.double() for x in (entering.total(), all_finite, *refused)]).tolist()
         self._norms = [*self._norms, norm][-REMEMBERED:]
-        if not math.isfinite(norm) and self.nonfinite == "raise":
+        if not finite and self.nonfinite == "raise":
             raise RuntimeError(_nonfinite_message(step))
-        if not any(refusals) and (math.isfinite(norm) or self.nonfinite == "propagate"):
-            counts.update({"consecutive_skips": 0} if self.may_skip else {})
-            return True
+        if any(refusals) or (not finite and self.nonfinite == "skip"):
+            self._count(counts)
+            return False
+        counts.update({"consecutive_skips": 0} if self.may_skip else {})
+        for name, transform in self._gates.items():
+            transform.accept(judged[name], *self._views(name, step))
+        return True
+
+    def _count(self, counts: MutableMapping[str, Any]) -> None:
         counts["skipped_steps"] += 1
         counts["consecutive_skips"] += 1
-        if self.max_consecutive_skips is not None and counts["consecutive_skips"] > self.max_consecutive_skips:
-            skips, shown = counts["consecutive_skips"], ", ".join(f"{norm:.4g}" for norm in self._norms)
+        skips = counts["consecutive_skips"]
+        if self.max_consecutive_skips is not None and skips > self.max_consecutive_skips:
+            shown = ", ".join(f"{norm:.4g}" for norm in self._norms)
             raise RuntimeError(
                 f"{skips} steps in a row were skipped. The norms of the last gradients, the latest at the end: {shown}"
             )
-        return False
 
-    def _refusals(self, step: Step) -> list[torch.Tensor]:
-        """What each gate says, as numbers."""
-        refusals: list[torch.Tensor] = []
-        for name, transform in self._gates.items():
-            step.entering.norms()
-            indices = transform.scope.indices(step.members)
-            norm = step.entering.part(indices).total() if indices else torch.zeros_like(step.entering.total())
-            own = Namespace(step.global_state, name), Namespace(step.settings[0], name)
-            refusals.append(transform.refuses(norm, *own).to(norm.device, torch.float64))
-        return refusals
+    def _norm(self, transform: Transform, step: Step) -> torch.Tensor:
+        """The norm of the gradients that a gate judges."""
+        total = step.entering.total()
+        if not transform.scope.limited:
+            return total
+        indices = transform.scope.indices(step.members)
+        return step.entering.part(indices).total() if indices else torch.zeros_like(total)
+
+    def _views(self, name: str, step: Step) -> tuple[Namespace, Namespace]:
+        return Namespace(step.global_state, name), Namespace(step.settings[0], name)
 
 
 def _nonfinite_message(step: Step) -> str:
@@ -91,7 +110,4 @@ def _nonfinite_message(step: Step) -> str:
         for i, (member, good) in enumerate(zip(step.members, finite, strict=True))
         if not good
     ]
-    return (
-        f"gradients are not finite: {', '.join(names) or 'their joint norm overflows'}. Nothing was changed; use "
-        'nonfinite="skip" to skip such steps'
-    )
+    return f'gradients are not finite: {", ".join(names)}. Nothing was changed; use nonfinite="skip" to skip such steps'

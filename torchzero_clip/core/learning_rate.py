@@ -70,6 +70,8 @@ def with_learning_rate(transforms: Sequence[Transform]) -> list[Transform]:
     if len(owners) + len(named) > 1:
         given = ", ".join(map(repr, [*named, *owners]))
         raise ValueError(f"a chain has one learning rate, got several: {given}. Keep one of them")
+    if owners and owners[0].scope.limited:
+        raise ValueError(f"{owners[0]!r} would leave other parameters at 1: give their param groups an lr of their own")
     if owners:
         return list(transforms)
     rates: list[float | Tensor] = [t.lr for t in optimizers if t.lr is not None]

@@ -305,7 +305,7 @@ class Modular(Optimizer):
         transforms = list(self.transforms.values())[: -1 if self._lr_is_implied else None]
         lines = [*self._described_groups(), *map(repr, transforms)]
         lines += [f"{flag}=True" for flag in ("maximize", "keep_grads") if getattr(self, flag)]
-        lines += [] if self._guard.nonfinite == "propagate" else [f"nonfinite={self._guard.nonfinite!r}"]
+        lines += self._guard.described()
         return "\n    ".join([f"{type(self).__name__}(", *(f"{line}," for line in lines)]) + "\n)"
 
     def _described_groups(self) -> Iterable[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 Where: TypeAlias = str | Callable[[Tensor], bool]
 """A pattern for names of parameters, or a function that says of a parameter whether it is meant."""
@@ -65,10 +65,12 @@ class Scope:
     def narrowed(self, keep: bool, where: Sequence[Any], groups: str | Iterable[str]) -> "Scope":
         """The scope with one more condition."""
         for item in where:
-            if not isinstance(item, str) and not callable(item):
+            if not isinstance(item, str) and (not callable(item) or isinstance(item, type | nn.Module)):
                 kind = type(item).__name__
                 raise TypeError(f"a scope is given by patterns for names and by functions of a parameter, got {kind}")
         named = (groups,) if isinstance(groups, str) else tuple(groups)
+        if not all(isinstance(name, str) for name in named):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"groups must be the names of param groups, got {groups!r}")
         if not where and not named:
             raise ValueError("a scope needs at least one pattern, function or group")
         return Scope((*self.conditions, Condition(keep, tuple(where), named)))
@@ -99,12 +101,15 @@ class Scope:
                 "model.named_parameters()"
             )
 
-    def warn_of_idle_patterns(self, owner: object, members: Sequence[Member]) -> None:
-        """Warn of patterns that no name matches; they may be mistyped, or wait for parameters that come later."""
+    def warn_of_idle_names(self, owner: object, members: Sequence[Member]) -> None:
+        """Warn of names that nothing has; they may be mistyped, or wait for parameters that come later."""
         names = [member.name for member in members if member.name is not None]
+        groups = {member.group for member in members}
         for pattern in self._patterns():
             if not any(matches_name(pattern, name) for name in names):
                 warnings.warn(f"no parameter has a name that matches {pattern!r} of {owner!r}", stacklevel=5)
+        for group in {group for condition in self.conditions for group in condition.groups} - groups:
+            warnings.warn(f"no param group has the name {group!r} of {owner!r}", stacklevel=5)
 
 
 def matches_name(pattern: str, name: str) -> bool:

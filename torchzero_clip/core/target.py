@@ -29,15 +29,15 @@ class Step:
     metrics: MutableMapping[str, Tensor]
     maximize: bool = False
     keep_grads: bool = False
-    made: list[Tensor] | None = field(default=None)
-    """The updates, once an earlier transform has made some; until then they are the gradients."""
+    made: list[Tensor | None] = field(default_factory=list[Tensor | None])
+    """The update of each parameter, once an earlier transform has made one; until then it is the gradient."""
 
     def __post_init__(self) -> None:
         self.params = [member.param for member in self.members]
+        self.made = self.made or [None] * len(self.members)
 
     def part(self, indices: Sequence[int]) -> "Step":
         """The same for some of the parameters."""
-        made = None if self.made is None else [self.made[i] for i in indices]
         return replace(
             self,
             members=[self.members[i] for i in indices],
@@ -45,28 +45,34 @@ class Step:
             states=[self.states[i] for i in indices],
             settings=[self.settings[i] for i in indices],
             entering=self.entering.part(indices),
-            made=made,
+            made=[self.made[i] for i in indices],
         )
 
     def take(self, part: "Step", indices: Sequence[int]) -> None:
         """Put the updates that were made for some of the parameters in their places."""
-        if part.made is not None:
-            updates = self.updates(writable=False)
-            for i, update in zip(indices, part.made, strict=True):
-                updates[i] = update
+        for i, update in zip(indices, part.made, strict=True):
+            self.made[i] = update
 
     def updates(self, *, writable: bool) -> list[Tensor]:
         """The current updates; ``writable`` ones share no memory with the gradients."""
-        if self.made is None:
-            self.made = foreach.negative(self.grads) if self.maximize else list(self.grads)
-        if writable:
-            pairs = zip(self.made, self.grads, strict=True)
-            self.made = [u.clone() if u is g else u for u, g in pairs]
-        return self.made
+        pairs = list(zip(self.made, self.grads, strict=True))
+        if self.maximize:
+            negative = iter(foreach.negative([grad for made, grad in pairs if made is None]))
+            return [next(negative) if made is None else _apart(made, grad, writable) for made, grad in pairs]
+        return [_apart(grad if made is None else made, grad, writable) for made, grad in pairs]
+
+    def keep_made(self) -> None:
+        """Let the updates that were made stay as they are when the gradients change."""
+        pairs = zip(self.made, self.grads, strict=True)
+        self.made = [None if made is None else _apart(made, grad, True) for made, grad in pairs]
+
+
+def _apart(update: Tensor, grad: Tensor, writable: bool) -> Tensor:
+    return update.clone() if writable and update is grad else update
 
 
 def _update(step: Step, apply: Apply, on_grads: bool) -> None:
-    step.made = apply(step.updates(writable=not on_grads))
+    step.made = [*apply(step.updates(writable=not on_grads))]
 
 
 def change_gradients(step: Step, apply: Apply, on_grads: bool) -> None:
@@ -83,12 +89,12 @@ def _params_direct(step: Step, apply: Apply, on_grads: bool) -> None:
 
 
 def _params_difference(step: Step, apply: Apply, on_grads: bool) -> None:
-    step.made = foreach.subtract(step.params, apply(foreach.clone(step.params)))
+    step.made = [*foreach.subtract(step.params, apply(foreach.clone(step.params)))]
 
 
 def _update_difference(step: Step, apply: Apply, on_grads: bool) -> None:
     updates = step.updates(writable=False)
-    step.made = foreach.subtract(updates, apply(foreach.clone(updates)))
+    step.made = [*foreach.subtract(updates, apply(foreach.clone(updates)))]
 
 
 Action: TypeAlias = Callable[[Step, Apply, bool], None]

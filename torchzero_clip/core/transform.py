@@ -240,6 +240,10 @@ class Transform(ABC):
         """
         return {}
 
+    def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+        """All that the state of one parameter may be, where that depends on settings that may have been different."""
+        return self.init_state(param, setting)
+
     def init_global_state(self) -> dict[str, Any]:
         """Return the state of the whole chain before its first step: 0-d tensors and numbers."""
         return {}
@@ -252,6 +256,10 @@ class Transform(ABC):
             state: The state of the whole chain.
             setting: The settings of the first param group.
         """
+        raise NotImplementedError
+
+    def accept(self, norm: Tensor, state: State, setting: Setting) -> None:
+        """Remember a norm that no gate refused. Only a `gate` is told; the arguments are as in `refuses`."""
         raise NotImplementedError
 
     @abstractmethod

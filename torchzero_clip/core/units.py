@@ -153,7 +153,11 @@ class NormStatistics(Transform):
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
         """The norm of the step before; none where there is no limit, or one norm for all tensors."""
-        return {} if self.joint or not self.takes_part(setting) else numbers("prev", "started", device=param.device)
+        return self.possible_state(param, setting) if self.takes_part(setting) else {}
+
+    @override
+    def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+        return {} if self.joint else numbers("prev", "started", device=param.device)
 
     @override
     def init_global_state(self) -> dict[str, Any]:

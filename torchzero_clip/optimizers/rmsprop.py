@@ -72,12 +72,17 @@ class RMSprop(Transform):
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
         """Zero averages, and a zero buffer where momentum is in use."""
-        keys = [
-            "square_avg",
-            *(["grad_avg"] if self.centered else []),
-            *(["momentum_buffer"] if setting["momentum"] else []),
-        ]
+        state = self.possible_state(param, setting)
+        return state if setting["momentum"] else {k: v for k, v in state.items() if k != "momentum_buffer"}
+
+    @override
+    def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+        keys = ("square_avg", "grad_avg", "momentum_buffer") if self.centered else ("square_avg", "momentum_buffer")
         return {key: torch.zeros_like(param) for key in keys}
+
+    @override
+    def optional_state(self) -> list[str]:
+        return ["momentum_buffer"]
 
     @override
     def apply_tensors(
