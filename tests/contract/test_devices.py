@@ -7,7 +7,15 @@ from contract.training import SHAPES, gradients, parameters, train
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torchzero_clip import Modular, clip_grad_norm_, clip_grad_value_
+from torchzero_clip import (
+    Modular,
+    centralize_grads_,
+    clip_grad_norm_,
+    clip_grad_value_,
+    clip_grads_with_norm_,
+    get_total_norm,
+    normalize_grads_,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -47,6 +55,22 @@ def test_parameters_on_two_devices(entry):
             pytest.skip("stacks norms of several devices itself")
         optimizer.step()
         assert [p.device.type for p in params] == ["cuda", "meta"]
+
+
+@pytest.mark.parametrize("dim", [None, 0, "global"])
+@pytest.mark.parametrize("order", [2, 0, -1, torch.inf, "mad", "std", "sum"])
+def test_functions_take_gradients_on_two_devices(order, dim):
+    with FakeTensorMode():
+        params = [nn.Parameter(torch.empty(4, 3, device=device)) for device in ("cuda", "meta")]
+        for param in params:
+            param.grad = torch.empty_like(param)
+        assert clip_grad_norm_(params, 1.0, order, dim).device.type == "cuda"
+        assert normalize_grads_(params, 1.0, order, dim).device.type == "cuda"
+        centralize_grads_(params, dim)
+        clip_grad_value_(params, 1.0)
+        total = get_total_norm([param.grad for param in params], order)
+        clip_grads_with_norm_(params, 1.0, total)
+        assert [param.grad.device.type for param in params] == ["cuda", "meta"]
 
 
 def test_state_of_the_chain_follows_the_parameters_to_another_device():
