@@ -29,7 +29,7 @@ class Step:
     metrics: MutableMapping[str, Tensor]
     maximize: bool = False
     keep_grads: bool = False
-    made: list[Tensor | None] = field(default_factory=list[Tensor | None])
+    made: list[Tensor | None] = field(default_factory=list)
     """The update of each parameter, once an earlier transform has made one; until then it is the gradient."""
 
     def __post_init__(self) -> None:
