@@ -253,6 +253,8 @@ def test_what_is_out_of_scope_is_never_shown_to_a_transform():
     optimizer = Modular(module, RowsAndColumns().only("weight"), Adam())
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
+    assert "rows_and_columns/rows" in optimizer.state[module.weight]
+    assert "rows_and_columns/rows" not in optimizer.state[module.bias]
     Modular(module, Chain(Muon(), target="update_difference").only("weight"))
 
 
