@@ -23,6 +23,7 @@ from torchzero_clip import (
     Modular,
     Normalize,
     NormalizeByEMA,
+    RMSprop,
 )
 
 BETAS = st.sampled_from([0.0, 0.5, 0.9, 0.99, 1.0])
@@ -173,6 +174,12 @@ def test_ema_tfm_cannot_act_on_something_else(target):
 def test_ema_tfm_has_no_learning_rate(tfm):
     with pytest.raises(ValueError, match="ema_tfm has no learning rate, which is the chain's"):
         ClipValueByEMA(ema_tfm=tfm)
+
+
+def test_an_optimizer_in_ema_tfm_says_nothing_about_the_learning_rate_of_the_chain():
+    params = [nn.Parameter(torch.zeros(1))]
+    assert Modular(params, ClipValueByEMA(ema_tfm=SGD(momentum=0.9))).param_groups[0]["lr"] == 1
+    assert Modular(params, ClipValueByEMA(ema_tfm=SGD()), RMSprop()).param_groups[0]["lr"] == 1e-2
 
 
 def test_settings_of_ema_tfm_take_no_bare_key():

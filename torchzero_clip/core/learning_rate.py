@@ -1,6 +1,6 @@
 """The one learning rate of a chain."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 from typing_extensions import override
@@ -63,7 +63,7 @@ class LR(Transform):
 
 def with_learning_rate(transforms: Sequence[Transform]) -> list[Transform]:
     """The same transforms with exactly one owner of ``lr``, appended if it is missing."""
-    leaves = [leaf for transform in transforms for leaf in transform.walk() if not isinstance(leaf, Chain)]
+    leaves = list(_leaves(transforms))
     owners = [t for t in leaves if isinstance(t, LR)]
     optimizers = [t for t in leaves if t.default_lr is not None]
     named = [t for t in optimizers if t.lr is not None]
@@ -79,3 +79,12 @@ def with_learning_rate(transforms: Sequence[Transform]) -> list[Transform]:
     if len(rates) > 1:
         raise ValueError(f"the optimizers of this chain have different default learning rates {rates}: add LR(...)")
     return [*transforms, LR(rates[0])]
+
+
+def _leaves(transforms: Iterable[Transform]) -> Iterator[Transform]:
+    """All transforms that act on updates, those inside chains included; not what other transforms use inside."""
+    for transform in transforms:
+        if isinstance(transform, Chain):
+            yield from _leaves(transform.transforms.values())
+        else:
+            yield transform

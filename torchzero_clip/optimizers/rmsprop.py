@@ -68,17 +68,16 @@ class RMSprop(Transform):
         super().__init__({"alpha": alpha, "eps": eps, "momentum": momentum}, target=target)
         self.lr = lr
         self.centered = centered
+        self._keys = ["square_avg", *(["grad_avg"] if centered else []), "momentum_buffer"]
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
         """Zero averages, and a zero buffer where momentum is in use."""
-        state = self.possible_state(param, setting)
-        return state if setting["momentum"] else {k: v for k, v in state.items() if k != "momentum_buffer"}
+        return {key: torch.zeros_like(param) for key in (self._keys if setting["momentum"] else self._keys[:-1])}
 
     @override
     def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        keys = ("square_avg", "grad_avg", "momentum_buffer") if self.centered else ("square_avg", "momentum_buffer")
-        return {key: torch.zeros_like(param) for key in keys}
+        return {key: torch.zeros_like(param) for key in self._keys}
 
     @override
     def optional_state(self) -> list[str]:
