@@ -172,6 +172,7 @@ ENTRIES = [
     Entry("WeightDecay", lambda: WeightDecay(0.1)),
     Entry("LR", lambda: LR(0.1)),
     Entry("AdamW", lambda: AdamW(lr=0.1)),
+    Entry("AdamW-fused", lambda: AdamW(lr=0.1, fused=True)),
     Entry("ClipRMS", lambda: ClipRMS(0.2)),
     Entry("TrackJointNorm", lambda: TrackJointNorm(), joint=True),
     Entry("ClipNorm+AdamW", lambda: [ClipNorm(0.5, dim="global"), AdamW(), LR(0.1)], joint=True),

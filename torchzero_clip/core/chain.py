@@ -9,10 +9,11 @@ from typing_extensions import override
 
 from torchzero_clip.core.composite import Composite, storage_keys
 from torchzero_clip.core.entering import Entering
-from torchzero_clip.core.scope import Scope
+from torchzero_clip.core.scope import Member, Scope
 from torchzero_clip.core.settings import override_groups
 from torchzero_clip.core.target import TARGETS, Action, Step, change_gradients
 from torchzero_clip.core.transform import Transform
+from torchzero_clip.functional import foreach
 from torchzero_clip.types import Setting, State, Target
 
 Transforms: TypeAlias = "Transform | Sequence[Transforms]"
@@ -97,18 +98,50 @@ class Chain(Composite):
         self.run(step)
         return step.updates(writable=True)
 
-    def run(self, step: Step) -> None:
-        """Take one step down the chain."""
+    def run(self, step: Step, *, to_parameters: bool = False) -> None:
+        """Take one step down the chain; ``to_parameters`` subtracts what comes out of it."""
         transforms = list(self.transforms.values())
         for i, (name, transform) in enumerate(self.transforms.items()):
             if self.keeps_statistics and not (transform.keeps_statistics and transform.sees_all_gradients()):
                 step.entering.settle()
+            if to_parameters and transform.finishes:
+                step = self._finish(name, step)
+                if not step.members:
+                    return
             if transform.changes_grads():
                 step.keep_made()
             saves_a_copy = transform.scaling and not step.keep_grads and _reader_is_next(transforms[i + 1 :])
             self._act(name, TARGETS[transform.target], step, transform.pure or saves_a_copy)
             if self.keeps_statistics:
                 step.entering.settle()
+        if to_parameters:
+            foreach.subtract_(step.params, step.updates(writable=False))
+
+    def later(self, name: str, members: Sequence[Member]) -> list[str] | None:
+        """The transforms after one that act on these parameters; None if one acts on a part of them."""
+        names: list[str] = []
+        for other in list(self.transforms)[list(self.transforms).index(name) + 1 :]:
+            scope = self.transforms[other].scope
+            inside = len(scope.indices(members)) if scope.limited else len(members)
+            if 0 < inside < len(members):
+                return None
+            names += [other] if inside else []
+        return names
+
+    def _finish(self, name: str, step: Step) -> Step:
+        """Let one transform take its parameters to the end of the step, if it can; return what is left to do."""
+        transform = self.transforms[name]
+        limited = transform.scope.limited
+        indices = transform.scope.indices(step.members) if limited else range(len(step.members))
+        part = step.part(indices) if limited else step
+        later = self.later(name, part.members) if part.members else None
+        if later is None:
+            return step
+        tensors = part.updates(writable=False)
+        if not transform.can_finish(tensors, part.params, [self.transforms[n] for n in later]):
+            return step
+        self.bind_finish(name, later, part)(tensors)
+        return step.part([i for i in range(len(step.members)) if i not in set(indices)])
 
     def run_on_closure(self, step: Step) -> None:
         """Apply the transforms with ``target="closure"`` to the gradients that the closure left."""

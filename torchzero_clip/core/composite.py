@@ -1,5 +1,6 @@
 """Transforms that are made of transforms."""
 
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -118,6 +119,12 @@ class Composite(Transform):
             Namespace(step.metrics, name),
         )
 
+    def bind_finish(self, name: str, later: Sequence[str], step: Step) -> partial[None]:
+        """`Transform.finish` of one of the transforms as a function of the tensors alone."""
+        states = [Namespace(state, name) for state in step.states]
+        views = {id(s): ChainMap(*(Namespace(s, n) for n in (name, *later))) for s in step.settings}
+        return partial(_finish, self.transforms[name], step, states, [views[id(s)] for s in step.settings])
+
 
 def _qualified(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {f"{name}/{key}": value for name, state in states.items() for key, value in state.items()}
@@ -145,10 +152,7 @@ def _apply(
     metrics: Namespace,
     tensors: list[Tensor],
 ) -> list[Tensor]:
-    if not transform.makes_own_state and type(transform).init_state is not Transform.init_state:
-        for param, state, setting in zip(step.params, states, settings, strict=True):
-            if not state:
-                state.update(transform.init_state(param, setting))
+    _init_states(transform, step, states, settings)
     transform.global_state, transform.metrics = global_state, metrics
     transform.members, transform.entering = step.members, step.entering
     try:
@@ -157,6 +161,20 @@ def _apply(
         del transform.global_state, transform.metrics, transform.members, transform.entering
     _check_result(transform, result, tensors, states)
     return result
+
+
+def _finish(
+    transform: Transform, step: Step, states: list[Namespace], settings: Sequence[Setting], tensors: list[Tensor]
+) -> None:
+    _init_states(transform, step, states, settings)
+    transform.finish(tensors, step.params, states, settings)
+
+
+def _init_states(transform: Transform, step: Step, states: list[Namespace], settings: Sequence[Setting]) -> None:
+    if not transform.makes_own_state and type(transform).init_state is not Transform.init_state:
+        for param, state, setting in zip(step.params, states, settings, strict=True):
+            if not state:
+                state.update(transform.init_state(param, setting))
 
 
 def _check_result(transform: Transform, result: list[Tensor], given: list[Tensor], states: list[Namespace]) -> None:

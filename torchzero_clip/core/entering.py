@@ -37,11 +37,12 @@ class Flags(NamedTuple):
 class Entering:
     """Answers, once a step and for all ranks alike, what the gradients were before any transform."""
 
-    def __init__(self, grads: Sequence[Tensor]) -> None:
+    def __init__(self, grads: Sequence[Tensor], of: "tuple[Entering, Sequence[int]] | None" = None) -> None:
         self._grads = grads
+        self._of = of
         self._flags: Flags | None = None
         self._norms: Tensor | None = None
-        self._untouched = True
+        self._untouched = of is None
 
     def flags(self, measured: Measured | None = None) -> Flags:
         """The answers about each gradient.
@@ -50,27 +51,23 @@ class Entering:
             measured: What the asking transform found in the tensors that it got. To the first transform of a chain
                 these are the gradients, and their norms serve here too: no second pass, and no second all-reduce.
         """
-        if self._flags is None:
+        known = self._known_flags()
+        if known is None:
             norms = measured.norms if measured is not None and self._untouched else None
             norms = self.norms() if norms is None else norms
-            self._flags = Flags(norms.isfinite(), norms != 0)
-        return self._flags
+            known = self._flags = Flags(norms.isfinite(), norms != 0)
+        return known
 
     def norms(self) -> Tensor:
         """The L2 norm of each gradient, a vector of float64."""
-        if self._norms is None:
-            self._norms = pack(p_norms([whole(grad) for grad in self._grads], 2.0))
-        return self._norms
+        known = self._known_norms()
+        if known is None:
+            known = self._norms = pack(p_norms([whole(grad) for grad in self._grads], 2.0))
+        return known
 
     def part(self, indices: Sequence[int]) -> "Entering":
-        """The answers about some of the gradients, which have been given if anybody will ask for them."""
-        part = Entering([self._grads[i] for i in indices])
-        part._untouched = False
-        if self._norms is not None:
-            part._norms = torch.stack([self._norms.select(0, i) for i in indices])
-        if self._flags is not None:
-            part._flags = self._flags.some(indices)
-        return part
+        """The answers about some of the gradients, taken from those about all where they have been given."""
+        return Entering([self._grads[i] for i in indices], (self, indices))
 
     def total(self) -> Tensor:
         """The L2 norm of all gradients together, 0-d."""
@@ -80,3 +77,17 @@ class Entering:
         """Answer now, for what comes next may change the gradients, or is not given them."""
         self.flags()
         self._untouched = False
+
+    def _known_flags(self) -> Flags | None:
+        if self._flags is None and self._of is not None:
+            step, indices = self._of
+            known = step._known_flags()
+            self._flags = None if known is None else known.some(indices)
+        return self._flags
+
+    def _known_norms(self) -> Tensor | None:
+        if self._norms is None and self._of is not None:
+            step, indices = self._of
+            known = step._known_norms()
+            self._norms = None if known is None else torch.stack([known.select(0, i) for i in indices])
+        return self._norms

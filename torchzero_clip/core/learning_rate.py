@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -41,6 +42,7 @@ class LR(Transform):
     """
 
     checks = {"lr": learning_rate}
+    finishes = True
 
     def __init__(self, lr: float | Tensor, *, target: Target = "update") -> None:
         super().__init__({"lr": lr}, target=target)
@@ -59,6 +61,24 @@ class LR(Transform):
         for setting, own in runs(settings):
             foreach.multiply_(tensors[own], setting["lr"])
         return tensors
+
+    @override
+    def can_finish(self, tensors: Sequence[Tensor], params: Sequence[Tensor], later: Sequence[Transform]) -> bool:
+        return self.target == "update" and not later and not torch.compiler.is_compiling()
+
+    @override
+    def finish(
+        self, tensors: list[Tensor], params: list[Tensor], states: Sequence[State], settings: Sequence[Setting]
+    ) -> None:
+        """Subtract the updates times the ``lr`` of each parameter, in one operation as torch does."""
+        for setting, own in runs(settings):
+            lr = setting["lr"]
+            if isinstance(lr, Tensor):
+                steps = foreach.clone(tensors[own])
+                foreach.multiply_(steps, lr)
+                foreach.subtract_(params[own], steps)
+            else:
+                foreach.add_(params[own], tensors[own], alpha=-lr)
 
 
 def with_learning_rate(transforms: Sequence[Transform]) -> list[Transform]:

@@ -21,7 +21,6 @@ from torchzero_clip.core.param_groups import normalized, split_by_overrides
 from torchzero_clip.core.scope import Member, members
 from torchzero_clip.core.target import Step
 from torchzero_clip.core.transform import Transform
-from torchzero_clip.functional import foreach
 from torchzero_clip.functional.shards import aligned
 from torchzero_clip.types import State
 
@@ -204,8 +203,7 @@ class Modular(Optimizer):
             return
         self._metrics.clear()
         self._chain.run_on_closure(step)
-        self._chain.run(step)
-        foreach.subtract_(params, step.updates(writable=False))
+        self._chain.run(step, to_parameters=True)
         for param, state in zip(params, states, strict=True):
             if state:  # made in this step, or there before; a stateless chain leaves none
                 self.state[param] = state  # pyright: ignore[reportArgumentType]

@@ -78,6 +78,9 @@ class Transform(ABC):
     orthogonalizes: ClassVar[bool] = False
     """The norm of the output goes by its shape alone, so that limits after it mean something else."""
 
+    finishes: ClassVar[bool] = False
+    """Can do the rest of the chain as well, down to the parameters: see `finish`."""
+
     default_lr: ClassVar[float | None] = None
     """For optimizers, the learning rate of a chain in which nobody names one."""
 
@@ -247,6 +250,23 @@ class Transform(ABC):
     def init_global_state(self) -> dict[str, Any]:
         """Return the state of the whole chain before its first step: 0-d tensors and numbers."""
         return {}
+
+    def can_finish(self, tensors: Sequence[Tensor], params: Sequence[Tensor], later: Sequence["Transform"]) -> bool:
+        """Whether `finish` does the work of this transform and of all ``later`` ones on these updates."""
+        return False
+
+    def finish(
+        self, tensors: list[Tensor], params: list[Tensor], states: Sequence[State], settings: Sequence[Setting]
+    ) -> None:
+        """Change the parameters as this transform and all later ones would, in one go. Asked of one that `finishes`.
+
+        Args:
+            tensors: The updates, not to be modified where they are the gradients themselves.
+            params: The parameters.
+            states: The state of each parameter.
+            settings: The settings of each parameter, those of the later transforms among them.
+        """
+        raise NotImplementedError
 
     def refuses(self, norm: Tensor, state: State, setting: Setting) -> Tensor:
         """Return whether the step is to be skipped: a 0-d tensor of a boolean. Only a `gate` is asked.

@@ -31,6 +31,13 @@ def reals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [reals(tensor) for tensor in tensors]
 
 
+def alike(*tensors: Tensor) -> bool:
+    """Whether elements with the same index stand at the same place in memory, without gaps."""
+    first, *others = locals_of(tensors)
+    dense = first.is_contiguous() or (first.ndim == 4 and first.is_contiguous(memory_format=torch.channels_last))
+    return dense and all(other.stride() == first.stride() for other in others)
+
+
 def norms(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> list[Tensor]:
     """The p-norm of each plain tensor, accumulated in ``dtype``; none may be empty."""
     return list(_foreach._foreach_norm(list(tensors), p, dtype=dtype))
@@ -62,8 +69,18 @@ def multiply_(tensors: Sequence[Tensor], number: float | Tensor) -> None:
     """Multiply all tensors by one number, in place."""
     if isinstance(number, Tensor):
         scale_(tensors, [number.reshape(())] * len(tensors))
+    else:
+        _multiply_(locals_of(tensors), number)
+
+
+def _multiply_(tensors: Sequence[Tensor], number: float) -> None:
+    """Multiply plain tensors by one number, in place."""
+    # on CPU the foreach function rounds the number to the dtype: in bfloat16 a decay rate of 0.999 would be 1
+    if any(tensor.device.type == "cpu" and tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors):
+        for tensor in tensors:
+            tensor.mul_(number)
     elif tensors:
-        _foreach._foreach_mul_(locals_of(tensors), number)
+        _foreach._foreach_mul_(list(tensors), number)
 
 
 def add_(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1) -> None:
@@ -123,7 +140,7 @@ def lerp_where_(
 def decay_squares_(tensors: Sequence[Tensor], values: Sequence[Tensor], beta: float) -> None:
     """``tensors = beta * tensors + (1 - beta) * values**2``, in place."""
     parts, others = reals_of(tensors), reals_of(values)
-    _foreach._foreach_mul_(parts, beta)
+    _multiply_(parts, beta)
     _foreach._foreach_addcmul_(parts, others, others, 1 - beta)
 
 

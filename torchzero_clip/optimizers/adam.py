@@ -5,15 +5,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 from typing_extensions import override
 
 from torchzero_clip.checks import betas as check_betas
 from torchzero_clip.checks import boolean, floating_dtype, learning_rate, non_negative
+from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.settings import runs
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.shards import pack
+from torchzero_clip.functional.shards import locals_of, pack
+from torchzero_clip.optimizers.weight_decay import WeightDecay
 from torchzero_clip.types import Setting, State, Target
+
+TORCHS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128)
+"""Those of which torch's own arithmetic is kept to the bit; in float16 its ``eps`` is 0."""
 
 
 class Adam(Transform):
@@ -31,6 +37,9 @@ class Adam(Transform):
         betas: Decay rates of the two averages, each in [0, 1); a setting of the param groups.
         eps: Added to the denominator after the bias correction, in units of the gradient; a setting.
         amsgrad: Divide by the largest of all past averages of squares.
+        fused: Take the step by torch's fused kernel, in one pass over memory, where the rest of the chain is at most
+            `WeightDecay` and `LR`, parameters are real, and averages have their dtype. It rounds otherwise than the
+            default.
         state_dtype: The dtype of the averages, of their parts if they are complex; that of the parameter if None.
         target: What it acts on, see `Transform`.
 
@@ -58,6 +67,7 @@ class Adam(Transform):
     checks = {"betas": check_betas, "eps": non_negative}
     default_lr = 1e-3
     pure = True
+    finishes = True
 
     def __init__(
         self,
@@ -66,17 +76,20 @@ class Adam(Transform):
         *,
         eps: float = 1e-8,
         amsgrad: bool = False,
+        fused: bool = False,
         state_dtype: torch.dtype | None = None,
         target: Target = "update",
     ) -> None:
         if lr is not None:
             learning_rate("lr", lr)
         boolean("amsgrad", amsgrad)
+        boolean("fused", fused)
         if state_dtype is not None:
             floating_dtype("state_dtype", state_dtype)
         super().__init__({"betas": betas, "eps": eps}, target=target)
         self.lr = lr
         self.amsgrad = amsgrad
+        self.fused = fused
         self.state_dtype = state_dtype
 
     @override
@@ -125,6 +138,55 @@ class Adam(Transform):
         updates = foreach.divide(averages, denominators)
         foreach.scale_(updates, _bias_corrections(steps, beta1, -1.0))
         return [update.to(t.dtype) for update, t in zip(updates, tensors, strict=True)]
+
+    @override
+    def can_finish(self, tensors: Sequence[Tensor], params: Sequence[Tensor], later: Sequence[Transform]) -> bool:
+        """Whether the rest is what `torch.optim.AdamW` does, and can be computed bit for bit as there."""
+        rest = [type(transform) for transform in later if transform.target == "update"]
+        if self.target != "update" or len(rest) < len(later) or rest not in ([LR], [WeightDecay, LR]):
+            return False
+        # the compiler has its own ways to make one pass of it
+        return not torch.compiler.is_compiling() and all(map(self._is_torchs, tensors, params))
+
+    def _is_torchs(self, tensor: Tensor, param: Tensor) -> bool:
+        if param.dtype not in TORCHS_DTYPES or tensor.dtype != param.dtype:
+            return False
+        if self.state_dtype not in (None, param.dtype):
+            return False
+        # elsewhere the step count is on the device, and torch's other implementations would wait for it
+        fused = self.fused and param.device.type == "cuda" and not param.is_complex() and foreach.alike(tensor, param)
+        return fused or param.device.type == "cpu"
+
+    @override
+    def finish(
+        self, tensors: list[Tensor], params: list[Tensor], states: Sequence[State], settings: Sequence[Setting]
+    ) -> None:
+        """Take the step of `torch.optim.AdamW`."""
+        for setting, own in runs(settings):
+            beta1, beta2 = setting["betas"]
+            keys = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
+            averages = {key: [state[key] for state in states[own]] for key in keys}
+            rows = zip(params[own], tensors[own], *averages.values(), strict=True)
+            adam(
+                locals_of(params[own]),
+                locals_of(tensors[own]),
+                locals_of(averages["exp_avg"]),
+                locals_of(averages["exp_avg_sq"]),
+                locals_of(averages.get("max_exp_avg_sq", [])),
+                [state["step"] for state in states[own]],
+                foreach=False,
+                # the kernel goes through memory without looking at strides
+                fused=self.fused and all(foreach.alike(*row) and not row[0].is_complex() for row in rows),
+                has_complex=any(param.is_complex() for param in params[own]),
+                decoupled_weight_decay=True,
+                amsgrad=self.amsgrad,
+                beta1=beta1,
+                beta2=beta2,
+                lr=setting["lr"],
+                weight_decay=setting.get("weight_decay", 0.0),
+                eps=setting["eps"],
+                maximize=False,
+            )
 
 
 def _bias_corrections(steps: Sequence[Tensor], beta: float, power: float) -> list[Tensor]:

@@ -21,6 +21,7 @@ class AdamW(Chain):
         weight_decay: The share of a parameter that is taken off per unit of learning rate; a setting of the param
             groups.
         amsgrad: As in `Adam`.
+        fused: As in `Adam`.
         state_dtype: As in `Adam`.
 
     Raises:
@@ -45,7 +46,8 @@ class AdamW(Chain):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
+        fused: bool = False,
         state_dtype: torch.dtype | None = None,
     ) -> None:
-        adam = Adam(lr, betas, eps=eps, amsgrad=amsgrad, state_dtype=state_dtype)
+        adam = Adam(lr, betas, eps=eps, amsgrad=amsgrad, fused=fused, state_dtype=state_dtype)
         super().__init__(adam, WeightDecay(weight_decay))
