@@ -32,5 +32,6 @@ from torchzero_clip.optimizers.muon import Muon as Muon
 from torchzero_clip.optimizers.rmsprop import RMSprop as RMSprop
 from torchzero_clip.optimizers.sgd import SGD as SGD
 from torchzero_clip.optimizers.weight_decay import WeightDecay as WeightDecay
+from torchzero_clip.optimizers.wrap import Wrap as Wrap
 
 __version__ = "0.1.0"

@@ -20,6 +20,13 @@ def plain(value: Any) -> Any:
     return tuple(map(plain, value)) if isinstance(value, tuple | list) else value  # pyright: ignore[reportUnknownVariableType]
 
 
+def is_numeric(value: Any) -> bool:
+    """Whether a value is a number, or a tuple of numbers and Nones."""
+    items = value if isinstance(value, tuple | list) else (value,)
+    numbers = [isinstance(item, int | float) and not isinstance(item, bool) for item in items]
+    return any(numbers) and all(given or item is None for given, item in zip(numbers, items, strict=True))
+
+
 def setting_name(key: str) -> None:
     """Refuse names that torch or the qualified keys of a chain need for something else."""
     if key in ("params", "param_names") or "." in key or key.startswith("/"):

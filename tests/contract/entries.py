@@ -27,6 +27,7 @@ from torchzero_clip import (
     TensorwiseTransform,
     Transform,
     WeightDecay,
+    Wrap,
     rms,
 )
 from torchzero_clip import norm as norm_of
@@ -108,14 +109,14 @@ class Entry:
     make: Callable[[], Any]
     joint: bool = False
     """One tensor's gradient changes what happens to the others."""
+    looks: bool = False
+    """A step has to look at values: whether to skip it, or in which step torch's optimizer is."""
 
     @property
     def squares_in_param_dtype(self) -> bool:
         """Whether averages of squares are kept in half precision for half-precision parameters."""
-        chain = Chain(self.make())
-        return any(
-            (isinstance(t, Adam) and t.state_dtype is None) or isinstance(t, RMSprop) for t in chain.transforms.values()
-        )
+        transforms = Chain(self.make()).transforms.values()
+        return any(isinstance(t, RMSprop | Wrap) or (isinstance(t, Adam) and not t.state_dtype) for t in transforms)
 
     @property
     def only_statistics(self) -> bool:
@@ -173,6 +174,7 @@ ENTRIES = [
     Entry("LR", lambda: LR(0.1)),
     Entry("AdamW", lambda: AdamW(lr=0.1)),
     Entry("AdamW-fused", lambda: AdamW(lr=0.1, fused=True)),
+    Entry("ClipNorm+Wrap", lambda: [ClipNorm(0.5), Wrap(torch.optim.Adam, weight_decay=0.1)], looks=True),
     Entry("ClipRMS", lambda: ClipRMS(0.2)),
     Entry("TrackJointNorm", lambda: TrackJointNorm(), joint=True),
     Entry("ClipNorm+AdamW", lambda: [ClipNorm(0.5, dim="global"), AdamW(), LR(0.1)], joint=True),
@@ -196,7 +198,7 @@ ENTRIES = [
     Entry(
         "scoped unit", lambda: [Chain(ClipNormByEMA(0.5), ClipValue(0.1), target="grad").only(is_matrix), SGD(0.1, 0.5)]
     ),
-    Entry("SkipStep", lambda: [SkipStep(1e30, max_ratio=1e30), ClipNorm(0.5), SGD(0.1, 0.5)], joint=True),
+    Entry("SkipStep", lambda: [SkipStep(1e30, max_ratio=1e30), ClipNorm(0.5), SGD(0.1, 0.5)], True, looks=True),
     Entry("unit chain", lambda: Chain(ClipRMS(0.2), SGD(momentum=0.5), target="update_difference")),
     Entry("target grad", lambda: [Mul(2.0), ClipNorm(0.5, target="grad"), SGD(0.1, 0.5)]),
     Entry("target params", lambda: [Adam(0.1), ClipNorm(0.5, target="params_direct")]),

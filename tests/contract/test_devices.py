@@ -19,7 +19,7 @@ from torchzero_clip import (
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry.name != "SkipStep"], ids=str)
+@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if not entry.looks], ids=str)
 def test_a_step_never_reads_a_value_from_the_device(entry, dtype):
     with FakeTensorMode():
         params = [nn.Parameter(torch.empty(shape, dtype=dtype, device="cuda")) for shape in SHAPES]
@@ -44,7 +44,7 @@ def test_functions_never_read_a_value_from_the_device(order, dim):
         clip_grad_value_(params, 1.0)
 
 
-@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry.name != "SkipStep"], ids=str)
+@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if not entry.looks], ids=str)
 def test_parameters_on_two_devices(entry):
     with FakeTensorMode():
         params = [nn.Parameter(torch.empty(4, 3, device=device)) for device in ("cuda", "meta")]

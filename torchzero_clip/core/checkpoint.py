@@ -50,17 +50,19 @@ def fitted(
     ids = [i for saved in saved_groups for i in saved["params"]]
     if strangers := [i for i in state if i not in set(ids)]:
         raise ValueError(f"the checkpoint has state for parameters that none of its param groups lists: {strangers}")
+    placed: dict[Any, Any] = {}
     for i, member, setting in zip(ids, known, settings, strict=True):
         if i in state:
-            _check_state(i, state[i], chain, member, setting)
+            fresh = _check_state(i, state[i], chain, member, setting)
+            placed[i] = {key: _beside(value, fresh[key]) for key, value in state[i].items()}
     for saved in saved_groups:
         _check_keys(saved, {*stored_as.values(), *own})
-    return {**state_dict, "state": state, "param_groups": merged}
+    return {**state_dict, "state": placed, "param_groups": merged}
 
 
-def restored(saved: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-    """A parameter's state as it was saved, on the parameter's device and in memory of its own."""
-    return {k: v.to(param.device, copy=True) if isinstance(v, Tensor) else v for k, v in saved.items()}
+def _beside(value: Any, fresh: Any) -> Any:
+    """A saved value on the device of a fresh one, in memory of its own: torch's optimizers count steps on the CPU."""
+    return value.to(fresh.device, copy=True) if isinstance(value, Tensor) else value
 
 
 def _saved_groups(state_dict: Any, groups: list[Group]) -> list[Group]:
@@ -93,7 +95,8 @@ def _check_keys(saved: Group, known: set[str]) -> None:
         )
 
 
-def _check_state(number: Any, saved: Any, chain: Chain, member: Member, setting: GroupSettings) -> None:
+def _check_state(number: Any, saved: Any, chain: Chain, member: Member, setting: GroupSettings) -> dict[str, Any]:
+    """What may be in the state of a parameter; raises if what was saved is not that."""
     if not isinstance(saved, Mapping):
         raise ValueError(f"the state of parameter {number} is a dict, got {type(saved).__name__}")
     # what has state may depend on settings, and these may have changed since the last step
@@ -107,6 +110,7 @@ def _check_state(number: Any, saved: Any, chain: Chain, member: Member, setting:
         raise ValueError(_changed_chain_message(number, missing, extra, chain))
     for key, value in saved.items():
         _check_value(f"the state {key!r} of parameter {number}", value, expected[key])
+    return expected
 
 
 def _check_value(what: str, value: Any, expected: Any) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.composite import Composite
+from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.scope import Member, Scope
 from torchzero_clip.core.transform import Transform
 
@@ -16,6 +17,9 @@ def check_members(chain: Chain, members: Sequence[Member]) -> None:
         for i in scope.indices(members):
             name = members[i].name or f"parameter {i} of its group"
             transform.check_parameter(name, members[i].param)
+    for transform in chain.walk():
+        if transform.must_finish:
+            _check_last(transform, chain, members)
 
 
 def warn_of_slips(chain: Chain, members: Sequence[Member]) -> None:
@@ -32,6 +36,19 @@ def warn_of_slips(chain: Chain, members: Sequence[Member]) -> None:
                     stacklevel=4,
                 )
                 return
+
+
+def _check_last(transform: Transform, chain: Chain, members: Sequence[Member]) -> None:
+    """Raise if others act on the parameters of a transform that has to be the last, or scale what it gets by the lr."""
+    names = [name for name, other in chain.transforms.items() if other is transform]
+    if not names:
+        raise ValueError(f"{transform!r} takes the step by itself: it cannot stand inside another transform")
+    before = list(chain.transforms.values())[: list(chain.transforms).index(names[0])]
+    for member in [members[i] for i in transform.scope.indices(members)]:
+        after = [chain.transforms[name] for name in chain.later(names[0], [member]) or []]
+        for other in [*(t for t in after if not isinstance(t, LR)), *(t for t in before if isinstance(t, LR))]:
+            advice = "put it before" if other in after else "leave it out, and name the lr in the optimizer"
+            raise ValueError(f"{transform!r} takes the step by itself, so {other!r} would have no meaning: {advice}")
 
 
 def _scoped(transform: Transform, scope: Scope) -> Iterator[tuple[Transform, Scope]]:

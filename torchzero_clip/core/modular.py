@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from torchzero_clip.checks import boolean
 from torchzero_clip.core.chain import Chain, Transforms, flatten
-from torchzero_clip.core.checkpoint import fitted, restored
+from torchzero_clip.core.checkpoint import fitted
 from torchzero_clip.core.composite import storage_keys
 from torchzero_clip.core.entering import Entering
 from torchzero_clip.core.fitness import check_members, warn_of_slips
@@ -275,7 +275,7 @@ class Modular(Optimizer):
             params = [p for group in self.param_groups for p in group["params"]]
             for i, param in zip(ids, params, strict=True):
                 if i in fitting["state"]:
-                    self.state[param] = restored(fitting["state"][i], param)  # pyright: ignore[reportArgumentType]
+                    self.state[param] = fitting["state"][i]
             self._move_global_state()
 
         # after the caller's hooks have made the checkpoint what it is to be, and before they see the result

@@ -81,7 +81,10 @@ class Transform(ABC):
     finishes: ClassVar[bool] = False
     """Can do the rest of the chain as well, down to the parameters: see `finish`."""
 
-    default_lr: ClassVar[float | None] = None
+    must_finish: ClassVar[bool] = False
+    """Has no other way: it has to stand at the end of the chain, and applies the learning rate itself."""
+
+    default_lr: float | None = None
     """For optimizers, the learning rate of a chain in which nobody names one."""
 
     lr: float | Tensor | None = None

@@ -1,0 +1,216 @@
+"""Optimizers of torch.optim at the end of a chain do what they do alone."""
+
+import copy
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+from contract.training import assert_equal, assert_same_state, gradients, parameters, set_grads, train, values
+from torch import nn, optim
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from torchzero_clip import LR, Adam, Chain, ClipNorm, Modular, Muon, WeightDecay, Wrap
+
+MATRICES = [(4, 3), (2, 5)]
+ARGUMENTS = {
+    "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "Adam": {"betas": (0.5, 0.9), "weight_decay": 0.1},
+    "RMSprop": {"momentum": 0.5, "centered": True},
+    "Adagrad": {"initial_accumulator_value": 0.1, "lr_decay": 0.1},
+    "Adafactor": {"eps": (None, 0.01)},
+}
+REFUSED = {"LBFGS", "SparseAdam"}
+CLASSES = {
+    name: c
+    for name, c in vars(optim).items()
+    if inspect.isclass(c) and issubclass(c, optim.Optimizer) and c is not optim.Optimizer and name not in REFUSED
+}
+each_class = pytest.mark.parametrize("name", CLASSES)
+
+
+def pair(name, dtype=torch.float32, **extra):
+    shapes = MATRICES if name == "Muon" else None
+    params, other = (parameters(dtype, *([shapes] if shapes else [])) for _ in range(2))
+    arguments = {**ARGUMENTS.get(name, {}), **extra}
+    optimizer = Modular(params, ClipNorm(1e9, dim="global"), Wrap(CLASSES[name], **arguments))
+    return params, optimizer, other, CLASSES[name](other, **arguments)
+
+
+def test_all_optimizers_of_torch_are_here():
+    assert len(CLASSES) >= 13
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_class
+def test_wrapped_is_bitwise_what_it_is_alone(name, dtype):
+    params, optimizer, other, reference = pair(name, dtype)
+    schedulers = [optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (optimizer, reference)]
+    for row in gradients(params, 5):
+        train(optimizer, params, [row])
+        assert_equal([p.grad for p in params], row)
+        train(reference, other, [row])
+        assert_equal(params, other)
+        for scheduler in schedulers:
+            scheduler.step()
+    for param, twin in zip(params, other, strict=True):
+        expected = {f"wrap/{key}": value for key, value in reference.state.get(twin, {}).items()}
+        torch.testing.assert_close(dict(optimizer.state.get(param, {})), expected, rtol=0, atol=0)
+
+
+@each_class
+def test_it_resumes_exactly_and_can_be_copied(name):
+    params, optimizer, *_ = pair(name, torch.bfloat16)
+    grads = gradients(params, 6)
+    train(optimizer, params, grads[:3])
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    resumed, again, *_ = pair(name, torch.bfloat16)
+    with torch.no_grad():
+        for param, value in zip(resumed, values(params), strict=True):
+            param.copy_(value)
+    again.load_state_dict(torch.load(file, weights_only=True))
+    copies = [copy.deepcopy((params, optimizer)), pickle.loads(pickle.dumps((params, optimizer)))]
+    train(optimizer, params, grads[3:])
+    for others, other in [(resumed, again), *copies]:
+        train(other, others, grads[3:])
+        assert_equal(others, params)
+        assert_same_state(other, optimizer)
+        assert repr(other) == repr(optimizer)
+
+
+@each_class
+def test_numbers_are_settings_of_groups_and_are_checked(name):
+    params, optimizer, other, reference = pair(name)
+    key, value, wrong = ("etas", (0.4, 1.5), (-1.0, 1.5)) if name == "Rprop" else ("weight_decay", 0.5, -1.0)
+    for o in (optimizer, reference):
+        o.param_groups[0][key] = value
+        o.param_groups[0]["lr"] = 0.25
+    rows = gradients(params, 2)
+    train(optimizer, params, rows)
+    train(reference, other, rows)
+    assert_equal(params, other)
+    optimizer.param_groups[0][key] = wrong
+    before, state = values(params), copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=rf"Wrap\({name}, ...\): .*-1.0"):
+        optimizer.step()
+    assert_equal(params, before)
+    torch.testing.assert_close(optimizer.state_dict(), state, rtol=0, atol=0)
+
+
+def test_groups_differ_and_clipping_comes_first():
+    params, other = parameters(), parameters()
+    groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.5, "betas": (0.5, 0.5)}]
+    optimizer = Modular(groups, ClipNorm(0.5, dim="global"), Wrap(optim.AdamW, lr=0.1))
+    same = [{"params": other[:1]}, {"params": other[1:], "lr": 0.5, "betas": (0.5, 0.5)}]
+    reference = optim.AdamW(same, lr=0.1)
+    for row in gradients(params, 4):
+        train(optimizer, params, [row])
+        assert_equal([p.grad for p in params], row)
+        set_grads(other, row)
+        nn.utils.clip_grad_norm_(other, 0.5)
+        reference.step()
+    for param, twin in zip(params, other, strict=True):
+        torch.testing.assert_close(param, twin, rtol=1e-4, atol=1e-6)
+
+
+def test_scopes_share_one_checkpoint():
+    params, other = parameters(), parameters()
+
+    def is_matrix(param):
+        return param.ndim == 2
+
+    def build(given):
+        return Modular(given, Muon().only(is_matrix), Wrap(optim.NAdam, lr=0.1).without(is_matrix))
+
+    optimizer, second = build(params), build(other)
+    reference_params = parameters()
+    reference = optim.NAdam(reference_params[1:], 0.1)
+    grads = gradients(params, 4)
+    train(optimizer, params, grads)
+    for row in grads:
+        train(reference, reference_params[1:], [row[1:]])
+    assert_equal(params[1:], reference_params[1:])
+    second.load_state_dict(optimizer.state_dict())
+    assert_same_state(second, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("chain", "message"),
+    [
+        (lambda: [Wrap(optim.Adam), ClipNorm(1)], r"ClipNorm\(1\) would have no meaning: put it before"),
+        (lambda: [Wrap(optim.Adam), WeightDecay(0.1).only(lambda p: p.ndim == 1)], "put it before"),
+        (lambda: [LR(0.1), Wrap(optim.Adam)], r"LR\(0.1\) would have no meaning: leave it out"),
+        (lambda: [Wrap(optim.Adam), Wrap(optim.SGD), LR(0.1)], "put it before"),
+        (lambda: Chain(Wrap(optim.Adam), target="update_difference"), "cannot stand inside another transform"),
+        (lambda: [Wrap(optim.Adam, lr=0.1), LR(0.1)], "one learning rate"),
+        (lambda: Wrap(optim.Muon), r"Muon cannot take parameter 1 of its group: Muon only supports 2D"),
+    ],
+)
+def test_what_cannot_be_is_refused(chain, message):
+    with pytest.raises(ValueError, match=message):
+        Modular(parameters(), chain())
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ValueError, match="LBFGS, which evaluates the closure itself"):
+        Wrap(optim.LBFGS)
+    with pytest.raises(ValueError, match="sparse gradients only"):
+        Wrap(optim.SparseAdam)
+    with pytest.raises(TypeError, match=r"subclass of torch.optim.Optimizer, got <class 'torchzero_clip"):
+        Wrap(Adam)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"Wrap\(Adam, ...\): Invalid learning rate: -1"):
+        Wrap(optim.Adam, lr=-1)
+    with pytest.raises(TypeError, match=r"Wrap\(Adam, ...\): .*'beta'"):
+        Wrap(optim.Adam, beta=0.1)
+    assert repr(Wrap(optim.Adam, lr=0.1, betas=[0.5, 0.9])) == "Wrap(Adam, lr=0.1, betas=(0.5, 0.9))"
+
+
+def test_step_hooks_run_once():
+    calls = []
+    handle = register_optimizer_step_post_hook(lambda o, *_: calls.append(type(o).__name__))
+    try:
+        params, optimizer, *_ = pair("AdamW")
+        train(optimizer, params, gradients(params, 2))
+    finally:
+        handle.remove()
+    assert calls == ["Modular", "Modular"]
+
+
+def test_a_parameter_without_gradient_has_no_state():
+    params, optimizer, *_ = pair("Adagrad")
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    assert list(optimizer.state) == [params[0]]
+
+
+def test_tensor_learning_rates_are_scheduled():
+    params, other = parameters(), parameters()
+    optimizer = Modular(params, Wrap(optim.Adam, lr=torch.tensor(0.1)))
+    reference = optim.Adam(other, lr=torch.tensor(0.1))
+    schedulers = [optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (optimizer, reference)]
+    for row in gradients(params, 3):
+        train(optimizer, params, [row])
+        train(reference, other, [row])
+        for scheduler in schedulers:
+            scheduler.step()
+    assert_equal(params, other)
+
+
+def test_a_class_that_replaces_its_state_is_followed():
+    class Counting(optim.Optimizer):
+        def __init__(self, params, lr=0.1):
+            super().__init__(params, {"lr": lr})
+
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self.state[param] = {"count": self.state[param].get("count", 0) + 1}
+                    param.add_(param.grad, alpha=-group["lr"])
+
+    params = parameters()
+    optimizer = Modular(params, Wrap(Counting))
+    train(optimizer, params, gradients(params, 3))
+    assert [state["wrap/count"] for state in optimizer.state.values()] == [3] * len(params)
