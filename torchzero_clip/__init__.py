@@ -10,6 +10,7 @@ from torchzero_clip.clipping.growth import ClipNormGrowth as ClipNormGrowth
 from torchzero_clip.clipping.growth import ClipValueGrowth as ClipValueGrowth
 from torchzero_clip.clipping.normalize import Normalize as Normalize
 from torchzero_clip.clipping.skip_step import SkipStep as SkipStep
+from torchzero_clip.core.as_lr import as_lr as as_lr
 from torchzero_clip.core.chain import Chain as Chain
 from torchzero_clip.core.learning_rate import LR as LR
 from torchzero_clip.core.modular import Modular as Modular
@@ -28,6 +29,8 @@ from torchzero_clip.functional.total import clip_grads_with_norm_ as clip_grads_
 from torchzero_clip.functional.total import get_total_norm as get_total_norm
 from torchzero_clip.optimizers.adam import Adam as Adam
 from torchzero_clip.optimizers.adamw import AdamW as AdamW
+from torchzero_clip.optimizers.moving import from_torch_optim as from_torch_optim
+from torchzero_clip.optimizers.moving import to_torch_optim as to_torch_optim
 from torchzero_clip.optimizers.muon import Muon as Muon
 from torchzero_clip.optimizers.rmsprop import RMSprop as RMSprop
 from torchzero_clip.optimizers.sgd import SGD as SGD

@@ -1,6 +1,6 @@
 """Names for the values that pass between the layers."""
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
@@ -10,6 +10,9 @@ Setting: TypeAlias = Mapping[str, Any]
 
 State: TypeAlias = MutableMapping[str, Any]
 """The state of one transform for one parameter: tensors and numbers."""
+
+Schedule: TypeAlias = Callable[[int], Any]
+"""A setting as a function of the number of steps taken before."""
 
 Ord: TypeAlias = float | Tensor | Literal["l0", "l1", "l2", "l3", "l4", "linf", "mad", "std", "var", "sum"]
 Dim: TypeAlias = int | Sequence[int] | Literal["global"] | None

@@ -103,6 +103,14 @@ def is_2d(param):
     return param.ndim == 2 and not param.is_complex()
 
 
+def warm_up(step):
+    return 0.1 * (step + 1)
+
+
+def later_betas(step):
+    return (0.9, 0.99 if step < 2 else 0.999)
+
+
 @dataclass(frozen=True)
 class Entry:
     name: str
@@ -175,6 +183,7 @@ ENTRIES = [
     Entry("AdamW", lambda: AdamW(lr=0.1)),
     Entry("AdamW-fused", lambda: AdamW(lr=0.1, fused=True)),
     Entry("ClipNorm+Wrap", lambda: [ClipNorm(0.5), Wrap(torch.optim.Adam, weight_decay=0.1)], looks=True),
+    Entry("schedules", lambda: [ClipNorm(warm_up), Adam(betas=later_betas), WeightDecay(warm_up), LR(0.1)]),
     Entry("ClipRMS", lambda: ClipRMS(0.2)),
     Entry("TrackJointNorm", lambda: TrackJointNorm(), joint=True),
     Entry("ClipNorm+AdamW", lambda: [ClipNorm(0.5, dim="global"), AdamW(), LR(0.1)], joint=True),

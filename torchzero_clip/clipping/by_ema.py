@@ -16,7 +16,7 @@ from torchzero_clip.core.units import NormStatistics, Units, numbers
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.foreach import reals, wide_dtype
 from torchzero_clip.functional.measure import measure, scale_, share
-from torchzero_clip.types import Ord, Setting, State, Target
+from torchzero_clip.types import Ord, Schedule, Setting, State, Target
 
 EMAInit = Literal["zeros", "update"]
 EMA_INITS = ("zeros", "update")
@@ -95,11 +95,11 @@ class ClipNormByEMA(NormStatistics):
 
     def __init__(
         self,
-        beta: float = 0.99,
+        beta: float | Schedule = 0.99,
         ord: Ord = 2,
-        eps: float = 1e-6,
+        eps: float | Schedule = 1e-6,
         tensorwise: bool = True,
-        max_ema_growth: float | None = 1.5,
+        max_ema_growth: float | Schedule | None = 1.5,
         ema_init: EMAInit = "zeros",
         *,
         target: Target = "update",
@@ -257,7 +257,7 @@ class ClipValueByEMA(Composite):
 
     def __init__(
         self,
-        beta: float = 0.99,
+        beta: float | Schedule = 0.99,
         ema_init: EMAInit = "zeros",
         ema_tfm: "Transforms | None" = None,
         *,

@@ -8,7 +8,7 @@ from torchzero_clip.checks import non_negative
 from torchzero_clip.core.slices import SliceScaling
 from torchzero_clip.functional.clip import clip_
 from torchzero_clip.functional.measure import Measured, Scaled
-from torchzero_clip.types import Dim, Ord, Setting, Target
+from torchzero_clip.types import Dim, Ord, Schedule, Setting, Target
 
 
 class ClipNorm(SliceScaling):
@@ -66,7 +66,7 @@ class ClipNorm(SliceScaling):
 
     def __init__(
         self,
-        max_norm: float,
+        max_norm: float | Schedule,
         ord: Ord = 2,
         dim: Dim = None,
         inverse_dims: bool = False,

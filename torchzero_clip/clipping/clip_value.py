@@ -10,7 +10,7 @@ from torchzero_clip.core.settings import runs
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.clip import share_above
-from torchzero_clip.types import Setting, State, Target
+from torchzero_clip.types import Schedule, Setting, State, Target
 
 
 class ClipValue(Transform):
@@ -53,7 +53,7 @@ class ClipValue(Transform):
 
     checks = {"value": non_negative}
 
-    def __init__(self, value: float, *, target: Target = "update") -> None:
+    def __init__(self, value: float | Schedule, *, target: Target = "update") -> None:
         super().__init__({"value": value}, target=target)
 
     @override

@@ -12,7 +12,7 @@ from torchzero_clip.core.tensorwise import TensorwiseTransform
 from torchzero_clip.core.units import NormStatistics, Units, numbers
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.foreach import reals, wide_dtype
-from torchzero_clip.types import Ord, Setting, State, Target
+from torchzero_clip.types import Ord, Schedule, Setting, State, Target
 
 CHECKS = {
     "add": optional(non_negative),
@@ -79,10 +79,10 @@ class ClipValueGrowth(TensorwiseTransform):
 
     def __init__(
         self,
-        add: float | None = None,
-        mul: float | None = 1.5,
-        min_value: float | None = 1e-4,
-        max_decay: float | None = 2.0,
+        add: float | Schedule | None = None,
+        mul: float | Schedule | None = 1.5,
+        min_value: float | Schedule | None = 1e-4,
+        max_decay: float | Schedule | None = 2.0,
         *,
         target: Target = "update",
     ) -> None:
@@ -192,10 +192,10 @@ class ClipNormGrowth(NormStatistics):
 
     def __init__(
         self,
-        add: float | None = None,
-        mul: float | None = 1.5,
-        min_value: float | None = 1e-4,
-        max_decay: float | None = 2.0,
+        add: float | Schedule | None = None,
+        mul: float | Schedule | None = 1.5,
+        min_value: float | Schedule | None = 1e-4,
+        max_decay: float | Schedule | None = 2.0,
         ord: Ord = 2,
         parameterwise: bool = True,
         *,

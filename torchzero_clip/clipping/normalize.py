@@ -8,7 +8,7 @@ from torchzero_clip.checks import finite
 from torchzero_clip.core.slices import SliceScaling
 from torchzero_clip.functional.clip import normalize_
 from torchzero_clip.functional.measure import Measured, Scaled
-from torchzero_clip.types import Dim, Ord, Setting, Target
+from torchzero_clip.types import Dim, Ord, Schedule, Setting, Target
 
 
 class Normalize(SliceScaling):
@@ -64,7 +64,7 @@ class Normalize(SliceScaling):
 
     def __init__(
         self,
-        norm_value: float = 1.0,
+        norm_value: float | Schedule = 1.0,
         ord: Ord = 2,
         dim: Dim = None,
         inverse_dims: bool = False,

@@ -12,7 +12,7 @@ from torchzero_clip.core.settings import same_in_all_groups
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.core.units import numbers
 from torchzero_clip.functional import foreach
-from torchzero_clip.types import Setting, State, Target
+from torchzero_clip.types import Schedule, Setting, State, Target
 
 
 class SkipStep(Transform):
@@ -62,9 +62,9 @@ class SkipStep(Transform):
 
     def __init__(
         self,
-        max_norm: float | None = None,
-        max_ratio: float | None = None,
-        beta: float = 0.99,
+        max_norm: float | Schedule | None = None,
+        max_ratio: float | Schedule | None = None,
+        beta: float | Schedule = 0.99,
         *,
         target: Target = "update",
     ) -> None:

@@ -10,7 +10,7 @@ from typing_extensions import override
 from torchzero_clip.core.composite import Composite, storage_keys
 from torchzero_clip.core.entering import Entering
 from torchzero_clip.core.scope import Member, Scope
-from torchzero_clip.core.settings import override_groups
+from torchzero_clip.core.settings import at, override_groups
 from torchzero_clip.core.target import TARGETS, Action, Step, change_gradients
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
@@ -66,7 +66,7 @@ class Chain(Composite):
                         f"no transform has a setting {key!r}; settings of this chain: {', '.join(qualified)}"
                     )
                 name, own = target.split("/", 1)
-                self.transforms[name].check({own: value})
+                self.transforms[name].check({own: at(value, 0)})
                 given.append((self.transforms[name], {"params": params, own: value}))
         for transform, settings in given:
             transform.overrides.append(settings)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torchzero_clip.checks import count
 from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.namespace import GroupSettings
+from torchzero_clip.core.schedules import SCHEDULE_STEP
 from torchzero_clip.core.scope import Member, members
 
 Group = dict[str, Any]
@@ -26,19 +27,20 @@ def fitted(
     state_dict: Mapping[str, Any], groups: list[Group], chain: Chain, stored_as: Mapping[str, str]
 ) -> dict[str, Any]:
     """The checkpoint with settings that it lacks filled in from ``groups``; raises ValueError if it does not fit."""
-    saved_groups = _saved_groups(state_dict, groups)
+    all_saved = saved_groups(state_dict, groups)
     own = chain.init_global_state()
     merged = [
         {**{k: v for k, v in group.items() if k != "params"}, **saved}
-        for group, saved in zip(groups, saved_groups, strict=True)
+        for group, saved in zip(groups, all_saved, strict=True)
     ]
     chain.check_groups([GroupSettings(group, stored_as) for group in merged])
     for key in COUNTS:
         count(key, merged[0].get(key, 0))
+    count(SCHEDULE_STEP, merged[0].get(SCHEDULE_STEP, 0))
     if "consecutive_skips" in merged[0]:
-        merged[0]["consecutive_skips"] = saved_groups[0].get("consecutive_skips", 0)
+        merged[0]["consecutive_skips"] = all_saved[0].get("consecutive_skips", 0)
     for key, expected in own.items():
-        if key not in saved_groups[0]:
+        if key not in all_saved[0]:
             raise ValueError(
                 f"the checkpoint lacks the state {key!r} of the chain: load it into the chain that wrote it"
             )
@@ -47,7 +49,7 @@ def fitted(
     state = state_dict["state"]
     known = [member for member, _ in members(groups)]
     settings = [GroupSettings(saved, stored_as) for saved in merged for _ in saved["params"]]
-    ids = [i for saved in saved_groups for i in saved["params"]]
+    ids = [i for saved in all_saved for i in saved["params"]]
     if strangers := [i for i in state if i not in set(ids)]:
         raise ValueError(f"the checkpoint has state for parameters that none of its param groups lists: {strangers}")
     placed: dict[Any, Any] = {}
@@ -55,7 +57,7 @@ def fitted(
         if i in state:
             fresh = _check_state(i, state[i], chain, member, setting)
             placed[i] = {key: _beside(value, fresh[key]) for key, value in state[i].items()}
-    for saved in saved_groups:
+    for saved in all_saved:
         _check_keys(saved, {*stored_as.values(), *own})
     return {**state_dict, "state": placed, "param_groups": merged}
 
@@ -65,7 +67,8 @@ def _beside(value: Any, fresh: Any) -> Any:
     return value.to(fresh.device, copy=True) if isinstance(value, Tensor) else value
 
 
-def _saved_groups(state_dict: Any, groups: list[Group]) -> list[Group]:
+def saved_groups(state_dict: Any, groups: list[Group]) -> list[Group]:
+    """The param groups of a checkpoint; raises if it is none, or has others than an optimizer."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError("a checkpoint is a dict with the keys 'state' and 'param_groups', as state_dict() returns it")
     saved = state_dict["param_groups"]
@@ -87,7 +90,9 @@ def _saved_groups(state_dict: Any, groups: list[Group]) -> list[Group]:
 
 def _check_keys(saved: Group, known: set[str]) -> None:
     """Settings of another optimizer would have no effect here; keys that only schedulers and trainers know may stay."""
-    foreign = [key for key in saved if key not in known and (key in OPTIMIZER_KEYS or "/" in key)]
+    # as_lr lets schedulers keep "initial_clip_norm_2/max_norm"
+    others = [key for key in saved if key not in known and key.partition("_")[2] not in known]
+    foreign = [key for key in others if key in OPTIMIZER_KEYS or "/" in key]
     if foreign:
         raise ValueError(
             f"the checkpoint has settings that no transform of this chain has: {', '.join(foreign)}. "
@@ -142,5 +147,5 @@ def _changed_chain_message(number: Any, missing: list[str], extra: list[str], ch
     if extra:
         parts.append(f"extra: {', '.join(map(repr, extra))}")
     if any("/" not in str(key) for key in extra):
-        parts.append("keys without the name of a transform come from another optimizer")
+        parts.append("keys without the name of a transform come from another optimizer: see from_torch_optim")
     return "; ".join(parts) + ". Load it into the chain that wrote it"

@@ -38,6 +38,8 @@ class Composite(Transform):
         self.transforms = dict(transforms)
         qualified = {f"{n}/{key}": value for n, t in self.transforms.items() for key, value in t.defaults.items()}
         super().__init__({**defaults, **qualified}, target=target, name=name)
+        for own_name, transform in self.transforms.items():
+            self.schedules.update({f"{own_name}/{key}": own for key, own in transform.schedules.items()})
         self.keeps_statistics = self.keeps_statistics or any(t.keeps_statistics for t in self.transforms.values())
 
     @override

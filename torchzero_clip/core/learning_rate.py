@@ -11,7 +11,7 @@ from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.settings import runs
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
-from torchzero_clip.types import Setting, State, Target
+from torchzero_clip.types import Schedule, Setting, State, Target
 
 
 class LR(Transform):
@@ -44,7 +44,7 @@ class LR(Transform):
     checks = {"lr": learning_rate}
     finishes = True
 
-    def __init__(self, lr: float | Tensor, *, target: Target = "update") -> None:
+    def __init__(self, lr: float | Tensor | Schedule, *, target: Target = "update") -> None:
         super().__init__({"lr": lr}, target=target)
 
     @override
@@ -94,7 +94,7 @@ def with_learning_rate(transforms: Sequence[Transform]) -> list[Transform]:
         raise ValueError(f"{owners[0]!r} would leave other parameters at 1: give their param groups an lr of their own")
     if owners:
         return list(transforms)
-    rates: list[float | Tensor] = [t.lr for t in optimizers if t.lr is not None]
+    rates: list[float | Tensor | Schedule] = [t.lr for t in optimizers if t.lr is not None]
     rates = rates or [*sorted({t.default_lr for t in optimizers if t.default_lr is not None})] or [1.0]
     if len(rates) > 1:
         raise ValueError(f"the optimizers of this chain have different default learning rates {rates}: add LR(...)")

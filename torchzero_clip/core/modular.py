@@ -18,6 +18,7 @@ from torchzero_clip.core.guard import Guard, Nonfinite
 from torchzero_clip.core.learning_rate import with_learning_rate
 from torchzero_clip.core.namespace import GroupSettings
 from torchzero_clip.core.param_groups import normalized, split_by_overrides
+from torchzero_clip.core.schedules import SCHEDULE_STEP, Schedules
 from torchzero_clip.core.scope import Member, members
 from torchzero_clip.core.target import Step
 from torchzero_clip.core.transform import Transform
@@ -97,24 +98,26 @@ class Modular(Optimizer):
             )
         self.maximize = maximize
         self.keep_grads = keep_grads
-        self._chain = Chain(*with_learning_rate(given))
-        self._guard = Guard(nonfinite, max_consecutive_skips, self._chain)
-        self._lr_is_implied = len(self._chain.transforms) > len(given)
-        self._stored_as = storage_keys(self._chain)
+        self.chain = Chain(*with_learning_rate(given))
+        self._guard = Guard(nonfinite, max_consecutive_skips, self.chain)
+        self._lr_is_implied = len(self.chain.transforms) > len(given)
+        self.stored_as = storage_keys(self.chain)
+        self._schedules = Schedules({self.stored_as[key]: own for key, own in self.chain.schedules.items()})
         self._metrics: dict[str, Tensor] = {}
-        defaults = {self._stored_as[key]: value for key, value in self._chain.defaults.items()}
+        defaults = {self.stored_as[key]: value for key, value in self.chain.defaults.items()}
         if isinstance(params, nn.Module):
             params = list(params.named_parameters())
         super().__init__(params, defaults)
-        warn_of_slips(self._chain, [member for member, _ in members(self.param_groups)])
-        self._global_keys = list(global_state := self._chain.init_global_state())
+        warn_of_slips(self.chain, [member for member, _ in members(self.param_groups)])
+        self._global_keys = list(global_state := self.chain.init_global_state())
         self.param_groups[0].update({**global_state, **self._guard.counts()})
+        self._schedules.begin(self.param_groups)
         self._move_global_state()
 
     @property
     def transforms(self) -> dict[str, Transform]:
         """The transforms by name, in the order of the chain."""
-        return self._chain.transforms
+        return self.chain.transforms
 
     def metrics(self) -> dict[str, Tensor]:
         """What the transforms measured, as 0-d tensors on the device; reading one waits for it.
@@ -162,7 +165,9 @@ class Modular(Optimizer):
         """
         if closure is None and any(t.target == "closure" for t in self.transforms.values()):
             raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
-        self._chain.check_groups([GroupSettings(group, self._stored_as) for group in self.param_groups])
+        self.chain.check_groups([GroupSettings(group, self.stored_as) for group in self.param_groups])
+
+        coming = self._schedules.values(self.param_groups, ahead=1)
 
         loss = None
         if closure is not None:
@@ -170,8 +175,8 @@ class Modular(Optimizer):
                 loss = closure()
 
         taking_part, states, groups = self._taking_part()
-        if taking_part:
-            self._step(taking_part, states, groups, loss)
+        if taking_part and self._step(taking_part, states, groups, loss):
+            self._schedules.advance(self.param_groups, coming)
         return loss
 
     def _taking_part(self) -> tuple[list[Member], list[State], list[dict[str, Any]]]:
@@ -185,28 +190,29 @@ class Modular(Optimizer):
         states: list[State] = [kept[m.param] if m.param in kept else fresh.setdefault(m.param, {}) for m, _ in rows]
         return [member for member, _ in rows], states, [group for _, group in rows]
 
-    def _step(self, taking_part: list[Member], states: list[State], groups: list[dict[str, Any]], loss: Any) -> None:
-        """Send the gradients down the chain and subtract what comes out."""
+    def _step(self, taking_part: list[Member], states: list[State], groups: list[dict[str, Any]], loss: Any) -> bool:
+        """Send the gradients down the chain and subtract what comes out, unless the step is to be skipped."""
         params = [member.param for member in taking_part]
         for param in params:
             param.grad = aligned(param.grad, param)  # the same gradient, with pending sums carried out
         grads = [param.grad for param in params if param.grad is not None]
         listed_twice = len({id(param) for param in params}) < len(params)
-        keep_grads = self.keep_grads or self._chain.changes_grads() or listed_twice
-        views = {id(group): GroupSettings(group, self._stored_as) for group in self.param_groups}
+        keep_grads = self.keep_grads or self.chain.changes_grads() or listed_twice
+        views = {id(group): GroupSettings(group, self.stored_as) for group in self.param_groups}
         settings = [views[id(group)] for group in groups]
         self._move_global_state()
 
         context = (grads, states, settings, loss, Entering(grads), self.param_groups[0], self._metrics)
         step = Step(taking_part, *context, maximize=self.maximize, keep_grads=keep_grads)
         if not self._guard.allows(step, self.param_groups[0]):
-            return
+            return False
         self._metrics.clear()
-        self._chain.run_on_closure(step)
-        self._chain.run(step, to_parameters=True)
+        self.chain.run_on_closure(step)
+        self.chain.run(step, to_parameters=True)
         for param, state in zip(params, states, strict=True):
             if state:  # made in this step, or there before; a stateless chain leaves none
                 self.state[param] = state  # pyright: ignore[reportArgumentType]
+        return True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with settings of their own, for example layers that are unfrozen later.
@@ -220,19 +226,23 @@ class Modular(Optimizer):
         """
         if not isinstance(param_group, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
-        group = normalized(param_group, self._chain, self._stored_as)
+        group = normalized(param_group, self.chain, self.stored_as)
         before = len(self.param_groups)
         try:
-            for part in split_by_overrides(group, self._chain, self._stored_as):
+            for part in split_by_overrides(group, self.chain, self.stored_as):
                 # tensors are copied: a scheduler that fills one lr changes no other group and no other optimizer
                 own = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.defaults.items()}
-                complete = {**own, **part}
-                groups = [GroupSettings(g, self._stored_as) for g in (*self.param_groups, complete)]
-                self._chain.check_groups(groups)
+                step = self.param_groups[0].get(SCHEDULE_STEP, 0) if self.param_groups else 0
+                complete = {**own, **self._schedules.add(part, step)}
+                groups = [GroupSettings(g, self.stored_as) for g in (*self.param_groups, complete)]
+                self.chain.check_groups(groups)
                 super().add_param_group(complete)
-                check_members(self._chain, [member for member, _ in members(self.param_groups[before:])])
+                check_members(self.chain, [member for member, _ in members(self.param_groups[before:])])
+            if before:
+                self._schedules.begin(self.param_groups)
         except Exception:
             del self.param_groups[before:]
+            self._schedules.forget(before)
             raise
 
     def state_dict(self) -> dict[str, Any]:
@@ -267,7 +277,7 @@ class Modular(Optimizer):
         fitting: dict[str, Any] = {}
 
         def check(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            fitting.update(fitted(given, self.param_groups, self._chain, self._stored_as))
+            fitting.update(fitted(given, self.param_groups, self.chain, self.stored_as))
             return fitting
 
         def restore(_: Optimizer) -> None:  # torch has cast the state to the dtype of the parameters
@@ -276,6 +286,7 @@ class Modular(Optimizer):
             for i, param in zip(ids, params, strict=True):
                 if i in fitting["state"]:
                     self.state[param] = fitting["state"][i]
+            self._schedules.set(self.param_groups, self._schedules.values(self.param_groups))
             self._move_global_state()
 
         # after the caller's hooks have made the checkpoint what it is to be, and before they see the result
@@ -296,7 +307,8 @@ class Modular(Optimizer):
                 first[key] = first[key].to(device)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("maximize", "keep_grads", "_guard", "_chain", "_lr_is_implied", "_stored_as", "_global_keys", "_metrics")
+        own = ("maximize", "keep_grads", "_guard", "chain", "_lr_is_implied", "stored_as", "_schedules")
+        own += ("_global_keys", "_metrics")
         return super().__getstate__() | {name: self.__dict__[name] for name in own}
 
     def __repr__(self) -> str:

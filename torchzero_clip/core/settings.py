@@ -22,6 +22,11 @@ def same_in_all_groups(owner: object, groups: Sequence[Setting], keys: Iterable[
             )
 
 
+def at(value: Any, step: int) -> Any:
+    """A setting, or what its schedule gives after so many steps."""
+    return plain(value(step)) if callable(value) else value
+
+
 def override_groups(param_groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:
     """The parameters and the settings of each group given to `set_param_groups`."""
     if isinstance(param_groups, Mapping):

@@ -17,6 +17,7 @@ class TensorwiseTransform(Transform):
 
     Args:
         defaults: As in `Transform`.
+        lr: As in `Transform`.
         target: As in `Transform`.
         name: As in `Transform`.
 

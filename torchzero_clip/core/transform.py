@@ -8,12 +8,12 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from torchzero_clip.checks import Check, one_of, plain, setting_name
+from torchzero_clip.checks import Check, learning_rate, one_of, plain, setting_name
 from torchzero_clip.core.entering import Entering
 from torchzero_clip.core.scope import Member, Scope, Where
-from torchzero_clip.core.settings import override_groups
+from torchzero_clip.core.settings import at, override_groups
 from torchzero_clip.core.target import TARGETS
-from torchzero_clip.types import Setting, State, Target
+from torchzero_clip.types import Schedule, Setting, State, Target
 
 
 class Transform(ABC):
@@ -24,8 +24,10 @@ class Transform(ABC):
     on its own is shorter as a `TensorwiseTransform`.
 
     Args:
-        defaults: The settings: numbers, tuples of numbers or None, which param groups and schedules may change.
-            Everything else (``ord``, ``dim``) is structure and belongs in attributes.
+        defaults: The settings: numbers, tuples of numbers or None, which param groups and schedules may change, or
+            functions that say them after a number of steps. Everything else (``ord``, ``dim``) is structure and belongs
+            in attributes.
+        lr: For optimizers, the learning rate that the user gave; it becomes the chain's.
         target: What the transform acts on: ``"update"`` (what flows down the chain), ``"grad"`` (the ``.grad``
             itself), ``"closure"`` (the gradients that a closure leaves), ``"params_direct"``, ``"params_difference"``
             or ``"update_difference"`` (what the transform removed).
@@ -87,9 +89,6 @@ class Transform(ABC):
     default_lr: float | None = None
     """For optimizers, the learning rate of a chain in which nobody names one."""
 
-    lr: float | Tensor | None = None
-    """For optimizers, the learning rate that the user gave; it becomes the chain's."""
-
     global_state: State
     """State of the whole chain; set while `apply_tensors` runs."""
 
@@ -102,11 +101,22 @@ class Transform(ABC):
     entering: Entering
     """What the gradients were before any transform; set while `apply_tensors` runs."""
 
-    def __init__(self, defaults: Setting, *, target: Target = "update", name: str | None = None) -> None:
+    def __init__(
+        self,
+        defaults: Setting,
+        *,
+        lr: float | Tensor | Schedule | None = None,
+        target: Target = "update",
+        name: str | None = None,
+    ) -> None:
         one_of("target", target, TARGETS)
         for key in defaults:
             setting_name(key)
-        self.defaults = {key: plain(value) for key, value in defaults.items()}
+        if lr is not None:
+            learning_rate("lr", at(lr, 0))
+        self.lr = lr
+        self.schedules: dict[str, Schedule] = {key: value for key, value in defaults.items() if callable(value)}
+        self.defaults = {key: plain(at(value, 0)) for key, value in defaults.items()}
         self.target: Target = target
         self.name = name or snake_case(type(self).__name__)
         self.overrides: list[dict[str, Any]] = []
@@ -159,7 +169,7 @@ class Transform(ABC):
                     known = ", ".join(self.defaults) or "none"
                     hint = ". The learning rate of parameters is the lr of their param group" if key == "lr" else ""
                     raise ValueError(f"{type(self).__name__} has no setting {key!r}; its settings: {known}{hint}")
-            self.check(settings)
+            self.check({key: at(value, 0) for key, value in settings.items()})
             overrides.append({"params": params, **settings})
         self.overrides = overrides
         return self
@@ -312,7 +322,7 @@ class Transform(ABC):
     def _arguments(self) -> Iterator[str]:
         """The constructor's arguments that are not its defaults, as they would be written."""
         for name, parameter in inspect.signature(type(self)).parameters.items():
-            value = self.defaults.get(name, getattr(self, name, parameter.default))
+            value = self.schedules.get(name) or self.defaults.get(name, getattr(self, name, parameter.default))
             if parameter.default is parameter.empty and parameter.kind is not parameter.KEYWORD_ONLY:
                 yield repr(value)
             elif value is not parameter.default and value != parameter.default:

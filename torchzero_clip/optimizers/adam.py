@@ -9,14 +9,14 @@ from torch.optim.adam import adam
 from typing_extensions import override
 
 from torchzero_clip.checks import betas as check_betas
-from torchzero_clip.checks import boolean, floating_dtype, learning_rate, non_negative
+from torchzero_clip.checks import boolean, floating_dtype, non_negative
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.settings import runs
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.shards import locals_of, pack
 from torchzero_clip.optimizers.weight_decay import WeightDecay
-from torchzero_clip.types import Setting, State, Target
+from torchzero_clip.types import Schedule, Setting, State, Target
 
 TORCHS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128)
 """Those of which torch's own arithmetic is kept to the bit; in float16 its ``eps`` is 0."""
@@ -71,23 +71,20 @@ class Adam(Transform):
 
     def __init__(
         self,
-        lr: float | Tensor | None = None,
-        betas: tuple[float, float] = (0.9, 0.999),
+        lr: float | Tensor | Schedule | None = None,
+        betas: tuple[float, float] | Schedule = (0.9, 0.999),
         *,
-        eps: float = 1e-8,
+        eps: float | Schedule = 1e-8,
         amsgrad: bool = False,
         fused: bool = False,
         state_dtype: torch.dtype | None = None,
         target: Target = "update",
     ) -> None:
-        if lr is not None:
-            learning_rate("lr", lr)
         boolean("amsgrad", amsgrad)
         boolean("fused", fused)
         if state_dtype is not None:
             floating_dtype("state_dtype", state_dtype)
-        super().__init__({"betas": betas, "eps": eps}, target=target)
-        self.lr = lr
+        super().__init__({"betas": betas, "eps": eps}, lr=lr, target=target)
         self.amsgrad = amsgrad
         self.fused = fused
         self.state_dtype = state_dtype

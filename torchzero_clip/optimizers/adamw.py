@@ -6,6 +6,7 @@ from torch import Tensor
 from torchzero_clip.core.chain import Chain
 from torchzero_clip.optimizers.adam import Adam
 from torchzero_clip.optimizers.weight_decay import WeightDecay
+from torchzero_clip.types import Schedule
 
 
 class AdamW(Chain):
@@ -40,11 +41,11 @@ class AdamW(Chain):
 
     def __init__(
         self,
-        lr: float | Tensor | None = None,
-        betas: tuple[float, float] = (0.9, 0.999),
+        lr: float | Tensor | Schedule | None = None,
+        betas: tuple[float, float] | Schedule = (0.9, 0.999),
         *,
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
+        eps: float | Schedule = 1e-8,
+        weight_decay: float | Schedule = 1e-2,
         amsgrad: bool = False,
         fused: bool = False,
         state_dtype: torch.dtype | None = None,

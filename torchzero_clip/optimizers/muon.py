@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.checks import boolean, count, learning_rate, non_negative, number, one_of, positive
+from torchzero_clip.checks import boolean, count, non_negative, number, one_of, positive
 from torchzero_clip.core.settings import runs
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.orthogonal import orthogonalized
-from torchzero_clip.types import Setting, State, Target
+from torchzero_clip.types import Schedule, Setting, State, Target
 
 AdjustLR = Literal["original", "match_rms_adamw"]
 
@@ -67,8 +67,8 @@ class Muon(Transform):
 
     def __init__(
         self,
-        lr: float | Tensor | None = None,
-        momentum: float = 0.95,
+        lr: float | Tensor | Schedule | None = None,
+        momentum: float | Schedule = 0.95,
         *,
         nesterov: bool = True,
         ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
@@ -77,8 +77,6 @@ class Muon(Transform):
         adjust_lr_fn: AdjustLR | None = None,
         target: Target = "update",
     ) -> None:
-        if lr is not None:
-            learning_rate("lr", lr)
         boolean("nesterov", nesterov)
         count("ns_steps", ns_steps)
         positive("eps", eps)
@@ -87,8 +85,7 @@ class Muon(Transform):
             raise ValueError(f"ns_coefficients must be three numbers, got {ns_coefficients!r}")
         for i, coefficient in enumerate(ns_coefficients):
             number(f"ns_coefficients[{i}]", coefficient)
-        super().__init__({"momentum": momentum}, target=target)
-        self.lr = lr
+        super().__init__({"momentum": momentum}, lr=lr, target=target)
         self.nesterov = nesterov
         self.ns_coefficients = ns_coefficients
         self.ns_steps = ns_steps

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.checks import boolean, learning_rate, non_negative
+from torchzero_clip.checks import boolean, non_negative
 from torchzero_clip.core.settings import runs
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
-from torchzero_clip.types import Setting, State, Target
+from torchzero_clip.types import Schedule, Setting, State, Target
 
 
 class RMSprop(Transform):
@@ -54,19 +54,16 @@ class RMSprop(Transform):
 
     def __init__(
         self,
-        lr: float | Tensor | None = None,
-        alpha: float = 0.99,
-        eps: float = 1e-8,
-        momentum: float = 0.0,
+        lr: float | Tensor | Schedule | None = None,
+        alpha: float | Schedule = 0.99,
+        eps: float | Schedule = 1e-8,
+        momentum: float | Schedule = 0.0,
         *,
         centered: bool = False,
         target: Target = "update",
     ) -> None:
-        if lr is not None:
-            learning_rate("lr", lr)
         boolean("centered", centered)
-        super().__init__({"alpha": alpha, "eps": eps, "momentum": momentum}, target=target)
-        self.lr = lr
+        super().__init__({"alpha": alpha, "eps": eps, "momentum": momentum}, lr=lr, target=target)
         self.centered = centered
         self._keys = ["square_avg", *(["grad_avg"] if centered else []), "momentum_buffer"]
 

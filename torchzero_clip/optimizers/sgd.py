@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.checks import boolean, learning_rate, non_negative, number
+from torchzero_clip.checks import boolean, non_negative, number
 from torchzero_clip.core.settings import runs
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
-from torchzero_clip.types import Setting, State, Target
+from torchzero_clip.types import Schedule, Setting, State, Target
 
 
 class SGD(Transform):
@@ -55,19 +55,16 @@ class SGD(Transform):
 
     def __init__(
         self,
-        lr: float | Tensor | None = None,
-        momentum: float = 0.0,
+        lr: float | Tensor | Schedule | None = None,
+        momentum: float | Schedule = 0.0,
         *,
-        dampening: float = 0.0,
+        dampening: float | Schedule = 0.0,
         nesterov: bool = False,
         target: Target = "update",
     ) -> None:
-        if lr is not None:
-            learning_rate("lr", lr)
         boolean("nesterov", nesterov)
-        self.lr = lr
         self.nesterov = nesterov
-        super().__init__({"momentum": momentum, "dampening": dampening}, target=target)
+        super().__init__({"momentum": momentum, "dampening": dampening}, lr=lr, target=target)
 
     @override
     def check(self, settings: Setting) -> None:

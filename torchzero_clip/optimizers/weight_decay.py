@@ -9,7 +9,7 @@ from torchzero_clip.checks import non_negative
 from torchzero_clip.core.settings import runs
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
-from torchzero_clip.types import Setting, State, Target
+from torchzero_clip.types import Schedule, Setting, State, Target
 
 
 class WeightDecay(Transform):
@@ -45,7 +45,7 @@ class WeightDecay(Transform):
 
     checks = {"weight_decay": non_negative}
 
-    def __init__(self, weight_decay: float, *, target: Target = "update") -> None:
+    def __init__(self, weight_decay: float | Schedule, *, target: Target = "update") -> None:
         super().__init__({"weight_decay": weight_decay}, target=target)
 
     @override

@@ -12,7 +12,7 @@ from torch.optim import Optimizer, SparseAdam
 from typing_extensions import override
 
 from torchzero_clip.checks import is_numeric, plain
-from torchzero_clip.core.settings import runs
+from torchzero_clip.core.settings import at, runs
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.types import Setting, State
 
@@ -61,12 +61,18 @@ class Wrap(Transform):
         if inspect.signature(optimizer_class.step).parameters["closure"].default is inspect.Parameter.empty:
             raise ValueError(f"Wrap takes no {name}, which evaluates the closure itself, several times a step")
         self.optimizer_class = optimizer_class
-        self.kwargs = {key: plain(value) for key, value in kwargs.items()}
-        defaults = self._template.defaults
-        self._settings = {key: value for key, value in defaults.items() if key != "lr" and is_numeric(value)}
-        super().__init__(self._settings)
-        self.lr = kwargs.get("lr")
-        self.default_lr = defaults.get("lr")
+        usual = {key: argument.default for key, argument in inspect.signature(optimizer_class).parameters.items()}
+        schedules = {key: value for key, value in kwargs.items() if callable(value) and is_numeric(usual.get(key))}
+        self.kwargs = {key: plain(at(value, 0) if key in schedules else value) for key, value in kwargs.items()}
+        schedules.pop("lr", None)  # the chain's
+        defaults = dict(self._template.defaults)
+        self.default_lr = defaults.pop("lr", None)
+        self._settings = {key: plain(value) for key, value in defaults.items() if is_numeric(value)}
+        super().__init__({**self._settings, **schedules}, lr=kwargs.get("lr"))
+
+    def structure(self, key: str) -> Any:
+        """An argument of the optimizer that is not a setting."""
+        return self._template.param_groups[0].get(key)
 
     @property
     def _template(self) -> Optimizer:
@@ -155,7 +161,7 @@ class Wrap(Transform):
     def _arguments(self) -> Iterator[str]:
         yield self.optimizer_class.__name__
         for key, value in self.kwargs.items():
-            yield f"{key}={self.defaults.get(key, value)!r}"
+            yield f"{key}={self.lr if key == 'lr' else self.schedules.get(key, value)!r}"
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,265 @@
+"""Settings that are functions of the step, and torch's schedulers on settings other than the learning rate."""
+
+import copy
+import io
+
+import pytest
+import torch
+from contract.training import assert_equal, assert_same_state, gradients, parameters, train, values
+from torch.optim import lr_scheduler
+
+from torchzero_clip import (
+    LR,
+    SGD,
+    Adam,
+    Chain,
+    ClipNorm,
+    ClipNormByEMA,
+    ClipValueByEMA,
+    Modular,
+    WeightDecay,
+    Wrap,
+    as_lr,
+)
+
+
+def warm_up(step):
+    return 0.1 * (step + 1)
+
+
+def through_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_every_step_uses_the_value_for_the_number_of_steps_before_it():
+    params, other = parameters(), parameters()
+    optimizer = Modular(params, ClipNorm(warm_up, dim="global"), Adam(0.1), WeightDecay(lambda step: step / 4))
+    by_hand = Modular(other, ClipNorm(0.1, dim="global"), Adam(0.1), WeightDecay(0.0))
+    for k, row in enumerate(gradients(params, 6)):
+        by_hand.param_groups[0].update(max_norm=warm_up(k), weight_decay=k / 4)
+        assert optimizer.param_groups[0]["max_norm"] == warm_up(k)  # what the next step will use
+        train(optimizer, params, [row])
+        train(by_hand, other, [row])
+        assert_equal(params, other)
+
+
+def test_groups_may_have_schedules_or_numbers_of_their_own():
+    params = parameters()
+    clip = ClipNorm(warm_up).set_param_groups([{"params": params[3], "max_norm": lambda step: 5.0 - step}])
+    groups = [{"params": params[:1]}, {"params": params[1:2], "max_norm": 7.0}, {"params": params[3:]}]
+    optimizer = Modular(groups, clip, SGD())
+    rows = gradients(params, 2)
+    train(optimizer, params, rows)
+    assert [group["max_norm"] for group in optimizer.param_groups] == [pytest.approx(0.3), 7.0, 3.0]
+    optimizer.add_param_group({"params": params[2:3]})  # joins where the others are
+    assert optimizer.param_groups[3]["max_norm"] == pytest.approx(0.3)
+    train(optimizer, params, rows)
+    assert [g["max_norm"] for g in optimizer.param_groups] == [pytest.approx(0.5), 7.0, 1.0, pytest.approx(0.5)]
+
+
+def test_a_group_that_is_added_later_may_bring_the_first_schedule():
+    params = parameters()
+    optimizer = Modular(params[:2], ClipNorm(1.0), SGD())
+    train(optimizer, params, gradients(params, 2))
+    optimizer.add_param_group({"params": params[2:], "max_norm": warm_up})
+    train(optimizer, params, gradients(params, 2))
+    assert [group["max_norm"] for group in optimizer.param_groups] == [1.0, pytest.approx(0.3)]
+
+
+def test_a_refused_group_leaves_no_schedule():
+    params = parameters()
+    optimizer = Modular(params[:2], ClipNorm(warm_up), SGD())
+    with pytest.raises(ValueError, match="max_norm must be >= 0, got -1"):
+        optimizer.add_param_group({"params": params[2:3], "max_norm": lambda step: -1.0})
+    optimizer.add_param_group({"params": params[2:], "max_norm": 3.0})
+    train(optimizer, params, gradients(params, 1))
+    assert [group["max_norm"] for group in optimizer.param_groups] == [0.2, 3.0]
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        lambda f: [ClipNorm(1.0), ClipNorm(f), SGD()],
+        lambda f: [Chain(ClipNorm(f), SGD(momentum=f), target="update_difference")],
+        lambda f: [ClipNormByEMA(f, eps=f), Adam(eps=f), LR(f)],
+        lambda f: [ClipValueByEMA(f, ema_tfm=ClipNorm(f)), Adam(f, lambda step: (f(step), 0.9))],
+        lambda f: [Wrap(torch.optim.AdamW, lr=f, weight_decay=f, betas=lambda step: (f(step), 0.9))],
+    ],
+)
+def test_all_settings_can_be_scheduled(chain):
+    def schedule(step):
+        return 0.1 + step / 100
+
+    params = parameters()
+    optimizer = Modular(params, chain(schedule))
+    scheduled = [key for key, value in optimizer.param_groups[0].items() if value in (0.1, (0.1, 0.9))]
+    assert scheduled
+    train(optimizer, params, gradients(params, 3))
+    for key in scheduled:
+        value = optimizer.param_groups[0][key]
+        assert (value[0] if isinstance(value, tuple) else value) == pytest.approx(0.13)
+
+
+def test_resumes_exactly_where_it_was():
+    def build():
+        params = parameters()
+        return params, Modular(params, ClipNorm(warm_up), Adam(0.1))
+
+    params, optimizer = build()
+    grads = gradients(params, 6)
+    train(optimizer, params, grads[:3])
+    saved = through_file({"params": values(params), "optimizer": optimizer.state_dict()})
+    train(optimizer, params, grads[3:])
+    resumed, second = build()
+    for param, value in zip(resumed, saved["params"], strict=True):
+        param.data.copy_(value)
+    second.load_state_dict(saved["optimizer"])
+    assert second.param_groups[0]["max_norm"] == warm_up(3)
+    train(second, resumed, grads[3:])
+    assert_equal(resumed, params)
+    assert_same_state(second, optimizer)
+
+
+def test_a_schedule_that_a_checkpoint_does_not_know_begins_at_its_start():
+    params = parameters()
+    old = Modular(params, ClipNorm(1.0), Adam(0.1))
+    train(old, params, gradients(params, 3))
+    optimizer = Modular(params, ClipNorm(warm_up), Adam(0.1))
+    train(optimizer, params, gradients(params, 0))
+    optimizer.load_state_dict(old.state_dict())
+    assert optimizer.param_groups[0]["max_norm"] == 0.1
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["schedule_step"] = -1
+    with pytest.raises(ValueError, match="schedule_step must be >= 0, got -1"):
+        optimizer.load_state_dict(saved)
+    old.load_state_dict(optimizer.state_dict())  # and it can be taken out again
+    assert old.param_groups[0]["max_norm"] == 0.1
+
+
+def test_only_steps_that_are_taken_count():
+    params = parameters()
+    optimizer = Modular(params, ClipNorm(warm_up), SGD(), nonfinite="skip")
+    optimizer.step()  # no gradients
+    train(optimizer, params, [[torch.full_like(p, torch.inf) for p in params]])
+    assert optimizer.param_groups[0]["max_norm"] == 0.1
+    train(optimizer, params, gradients(params, 1))
+    assert optimizer.param_groups[0]["max_norm"] == 0.2
+
+
+def test_a_schedule_that_fails_stops_the_step_before_anything_changes():
+    def fails(step):
+        if step == 2:
+            raise RuntimeError("no such step")
+        return -1.0 if step == 1 else 1.0
+
+    params = parameters()
+    optimizer = Modular(params, ClipNorm(fails), Adam())
+    rows = gradients(params, 1)
+    train(optimizer, params, rows)
+    for message in ("max_norm must be >= 0, got -1.0", "no such step"):
+        before, state = values(params), copy.deepcopy(optimizer.state_dict())
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            train(optimizer, params, rows)
+        assert_equal(params, before)
+        torch.testing.assert_close(optimizer.state_dict(), state, rtol=0, atol=0)
+        optimizer.param_groups[0]["max_norm"] = 1.0  # a value set by hand holds until the next step is taken
+
+
+def test_a_schedule_of_wrong_values_is_refused_at_once():
+    with pytest.raises(ValueError, match=r"max_norm must be >= 0, got -0.5"):
+        ClipNorm(lambda step: -0.5)
+    with pytest.raises(TypeError, match="lr must be a number, got 'a'"):
+        Adam(lambda step: "a")
+    with pytest.raises(ValueError, match="one learning rate"):
+        Modular(parameters(), Adam(warm_up), LR(0.1))
+
+
+def test_repr_shows_the_function():
+    assert repr(ClipNorm(warm_up)) == f"ClipNorm({warm_up!r})"
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda k: 1 / (k + 1)),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda k: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 2),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=3),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.5),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.9)], milestones=[2]
+    ),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 4),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2, cycle_momentum=False),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=7, cycle_momentum=False),
+}
+
+
+def advance(scheduler):
+    scheduler.step(1.0) if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else scheduler.step()
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_torchs_schedulers_take_any_setting(name):
+    """The limit goes the way that the learning rate of torch's SGD goes; and on from a checkpoint."""
+
+    def build():
+        params = parameters()
+        groups = [{"params": params[:2]}, {"params": params[2:], "clip_norm_2/max_norm": 3.0}]
+        optimizer = Modular(groups, ClipNorm(9.0), ClipNorm(2.0), Adam(0.5))
+        return params, optimizer, SCHEDULERS[name](as_lr(optimizer, "clip_norm_2/max_norm"))
+
+    params, optimizer, scheduler = build()
+    reference = torch.optim.SGD([{"params": params[:2]}, {"params": params[2:], "lr": 3.0}], lr=2.0)
+    expected = SCHEDULERS[name](reference)
+    rows = gradients(params, 6)
+    for k, row in enumerate(rows):
+        if k == 3:
+            saved = through_file((optimizer.state_dict(), scheduler.state_dict()))
+            params, optimizer, scheduler = build()
+            optimizer.load_state_dict(saved[0])
+            scheduler.load_state_dict(saved[1])
+        limits = [group["clip_norm_2/max_norm"] for group in optimizer.param_groups]
+        assert limits == [group["lr"] for group in reference.param_groups]
+        train(optimizer, params, [row])
+        reference.step()
+        advance(scheduler)
+        advance(expected)
+    assert [group["max_norm"] for group in optimizer.param_groups] == [9.0, 9.0]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+
+
+def test_views_work_for_other_optimizers_and_beside_a_schedule_of_the_learning_rate():
+    params = parameters()
+    for optimizer in (torch.optim.AdamW(params, 0.1, weight_decay=0.5), Modular(params, Adam(0.1), WeightDecay(0.5))):
+        schedulers = [
+            lr_scheduler.ExponentialLR(optimizer, 0.5),
+            lr_scheduler.ExponentialLR(as_lr(optimizer, "weight_decay"), 0.1),
+        ]
+        train(optimizer, params, gradients(params, 1))
+        for scheduler in schedulers:
+            scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 0.05
+        assert optimizer.param_groups[0]["weight_decay"] == 0.05
+        assert optimizer.param_groups[0]["initial_weight_decay"] == 0.5
+
+
+def test_views_of_what_is_no_number_are_refused():
+    optimizer = Modular(parameters(), ClipNorm(1.0), Adam())
+    with pytest.raises(ValueError, match="no setting 'max_nrom'; it has: betas, eps, lr, max_norm"):
+        as_lr(optimizer, "max_nrom")
+    with pytest.raises(ValueError, match=r"'betas' is \(0.9, 0.999\) in param group 0: only numbers"):
+        as_lr(optimizer, "betas")
+    view = as_lr(optimizer, "clip_norm/max_norm")
+    assert repr(view) == "as_lr(Modular, 'max_norm')"
+    with pytest.raises(RuntimeError, match="call the step of the optimizer itself"):
+        view.step()

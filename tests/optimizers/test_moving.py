@@ -1,0 +1,274 @@
+"""A run moves from an optimizer of torch to a chain and back, and takes the same steps to the last bit."""
+
+import copy
+import io
+
+import pytest
+import torch
+from contract.training import assert_equal, gradients, parameters, train, values
+from torch import nn, optim
+
+from torchzero_clip import (
+    LR,
+    SGD,
+    Adam,
+    AdamW,
+    Chain,
+    ClipNorm,
+    ClipNormByEMA,
+    ClipNormGrowth,
+    Modular,
+    Muon,
+    RMSprop,
+    WeightDecay,
+    Wrap,
+    from_torch_optim,
+    to_torch_optim,
+)
+
+PAIRS = {
+    "AdamW": (
+        lambda p: optim.AdamW(p, 0.1, betas=(0.5, 0.9), eps=1e-4, weight_decay=0.2),
+        lambda: [Adam(), WeightDecay(0.0), LR(1.0)],
+    ),
+    "AdamW fused amsgrad": (
+        lambda p: optim.AdamW(p, fused=True, amsgrad=True),
+        lambda: AdamW(amsgrad=True, fused=True),
+    ),
+    "Adam": (lambda p: optim.Adam(p, 0.1), lambda: Adam()),
+    "Adam L2": (lambda p: optim.Adam(p, 0.1, weight_decay=0.2), lambda: [WeightDecay(0.0), Adam()]),
+    "SGD": (lambda p: optim.SGD(p, 0.1), lambda: SGD()),
+    "SGD momentum": (
+        lambda p: optim.SGD(p, 0.1, 0.9, dampening=0.3, weight_decay=0.2),
+        lambda: [WeightDecay(0.0), SGD()],
+    ),
+    "SGD nesterov": (lambda p: optim.SGD(p, 0.1, 0.9, nesterov=True), lambda: SGD(momentum=0.5, nesterov=True)),
+    "Wrap": (lambda p: optim.NAdam(p, 0.1, weight_decay=0.2), lambda: Wrap(optim.NAdam)),
+    "Wrap AdamW": (lambda p: optim.AdamW(p, 0.1, amsgrad=True), lambda: Wrap(optim.AdamW, amsgrad=True)),
+}
+each_pair = pytest.mark.parametrize("name", PAIRS)
+
+
+def through_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def groups_of(params):
+    return [{"params": params[:2]}, {"params": params[2:], "lr": 0.03}]
+
+
+def twin(params):
+    return [nn.Parameter(value) for value in values(params)]
+
+
+@pytest.mark.parametrize("clip", [lambda: ClipNorm(1e9, dim="global"), lambda: ClipNormGrowth(mul=1e9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_pair
+def test_goes_on_bit_for_bit_where_clipping_is_inactive(name, dtype, clip):
+    make, chain = PAIRS[name]
+    params = parameters(dtype)
+    old = make(groups_of(params))
+    scheduler = optim.lr_scheduler.ExponentialLR(old, 0.9)
+    grads = gradients(params, 9)
+    train(old, params, grads[:3])
+    scheduler.step()
+    saved, progress = through_file(old.state_dict()), through_file(scheduler.state_dict())
+
+    moved = twin(params)
+    optimizer = Modular(groups_of(moved), clip(), chain())
+    optimizer.load_state_dict(from_torch_optim(saved, optimizer))
+    second = optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    second.load_state_dict(progress)
+    optimizer.load_state_dict(from_torch_optim(saved, optimizer))  # a new scheduler sets the lr anew
+    assert [g["initial_lr"] for g in optimizer.param_groups] == [g["initial_lr"] for g in old.param_groups]
+    for row in grads[3:6]:
+        train(old, params, [row])
+        train(optimizer, moved, [row])
+        assert_equal(moved, params)
+        scheduler.step()
+        second.step()
+
+    back_params = twin(moved)
+    back = make(groups_of(back_params))
+    back.load_state_dict(through_file(to_torch_optim(optimizer, back)))
+    if name == "Wrap" and dtype == torch.bfloat16:
+        return  # torch's own loading rounds NAdam's mu_product
+    torch.testing.assert_close(back.state_dict()["state"], old.state_dict()["state"], rtol=0, atol=0)
+    assert [g["lr"] for g in back.param_groups] == [g["lr"] for g in old.param_groups]
+    for row in grads[6:]:
+        train(old, params, [row])
+        train(back, back_params, [row])
+        assert_equal(back_params, params)
+
+
+@pytest.mark.parametrize(
+    ("make", "chain"),
+    [
+        (lambda p: optim.RMSprop(p, 0.1, momentum=0.5, centered=True), lambda: RMSprop(centered=True)),
+        (lambda p: optim.Muon(p, 0.1, weight_decay=0.3), lambda: [Muon(), WeightDecay(0.0)]),
+    ],
+    ids=["RMSprop", "Muon"],
+)
+def test_others_go_on_within_rounding(make, chain):
+    params = parameters(torch.float64, [(4, 3), (2, 5)])
+    old = make(params)
+    grads = gradients(params, 6)
+    train(old, params, grads[:3])
+    moved = twin(params)
+    optimizer = Modular(moved, ClipNorm(1e9), chain())
+    optimizer.load_state_dict(from_torch_optim(old.state_dict(), optimizer))
+    again = twin(params)
+    back = make(again)
+    back.load_state_dict(to_torch_optim(optimizer, back))
+    for o, p in ((old, params), (optimizer, moved), (back, again)):
+        train(o, p, grads[3:])
+    assert_equal(again, params)
+    for a, b in zip(moved, params, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)  # Muon orthogonalizes in bfloat16
+
+
+def test_what_the_rest_of_the_chain_remembers_begins_anew():
+    params = parameters()
+    old = optim.AdamW(params, 0.1)
+    grads = gradients(params, 4)
+    train(old, params, grads[:2])
+    moved, fresh = twin(params), twin(params)
+    chain = [ClipNormByEMA(0.5, tensorwise=False), ClipNorm(lambda step: 1.0 + step), AdamW(), LR(0.1)]
+    optimizer = Modular(moved, chain, nonfinite="skip")
+    optimizer.load_state_dict(from_torch_optim(old.state_dict(), optimizer))
+    assert [g["max_norm"] for g in optimizer.param_groups] == [1.0]
+    reference = Modular(fresh, chain)
+    train(optimizer, moved, grads[2:])
+    train(reference, fresh, grads[2:])
+    key = "clip_norm_by_ema/ema"
+    found = [k for k in optimizer.param_groups[0] if k.startswith("clip_norm_by_ema/") and k != key]
+    for k in found:
+        torch.testing.assert_close(optimizer.param_groups[0][k], reference.param_groups[0][k], rtol=0, atol=0)
+    assert optimizer.state[moved[0]]["adam/step"].item() == 4
+
+
+def test_nothing_is_changed_by_converting():
+    params = parameters()
+    old = optim.AdamW(params, 0.1)
+    train(old, params, gradients(params, 2))
+    optimizer = Modular(twin(params), ClipNorm(1), AdamW())
+    saved = old.state_dict()
+    before = copy.deepcopy((saved, optimizer.state_dict()))
+    from_torch_optim(saved, optimizer)
+    to_torch_optim(optimizer, old)
+    torch.testing.assert_close((saved, optimizer.state_dict()), before, rtol=0, atol=0)
+    torch.testing.assert_close(old.state_dict(), before[0], rtol=0, atol=0)
+
+
+def test_parameters_without_state_and_before_the_first_step():
+    params = parameters()
+    old = optim.AdamW(params, 0.1)
+    params[0].grad = torch.ones_like(params[0])
+    optimizer = Modular(params, ClipNorm(1), AdamW())
+    assert from_torch_optim(old.state_dict(), optimizer)["state"] == {}
+    old.step()
+    optimizer.load_state_dict(from_torch_optim(old.state_dict(), optimizer))
+    assert list(optimizer.state) == [params[0]]
+    assert list(to_torch_optim(optimizer, old)["state"]) == [0]
+
+
+def test_checkpoints_of_older_versions():
+    """Steps were numbers once, groups did not say whether decay is decoupled, and SGD kept None for no momentum."""
+    params = parameters()
+    old = optim.AdamW(params, 0.1, weight_decay=0.2)
+    train(old, params, gradients(params, 2))
+    saved = old.state_dict()
+    for state in saved["state"].values():
+        state["step"] = int(state["step"])
+    del saved["param_groups"][0]["decoupled_weight_decay"]
+    for chain, key in (([Adam(), WeightDecay(0.0)], "after"), ([WeightDecay(0.0), Adam()], "before")):
+        optimizer = Modular(params, chain)
+        optimizer.load_state_dict(from_torch_optim(saved, optimizer))
+        assert optimizer.param_groups[0]["weight_decay"] == 0.2, key
+        assert optimizer.state[params[0]]["adam/step"].item() == 2
+
+    sgd = optim.SGD(params, 0.1)
+    saved = sgd.state_dict()
+    saved["state"] = {i: {"momentum_buffer": None} for i in range(len(params))}
+    optimizer = Modular(params, SGD())
+    optimizer.load_state_dict(from_torch_optim(saved, optimizer))
+    train(optimizer, params, gradients(params, 1))
+
+
+def test_keys_of_schedulers_and_trainers_and_names_come_along():
+    model = nn.Linear(3, 2)
+    old = optim.AdamW(model.named_parameters(), 0.1)
+    old.param_groups[0].update(name="all", initial_lr=0.5, my_tag="x")
+    optimizer = Modular(model, ClipNorm(1), AdamW())
+    converted = from_torch_optim(old.state_dict(), optimizer)["param_groups"][0]
+    assert (converted["name"], converted["initial_lr"], converted["my_tag"]) == ("all", 0.5, "x")
+    assert converted["param_names"] == ["weight", "bias"]
+    optimizer.load_state_dict(from_torch_optim(old.state_dict(), optimizer))
+    assert to_torch_optim(optimizer, old)["param_groups"][0]["initial_lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("make", "chain", "message"),
+    [
+        (lambda p: optim.AdamW(p), lambda: Adam(), r"weight_decay=0.01: put WeightDecay\(0.01\) after 'adam'"),
+        (lambda p: optim.Adam(p, weight_decay=0.1), lambda: AdamW(), r"put WeightDecay\(0.1\) before 'adam'"),
+        (lambda p: optim.SGD(p, weight_decay=0.1), lambda: [SGD(), WeightDecay(0.1)], "before 'sgd'"),
+        (lambda p: optim.AdamW(p, amsgrad=True), lambda: AdamW(), r"has amsgrad=True, and the chain with Adam\(\)"),
+        (
+            lambda p: optim.AdamW(p, maximize=True),
+            lambda: AdamW(),
+            "maximize=True, and the chain with .* maximize=False",
+        ),
+        (lambda p: optim.Adagrad(p), lambda: Adam(), "lr_decay|initial_accumulator_value|the state 'sum'"),
+        (lambda p: optim.SGD(p, momentum=0.9), lambda: Adam(), "momentum=0.9, and the chain with"),
+        (lambda p: optim.RMSprop(p), lambda: SGD(), "eps=1e-08, and the chain with SGD"),
+        (lambda p: optim.AdamW(p), lambda: ClipNorm(1), "needs exactly one of Adam, SGD, RMSprop, Muon, Wrap"),
+        (lambda p: optim.AdamW(p), lambda: [AdamW(), SGD(0.1)], "needs exactly one of"),
+        (
+            lambda p: optim.AdamW(p),
+            lambda: [AdamW().only(lambda p: p.ndim > 1), SGD(0.1).without(lambda p: p.ndim > 1)],
+            "exactly one",
+        ),
+        (lambda p: optim.AdamW(p[:2]), lambda: AdamW(), r"param groups of \[2\] parameters, this optimizer of \[4\]"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make, chain, message):
+    params = parameters()
+    old = make(params)
+    train(old, params, gradients(params, 1))
+    optimizer = Modular(params, chain())
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(from_torch_optim(old.state_dict(), optimizer))
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("chain", "make", "message"),
+    [
+        (lambda: AdamW(), lambda p: optim.SGD(p), "is torch.optim.Adam, not SGD"),
+        (lambda: Wrap(optim.NAdam), lambda p: optim.Adam(p), "is torch.optim.NAdam, not Adam"),
+        (lambda: AdamW(), lambda p: optim.Adam(p), "weights decay in the chain as they cannot"),
+        (lambda: [WeightDecay(0.1), Adam()], lambda p: optim.AdamW(p), "weights decay in the chain as they cannot"),
+        (lambda: [AdamW(), WeightDecay(0.1)], lambda p: optim.AdamW(p), "weights decay in the chain as they cannot"),
+        (lambda: AdamW(amsgrad=True), lambda p: optim.AdamW(p), "amsgrad=False, and the chain with"),
+        (lambda: Chain(AdamW(), target="update_difference"), lambda p: optim.AdamW(p), "exactly one"),
+    ],
+)
+def test_what_torch_cannot_continue_is_refused(chain, make, message):
+    params = parameters()
+    optimizer = Modular(params, ClipNorm(1), chain())
+    train(optimizer, params, gradients(params, 1))
+    with pytest.raises(ValueError, match=message):
+        to_torch_optim(optimizer, make(params))
+
+
+def test_loading_without_converting_says_how():
+    params = parameters()
+    old = optim.AdamW(params)
+    train(old, params, gradients(params, 1))
+    with pytest.raises(ValueError, match="from_torch_optim"):
+        Modular(params, ClipNorm(1), AdamW()).load_state_dict(old.state_dict())

@@ -1,0 +1,97 @@
+"""torch's schedulers for settings other than the learning rate."""
+
+from collections.abc import Iterator, MutableMapping
+from typing import Any, NoReturn
+
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from torchzero_clip.checks import is_numeric
+from torchzero_clip.core.modular import Modular
+
+
+def as_lr(optimizer: Optimizer, key: str) -> Optimizer:
+    """The optimizer as torch's schedulers see it, with another setting in the place of the learning rate.
+
+    Every scheduler of `torch.optim.lr_scheduler` takes it, and changes that setting in all param groups of the
+    optimizer, where each starts from its own value. It is stepped and saved like any other scheduler. Schedulers that
+    are chained need the same view: call this once for each setting.
+
+    Args:
+        optimizer: A `Modular`, or any other optimizer.
+        key: A setting that is a number in every param group, such as ``"max_norm"``.
+
+    Returns:
+        A view for schedulers; it has no parameters of its own and cannot take steps.
+
+    Raises:
+        ValueError: If a group has no such setting, or it is no number.
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import Adam, ClipNorm, Modular, as_lr
+        >>> optimizer = Modular([torch.nn.Parameter(torch.ones(1))], ClipNorm(1.0), Adam())
+        >>> scheduler = torch.optim.lr_scheduler.LinearLR(as_lr(optimizer, "max_norm"), 0.1, total_iters=100)
+        >>> optimizer.param_groups[0]["max_norm"]
+        0.1
+    """
+    key = optimizer.stored_as.get(key, key) if isinstance(optimizer, Modular) else key
+    for i, group in enumerate(optimizer.param_groups):
+        if key not in group:
+            known = ", ".join(sorted(k for k, value in group.items() if is_numeric(value)))
+            raise ValueError(f"param group {i} has no setting {key!r}; it has: {known}")
+        if isinstance(group[key], tuple | list) or not is_numeric(group[key]):
+            raise ValueError(f"{key!r} is {group[key]!r} in param group {i}: only numbers have schedulers of torch")
+    return _View(optimizer, key)
+
+
+class _View(Optimizer):
+    """Shows a setting as ``lr``."""
+
+    def __init__(self, optimizer: Optimizer, key: str) -> None:
+        # no call of the constructor of Optimizer, which wants parameters
+        self._optimizer = optimizer
+        self._key = key
+        self._opt_called = True  # schedulers warn where no step came before theirs, and would watch this one's
+        self.defaults = {"lr": optimizer.param_groups[0][key]}
+
+    @property
+    def param_groups(self) -> list[Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The groups as they are now: loading a checkpoint replaces them."""
+        return [_Group(group, self._key) for group in self._optimizer.param_groups]
+
+    @override
+    def step(self, closure: Any = None) -> NoReturn:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise RuntimeError("this view is for schedulers: call the step of the optimizer itself")
+
+    def __repr__(self) -> str:
+        return f"as_lr({type(self._optimizer).__name__}, {self._key!r})"
+
+
+class _Group(MutableMapping[str, Any]):
+    """A param group in which ``lr``, ``initial_lr``, ``max_lr`` and their like are those of another setting."""
+
+    def __init__(self, group: dict[str, Any], key: str) -> None:
+        self._group = group
+        self._key = key
+
+    def _stored(self, key: str) -> str:
+        return key.removesuffix("lr") + self._key if key == "lr" or key.endswith("_lr") else key
+
+    def __getitem__(self, key: str) -> Any:
+        return self._group[self._stored(key)]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._group[self._stored(key)] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._group[self._stored(key)]
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and self._stored(key) in self._group
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._group)
+
+    def __len__(self) -> int:
+        return len(self._group)
