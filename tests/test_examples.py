@@ -1,0 +1,71 @@
+"""The examples show what they say they show."""
+
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_a_limit_that_grows_beats_both_its_ends():
+    warm_up = example("warm_up_the_limit")
+
+    def median(limit, **options):
+        return torch.tensor([warm_up.train(limit, 300, seed, **options) for seed in range(3)]).median().item()
+
+    growing = median(warm_up.growing(150))
+    assert growing < 0.2 * median(warm_up.SMALL)
+    assert growing < 0.5 * median(warm_up.LARGE)
+    assert median(warm_up.LARGE, warm_up=150) == pytest.approx(
+        growing, rel=1e-3
+    )  # the scheduler of torch does the same
+
+
+@pytest.mark.slow
+def test_mixed_precision_with_accumulation_is_like_whole_batches():
+    mixed = example("mixed_precision")
+    whole = mixed.train(300, torch.float32, 1)
+    parts = mixed.train(300, torch.float32, 4)
+    half = mixed.train(300, torch.float16, 4)
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-2)
+    assert half.loss == pytest.approx(whole.loss, rel=0.5)
+    assert half.averaged_loss < half.loss
+    assert half.skipped > 0
+    assert whole.skipped == parts.skipped == 0
+    assert 0.1 < half.clipped < 0.9
+
+
+def test_a_moved_run_takes_the_same_steps():
+    assert example("move_a_run").move(20) == (True, True, False, 20)
+
+
+@pytest.mark.slow
+def test_skipping_survives_what_clipping_does_not():
+    skip = example("skip_bad_steps")
+    losses = {name: skip.train(chain, skips, 1000) for name, (chain, skips) in skip.CHAINS.items()}
+    assert math.isnan(losses["ClipNorm(1)"][0])
+    assert losses["SkipStep(max_ratio=10)"][0] < losses['ClipNorm(1), nonfinite="skip"'][0] < 0.5
+    overflows, corrupted = 1000 // 70, 1000 // 50
+    assert [skipped for _, skipped in losses.values()][:2] == [0, overflows]
+    assert overflows < losses["SkipStep(max_ratio=10)"][1] <= overflows + corrupted
+
+
+@pytest.mark.slow
+def test_muon_for_matrices_beats_adam_alone():
+    muon = example("muon_and_adam")
+    clip = muon.ClipNorm(1, dim="global").without(muon.hidden)
+    adam = muon.train(0.003, [clip, muon.Adam()], 200)
+    matrices = muon.Muon(adjust_lr_fn="match_rms_adamw").only(muon.hidden)
+    both = muon.train(0.003, [clip, matrices, muon.Adam().without(muon.hidden)], 200)
+    assert both[-1] < adam[-1]
