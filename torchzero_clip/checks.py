@@ -29,14 +29,15 @@ def is_numeric(value: Any) -> bool:
 
 def setting_name(key: str) -> None:
     """Refuse names that torch or the qualified keys of a chain need for something else."""
-    if key in ("params", "param_names") or "." in key or key.startswith("/"):
+    if key in ("params", "param_names") or "." in key or ":" in key or key.startswith("/"):
         raise ValueError(f"{key!r} cannot be the name of a setting")
 
 
 def number(name: str, value: object) -> None:
     """An int or a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
+        hint = "; functions of the step go into the constructor, or into a new param group" if callable(value) else ""
+        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}){hint}")
 
 
 def positive(name: str, value: Any) -> None:
@@ -90,6 +91,12 @@ def learning_rate(name: str, value: Any) -> None:
         non_negative(name, value)
     elif value.numel() != 1:
         raise ValueError(f"{name} must have one element if it is a tensor, got shape {tuple(value.shape)}")
+
+
+def instance(name: str, value: object, kind: type) -> None:
+    """An object of one class."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be of class {kind.__name__}, got {value!r} ({type(value).__name__})")
 
 
 def boolean(name: str, value: object) -> None:

@@ -114,7 +114,12 @@ CONSTRUCTORS = [
     (lambda: Chain(ClipNorm(1, target="closure"), target="grad"), ValueError, r"target='closure' cannot stand inside"),
     (lambda: Modular([WEIGHT]), ValueError, r"Modular needs at least one transform"),
     (lambda: Modular([WEIGHT], []), ValueError, r"Modular needs at least one transform"),
-    (lambda: Modular([WEIGHT], torch.optim.Adam([WEIGHT])), TypeError, r"a chain takes transforms .*got Adam"),
+    (
+        lambda: Modular([WEIGHT], torch.optim.Adam([WEIGHT])),
+        TypeError,
+        r"got Adam of torch: write Wrap\(torch.optim.Adam, ...\)",
+    ),
+    (lambda: Modular([WEIGHT], torch.optim.Adam), TypeError, r"got Adam of torch: write Wrap\(torch.optim.Adam, ...\)"),
     (lambda: Modular([WEIGHT], ClipNorm(1), maximize=1), TypeError, r"maximize must be True or False"),
     (
         lambda: Modular(ClipNorm(1), Adam()),

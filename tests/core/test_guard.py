@@ -181,8 +181,29 @@ def test_limits_may_be_scheduled_and_a_scope_given():
     row = [torch.tensor([1.0]), torch.tensor([100.0])]
     train(optimizer, [first, second], [row])
     assert optimizer.metrics()["skipped_steps"].item() == 0
-    optimizer.param_groups[0]["max_norm"] = 0.5
+    optimizer.param_groups[0]["skip_step/max_norm"] = 0.5
     train(optimizer, [first, second], [row])
+    assert optimizer.metrics()["skipped_steps"].item() == 1
+
+
+def test_bare_names_are_left_to_the_transforms_that_do_the_work():
+    params = parameters()
+    optimizer = Modular(params, SkipStep(max_ratio=10.0), ClipNorm(1.0), SGD())
+    assert optimizer.param_groups[0]["max_norm"] == 1.0
+    assert optimizer.param_groups[0]["skip_step/max_norm"] is None
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "max_norm": 0.1})
+    with pytest.raises(ValueError, match="under this bare name: write 'skip_step/max_ratio'"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "max_ratio": 2.0})
+
+
+def test_a_running_job_may_begin_to_skip_steps():
+    params = parameters()
+    old = Modular(params, ClipNorm(1.0), SGD(0.1, 0.9))
+    train(old, params, gradients(params, 2))
+    optimizer = Modular(params, SkipStep(max_ratio=10.0), ClipNorm(1.0), SGD(0.1, 0.9))
+    optimizer.load_state_dict(old.state_dict())
+    train(optimizer, params, gradients(params, 1))
+    train(optimizer, params, [[g * 1e6 for g in gradients(params, 1)[0]]])
     assert optimizer.metrics()["skipped_steps"].item() == 1
 
 
@@ -204,7 +225,7 @@ def test_limits_may_be_scheduled_and_a_scope_given():
         (lambda p: SkipStep(1.0, target="grad"), ValueError, r"target must be 'update'"),
         (lambda p: Modular(p, Chain(SkipStep(1.0), target="grad")), ValueError, r"it cannot stand inside another"),
         (
-            lambda p: Modular([{"params": p[:1]}, {"params": p[1:], "max_norm": 2.0}], SkipStep(1.0)),
+            lambda p: Modular([{"params": p[:1]}, {"params": p[1:], "skip_step/max_norm": 2.0}], SkipStep(1.0)),
             ValueError,
             r"max_norm must be the same in every param group",
         ),

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -104,6 +105,7 @@ def test_two_optimizers_share_the_parameters_and_one_checkpoint():
     Modular(module, split).load_state_dict(optimizer.state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:no optimizer acts on")
 def test_state_of_a_transform_that_is_out_of_scope_does_not_load():
     module = model()
     saved = Modular(module, Adam())
@@ -115,6 +117,7 @@ def test_state_of_a_transform_that_is_out_of_scope_does_not_load():
         Modular(module, ClipNormGrowth().only("head"), Adam()).load_state_dict(saved.state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:no optimizer acts on")
 def test_lr_is_that_of_the_group():
     module = model()
     groups = [{"params": module["body"].parameters(), "lr": 0.5}, {"params": module["head"].parameters()}]
@@ -127,6 +130,7 @@ def test_lr_is_that_of_the_group():
     assert steps["head.weight"] == pytest.approx(0.1)
 
 
+@pytest.mark.filterwarnings("ignore:no optimizer acts on")
 def test_a_plain_chain_hands_its_scope_to_its_transforms():
     adamw = AdamW(0.1).only("head")
     optimizer = Modular(model(), ClipNorm(1), adamw)
@@ -266,3 +270,34 @@ def test_a_learning_rate_is_for_all_parameters():
 def test_a_group_that_is_mistyped_is_warned_of():
     with pytest.warns(UserWarning, match=r"no param group has the name 'haed' of ClipNorm\(1\)"):
         Modular(model(), ClipNorm(1).only(groups="haed"))
+
+
+def test_parameters_that_scopes_leave_to_no_optimizer_or_to_two_are_warned_of():
+    module = model()
+    with pytest.warns(UserWarning, match=r"no optimizer acts on body\.0\.weight and 2 more: its update"):
+        Modular(module, Adam().only("head"))
+    with pytest.warns(UserWarning, match=r"two optimizers act on head\.weight and 1 more: one after the other"):
+        Modular(module, SGD(momentum=0.5).only("head"), Adam(), LR(0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Modular(module, SGD().only("head"), Adam().without("head"))
+        Modular(module, SGD(), Adam())  # no scopes, no slip
+
+
+def test_scopes_stay_with_the_names_of_the_optimizer_when_a_checkpoint_has_others():
+    """A wrapper's prefix in the checkpoint would silently turn ``only`` and ``without`` around."""
+    module = model()
+    wrapped = nn.ModuleDict({"module": module})
+    saved = Modular(wrapped, ClipNorm(0.1).only("module.head")).state_dict()
+    assert saved["param_groups"][0]["param_names"][0].startswith("module.")
+    optimizer = Modular(module, ClipNorm(0.1).only("head"))
+    before = list(optimizer.param_groups[0]["param_names"])
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["param_names"] == before
+    assert scaled(optimizer, module) == {"head.weight", "head.bias"}
+
+    turned = Modular(list(module.named_parameters())[::-1], SGD(0.1, 0.9))
+    with pytest.raises(
+        ValueError, match=r"the same parameters in another order: .*'param_names', 'body\.0\.weight' first"
+    ):
+        turned.load_state_dict(Modular(module, SGD(0.1, 0.9)).state_dict())

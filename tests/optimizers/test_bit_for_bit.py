@@ -135,6 +135,46 @@ def test_decay_rates_and_learning_rates_are_not_rounded_to_half_precision(dtype)
     assert_equal(params[1:], [-(params[1].grad.double() * 0.9).to(dtype)])
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_every_bit_is_torchs_where_only_some_parameters_decay(fused):
+    """The usual recipe: no decay for biases and norms."""
+    params, other = twins(torch.float32)
+    optimizer = Modular(params, Adam(0.1, fused=fused), WeightDecay(0.3).only(lambda p: p.ndim > 1))
+    chosen = [p for p in other if p.ndim > 1], [p for p in other if p.ndim <= 1]
+    groups = [{"params": chosen[0], "weight_decay": 0.3}, {"params": chosen[1], "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(groups, 0.1, fused=fused)
+    for k in range(6):
+        same_gradients(params, other, k)
+        optimizer.step()
+        reference.step()
+        assert_equal(params, other)
+
+
+def test_every_bit_is_torchs_beside_parameters_of_other_dtypes_and_layouts():
+    values = [torch.randn(4, 4), torch.randn(3).half(), torch.randn(3, dtype=torch.complex64), torch.randn(8, 1, 3, 3)]
+    params, other = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
+    optimizer = Modular(params, AdamW(0.1, fused=True))
+    reference = torch.optim.AdamW([other[0], other[3]], 0.1, fused=True)
+    for k in range(1, 4):
+        same_gradients(params, other, k)
+        params[3].grad = params[3].grad.contiguous(memory_format=torch.channels_last)
+        optimizer.step()
+        reference.step()
+        assert_equal([params[0], params[3]], [other[0], other[3]])
+
+
+@pytest.mark.parametrize("chain", [lambda: Adam(), lambda: AdamW(fused=True), lambda: SGD(momentum=0.9)])
+def test_a_model_may_change_its_dtype_between_steps(chain):
+    model = nn.Linear(3, 2)
+    optimizer = Modular(model, chain())
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        model.to(dtype)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert all(param.isfinite().all() for param in model.parameters())
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", REAL, ids=str)

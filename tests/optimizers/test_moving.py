@@ -17,6 +17,7 @@ from torchzero_clip import (
     ClipNorm,
     ClipNormByEMA,
     ClipNormGrowth,
+    ClipValueByEMA,
     Modular,
     Muon,
     RMSprop,
@@ -135,19 +136,44 @@ def test_what_the_rest_of_the_chain_remembers_begins_anew():
     old = optim.AdamW(params, 0.1)
     grads = gradients(params, 4)
     train(old, params, grads[:2])
-    moved, fresh = twin(params), twin(params)
-    chain = [ClipNormByEMA(0.5, tensorwise=False), ClipNorm(lambda step: 1.0 + step), AdamW(), LR(0.1)]
-    optimizer = Modular(moved, chain, nonfinite="skip")
-    optimizer.load_state_dict(from_torch_optim(old.state_dict(), optimizer))
-    assert [g["max_norm"] for g in optimizer.param_groups] == [1.0]
-    reference = Modular(fresh, chain)
-    train(optimizer, moved, grads[2:])
-    train(reference, fresh, grads[2:])
-    key = "clip_norm_by_ema/ema"
-    found = [k for k in optimizer.param_groups[0] if k.startswith("clip_norm_by_ema/") and k != key]
-    for k in found:
-        torch.testing.assert_close(optimizer.param_groups[0][k], reference.param_groups[0][k], rtol=0, atol=0)
-    assert optimizer.state[moved[0]]["adam/step"].item() == 4
+
+    def build(given):
+        joint = ClipNormByEMA(0.5, tensorwise=False)
+        inner = ClipValueByEMA(0.5, ema_tfm=SGD(momentum=0.9, dampening=0.5))
+        return Modular(given, joint, inner, ClipNorm(lambda step: 1.0 + step), AdamW(), LR(0.1), nonfinite="skip")
+
+    used_params, fresh_params = twin(params), twin(params)
+    used, fresh = build(used_params), build(fresh_params)
+    train(used, used_params, gradients(params, 5, seed=7))
+    train(used, used_params, [[torch.full_like(p, torch.nan) for p in params]])
+    with torch.no_grad():
+        for param, value in zip(used_params, params, strict=True):
+            param.copy_(value)
+    for optimizer in (used, fresh):
+        optimizer.load_state_dict(from_torch_optim(old.state_dict(), optimizer))
+    assert used.param_groups[0]["max_norm"] == 1.0
+    assert used.metrics()["skipped_steps"].item() == 0
+    train(used, used_params, grads[2:])
+    train(fresh, fresh_params, grads[2:])
+    assert_equal(used_params, fresh_params)
+    torch.testing.assert_close(used.state_dict(), fresh.state_dict(), rtol=0, atol=0)
+    assert used.state[used_params[0]]["adam/step"].item() == 4
+
+
+def test_a_momentum_that_has_not_begun_begins_as_in_torch():
+    params = parameters()
+    old = optim.SGD(params, 0.1, 0.9, dampening=0.5)
+    saved = old.state_dict()
+    saved["state"] = {i: {"momentum_buffer": None} for i in range(len(params))}
+    rows = gradients(params, 2)
+    for chain in (SGD(), Wrap(optim.SGD)):
+        moved = twin(params)
+        optimizer = Modular(moved, chain)
+        optimizer.load_state_dict(from_torch_optim(saved, optimizer))
+        same = twin(params)
+        train(optimizer, moved, rows)
+        train(optim.SGD(same, 0.1, 0.9, dampening=0.5), same, rows)
+        assert_equal(moved, same)
 
 
 def test_nothing_is_changed_by_converting():
@@ -216,15 +242,26 @@ def test_keys_of_schedulers_and_trainers_and_names_come_along():
         (lambda p: optim.AdamW(p), lambda: Adam(), r"weight_decay=0.01: put WeightDecay\(0.01\) after 'adam'"),
         (lambda p: optim.Adam(p, weight_decay=0.1), lambda: AdamW(), r"put WeightDecay\(0.1\) before 'adam'"),
         (lambda p: optim.SGD(p, weight_decay=0.1), lambda: [SGD(), WeightDecay(0.1)], "before 'sgd'"),
-        (lambda p: optim.AdamW(p, amsgrad=True), lambda: AdamW(), r"has amsgrad=True, and the chain with Adam\(\)"),
+        (
+            lambda p: optim.AdamW(p),
+            lambda: [Adam(), WeightDecay(0.1).only(lambda p: p.ndim > 1)],
+            "after 'adam', for all parameters of this group",
+        ),
+        (lambda p: optim.AdamW(p), lambda: [Adam(), LR(0.1), WeightDecay(0.0)], "put LR at the end"),
+        (lambda p: optim.Adam(p, weight_decay=0.1), lambda: [WeightDecay(0.1), LR(0.1), Adam()], "put LR at the end"),
+        (lambda p: optim.AdamW(p, amsgrad=True), lambda: AdamW(), r"has amsgrad=True, and Adam\(\) amsgrad=False"),
         (
             lambda p: optim.AdamW(p, maximize=True),
             lambda: AdamW(),
-            "maximize=True, and the chain with .* maximize=False",
+            "maximize=True, and Modular maximize=False",
         ),
-        (lambda p: optim.Adagrad(p), lambda: Adam(), "lr_decay|initial_accumulator_value|the state 'sum'"),
-        (lambda p: optim.SGD(p, momentum=0.9), lambda: Adam(), "momentum=0.9, and the chain with"),
-        (lambda p: optim.RMSprop(p), lambda: SGD(), "eps=1e-08, and the chain with SGD"),
+        (
+            lambda p: optim.Adagrad(p),
+            lambda: Adam(),
+            "it lacks amsgrad, betas; has initial_accumulator_value, lr_decay. At",
+        ),
+        (lambda p: optim.SGD(p, momentum=0.9), lambda: Adam(), "not one of torch.optim.Adam"),
+        (lambda p: optim.RMSprop(p), lambda: SGD(), "not one of torch.optim.SGD"),
         (lambda p: optim.AdamW(p), lambda: ClipNorm(1), "needs exactly one of Adam, SGD, RMSprop, Muon, Wrap"),
         (lambda p: optim.AdamW(p), lambda: [AdamW(), SGD(0.1)], "needs exactly one of"),
         (
@@ -249,12 +286,21 @@ def test_what_does_not_fit_is_refused(make, chain, message):
 @pytest.mark.parametrize(
     ("chain", "make", "message"),
     [
-        (lambda: AdamW(), lambda p: optim.SGD(p), "is torch.optim.Adam, not SGD"),
-        (lambda: Wrap(optim.NAdam), lambda p: optim.Adam(p), "is torch.optim.NAdam, not Adam"),
+        (lambda: AdamW(), lambda p: optim.SGD(p), "stands for torch.optim.Adam, not SGD"),
+        (lambda: Wrap(optim.NAdam), lambda p: optim.Adam(p), "stands for torch.optim.NAdam, not Adam"),
         (lambda: AdamW(), lambda p: optim.Adam(p), "weights decay in the chain as they cannot"),
         (lambda: [WeightDecay(0.1), Adam()], lambda p: optim.AdamW(p), "weights decay in the chain as they cannot"),
         (lambda: [AdamW(), WeightDecay(0.1)], lambda p: optim.AdamW(p), "weights decay in the chain as they cannot"),
-        (lambda: AdamW(amsgrad=True), lambda p: optim.AdamW(p), "amsgrad=False, and the chain with"),
+        (
+            lambda: [Adam(), WeightDecay(0.1).only(lambda p: p.ndim > 1)],
+            lambda p: optim.AdamW(p),
+            "weights decay in the chain as they cannot",
+        ),
+        (lambda: [Adam(), LR(0.1), WeightDecay(0.1)], lambda p: optim.AdamW(p), "put LR at the end"),
+        (lambda: [WeightDecay(0.1), Wrap(optim.AdamW)], lambda p: optim.AdamW(p), "weights decay in the chain"),
+        (lambda: Wrap(optim.Adam), lambda p: optim.AdamW(p), "stands for torch.optim.Adam, not AdamW"),
+        (lambda: Adam(state_dtype=torch.float64), lambda p: optim.Adam(p), "torch would round it"),
+        (lambda: AdamW(amsgrad=True), lambda p: optim.AdamW(p), "amsgrad=False, and Adam"),
         (lambda: Chain(AdamW(), target="update_difference"), lambda p: optim.AdamW(p), "exactly one"),
     ],
 )
@@ -272,3 +318,110 @@ def test_loading_without_converting_says_how():
     train(old, params, gradients(params, 1))
     with pytest.raises(ValueError, match="from_torch_optim"):
         Modular(params, ClipNorm(1), AdamW()).load_state_dict(old.state_dict())
+
+
+def test_wrong_types_are_refused():
+    params = parameters()
+    optimizer, adamw = Modular(params, AdamW()), optim.AdamW(params)
+    with pytest.raises(TypeError, match="optimizer must be of class Modular"):
+        from_torch_optim(adamw.state_dict(), adamw)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="optimizer must be of class Modular"):
+        from_torch_optim(optimizer, adamw.state_dict())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"target must be of class Optimizer, got <class 'torch.optim.adamw.AdamW'>"):
+        to_torch_optim(optimizer, optim.AdamW)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("make", "wrapped"),
+    [
+        (lambda p: optim.RAdam(p, decoupled_weight_decay=True, weight_decay=0.3), Wrap(optim.RAdam)),
+        (lambda p: optim.RAdam(p, weight_decay=0.3), Wrap(optim.RAdam, decoupled_weight_decay=True)),
+        (lambda p: optim.Muon(p, adjust_lr_fn="match_rms_adamw"), Wrap(optim.Muon)),
+        (lambda p: optim.Adam(p, weight_decay=0.3), Wrap(optim.AdamW)),
+        (lambda p: optim.AdamW(p, weight_decay=0.3), Wrap(optim.Adam)),
+        (lambda p: optim.RAdam(p), Wrap(optim.Adam)),
+        (lambda p: optim.RAdam(p), Wrap(optim.NAdam)),
+        (lambda p: optim.Adam(p), Wrap(optim.RAdam)),
+        (lambda p: optim.RAdam(p), Wrap(optim.Adamax)),
+        (lambda p: optim.NAdam(p), Adam()),
+        (lambda p: optim.RAdam(p, weight_decay=0.1), AdamW()),
+        (lambda p: optim.Adam(p, maximize=True), Wrap(optim.Adam)),
+    ],
+)
+def test_a_checkpoint_never_loads_into_another_optimizer(make, wrapped):
+    params = parameters(shapes=[(4, 3), (2, 5)])
+    old = make(params)
+    train(old, params, gradients(params, 1))
+    optimizer = Modular(params, wrapped)
+    with pytest.raises(ValueError, match=r"not one of torch\.optim|torch's optimizer has|which .* does not"):
+        optimizer.load_state_dict(from_torch_optim(old.state_dict(), optimizer))
+
+
+@pytest.mark.parametrize(
+    ("make", "chain"),
+    [
+        (lambda p: optim.Adam(p, 0.1), lambda: AdamW(weight_decay=1.0)),
+        (lambda p: optim.AdamW(p, 0.1, weight_decay=0.0), lambda: [WeightDecay(1.0), Adam()]),
+        (lambda p: optim.AdamW(p, 0.1, weight_decay=0.5), lambda: [WeightDecay(1.0), AdamW()]),
+        (lambda p: optim.AdamW(p, 0.1, weight_decay=0.5), lambda: [Adam(), WeightDecay(1.0), WeightDecay(1.0)]),
+        (lambda p: optim.AdamW(p, 0.1, weight_decay=0.5), lambda: [WeightDecay(1.0), Wrap(optim.AdamW)]),
+        (lambda p: optim.Rprop(p, 0.1), lambda: [WeightDecay(1.0), Wrap(optim.Rprop)]),
+    ],
+)
+def test_all_decay_is_that_of_the_checkpoint_whatever_the_constructors_say(make, chain):
+    params = parameters(torch.float64)
+    old = make(params)
+    grads = gradients(params, 5)
+    train(old, params, grads[:2])
+    moved = twin(params)
+    optimizer = Modular(moved, ClipNorm(1e9), chain())
+    optimizer.load_state_dict(from_torch_optim(old.state_dict(), optimizer))
+    train(old, params, grads[2:])
+    train(optimizer, moved, grads[2:])
+    for a, b in zip(moved, params, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_the_usual_two_groups_move_and_come_back():
+    params, other = parameters(), parameters()
+
+    def groups(given):
+        return [{"params": given[:1], "weight_decay": 0.3}, {"params": given[1:], "weight_decay": 0.0}]
+
+    old = optim.AdamW(groups(params), 0.1)
+    rows = gradients(params, 4)
+    train(old, params, rows[:2])
+    optimizer = Modular(groups(other), ClipNorm(1e9), AdamW())
+    for a, b in zip(other, params, strict=True):
+        a.data.copy_(b)
+    optimizer.load_state_dict(from_torch_optim(old.state_dict(), optimizer))
+    train(old, params, rows[2:])
+    train(optimizer, other, rows[2:])
+    assert_equal(other, params)
+    back = to_torch_optim(optimizer, old)["param_groups"]
+    assert [group["weight_decay"] for group in back] == [0.3, 0.0]
+
+
+def test_empty_groups_tensor_rates_and_incomplete_checkpoints():
+    params = parameters()
+    old = optim.AdamW([{"params": params}, {"params": []}], torch.tensor(0.1))
+    train(old, params, gradients(params, 1))
+    optimizer = Modular([{"params": params}, {"params": []}], ClipNorm(1), AdamW())
+    optimizer.load_state_dict(from_torch_optim(old.state_dict(), optimizer))
+    back = to_torch_optim(optimizer, old)
+    assert back["param_groups"][0]["lr"] is not optimizer.param_groups[0]["lr"]
+    saved = old.state_dict()
+    del saved["state"][0]["exp_avg_sq"]
+    with pytest.raises(ValueError, match=r"lacks the state 'exp_avg_sq' of a parameter, which Adam\(\) has"):
+        from_torch_optim(saved, optimizer)
+    groups = [{"params": [0, 1, 2, 3], "lr": 1.0}, {"params": []}]
+    with pytest.raises(ValueError, match="it lacks amsgrad, betas, eps"):
+        from_torch_optim({"state": {}, "param_groups": groups}, optimizer)
+
+
+def test_scopes_keep_the_names_of_the_model():
+    model = nn.Linear(3, 2)
+    old = optim.SGD([(f"module.{name}", p) for name, p in model.named_parameters()], 0.1)
+    optimizer = Modular(model, ClipNorm(0.5).only("weight"), SGD())
+    optimizer.load_state_dict(from_torch_optim(old.state_dict(), optimizer))
+    assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]

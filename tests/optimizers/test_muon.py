@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchzero_clip import LR, Adam, ClipNorm, Modular, Muon, Normalize, WeightDecay
+from torchzero_clip import LR, SGD, Adam, ClipNorm, Modular, Muon, Normalize, WeightDecay
 
 SHAPES = [(4, 3), (3, 5), (8, 8), (1, 6)]
 
@@ -83,9 +83,10 @@ def test_matrices_to_muon_and_the_rest_to_adam_in_one_optimizer():
     )
 
 
+@pytest.mark.filterwarnings("ignore:no optimizer acts on")
 def test_a_clip_after_muon_is_warned_of_once():
     params = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]
-    matrices = Muon().only(lambda p: p.ndim == 2)
+    matrices = [Muon().only(lambda p: p.ndim == 2), SGD().without(lambda p: p.ndim == 2)]
     with pytest.warns(UserWarning, match=r"ClipNorm\(1\) comes after Muon\(\).*Put it before") as caught:
         Modular(params, matrices, ClipNorm(1), Normalize())
     assert len(caught) == 1

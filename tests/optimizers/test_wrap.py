@@ -214,3 +214,81 @@ def test_a_class_that_replaces_its_state_is_followed():
     optimizer = Modular(params, Wrap(Counting))
     train(optimizer, params, gradients(params, 3))
     assert [state["wrap/count"] for state in optimizer.state.values()] == [3] * len(params)
+
+
+class GroupCounter(optim.Optimizer):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "k": 0})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+
+
+class AttributeCounter(GroupCounter):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.buffers = {}
+
+    def step(self, closure=None):
+        self.buffers[len(self.buffers)] = 1
+
+
+def test_optimizers_that_keep_something_elsewhere_are_refused():
+    with pytest.raises(ValueError, match="keeps k outside of the state of its parameters"):
+        Wrap(GroupCounter)
+    with pytest.raises(ValueError, match="keeps buffers outside of the state of its parameters"):
+        Wrap(AttributeCounter)
+
+
+@pytest.mark.parametrize("name", ["SGD", "RMSprop"])
+def test_momentum_may_come_and_go(name):
+    params = parameters()
+    optimizer = Modular(params, Wrap(CLASSES[name], lr=0.1))
+    rows = gradients(params, 3)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    train(optimizer, params, rows[:2])
+    optimizer.param_groups[0]["momentum"] = 0.0
+    train(optimizer, params, rows[2:])
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_a_step_that_fails_keeps_the_state_that_it_made():
+    class Failing(optim.SGD):
+        fails = False
+
+        def step(self, closure=None):
+            super().step(closure)
+            if self.fails:
+                raise RuntimeError("the device is gone")
+
+    params = parameters()
+    optimizer = Modular(params, Wrap(Failing, lr=0.1, momentum=0.9))
+    Failing.fails = True
+    row = gradients(params, 1)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        train(optimizer, params, row)
+    assert len(optimizer.state) == len(params)
+    assert_equal([p.grad for p in params], row[0])
+
+
+def test_functions_are_settings_wherever_an_argument_may_be_a_number():
+    class NoDefaults(optim.SGD):
+        def __init__(self, params, lr, momentum, **kwargs):
+            super().__init__(params, lr, momentum, **kwargs)
+
+    params = parameters()
+    momentum = [0.5, 0.6, 0.7]
+    wrapped = Wrap(NoDefaults, lr=0.1, momentum=lambda step: momentum[step], weight_decay=lambda step: step / 10)
+    optimizer = Modular(params, wrapped)
+    train(optimizer, params, gradients(params, 2))
+    assert optimizer.param_groups[0]["momentum"] == 0.7
+    assert optimizer.param_groups[0]["weight_decay"] == 0.2
+
+
+def test_more_wrong_arguments():
+    with pytest.raises(TypeError, match=r"must be the class, not an optimizer: write Wrap\(torch.optim.Adam, ...\)"):
+        Wrap(optim.Adam(parameters()))  # pyright: ignore[reportArgumentType]
+    for key in ("maximize", "differentiable"):
+        with pytest.raises(ValueError, match="maximize is an argument of Modular"):
+            Wrap(optim.Adam, **{key: True})

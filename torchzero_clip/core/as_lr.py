@@ -4,9 +4,8 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any, NoReturn
 
 from torch.optim import Optimizer
-from typing_extensions import override
 
-from torchzero_clip.checks import is_numeric
+from torchzero_clip.checks import instance, is_numeric
 from torchzero_clip.core.modular import Modular
 
 
@@ -25,7 +24,8 @@ def as_lr(optimizer: Optimizer, key: str) -> Optimizer:
         A view for schedulers; it has no parameters of its own and cannot take steps.
 
     Raises:
-        ValueError: If a group has no such setting, or it is no number.
+        ValueError: If a group has no such setting, or it is no number, or a function of the step.
+        TypeError: If an argument has the wrong type.
 
     Examples:
         >>> import torch
@@ -35,6 +35,8 @@ def as_lr(optimizer: Optimizer, key: str) -> Optimizer:
         >>> optimizer.param_groups[0]["max_norm"]
         0.1
     """
+    instance("optimizer", optimizer, Optimizer)
+    instance("key", key, str)
     key = optimizer.stored_as.get(key, key) if isinstance(optimizer, Modular) else key
     for i, group in enumerate(optimizer.param_groups):
         if key not in group:
@@ -42,6 +44,8 @@ def as_lr(optimizer: Optimizer, key: str) -> Optimizer:
             raise ValueError(f"param group {i} has no setting {key!r}; it has: {known}")
         if isinstance(group[key], tuple | list) or not is_numeric(group[key]):
             raise ValueError(f"{key!r} is {group[key]!r} in param group {i}: only numbers have schedulers of torch")
+    if isinstance(optimizer, Modular) and optimizer.is_scheduled(key):
+        raise ValueError(f"{key!r} is a function of the step already: a scheduler beside it would have no effect")
     return _View(optimizer, key)
 
 
@@ -52,31 +56,38 @@ class _View(Optimizer):
         # no call of the constructor of Optimizer, which wants parameters
         self._optimizer = optimizer
         self._key = key
-        self._opt_called = True  # schedulers warn where no step came before theirs, and would watch this one's
+        self._opt_called = True  # schedulers watch for a step before theirs, and warn
         self.defaults = {"lr": optimizer.param_groups[0][key]}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _View, (self._optimizer, self._key)  # schedulers are copied and pickled with what they schedule
 
     @property
     def param_groups(self) -> list[Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The groups as they are now: loading a checkpoint replaces them."""
         return [_Group(group, self._key) for group in self._optimizer.param_groups]
 
-    @override
-    def step(self, closure: Any = None) -> NoReturn:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise RuntimeError("this view is for schedulers: call the step of the optimizer itself")
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(f"{self!r} is for schedulers only: call this of the optimizer itself")
+
+    _refuse._wrapped_by_lr_sched = True  # pyright: ignore
+    step = zero_grad = state_dict = load_state_dict = add_param_group = _refuse  # pyright: ignore
 
     def __repr__(self) -> str:
         return f"as_lr({type(self._optimizer).__name__}, {self._key!r})"
 
 
 class _Group(MutableMapping[str, Any]):
-    """A param group in which ``lr``, ``initial_lr``, ``max_lr`` and their like are those of another setting."""
+    """A param group in which ``lr`` is another setting, and what schedulers keep beside it has keys of its own."""
 
     def __init__(self, group: dict[str, Any], key: str) -> None:
         self._group = group
         self._key = key
 
     def _stored(self, key: str) -> str:
-        return key.removesuffix("lr") + self._key if key == "lr" or key.endswith("_lr") else key
+        if key == "lr":
+            return self._key
+        return f"{self._key}:{key}" if key.endswith("_lr") else key  # no setting has a colon in its name
 
     def __getitem__(self, key: str) -> Any:
         return self._group[self._stored(key)]

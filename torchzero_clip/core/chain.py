@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeAlias
 
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from torchzero_clip.core.composite import Composite, storage_keys
@@ -106,8 +107,8 @@ class Chain(Composite):
                 step.entering.settle()
             if to_parameters and transform.finishes:
                 step = self._finish(name, step)
-                if not step.members:
-                    return
+            if not step.members:
+                return
             if transform.changes_grads():
                 step.keep_made()
             saves_a_copy = transform.scaling and not step.keep_grads and _reader_is_next(transforms[i + 1 :])
@@ -117,31 +118,26 @@ class Chain(Composite):
         if to_parameters:
             foreach.subtract_(step.params, step.updates(writable=False))
 
-    def later(self, name: str, members: Sequence[Member]) -> list[str] | None:
-        """The transforms after one that act on these parameters; None if one acts on a part of them."""
-        names: list[str] = []
-        for other in list(self.transforms)[list(self.transforms).index(name) + 1 :]:
-            scope = self.transforms[other].scope
-            inside = len(scope.indices(members)) if scope.limited else len(members)
-            if 0 < inside < len(members):
-                return None
-            names += [other] if inside else []
-        return names
+    def later(self, name: str, member: Member) -> tuple[str, ...]:
+        """The transforms after one that act on a parameter."""
+        names = list(self.transforms)
+        return tuple(n for n in names[names.index(name) + 1 :] if self.transforms[n].scope.has(member))
 
     def _finish(self, name: str, step: Step) -> Step:
-        """Let one transform take its parameters to the end of the step, if it can; return what is left to do."""
+        """Let one transform take parameters to the end of the step, where it can; return what is left to do."""
         transform = self.transforms[name]
-        limited = transform.scope.limited
-        indices = transform.scope.indices(step.members) if limited else range(len(step.members))
-        part = step.part(indices) if limited else step
-        later = self.later(name, part.members) if part.members else None
-        if later is None:
-            return step
-        tensors = part.updates(writable=False)
-        if not transform.can_finish(tensors, part.params, [self.transforms[n] for n in later]):
-            return step
-        self.bind_finish(name, later, part)(tensors)
-        return step.part([i for i in range(len(step.members)) if i not in set(indices)])
+        alike: dict[Any, list[int]] = {}  # those that later transforms treat alike
+        for i in transform.scope.indices(step.members):
+            member = step.members[i]
+            alike.setdefault((self.later(name, member), member.param.dtype), []).append(i)
+        done: set[int] = set()
+        for (later, _), indices in alike.items():
+            part = step.part(indices) if len(indices) < len(step.members) else step
+            finish = self.bind_finish(name, later, part)
+            if finish is not None:
+                finish()
+                done.update(indices)
+        return step.part([i for i in range(len(step.members)) if i not in done]) if done else step
 
     def run_on_closure(self, step: Step) -> None:
         """Apply the transforms with ``target="closure"`` to the gradients that the closure left."""
@@ -182,6 +178,12 @@ def flatten(transforms: Iterable[Transforms]) -> Iterator[Transform]:
             yield item
         elif isinstance(item, list | tuple):
             yield from flatten(item)
+        elif isinstance(item, Optimizer) or (isinstance(item, type) and issubclass(item, Optimizer)):
+            name = item.__name__ if isinstance(item, type) else type(item).__name__
+            raise TypeError(
+                f"a chain takes transforms, got {name} of torch: write Wrap(torch.optim.{name}, ...), or take the "
+                "transform of that name from torchzero_clip"
+            )
         elif isinstance(item, type):
             raise TypeError(f"a chain takes transforms, got the class {item.__name__}: write {item.__name__}(...)")
         else:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torchzero_clip.checks import count
 from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.namespace import GroupSettings
-from torchzero_clip.core.schedules import SCHEDULE_STEP
+from torchzero_clip.core.schedules import SCHEDULE_STEP, Schedules
 from torchzero_clip.core.scope import Member, members
 
 Group = dict[str, Any]
@@ -24,22 +24,29 @@ OPTIMIZER_KEYS = frozenset(
 
 
 def fitted(
-    state_dict: Mapping[str, Any], groups: list[Group], chain: Chain, stored_as: Mapping[str, str]
+    state_dict: Mapping[str, Any],
+    groups: list[Group],
+    chain: Chain,
+    stored_as: Mapping[str, str],
+    schedules: Schedules,
 ) -> dict[str, Any]:
     """The checkpoint with settings that it lacks filled in from ``groups``; raises ValueError if it does not fit."""
     all_saved = saved_groups(state_dict, groups)
     own = chain.init_global_state()
-    merged = [
-        {**{k: v for k, v in group.items() if k != "params"}, **saved}
-        for group, saved in zip(groups, all_saved, strict=True)
-    ]
-    chain.check_groups([GroupSettings(group, stored_as) for group in merged])
+    merged = [_merged(group, saved) for group, saved in zip(groups, all_saved, strict=True)]
     for key in COUNTS:
         count(key, merged[0].get(key, 0))
     count(SCHEDULE_STEP, merged[0].get(SCHEDULE_STEP, 0))
+    if SCHEDULE_STEP in groups[0]:
+        merged[0][SCHEDULE_STEP] = all_saved[0].get(SCHEDULE_STEP, 0)  # a schedule that is new begins
     if "consecutive_skips" in merged[0]:
         merged[0]["consecutive_skips"] = all_saved[0].get("consecutive_skips", 0)
+    gates = tuple(f"{name}/" for name, transform in chain.transforms.items() if transform.gate)
+    merged = schedules.applied(merged)
+    chain.check_groups([GroupSettings(group, stored_as) for group in merged])
     for key, expected in own.items():
+        if key not in all_saved[0] and key.startswith(gates):
+            continue  # a run that begins to skip steps: the optimizer's own value stays
         if key not in all_saved[0]:
             raise ValueError(
                 f"the checkpoint lacks the state {key!r} of the chain: load it into the chain that wrote it"
@@ -60,6 +67,18 @@ def fitted(
     for saved in all_saved:
         _check_keys(saved, {*stored_as.values(), *own})
     return {**state_dict, "state": placed, "param_groups": merged}
+
+
+def _merged(group: Group, saved: Group) -> Group:
+    """A saved group with what it lacks. Names stay the optimizer's, whose scopes go by them: wrappers change them."""
+    names, saved_names = group.get("param_names"), saved.get("param_names")
+    if names and saved_names and names != saved_names and sorted(names) == sorted(saved_names):
+        raise ValueError(
+            "the checkpoint has the same parameters in another order: build the optimizer with them in the order of "
+            f"its 'param_names', {saved_names[0]!r} first"
+        )
+    own = {key: group[key] for key in ("param_names", "name") if key in group}
+    return {**{k: v for k, v in group.items() if k != "params"}, **saved, **own}
 
 
 def _beside(value: Any, fresh: Any) -> Any:
@@ -90,8 +109,8 @@ def saved_groups(state_dict: Any, groups: list[Group]) -> list[Group]:
 
 def _check_keys(saved: Group, known: set[str]) -> None:
     """Settings of another optimizer would have no effect here; keys that only schedulers and trainers know may stay."""
-    # as_lr lets schedulers keep "initial_clip_norm_2/max_norm"
-    others = [key for key in saved if key not in known and key.partition("_")[2] not in known]
+    # as_lr lets schedulers keep "clip_norm_2/max_norm:initial_lr"
+    others = [key for key in saved if key not in known and key.partition(":")[0] not in known]
     foreign = [key for key in others if key in OPTIMIZER_KEYS or "/" in key]
     if foreign:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Transforms that are made of transforms."""
 
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -57,9 +57,10 @@ class Composite(Transform):
             transform.check_groups([Namespace(settings, name) for settings in groups])
 
     def hidden_settings(self) -> list[str]:
-        """Prefixes of settings that have only their qualified names."""
+        """Prefixes of settings that have only their qualified names; gates leave the bare ones to those that work."""
+        gates = [f"{name}/" for name, transform in self.transforms.items() if transform.gate]
         composites = [(name, t) for name, t in self.transforms.items() if isinstance(t, Composite)]
-        return [f"{name}/{prefix}" for name, t in composites for prefix in t.hidden_settings()]
+        return [*gates, *(f"{name}/{prefix}" for name, t in composites for prefix in t.hidden_settings())]
 
     @override
     def optional_state(self) -> list[str]:
@@ -121,11 +122,21 @@ class Composite(Transform):
             Namespace(step.metrics, name),
         )
 
-    def bind_finish(self, name: str, later: Sequence[str], step: Step) -> partial[None]:
-        """`Transform.finish` of one of the transforms as a function of the tensors alone."""
+    def bind_finish(self, name: str, later: Sequence[str], step: Step) -> Callable[[], None] | None:
+        """`Transform.finish` of one of the transforms, bound; None if it cannot do the work of the later ones."""
+        transform = self.transforms[name]
+        tensors = step.updates(writable=False)
         states = [Namespace(state, name) for state in step.states]
+        if not transform.can_finish(tensors, step.params, states, [self.transforms[n] for n in later]):
+            return None
         views = {id(s): ChainMap(*(Namespace(s, n) for n in (name, *later))) for s in step.settings}
-        return partial(_finish, self.transforms[name], step, states, [views[id(s)] for s in step.settings])
+        settings = [views[id(s)] for s in step.settings]
+
+        def finish() -> None:
+            _init_states(transform, step, states, settings)
+            transform.finish(tensors, step.params, states, settings)
+
+        return finish
 
 
 def _qualified(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -163,13 +174,6 @@ def _apply(
         del transform.global_state, transform.metrics, transform.members, transform.entering
     _check_result(transform, result, tensors, states)
     return result
-
-
-def _finish(
-    transform: Transform, step: Step, states: list[Namespace], settings: Sequence[Setting], tensors: list[Tensor]
-) -> None:
-    _init_states(transform, step, states, settings)
-    transform.finish(tensors, step.params, states, settings)
 
 
 def _init_states(transform: Transform, step: Step, states: list[Namespace], settings: Sequence[Setting]) -> None:

@@ -63,7 +63,9 @@ class LR(Transform):
         return tensors
 
     @override
-    def can_finish(self, tensors: Sequence[Tensor], params: Sequence[Tensor], later: Sequence[Transform]) -> bool:
+    def can_finish(
+        self, tensors: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[State], later: Sequence[Transform]
+    ) -> bool:
         return self.target == "update" and not later and not torch.compiler.is_compiling()
 
     @override

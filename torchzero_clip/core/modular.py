@@ -119,6 +119,10 @@ class Modular(Optimizer):
         """The transforms by name, in the order of the chain."""
         return self.chain.transforms
 
+    def is_scheduled(self, key: str) -> bool:
+        """Whether a setting, by its key in the param groups, is a function of the step in some group."""
+        return key in self._schedules
+
     def metrics(self) -> dict[str, Tensor]:
         """What the transforms measured, as 0-d tensors on the device; reading one waits for it.
 
@@ -165,9 +169,10 @@ class Modular(Optimizer):
         """
         if closure is None and any(t.target == "closure" for t in self.transforms.values()):
             raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
+        if "lr" in self._schedules and hasattr(self.step, "_wrapped_by_lr_sched"):
+            raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
+        self._schedules.catch_up(self.param_groups)
         self.chain.check_groups([GroupSettings(group, self.stored_as) for group in self.param_groups])
-
-        coming = self._schedules.values(self.param_groups, ahead=1)
 
         loss = None
         if closure is not None:
@@ -176,7 +181,7 @@ class Modular(Optimizer):
 
         taking_part, states, groups = self._taking_part()
         if taking_part and self._step(taking_part, states, groups, loss):
-            self._schedules.advance(self.param_groups, coming)
+            self._schedules.advance(self.param_groups)
         return loss
 
     def _taking_part(self) -> tuple[list[Member], list[State], list[dict[str, Any]]]:
@@ -207,11 +212,13 @@ class Modular(Optimizer):
         if not self._guard.allows(step, self.param_groups[0]):
             return False
         self._metrics.clear()
-        self.chain.run_on_closure(step)
-        self.chain.run(step, to_parameters=True)
-        for param, state in zip(params, states, strict=True):
-            if state:  # made in this step, or there before; a stateless chain leaves none
-                self.state[param] = state  # pyright: ignore[reportArgumentType]
+        try:
+            self.chain.run_on_closure(step)
+            self.chain.run(step, to_parameters=True)
+        finally:
+            for param, state in zip(params, states, strict=True):
+                if state:  # made in this step, or there before; a stateless chain leaves none
+                    self.state[param] = state  # pyright: ignore[reportArgumentType]
         return True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -277,7 +284,8 @@ class Modular(Optimizer):
         fitting: dict[str, Any] = {}
 
         def check(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            fitting.update(fitted(given, self.param_groups, self.chain, self.stored_as))
+            own = (self.param_groups, self.chain, self.stored_as, self._schedules)
+            fitting.update(fitted(given, *own))
             return fitting
 
         def restore(_: Optimizer) -> None:  # torch has cast the state to the dtype of the parameters
@@ -286,7 +294,6 @@ class Modular(Optimizer):
             for i, param in zip(ids, params, strict=True):
                 if i in fitting["state"]:
                     self.state[param] = fitting["state"][i]
-            self._schedules.set(self.param_groups, self._schedules.values(self.param_groups))
             self._move_global_state()
 
         # after the caller's hooks have made the checkpoint what it is to be, and before they see the result

@@ -20,7 +20,8 @@ def normalized(group: Mapping[str, Any], chain: Chain, stored_as: Mapping[str, s
     result: dict[str, Any] = {}
     stored = set(stored_as.values())
     for key, value in group.items():
-        target = key if key in HOST_KEYS or key in stored else stored_as.get(key)
+        # "max_norm:initial_lr" is what as_lr lets schedulers keep
+        target = key if key in HOST_KEYS or key.partition(":")[0] in stored else stored_as.get(key)
         if target is None:
             raise ValueError(_unknown_key_message(key, chain, stored))
         if target in result:
@@ -52,10 +53,16 @@ def split_by_overrides(
 
 
 def _unknown_key_message(key: str, chain: Chain, stored: Iterable[str]) -> str:
-    for transform in chain.transforms.values():
+    for name, transform in chain.transforms.items():
+        if f"{name}/{key}" in stored:
+            return f"no transform has a setting {key!r} under this bare name: write {f'{name}/{key}'!r}"
         if key in inspect.signature(type(transform)).parameters:
             return (
                 f"{key!r} of {transform!r} cannot differ between param groups: it is part of the transform. "
                 f"Use one {type(transform).__name__} for each value"
             )
-    return f"no transform has a setting {key!r}; settings of this chain: {', '.join(sorted(stored))}"
+    hint = ". Put WeightDecay(...) after Adam for that of torch.optim.AdamW, before it for that of torch.optim.Adam"
+    return (
+        f"no transform has a setting {key!r}; settings of this chain: {', '.join(sorted(stored))}"
+        f"{hint if key == 'weight_decay' else ''}"
+    )

@@ -67,7 +67,11 @@ class Scope:
         for item in where:
             if not isinstance(item, str) and (not callable(item) or isinstance(item, type | nn.Module)):
                 kind = type(item).__name__
-                raise TypeError(f"a scope is given by patterns for names and by functions of a parameter, got {kind}")
+                hint = ": write them one after the other" if isinstance(item, list | tuple) else ""
+                hint = ": write its name" if isinstance(item, nn.Module) else hint
+                raise TypeError(
+                    f"a scope is given by patterns for names and by functions of a parameter, got {kind}{hint}"
+                )
         named = (groups,) if isinstance(groups, str) else tuple(groups)
         if not all(isinstance(name, str) for name in named):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"groups must be the names of param groups, got {groups!r}")

@@ -24,7 +24,13 @@ def same_in_all_groups(owner: object, groups: Sequence[Setting], keys: Iterable[
 
 def at(value: Any, step: int) -> Any:
     """A setting, or what its schedule gives after so many steps."""
-    return plain(value(step)) if callable(value) else value
+    if not callable(value):
+        return value
+    try:
+        return plain(value(step))
+    except Exception as error:
+        error.add_note(f"in a schedule, {value!r}, of step {step}")
+        raise
 
 
 def override_groups(param_groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:

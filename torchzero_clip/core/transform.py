@@ -264,7 +264,13 @@ class Transform(ABC):
         """Return the state of the whole chain before its first step: 0-d tensors and numbers."""
         return {}
 
-    def can_finish(self, tensors: Sequence[Tensor], params: Sequence[Tensor], later: Sequence["Transform"]) -> bool:
+    def can_finish(
+        self,
+        tensors: Sequence[Tensor],
+        params: Sequence[Tensor],
+        states: Sequence[State],
+        later: Sequence["Transform"],
+    ) -> bool:
         """Whether `finish` does the work of this transform and of all ``later`` ones on these updates."""
         return False
 

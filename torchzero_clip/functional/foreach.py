@@ -34,8 +34,15 @@ def reals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 def alike(*tensors: Tensor) -> bool:
     """Whether elements with the same index stand at the same place in memory, without gaps."""
     first, *others = locals_of(tensors)
-    dense = first.is_contiguous() or (first.ndim == 4 and first.is_contiguous(memory_format=torch.channels_last))
-    return dense and all(other.stride() == first.stride() for other in others)
+    if all(tensor.is_contiguous() for tensor in (first, *others)):
+        return True
+    dense = first.ndim == 4 and first.is_contiguous(memory_format=torch.channels_last)
+    return dense and all(_strides(other) == _strides(first) for other in others)
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    """The strides that say anything: those of dimensions of more than one element."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
 def norms(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> list[Tensor]:

@@ -137,22 +137,28 @@ class Adam(Transform):
         return [update.to(t.dtype) for update, t in zip(updates, tensors, strict=True)]
 
     @override
-    def can_finish(self, tensors: Sequence[Tensor], params: Sequence[Tensor], later: Sequence[Transform]) -> bool:
+    def can_finish(
+        self, tensors: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[State], later: Sequence[Transform]
+    ) -> bool:
         """Whether the rest is what `torch.optim.AdamW` does, and can be computed bit for bit as there."""
         rest = [type(transform) for transform in later if transform.target == "update"]
         if self.target != "update" or len(rest) < len(later) or rest not in ([LR], [WeightDecay, LR]):
             return False
         # the compiler has its own ways to make one pass of it
-        return not torch.compiler.is_compiling() and all(map(self._is_torchs, tensors, params))
+        return not torch.compiler.is_compiling() and all(map(self._is_torchs, tensors, params, states))
 
-    def _is_torchs(self, tensor: Tensor, param: Tensor) -> bool:
-        if param.dtype not in TORCHS_DTYPES or tensor.dtype != param.dtype:
+    def _is_torchs(self, tensor: Tensor, param: Tensor, state: State) -> bool:
+        averages = [value for key, value in state.items() if key != "step"]
+        if param.dtype not in TORCHS_DTYPES or any(value.dtype != param.dtype for value in (tensor, *averages)):
             return False
         if self.state_dtype not in (None, param.dtype):
             return False
         # elsewhere the step count is on the device, and torch's other implementations would wait for it
-        fused = self.fused and param.device.type == "cuda" and not param.is_complex() and foreach.alike(tensor, param)
-        return fused or param.device.type == "cpu"
+        return param.device.type == "cpu" or (param.device.type == "cuda" and self._is_fused(param, tensor, *averages))
+
+    def _is_fused(self, *alike: Tensor) -> bool:
+        """Whether torch's fused kernel can be used, which goes through memory without looking at strides."""
+        return self.fused and not alike[0].is_complex() and foreach.alike(*alike)
 
     @override
     def finish(
@@ -160,30 +166,35 @@ class Adam(Transform):
     ) -> None:
         """Take the step of `torch.optim.AdamW`."""
         for setting, own in runs(settings):
-            beta1, beta2 = setting["betas"]
-            keys = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
-            averages = {key: [state[key] for state in states[own]] for key in keys}
-            rows = zip(params[own], tensors[own], *averages.values(), strict=True)
-            adam(
-                locals_of(params[own]),
-                locals_of(tensors[own]),
-                locals_of(averages["exp_avg"]),
-                locals_of(averages["exp_avg_sq"]),
-                locals_of(averages.get("max_exp_avg_sq", [])),
-                [state["step"] for state in states[own]],
-                foreach=False,
-                # the kernel goes through memory without looking at strides
-                fused=self.fused and all(foreach.alike(*row) and not row[0].is_complex() for row in rows),
-                has_complex=any(param.is_complex() for param in params[own]),
-                decoupled_weight_decay=True,
-                amsgrad=self.amsgrad,
-                beta1=beta1,
-                beta2=beta2,
-                lr=setting["lr"],
-                weight_decay=setting.get("weight_decay", 0.0),
-                eps=setting["eps"],
-                maximize=False,
-            )
+            rows = list(zip(params[own], tensors[own], states[own], strict=True))
+            fused = [self._is_fused(p, t, *(s[key] for key in s if key != "step")) for p, t, s in rows]
+            for kind in (True, False):
+                chosen = [row for row, is_fused in zip(rows, fused, strict=True) if is_fused == kind]
+                if chosen:
+                    self._torchs_step(chosen, setting, fused=kind)
+
+    def _torchs_step(self, rows: Sequence[tuple[Tensor, Tensor, State]], setting: Setting, *, fused: bool) -> None:
+        params, tensors, states = [p for p, _, _ in rows], [t for _, t, _ in rows], [state for _, _, state in rows]
+        beta1, beta2 = setting["betas"]
+        adam(
+            locals_of(params),
+            locals_of(tensors),
+            locals_of([state["exp_avg"] for state in states]),
+            locals_of([state["exp_avg_sq"] for state in states]),
+            locals_of([state["max_exp_avg_sq"] for state in states] if self.amsgrad else []),
+            [state["step"] for state in states],
+            foreach=False,
+            fused=fused,
+            has_complex=params[0].is_complex(),
+            decoupled_weight_decay=True,
+            amsgrad=self.amsgrad,
+            beta1=beta1,
+            beta2=beta2,
+            lr=setting["lr"],
+            weight_decay=setting.get("weight_decay", 0.0),
+            eps=setting["eps"],
+            maximize=False,
+        )
 
 
 def _bias_corrections(steps: Sequence[Tensor], beta: float, power: float) -> list[Tensor]:

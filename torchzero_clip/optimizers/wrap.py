@@ -1,14 +1,14 @@
 """Any optimizer of torch.optim at the end of a chain."""
 
+import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer, SparseAdam
+from torch.optim import SGD, Optimizer, SparseAdam
 from typing_extensions import override
 
 from torchzero_clip.checks import is_numeric, plain
@@ -53,6 +53,9 @@ class Wrap(Transform):
     must_finish = True
 
     def __init__(self, optimizer_class: type[Optimizer], **kwargs: Any) -> None:
+        if isinstance(optimizer_class, Optimizer):
+            name = type(optimizer_class).__name__
+            raise TypeError(f"optimizer_class must be the class, not an optimizer: write Wrap(torch.optim.{name}, ...)")
         if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"optimizer_class must be a subclass of torch.optim.Optimizer, got {optimizer_class!r}")
         name = optimizer_class.__name__
@@ -60,23 +63,35 @@ class Wrap(Transform):
             raise ValueError("Wrap takes no SparseAdam, which steps on sparse gradients only: Modular takes dense ones")
         if inspect.signature(optimizer_class.step).parameters["closure"].default is inspect.Parameter.empty:
             raise ValueError(f"Wrap takes no {name}, which evaluates the closure itself, several times a step")
-        self.optimizer_class = optimizer_class
+        if kwargs.get("maximize") or kwargs.get("differentiable"):
+            raise ValueError("maximize is an argument of Modular, and differentiable steps are not possible in a chain")
         usual = {key: argument.default for key, argument in inspect.signature(optimizer_class).parameters.items()}
-        schedules = {key: value for key, value in kwargs.items() if callable(value) and is_numeric(usual.get(key))}
+        schedules = {key: value for key, value in kwargs.items() if _is_schedule(value, usual.get(key))}
+        self.optimizer_class = optimizer_class
         self.kwargs = {key: plain(at(value, 0) if key in schedules else value) for key, value in kwargs.items()}
-        schedules.pop("lr", None)  # the chain's
-        defaults = dict(self._template.defaults)
+        template = constructed(optimizer_class, self.kwargs)
+        if elsewhere := _state_elsewhere(constructed(optimizer_class, self.kwargs)):
+            raise ValueError(
+                f"Wrap takes no {name}, which keeps {', '.join(elsewhere)} outside of the state of its parameters, "
+                "where checkpoints would lose it"
+            )
+        defaults = dict(template.defaults)
         self.default_lr = defaults.pop("lr", None)
         self._settings = {key: plain(value) for key, value in defaults.items() if is_numeric(value)}
+        self._checked: Setting = {}
+        self._built: Optimizer | None = template
+        schedules.pop("lr", None)  # the chain's
         super().__init__({**self._settings, **schedules}, lr=kwargs.get("lr"))
 
-    def structure(self, key: str) -> Any:
-        """An argument of the optimizer that is not a setting."""
-        return self._template.param_groups[0].get(key)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_built": None}  # torch's own copying loses attributes of subclasses
 
     @property
-    def _template(self) -> Optimizer:
-        return _constructed(self.optimizer_class, tuple(self.kwargs.items()))
+    def template(self) -> Optimizer:
+        """The optimizer, with a parameter of its own."""
+        if self._built is None:
+            self._built = constructed(self.optimizer_class, self.kwargs)
+        return self._built
 
     def _with(self, settings: Setting) -> dict[str, Any]:
         """The arguments, with settings that are not those of the constructor."""
@@ -86,7 +101,10 @@ class Wrap(Transform):
     @override
     def check(self, settings: Setting) -> None:
         """Raise if the optimizer refuses a setting."""
-        _constructed(self.optimizer_class, tuple(self._with(settings).items()))
+        arguments = self._with(settings)
+        if arguments != self._checked:
+            constructed(self.optimizer_class, arguments)
+            self._checked = arguments
 
     @override
     def check_parameter(self, name: str, param: Tensor) -> None:
@@ -106,7 +124,15 @@ class Wrap(Transform):
         return dict(optimizer.state[twin])
 
     @override
-    def can_finish(self, tensors: Sequence[Tensor], params: Sequence[Tensor], later: Sequence[Transform]) -> bool:
+    def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+        """A momentum that is 0 now may have been used before."""
+        ever = {**setting, "momentum": 0.5} if setting.get("momentum") == 0 else setting
+        return self.init_state(param, setting) | self.init_state(param, ever)
+
+    @override
+    def can_finish(
+        self, tensors: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[State], later: Sequence[Transform]
+    ) -> bool:
         return True
 
     @override
@@ -115,7 +141,7 @@ class Wrap(Transform):
         self, tensors: list[Tensor], params: list[Tensor], states: Sequence[State], settings: Sequence[Setting]
     ) -> None:
         """Take a step of the optimizer."""
-        template = self._template
+        template = self.template
         optimizer = object.__new__(self.optimizer_class)
         optimizer.__dict__.update(template.__dict__)
         keys = ("lr", *self._settings)
@@ -132,7 +158,8 @@ class Wrap(Transform):
         kept = [param.grad for param in params]
         try:
             for param, tensor, grad in zip(params, tensors, kept, strict=True):
-                param.grad = tensor.clone() if tensor is grad else tensor  # some optimizers write to it
+                own = tensor.clone() if tensor is grad else tensor  # some optimizers write to it
+                param.grad = own.to(param.dtype)
             _step(optimizer)
         finally:
             for param, grad in zip(params, kept, strict=True):
@@ -164,13 +191,40 @@ class Wrap(Transform):
             yield f"{key}={self.lr if key == 'lr' else self.schedules.get(key, value)!r}"
 
 
-@lru_cache(maxsize=64)
-def _constructed(optimizer_class: type[Optimizer], kwargs: tuple[tuple[str, Any], ...]) -> Optimizer:
+def constructed(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any]) -> Optimizer:
     """The optimizer on a parameter of its own; raises if it refuses the arguments."""
     try:
-        return optimizer_class([nn.Parameter(torch.zeros(1, 1))], **dict(kwargs))
+        return optimizer_class([nn.Parameter(torch.zeros(1, 1))], **kwargs)
     except (TypeError, ValueError) as error:
         raise type(error)(f"Wrap({optimizer_class.__name__}, ...): {error}") from error
+
+
+def _state_elsewhere(optimizer: Optimizer) -> list[str]:
+    """What a step changes besides the state of parameters: counters in groups, attributes."""
+    before = [copy.deepcopy(kept) for kept in _kept(optimizer)]
+    param = optimizer.param_groups[0]["params"][0]
+    param.grad = torch.ones_like(param)
+    try:
+        with torch.no_grad():
+            _step(optimizer)
+    except Exception:  # it wants a device, for example
+        return []
+    pairs = zip(before, _kept(optimizer), strict=True)
+    return sorted(key for old, new in pairs for key in new if repr(old.get(key)) != repr(new[key]))
+
+
+def _kept(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Values of the param group, and attributes that are not of every optimizer."""
+    group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    base = {"state", "param_groups", "defaults", *vars(SGD([torch.zeros(1)]))}
+    own = {key: value for key, value in vars(optimizer).items() if key not in base}
+    return [{k: v for k, v in kept.items() if isinstance(v, (int, float, str, list, dict))} for kept in (group, own)]
+
+
+def _is_schedule(value: Any, usual: Any) -> bool:
+    """Whether an argument is a function where a number is expected, or anything may be."""
+    expected = usual is None or usual is inspect.Parameter.empty or is_numeric(usual)
+    return callable(value) and not isinstance(value, type) and expected
 
 
 def _step(optimizer: Optimizer) -> None:

@@ -1,0 +1,168 @@
+"""Param groups of torch's optimizers as those of chains, and back."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, optim
+from torch.optim import Optimizer
+
+from torchzero_clip.checks import plain
+from torchzero_clip.core.checkpoint import COUNTS, OPTIMIZER_KEYS
+from torchzero_clip.core.learning_rate import LR
+from torchzero_clip.core.modular import Modular
+from torchzero_clip.core.param_groups import HOST_KEYS
+from torchzero_clip.core.schedules import SCHEDULE_STEP
+from torchzero_clip.core.scope import Member
+from torchzero_clip.core.transform import Transform
+from torchzero_clip.optimizers.adam import Adam
+from torchzero_clip.optimizers.muon import Muon
+from torchzero_clip.optimizers.rmsprop import RMSprop
+from torchzero_clip.optimizers.sgd import SGD
+from torchzero_clip.optimizers.weight_decay import WeightDecay
+from torchzero_clip.optimizers.wrap import Wrap, constructed
+
+Group = dict[str, Any]
+
+TORCHS: dict[type[Transform], type[Optimizer]] = {Adam: optim.Adam, SGD: optim.SGD, RMSprop: optim.RMSprop}
+TORCHS[Muon] = optim.Muon
+
+HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""What torch's groups say of how a step is computed; not of what it computes."""
+
+KNOWN = OPTIMIZER_KEYS | {
+    *("adjust_lr_fn", "alpha", "beta2_decay", "centered", "d", "decoupled_weight_decay", "etas", "lambd", "lr_decay"),
+    *("initial_accumulator_value", "momentum_decay", "ns_coefficients", "ns_steps", "rho", "step_sizes", "t0"),
+}
+"""Keys by which an optimizer of torch is known."""
+
+
+def optimizer_of(optimizer: Modular, known: Sequence[Member]) -> str:
+    """The name of the one transform that stands for an optimizer of torch for these parameters."""
+    kinds = (*TORCHS, Wrap)
+    found = {
+        tuple(n for n, t in optimizer.transforms.items() if type(t) in kinds and t.scope.has(member))
+        for member in known
+    } or {()}
+    if len(found) > 1 or len(names := found.pop()) != 1:
+        raise ValueError(
+            "torch.optim has one optimizer for all parameters of a group: the chain needs exactly one of "
+            f"{', '.join(kind.__name__ for kind in kinds)} for them, got {optimizer.chain!r}"
+        )
+    return names[0]
+
+
+def _template(transform: Transform) -> Optimizer:
+    """The optimizer of torch that a transform stands for."""
+    return transform.template if isinstance(transform, Wrap) else constructed(TORCHS[type(transform)], {})
+
+
+def settings_from(old: Group, optimizer: Modular, name: str, known: Sequence[Member]) -> Group:
+    """A group of torch's optimizer, with the chain's keys."""
+    transform = optimizer.transforms[name]
+    template = _template(transform)
+    usual = template.param_groups[0].keys()
+    lacks = usual - old.keys() - HOW - {"maximize", "decoupled_weight_decay"}  # versions differ in these
+    has = (old.keys() & KNOWN) - usual - HOW - {"maximize"}
+    if lacks or has:
+        found = [f"{verb} {', '.join(sorted(keys))}" for verb, keys in (("lacks", lacks), ("has", has)) if keys]
+        raise ValueError(
+            f"the checkpoint is not one of torch.optim.{type(template).__name__}, which {transform!r} stands for: it "
+            f"{'; '.join(found)}. At the end of the chain Wrap(torch.optim.X) takes those of any optimizer X"
+        )
+    _check_same("maximize", old.get("maximize", False), optimizer, transform)
+    result: Group = {}
+    for key, value in old.items():
+        if f"{name}/{key}" in optimizer.stored_as:
+            result[optimizer.stored_as[f"{name}/{key}"]] = plain(value)
+        elif key in usual:
+            _check_same(key, value, optimizer, transform)
+        else:
+            result[key] = value  # of schedulers and trainers
+    return result | _decay_from(old, optimizer, name, known) | {"lr": old["lr"]}
+
+
+def settings_to(group: Group, new: Group, optimizer: Modular, name: str, known: Sequence[Member]) -> Group:
+    """A group of the chain, with the keys of torch's optimizer."""
+    transform = optimizer.transforms[name]
+    _check_same("maximize", new.get("maximize", False), optimizer, transform)
+    result: Group = {"weight_decay": _decay_to(group, new, optimizer, name, known)} if "weight_decay" in new else {}
+    for key, value in new.items():
+        if f"{name}/{key}" in optimizer.stored_as:
+            result[key] = group[optimizer.stored_as[f"{name}/{key}"]]
+        else:
+            _check_same(key, value, optimizer, transform)
+    ours = {*optimizer.stored_as.values(), *optimizer.chain.init_global_state(), *COUNTS, SCHEDULE_STEP, "param_names"}
+    others = {k: v for k, v in group.items() if k not in ours and k != "params" and ":" not in k}
+    return others | result | {"lr": copied(group["lr"])}
+
+
+def _check_same(key: str, theirs: Any, optimizer: Modular, transform: Transform) -> None:
+    """Raise if what is part of the optimizer in torch is not the same part of the transform, or of the chain."""
+    usual = _template(transform).param_groups[0]
+    if key == "maximize":
+        ours, owner = optimizer.maximize, "Modular"
+    elif key in HOW or key in HOST_KEYS or key in ("lr", "weight_decay") or key not in usual:
+        return
+    elif isinstance(transform, Wrap):
+        ours, owner = usual[key], repr(transform)
+    elif key == "decoupled_weight_decay":
+        return  # the place of WeightDecay says it
+    else:
+        ours, owner = getattr(transform, key), repr(transform)
+    theirs, ours = ("original" if key == "adjust_lr_fn" and value is None else value for value in (theirs, ours))
+    if plain(theirs) != plain(ours) and (theirs or ours):
+        raise ValueError(f"torch's optimizer has {key}={theirs!r}, and {owner} {key}={ours!r}")
+
+
+def _decays(optimizer: Modular, name: str, known: Sequence[Member], group: Group) -> tuple[list[str], list[str]]:
+    """The transforms that decay these weights, those where torch's optimizer does and those elsewhere."""
+    transforms = optimizer.transforms
+    acting = [n for n, t in transforms.items() if isinstance(t, WeightDecay) and t.scope.indices(known)]
+    names = list(transforms)
+    if any(isinstance(transforms[n], LR) for n in names[: max(map(names.index, (*acting, name)))]):
+        raise ValueError(
+            f"in torch's optimizers the learning rate comes last: put LR at the end of {optimizer.chain!r}"
+        )
+    before, after = ([n for n in acting if (names.index(n) < names.index(name)) == early] for early in (True, False))
+    decoupled = group.get("decoupled_weight_decay")
+    if isinstance(transforms[name], Wrap):
+        return [], acting
+    if isinstance(transforms[name], Adam):
+        # checkpoints of older versions do not say which of the two it is
+        decoupled = not before if decoupled is None else decoupled
+    else:
+        decoupled = isinstance(transforms[name], Muon)
+    return (after, before) if decoupled else (before, after)
+
+
+def _decay_from(old: Group, optimizer: Modular, name: str, known: Sequence[Member]) -> Group:
+    """All decay of the group: that of the checkpoint, at the place of torch's, and none elsewhere."""
+    there, elsewhere = _decays(optimizer, name, known, old)
+    value = 0.0 if isinstance(optimizer.transforms[name], Wrap) else old.get("weight_decay", 0.0)
+    whole = [n for n in there if len(optimizer.transforms[n].scope.indices(known)) == len(known)]
+    if value and not whole:
+        side = "after" if old.get("decoupled_weight_decay") or type(optimizer.transforms[name]) is Muon else "before"
+        scoped = ", for all parameters of this group" if there else ""
+        raise ValueError(f"the checkpoint has weight_decay={value}: put WeightDecay({value}) {side} {name!r}{scoped}")
+    values = dict.fromkeys((*there, *elsewhere), 0.0) | ({whole[0]: value} if value else {})
+    return {optimizer.stored_as[f"{n}/weight_decay"]: decay for n, decay in values.items()}
+
+
+def _decay_to(group: Group, new: Group, optimizer: Modular, name: str, known: Sequence[Member]) -> float:
+    there, elsewhere = _decays(optimizer, name, known, new)
+    values = {n: group[optimizer.stored_as[f"{n}/weight_decay"]] for n in (*there, *elsewhere)}
+    used = [n for n, value in values.items() if value]
+    if not used:
+        return 0.0
+    partial = len(optimizer.transforms[used[0]].scope.indices(known)) < len(known)
+    if len(used) > 1 or used[0] in elsewhere or partial:
+        raise ValueError(
+            f"weights decay in the chain as they cannot in torch's optimizer: {optimizer.chain!r}. There all "
+            "parameters of a group decay alike: before the optimizer WeightDecay is torch.optim.Adam's, after it "
+            "torch.optim.AdamW's"
+        )
+    return values[used[0]]
+
+
+def copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
