@@ -12,9 +12,9 @@ from torchzero_clip.core.modular import Modular
 def as_lr(optimizer: Optimizer, key: str) -> Optimizer:
     """The optimizer as torch's schedulers see it, with another setting in the place of the learning rate.
 
-    Every scheduler of `torch.optim.lr_scheduler` takes it, and changes that setting in all param groups of the
-    optimizer, where each starts from its own value. It is stepped and saved like any other scheduler. Schedulers that
-    are chained need the same view: call this once for each setting.
+    The schedulers of `torch.optim.lr_scheduler` take it (`OneCycleLR` and `CyclicLR` with ``cycle_momentum=False``),
+    and change that setting in all param groups of the optimizer, where each starts from its own value. They are stepped
+    and saved like any other scheduler. Schedulers that are chained need the same view: call this once for each setting.
 
     Args:
         optimizer: A `Modular`, or any other optimizer.

@@ -89,7 +89,10 @@ def _beside(value: Any, fresh: Any) -> Any:
 def saved_groups(state_dict: Any, groups: list[Group]) -> list[Group]:
     """The param groups of a checkpoint; raises if it is none, or has others than an optimizer."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        raise ValueError("a checkpoint is a dict with the keys 'state' and 'param_groups', as state_dict() returns it")
+        got = f"the keys {list(state_dict)[:5]}" if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        raise ValueError(
+            f"a checkpoint is a dict with the keys 'state' and 'param_groups', as state_dict() returns it; got {got}"
+        )
     saved = state_dict["param_groups"]
     is_list = isinstance(saved, list | tuple) and all(isinstance(g, Mapping) for g in saved)
     if not is_list or not all(isinstance(g.get("params"), list | tuple) for g in saved):

@@ -31,7 +31,8 @@ class Wrap(Transform):
 
     Raises:
         TypeError: If ``optimizer_class`` is no such class, or does not take an argument.
-        ValueError: If it refuses an argument, needs a closure (``LBFGS``) or sparse gradients (``SparseAdam``).
+        ValueError: If it refuses an argument, needs a closure (``LBFGS``) or sparse gradients (``SparseAdam``), or
+            keeps anything outside of the state of its parameters.
 
     ``.grad`` is as it was after a step. The hooks of `torch.optim.Optimizer.step` run once, those of `Modular`.
 
