@@ -59,13 +59,14 @@ def torch_step(params: list[nn.Parameter], *, fused: bool) -> Callable[[], objec
     return step
 
 
-def ours(*transforms: Transform) -> Callable[[list[nn.Parameter]], Callable[[], object]]:
-    return lambda params: Modular(params, *transforms, Adam(), WeightDecay(0.01)).step
+def ours(*transforms: Transform, fused: bool = False) -> Callable[[list[nn.Parameter]], Callable[[], object]]:
+    return lambda params: Modular(params, *transforms, Adam(fused=fused), WeightDecay(0.01)).step
 
 
 STEPS: dict[str, Callable[[list[nn.Parameter]], Callable[[], object]]] = {
     "torch clip + AdamW(fused=True)": lambda p: torch_step(p, fused=True),
     "torch clip + AdamW(foreach=True)": lambda p: torch_step(p, fused=False),
+    'ClipNorm(1, dim="global"), AdamW(fused=True)': ours(ClipNorm(1, dim="global"), fused=True),
     'ClipNorm(1, dim="global"), AdamW': ours(ClipNorm(1, dim="global")),
     "ClipNorm(1), AdamW": ours(ClipNorm(1)),
     "ClipValue(1e-3), AdamW": ours(ClipValue(1e-3)),

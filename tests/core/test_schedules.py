@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from contract.schedulers import SCHEDULERS, advance
 from contract.training import assert_equal, assert_same_state, gradients, parameters, train, values
 from torch.optim import lr_scheduler
 
@@ -184,33 +185,6 @@ def test_a_schedule_of_wrong_values_is_refused_at_once():
 
 def test_repr_shows_the_function():
     assert repr(ClipNorm(warm_up)) == f"ClipNorm({warm_up!r})"
-
-
-SCHEDULERS = {
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda k: 1 / (k + 1)),
-    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda k: 0.9),
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
-    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3]),
-    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 2),
-    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=3),
-    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.5),
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.9)], milestones=[2]
-    ),
-    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 4),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
-    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.9)]
-    ),
-    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2, cycle_momentum=False),
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=7, cycle_momentum=False),
-}
-
-
-def advance(scheduler):
-    scheduler.step(1.0) if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else scheduler.step()
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
