@@ -115,9 +115,9 @@ def main() -> None:
     print(
         f"time of a step / time of torch's, torch {torch.__version__}, {args.threads} threads, {args.rounds} rounds\n"
     )
-    print(f"{'':34}" + "".join(f"{name:>9}" for name in ratios))
+    print(f"{'':46}" + "".join(f"{name:>9}" for name in ratios))
     for step in STEPS:
-        print(f"{step:34}" + "".join(f"{ratios[name][step]:9.2f}" for name in ratios))
+        print(f"{step:46}" + "".join(f"{ratios[name][step]:9.2f}" for name in ratios))
     if args.json:
         args.json.write_text(json.dumps(ratios, indent=2))
 
