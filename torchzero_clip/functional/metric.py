@@ -56,7 +56,7 @@ def parse_ord(ord: Ord) -> Metric:
     """The metric that ``ord`` names; a 0-d tensor is read once, here."""
     if isinstance(ord, str):
         if ord not in _NAMED:
-            hint = "; joint norms are dim='global'" if ord == "global" else ""
+            hint = "; joint norms are dim='global'" if str(ord) == "global" else ""
             raise ValueError(f"ord must be a number or one of {', '.join(map(repr, _NAMED))}, got {ord!r}{hint}")
         return _NAMED[ord]
     if (isinstance(ord, Tensor) and ord.ndim == 0) or (isinstance(ord, int | float) and not isinstance(ord, bool)):
