@@ -97,6 +97,12 @@ def one_of(name: str, value: object, allowed: Collection[object]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
+def instance(name: str, value: object, kind: type) -> None:
+    """An object of one class."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be of class {kind.__name__}, got {value!r} ({type(value).__name__})")
+
+
 def optional(check: Check) -> Check:
     """A check that lets None pass."""
 

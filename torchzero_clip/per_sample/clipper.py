@@ -1,0 +1,289 @@
+"""Clips the gradient of every sample, with one backward for all of them."""
+
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, Self, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from torchzero_clip.checks import boolean, instance, one_of
+from torchzero_clip.per_sample.contributions import Contribution, Memory
+from torchzero_clip.per_sample.engine import Engine, accumulate
+from torchzero_clip.per_sample.norm_clippers import NormClipper
+
+Nonfinite: TypeAlias = Literal["zero", "raise"]
+LossReduction: TypeAlias = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True)
+class ClippingResult:
+    """What was measured of the samples of one backward.
+
+    Args:
+        norms: The norm of the gradient of each sample before clipping, all parameters together: (B,), float32 or wider.
+        factors: What each was multiplied by: (B,), or such a tensor per parameter tensor for a per-layer clipper.
+        nonfinite: Which samples had a gradient that is not finite, and were left out: (B,), booleans.
+        param_norms: The norms by the name of the parameter.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
+        >>> model = nn.Linear(2, 1)
+        >>> clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+        >>> result = clipper.backward(model(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).squeeze(1))
+        >>> result.norms
+        tensor([5.0990, 1.0000])
+        >>> result.param_norms["weight"]
+        tensor([5., 0.])
+    """
+
+    norms: Tensor
+    factors: Tensor | list[Tensor]
+    nonfinite: Tensor
+    param_norms: dict[str, Tensor] = field(repr=False)
+
+
+class PerSampleGradientClipper:
+    """Makes ``.grad`` the sum or mean of the gradients of single samples, each scaled to a limit before it is added.
+
+        grad = Σᵢ cᵢ · gᵢ   (mean: divided by B),   cᵢ = min(1, C / (‖gᵢ‖ + 1e-6))
+
+    One forward and one backward, of the user's own module: no wrapper around it, any optimizer behind it. While the
+    backward runs, each layer hands over its input and the gradient of its output, of which the norms of the samples are
+    made; no gradient of a weight is computed until the factors are known.
+
+    It acts on every forward of the module with gradients enabled, in training and in eval mode, until `detach()`, or
+    the end of a ``with`` block. Nothing but the parameters of the module is clipped.
+
+    Args:
+        module: The model. Layers that mix samples, such as BatchNorm, are refused by name.
+        norm_clipper: How norms become factors: `ConstantFlatClipper`, `ConstantPerLayerClipper`, or one of your own.
+        batch_first: Whether sequences have shape (B, T, ...) rather than (T, B, ...).
+        loss_reduction: "mean": ``.grad`` is the mean over samples; with `clip_and_accumulate`, the loss was one too.
+            "sum": the same with sums.
+        memory: "low" never keeps gradients of single samples, at the cost of a second matmul in some layers.
+        nonfinite: What to do about samples with a gradient that is inf or NaN: "zero" leaves them out and reports them,
+            "raise" raises.
+        keep_grad_samples: Form the gradients of all samples, ``p.grad_sample`` of shape (B, *p.shape), from the
+            backward until `clip_and_accumulate` or the next forward. They take B times the memory of the model.
+
+    Raises:
+        ValueError: If a layer mixes samples or cannot be captured, or an argument has a value it cannot have.
+        TypeError: If an argument has the wrong type.
+
+    | gradient of a sample | what happens |
+    | --- | --- |
+    | norm 0 | factor 1 |
+    | norm just above the limit C | scaled to C · (1 - 1e-6 / C): at most C · (1 + 1e-6), rounding included |
+    | an inf or a NaN | left out, in `nonfinite` of the result; or RuntimeError |
+    | a norm above 1.8e19 in float32 | counts as inf |
+    | a layer that took no part | it contributes nothing |
+    | B = 0 | gradients of zeros |
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+        >>> losses = model(torch.tensor([[3.0, 4.0], [0.0, 0.5]])).squeeze(1)  # one for each sample
+        >>> result = clipper.backward(losses)
+        >>> result.norms, result.factors
+        (tensor([5.0000, 0.5000]), tensor([0.2000, 1.0000]))
+        >>> model.weight.grad
+        tensor([[0.3000, 0.6500]])
+
+    Source: Abadi et al., [Deep learning with differential privacy](https://arxiv.org/abs/1607.00133), 2016; Bu et al.,
+    [Differentially private optimization on large model at small cost](https://arxiv.org/abs/2210.00038), 2022. No noise
+    is added here: by itself, clipping gives no privacy.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        norm_clipper: NormClipper,
+        batch_first: bool = True,
+        loss_reduction: LossReduction = "mean",
+        *,
+        memory: Memory = "auto",
+        nonfinite: Nonfinite = "zero",
+        keep_grad_samples: bool = False,
+    ) -> None:
+        instance("norm_clipper", norm_clipper, NormClipper)
+        one_of("loss_reduction", loss_reduction, ("mean", "sum"))
+        one_of("nonfinite", nonfinite, ("zero", "raise"))
+        boolean("keep_grad_samples", keep_grad_samples)
+        self.norm_clipper = norm_clipper
+        self.loss_reduction: LossReduction = loss_reduction
+        self.nonfinite: Nonfinite = nonfinite
+        self._engine = Engine(module, batch_first=batch_first, memory=memory)
+        self._engine.forward_begins = self._forget_grad_samples
+        self._losses_given = False
+        self._sums: dict[str, Tensor] = {}
+        self._count = 0
+        self._thresholds: Tensor | None = None
+        if keep_grad_samples:
+            self._engine.formed = self._keep_grad_sample
+
+    def backward(self, losses: Tensor) -> ClippingResult:
+        """Add the clipped gradients to ``.grad``: their sum, divided by the B of this call for "mean".
+
+        To accumulate over calls of different B exactly, use "sum", or `clip_and_accumulate`.
+
+        Args:
+            losses: One loss for each sample, of shape (B,): ``reduction="none"``.
+
+        Raises:
+            ValueError: If the losses do not have that shape, or a layer saw another number of samples.
+            TypeError: If they are no tensor.
+            RuntimeError: If the forward ran before the clipper was attached, if a parameter was used outside the call
+                of its layer, or for a sample that is not finite and is to raise. ``.grad`` is as it was.
+        """
+        instance("losses", losses, Tensor)
+        if losses.ndim != 1:
+            raise ValueError(f'losses must have shape (B,), got {tuple(losses.shape)}; use reduction="none"')
+        if self._engine.waits:
+            raise RuntimeError("gradients of an earlier backward wait: call clip_and_accumulate() or discard() first")
+        self._losses_given = True
+        try:
+            losses.sum().backward()
+            sums, result = self._clipped(len(losses), scale=1.0, divisor=self._divisor(len(losses)))
+        finally:
+            self._losses_given = False
+            self._engine.clear()
+        for name, value in sums.items():
+            accumulate(self._engine.params[name], value)
+        return result
+
+    def clip_and_accumulate(self) -> ClippingResult:
+        """After ``loss.backward()``: clip what it left, and add it to the sums that `pre_step` hands out.
+
+        Raises:
+            RuntimeError: If there was no backward, or for a sample that is not finite and is to raise.
+            ValueError: If a layer saw another number of samples than the others.
+        """
+        if not self._engine.waits:
+            raise RuntimeError("no gradients have arrived: call loss.backward() first, of a forward with gradients")
+        try:
+            count = self._engine.arrived_count()
+            scale = float(count) if self.loss_reduction == "mean" else 1.0
+            sums, result = self._clipped(None, scale=scale, divisor=1.0)
+        finally:
+            self._engine.clear()
+            self._forget_grad_samples()
+        for name, value in sums.items():
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+        self._count += count
+        limits = self.norm_clipper.thresholds
+        self._thresholds = limits if self._thresholds is None else torch.maximum(self._thresholds, limits)
+        return result
+
+    def pre_step(self) -> tuple[Tensor, int]:
+        """Set ``.grad`` to what was accumulated, divided by the number of samples for "mean", and begin anew.
+
+        Returns:
+            The norm of all limits together, once for each parameter that trains, and the number of samples.
+
+        Raises:
+            ValueError: If nothing was accumulated.
+        """
+        if self._thresholds is None:
+            raise ValueError("nothing was accumulated: call clip_and_accumulate() after loss.backward() first")
+        params, count = self._engine.params, self._count
+        divisor = self._divisor(count)
+        for name, param in params.items():
+            value = self._sums.get(name)
+            param.grad = torch.zeros_like(param) if value is None else value.div_(divisor).to(param.dtype)
+        max_norm = torch.linalg.vector_norm(self._thresholds).repeat(len(params))
+        self._sums, self._count, self._thresholds = {}, 0, None
+        return max_norm, count
+
+    def discard(self) -> None:
+        """Forget the gradients of a backward that are not to be clipped."""
+        self._engine.clear()
+        self._forget_grad_samples()
+
+    def detach(self) -> None:
+        """Leave the module as it was before. What was accumulated can still be handed out."""
+        self._engine.detach()
+        self._forget_grad_samples()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    def _divisor(self, count: int) -> float:
+        return float(max(count, 1)) if self.loss_reduction == "mean" else 1.0
+
+    def _clipped(self, count: int | None, *, scale: float, divisor: float) -> tuple[dict[str, Tensor], ClippingResult]:
+        gathered = self._engine.gathered(count)
+        if not gathered:
+            raise RuntimeError("no gradient reached a parameter of the module: the losses do not depend on it")
+        return weighted(self._engine, gathered, self.norm_clipper, self.nonfinite, scale=scale, divisor=divisor)
+
+    def _keep_grad_sample(self, param: nn.Parameter, grads: Tensor) -> None:
+        target: Any = param
+        mean = self.loss_reduction == "mean" and not self._losses_given
+        grads = grads * len(grads) if mean else grads
+        earlier = getattr(param, "grad_sample", None)
+        target.grad_sample = grads if earlier is None else earlier + grads
+
+    def _forget_grad_samples(self) -> None:
+        for param in self._engine.params.values():
+            vars(param).pop("grad_sample", None)
+
+
+def weighted(
+    engine: Engine,
+    gathered: dict[int, tuple[Contribution, Tensor]],
+    norm_clipper: NormClipper,
+    nonfinite: Nonfinite,
+    *,
+    scale: float,
+    divisor: float,
+) -> tuple[dict[str, Tensor], ClippingResult]:
+    """The clipped sums by the name of the parameter, and what was measured.
+
+    Args:
+        engine: Knows the parameters.
+        gathered: What each of them got.
+        norm_clipper: Makes factors of norms.
+        nonfinite: What to do about samples that are not finite.
+        scale: What the gradients have to be multiplied by to be those of the samples' own losses.
+        divisor: What the sums are divided by.
+    """
+    first = next(iter(gathered.values()))[1]
+    squares = {
+        name: gathered[id(param)][1].to(first.device) if id(param) in gathered else torch.zeros_like(first)
+        for name, param in engine.params.items()
+    }
+    dtype = engine.norm_dtype()
+    param_norms = {name: value.sqrt().mul_(scale).to(dtype) for name, value in squares.items()}
+    norms = torch.stack(list(squares.values())).sum(0).sqrt().mul_(scale).to(dtype)
+    bad = ~norms.isfinite()
+    some_bad = bool(bad.any())
+    if some_bad and nonfinite == "raise":
+        chosen = bad.nonzero()[:, 0].tolist()
+        raise RuntimeError(
+            f'the gradients of samples {chosen} are not finite; nonfinite="zero" leaves such samples out'
+        )
+    per_layer = norm_clipper.is_per_layer
+    answer = norm_clipper.calc_clipping_factors(list(param_norms.values()) if per_layer else [norms])
+    factors = [value for value, _ in zip(answer, squares, strict=False)]
+    if some_bad:
+        factors = [value.masked_fill(bad, 0) for value in factors]
+    sums: dict[str, Tensor] = {}
+    for (name, param), factor in zip(engine.params.items(), factors, strict=True):
+        if id(param) not in gathered:
+            continue
+        contribution, _ = gathered.pop(id(param))
+        if some_bad:
+            contribution.zero_(bad)
+        sums[name] = contribution.weighted_sum(factor * (scale / divisor))
+    return sums, ClippingResult(norms, factors if per_layer else factors[0], bad, param_norms)
