@@ -1,6 +1,5 @@
 """Clips the gradient of every sample, with one backward for all of them."""
 
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias
 
@@ -8,41 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from torchzero_clip.checks import boolean, instance, one_of
-from torchzero_clip.per_sample.contributions import Contribution, Memory
-from torchzero_clip.per_sample.engine import Engine, accumulate
+from torchzero_clip.per_sample.contributions import Memory
+from torchzero_clip.per_sample.engine import Engine
 from torchzero_clip.per_sample.norm_clippers import NormClipper
+from torchzero_clip.per_sample.weighting import ClippingResult, Nonfinite, clipped_backward, weighted
 
-Nonfinite: TypeAlias = Literal["zero", "raise"]
 LossReduction: TypeAlias = Literal["mean", "sum"]
-
-
-@dataclass(frozen=True)
-class ClippingResult:
-    """What was measured of the samples of one backward.
-
-    Args:
-        norms: The norm of the gradient of each sample before clipping, all parameters together: (B,), float32 or wider.
-        factors: What each was multiplied by: (B,), or such a tensor per parameter tensor for a per-layer clipper.
-        nonfinite: Which samples had a gradient that is not finite, and were left out: (B,), booleans.
-        param_norms: The norms by the name of the parameter.
-
-    Examples:
-        >>> import torch
-        >>> from torch import nn
-        >>> from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
-        >>> model = nn.Linear(2, 1)
-        >>> clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
-        >>> result = clipper.backward(model(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).squeeze(1))
-        >>> result.norms
-        tensor([5.0990, 1.0000])
-        >>> result.param_norms["weight"]
-        tensor([5., 0.])
-    """
-
-    norms: Tensor
-    factors: Tensor | list[Tensor]
-    nonfinite: Tensor
-    param_norms: dict[str, Tensor] = field(repr=False)
 
 
 class PerSampleGradientClipper:
@@ -141,21 +111,12 @@ class PerSampleGradientClipper:
             RuntimeError: If the forward ran before the clipper was attached, if a parameter was used outside the call
                 of its layer, or for a sample that is not finite and is to raise. ``.grad`` is as it was.
         """
-        instance("losses", losses, Tensor)
-        if losses.ndim != 1:
-            raise ValueError(f'losses must have shape (B,), got {tuple(losses.shape)}; use reduction="none"')
-        if self._engine.waits:
-            raise RuntimeError("gradients of an earlier backward wait: call clip_and_accumulate() or discard() first")
         self._losses_given = True
         try:
-            losses.sum().backward()
-            sums, result = self._clipped(len(losses), scale=1.0, divisor=self._divisor(len(losses)))
+            mean = self.loss_reduction == "mean"
+            return clipped_backward(self._engine, losses, self.norm_clipper, mean=mean, nonfinite=self.nonfinite)
         finally:
             self._losses_given = False
-            self._engine.clear()
-        for name, value in sums.items():
-            accumulate(self._engine.params[name], value)
-        return result
 
     def clip_and_accumulate(self) -> ClippingResult:
         """After ``loss.backward()``: clip what it left, and add it to the sums that `pre_step` hands out.
@@ -169,7 +130,8 @@ class PerSampleGradientClipper:
         try:
             count = self._engine.arrived_count()
             scale = float(count) if self.loss_reduction == "mean" else 1.0
-            sums, result = self._clipped(None, scale=scale, divisor=1.0)
+            gathered = self._engine.gathered(None)
+            sums, result = weighted(self._engine, gathered, self.norm_clipper, self.nonfinite, scale=scale)
         finally:
             self._engine.clear()
             self._forget_grad_samples()
@@ -221,12 +183,6 @@ class PerSampleGradientClipper:
     def _divisor(self, count: int) -> float:
         return float(max(count, 1)) if self.loss_reduction == "mean" else 1.0
 
-    def _clipped(self, count: int | None, *, scale: float, divisor: float) -> tuple[dict[str, Tensor], ClippingResult]:
-        gathered = self._engine.gathered(count)
-        if not gathered:
-            raise RuntimeError("no gradient reached a parameter of the module: the losses do not depend on it")
-        return weighted(self._engine, gathered, self.norm_clipper, self.nonfinite, scale=scale, divisor=divisor)
-
     def _keep_grad_sample(self, param: nn.Parameter, grads: Tensor) -> None:
         target: Any = param
         mean = self.loss_reduction == "mean" and not self._losses_given
@@ -237,53 +193,3 @@ class PerSampleGradientClipper:
     def _forget_grad_samples(self) -> None:
         for param in self._engine.params.values():
             vars(param).pop("grad_sample", None)
-
-
-def weighted(
-    engine: Engine,
-    gathered: dict[int, tuple[Contribution, Tensor]],
-    norm_clipper: NormClipper,
-    nonfinite: Nonfinite,
-    *,
-    scale: float,
-    divisor: float,
-) -> tuple[dict[str, Tensor], ClippingResult]:
-    """The clipped sums by the name of the parameter, and what was measured.
-
-    Args:
-        engine: Knows the parameters.
-        gathered: What each of them got.
-        norm_clipper: Makes factors of norms.
-        nonfinite: What to do about samples that are not finite.
-        scale: What the gradients have to be multiplied by to be those of the samples' own losses.
-        divisor: What the sums are divided by.
-    """
-    first = next(iter(gathered.values()))[1]
-    squares = {
-        name: gathered[id(param)][1].to(first.device) if id(param) in gathered else torch.zeros_like(first)
-        for name, param in engine.params.items()
-    }
-    dtype = engine.norm_dtype()
-    param_norms = {name: value.sqrt().mul_(scale).to(dtype) for name, value in squares.items()}
-    norms = torch.stack(list(squares.values())).sum(0).sqrt().mul_(scale).to(dtype)
-    bad = ~norms.isfinite()
-    some_bad = bool(bad.any())
-    if some_bad and nonfinite == "raise":
-        chosen = bad.nonzero()[:, 0].tolist()
-        raise RuntimeError(
-            f'the gradients of samples {chosen} are not finite; nonfinite="zero" leaves such samples out'
-        )
-    per_layer = norm_clipper.is_per_layer
-    answer = norm_clipper.calc_clipping_factors(list(param_norms.values()) if per_layer else [norms])
-    factors = [value for value, _ in zip(answer, squares, strict=False)]
-    if some_bad:
-        factors = [value.masked_fill(bad, 0) for value in factors]
-    sums: dict[str, Tensor] = {}
-    for (name, param), factor in zip(engine.params.items(), factors, strict=True):
-        if id(param) not in gathered:
-            continue
-        contribution, _ = gathered.pop(id(param))
-        if some_bad:
-            contribution.zero_(bad)
-        sums[name] = contribution.weighted_sum(factor * (scale / divisor))
-    return sums, ClippingResult(norms, factors if per_layer else factors[0], bad, param_norms)

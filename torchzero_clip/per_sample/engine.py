@@ -54,6 +54,7 @@ class Engine:
         self.backward_ends: Callable[[], None] | None = None
         self._arrivals: dict[int, list[Arrival]] = {}
         self._calls: list[Call] = []
+        self._queued = False
         self._attachment = Attachment(model, self, began=self._began, force_generic=force_generic)
         self._attachment.attach()
         self._attached = True
@@ -83,7 +84,7 @@ class Engine:
         """Forget what has arrived, and let go of the activations it came from."""
         for call in self._calls:
             call.release()
-        self._arrivals, self._calls = {}, []
+        self._arrivals, self._calls, self._queued = {}, [], False
         self._attachment.reset_counts()
 
     def add(
@@ -98,8 +99,10 @@ class Engine:
             for part in contributions:
                 accumulate(part.param, part.weighted_sum(torch.ones(part.batch_size)))
             return
-        if not self._arrivals and self.backward_ends is not None:
-            torch.autograd.Variable._execution_engine.queue_callback(self.backward_ends)
+        if self.backward_ends is not None and not self._queued:
+            self._queued = True
+            engine: Any = torch.autograd.Variable
+            engine._execution_engine.queue_callback(self._ended)
         for part in contributions:
             self._keep(site, part, expanded=expanded)
 
@@ -124,6 +127,15 @@ class Engine:
         self._check_expanded()
         return result
 
+    def consume(self) -> None:
+        """Forget what has arrived, but not the activations: the same graph may run again, for ordinary gradients."""
+        self._arrivals = {}
+
+    def measured(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """The squared norms of what has arrived, by parameter."""
+        gathered = self.gathered(None)
+        return [(param, gathered[id(param)][1]) for param in self.params.values() if id(param) in gathered]
+
     def arrived_count(self) -> int:
         """How many samples there were in what has arrived."""
         return next(iter(self._arrivals.values()))[0].contribution.batch_size
@@ -145,6 +157,11 @@ class Engine:
             earlier.append(Arrival(site, part, None, expanded))
         else:
             earlier.append(Arrival(site, *part.measured(), expanded))
+
+    def _ended(self) -> None:
+        self._queued = False
+        if self.backward_ends is not None:
+            self.backward_ends()
 
     def _began(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.inside or not self.enabled or torch._C._current_graph_task_id() != -1:
