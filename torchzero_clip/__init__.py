@@ -41,6 +41,7 @@ from torchzero_clip.per_sample.norm_clippers import ConstantFlatClipper as Const
 from torchzero_clip.per_sample.norm_clippers import ConstantPerLayerClipper as ConstantPerLayerClipper
 from torchzero_clip.per_sample.norm_clippers import NormClipper as NormClipper
 from torchzero_clip.per_sample.rules.registry import register_rule as register_rule
+from torchzero_clip.per_sample.verify import check_per_sample as check_per_sample
 from torchzero_clip.per_sample.weighting import ClippingResult as ClippingResult
 
 __version__ = "0.1.0"

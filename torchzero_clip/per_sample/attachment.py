@@ -141,12 +141,18 @@ def _sites(model: nn.Module, recorder: Recorder, *, force_generic: bool) -> Iter
             raise ValueError(f"{_described(name, module)} cannot be clipped per sample: {reason}")
         if _covers_submodules(rule):
             inside.update(id(child) for child in module.modules())
-        if "forward" in module.__dict__:
+        if _replaced(module):
             raise ValueError(
                 f"{_described(name, module)} has a forward of its own, set on the instance: "
                 "another clipper is attached to it, which has to be detached first, or something replaced it"
             )
         yield Site(recorder, name, module, GENERIC if force_generic and not isinstance(rule, WHOLE) else rule, params)
+
+
+def _replaced(module: nn.Module) -> bool:
+    """Whether the instance has a forward that is not that of its class; a copy of an attached model has that."""
+    own = module.__dict__.get("forward")
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
 
 
 def _covers_submodules(rule: Rule) -> bool:
