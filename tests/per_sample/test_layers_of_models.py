@@ -51,6 +51,8 @@ LAYERS = {
     "linear, gradients kept": (lambda: nn.Linear(3, 2), lambda: x(40, 3)),
     "linear, gradients formed in pieces": (lambda: nn.Linear(3, 2), lambda: x(7, 3)),
     "linear, Gram matrices": (lambda: nn.Linear(30, 20), lambda: x(4, 30)),
+    "linear, Gram matrices in parts": (lambda: nn.Linear(200, 150), lambda: x(71, 200)),
+    "linear, Gram matrices in parts of parts": (lambda: nn.Linear(300, 280), lambda: x(131, 300)),
     "linear, wider in than out": (lambda: nn.Linear(30, 2), lambda: x(4, 30)),
     "linear without bias": (lambda: nn.Linear(3, 2, bias=False), lambda: x(4, 3)),
     "linear, frozen weight": (lambda: frozen(nn.Linear(3, 2), "weight"), lambda: x(4, 3)),

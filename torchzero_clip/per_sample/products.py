@@ -14,7 +14,8 @@ from torchzero_clip.per_sample.contributions import (
 )
 from torchzero_clip.per_sample.squares import squared_norms
 
-GRAM_BYTES = 8 << 20
+GRAM_BYTES = 2 << 20
+HALVED = 64  # positions from which on leaving out a quarter pays for the smaller products
 
 
 class Products(Contribution):
@@ -46,8 +47,8 @@ class Products(Contribution):
         if length == 1:
             return self, squared_norms(self.inputs) * squared_norms(self.outputs)
         sides, area = width + height, width * height
-        # measured: where the gradients are small against the activations, keeping them saves a second matmul
-        if self.memory == "auto" and 30 * area < length**2 * sides and area <= 1.75 * length * sides:
+        # kept, the gradients take the place of inputs and outputs, and save a second matmul
+        if self.memory == "auto" and 30 * area < length**2 * sides and area <= length * sides:
             return self._formed()
         if 2 * area < length * sides:
             return self, piecewise_squared_norms(self)
@@ -102,7 +103,24 @@ class Products(Contribution):
 
 
 def gram_norms(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """The squared norms, as inner products of Gram matrices, and the product of the norms of the two factors."""
-    left, right = torch.bmm(inputs, inputs.transpose(1, 2)), torch.bmm(outputs, outputs.transpose(1, 2))
-    largest = left.diagonal(dim1=1, dim2=2).sum(1).double() * right.diagonal(dim1=1, dim2=2).sum(1).double()
-    return left.mul_(right).flatten(1).sum(1).double().clamp(min=0), largest
+    """The squared norms, as inner products of Gram matrices, and the products of the squared norms of the factors."""
+    products, left, right = _halved(inputs, outputs)
+    return products.clamp(min=0), left * right
+
+
+def _halved(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The inner products and both traces; the matrices are symmetric, so a quarter of a large one is left out."""
+    length = inputs.shape[1]
+    if length < HALVED:
+        left, right = torch.bmm(inputs, inputs.transpose(1, 2)), torch.bmm(outputs, outputs.transpose(1, 2))
+        one, two = (gram.diagonal(dim1=1, dim2=2).sum(1).double() for gram in (left, right))
+        return _inner(left, right), one, two
+    half = length // 2
+    one, two = ((inputs[:, part], outputs[:, part]) for part in (slice(0, half), slice(half, length)))
+    left, right = (torch.bmm(x, y.transpose(1, 2)) for x, y in zip(one, two, strict=True))
+    sums = [a + b for a, b in zip(_halved(*one), _halved(*two), strict=True)]
+    return sums[0] + 2 * _inner(left, right), sums[1], sums[2]
+
+
+def _inner(left: Tensor, right: Tensor) -> Tensor:
+    return left.mul_(right).flatten(1).sum(1).double()

@@ -112,6 +112,20 @@ class Patches(Contribution):
             return input
         return F.pad(input, sides) if mode == "zeros" else F.pad(input, sides, mode=mode)
 
+    def _padded_channels_last(self, input: Tensor) -> Tensor:
+        sides, mode = self.module._reversed_padding_repeated_twice, self.module.padding_mode
+        if mode != "zeros" or not any(sides):
+            return self._padded(input).movedim(1, -1).contiguous()
+        before, after = sides[-2::-2], sides[::-2]
+        sizes = input.shape[2:]
+        padded = [first + size + last for first, size, last in zip(before, sizes, after, strict=True)]
+        result = input.new_zeros(len(input), *padded, input.shape[1])  # padding and turning in one copy
+        inner = result
+        for dim, (first, size) in enumerate(zip(before, sizes, strict=True), start=1):
+            inner = inner.narrow(dim, first, size)
+        inner.copy_(input.movedim(1, -1))
+        return result
+
     def _grads(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """The gradients as (samples, groups, channels, patch), and their norms, taken while they are in cache."""
         groups = self.module.groups
@@ -121,7 +135,7 @@ class Patches(Contribution):
         norms = self.grad.new_empty(stop - start, dtype=torch.float64)
         for first, last in pieces(stop - start, groups * patch * length * self.grad.element_size(), limit=PATCHES):
             run = slice(start + first, start + last)
-            patches = self._patches(self._padded(self.input[run]))
+            patches = self._patches(self.input[run])
             grad = self.grad[run].reshape((last - first) * groups, outputs, length)
             torch.bmm(grad, patches, out=result[first:last].view(-1, outputs, patch))
             norms[first:last] = squared_norms(result[first:last])
@@ -129,23 +143,21 @@ class Patches(Contribution):
 
     def _patches(self, input: Tensor) -> Tensor:
         """(samples * groups, positions, patch): a copy through a strided view, faster than unfold."""
-        module = self.module
-        count, channels = input.shape[:2]
+        module, count, channels = self.module, input.shape[0], input.shape[1]
         kernel, stride, dilation, groups = module.kernel_size, module.stride, module.dilation, module.groups
-        length = math.prod(self.grad.shape[2:])
         positions: Sequence[int] = self.grad.shape[2:]
+        length, patch = math.prod(positions), math.prod(kernel) * channels // groups
         if self._channels_last:
-            dense = input.movedim(1, -1).contiguous()
+            dense = self._padded_channels_last(input)
             steps = dense.stride()[1:-1]
             strides = (dense.stride(0), *_scaled(steps, stride), *_scaled(steps, dilation), 1)
-            view = dense.as_strided((count, *positions, *kernel, channels), strides)
-            return view.reshape(count, length, math.prod(kernel) * channels)
-        dense = input.contiguous()
+            return dense.as_strided((count, *positions, *kernel, channels), strides).reshape(count, length, patch)
+        dense = self._padded(input).contiguous()
         steps = dense.stride()[2:]
-        size = (count, groups, *positions, channels // groups, *kernel)
-        inner = (dense.stride(1), *_scaled(steps, dilation))
-        strides = (dense.stride(0), dense.stride(1) * (channels // groups), *_scaled(steps, stride), *inner)
-        return dense.as_strided(size, strides).reshape(count * groups, length, math.prod(kernel) * channels // groups)
+        size = (count, groups, channels // groups, *kernel, *positions)  # positions last: they are runs of memory
+        outer = (dense.stride(0), dense.stride(1) * (channels // groups), dense.stride(1))
+        strides = (*outer, *_scaled(steps, dilation), *_scaled(steps, stride))
+        return dense.as_strided(size, strides).reshape(count * groups, patch, length).transpose(1, 2)
 
 
 class _Kept(Dense):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torchzero_clip.per_sample.contributions import Contribution, Dense
-from torchzero_clip.per_sample.site import Call, Rule, Site, watch
+from torchzero_clip.per_sample.site import Call, Rule, Site, anchor, watch
 from torchzero_clip.per_sample.squares import wide
 
 
@@ -82,6 +82,16 @@ class GroupNormRule(NormalizationRule):
     """GroupNorm: the parameters have the channels, the second dimension."""
 
     @override
+    def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        module: Any = site.module
+        x: Tensor = args[0] if args else kwargs["input"]
+        dtypes = {x.dtype, *(param.dtype for param in module.parameters())}
+        plain = len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} and x.numel() and module.bias is not None
+        if type(self) is not GroupNormRule or not plain or torch.is_autocast_enabled(x.device.type):
+            return super().run(site, args, kwargs)
+        return _GroupNorm.apply(anchor(), x, site)  # pyright: ignore[reportReturnType]
+
+    @override
     def leading(self, module: Any, input: Tensor) -> int:
         return 1
 
@@ -113,3 +123,45 @@ class InstanceNormRule(GroupNormRule):
         if not len(input):  # torch refuses an instance norm of nothing
             return F.group_norm(input, input.shape[1], weight, bias, eps)
         return F.instance_norm(input, weight=weight, bias=bias, use_input_stats=True, eps=eps)
+
+
+class _GroupNorm(torch.autograd.Function):
+    """GroupNorm at the cost of an ordinary backward: to the kernel, the batch is one sample of B times the channels.
+
+    What the kernel then takes for the gradients of the parameters are those of the samples.
+    """
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, anchor: Tensor, input: Tensor, site: Site) -> Tensor:
+        module: Any = site.module
+        x = input.contiguous()
+        count, channels, size = x.shape[0], x.shape[1], x.shape[2:].numel()
+        output, mean, rstd = torch.native_group_norm(
+            x, module.weight, module.bias, count, channels, size, module.num_groups, module.eps
+        )
+        ctx.save_for_backward(x, mean, rstd, module.weight.detach())
+        ctx.site = site
+        return output
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None]:
+        x, mean, rstd, weight = ctx.saved_tensors
+        site: Site = ctx.site
+        count, channels, size = x.shape[0], x.shape[1], x.shape[2:].numel()
+        grad_input, *parameters = torch.ops.aten.native_group_norm_backward(
+            grads[0].contiguous().view(1, count * channels, size),
+            x.view(1, count * channels, size),
+            mean.view(1, -1),
+            rstd.view(1, -1),
+            weight.repeat(count),
+            1,
+            count * channels,
+            size,
+            mean.numel(),
+            [ctx.needs_input_grad[1], True, True],
+        )
+        rows = {name: value.view(count, channels) for name, value in zip(("weight", "bias"), parameters, strict=True)}
+        site.recorder.add(site, [Dense(param, rows[name]) for name, param in site.params.items()])
+        return None, None if grad_input is None else grad_input.view_as(x), None
