@@ -571,6 +571,61 @@ def test_layers_that_cannot_be_right_are_refused_by_name(layer, match):
     assert not model._forward_pre_hooks
 
 
+class OwnBatchNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return (x - x.mean(0)) * self.weight
+
+
+class Bias(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x, bias):
+        return x * self.scale + bias
+
+
+def test_a_module_of_ones_own_that_mixes_samples_is_refused_by_name():
+    model = nn.Sequential(nn.Linear(3, 3), OwnBatchNorm())
+    PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    with pytest.raises(ValueError, match=r"'1' \(OwnBatchNorm\) gives a sample another output alone"):
+        model(torch.randn(5, 3))
+
+
+def test_an_input_that_only_looks_like_a_batch_is_refused_by_name():
+    model = Bias()
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    with pytest.raises(ValueError, match="Bias gives a sample another output alone"):
+        model(torch.randn(5, 5, 3), torch.randn(5, 3))
+    x = torch.randn(5, 4, 3)
+    close(clipper.backward(model(x, torch.randn(4, 3)).sum((1, 2))).norms, x.sum(1).norm(dim=1), rtol=1e-5)
+
+
+class NoisyScale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.scale * F.dropout(x)
+
+
+def test_random_numbers_of_generic_modules_are_drawn_once():
+    model, x = NoisyScale(), batch()
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    state = torch.get_rng_state()
+    output = model(x)  # what was kept times 2 times 1: the gradient of the sum with respect to the scale
+    norms = clipper.backward(output.sum(1)).norms
+    close(norms, output.detach().norm(dim=1))
+    assert not torch.equal(torch.get_rng_state(), state)
+    assert (output == 0).any()
+    assert len({tuple(row) for row in (output == 0).tolist()}) > 1
+
+
 def test_a_parameter_used_outside_its_module_is_refused_by_name():
     model = Functional()
     clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))

@@ -1,7 +1,7 @@
 """One layer of the model whose calls are captured, and one such call."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import MethodType
 from typing import Any, Protocol
 
@@ -63,6 +63,7 @@ class Site:
         self.rule = rule
         self.params = params
         self.calls = 0
+        self.agreed: set[Hashable] = set()
 
     @override
     def __str__(self) -> str:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.per_sample.contributions import Dense
+from torchzero_clip.per_sample.rules.agreement import check_agreement
 from torchzero_clip.per_sample.site import Rule, Site, anchor
 from torchzero_clip.per_sample.squares import wide
 
@@ -51,15 +52,13 @@ class GenericRule(Rule):
 
         site.recorder.inside = True
         try:
-            outputs = _mapped(one, copies, [leaves[i] for i, _ in split], [dim for _, dim in split], count)
-        except (RuntimeError, ValueError) as error:
-            raise RuntimeError(
-                f"{site} cannot be run sample by sample: {error}\n"
-                "Give its class a rule with register_rule, or freeze its parameters"
-            ) from error
+            outputs = _mapped(one, copies, [leaves[i] for i, _ in split], [dim for _, dim in split], count, site)
+            output = layout.given_back(outputs)
+            if not expanded:
+                check_agreement(site, args, kwargs, output)
         finally:
             site.recorder.inside = False
-        return layout.given_back(outputs)
+        return output
 
     def input_dim(self, site: Site, name: str, value: Any) -> int | None:
         """Where an input has its samples; None if it has none."""
@@ -214,15 +213,19 @@ def _mapped(
     inputs: Sequence[Tensor],
     dims: Sequence[int],
     count: int,
+    site: Site,
 ) -> Sequence[Tensor]:
     """``one`` for every sample, with the samples first in what it returns."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "There is a performance drop")
             return torch.vmap(one, in_dims=(0, *dims), randomness="different")(copies, *inputs)
-    except RuntimeError as error:
-        if "Batching rule not implemented" not in str(error) or not count:
-            raise
+    except (RuntimeError, ValueError) as error:
+        if "Batching rule not implemented" not in str(error):
+            raise RuntimeError(
+                f"{site} cannot be run sample by sample: {error}\n"
+                "Give its class a rule with register_rule, or freeze its parameters"
+            ) from error
     rows = {name: copy.unbind(0) for name, copy in copies.items()}
     split = [tensor.unbind(dim) for tensor, dim in zip(inputs, dims, strict=True)]
     results = [
