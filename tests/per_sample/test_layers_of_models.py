@@ -63,6 +63,8 @@ LAYERS = {
     "conv1d": (lambda: nn.Conv1d(3, 4, 3), lambda: x(3, 8)),
     "conv1d, strided and dilated": (lambda: nn.Conv1d(3, 4, 3, stride=2, dilation=2, padding=1), lambda: x(3, 9)),
     "conv2d": (lambda: nn.Conv2d(3, 4, 3), lambda: x(3, 6, 6)),
+    "conv2d, few positions": (lambda: nn.Conv2d(9, 30, 3), lambda: x(9, 5, 5)),
+    "conv2d, few positions and few channels": (lambda: nn.Conv2d(5, 60, 4), lambda: x(5, 5, 5)),
     "conv2d, gradients dropped": (lambda: nn.Conv2d(9, 20, 3), lambda: x(9, 4, 4)),
     "conv2d, many channels": (lambda: nn.Conv2d(9, 4, 3, padding=1), lambda: x(9, 6, 5)),
     "conv2d, uneven": (lambda: nn.Conv2d(3, 4, (3, 2), stride=(2, 1), padding=(1, 2)), lambda: x(3, 6, 5)),

@@ -131,10 +131,10 @@ class PerSampleGradientClipper:
             count = self._engine.arrived_count()
             scale = float(count) if self.loss_reduction == "mean" else 1.0
             gathered = self._engine.gathered(None)
-            sums, result = weighted(self._engine, gathered, self.norm_clipper, self.nonfinite, scale=scale)
         finally:
             self._engine.clear()
             self._forget_grad_samples()
+        sums, result = weighted(self._engine, gathered, self.norm_clipper, self.nonfinite, scale=scale)
         for name, value in sums.items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
         self._count += count

@@ -79,6 +79,37 @@ class Dense(Contribution):
         return Dense(self.param, self.grads + other.grads)
 
 
+class Runs(Contribution):
+    """Gradients in full, as a list of runs of samples: joining them would be a copy.
+
+    Args:
+        param: The parameter.
+        runs: The gradients of some samples each, in order.
+    """
+
+    def __init__(self, param: Tensor, runs: list[Tensor]) -> None:
+        super().__init__(param, sum(len(run) for run in runs))
+        self._runs = runs
+
+    @override
+    def measured(self) -> tuple[Contribution, Tensor]:
+        return self, torch.cat([squared_norms(run) for run in self._runs])
+
+    @override
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        parts = factors.split([len(run) for run in self._runs])
+        return _total([weighted_rows(part, run) for part, run in zip(parts, self._runs, strict=True)])
+
+    @override
+    def dense(self, start: int, stop: int) -> Tensor:
+        return torch.cat(self._runs)[start:stop]
+
+    @override
+    def zero_(self, samples: Tensor) -> None:
+        parts = samples.split([len(run) for run in self._runs])
+        self._runs = [_zeroed(run, part) for run, part in zip(self._runs, parts, strict=True)]
+
+
 class Tied(Contribution):
     """Several uses of one parameter, of which no two have a common form.
 

@@ -57,10 +57,10 @@ def clipped_backward(
         gathered = engine.gathered(len(losses))
         if not gathered:
             raise RuntimeError("no gradient reached a parameter of the module: the losses do not depend on it")
-        divisor = float(max(len(losses), 1)) if mean else 1.0
-        sums, result = weighted(engine, gathered, norm_clipper, nonfinite, divisor=divisor)
     finally:
         engine.clear()
+    divisor = float(max(len(losses), 1)) if mean else 1.0
+    sums, result = weighted(engine, gathered, norm_clipper, nonfinite, divisor=divisor)
     for name, value in sums.items():
         accumulate(engine.params[name], value)
     return result
@@ -79,7 +79,7 @@ def weighted(
 
     Args:
         engine: Knows the parameters.
-        gathered: What each of them got.
+        gathered: What each of them got, emptied on the way: activations are let go of as sums take their place.
         norm_clipper: Makes factors of norms.
         nonfinite: What to do about samples that are not finite.
         scale: What the gradients have to be multiplied by to be those of the samples' own losses.
@@ -91,8 +91,9 @@ def weighted(
         for name, param in engine.params.items()
     }
     dtype = engine.norm_dtype()
-    param_norms = {name: value.sqrt().mul_(scale).to(dtype) for name, value in squares.items()}
-    norms = torch.stack(list(squares.values())).sum(0).sqrt().mul_(scale).to(dtype)
+    table = torch.stack(list(squares.values()))
+    norms = table.sum(0).sqrt_().mul_(scale).to(dtype)
+    param_norms = dict(zip(squares, table.sqrt_().mul_(scale).to(dtype).unbind(), strict=True))
     bad = ~norms.isfinite()
     some_bad = bool(bad.any())
     if some_bad and nonfinite == "raise":
@@ -105,12 +106,14 @@ def weighted(
     factors = [value for value, _ in zip(answer, squares, strict=False)]
     if some_bad:
         factors = [value.masked_fill(bad, 0) for value in factors]
+    weights = [value * (scale / divisor) for value in (factors if per_layer else factors[:1])]
+    weights = weights if per_layer else weights * len(factors)
     sums: dict[str, Tensor] = {}
-    for (name, param), factor in zip(engine.params.items(), factors, strict=True):
+    for (name, param), weight in zip(engine.params.items(), weights, strict=True):
         if id(param) not in gathered:
             continue
         contribution, _ = gathered.pop(id(param))
         if some_bad:
             contribution.zero_(bad)
-        sums[name] = contribution.weighted_sum(factor * (scale / divisor))
+        sums[name] = contribution.weighted_sum(weight)
     return sums, ClippingResult(norms, factors if per_layer else factors[0], bad, param_norms)
