@@ -730,3 +730,91 @@ def test_recurrent_layers_refuse_packed_sequences():
     PerSampleGradientClipper(model, ConstantFlatClipper(1.0), batch_first=False)
     with pytest.raises(ValueError, match="PackedSequence"):
         model(nn.utils.rnn.pack_sequence([torch.randn(4, 3), torch.randn(2, 3)]))
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_distributed_data_parallel_is_refused_by_name():
+    with pytest.raises(ValueError, match="DistributedDataParallel"):
+        PerSampleGradientClipper(nn.parallel.DistributedDataParallel(small()), ConstantFlatClipper(1.0))
+    model = small()
+    PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    with pytest.raises(RuntimeError, match="DistributedDataParallel"):
+        nn.parallel.DistributedDataParallel(model)(batch())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
+def test_compiled_and_complex_models_are_refused_by_name():
+    with pytest.raises(ValueError, match="compiled"):
+        PerSampleGradientClipper(torch.compile(small()), ConstantFlatClipper(1.0))
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"'weight' is torch\.complex64"):
+        PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+
+
+def test_a_forward_set_on_an_instance_is_refused_by_name():
+    model = small()
+    model[0].forward = lambda x: x
+    with pytest.raises(ValueError, match=r"'0' \(Linear\) has a forward of its own"):
+        PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+
+
+def test_a_layer_that_was_exchanged_is_followed():
+    model, x = small(), batch()
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    model[0] = nn.Linear(3, 4).double()
+    norms, _ = reference(model, x, 1.0)
+    close(clipper.backward(losses_of(model(x))).norms, norms)
+
+
+class Conv1D(nn.Module):
+    """The linear layer of GPT-2, with its weight the other way round."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs)), nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x):
+        shape = (*x.shape[:-1], len(self.bias))
+        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(shape)
+
+
+def test_linear_layers_of_gpt_2():
+    check(nn.Sequential(Conv1D(3, 4), nn.GELU(), Conv1D(4, 2)), torch.randn(5, 6, 3))
+
+
+class FirstLayerUnused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        self.first(x)
+        return self.second(x)
+
+
+def test_a_layer_whose_output_is_not_used_contributes_nothing():
+    check(FirstLayerUnused(), torch.randn(5, 3))
+
+
+def test_losses_that_do_not_depend_on_the_module_raise():
+    clipper = PerSampleGradientClipper(small(), ConstantFlatClipper(1.0))
+    with pytest.raises(RuntimeError, match="the losses do not depend on it"):
+        clipper.backward(torch.ones(5, requires_grad=True) * 2)
+
+
+def test_detach_between_forward_and_backward_raises():
+    model = small()
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    losses = losses_of(model(batch()))
+    clipper.detach()
+    with pytest.raises(RuntimeError, match="run the forward again"):
+        losses.sum().backward()
+    assert all(grad is None for grad in grads(model))

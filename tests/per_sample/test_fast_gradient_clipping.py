@@ -117,6 +117,23 @@ def test_a_backward_that_nobody_consumed_raises_at_the_next_forward():
         module(batch())
 
 
+@reductions
+def test_output_gradients_can_be_given_by_hand(reduction):
+    model, x, grad = nn.Linear(3, 2).double(), batch(), torch.randn(5, 6, 2, dtype=torch.float64)
+    module = wrap(model, loss_reduction=reduction)
+    scaled = grad / 5 if reduction == "mean" else grad
+    module.capture_backprops_hook(model, (x,), (scaled,), reduction, True)
+    weight, bias = torch.einsum("btp,btd->bpd", grad, x), grad.sum(1)
+    close(module.get_norm_sample(), (weight.square().sum((1, 2)) + bias.square().sum(1)).sqrt())
+    close(model.weight.norm_sample, weight.flatten(1).norm(dim=1))
+    other = "sum" if reduction == "mean" else "mean"
+    module(x)
+    module.capture_backprops_hook(model, (x,), (grad if other == "sum" else grad / 5,), other, True)
+    close(model.bias.norm_sample, bias.norm(dim=1))
+    with pytest.raises(ValueError, match="batch_first must be True"):
+        module.capture_backprops_hook(model, (x,), (grad,), reduction, False)
+
+
 def test_norms_without_a_backward_raise():
     with pytest.raises(RuntimeError, match="there are no norms"):
         wrap(small()).get_norm_sample()

@@ -1,5 +1,6 @@
 """Norms and clipping coefficients of samples as a wrapper around the model, for loops that were written for one."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,9 +8,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torchzero_clip.checks import boolean, count, instance, non_negative, one_of
+from torchzero_clip.per_sample.attachment import trainable
 from torchzero_clip.per_sample.clipper import LossReduction
 from torchzero_clip.per_sample.engine import Engine
 from torchzero_clip.per_sample.norm_clippers import STABILITY, ConstantFlatClipper
+from torchzero_clip.per_sample.rules.registry import GENERIC
+from torchzero_clip.per_sample.site import Site
 from torchzero_clip.per_sample.squares import squared_norms
 from torchzero_clip.per_sample.weighting import ClippingResult, clipped_backward
 
@@ -186,6 +190,40 @@ class GradSampleModuleFastGradientClipping(nn.Module):
             self._in_one_pass = False
         self._norms = result.norms
         return result
+
+    def capture_backprops_hook(
+        self,
+        module: nn.Module,
+        _forward_input: Sequence[Tensor],
+        forward_output: Sequence[Tensor],
+        loss_reduction: LossReduction,
+        batch_first: bool,
+    ) -> None:
+        """Take the gradient of an output by hand, for a call that was not captured; the module is run by vmap.
+
+        Calls that were captured, which are all in a forward of this module, must not be given again: they would count
+        twice.
+
+        Args:
+            module: A module of the model.
+            _forward_input: What it was called with.
+            forward_output: The gradient of its output, the only item.
+            loss_reduction: What the loss of this gradient is over the samples.
+            batch_first: As this module has it.
+
+        Raises:
+            ValueError: If ``batch_first`` is not what this module has, or the inputs have no batch dimension.
+        """
+        one_of("loss_reduction", loss_reduction, ("mean", "sum"))
+        if batch_first != self._engine.batch_first:
+            raise ValueError(f"batch_first must be {self._engine.batch_first}, as in the constructor")
+        (grad,), inputs = forward_output, tuple(x.detach() for x in _forward_input)
+        size = inputs[0].shape[0 if batch_first else 1]
+        self._engine.batch_size = size
+        site = Site(self._engine, type(module).__name__, module, GENERIC, trainable(module))
+        scale = {("mean", "sum"): size, ("sum", "mean"): 1 / max(size, 1)}.get((loss_reduction, self.loss_reduction), 1)
+        with torch.enable_grad():
+            torch.autograd.backward(GENERIC.run(site, inputs, {}), grad * scale)
 
     def disable_hooks(self) -> None:
         """Let backwards give ordinary gradients, and forwards run as they are."""
