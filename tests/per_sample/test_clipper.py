@@ -766,6 +766,36 @@ def test_a_forward_set_on_an_instance_is_refused_by_name():
         PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
 
 
+def test_a_single_layer_whose_bias_was_freed_is_followed():
+    model, x = nn.Linear(3, 2).double(), batch()
+    model.bias.requires_grad_(False)
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    model.bias.requires_grad_(True)
+    norms, _ = reference(model, x, 1.0)
+    close(clipper.backward(losses_of(model(x))).norms, norms)
+
+
+def test_a_layer_that_cannot_be_right_put_in_later_is_refused_and_nothing_trains():
+    model = small()
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    model.append(nn.BatchNorm1d(2).double())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"'3' \(BatchNorm1d\)"):
+            model(batch())
+    del model[3]
+    assert clipper.backward(losses_of(model(batch()))).norms.shape == (5,)
+
+
+def test_parts_of_the_model_called_by_themselves_are_captured_and_refuse_to_go_on_unclipped():
+    model, x = small(), batch()
+    norms, _ = reference(model, x, 1.0)
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    close(clipper.backward(losses_of(model[2](model[1](model[0](x))))).norms, norms)
+    model[0](x).sum().backward()
+    with pytest.raises(RuntimeError, match="wait to be clipped"):
+        model[0](x)
+
+
 def test_a_layer_that_was_exchanged_is_followed():
     model, x = small(), batch()
     clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))

@@ -46,6 +46,7 @@ class Attachment:
         params = trainable(self._model)
         _check_model(self._model, params)
         sites = list(_sites(self._model, self._recorder, force_generic=self._force_generic))
+        self.detach()
         self.params, self._sites = params, sites
         self._owners = Counter(id(param) for site in sites for param in site.params.values())
         for site in sites:
@@ -59,14 +60,13 @@ class Attachment:
         for handle in self._handles:
             handle.remove()
         for site in self._sites:
-            del site.module.__dict__["forward"]
+            site.module.__dict__.pop("forward", None)
         self._handles, self._sites = [], []
 
     def refresh(self) -> None:
         """Capture the parameters that train now, where layers were frozen, freed or exchanged since."""
         now = trainable(self._model)
         if now.keys() != self.params.keys() or any(now[name] is not param for name, param in self.params.items()):
-            self.detach()
             self.attach()
 
     def is_shared(self, param: nn.Parameter) -> bool:
@@ -141,7 +141,7 @@ def _sites(model: nn.Module, recorder: Recorder, *, force_generic: bool) -> Iter
             raise ValueError(f"{_described(name, module)} cannot be clipped per sample: {reason}")
         if _covers_submodules(rule):
             inside.update(id(child) for child in module.modules())
-        if _replaced(module):
+        if _replaced(module, recorder):
             raise ValueError(
                 f"{_described(name, module)} has a forward of its own, set on the instance: "
                 "another clipper is attached to it, which has to be detached first, or something replaced it"
@@ -149,9 +149,11 @@ def _sites(model: nn.Module, recorder: Recorder, *, force_generic: bool) -> Iter
         yield Site(recorder, name, module, GENERIC if force_generic and not isinstance(rule, WHOLE) else rule, params)
 
 
-def _replaced(module: nn.Module) -> bool:
-    """Whether the instance has a forward that is not that of its class; a copy of an attached model has that."""
+def _replaced(module: nn.Module, recorder: Recorder) -> bool:
+    """Whether the instance has a forward that is not that of its class, which copies of attached models have."""
     own = module.__dict__.get("forward")
+    if isinstance(own, CapturedForward) and own.site.recorder is recorder:
+        return False
     return own is not None and getattr(own, "__func__", None) is not type(module).forward
 
 

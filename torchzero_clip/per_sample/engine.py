@@ -87,6 +87,19 @@ class Engine:
         self._arrivals, self._calls, self._queued = {}, [], False
         self._attachment.reset_counts()
 
+    def called(self, site: Site) -> None:
+        """Note that a layer runs.
+
+        Raises:
+            RuntimeError: If gradients wait that nobody has asked for.
+        """
+        if self.waits and not _in_backward():
+            raise RuntimeError(
+                "gradients of an earlier backward wait to be clipped: call clip_and_accumulate() after "
+                "loss.backward(), or backward(losses) instead of it. discard() forgets them"
+            )
+        site.calls += 1
+
     def add(
         self, site: Site, contributions: Sequence[Contribution], *, call: Call | None = None, expanded: bool = False
     ) -> None:
@@ -124,7 +137,7 @@ class Engine:
                 kept, squares = arrivals[0].contribution, arrivals[0].squares
             self._arrivals[key] = [Arrival(arrivals[0].site, kept, squares, any(a.expanded for a in arrivals))]
             result[key] = kept, squares
-        self._check_expanded()
+        _check_expanded([(group[0], result[key][1]) for key, group in self._arrivals.items()])
         return result
 
     def consume(self) -> None:
@@ -164,15 +177,10 @@ class Engine:
             self.backward_ends()
 
     def _began(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.inside or not self.enabled or torch._C._current_graph_task_id() != -1:
-            return  # a forward within a forward, or one that checkpointing repeats
+        if self.inside or not self.enabled or self.waits or _in_backward():
+            return
         if DistributedDataParallel._active_ddp_module is not None:
             raise RuntimeError("module is run by DistributedDataParallel, which would not average its gradients")
-        if self.waits:
-            raise RuntimeError(
-                "gradients of an earlier backward wait to be clipped: call clip_and_accumulate() after "
-                "loss.backward(), or backward(losses) instead of it. discard() forgets them"
-            )
         self._attachment.refresh()
         self.batch_size = _batch_size((args, kwargs), 0 if self.batch_first else 1)
         if self.forward_begins is not None:
@@ -190,19 +198,6 @@ class Engine:
                     "positions that all samples share need a batch dimension too"
                 )
 
-    def _check_expanded(self) -> None:
-        """A row that stood for all samples must not have been used for the first alone."""
-        groups = [arrivals[0] for arrivals in self._arrivals.values()]
-        others = [_squares(arrival) for arrival in groups if not arrival.expanded]
-        for arrival in groups:
-            squares = _squares(arrival)
-            first_only = arrival.expanded and squares[:1].any() and not squares[1:].any()
-            if first_only and others and torch.stack(others)[:, 1:].any():
-                raise ValueError(
-                    f"the output of {arrival.site} reached the loss of the first sample only: "
-                    "give its input a batch dimension of the size of the batch"
-                )
-
 
 def accumulate(param: Any, value: Tensor) -> None:
     """Add to the gradient of a parameter, as a backward does."""
@@ -213,9 +208,23 @@ def accumulate(param: Any, value: Tensor) -> None:
         param.grad.add_(value)
 
 
-def _squares(arrival: Arrival) -> Tensor:
-    assert arrival.squares is not None
-    return arrival.squares.cpu()
+def _in_backward() -> bool:
+    """Whether a backward runs, in which checkpointing repeats forwards."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _check_expanded(groups: Sequence[tuple[Arrival, Tensor]]) -> None:
+    """A row that stood for all samples must not have been used for the first alone."""
+    if not any(arrival.expanded for arrival, _ in groups):
+        return
+    others = [squares[1:].any().item() for arrival, squares in groups if not arrival.expanded]
+    for arrival, squares in groups:
+        first_only = arrival.expanded and squares[:1].any() and not squares[1:].any()
+        if first_only and any(others):
+            raise ValueError(
+                f"the output of {arrival.site} reached the loss of the first sample only: "
+                "give its input a batch dimension of the size of the batch"
+            )
 
 
 def _batch_size(inputs: Any, dim: int) -> int | None:

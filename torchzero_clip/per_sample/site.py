@@ -24,6 +24,8 @@ class Recorder(Protocol):
     @property
     def listens(self) -> bool: ...
 
+    def called(self, site: "Site") -> None: ...
+
     def clear(self) -> None: ...
 
     def add(
@@ -90,10 +92,12 @@ class CapturedForward:
         self.site = site
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        recorder = self.site.recorder
+        recorder, now = self.site.recorder, self.site.module.__dict__.get("forward")
+        if isinstance(now, CapturedForward) and now is not self:  # the layer was attached anew as this call began
+            return now(*args, **kwargs)
         if not torch.is_grad_enabled() or not recorder.listens or recorder.inside:
             return type(self.site.module).forward(self.site.module, *args, **kwargs)
-        self.site.calls += 1
+        recorder.called(self.site)
         return self.site.rule.run(self.site, args, kwargs)
 
     @override

@@ -1,5 +1,6 @@
 """Whether a module gives the same for a sample alone as in its batch."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,18 +23,22 @@ def check_agreement(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], o
     if key in site.agreed:
         return
     args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
-    state = torch.get_rng_state()
-    with torch.no_grad():
+    devices = {x.device.index for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_cuda}
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
+        before = _random_states(devices)
         together = type(site.module).forward(site.module, *args, **kwargs)
-    if torch.equal(torch.get_rng_state(), state):
-        pairs = zip(pytree.tree_leaves(output), pytree.tree_leaves(together), strict=True)
-        if not all(_close(a.detach(), b) for a, b in pairs if isinstance(a, Tensor)):
-            raise ValueError(
-                f"{site} gives a sample another output alone than in the batch: it mixes samples, or an input without "
-                "a batch dimension has the size of one. Per-sample gradients would be wrong"
-            )
-    torch.set_rng_state(state)
+        drew = any(not torch.equal(a, b) for a, b in zip(before, _random_states(devices), strict=True))
+    pairs = zip(pytree.tree_leaves(output), pytree.tree_leaves(together), strict=True)
+    if not drew and not all(_close(a.detach(), b) for a, b in pairs if isinstance(a, Tensor)):
+        raise ValueError(
+            f"{site} gives a sample another output alone than in the batch: it mixes samples, or an input without "
+            "a batch dimension has the size of one. Per-sample gradients would be wrong"
+        )
     site.agreed.add(key)
+
+
+def _random_states(devices: Iterable[int]) -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
 
 
 def _close(alone: Tensor, together: Tensor) -> bool:
