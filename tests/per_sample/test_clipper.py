@@ -642,6 +642,29 @@ def test_a_penalty_on_parameters_is_refused():
     assert all(grad is None for grad in grads(model))
 
 
+def every_kind():
+    return nn.Sequential(
+        nn.Linear(3, 4), nn.PReLU(), nn.Unflatten(1, (4, 1)), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(4, 2)
+    ).double()
+
+
+def test_gradients_of_gradients_are_refused():
+    model, x = every_kind(), batch().requires_grad_()
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    with pytest.raises(RuntimeError, match=r"\(Linear\) is in a backward with create_graph=True"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    clipper.backward(losses_of(model(x)))
+
+
+def test_gradients_of_the_inputs_alone_are_no_gradients_of_samples():
+    model, x = every_kind(), batch().requires_grad_()
+    norms, _ = reference(model, x.detach(), 1.0)
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    output = model(x)
+    torch.autograd.grad(output.sum(), x, retain_graph=True)
+    close(clipper.backward(losses_of(output)).norms, norms)
+
+
 def test_a_forward_before_attaching_is_refused():
     model = small()
     losses = losses_of(model(batch()))

@@ -1,6 +1,7 @@
 """GradSampleModuleFastGradientClipping: its numbers, in one pass and in two, and what it shows of the model."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -151,6 +152,19 @@ def test_it_shows_the_model_as_its_own():
     assert not model.training
     assert not model[0].training
     module.load_state_dict(small().state_dict())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies_are_wrappers_of_their_own(copied):
+    model, x = small(), batch()
+    module = wrap(model, max_grad_norm=0.5)
+    twin = copied(module)
+    module.backward(losses_of(module(x)))
+    assert all(param.grad is None for param in twin.parameters())
+    twin.backward(losses_of(twin(x)))
+    for param, other in zip(module.parameters(), twin.parameters(), strict=True):
+        assert param is not other
+        close(param.grad, other.grad)
 
 
 def test_strict_refuses_buffers():

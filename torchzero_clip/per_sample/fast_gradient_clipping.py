@@ -125,11 +125,28 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         self.loss_reduction: LossReduction = loss_reduction
         self.max_grad_norm = max_grad_norm
         memory = "low" if use_ghost_clipping else "auto"
-        self._engine = Engine(m, batch_first=batch_first, memory=memory, force_generic=force_functorch)
+        self._settings: dict[str, Any] = {
+            "memory": memory,
+            "batch_first": batch_first,
+            "force_generic": force_functorch,
+        }
+        self._attach()
+
+    def _attach(self) -> None:
+        self._engine = Engine(self.__dict__["_module"], **self._settings)
         self._engine.forward_begins = self._forget
         self._engine.backward_ends = self._put_norm_samples
         self._norms: Tensor | None = None
         self._in_one_pass = False
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in ("_engine", "_norms")}
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._attach()
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -140,6 +157,8 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if "_module" not in self.__dict__:  # while a copy is made
+                raise
             return getattr(self.__dict__["_module"], name)
 
     @override

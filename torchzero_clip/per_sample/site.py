@@ -136,6 +136,8 @@ class Call:
 
     def arrived(self, grad: Tensor) -> None:
         """Hand over what the gradient of the output says about the parameters."""
+        if not wanted(self._site):
+            return
         if self._inputs is None:
             raise RuntimeError(
                 f"the activations of {self._site} were let go after the last clipping; run the forward again"
@@ -152,6 +154,20 @@ class Call:
     def release(self) -> None:
         """Let go of the inputs."""
         self._inputs = None
+
+
+def wanted(site: Site) -> bool:
+    """Whether the backward that runs gives gradients to parameters: `torch.autograd.grad` of an input does not.
+
+    Raises:
+        RuntimeError: If it is to be differentiated again: the parameters are not in its graph.
+    """
+    if torch.is_grad_enabled():
+        site.recorder.clear()
+        raise RuntimeError(
+            f"{site} is in a backward with create_graph=True: gradients of gradients cannot be clipped per sample"
+        )
+    return torch.autograd._is_checkpoint_valid()
 
 
 def watch(output: Tensor, call: Call) -> Tensor:

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from torchzero_clip.per_sample.contributions import Dense
 from torchzero_clip.per_sample.rules.agreement import check_agreement
-from torchzero_clip.per_sample.site import Rule, Site, anchor
+from torchzero_clip.per_sample.site import Rule, Site, anchor, wanted
 from torchzero_clip.per_sample.squares import wide
 
 
@@ -165,7 +165,7 @@ class _Copies(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        with torch.no_grad():
+        if wanted(ctx.site):
             ctx.site.recorder.add(ctx.site, [Dense(ctx.param, *wide(grads[0]))], expanded=ctx.expanded)
         return (None,) * 5
 

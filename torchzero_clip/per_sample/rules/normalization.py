@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torchzero_clip.per_sample.contributions import Contribution, Dense
-from torchzero_clip.per_sample.site import Call, Rule, Site, anchor, watch
+from torchzero_clip.per_sample.site import Call, Rule, Site, anchor, wanted, watch
 from torchzero_clip.per_sample.squares import wide
 
 
@@ -163,5 +163,6 @@ class _GroupNorm(torch.autograd.Function):
             [ctx.needs_input_grad[1], True, True],
         )
         rows = {name: value.view(count, channels) for name, value in zip(("weight", "bias"), parameters, strict=True)}
-        site.recorder.add(site, [Dense(param, rows[name]) for name, param in site.params.items()])
+        if wanted(site):
+            site.recorder.add(site, [Dense(param, rows[name]) for name, param in site.params.items()])
         return None, None if grad_input is None else grad_input.view_as(x), None
