@@ -665,6 +665,25 @@ def test_gradients_of_the_inputs_alone_are_no_gradients_of_samples():
     close(clipper.backward(losses_of(output)).norms, norms)
 
 
+def test_functional_calls_are_as_before():
+    model, x = every_kind(), batch()
+    params = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(params, x):
+        return losses_of(torch.func.functional_call(model, params, (x[None],))).sum()
+
+    per_sample = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))
+    expected = per_sample(params, x)
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    for name, grads in per_sample(params, x).items():
+        close(grads, expected[name])
+    own = {name: p.clone().requires_grad_() for name, p in params.items()}
+    total = losses_of(torch.func.functional_call(model, own, (x,))).sum()
+    for name, grads in zip(own, torch.autograd.grad(total, list(own.values())), strict=True):
+        close(grads, expected[name].sum(0))
+    close(clipper.backward(losses_of(model(x))).norms, total_of(norms_of(expected)))
+
+
 def test_a_forward_before_attaching_is_refused():
     model = small()
     losses = losses_of(model(batch()))

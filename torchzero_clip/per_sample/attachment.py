@@ -65,6 +65,9 @@ class Attachment:
 
     def refresh(self) -> None:
         """Capture the parameters that train now, where layers were frozen, freed or exchanged since."""
+        held: list[Any] = list(self._model.parameters())
+        if not all(isinstance(param, nn.Parameter) for param in held):
+            return  # functional_call lends the model other tensors, for this forward alone
         now = trainable(self._model)
         if now.keys() != self.params.keys() or any(now[name] is not param for name, param in self.params.items()):
             self.attach()

@@ -65,11 +65,18 @@ class Site:
         self.rule = rule
         self.params = params
         self.calls = 0
+        paths = [(name.rpartition("."), param) for name, param in params.items()]
+        self._owners = [(module.get_submodule(path[0]), path[2], param) for path, param in paths]
         self.agreed: set[Hashable] = set()
 
     @override
     def __str__(self) -> str:
         return f"{self.name!r} ({type(self.module).__name__})" if self.name else type(self.module).__name__
+
+    @property
+    def lent(self) -> bool:
+        """Whether `torch.func.functional_call` has put other tensors in the place of the parameters."""
+        return any(owner._parameters.get(key) is not param for owner, key, param in self._owners)
 
     def batch_dim(self, leading: int) -> int:
         """Where the samples are in a tensor with so many dimensions before those of a single position."""
@@ -95,7 +102,7 @@ class CapturedForward:
         recorder, now = self.site.recorder, self.site.module.__dict__.get("forward")
         if isinstance(now, CapturedForward) and now is not self:  # the layer was attached anew as this call began
             return now(*args, **kwargs)
-        if not torch.is_grad_enabled() or not recorder.listens or recorder.inside:
+        if not torch.is_grad_enabled() or not recorder.listens or recorder.inside or self.site.lent:
             return type(self.site.module).forward(self.site.module, *args, **kwargs)
         recorder.called(self.site)
         return self.site.rule.run(self.site, args, kwargs)
