@@ -7,46 +7,15 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from torchzero_clip.checks import boolean, count, instance, non_negative, one_of
+from torchzero_clip.checks import boolean, instance, non_negative, one_of
 from torchzero_clip.per_sample.attachment import trainable
 from torchzero_clip.per_sample.clipper import LossReduction
 from torchzero_clip.per_sample.engine import Engine
 from torchzero_clip.per_sample.norm_clippers import STABILITY, ConstantFlatClipper
+from torchzero_clip.per_sample.norm_sample import put_norm_sample
 from torchzero_clip.per_sample.rules.registry import GENERIC
 from torchzero_clip.per_sample.site import Site
-from torchzero_clip.per_sample.squares import squared_norms
 from torchzero_clip.per_sample.weighting import ClippingResult, clipped_backward
-
-
-def create_norm_sample(*, param: Tensor, grad_sample: Tensor, max_batch_len: int) -> None:
-    """Put the norms of a parameter's per-sample gradients on it, as ``param.norm_sample``; frozen ones get none.
-
-    Args:
-        param: The parameter.
-        grad_sample: Its gradients, (B, *param.shape).
-        max_batch_len: The length of what is put there: zeros follow the B norms where it is larger.
-
-    Raises:
-        ValueError: If the shapes do not fit, or B is above ``max_batch_len``.
-        TypeError: If an argument has the wrong type.
-
-    Examples:
-        >>> import torch
-        >>> from torchzero_clip import create_norm_sample
-        >>> param = torch.nn.Parameter(torch.zeros(2))
-        >>> create_norm_sample(param=param, grad_sample=torch.tensor([[3.0, 4.0]]), max_batch_len=2)
-        >>> param.norm_sample
-        tensor([5., 0.])
-    """
-    instance("param", param, Tensor)
-    instance("grad_sample", grad_sample, Tensor)
-    count("max_batch_len", max_batch_len)
-    if grad_sample.shape[1:] != param.shape or grad_sample.ndim == 0:
-        raise ValueError(f"grad_sample must have shape {('B', *param.shape)}, got {tuple(grad_sample.shape)}")
-    if len(grad_sample) > max_batch_len:
-        raise ValueError(f"max_batch_len must be at least the {len(grad_sample)} samples, got {max_batch_len}")
-    if param.requires_grad:
-        _put(param, squared_norms(grad_sample.detach()).sqrt(), max_batch_len)
 
 
 class GradSampleModuleFastGradientClipping(nn.Module):
@@ -262,7 +231,7 @@ class GradSampleModuleFastGradientClipping(nn.Module):
 
     def _put_norm_samples(self) -> None:
         for param, squares in self._engine.measured():
-            _put(param, squares.sqrt() * self._scale(len(squares)), len(squares))
+            put_norm_sample(param, squares.sqrt() * self._scale(len(squares)), len(squares))
 
     def _forget(self) -> None:
         self._norms = None
@@ -270,12 +239,6 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         for param in self._engine.params.values():
             vars(param).pop("norm_sample", None)
             vars(param).pop("_norm_sample", None)
-
-
-def _put(param: Any, norms: Tensor, length: int) -> None:
-    padded = norms.new_zeros(length, dtype=torch.promote_types(param.dtype, torch.float32))
-    padded[: len(norms)] = norms
-    param.norm_sample = param._norm_sample = padded
 
 
 def _refuse_buffers(model: nn.Module) -> None:
