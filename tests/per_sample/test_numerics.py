@@ -29,13 +29,13 @@ def test_rows_of_any_length(size):
     close(squared_norms(rows), rows.double().square().sum(1), rtol=1e-6)
 
 
-@pytest.mark.parametrize("memory", ["auto", "low"])
+@pytest.mark.parametrize("memory", ["auto", "low"])  # "low" takes Gram matrices at this size
 def test_gradients_of_one_token_that_cancel(memory):
     # 256 equal inputs whose output gradients alternate in sign: the sum is a thousandth of its parts
     torch.manual_seed(1)
-    layer = nn.Linear(96, 80)
-    x = torch.randn(96).expand(2, 256, 96)
-    signs = torch.tensor([1.0, -1.0]).repeat(128)[:, None] * torch.randn(80) + 1e-3 * torch.randn(256, 80)
+    layer = nn.Linear(320, 300)
+    x = torch.randn(320) + 1e-3 * torch.randn(2, 256, 320)
+    signs = torch.tensor([1.0, -1.0]).repeat(128)[:, None] * torch.randn(300) + 1e-4 * torch.randn(256, 300)
     weights = torch.stack([signs, 14 * signs])
     with PerSampleGradientClipper(layer, ConstantFlatClipper(1.0), memory=memory) as clipper:
         result = clipper.backward((layer(x) * weights).sum((1, 2)))
@@ -66,10 +66,10 @@ def test_a_tied_weight_whose_uses_cancel():
             return (self.table(index) * g).sum((1, 2)) + self.head(x)[:, :, 2].sum(1)
 
     x = torch.randn(2, 3, 4)
-    g = -x + 1e-4 * torch.randn(2, 3, 4)
+    g = -x + 1e-5 * torch.randn(2, 3, 4)
     with PerSampleGradientClipper(Both(), ConstantFlatClipper(1.0)) as clipper:
         result = clipper.backward(clipper._engine._attachment._model(torch.full((2, 3), 2), x, g))
-    close(result.norms.double(), (x.double() + g.double()).sum(1).norm(dim=1), rtol=1e-2)
+    close(result.norms.double(), (x.double() + g.double()).sum(1).norm(dim=1), rtol=2e-2)
 
 
 @pytest.mark.parametrize("limit", [1e-3, 1.0, 30.0])

@@ -25,8 +25,6 @@ def squared_norms(rows: Tensor) -> Tensor:
     if flat.dtype == torch.float64 or size <= BLOCK:
         return _squares(flat)
     even = size - size % BLOCK
-    if even == size:
-        return _squares(flat.view(-1, BLOCK)).view(count, -1).sum(1)
     return _squares(flat[:, :even].unflatten(1, (-1, BLOCK))).sum(1) + _squares(flat[:, even:])
 
 
