@@ -1,5 +1,6 @@
 """Draws the pictures of the documentation: ``python docs/plots.py``."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,26 @@ def gradients(size: int, spikes: dict[int, float], steps: int = 60) -> list[Tens
     return [(direction + noise[k]) * 0.98**k * spikes.get(k, 1.0) for k in range(steps)]
 
 
+def draw_per_sample(name: str) -> None:
+    """Time and memory of per-sample clipping, as ``benchmarks/per_sample.py --json`` wrote them."""
+    results = json.loads((Path(__file__).parents[1] / "benchmarks" / "per_sample.json").read_text())["results"]
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    for axes, (model, rows) in zip(figure.subplots(1, len(results)), results.items(), strict=True):
+        plain = next(iter(rows.values()))["peak"]
+        for i, (method, row) in enumerate(rows.items()):
+            axes.plot(row["time"], row["peak"] / plain, "o" if i < 4 else "s", label=method)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_title(model)
+        axes.set_xlabel("time, x plain training")
+        axes.set_ylabel("peak memory, x plain training")
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize="small")
+    figure.savefig(IMAGES / name, dpi=110)
+
+
 def main() -> None:
+    draw_per_sample("per_sample.png")
     draw_curve("clip_norm.png", ClipNorm(1), torch.linspace(0, 3, 61), "norm")
     draw_curve("clip_value.png", ClipValue(1), torch.linspace(-3, 3, 121), "element")
     draw_curve("normalize.png", Normalize(1), torch.linspace(0, 3, 61), "norm")

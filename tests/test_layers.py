@@ -1,4 +1,4 @@
-"""Imports go one way, at the top of the file: clipping, optimizers -> core -> functional -> types, checks."""
+"""Imports go one way, at the top of files: clipping, optimizers -> core -> functional -> types, checks."""
 
 import ast
 from pathlib import Path
@@ -11,6 +11,7 @@ BELOW = {
     "clipping": {"core", "functional", "types", "checks"},
     "optimizers": {"optimizers", "core", "functional", "types", "checks"},
     "core": {"core", "functional", "types", "checks"},
+    "per_sample": {"per_sample", "functional", "types", "checks"},
     "functional": {"functional", "types", "checks"},
     "checks": set(),
     "types": set(),

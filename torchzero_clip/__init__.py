@@ -36,5 +36,16 @@ from torchzero_clip.optimizers.rmsprop import RMSprop as RMSprop
 from torchzero_clip.optimizers.sgd import SGD as SGD
 from torchzero_clip.optimizers.weight_decay import WeightDecay as WeightDecay
 from torchzero_clip.optimizers.wrap import Wrap as Wrap
+from torchzero_clip.per_sample.clipper import PerSampleGradientClipper as PerSampleGradientClipper
+from torchzero_clip.per_sample.fast_gradient_clipping import (
+    GradSampleModuleFastGradientClipping as GradSampleModuleFastGradientClipping,
+)
+from torchzero_clip.per_sample.norm_clippers import ConstantFlatClipper as ConstantFlatClipper
+from torchzero_clip.per_sample.norm_clippers import ConstantPerLayerClipper as ConstantPerLayerClipper
+from torchzero_clip.per_sample.norm_clippers import NormClipper as NormClipper
+from torchzero_clip.per_sample.norm_sample import create_norm_sample as create_norm_sample
+from torchzero_clip.per_sample.rules.registry import register_rule as register_rule
+from torchzero_clip.per_sample.verify import check_per_sample as check_per_sample
+from torchzero_clip.per_sample.weighting import ClippingResult as ClippingResult
 
 __version__ = "0.1.0"

@@ -93,12 +93,6 @@ def learning_rate(name: str, value: Any) -> None:
         raise ValueError(f"{name} must have one element if it is a tensor, got shape {tuple(value.shape)}")
 
 
-def instance(name: str, value: object, kind: type) -> None:
-    """An object of one class."""
-    if not isinstance(value, kind):
-        raise TypeError(f"{name} must be of class {kind.__name__}, got {value!r} ({type(value).__name__})")
-
-
 def boolean(name: str, value: object) -> None:
     """True or False."""
     if not isinstance(value, bool):
@@ -109,6 +103,12 @@ def one_of(name: str, value: object, allowed: Collection[object]) -> None:
     """One of the allowed values."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def instance(name: str, value: object, kind: type) -> None:
+    """An object of one class."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be of class {kind.__name__}, got {value!r} ({type(value).__name__})")
 
 
 def optional(check: Check) -> Check:

@@ -1,0 +1,307 @@
+"""Time and peak memory of per-sample clipping against plain training, interleaved in one run.
+
+Three models; every method runs forward, backward, clipping and an SGD step. Times are medians over rounds of the ratio
+to plain training in the same round; memory is the peak above what is held before the step, each method in a process of
+its own. Peers that are not installed are left out. Use the ratios; absolute times on a shared machine drift.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+
+from torchzero_clip import (
+    ConstantFlatClipper,
+    GradSampleModuleFastGradientClipping,
+    PerSampleGradientClipper,
+    per_example_global_norm_clip,
+)
+
+Step = Callable[[], object]
+Batch = tuple[Tensor, Tensor]
+
+LIMIT = 1.0
+LR = 1e-3
+
+
+class ConvNet(nn.Module):
+    """Convolutions of 32, 64 and 128 channels with GroupNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [3, 32, 64, 128]
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in itertools.pairwise(widths))
+        self.norms = nn.ModuleList(nn.GroupNorm(8, width) for width in widths[1:])
+        self.head = nn.Linear(widths[-1], 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = F.max_pool2d(F.relu(norm(conv(x))), 2)
+        return self.head(x.mean((2, 3)))
+
+
+class Block(nn.Module):
+    """A block of a transformer, with the norms first."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(self.norm_1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(*qkv, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class Transformer(nn.Module):
+    """A decoder like GPT-2's, with a head of its own."""
+
+    def __init__(self, width: int = 256, layers: int = 4, length: int = 128, words: int = 4096, heads: int = 8) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+
+    def forward(self, index: Tensor) -> Tensor:
+        positions = torch.arange(index.shape[1], device=index.device).repeat(len(index), 1)
+        x = self.words(index) + self.positions(positions)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def mlp() -> tuple[nn.Module, Batch]:
+    layers = [nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)]
+    return nn.Sequential(*layers), (torch.randn(256, 784), torch.randint(0, 10, (256,)))
+
+
+def cnn() -> tuple[nn.Module, Batch]:
+    return ConvNet(), (torch.randn(64, 3, 32, 32), torch.randint(0, 10, (64,)))
+
+
+def gpt() -> tuple[nn.Module, Batch]:
+    return Transformer(), (torch.randint(0, 4096, (16, 128)), torch.randint(0, 4096, (16, 128)))
+
+
+def long() -> tuple[nn.Module, Batch]:
+    model = Transformer(layers=1, length=1024, words=50_000)
+    return model, (torch.randint(0, 50_000, (2, 1024)), torch.randint(0, 50_000, (2, 1024)))
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {"mlp": mlp, "cnn": cnn, "gpt": gpt, "long": long}
+
+
+def losses_of(output: Tensor, target: Tensor) -> Tensor:
+    """The mean loss of each sample."""
+    each = F.cross_entropy(output.flatten(0, -2), target.flatten(), reduction="none")
+    return each.view(len(output), -1).mean(1)
+
+
+def plain(model: nn.Module, batch: Batch) -> Step:
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        losses_of(model(batch[0]), batch[1]).mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def ours(memory: Any) -> Callable[[nn.Module, Batch], Step]:
+    def make(model: nn.Module, batch: Batch) -> Step:
+        clipper = PerSampleGradientClipper(model, ConstantFlatClipper(LIMIT), memory=memory)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            clipper.backward(losses_of(model(batch[0]), batch[1]))
+            optimizer.step()
+
+        return step
+
+    return make
+
+
+def two_passes(model: nn.Module, batch: Batch) -> Step:
+    module = GradSampleModuleFastGradientClipping(model, max_grad_norm=LIMIT)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        losses = losses_of(module(batch[0]), batch[1])
+        losses.mean().backward(retain_graph=True)
+        coef = module.get_clipping_coef()
+        module.disable_hooks()
+        (coef * losses).mean().backward()
+        module.enable_hooks()
+        optimizer.step()
+
+    return step
+
+
+def by_vmap(model: nn.Module, batch: Batch) -> Step:
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    params = dict(model.named_parameters())
+
+    def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return losses_of(functional_call(model, params, (x[None],)), y[None]).sum()
+
+    def step() -> None:
+        detached = {name: p.detach() for name, p in params.items()}
+        sums, _ = per_example_global_norm_clip(vmap(grad(loss), in_dims=(None, 0, 0))(detached, *batch), LIMIT)
+        for name, p in params.items():
+            p.grad = sums[name] / len(batch[0])
+        optimizer.step()
+
+    return step
+
+
+def opacus_hooks(mode: str) -> Callable[[nn.Module, Batch], Step]:
+    def make(model: nn.Module, batch: Batch) -> Step:
+        grad_sample: Any = __import__("opacus.grad_sample", fromlist=["wrap_model"])
+        wrapped = grad_sample.wrap_model(model, grad_sample_mode=mode)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+
+        def step() -> None:
+            losses_of(wrapped(batch[0]), batch[1]).mean().backward()
+            params: dict[str, Any] = dict(model.named_parameters())
+            sums, _ = per_example_global_norm_clip({name: p.grad_sample for name, p in params.items()}, LIMIT)
+            for name, p in params.items():
+                p.grad, p.grad_sample = sums[name] / len(batch[0]), None
+            optimizer.step()
+
+        return step
+
+    return make
+
+
+def opacus_fast(*, ghost: bool) -> Callable[[nn.Module, Batch], Step]:
+    def make(model: nn.Module, batch: Batch) -> Step:
+        module: Any = __import__(
+            "opacus.grad_sample.grad_sample_module_fast_gradient_clipping",
+            fromlist=["GradSampleModuleFastGradientClipping"],
+        )
+        wrapped = module.GradSampleModuleFastGradientClipping(model, max_grad_norm=LIMIT, use_ghost_clipping=ghost)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+
+        def step() -> None:
+            losses = losses_of(wrapped(batch[0]), batch[1])
+            losses.mean().backward(retain_graph=True)
+            optimizer.zero_grad()
+            coef = wrapped.get_clipping_coef()
+            wrapped.disable_hooks()
+            (coef * losses).mean().backward()
+            wrapped.enable_hooks()
+            optimizer.step()
+
+        return step
+
+    return make
+
+
+METHODS: dict[str, Callable[[nn.Module, Batch], Step]] = {
+    "plain training": plain,
+    "torchzero_clip": ours("auto"),
+    'torchzero_clip, memory="low"': ours("low"),
+    "torchzero_clip, two passes": two_passes,
+    "vmap(grad)": by_vmap,
+}
+if find_spec("opacus"):
+    METHODS.update(
+        {
+            "Opacus hooks": opacus_hooks("hooks"),
+            "Opacus functorch": opacus_hooks("functorch"),
+            "Opacus fast": opacus_fast(ghost=False),
+            "Opacus ghost": opacus_fast(ghost=True),
+        }
+    )
+
+
+def made(model: str, method: str) -> Step:
+    torch.manual_seed(0)
+    return METHODS[method](*MODELS[model]())
+
+
+def times(model: str, methods: list[str], rounds: int) -> dict[str, float]:
+    """The median over rounds of each method's time, relative to the first."""
+    steps = {method: made(model, method) for method in methods}
+    for step in steps.values():
+        step()
+    ratios: dict[str, list[float]] = {method: [] for method in methods}
+    for _ in range(rounds):
+        taken: dict[str, float] = {}
+        for method, step in steps.items():
+            start = time.perf_counter()
+            step()
+            taken[method] = time.perf_counter() - start
+        for method in methods:
+            ratios[method].append(taken[method] / taken[methods[0]])
+    return {method: statistics.median(values) for method, values in ratios.items()}
+
+
+def peak(model: str, method: str) -> float:
+    """The peak above what is held before the step, in MB: of this process, so call it once."""
+    step = made(model, method)
+    before = memory("VmRSS")
+    step()
+    step()
+    return memory("VmHWM") - before
+
+
+def memory(line: str) -> float:
+    """What the kernel says about this process: VmRSS is held now, VmHWM was the most ever. In MB."""
+    fields = dict(row.split(":") for row in Path("/proc/self/status").read_text().splitlines())
+    return int(fields[line].split()[0]) / 1024
+
+
+def peak_of(model: str, method: str) -> float:
+    command = [sys.executable, __file__, "--peak", model, method]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["mlp", "cnn", "gpt"], choices=list(MODELS))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--json", type=Path, help="also write the numbers there")
+    parser.add_argument("--peak", nargs=2, metavar=("MODEL", "METHOD"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.peak:
+        print(peak(*args.peak))
+        return
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for model in args.models:
+        ratios = times(model, args.methods, args.rounds)
+        results[model] = {method: {"time": ratio} for method, ratio in ratios.items()}
+        print(f"{model}: time relative to {args.methods[0]}, peak memory in MB")
+        for method, row in results[model].items():
+            if not args.no_memory:
+                row["peak"] = peak_of(model, method)
+            print(f"  {method:30} {row['time']:8.2f} {row.get('peak', 0):8.0f}", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps({"torch": torch.__version__, "threads": args.threads, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

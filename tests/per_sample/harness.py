@@ -1,0 +1,124 @@
+"""One check for every layer: against one backward per sample in float64, in every memory mode and both ways to clip."""
+
+import copy
+
+import torch
+from torch import nn
+
+from torchzero_clip import ConstantFlatClipper, ConstantPerLayerClipper, PerSampleGradientClipper
+from torchzero_clip.per_sample.engine import Engine
+
+MODES = ("auto", "low", "generic", "kept")
+
+
+def first_tensor(output):
+    return output if isinstance(output, torch.Tensor) else first_tensor(output[0])
+
+
+def losses_of(output, batch_dim=0):
+    """One loss for each sample, in which all elements count differently."""
+    flat = first_tensor(output).movedim(batch_dim if first_tensor(output).ndim > 1 else 0, 0).flatten(1)
+    readout = torch.linspace(-1, 2, flat.shape[1], dtype=flat.dtype)
+    return (flat * readout).sum(1) + 0.1 * flat.square().sum(1)
+
+
+def samples(inputs, batch_dim):
+    """The inputs of each sample alone; what is no tensor is shared."""
+    count = next(x for x in inputs if isinstance(x, torch.Tensor)).shape[batch_dim]
+    for i in range(count):
+        yield [x.narrow(batch_dim, i, 1) if isinstance(x, torch.Tensor) else x for x in inputs]
+
+
+def loop(model, inputs, batch_dim=0, losses=losses_of):
+    """The gradients of each sample, by one backward for each: name -> (B, *shape)."""
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    rows = []
+    for one in samples(inputs, batch_dim):
+        grads = torch.autograd.grad(losses(model(*one), batch_dim).sum(), list(params.values()), allow_unused=True)
+        rows.append([torch.zeros_like(p) if g is None else g for p, g in zip(params.values(), grads, strict=True)])
+    return {name: torch.stack(column) for name, column in zip(params, zip(*rows, strict=True), strict=True)}
+
+
+def norms_of(grads):
+    return {name: g.flatten(1).norm(dim=1) for name, g in grads.items()}
+
+
+def total_of(norms):
+    return torch.stack(list(norms.values())).norm(dim=0)
+
+
+def clipper_for(model, mode, clipper, *, batch_first=True, **kwargs):
+    memory = mode if mode in ("auto", "low") else "auto"
+    result = PerSampleGradientClipper(
+        model, clipper, batch_first, memory=memory, keep_grad_samples=mode == "kept", **kwargs
+    )
+    if mode == "generic":
+        engine = result._engine
+        engine.detach()
+        result._engine = Engine(model, batch_first=batch_first, force_generic=True)
+        result._engine.forward_begins = engine.forward_begins
+    return result
+
+
+def close(actual, expected, **kwargs):
+    torch.testing.assert_close(actual, expected, **{"rtol": 1e-9, "atol": 1e-11, **kwargs})
+
+
+def check(model, *inputs, batch_first=True, modes=MODES, losses=losses_of):
+    """Norms, factors and clipped sums equal those of one backward per sample."""
+    model = model.double()
+    inputs = [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs]
+    batch_dim = 0 if batch_first else 1
+    expected = loop(copy.deepcopy(model), inputs, batch_dim, losses)
+    norms = norms_of(expected)
+    limit = total_of(norms).median().item()
+    for mode in modes:
+        _check_backward(model, inputs, batch_first, mode, losses, expected, norms, limit)
+        _check_classic(model, inputs, batch_first, mode, losses, expected, norms)
+
+
+def _check_backward(model, inputs, batch_first, mode, losses, expected, norms, limit):
+    with clipper_for(model, mode, ConstantFlatClipper(limit), batch_first=batch_first) as clipper:
+        model.zero_grad()
+        result = clipper.backward(losses(model(*inputs), 0 if batch_first else 1))
+        close(result.norms, total_of(norms))
+        for name, norm in result.param_norms.items():
+            close(norm, norms[name])
+        factors = (limit / (total_of(norms) + 1e-6)).clamp(max=1)
+        close(result.factors, factors)
+        for name, param in model.named_parameters():
+            if name in expected:
+                grad = torch.zeros_like(param) if param.grad is None else param.grad  # None where no gradient came
+                close(grad, torch.tensordot(factors, expected[name], 1) / len(factors))
+                assert not hasattr(param, "grad_sample") or mode == "kept"
+            else:
+                assert param.grad is None
+            if mode == "kept" and name in expected and param.grad is not None:
+                close(param.grad_sample, expected[name])
+
+
+def _check_classic(model, inputs, batch_first, mode, losses, expected, norms):
+    limits = [norm.mean().item() for norm in norms.values()]
+    with clipper_for(model, mode, ConstantPerLayerClipper(limits), batch_first=batch_first) as clipper:
+        for _ in range(2):
+            losses(model(*inputs), 0 if batch_first else 1).mean().backward()
+            clipper.clip_and_accumulate()
+        max_norm, count = clipper.pre_step()
+        size = len(next(iter(norms.values())))
+        assert count == 2 * size
+        close(max_norm, torch.tensor(limits, dtype=torch.float64).norm().expand(len(limits)))
+        for (name, norm), limit in zip(norms.items(), limits, strict=True):
+            factors = (limit / (norm + 1e-6)).clamp(max=1)
+            close(dict(model.named_parameters())[name].grad, torch.tensordot(factors, expected[name], 1) / size)
+
+
+def frozen(module, *names):
+    """The module with some parameters that do not train."""
+    for name in names:
+        module.get_parameter(name).requires_grad_(False)
+    return module
+
+
+def between(layer, *before):
+    """The layer behind another one, so that its input has a gradient."""
+    return nn.Sequential(*before, layer)

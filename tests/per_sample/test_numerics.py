@@ -1,0 +1,121 @@
+"""Norms in float32 and below: never too small, and right where gradients cancel."""
+
+import math
+
+import pytest
+import torch
+from per_sample.harness import close, loop, losses_of, norms_of, total_of
+from torch import nn
+
+from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
+from torchzero_clip.per_sample.squares import squared_norms
+
+
+def clipped(model, x, limit=1.0, **kwargs):
+    with PerSampleGradientClipper(model, ConstantFlatClipper(limit), **kwargs) as clipper:
+        return clipper.backward(losses_of(model(x)))
+
+
+@pytest.mark.slow
+def test_norm_of_a_large_gradient_is_not_too_small():
+    values = torch.full((1, 38_600_000), 0.1) + torch.linspace(0, 1e-3, 38_600_000)
+    truth = math.sqrt(values.double().square().sum().item())
+    assert squared_norms(values).sqrt().item() == pytest.approx(truth, rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 4096, 4097, 8192, 20_001])
+def test_rows_of_any_length(size):
+    rows = torch.randn(3, size)
+    close(squared_norms(rows), rows.double().square().sum(1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("memory", ["auto", "low"])  # "low" takes Gram matrices at this size
+def test_gradients_of_one_token_that_cancel(memory):
+    # 256 equal inputs whose output gradients alternate in sign: the sum is a thousandth of its parts
+    torch.manual_seed(1)
+    layer = nn.Linear(320, 300)
+    x = torch.randn(320) + 1e-3 * torch.randn(2, 256, 320)
+    signs = torch.tensor([1.0, -1.0]).repeat(128)[:, None] * torch.randn(300) + 1e-4 * torch.randn(256, 300)
+    weights = torch.stack([signs, 14 * signs])
+    with PerSampleGradientClipper(layer, ConstantFlatClipper(1.0), memory=memory) as clipper:
+        result = clipper.backward((layer(x) * weights).sum((1, 2)))
+    grads = torch.einsum("btp,btd->bpd", weights.double(), x.double())
+    truth = (grads.square().sum((1, 2)) + weights.double().sum(1).square().sum(1)).sqrt()
+    close(result.norms.double(), truth, rtol=1e-3)
+
+
+@pytest.mark.parametrize("memory", ["auto", "low"])
+def test_rows_of_one_token_that_cancel(memory):
+    table = nn.Embedding(3, 64)
+    weights = torch.tensor([1.0, -1.0]).repeat(128)[:, None] * torch.randn(64) + 1e-3 * torch.randn(256, 64)
+    with PerSampleGradientClipper(table, ConstantFlatClipper(1.0), memory=memory) as clipper:
+        result = clipper.backward((table(torch.ones(2, 256, dtype=torch.int64)) * weights).sum((1, 2)))
+    close(result.norms.double(), weights.double().sum(0).norm().expand(2), rtol=1e-3)
+
+
+def test_a_tied_weight_whose_uses_cancel():
+    table, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+    head.weight = table.weight
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = table, head
+
+        def forward(self, index, x, g):
+            return (self.table(index) * g).sum((1, 2)) + self.head(x)[:, :, 2].sum(1)
+
+    x = torch.randn(2, 3, 4)
+    g = -x + 1e-5 * torch.randn(2, 3, 4)
+    with PerSampleGradientClipper(Both(), ConstantFlatClipper(1.0)) as clipper:
+        result = clipper.backward(clipper._engine._attachment._model(torch.full((2, 3), 2), x, g))
+    close(result.norms.double(), (x.double() + g.double()).sum(1).norm(dim=1), rtol=2e-2)
+
+
+@pytest.mark.parametrize("limit", [1e-3, 1.0, 30.0])
+def test_what_a_sample_adds_never_exceeds_the_limit(limit):
+    model = nn.Sequential(nn.Linear(30, 200), nn.Tanh(), nn.Linear(200, 100))
+    x = torch.randn(1, 30) * 100
+    result = clipped(model, x, limit, loss_reduction="sum")
+    assert result.norms.item() > limit
+    total = torch.cat([p.grad.double().flatten() for p in model.parameters()]).norm().item()
+    assert total <= limit * (1 + 1e-6)
+    assert total == pytest.approx(limit, rel=2e-3)
+
+
+@pytest.mark.parametrize("memory", ["auto", "low"])
+def test_bfloat16_autocast_keeps_norms_in_float32(memory):
+    model = nn.Sequential(
+        nn.Conv1d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Linear(6, 5), nn.LayerNorm(5)
+    )
+    x = torch.randn(5, 3, 6) * torch.arange(1, 6)[:, None, None]
+    norms = total_of(norms_of(loop(model, [x])))
+    limit = norms.median().item()
+    model.zero_grad()
+    with PerSampleGradientClipper(model, ConstantFlatClipper(limit), memory=memory) as clipper:
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = losses_of(model(x).float())
+        result = clipper.backward(losses)
+    assert result.norms.dtype == result.factors.dtype == torch.float32
+    close(result.norms, norms, rtol=2e-2)
+    close(result.factors, (limit / (norms + 1e-6)).clamp(max=1), rtol=1e-2)
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_models_in_bfloat16_have_norms_in_float32():
+    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).bfloat16()
+    x = torch.randn(5, 4, 6).bfloat16()
+    result = clipped(model, x, 1e6)
+    norms = total_of(norms_of(loop(model.double(), [x.double()])))
+    assert result.norms.dtype == torch.float32
+    close(result.norms.double(), norms, rtol=3e-2)
+
+
+def test_backward_under_autocast_is_not_rounded():
+    model, x = nn.Linear(6, 5), torch.randn(5, 4, 6)
+    norms = total_of(norms_of(loop(model, [x])))
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        losses = losses_of(model(x))
+        with torch.autocast("cpu", torch.bfloat16):
+            result = clipper.backward(losses)
+    close(result.norms, norms, rtol=1e-5)

@@ -1,0 +1,149 @@
+"""check_per_sample finds what is wrong, and says where."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper, check_per_sample, register_rule
+
+
+def batch(count=5):
+    return torch.randn(count, 4), torch.randint(0, 3, (count,))
+
+
+def losses(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def reduced(how):
+    return lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction=how)
+
+
+def small():
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def test_norms_of_a_right_model_are_returned_and_nothing_is_changed():
+    model, data = small(), batch()
+    before = copy.deepcopy(model.state_dict())
+    norms = check_per_sample(model, data, losses)
+    result = PerSampleGradientClipper(model, ConstantFlatClipper(1.0)).backward(losses(model, data))
+    for name, norm in result.param_norms.items():
+        torch.testing.assert_close(norm.double(), norms[name], rtol=1e-5, atol=1e-7)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("how", ["mean", "sum"])
+def test_a_single_loss_is_checked_as_declared(how):
+    check_per_sample(small(), batch(), reduced(how), loss_reduction=how)
+
+
+@pytest.mark.parametrize(("declared", "actual"), [("mean", "sum"), ("sum", "mean")])
+def test_a_wrong_reduction_is_named(declared, actual):
+    with pytest.raises(ValueError, match=f"the loss is the {actual} over samples, but loss_reduction='{declared}'"):
+        check_per_sample(small(), batch(), reduced(actual), loss_reduction=declared)
+
+
+def test_a_loss_that_divides_by_something_of_the_batch_is_found():
+    def loss_fn(model, batch):
+        each = losses(model, batch) * batch[1]
+        return each / batch[1].sum()
+
+    with pytest.raises(ValueError, match=r"layer '0' \(Linear\) is the first that differs"):
+        check_per_sample(small(), (torch.randn(5, 4), torch.tensor([1, 2, 1, 2, 1])), loss_fn)
+
+
+class Mixing(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+def test_layers_that_mix_samples_are_found():
+    model = nn.Sequential(nn.Linear(4, 4), Mixing(), nn.Linear(4, 3))
+    with pytest.raises(ValueError, match="mixes samples"):
+        check_per_sample(model, batch(), losses)
+
+
+class Scale(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class Shift(Scale):
+    pass
+
+
+class Wrong(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def test_a_registered_rule_is_used_by_subclasses_too_and_is_right():
+    calls = []
+
+    def gradients(module, grad_output, x):
+        calls.append(type(module).__name__)
+        return {"weight": grad_output * x}
+
+    register_rule(Scale, gradients)
+    check_per_sample(nn.Sequential(nn.Linear(4, 4), Scale(4), Shift(4), nn.Linear(4, 3)), batch(), losses)
+    assert set(calls) == {"Scale", "Shift"}
+
+
+def test_a_wrong_rule_is_named():
+    register_rule(Wrong, lambda module, grad_output, x: {"weight": grad_output * x * 2})
+    with pytest.raises(ValueError, match=r"layer '1' \(Wrong\) is the first that differs"):
+        check_per_sample(nn.Sequential(nn.Linear(4, 4), Wrong(4), nn.Linear(4, 3)), batch(), losses)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "match"),
+    [
+        (lambda module, grad_output, x: {}, r"must return gradients for \['weight'\], got some for \[\]"),
+        (lambda module, grad_output, x: {"weight": grad_output.sum(0)}, r"must return a tensor of shape \('B', 4\)"),
+    ],
+)
+def test_a_rule_that_returns_something_else_is_named(gradients, match):
+    register_rule(Wrong, gradients)
+    with pytest.raises(ValueError, match=rf"the rule of '1' \(Wrong\) {match}"):
+        check_per_sample(nn.Sequential(nn.Linear(4, 4), Wrong(4), nn.Linear(4, 3)), batch(), losses)
+
+
+def test_rules_that_are_none_are_refused():
+    with pytest.raises(TypeError, match="module_class"):
+        register_rule(Wrong(3), print)
+    with pytest.raises(TypeError, match="per_sample_gradients"):
+        register_rule(Wrong, None)
+
+
+def test_random_numbers_are_named():
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(), nn.Linear(6, 3))
+    with pytest.raises(ValueError, match=r"call model.eval\(\)"):
+        check_per_sample(model, batch(), losses)
+    check_per_sample(model.eval(), batch(), losses)
+
+
+def test_an_attached_model_can_be_checked():
+    model = small()
+    PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    check_per_sample(model, batch(), losses)
+
+
+def test_sequences_first():
+    def loss_fn(model, x):
+        return model(x)[0].square().sum((0, 2))
+
+    check_per_sample(nn.LSTM(4, 3), torch.randn(7, 5, 4), loss_fn, batch_first=False)
+    with pytest.raises(ValueError, match="samples"):
+        check_per_sample(nn.Linear(4, 3), torch.randn(7, 5, 4), lambda m, x: m(x).square().sum((0, 2)))

@@ -1,0 +1,182 @@
+"""Puts the captured forwards into a model, and takes them out again."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from torchzero_clip.per_sample.rules.registry import GENERIC, WHOLE, refusal, rule_for
+from torchzero_clip.per_sample.site import CapturedForward, Recorder, Rule, Site
+
+
+class Attachment:
+    """What capturing changes in a model, all of it.
+
+    Args:
+        model: The model.
+        recorder: Gets what the layers contribute.
+        began: Called with the arguments of every forward of the model.
+        force_generic: Run every layer by the generic rule.
+    """
+
+    def __init__(
+        self, model: nn.Module, recorder: Recorder, *, began: Callable[..., None], force_generic: bool = False
+    ) -> None:
+        self._model = model
+        self._recorder = recorder
+        self._began = began
+        self._force_generic = force_generic
+        self._handles: list[RemovableHandle] = []
+        self._sites: list[Site] = []
+        self._owners: Counter[int] = Counter()
+        self.params: dict[str, nn.Parameter] = {}
+
+    def attach(self) -> None:
+        """Capture every layer with trainable parameters.
+
+        Raises:
+            ValueError: If the samples cannot be told apart in this model, or something else captures it.
+        """
+        params = trainable(self._model)
+        _check_model(self._model, params)
+        sites = list(_sites(self._model, self._recorder, force_generic=self._force_generic))
+        self.detach()
+        self.params, self._sites = params, sites
+        self._owners = Counter(id(param) for site in sites for param in site.params.values())
+        for site in sites:
+            site.module.__dict__["forward"] = CapturedForward(site)
+        self._handles = [self._model.register_forward_pre_hook(_Began(self._began), with_kwargs=True)]
+        for name, param in params.items():
+            self._handles.append(param.register_hook(_Outside(name, self._recorder)))
+
+    def detach(self) -> None:
+        """Leave the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+        for site in self._sites:
+            site.module.__dict__.pop("forward", None)
+        self._handles, self._sites = [], []
+
+    def refresh(self) -> None:
+        """Capture the parameters that train now, where layers were frozen, freed or exchanged since."""
+        held: list[Any] = list(self._model.parameters())
+        if not all(isinstance(param, nn.Parameter) for param in held):
+            return  # functional_call lends the model other tensors, for this forward alone
+        now = trainable(self._model)
+        if now.keys() != self.params.keys() or any(now[name] is not param for name, param in self.params.items()):
+            self.attach()
+
+    def is_shared(self, param: nn.Parameter) -> bool:
+        """Whether several layers have it."""
+        return self._owners[id(param)] > 1
+
+    def reset_counts(self) -> None:
+        """Count the calls of layers from here."""
+        for site in self._sites:
+            site.calls = 0
+
+
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a module that take gradients, by name."""
+    return {name: param for name, param in module.named_parameters() if param.requires_grad}
+
+
+class _Began:
+    """Tells that a forward begins."""
+
+    def __init__(self, began: Callable[..., None]) -> None:
+        self._began = began
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            self._began(args, kwargs)
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()  # copies of an attached model are models as any other
+
+
+def _nothing() -> Callable[..., None]:
+    return _ignore
+
+
+def _ignore(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    pass
+
+
+class _Outside:
+    """Refuses a gradient that did not come through a captured layer."""
+
+    def __init__(self, name: str, recorder: Recorder) -> None:
+        self._name = name
+        self._recorder = recorder
+
+    def __call__(self, grad: Tensor) -> None:
+        if self._recorder.listens:
+            self._recorder.clear()
+            raise RuntimeError(
+                f"{self._name!r} got a gradient from outside the call of its layer, where samples are not told apart. "
+                "Either the forward ran before the clipper was attached, or the parameter is used by another module "
+                "or by the loss: call its own module instead, or freeze it"
+            )
+
+
+def _sites(model: nn.Module, recorder: Recorder, *, force_generic: bool) -> Iterator[Site]:
+    """The layers to capture: those with a rule, and whatever has parameters of its own, with all that is in it."""
+    seen: set[int] = set()
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        if (reason := refusal(module)) is not None:
+            raise ValueError(f"{_described(name, module)} cannot be clipped per sample: {reason}")
+        rule, params = rule_for(module), trainable(module)
+        if rule is None or not params or id(module) in inside:
+            continue
+        if (reason := rule.refusal(module)) is not None:
+            raise ValueError(f"{_described(name, module)} cannot be clipped per sample: {reason}")
+        if _covers_submodules(rule):
+            inside.update(id(child) for child in module.modules())
+        if _replaced(module, recorder):
+            raise ValueError(
+                f"{_described(name, module)} has a forward of its own, set on the instance: "
+                "another clipper is attached to it, which has to be detached first, or something replaced it"
+            )
+        yield Site(recorder, name, module, GENERIC if force_generic and not isinstance(rule, WHOLE) else rule, params)
+
+
+def _replaced(module: nn.Module, recorder: Recorder) -> bool:
+    """Whether the instance has a forward that is not that of its class, which copies of attached models have."""
+    own = module.__dict__.get("forward")
+    if isinstance(own, CapturedForward) and own.site.recorder is recorder:
+        return False
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+
+
+def _covers_submodules(rule: Rule) -> bool:
+    return rule is GENERIC or isinstance(rule, WHOLE)
+
+
+def _check_model(model: nn.Module, params: dict[str, nn.Parameter]) -> None:
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        raise ValueError(f"module must be the model itself, got a {type(model).__name__}: it averages over samples")
+    if isinstance(model, torch.jit.ScriptModule) or hasattr(model, "_orig_mod"):
+        raise ValueError(
+            f"module must not be compiled, got a {type(model).__name__}: attach to the model it was made of"
+        )
+    for name, param in params.items():
+        if isinstance(param, DTensor):
+            raise ValueError(f"module must hold plain tensors, but {name!r} is a DTensor: clip before fully_shard")
+        if param.is_complex():
+            raise ValueError(f"module must hold real parameters, but {name!r} is {param.dtype}")
+
+
+def _described(name: str, module: nn.Module) -> str:
+    return f"{name!r} ({type(module).__name__})" if name else type(module).__name__

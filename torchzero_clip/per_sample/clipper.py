@@ -1,0 +1,195 @@
+"""Clips the gradient of every sample, with one backward for all of them."""
+
+from types import TracebackType
+from typing import Any, Literal, Self, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from torchzero_clip.checks import boolean, instance, one_of
+from torchzero_clip.per_sample.contributions import Memory
+from torchzero_clip.per_sample.engine import Engine
+from torchzero_clip.per_sample.norm_clippers import NormClipper
+from torchzero_clip.per_sample.weighting import ClippingResult, Nonfinite, clipped_backward, weighted
+
+LossReduction: TypeAlias = Literal["mean", "sum"]
+
+
+class PerSampleGradientClipper:
+    """Makes ``.grad`` the sum or mean of the gradients of single samples, each scaled to a limit before it is added.
+
+        grad = Σᵢ cᵢ · gᵢ   (mean: divided by B),   cᵢ = min(1, C / (‖gᵢ‖ + 1e-6))
+
+    One forward and one backward, of the user's own module: no wrapper around it, any optimizer behind it. While the
+    backward runs, each layer hands over its input and the gradient of its output, of which the norms of the samples are
+    made; no gradient of a weight is computed until the factors are known.
+
+    It acts on every forward of the module with gradients enabled, in training and in eval mode, until `detach()`, or
+    the end of a ``with`` block. Nothing but the parameters of the module is clipped.
+
+    Args:
+        module: The model. Layers that mix samples, such as BatchNorm, are refused by name.
+        norm_clipper: How norms become factors: `ConstantFlatClipper`, `ConstantPerLayerClipper`, or one of your own.
+        batch_first: Whether sequences have shape (B, T, ...) rather than (T, B, ...).
+        loss_reduction: "mean": ``.grad`` is the mean over samples; with `clip_and_accumulate`, the loss was one too.
+            "sum": the same with sums.
+        memory: "low" never keeps gradients of single samples, at the cost of a second matmul in some layers.
+        nonfinite: What to do about samples with a gradient that is inf or NaN: "zero" leaves them out and reports them,
+            "raise" raises.
+        keep_grad_samples: Form the gradients of all samples, ``p.grad_sample`` of shape (B, *p.shape), from the
+            backward until `clip_and_accumulate` or the next forward. They take B times the memory of the model.
+
+    Raises:
+        ValueError: If a layer mixes samples or cannot be captured, or an argument has a value it cannot have.
+        TypeError: If an argument has the wrong type.
+
+    | gradient of a sample | what happens |
+    | --- | --- |
+    | norm 0 | factor 1 |
+    | norm just above the limit C | scaled to C · (1 - 1e-6 / C): at most C · (1 + 1e-6), rounding included |
+    | an inf or a NaN | left out, in `nonfinite` of the result; or RuntimeError |
+    | a norm above 1.8e19 in float32 | counts as inf |
+    | a layer that took no part | it contributes nothing |
+    | B = 0 | gradients of zeros |
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+        >>> losses = model(torch.tensor([[3.0, 4.0], [0.0, 0.5]])).squeeze(1)  # one for each sample
+        >>> result = clipper.backward(losses)
+        >>> result.norms, result.factors
+        (tensor([5.0000, 0.5000]), tensor([0.2000, 1.0000]))
+        >>> model.weight.grad
+        tensor([[0.3000, 0.6500]])
+
+    Source: Abadi et al., [Deep learning with differential privacy](https://arxiv.org/abs/1607.00133), 2016; Bu et al.,
+    [Differentially private optimization on large model at small cost](https://arxiv.org/abs/2210.00038), 2022. No noise
+    is added here: by itself, clipping gives no privacy.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        norm_clipper: NormClipper,
+        batch_first: bool = True,
+        loss_reduction: LossReduction = "mean",
+        *,
+        memory: Memory = "auto",
+        nonfinite: Nonfinite = "zero",
+        keep_grad_samples: bool = False,
+    ) -> None:
+        instance("norm_clipper", norm_clipper, NormClipper)
+        one_of("loss_reduction", loss_reduction, ("mean", "sum"))
+        one_of("nonfinite", nonfinite, ("zero", "raise"))
+        boolean("keep_grad_samples", keep_grad_samples)
+        self.norm_clipper = norm_clipper
+        self.loss_reduction: LossReduction = loss_reduction
+        self.nonfinite: Nonfinite = nonfinite
+        self._engine = Engine(module, batch_first=batch_first, memory=memory)
+        self._engine.forward_begins = self._forget_grad_samples
+        self._losses_given = False
+        self._sums: dict[str, Tensor] = {}
+        self._count = 0
+        self._thresholds: Tensor | None = None
+        if keep_grad_samples:
+            self._engine.formed = self._keep_grad_sample
+
+    def backward(self, losses: Tensor) -> ClippingResult:
+        """Add the clipped gradients to ``.grad``: their sum, divided by the B of this call for "mean".
+
+        To accumulate over calls of different B exactly, use "sum", or `clip_and_accumulate`.
+
+        Args:
+            losses: One loss for each sample, of shape (B,): ``reduction="none"``.
+
+        Raises:
+            ValueError: If the losses do not have that shape, or a layer saw another number of samples.
+            TypeError: If they are no tensor.
+            RuntimeError: If the forward ran before the clipper was attached, if a parameter was used outside the call
+                of its layer, or for a sample that is not finite and is to raise. ``.grad`` is as it was.
+        """
+        self._losses_given = True
+        try:
+            mean = self.loss_reduction == "mean"
+            return clipped_backward(self._engine, losses, self.norm_clipper, mean=mean, nonfinite=self.nonfinite)
+        finally:
+            self._losses_given = False
+
+    def clip_and_accumulate(self) -> ClippingResult:
+        """After ``loss.backward()``: clip what it left, and add it to the sums that `pre_step` hands out.
+
+        Raises:
+            RuntimeError: If there was no backward, or for a sample that is not finite and is to raise.
+            ValueError: If a layer saw another number of samples than the others.
+        """
+        if not self._engine.waits:
+            raise RuntimeError("no gradients have arrived: call loss.backward() first, of a forward with gradients")
+        try:
+            count = self._engine.arrived_count()
+            scale = float(count) if self.loss_reduction == "mean" else 1.0
+            gathered = self._engine.gathered(None)
+        finally:
+            self._engine.clear()
+            self._forget_grad_samples()
+        sums, result = weighted(self._engine, gathered, self.norm_clipper, self.nonfinite, scale=scale)
+        for name, value in sums.items():
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+        self._count += count
+        limits = self.norm_clipper.thresholds
+        self._thresholds = limits if self._thresholds is None else torch.maximum(self._thresholds, limits)
+        return result
+
+    def pre_step(self) -> tuple[Tensor, int]:
+        """Set ``.grad`` to what was accumulated, divided by the number of samples for "mean", and begin anew.
+
+        Returns:
+            The norm of all limits together, once for each parameter that trains, and the number of samples.
+
+        Raises:
+            ValueError: If nothing was accumulated.
+        """
+        if self._thresholds is None:
+            raise ValueError("nothing was accumulated: call clip_and_accumulate() after loss.backward() first")
+        params, count = self._engine.params, self._count
+        divisor = self._divisor(count)
+        for name, param in params.items():
+            value = self._sums.get(name)
+            param.grad = torch.zeros_like(param) if value is None else value.div_(divisor).to(param.dtype)
+        max_norm = torch.linalg.vector_norm(self._thresholds).repeat(len(params))
+        self._sums, self._count, self._thresholds = {}, 0, None
+        return max_norm, count
+
+    def discard(self) -> None:
+        """Forget the gradients of a backward that are not to be clipped."""
+        self._engine.clear()
+        self._forget_grad_samples()
+
+    def detach(self) -> None:
+        """Leave the module as it was before. What was accumulated can still be handed out."""
+        self._engine.detach()
+        self._forget_grad_samples()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    def _divisor(self, count: int) -> float:
+        return float(max(count, 1)) if self.loss_reduction == "mean" else 1.0
+
+    def _keep_grad_sample(self, param: nn.Parameter, grads: Tensor) -> None:
+        target: Any = param
+        mean = self.loss_reduction == "mean" and not self._losses_given
+        grads = grads * len(grads) if mean else grads
+        earlier = getattr(param, "grad_sample", None)
+        target.grad_sample = grads if earlier is None else earlier + grads
+
+    def _forget_grad_samples(self) -> None:
+        for param in self._engine.params.values():
+            vars(param).pop("grad_sample", None)

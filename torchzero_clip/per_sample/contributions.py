@@ -1,0 +1,182 @@
+"""What one use of a parameter adds to the gradient of every sample, kept in the form that is cheapest for its layer."""
+
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torchzero_clip.per_sample.squares import squared_norms
+
+Memory: TypeAlias = Literal["auto", "low"]
+
+PIECE = 1 << 20  # bytes of gradients of samples that are formed at a time, so that their norm reads them from cache
+
+
+class Contribution(ABC):
+    """The gradients of B samples with respect to one parameter, from one use of it or from several.
+
+    Args:
+        param: The parameter.
+        batch_size: B.
+    """
+
+    def __init__(self, param: Tensor, batch_size: int) -> None:
+        self.param = param
+        self.batch_size = batch_size
+
+    @abstractmethod
+    def measured(self) -> tuple["Contribution", Tensor]:
+        """What to keep for the sum, and the squared norm of each sample: (B,), float64."""
+
+    @abstractmethod
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        """The sum over samples of factor times gradient, with the shape of the parameter."""
+
+    @abstractmethod
+    def dense(self, start: int, stop: int) -> Tensor:
+        """The gradients of the samples from ``start`` to ``stop``: (stop - start, *shape)."""
+
+    @abstractmethod
+    def zero_(self, samples: Tensor) -> None:
+        """Forget the gradients of some samples, given as a mask: a factor of 0 would leave a NaN what it is."""
+
+
+class Dense(Contribution):
+    """Gradients in full: small parameters, or layers for which nothing is cheaper.
+
+    Args:
+        param: The parameter.
+        grads: Its gradients, (B, *shape).
+    """
+
+    def __init__(self, param: Tensor, grads: Tensor) -> None:
+        super().__init__(param, grads.shape[0])
+        self.grads = grads
+
+    @override
+    def measured(self) -> tuple[Contribution, Tensor]:
+        return self, squared_norms(self.grads)
+
+    @override
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        return weighted_rows(factors, self.grads)
+
+    @override
+    def dense(self, start: int, stop: int) -> Tensor:
+        return self.grads[start:stop]
+
+    @override
+    def zero_(self, samples: Tensor) -> None:
+        self.grads = _zeroed(self.grads, samples)
+
+    def joined(self, other: "Dense") -> "Dense":
+        """Both uses as one."""
+        return Dense(self.param, self.grads + other.grads)
+
+
+class Runs(Contribution):
+    """Gradients in full, as a list of runs of samples: joining them would be a copy.
+
+    Args:
+        param: The parameter.
+        runs: The gradients of some samples each, in order.
+    """
+
+    def __init__(self, param: Tensor, runs: list[Tensor]) -> None:
+        super().__init__(param, sum(len(run) for run in runs))
+        self._runs = runs
+
+    @override
+    def measured(self) -> tuple[Contribution, Tensor]:
+        return self, torch.cat([squared_norms(run) for run in self._runs])
+
+    @override
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        parts = factors.split([len(run) for run in self._runs])
+        return _total([weighted_rows(part, run) for part, run in zip(parts, self._runs, strict=True)])
+
+    @override
+    def dense(self, start: int, stop: int) -> Tensor:
+        return torch.cat(self._runs)[start:stop]
+
+    @override
+    def zero_(self, samples: Tensor) -> None:
+        parts = samples.split([len(run) for run in self._runs])
+        self._runs = [_zeroed(run, part) for run, part in zip(self._runs, parts, strict=True)]
+
+
+class Tied(Contribution):
+    """Several uses of one parameter, of which no two have a common form.
+
+    Args:
+        parts: The uses.
+        inner_products: What gives twice the inner products of all pairs of parts, sample by sample; without it,
+            gradients are formed.
+    """
+
+    def __init__(self, parts: Sequence[Contribution], inner_products: Callable[[], Tensor] | None = None) -> None:
+        super().__init__(parts[0].param, parts[0].batch_size)
+        self._parts = parts
+        self._inner_products = inner_products
+
+    @override
+    def measured(self) -> tuple[Contribution, Tensor]:
+        if self._inner_products is None:
+            return self, piecewise_squared_norms(self)
+        products = self._inner_products()
+        kept, squares = zip(*(part.measured() for part in self._parts), strict=True)
+        self._parts = kept
+        largest = torch.stack(squares).sum(0)
+        total = largest + products
+        for i in (total < CANCELLED * largest).nonzero()[:, 0].tolist():
+            total[i] = squared_norms(self.dense(i, i + 1).double())[0]
+        return self, total
+
+    @override
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        return _total([part.weighted_sum(factors) for part in self._parts])
+
+    @override
+    def dense(self, start: int, stop: int) -> Tensor:
+        return _total([part.dense(start, stop) for part in self._parts])
+
+    @override
+    def zero_(self, samples: Tensor) -> None:
+        for part in self._parts:
+            part.zero_(samples)
+
+
+CANCELLED = 1e-4  # a squared norm below this share of its parts has lost digits to rounding in float32
+
+
+def weighted_rows(factors: Tensor, rows: Tensor) -> Tensor:
+    """The sum of factor times row."""
+    flat = rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
+    return torch.mv(flat.t(), factors.to(flat.device, flat.dtype)).view(rows.shape[1:])
+
+
+def pieces(count: int, bytes_each: int, *, limit: int = PIECE) -> list[tuple[int, int]]:
+    """Bounds of runs of samples, each run of at most ``limit`` bytes or one sample."""
+    step = max(1, min(count, limit // max(bytes_each, 1)))
+    return [(start, min(start + step, count)) for start in range(0, count, step)]
+
+
+def piecewise_squared_norms(contribution: Contribution) -> Tensor:
+    """The squared norms of gradients that are formed a few samples at a time, and dropped."""
+    param = contribution.param
+    bounds = pieces(contribution.batch_size, param.numel() * 4)
+    norms = [squared_norms(contribution.dense(start, stop)) for start, stop in bounds]
+    return torch.cat(norms) if norms else torch.zeros(0, dtype=torch.float64, device=param.device)
+
+
+def _total(tensors: Sequence[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, tensors)
+
+
+def _zeroed(rows: Tensor, samples: Tensor) -> Tensor:
+    return rows.masked_fill(samples.to(rows.device).view(-1, *[1] * (rows.ndim - 1)), 0)

@@ -1,0 +1,234 @@
+"""Listens to the layers of a model during a backward, and knows what the gradient of every sample was."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from torchzero_clip.checks import boolean, instance, one_of
+from torchzero_clip.functional.foreach import wide_dtype
+from torchzero_clip.per_sample.attachment import Attachment
+from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory
+from torchzero_clip.per_sample.merge import merged
+from torchzero_clip.per_sample.site import Call, Site
+
+
+@dataclass
+class Arrival:
+    """What one call of a layer contributed to one parameter; its squared norms are taken at once where it is alone."""
+
+    site: Site
+    contribution: Contribution
+    squares: Tensor | None
+    expanded: bool
+
+
+class Engine:
+    """Listens to the layers of a model.
+
+    Args:
+        model: The model.
+        batch_first: Whether samples are in the first dimension of sequences.
+        memory: "low" keeps no gradients of samples, whatever that costs.
+        force_generic: Run every layer by the generic rule.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, batch_first: bool = True, memory: Memory = "auto", force_generic: bool = False
+    ) -> None:
+        instance("module", model, nn.Module)
+        boolean("batch_first", batch_first)
+        one_of("memory", memory, ("auto", "low"))
+        self.batch_first = batch_first
+        self.memory: Memory = memory
+        self.batch_size: int | None = None
+        self.inside = False
+        self.enabled = True
+        self.formed: Callable[[nn.Parameter, Tensor], None] | None = None
+        self.forward_begins: Callable[[], None] | None = None
+        self.backward_ends: Callable[[], None] | None = None
+        self._arrivals: dict[int, list[Arrival]] = {}
+        self._calls: list[Call] = []
+        self._queued = False
+        self._attachment = Attachment(model, self, began=self._began, force_generic=force_generic)
+        self._attachment.attach()
+        self._attached = True
+
+    @property
+    def listens(self) -> bool:
+        """Whether forwards are captured, and their gradients told apart."""
+        return self.enabled and self._attached
+
+    @property
+    def params(self) -> dict[str, nn.Parameter]:
+        """The parameters that train, by name."""
+        return self._attachment.params
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients have arrived that nobody has asked for."""
+        return bool(self._arrivals)
+
+    def detach(self) -> None:
+        """Leave the model as it was."""
+        self._attachment.detach()
+        self._attached = False
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what has arrived, and let go of the activations it came from."""
+        for call in self._calls:
+            call.release()
+        self._arrivals, self._calls, self._queued = {}, [], False
+        self._attachment.reset_counts()
+
+    def called(self, site: Site) -> None:
+        """Note that a layer runs.
+
+        Raises:
+            RuntimeError: If gradients wait that nobody has asked for.
+        """
+        if self.waits and not _in_backward():
+            raise RuntimeError(
+                "gradients of an earlier backward wait to be clipped: call clip_and_accumulate() after "
+                "loss.backward(), or backward(losses) instead of it. discard() forgets them"
+            )
+        site.calls += 1
+
+    def add(
+        self, site: Site, contributions: Sequence[Contribution], *, call: Call | None = None, expanded: bool = False
+    ) -> None:
+        """Take what one call of a layer contributed."""
+        if not self._attached:
+            raise RuntimeError(f"the clipper was detached before the backward of {site}; run the forward again")
+        if call is not None:
+            self._calls.append(call)
+        if not self.enabled:
+            for part in contributions:
+                accumulate(part.param, part.weighted_sum(torch.ones(part.batch_size)))
+            return
+        if self.backward_ends is not None and not self._queued:
+            self._queued = True
+            engine: Any = torch.autograd.Variable
+            engine._execution_engine.queue_callback(self._ended)
+        for part in contributions:
+            self._keep(site, part, expanded=expanded)
+
+    def gathered(self, count: int | None) -> dict[int, tuple[Contribution, Tensor]]:
+        """The contribution of each parameter, by id, and its squared norms.
+
+        Args:
+            count: How many samples there are; None for as many as the inputs of the model have.
+
+        Raises:
+            ValueError: If the samples of some layer are not those of the batch.
+        """
+        self._check_counts(self.batch_size if count is None else count)
+        result: dict[int, tuple[Contribution, Tensor]] = {}
+        for key, arrivals in self._arrivals.items():
+            if len(arrivals) > 1 or arrivals[0].squares is None:
+                kept, squares = merged([arrival.contribution for arrival in arrivals]).measured()
+            else:
+                kept, squares = arrivals[0].contribution, arrivals[0].squares
+            self._arrivals[key] = [Arrival(arrivals[0].site, kept, squares, any(a.expanded for a in arrivals))]
+            result[key] = kept, squares
+        _check_expanded([(group[0], result[key][1]) for key, group in self._arrivals.items()])
+        return result
+
+    def consume(self) -> None:
+        """Forget what has arrived, but not the activations: the same graph may run again, for ordinary gradients."""
+        self._arrivals = {}
+
+    def measured(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """The squared norms of what has arrived, by parameter."""
+        gathered = self.gathered(None)
+        return [(param, gathered[id(param)][1]) for param in self.params.values() if id(param) in gathered]
+
+    def arrived_count(self) -> int:
+        """How many samples there were in what has arrived."""
+        return next(iter(self._arrivals.values()))[0].contribution.batch_size
+
+    def norm_dtype(self) -> torch.dtype:
+        """Float32, or float64 if a parameter is."""
+        dtype = torch.float32
+        for param in self.params.values():
+            dtype = torch.promote_types(dtype, wide_dtype(param.dtype))
+        return dtype
+
+    def _keep(self, site: Site, part: Contribution, *, expanded: bool) -> None:
+        param: Any = part.param
+        earlier = self._arrivals.setdefault(id(param), [])
+        if self.formed is not None:
+            part = Dense(param, part.dense(0, part.batch_size))
+            self.formed(param, part.grads)
+        if earlier or site.calls > 1 or self._attachment.is_shared(param):
+            earlier.append(Arrival(site, part, None, expanded))
+        else:
+            earlier.append(Arrival(site, *part.measured(), expanded))
+
+    def _ended(self) -> None:
+        self._queued = False
+        if self.backward_ends is not None:
+            self.backward_ends()
+
+    def _began(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.inside or not self.enabled or self.waits or _in_backward():
+            return
+        if DistributedDataParallel._active_ddp_module is not None:
+            raise RuntimeError("module is run by DistributedDataParallel, which would not average its gradients")
+        self._attachment.refresh()
+        self.batch_size = _batch_size((args, kwargs), 0 if self.batch_first else 1)
+        if self.forward_begins is not None:
+            self.forward_begins()
+
+    def _check_counts(self, count: int | None) -> None:
+        arrivals = [arrival for group in self._arrivals.values() for arrival in group]
+        for arrival in arrivals:
+            found = arrival.contribution.batch_size
+            count = found if count is None else count
+            if found != count:
+                raise ValueError(
+                    f"{arrival.site} saw {found} samples, the batch has {count}. Per-sample gradients need the samples "
+                    f"in dimension {0 if self.batch_first else 1} of its input (batch_first={self.batch_first}); "
+                    "positions that all samples share need a batch dimension too"
+                )
+
+
+def accumulate(param: Any, value: Tensor) -> None:
+    """Add to the gradient of a parameter, as a backward does."""
+    value = value.to(param.device, param.dtype)
+    if param.grad is None:
+        param.grad = value.detach()
+    else:
+        param.grad.add_(value)
+
+
+def _in_backward() -> bool:
+    """Whether a backward runs, in which checkpointing repeats forwards."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _check_expanded(groups: Sequence[tuple[Arrival, Tensor]]) -> None:
+    """A row that stood for all samples must not have been used for the first alone."""
+    if not any(arrival.expanded for arrival, _ in groups):
+        return
+    others = [squares[1:].any().item() for arrival, squares in groups if not arrival.expanded]
+    for arrival, squares in groups:
+        first_only = arrival.expanded and squares[:1].any() and not squares[1:].any()
+        if first_only and any(others):
+            raise ValueError(
+                f"the output of {arrival.site} reached the loss of the first sample only: "
+                "give its input a batch dimension of the size of the batch"
+            )
+
+
+def _batch_size(inputs: Any, dim: int) -> int | None:
+    """The size that most inputs have where samples are."""
+    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
+    sizes = Counter(leaf.shape[min(dim, leaf.ndim - 1)] for leaf in leaves)
+    return sizes.most_common(1)[0][0] if sizes else None

@@ -1,0 +1,252 @@
+"""Norms and clipping coefficients of samples as a wrapper around the model, for loops that were written for one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from torchzero_clip.checks import boolean, instance, non_negative, one_of
+from torchzero_clip.per_sample.attachment import trainable
+from torchzero_clip.per_sample.clipper import LossReduction
+from torchzero_clip.per_sample.engine import Engine
+from torchzero_clip.per_sample.norm_clippers import STABILITY, ConstantFlatClipper
+from torchzero_clip.per_sample.norm_sample import put_norm_sample
+from torchzero_clip.per_sample.rules.registry import GENERIC
+from torchzero_clip.per_sample.site import Site
+from torchzero_clip.per_sample.weighting import ClippingResult, clipped_backward
+
+
+class GradSampleModuleFastGradientClipping(nn.Module):
+    """A model that knows, after a backward, the norm of each sample's gradient and the coefficient that clips it.
+
+        coef = min(1, max_grad_norm / (norm + 1e-6))
+
+    It calls through to the model, whose attributes, parameters and state_dict it shows as its own. Clipping takes one
+    pass, ``module.backward(losses)``, or two, for loops written that way:
+
+        losses.mean().backward(retain_graph=True)      leaves .grad as it is
+        coef = module.get_clipping_coef()
+        module.disable_hooks()
+        (coef * losses).mean().backward()              ordinary gradients, of the same graph
+        module.enable_hooks()
+
+    `PerSampleGradientClipper` does the same without a wrapper; both are views of one engine.
+
+    Args:
+        m: The model.
+        batch_first: Whether sequences have shape (B, T, ...) rather than (T, B, ...).
+        loss_reduction: "mean" or "sum": what the loss of the backward is over the samples.
+        strict: Refuse models with buffers, which may carry something from one sample to another.
+        force_functorch: Run every layer by the generic rule, which is vmap.
+        max_grad_norm: The limit, >= 0, in units of the gradient.
+        use_ghost_clipping: Take norms without gradients of samples, as ``memory="low"``; False lets layers keep them
+            where that is faster. The numbers are the same.
+
+    Raises:
+        NotImplementedError: If strict and there is a buffer.
+        ValueError: If a layer mixes samples or cannot be captured, or an argument has a value it cannot have.
+        TypeError: If an argument has the wrong type.
+
+    Norms at the edges are treated as in `PerSampleGradientClipper`.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torchzero_clip import GradSampleModuleFastGradientClipping
+        >>> model = GradSampleModuleFastGradientClipping(nn.Linear(2, 1, bias=False))
+        >>> losses = model(torch.tensor([[3.0, 4.0], [0.0, 0.5]])).squeeze(1)
+        >>> losses.mean().backward(retain_graph=True)
+        >>> model.get_norm_sample(), model.get_clipping_coef()
+        (tensor([5.0000, 0.5000]), tensor([0.2000, 1.0000]))
+        >>> model.weight.norm_sample, model.weight.grad
+        (tensor([5.0000, 0.5000]), None)
+
+    Source: Lee, Kifer, [Scaling up differentially private deep learning with fast per-example gradient
+    clipping](https://arxiv.org/abs/2009.03106), 2020; Li et al., [Large language models can be strong differentially
+    private learners](https://arxiv.org/abs/2110.05679), 2021.
+    """
+
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: LossReduction = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+        max_grad_norm: float = 1,
+        use_ghost_clipping: bool = True,
+    ) -> None:
+        super().__init__()
+        instance("m", m, nn.Module)
+        one_of("loss_reduction", loss_reduction, ("mean", "sum"))
+        for name, value in (("strict", strict), ("force_functorch", force_functorch)):
+            boolean(name, value)
+        non_negative("max_grad_norm", max_grad_norm)
+        boolean("use_ghost_clipping", use_ghost_clipping)
+        if strict:
+            _refuse_buffers(m)
+        for shown in ("_parameters", "_buffers", "_modules"):  # the same dicts: what m gets later, this has too
+            self.__dict__[shown] = m.__dict__[shown]
+        self.__dict__["_module"] = m
+        self.loss_reduction: LossReduction = loss_reduction
+        self.max_grad_norm = max_grad_norm
+        memory = "low" if use_ghost_clipping else "auto"
+        self._settings: dict[str, Any] = {
+            "memory": memory,
+            "batch_first": batch_first,
+            "force_generic": force_functorch,
+        }
+        self._attach()
+
+    def _attach(self) -> None:
+        self._engine = Engine(self.__dict__["_module"], **self._settings)
+        self._engine.forward_begins = self._forget
+        self._engine.backward_ends = self._put_norm_samples
+        self._norms: Tensor | None = None
+        self._in_one_pass = False
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in ("_engine", "_norms")}
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._attach()
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_module"](*args, **kwargs)
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_module" not in self.__dict__:  # while a copy is made
+                raise
+            return getattr(self.__dict__["_module"], name)
+
+    @override
+    def train(self, mode: bool = True) -> "GradSampleModuleFastGradientClipping":
+        """Set the mode of the model, and of this."""
+        self.__dict__["_module"].train(mode)
+        return super().train(mode)
+
+    def get_norm_sample(self) -> Tensor:
+        """The norm of each sample's gradient over all trainable parameters, of the last backward: (B,).
+
+        Raises:
+            RuntimeError: If there was none since the last forward.
+        """
+        if self._engine.waits:
+            gathered = self._engine.gathered(None)
+            squares = torch.stack([squares for _, squares in gathered.values()]).sum(0)
+            self._norms = squares.sqrt().mul_(self._scale(len(squares))).to(self._engine.norm_dtype())
+            self._engine.consume()
+        if self._norms is None:
+            raise RuntimeError("there are no norms: call backward() on a loss of this module's output first")
+        return self._norms
+
+    def get_clipping_coef(self) -> Tensor:
+        """What each sample's loss is to be multiplied by: (B,), at most 1.
+
+        Raises:
+            RuntimeError: If there was no backward since the last forward.
+        """
+        return (self.max_grad_norm / (self.get_norm_sample() + STABILITY)).clamp(max=1.0)
+
+    def backward(self, losses: Tensor) -> ClippingResult:
+        """Add the clipped gradients to ``.grad``, in one pass: their sum, divided by B for "mean".
+
+        Args:
+            losses: One loss for each sample, of shape (B,).
+
+        Raises:
+            ValueError: If the losses do not have that shape, or a layer saw another number of samples.
+            TypeError: If they are no tensor.
+            RuntimeError: As `PerSampleGradientClipper.backward`.
+        """
+        self._in_one_pass = True
+        try:
+            clipper = ConstantFlatClipper(self.max_grad_norm)
+            result = clipped_backward(self._engine, losses, clipper, mean=self.loss_reduction == "mean")
+        finally:
+            self._in_one_pass = False
+        self._norms = result.norms
+        return result
+
+    def capture_backprops_hook(
+        self,
+        module: nn.Module,
+        _forward_input: Sequence[Tensor],
+        forward_output: Sequence[Tensor],
+        loss_reduction: LossReduction,
+        batch_first: bool,
+    ) -> None:
+        """Take the gradient of an output by hand, for a call that was not captured; the module is run by vmap.
+
+        Calls that were captured, which are all in a forward of this module, must not be given again: they would count
+        twice.
+
+        Args:
+            module: A module of the model.
+            _forward_input: What it was called with.
+            forward_output: The gradient of its output, the only item.
+            loss_reduction: What the loss of this gradient is over the samples.
+            batch_first: As this module has it.
+
+        Raises:
+            ValueError: If ``batch_first`` is not what this module has, or the inputs have no batch dimension.
+        """
+        one_of("loss_reduction", loss_reduction, ("mean", "sum"))
+        if batch_first != self._engine.batch_first:
+            raise ValueError(f"batch_first must be {self._engine.batch_first}, as in the constructor")
+        (grad,), inputs = forward_output, tuple(x.detach() for x in _forward_input)
+        size = inputs[0].shape[0 if batch_first else 1]
+        self._engine.batch_size = size
+        site = Site(self._engine, type(module).__name__, module, GENERIC, trainable(module))
+        scale = {("mean", "sum"): size, ("sum", "mean"): 1 / max(size, 1)}.get((loss_reduction, self.loss_reduction), 1)
+        with torch.enable_grad():
+            torch.autograd.backward(GENERIC.run(site, inputs, {}), grad * scale)
+
+    def disable_hooks(self) -> None:
+        """Let backwards give ordinary gradients, and forwards run as they are."""
+        self._engine.enabled = False
+
+    def enable_hooks(self) -> None:
+        """Listen to forwards and backwards again."""
+        self._engine.enabled = True
+
+    def detach(self) -> None:
+        """Leave the model as it was before."""
+        self._forget()
+        self._engine.detach()
+
+    def _scale(self, count: int) -> float:
+        return float(count) if self.loss_reduction == "mean" and not self._in_one_pass else 1.0
+
+    def _put_norm_samples(self) -> None:
+        for param, squares in self._engine.measured():
+            put_norm_sample(param, squares.sqrt() * self._scale(len(squares)), len(squares))
+
+    def _forget(self) -> None:
+        self._norms = None
+        self._engine.clear()
+        for param in self._engine.params.values():
+            vars(param).pop("norm_sample", None)
+            vars(param).pop("_norm_sample", None)
+
+
+def _refuse_buffers(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if not any(True for _ in module.buffers(recurse=False)):
+            continue
+        where = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
+        raise NotImplementedError(
+            f"{where} includes a buffer, which may mix samples: use strict=False if it does not, "
+            "and check_per_sample to be sure"
+        )

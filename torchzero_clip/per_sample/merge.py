@@ -1,0 +1,27 @@
+"""Several uses of one parameter as one contribution."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from torchzero_clip.per_sample.contributions import Contribution, Dense, Tied
+from torchzero_clip.per_sample.products import Products
+from torchzero_clip.per_sample.rows import Rows
+
+
+def merged(parts: Sequence[Contribution]) -> Contribution:
+    """The uses of one parameter as one: uses of one kind joined, those of different kinds side by side."""
+    joined = [*_reduced(Products, parts), *_reduced(Rows, parts), *_reduced(Dense, parts)]
+    joined += [part for part in parts if not isinstance(part, Products | Rows | Dense)]
+    if len(joined) == 1:
+        return joined[0]
+    match joined:
+        case [Products() as products, Rows() as rows]:  # an embedding and the head that shares its weight
+            return Tied(joined, inner_products=lambda: 2 * rows.inner_products(products))
+        case _:
+            return Tied(joined)
+
+
+def _reduced(kind: type[Any], parts: Sequence[Contribution]) -> list[Any]:
+    chosen: list[Any] = [part for part in parts if isinstance(part, kind)]
+    return [functools.reduce(kind.joined, chosen)] if chosen else []

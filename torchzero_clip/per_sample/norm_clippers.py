@@ -1,0 +1,187 @@
+"""How the norms of the samples become factors."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torchzero_clip.checks import non_negative
+
+STABILITY = 1e-6  # added to the norm, as privacy libraries do: the limit is kept, a zero norm needs no case of its own
+
+
+class NormClipper(ABC):
+    """Turns the norms of B samples into factors, each in [0, 1], that bring what they scale to a limit.
+
+    Subclass it for a limit of your own; `PerSampleGradientClipper` takes any.
+
+    Examples:
+        >>> import torch
+        >>> from itertools import repeat
+        >>> from torchzero_clip import NormClipper
+        >>> class Normalizing(NormClipper):  # every sample counts the same, however small its gradient
+        ...     is_per_layer = False
+        ...     thresholds = torch.ones(1)
+        ...
+        ...     def calc_clipping_factors(self, norms):
+        ...         return repeat(1 / (norms[0] + 0.01))
+        >>> next(Normalizing().calc_clipping_factors([torch.tensor([0.09, 0.99])]))
+        tensor([10.,  1.])
+    """
+
+    @abstractmethod
+    def calc_clipping_factors(self, norms: Sequence[Tensor]) -> Iterable[Tensor]:
+        """One tensor of factors, of shape (B,), per parameter tensor.
+
+        Args:
+            norms: The norms, each of shape (B,): one tensor of all parameters together, or one per parameter tensor
+                where `is_per_layer`.
+        """
+
+    @property
+    @abstractmethod
+    def is_per_layer(self) -> bool:
+        """Whether it takes norms per parameter tensor."""
+
+    @property
+    @abstractmethod
+    def thresholds(self) -> Tensor:
+        """The limits: a vector of one, or one per parameter tensor."""
+
+
+class ConstantFlatClipper(NormClipper):
+    """Scales each sample so that its gradient, all parameters together, has a norm of at most ``flat_value``.
+
+        factor = min(1, flat_value / (norm + 1e-6))
+
+    Args:
+        flat_value: The limit, >= 0, in units of the gradient.
+
+    Raises:
+        ValueError: If the limit is negative or NaN.
+        TypeError: If it is no number.
+
+    | norm | factor |
+    | --- | --- |
+    | 0 | 1; 0 with a limit of 0 |
+    | the limit C | C / (C + 1e-6), a little below 1 |
+    | inf | 0 |
+    | NaN | NaN |
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import ConstantFlatClipper
+        >>> next(ConstantFlatClipper(1.0).calc_clipping_factors([torch.tensor([0.0, 0.5, 4.0])]))
+        tensor([1.0000, 1.0000, 0.2500])
+
+    Source: Abadi et al., [Deep learning with differential privacy](https://arxiv.org/abs/1607.00133), 2016.
+    """
+
+    def __init__(self, flat_value: float) -> None:
+        non_negative("flat_value", flat_value)
+        self.flat_value = float(flat_value)
+
+    @override
+    def calc_clipping_factors(self, norms: Sequence[Tensor]) -> Iterable[Tensor]:
+        """The same factors for every parameter tensor: an endless iterator.
+
+        Args:
+            norms: One tensor of shape (B,): the norms over all parameters.
+
+        Raises:
+            ValueError: If it is not exactly one, of that shape.
+        """
+        if len(norms) != 1 or norms[0].ndim != 1:
+            shapes = [tuple(norm.shape) for norm in norms]
+            raise ValueError(
+                f"norms must be one tensor of shape (B,) for a flat limit, got shapes {shapes}; "
+                "ConstantPerLayerClipper takes one per parameter tensor"
+            )
+        return repeat(_factors(self.flat_value, norms[0]))
+
+    @property
+    @override
+    def is_per_layer(self) -> bool:
+        return False
+
+    @property
+    @override
+    def thresholds(self) -> Tensor:
+        return torch.tensor([self.flat_value], dtype=torch.float64)
+
+    @override
+    def __repr__(self) -> str:
+        return f"ConstantFlatClipper({self.flat_value})"
+
+
+class ConstantPerLayerClipper(NormClipper):
+    """Scales each sample so that its gradient in parameter tensor k has a norm of at most ``flat_values[k]``.
+
+        factorₖ = min(1, flat_values[k] / (normₖ + 1e-6))
+
+    What one sample adds to the sum then has at most the L2 norm of all limits. Weight and bias are tensors of their
+    own; frozen ones do not count.
+
+    Args:
+        flat_values: The limits, each >= 0, in the order of the trainable parameters; a list of one is repeated for all.
+
+    Raises:
+        ValueError: If a limit is negative or NaN, or there is none.
+        TypeError: If one is no number.
+
+    Single norms are treated as in `ConstantFlatClipper`.
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import ConstantPerLayerClipper
+        >>> clipper = ConstantPerLayerClipper([1.0, 2.0])
+        >>> clipper.calc_clipping_factors([torch.tensor([0.0, 4.0]), torch.tensor([4.0, 4.0])])
+        [tensor([1.0000, 0.2500]), tensor([0.5000, 0.5000])]
+
+    Source: McMahan, Ramage, Talwar, Zhang, [Learning differentially private recurrent language
+    models](https://arxiv.org/abs/1710.06963), 2018.
+    """
+
+    def __init__(self, flat_values: Sequence[float]) -> None:
+        if not len(flat_values):
+            raise ValueError("flat_values must hold at least one limit")
+        for i, value in enumerate(flat_values):
+            non_negative(f"flat_values[{i}]", value)
+        self.flat_values = [float(value) for value in flat_values]
+
+    @override
+    def calc_clipping_factors(self, norms: Sequence[Tensor]) -> list[Tensor]:
+        """The factors of each parameter tensor.
+
+        Args:
+            norms: One tensor of shape (B,) per parameter tensor.
+
+        Raises:
+            ValueError: If their number is not that of the limits.
+        """
+        values = self.flat_values
+        if len(values) not in (1, len(norms)):
+            raise ValueError(f"flat_values must hold 1 limit or one for each of {len(norms)} norms, got {len(values)}")
+        self.flat_values = values * len(norms) if len(values) == 1 and len(norms) else values
+        return [_factors(value, norm) for value, norm in zip(self.flat_values, norms, strict=True)]
+
+    @property
+    @override
+    def is_per_layer(self) -> bool:
+        return True
+
+    @property
+    @override
+    def thresholds(self) -> Tensor:
+        return torch.tensor(self.flat_values, dtype=torch.float64)
+
+    @override
+    def __repr__(self) -> str:
+        return f"ConstantPerLayerClipper({self.flat_values})"
+
+
+def _factors(limit: float, norm: Tensor) -> Tensor:
+    return (limit / (norm + STABILITY)).clamp(max=1.0)

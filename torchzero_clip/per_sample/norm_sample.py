@@ -1,0 +1,47 @@
+"""Norms of samples as an attribute of their parameter."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.checks import count, instance
+from torchzero_clip.per_sample.squares import squared_norms
+
+
+def create_norm_sample(*, param: Tensor, grad_sample: Tensor, max_batch_len: int) -> None:
+    """Put the norms of a parameter's per-sample gradients on it, as ``param.norm_sample``; frozen ones get none.
+
+    Args:
+        param: The parameter.
+        grad_sample: Its gradients, (B, *param.shape).
+        max_batch_len: The length of what is put there: zeros follow the B norms where it is larger.
+
+    Raises:
+        ValueError: If the shapes do not fit, or B is above ``max_batch_len``.
+        TypeError: If an argument has the wrong type.
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import create_norm_sample
+        >>> param = torch.nn.Parameter(torch.zeros(2))
+        >>> create_norm_sample(param=param, grad_sample=torch.tensor([[3.0, 4.0]]), max_batch_len=2)
+        >>> param.norm_sample
+        tensor([5., 0.])
+    """
+    instance("param", param, Tensor)
+    instance("grad_sample", grad_sample, Tensor)
+    count("max_batch_len", max_batch_len)
+    if grad_sample.shape[1:] != param.shape or grad_sample.ndim == 0:
+        raise ValueError(f"grad_sample must have shape {('B', *param.shape)}, got {tuple(grad_sample.shape)}")
+    if len(grad_sample) > max_batch_len:
+        raise ValueError(f"max_batch_len must be at least the {len(grad_sample)} samples, got {max_batch_len}")
+    if param.requires_grad:
+        put_norm_sample(param, squared_norms(grad_sample.detach()).sqrt(), max_batch_len)
+
+
+def put_norm_sample(param: Any, norms: Tensor, length: int) -> None:
+    """Put the norms on the parameter, under both of its names, with zeros behind them up to the length."""
+    padded = norms.new_zeros(length, dtype=torch.promote_types(param.dtype, torch.float32))
+    padded[: len(norms)] = norms
+    param.norm_sample = param._norm_sample = padded

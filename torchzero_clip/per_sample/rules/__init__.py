@@ -1,0 +1,1 @@
+"""How single kinds of layers give the gradient of every sample: one file each."""

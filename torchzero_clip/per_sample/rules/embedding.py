@@ -1,0 +1,114 @@
+"""Embeddings and bags of embeddings."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+from torchzero_clip.per_sample.contributions import Contribution
+from torchzero_clip.per_sample.rows import Rows
+from torchzero_clip.per_sample.site import Call, Rule, Site, watch
+from torchzero_clip.per_sample.squares import wide
+
+
+class EmbeddingRule(Rule):
+    """A few rows of the table for each sample; `padding_idx` gets none."""
+
+    @override
+    def refusal(self, module: nn.Module) -> str | None:
+        return _refusal(module)
+
+    @override
+    def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        return self._run(site, *args, **kwargs)
+
+    def _run(self, site: Site, input: Tensor) -> Tensor:
+        module: Any = site.module
+        dim = site.batch_dim(input.ndim)
+        source, expanded = site.expanded(input, dim)
+        if input.ndim == 1 and len(input) > 1 and torch.equal(input, torch.arange(len(input), device=input.device)):
+            raise ValueError(
+                f"the indices of {site} are 0, 1, 2, ... in one dimension: positions, it seems, which all samples "
+                "share. Give them a batch dimension: positions.expand(batch_size, -1)"
+            )
+
+        def contribute(grad: Tensor, source: Tensor) -> list[Contribution]:
+            index = source.movedim(dim, 0)
+            samples = torch.arange(len(index), device=index.device).repeat_interleave(index[:1].numel())
+            (values,) = wide(grad.movedim(dim, 0).reshape(-1, grad.shape[-1]))
+            return [_rows(site, len(index), samples, index.reshape(-1), values)]
+
+        output = F.embedding(source, module.weight.detach(), module.padding_idx)
+        return watch(output, Call(site, [source], contribute, expanded=expanded))
+
+
+class EmbeddingBagRule(Rule):
+    """As an embedding, where each value counts with its weight in the bag."""
+
+    @override
+    def refusal(self, module: nn.Module) -> str | None:
+        if module.mode == "max":
+            return "mode='max' has no per-sample rule here: use 'sum' or 'mean', or an Embedding and amax"
+        return _refusal(module)
+
+    @override
+    def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        return self._run(site, *args, **kwargs)
+
+    def _run(
+        self, site: Site, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        module: Any = site.module
+        weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
+        saved = [tensor for tensor in (input, offsets, weights) if tensor is not None]
+
+        def contribute(grad: Tensor, input: Tensor, *_: Tensor) -> list[Contribution]:
+            samples = _bags(input, offsets, include_last=module.include_last_offset)
+            index = input.reshape(-1)
+            counts = index != module.padding_idx if module.padding_idx is not None else torch.ones_like(index)
+            scale = counts.to(grad.dtype) if weights is None else counts * weights.detach()
+            if module.mode == "mean":
+                sizes = torch.zeros(len(grad), dtype=grad.dtype, device=grad.device)
+                sizes.index_add_(0, samples, counts.to(grad.dtype))
+                scale = scale / sizes.clamp(min=1)[samples]
+            (values,) = wide(grad[samples] * scale[:, None])
+            return [_rows(site, len(grad), samples, index, values)]
+
+        output = F.embedding_bag(
+            input,
+            module.weight.detach(),
+            offsets,
+            mode=module.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=module.include_last_offset,
+            padding_idx=module.padding_idx,
+        )
+        return watch(output, Call(site, saved, contribute))
+
+
+def _refusal(module: Any) -> str | None:
+    if module.scale_grad_by_freq:
+        return "scale_grad_by_freq counts over the whole batch: the gradient of a sample depends on the others"
+    if module.max_norm is not None:
+        return "max_norm rescales the table in the forward: renormalize the weight after the step instead"
+    if module.sparse:
+        return "sparse gradients cannot be clipped per sample here: use sparse=False"
+    return None
+
+
+def _rows(site: Site, count: int, samples: Tensor, index: Tensor, values: Tensor) -> Rows:
+    module: Any = site.module
+    padding = module.padding_idx
+    if padding is not None:
+        values = values.masked_fill((index == padding)[:, None], 0)
+    return Rows(site.params["weight"], count, samples, index, values)
+
+
+def _bags(input: Tensor, offsets: Tensor | None, *, include_last: bool) -> Tensor:
+    """The bag that each index belongs to."""
+    if offsets is None:
+        return torch.arange(len(input), device=input.device).repeat_interleave(input[:1].numel())
+    starts = offsets[:-1] if include_last else offsets
+    return torch.bucketize(torch.arange(len(input), device=input.device), starts, right=True) - 1

@@ -1,0 +1,234 @@
+"""Any module with parameters: every sample gets a copy of them, which costs no memory, and vmap runs the module."""
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+from torchzero_clip.per_sample.contributions import Dense
+from torchzero_clip.per_sample.rules.agreement import check_agreement
+from torchzero_clip.per_sample.site import Rule, Site, anchor, wanted
+from torchzero_clip.per_sample.squares import wide
+
+
+class GenericRule(Rule):
+    """The whole module, submodules included, sample by sample; right also where it draws random numbers.
+
+    Tensors whose first dimension has the size of the batch are split into samples, others are shared.
+    """
+
+    @override
+    def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        signature = inspect.signature(MethodType(type(site.module).forward, site.module))
+        arguments = signature.bind(*args, **kwargs).arguments
+        leaves, structure = pytree.tree_flatten(arguments)
+        names = [name for name, value in arguments.items() for _ in pytree.tree_leaves(value)]
+        dims = [self.input_dim(site, name, leaf) for name, leaf in zip(names, leaves, strict=True)]
+        if expanded := all(dim is None for dim in dims):
+            leaves = [self._repeated(site, leaf) for leaf in leaves]
+            dims = [self.input_dim(site, name, leaf) for name, leaf in zip(names, leaves, strict=True)]
+        count = _batch_size(site, leaves, dims)
+        copies = _copies(site, count, expanded=expanded)
+        if not count:
+            return _without_samples(site, copies, args, kwargs)
+        bare, layout = Bare(site.module), _Layout()
+        split = [(i, dim) for i, dim in enumerate(dims) if dim is not None]
+
+        def one(copies: dict[str, Tensor], *samples: Tensor) -> tuple[Tensor, ...]:
+            given = list(leaves)
+            for (i, dim), sample in zip(split, samples, strict=True):
+                given[i] = sample.unsqueeze(dim)
+            bound = inspect.BoundArguments(signature, pytree.tree_unflatten(given, structure))
+            output = functional_call(bare, copies, bound.args, bound.kwargs, tie_weights=False)
+            return layout.taken(output, lambda i: self.output_dim(site, i))
+
+        site.recorder.inside = True
+        try:
+            outputs = _mapped(one, copies, [leaves[i] for i, _ in split], [dim for _, dim in split], count, site)
+            output = layout.given_back(outputs)
+            if not expanded:
+                check_agreement(site, args, kwargs, output)
+        finally:
+            site.recorder.inside = False
+        return output
+
+    def input_dim(self, site: Site, name: str, value: Any) -> int | None:
+        """Where an input has its samples; None if it has none."""
+        dim, count = 0 if site.recorder.batch_first else 1, site.recorder.batch_size
+        return dim if isinstance(value, Tensor) and value.ndim > dim and value.shape[dim] == count else None
+
+    def output_dim(self, site: Site, index: int) -> int:
+        """Where an output has its samples."""
+        return 0 if site.recorder.batch_first else 1
+
+    def _repeated(self, site: Site, value: Any) -> Any:
+        dim = 0 if site.recorder.batch_first else 1
+        return site.expanded(value, dim)[0] if isinstance(value, Tensor) and value.ndim > dim else value
+
+
+class RecurrentRule(GenericRule):
+    """RNN, LSTM and GRU: what is hidden has its samples in the second dimension, always."""
+
+    @override
+    def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
+            raise ValueError(f"{site} got a PackedSequence, in which samples are mixed: use padded sequences")
+        return super().run(site, args, kwargs)
+
+    @override
+    def input_dim(self, site: Site, name: str, value: Any) -> int | None:
+        if not isinstance(value, Tensor):
+            return None
+        if value.ndim != 3:
+            raise ValueError(f"{site} got an input without a batch dimension: per-sample gradients need one")
+        return self.output_dim(site, int(name != "input"))
+
+    @override
+    def output_dim(self, site: Site, index: int) -> int:
+        return 0 if index == 0 and getattr(site.module, "batch_first", False) else 1
+
+
+class AttentionRule(GenericRule):
+    """MultiheadAttention: the sequences have their samples where `batch_first` says, the padding mask first."""
+
+    @override
+    def input_dim(self, site: Site, name: str, value: Any) -> int | None:
+        if name == "attn_mask" or not isinstance(value, Tensor):
+            if isinstance(value, Tensor) and value.ndim == 3:
+                raise ValueError(f"{site} got an attn_mask per head: use one for all, and key_padding_mask for samples")
+            return None
+        if name == "key_padding_mask":
+            return 0
+        if value.ndim != 3:
+            raise ValueError(f"{site} got a {name} without a batch dimension: per-sample gradients need one")
+        return self.output_dim(site, 0)
+
+    @override
+    def output_dim(self, site: Site, index: int) -> int:
+        return 0 if index > 0 or getattr(site.module, "batch_first", False) else 1
+
+
+class Bare(nn.Module):
+    """The forward of a module without its hooks: they have run."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.inner).forward(self.inner, *args, **kwargs)
+
+
+class _Layout:
+    """How the output of a module is made of tensors and other values."""
+
+    def __init__(self) -> None:
+        self._dims: list[int | None] = []
+        self._others: list[Any] = []
+        self._structure: Any = None
+
+    def taken(self, output: Any, dim: Callable[[int], int]) -> tuple[Tensor, ...]:
+        """The tensors of one sample."""
+        leaves, self._structure = pytree.tree_flatten(output)
+        self._dims = [dim(i) if isinstance(leaf, Tensor) else None for i, leaf in enumerate(leaves)]
+        self._others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return tuple(leaf.squeeze(d) for leaf, d in zip(leaves, self._dims, strict=True) if d is not None)
+
+    def given_back(self, tensors: Sequence[Tensor]) -> Any:
+        """The output, from tensors with the samples first."""
+        rest = iter(tensors)
+        leaves = [
+            other if dim is None else next(rest).movedim(0, dim)
+            for other, dim in zip(self._others, self._dims, strict=True)
+        ]
+        return pytree.tree_unflatten(leaves, self._structure)
+
+
+class _Copies(torch.autograd.Function):
+    """A parameter as often as there are samples, in the memory of one; its gradients are those of the samples."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, anchor: Tensor, param: list[nn.Parameter], count: int, site: Site, expanded: bool) -> Tensor:
+        ctx.param, ctx.site, ctx.expanded = param[0], site, expanded
+        return param[0].detach().expand(count, *param[0].shape)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        if wanted(ctx.site):
+            ctx.site.recorder.add(ctx.site, [Dense(ctx.param, *wide(grads[0]))], expanded=ctx.expanded)
+        return (None,) * 5
+
+
+def _copies(site: Site, count: int, *, expanded: bool) -> dict[str, Tensor]:
+    """The parameters for each sample, under every name they have."""
+    of = {id(param): _Copies.apply(anchor(), [param], count, site, expanded) for param in site.params.values()}
+    result: dict[str, Tensor] = {}
+    for prefix, module in site.module.named_modules(prefix="inner", remove_duplicate=False):
+        for name, param in module.named_parameters(recurse=False):
+            if id(param) not in of:
+                continue
+            copy = of[id(param)]
+            padding = getattr(module, "padding_idx", None)
+            if padding is not None:  # under vmap, an embedding forgets that its padding gets no gradient
+                row = torch.arange(len(param), device=param.device) == padding
+                copy = torch.where(row[:, None], copy.detach(), copy)
+            result[f"{prefix}.{name}"] = copy
+    return result
+
+
+def _without_samples(site: Site, copies: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The output for no samples, through which the copies of no samples still get gradients; vmap refuses that."""
+    params = {f"inner.{name}": param.detach() for name, param in site.module.named_parameters()}
+    nothing = torch.stack([copy.sum() for copy in copies.values()]).sum()
+    output = functional_call(Bare(site.module), params, args, kwargs)
+    return pytree.tree_map_only(Tensor, lambda value: value + nothing.to(value.dtype), output)
+
+
+def _batch_size(site: Site, leaves: Sequence[Any], dims: Sequence[int | None]) -> int:
+    counts = {leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None}
+    if len(counts) != 1:
+        expected = site.recorder.batch_size
+        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+        raise ValueError(
+            f"{site} uses its parameters in a call without a common batch dimension: "
+            f"its inputs have shapes {shapes}, the batch has {expected} samples"
+        )
+    return counts.pop()
+
+
+def _mapped(
+    one: Callable[..., tuple[Tensor, ...]],
+    copies: dict[str, Tensor],
+    inputs: Sequence[Tensor],
+    dims: Sequence[int],
+    count: int,
+    site: Site,
+) -> Sequence[Tensor]:
+    """``one`` for every sample, with the samples first in what it returns."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop")
+            return torch.vmap(one, in_dims=(0, *dims), randomness="different")(copies, *inputs)
+    except (RuntimeError, ValueError) as error:
+        if "Batching rule not implemented" not in str(error):
+            raise RuntimeError(
+                f"{site} cannot be run sample by sample: {error}\n"
+                "Give its class a rule with register_rule, or freeze its parameters"
+            ) from error
+    rows = {name: copy.unbind(0) for name, copy in copies.items()}
+    split = [tensor.unbind(dim) for tensor, dim in zip(inputs, dims, strict=True)]
+    results = [
+        one({name: row[i] for name, row in rows.items()}, *(column[i] for column in split)) for i in range(count)
+    ]
+    return [torch.stack(column) for column in zip(*results, strict=True)]

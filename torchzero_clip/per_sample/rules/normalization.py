@@ -1,0 +1,168 @@
+"""Normalization within a sample: layer, RMS, group and instance."""
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+from torchzero_clip.per_sample.contributions import Contribution, Dense
+from torchzero_clip.per_sample.site import Call, Rule, Site, anchor, wanted, watch
+from torchzero_clip.per_sample.squares import wide
+
+
+class NormalizationRule(Rule):
+    """Weight: output gradient times normalized input; bias: output gradient; added up over all but their dimensions."""
+
+    @override
+    def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        return self._run(site, *args, **kwargs)
+
+    def _run(self, site: Site, input: Tensor) -> Tensor:
+        module: Any = site.module
+        dim = site.batch_dim(self.leading(module, input))
+        source, expanded = site.expanded(input, dim)
+        weight, bias = (None if p is None else p.detach() for p in (module.weight, getattr(module, "bias", None)))
+        eps = torch.finfo(input.dtype).eps if module.eps is None else module.eps  # RMSNorm's default goes by the dtype
+
+        def contribute(grad: Tensor, source: Tensor) -> list[Contribution]:
+            x, grad = (tensor.movedim(dim, 0) for tensor in wide(source, grad))
+            result: list[Contribution] = []
+            if "weight" in site.params:
+                normalized = self.normalize(module, x, None, None, eps)
+                result.append(Dense(site.params["weight"], self.summed(module, grad * normalized)))
+            if "bias" in site.params:
+                result.append(Dense(site.params["bias"], self.summed(module, grad)))
+            return result
+
+        output = self.normalize(module, source, weight, bias, eps)
+        return watch(output, Call(site, [source], contribute, expanded=expanded))
+
+    @abstractmethod
+    def leading(self, module: Any, input: Tensor) -> int:
+        """How many dimensions stand before those of a single position."""
+
+    @abstractmethod
+    def normalize(self, module: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        """The layer with these parameters."""
+
+    @abstractmethod
+    def summed(self, module: Any, grads: Tensor) -> Tensor:
+        """Added up over all dimensions that the parameters do not have, samples first."""
+
+
+class LayerNormRule(NormalizationRule):
+    """LayerNorm: the parameters have the last dimensions."""
+
+    @override
+    def leading(self, module: Any, input: Tensor) -> int:
+        return input.ndim - len(module.normalized_shape)
+
+    @override
+    def normalize(self, module: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        return F.layer_norm(input, module.normalized_shape, weight, bias, eps)
+
+    @override
+    def summed(self, module: Any, grads: Tensor) -> Tensor:
+        between = tuple(range(1, grads.ndim - len(module.normalized_shape)))
+        return grads.sum(between) if between else grads
+
+
+class RMSNormRule(LayerNormRule):
+    """RMSNorm: as LayerNorm, without a mean and a bias."""
+
+    @override
+    def normalize(self, module: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        return F.rms_norm(input, module.normalized_shape, weight, eps)
+
+
+class GroupNormRule(NormalizationRule):
+    """GroupNorm: the parameters have the channels, the second dimension."""
+
+    @override
+    def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        module: Any = site.module
+        x: Tensor = args[0] if args else kwargs["input"]
+        dtypes = {x.dtype, *(param.dtype for param in module.parameters())}
+        plain = len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} and x.numel() and module.bias is not None
+        if type(self) is not GroupNormRule or not plain or torch.is_autocast_enabled(x.device.type):
+            return super().run(site, args, kwargs)
+        return _GroupNorm.apply(anchor(), x, site)  # pyright: ignore[reportReturnType]
+
+    @override
+    def leading(self, module: Any, input: Tensor) -> int:
+        return 1
+
+    @override
+    def normalize(self, module: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        return F.group_norm(input, module.num_groups, weight, bias, eps)
+
+    @override
+    def summed(self, module: Any, grads: Tensor) -> Tensor:
+        return grads.flatten(2).sum(2) if grads.ndim > 2 else grads
+
+
+class InstanceNormRule(GroupNormRule):
+    """InstanceNorm: each channel of a sample by itself."""
+
+    @override
+    def refusal(self, module: nn.Module) -> str | None:
+        if module.track_running_stats:
+            return "track_running_stats=True mixes the samples: use track_running_stats=False"
+        return None
+
+    @override
+    def leading(self, module: Any, input: Tensor) -> int:
+        spatial = module._get_no_batch_dim()
+        return 0 if input.ndim == spatial else 1
+
+    @override
+    def normalize(self, module: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        if not len(input):  # torch refuses an instance norm of nothing
+            return F.group_norm(input, input.shape[1], weight, bias, eps)
+        return F.instance_norm(input, weight=weight, bias=bias, use_input_stats=True, eps=eps)
+
+
+class _GroupNorm(torch.autograd.Function):
+    """GroupNorm at the cost of an ordinary backward: to the kernel, the batch is one sample of B times the channels.
+
+    What the kernel then takes for the gradients of the parameters are those of the samples.
+    """
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, anchor: Tensor, input: Tensor, site: Site) -> Tensor:
+        module: Any = site.module
+        x = input.contiguous()
+        count, channels, size = x.shape[0], x.shape[1], x.shape[2:].numel()
+        output, mean, rstd = torch.native_group_norm(
+            x, module.weight, module.bias, count, channels, size, module.num_groups, module.eps
+        )
+        ctx.save_for_backward(x, mean, rstd, module.weight.detach())
+        ctx.site = site
+        return output
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None]:
+        x, mean, rstd, weight = ctx.saved_tensors
+        site: Site = ctx.site
+        count, channels, size = x.shape[0], x.shape[1], x.shape[2:].numel()
+        grad_input, *parameters = torch.ops.aten.native_group_norm_backward(
+            grads[0].contiguous().view(1, count * channels, size),
+            x.view(1, count * channels, size),
+            mean.view(1, -1),
+            rstd.view(1, -1),
+            weight.repeat(count),
+            1,
+            count * channels,
+            size,
+            mean.numel(),
+            [ctx.needs_input_grad[1], True, True],
+        )
+        rows = {name: value.view(count, channels) for name, value in zip(("weight", "bias"), parameters, strict=True)}
+        if wanted(site):
+            site.recorder.add(site, [Dense(param, rows[name]) for name, param in site.params.items()])
+        return None, None if grad_input is None else grad_input.view_as(x), None

@@ -1,0 +1,66 @@
+"""Rules that users give for layers of their own."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+from torchzero_clip.per_sample.contributions import Contribution, Dense
+from torchzero_clip.per_sample.rules.generic import Bare
+from torchzero_clip.per_sample.site import Call, Rule, Site, watch
+from torchzero_clip.per_sample.squares import wide
+
+PerSampleGradients: TypeAlias = Callable[..., Mapping[str, Tensor]]
+
+
+class RegisteredRule(Rule):
+    """Runs the layer without its parameters in the graph, and asks a function for their gradients.
+
+    Args:
+        gradients: The function: of the layer, the gradient of its output, and the arguments of the call.
+    """
+
+    def __init__(self, gradients: PerSampleGradients) -> None:
+        self._gradients = gradients
+
+    @override
+    def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+        def contribute(grad: Tensor, *tensors: Tensor) -> list[Contribution]:
+            given = list(leaves)
+            for i, tensor in zip(where, tensors, strict=True):
+                given[i] = tensor
+            args, kwargs = pytree.tree_unflatten(given, structure)
+            return _checked(site, self._gradients(site.module, grad, *args, **kwargs))
+
+        detached = {f"inner.{name}": param.detach() for name, param in site.module.named_parameters()}
+        site.recorder.inside = True
+        try:
+            output = functional_call(Bare(site.module), detached, args, kwargs)
+        finally:
+            site.recorder.inside = False
+        if not isinstance(output, Tensor):
+            raise TypeError(f"{site} has a registered rule and must return one tensor, got {type(output).__name__}")
+        return watch(output, Call(site, [leaves[i] for i in where], contribute))
+
+
+def _checked(site: Site, grads: Mapping[str, Tensor]) -> list[Contribution]:
+    if set(grads) != set(site.params):
+        raise ValueError(
+            f"the rule of {site} must return gradients for {sorted(site.params)}, got some for {sorted(grads)}"
+        )
+    result: list[Contribution] = []
+    for name, param in site.params.items():
+        (values,) = wide(grads[name])
+        if values.shape[1:] != param.shape:
+            raise ValueError(
+                f"the rule of {site} must return a tensor of shape {('B', *param.shape)} for {name!r}, "
+                f"got {tuple(values.shape)}"
+            )
+        result.append(Dense(param, values))
+    return result

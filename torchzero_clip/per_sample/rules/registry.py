@@ -1,0 +1,110 @@
+"""Which rule a module gets."""
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
+
+from torchzero_clip.checks import instance
+from torchzero_clip.per_sample.rules.conv import ConvRule
+from torchzero_clip.per_sample.rules.embedding import EmbeddingBagRule, EmbeddingRule
+from torchzero_clip.per_sample.rules.generic import AttentionRule, GenericRule, RecurrentRule
+from torchzero_clip.per_sample.rules.linear import LinearRule
+from torchzero_clip.per_sample.rules.normalization import (
+    GroupNormRule,
+    InstanceNormRule,
+    LayerNormRule,
+    RMSNormRule,
+)
+from torchzero_clip.per_sample.rules.registered import PerSampleGradients, RegisteredRule
+from torchzero_clip.per_sample.site import Rule
+
+GENERIC = GenericRule()
+_RULES: dict[type[nn.Module], Rule] = {
+    nn.Linear: LinearRule(),
+    nn.Conv1d: ConvRule(),
+    nn.Conv2d: ConvRule(),
+    nn.Conv3d: ConvRule(),
+    nn.Embedding: EmbeddingRule(),
+    nn.EmbeddingBag: EmbeddingBagRule(),
+    nn.LayerNorm: LayerNormRule(),
+    nn.RMSNorm: RMSNormRule(),
+    nn.GroupNorm: GroupNormRule(),
+    nn.InstanceNorm1d: InstanceNormRule(),
+    nn.InstanceNorm2d: InstanceNormRule(),
+    nn.InstanceNorm3d: InstanceNormRule(),
+    nn.RNN: RecurrentRule(),
+    nn.LSTM: RecurrentRule(),
+    nn.GRU: RecurrentRule(),
+    nn.MultiheadAttention: AttentionRule(),
+}
+WHOLE = (RecurrentRule, AttentionRule, RegisteredRule)  # rules for a module together with its submodules
+
+
+def register_rule(module_class: type[nn.Module], per_sample_gradients: PerSampleGradients) -> None:
+    """Give the layers of one class a rule for the gradients of their samples, in place of the generic one by vmap.
+
+    The layer must return one tensor. It runs with its parameters taken out of the graph; what the function returns is
+    all that they get. `check_per_sample` tells whether it is right.
+
+    Args:
+        module_class: The class. Subclasses that have the same `forward` get the rule too.
+        per_sample_gradients: A function of the layer, the gradient of its output, and the arguments of the call, that
+            returns a dict: for every trainable parameter of the layer, by name, a tensor of shape (B, *shape).
+
+    Raises:
+        TypeError: If it is not a class of modules, or the rule not a function.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper, register_rule
+        >>> class Scale(nn.Module):
+        ...     def __init__(self, size):
+        ...         super().__init__()
+        ...         self.weight = nn.Parameter(torch.ones(size))
+        ...
+        ...     def forward(self, x):  # (B, T, size)
+        ...         return x * self.weight
+        >>> def gradients(module, grad_output, x):
+        ...     return {"weight": (grad_output * x).sum(1)}
+        >>> register_rule(Scale, gradients)
+        >>> model = Scale(2)
+        >>> clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+        >>> x = torch.tensor([[[3.0, 0.0], [0.0, 4.0]], [[0.1, 0.1], [0.0, 0.0]]])
+        >>> clipper.backward(model(x).sum((1, 2))).norms
+        tensor([5.0000, 0.1414])
+    """
+    instance("module_class", module_class, type)
+    if not callable(per_sample_gradients):
+        raise TypeError(f"per_sample_gradients must be a function, got {per_sample_gradients!r}")
+    _RULES[module_class] = RegisteredRule(per_sample_gradients)
+
+
+def rule_for(module: nn.Module) -> Rule | None:
+    """The rule for a module with parameters of its own, or with a rule for the whole of it; None for a container."""
+    kind = type(module)
+    found = next((_RULES[c] for c in kind.__mro__ if c in _RULES and kind.forward is c.forward), None)
+    own = _own_params(module)
+    if parametrize.is_parametrized(module):
+        return GENERIC
+    if isinstance(found, WHOLE):
+        return found
+    if found is not None and set(own) <= {"weight", "bias"} and not list(module.children()):
+        return found
+    return GENERIC if own and kind.forward is not nn.Module.forward else None
+
+
+def _own_params(module: nn.Module) -> list[str]:
+    """The names of the trainable parameters that its forward uses, those in lists of parameters included."""
+    names = [name for name, param in module.named_parameters(recurse=False) if param.requires_grad]
+    for child in module.children():
+        if type(child).forward is nn.Module.forward:
+            names += _own_params(child)
+    return names
+
+
+def refusal(module: nn.Module) -> str | None:
+    """Why a module cannot be in a model whose samples are to be told apart, and the way out."""
+    if isinstance(module, _BatchNorm):
+        return "it mixes the samples of a batch: use GroupNorm, InstanceNorm or LayerNorm"
+    return None

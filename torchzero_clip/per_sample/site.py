@@ -1,0 +1,206 @@
+"""One layer of the model whose calls are captured, and one such call."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from typing_extensions import override
+
+from torchzero_clip.per_sample.contributions import Contribution, Memory
+
+
+class Recorder(Protocol):
+    """What a layer needs to know of the engine that listens to it."""
+
+    memory: Memory
+    batch_first: bool
+    batch_size: int | None
+    inside: bool
+
+    @property
+    def listens(self) -> bool: ...
+
+    def called(self, site: "Site") -> None: ...
+
+    def clear(self) -> None: ...
+
+    def add(
+        self, site: "Site", contributions: Sequence[Contribution], *, call: "Call | None" = None, expanded: bool = False
+    ) -> None: ...
+
+
+class Rule(ABC):
+    """How a kind of layer is run so that the gradients of its samples can be told apart."""
+
+    def refusal(self, module: nn.Module) -> str | None:
+        """Why this layer cannot be right, and the way out."""
+        return None
+
+    @abstractmethod
+    def run(self, site: "Site", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of the layer. Its parameters take no part in the graph."""
+
+
+class Site:
+    """A layer in a model.
+
+    Args:
+        recorder: Gets what the layer contributes.
+        name: The name in the model.
+        module: The layer.
+        rule: How it is run.
+        params: Its trainable parameters, by their names in the layer.
+    """
+
+    def __init__(
+        self, recorder: Recorder, name: str, module: nn.Module, rule: Rule, params: dict[str, nn.Parameter]
+    ) -> None:
+        self.recorder = recorder
+        self.name = name
+        self.module = module
+        self.rule = rule
+        self.params = params
+        self.calls = 0
+        paths = [(name.rpartition("."), param) for name, param in params.items()]
+        self._owners = [(module.get_submodule(path[0]), path[2], param) for path, param in paths]
+        self.agreed: set[Hashable] = set()
+
+    @override
+    def __str__(self) -> str:
+        return f"{self.name!r} ({type(self.module).__name__})" if self.name else type(self.module).__name__
+
+    @property
+    def lent(self) -> bool:
+        """Whether `torch.func.functional_call` has put other tensors in the place of the parameters."""
+        return any(owner._parameters.get(key) is not param for owner, key, param in self._owners)
+
+    def batch_dim(self, leading: int) -> int:
+        """Where the samples are in a tensor with so many dimensions before those of a single position."""
+        if leading == 0:
+            raise ValueError(f"the input of {self} has no batch dimension: per-sample gradients need one")
+        return 0 if self.recorder.batch_first or leading == 1 else 1
+
+    def expanded(self, tensor: Tensor, dim: int) -> tuple[Tensor, bool]:
+        """The tensor with all samples in ``dim``, if it had one row for all of them."""
+        count = self.recorder.batch_size
+        if tensor.shape[dim] != 1 or count is None or count == 1:
+            return tensor, False
+        return tensor.expand(*tensor.shape[:dim], count, *tensor.shape[dim + 1 :]), True
+
+
+class CapturedForward:
+    """Stands in for the forward of one layer while it is captured."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        recorder, now = self.site.recorder, self.site.module.__dict__.get("forward")
+        if isinstance(now, CapturedForward) and now is not self:  # the layer was attached anew as this call began
+            return now(*args, **kwargs)
+        if not torch.is_grad_enabled() or not recorder.listens or recorder.inside or self.site.lent:
+            return type(self.site.module).forward(self.site.module, *args, **kwargs)
+        recorder.called(self.site)
+        return self.site.rule.run(self.site, args, kwargs)
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        # copies of an attached model are models as any other
+        return _class_forward, (self.site.module,)
+
+
+def _class_forward(module: nn.Module) -> Callable[..., Any]:
+    return MethodType(type(module).forward, module)
+
+
+class Call:
+    """One call of a layer, waiting for the gradient of its output.
+
+    Args:
+        site: The layer.
+        inputs: The tensors that the contributions are made of.
+        contribute: Makes them, of the gradient and the inputs.
+        expanded: Whether one row of input stands for all samples.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        inputs: Sequence[Tensor],
+        contribute: Callable[..., Sequence[Contribution]],
+        *,
+        expanded: bool = False,
+    ) -> None:
+        self._site = site
+        self._inputs: list[Tensor] | None = [tensor.detach() for tensor in inputs]
+        self._versions = [tensor._version for tensor in inputs]
+        self._contribute = contribute
+        self._expanded = expanded
+
+    def arrived(self, grad: Tensor) -> None:
+        """Hand over what the gradient of the output says about the parameters."""
+        if not wanted(self._site):
+            return
+        if self._inputs is None:
+            raise RuntimeError(
+                f"the activations of {self._site} were let go after the last clipping; run the forward again"
+            )
+        if [tensor._version for tensor in self._inputs] != self._versions:
+            self._site.recorder.clear()
+            raise RuntimeError(
+                f"the input of {self._site} was changed in place after the layer used it: its gradient would be wrong"
+            )
+        recorder = self._site.recorder
+        with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+            recorder.add(self._site, self._contribute(grad, *self._inputs), call=self, expanded=self._expanded)
+
+    def release(self) -> None:
+        """Let go of the inputs."""
+        self._inputs = None
+
+
+def wanted(site: Site) -> bool:
+    """Whether the backward that runs gives gradients to parameters: `torch.autograd.grad` of an input does not.
+
+    Raises:
+        RuntimeError: If it is to be differentiated again: the parameters are not in its graph.
+    """
+    if torch.is_grad_enabled():
+        site.recorder.clear()
+        raise RuntimeError(
+            f"{site} is in a backward with create_graph=True: gradients of gradients cannot be clipped per sample"
+        )
+    return torch.autograd._is_checkpoint_valid()
+
+
+def watch(output: Tensor, call: Call) -> Tensor:
+    """The output, the gradient of which will arrive at the call."""
+    if output.requires_grad:
+        output.register_hook(call.arrived)
+        return output
+    return _Beginning.apply(anchor(), call, [output])  # pyright: ignore[reportReturnType]
+
+
+def anchor() -> Tensor:
+    """A tensor without elements that makes a graph begin."""
+    return torch.empty(0, requires_grad=True)
+
+
+class _Beginning(torch.autograd.Function):
+    """Where the graph begins: an output that no gradient would reach, since nothing before it takes one."""
+
+    @staticmethod
+    @override
+    def forward(ctx: FunctionCtx, anchor: Tensor, call: Call, output: list[Tensor]) -> Tensor:  # pyright: ignore
+        ctx.call = call  # pyright: ignore[reportAttributeAccessIssue]
+        return output[0]  # in a list, it counts as made here: layers behind it may change it in place
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        ctx.call.arrived(grads[0])
+        return None, None, None

@@ -1,0 +1,119 @@
+"""From the norms of the samples to the clipped sums."""
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.checks import instance
+from torchzero_clip.per_sample.contributions import Contribution
+from torchzero_clip.per_sample.engine import Engine, accumulate
+from torchzero_clip.per_sample.norm_clippers import NormClipper
+
+Nonfinite: TypeAlias = Literal["zero", "raise"]
+
+
+@dataclass(frozen=True)
+class ClippingResult:
+    """What was measured of the samples of one backward.
+
+    Args:
+        norms: The norm of the gradient of each sample before clipping, all parameters together: (B,), float32 or wider.
+        factors: What each was multiplied by: (B,), or such a tensor per parameter tensor for a per-layer clipper.
+        nonfinite: Which samples had a gradient that is not finite, and were left out: (B,), booleans.
+        param_norms: The norms by the name of the parameter.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
+        >>> model = nn.Linear(2, 1)
+        >>> clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+        >>> result = clipper.backward(model(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).squeeze(1))
+        >>> result.norms
+        tensor([5.0990, 1.0000])
+        >>> result.param_norms["weight"]
+        tensor([5., 0.])
+    """
+
+    norms: Tensor
+    factors: Tensor | list[Tensor]
+    nonfinite: Tensor
+    param_norms: dict[str, Tensor] = field(repr=False)
+
+
+def clipped_backward(
+    engine: Engine, losses: Tensor, norm_clipper: NormClipper, *, mean: bool, nonfinite: Nonfinite = "zero"
+) -> ClippingResult:
+    """Run the backward of the losses and add the clipped gradients to ``.grad``; an error leaves that as it was."""
+    instance("losses", losses, Tensor)
+    if losses.ndim != 1:
+        raise ValueError(f'losses must have shape (B,), got {tuple(losses.shape)}; use reduction="none"')
+    if engine.waits:
+        raise RuntimeError("gradients of an earlier backward wait: call clip_and_accumulate() or discard() first")
+    try:
+        losses.sum().backward()
+        gathered = engine.gathered(len(losses))
+        if not gathered:
+            raise RuntimeError("no gradient reached a parameter of the module: the losses do not depend on it")
+    finally:
+        engine.clear()
+    divisor = float(max(len(losses), 1)) if mean else 1.0
+    sums, result = weighted(engine, gathered, norm_clipper, nonfinite, divisor=divisor)
+    for name, value in sums.items():
+        accumulate(engine.params[name], value)
+    return result
+
+
+def weighted(
+    engine: Engine,
+    gathered: dict[int, tuple[Contribution, Tensor]],
+    norm_clipper: NormClipper,
+    nonfinite: Nonfinite,
+    *,
+    scale: float = 1.0,
+    divisor: float = 1.0,
+) -> tuple[dict[str, Tensor], ClippingResult]:
+    """The clipped sums by the name of the parameter, and what was measured.
+
+    Args:
+        engine: Knows the parameters.
+        gathered: What each of them got, emptied on the way: activations are let go of as sums take their place.
+        norm_clipper: Makes factors of norms.
+        nonfinite: What to do about samples that are not finite.
+        scale: What the gradients have to be multiplied by to be those of the samples' own losses.
+        divisor: What the sums are divided by.
+    """
+    first = next(iter(gathered.values()))[1]
+    squares = {
+        name: gathered[id(param)][1].to(first.device) if id(param) in gathered else torch.zeros_like(first)
+        for name, param in engine.params.items()
+    }
+    dtype = engine.norm_dtype()
+    table = torch.stack(list(squares.values()))
+    norms = table.sum(0).sqrt_().mul_(scale).to(dtype)
+    param_norms = dict(zip(squares, table.sqrt_().mul_(scale).to(dtype).unbind(), strict=True))
+    bad = ~norms.isfinite()
+    some_bad = bool(bad.any())
+    if some_bad and nonfinite == "raise":
+        chosen = bad.nonzero()[:, 0].tolist()
+        raise RuntimeError(
+            f'the gradients of samples {chosen} are not finite; nonfinite="zero" leaves such samples out'
+        )
+    per_layer = norm_clipper.is_per_layer
+    answer = norm_clipper.calc_clipping_factors(list(param_norms.values()) if per_layer else [norms])
+    factors = [value for value, _ in zip(answer, squares, strict=False)]
+    if some_bad:
+        factors = [value.masked_fill(bad, 0) for value in factors]
+    weights = [value * (scale / divisor) for value in (factors if per_layer else factors[:1])]
+    weights = weights if per_layer else weights * len(factors)
+    sums: dict[str, Tensor] = {}
+    for (name, param), weight in zip(engine.params.items(), weights, strict=True):
+        if id(param) not in gathered:
+            continue
+        contribution, _ = gathered.pop(id(param))
+        if some_bad:
+            contribution.zero_(bad)
+        sums[name] = contribution.weighted_sum(weight)
+    return sums, ClippingResult(norms, factors if per_layer else factors[0], bad, param_norms)
