@@ -119,3 +119,39 @@ def test_backward_under_autocast_is_not_rounded():
         with torch.autocast("cpu", torch.bfloat16):
             result = clipper.backward(losses)
     close(result.norms, norms, rtol=1e-5)
+
+
+RANGE = {
+    "linear": (lambda: nn.Linear(3, 4), (2, 3)),
+    "few positions": (lambda: nn.Linear(40, 50), (2, 4, 40)),
+    "many positions": (lambda: nn.Linear(3, 4), (2, 200, 3)),
+    "convolution": (lambda: nn.Conv1d(2, 3, 2), (2, 2, 9)),
+    "normalization": (lambda: nn.LayerNorm(6), (2, 5, 6)),
+    "generic": (lambda: nn.PReLU(3), (2, 3, 4)),
+}
+
+
+@pytest.mark.parametrize("memory", ["auto", "low"])
+@pytest.mark.parametrize("scale", [1e25, 1e15, 1e-18, 1e-28])
+@pytest.mark.parametrize("name", RANGE)
+def test_norms_of_finite_gradients_are_finite_and_of_none_but_zeros_zero(name, scale, memory):
+    torch.manual_seed(2)
+    make, shape = RANGE[name]
+    model, x = make(), torch.randn(shape)
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), memory=memory) as clipper:
+        plain = clipper.backward(model(x).square().flatten(1).sum(1)).norms.double()
+        model.zero_grad()
+        result = clipper.backward(model(x).square().flatten(1).sum(1) * scale)
+    close(result.norms.double() / scale, plain, rtol=1e-5)
+    assert not result.nonfinite.any()
+    summed = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert summed.isfinite().all()
+    assert summed.double().norm() <= 1 + 1e-6
+
+
+def test_samples_without_gradient_have_norm_zero():
+    model = nn.Linear(3, 4)
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        result = clipper.backward(model(torch.randn(4, 3)).sum(1) * torch.tensor([0.0, 1.0, 0.0, 1.0]))
+    assert result.norms[[0, 2]].tolist() == [0, 0]
+    assert result.factors[[0, 2]].tolist() == [1, 1]

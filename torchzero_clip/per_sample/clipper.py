@@ -48,7 +48,7 @@ class PerSampleGradientClipper:
     | norm 0 | factor 1 |
     | norm just above the limit C | scaled to C · (1 - 1e-6 / C): at most C · (1 + 1e-6), rounding included |
     | an inf or a NaN | left out, in `nonfinite` of the result; or RuntimeError |
-    | a norm above 1.8e19 in float32 | counts as inf |
+    | finite, however large or small | its norm is finite, and not 0 |
     | a layer that took no part | it contributes nothing |
     | B = 0 | gradients of zeros |
 

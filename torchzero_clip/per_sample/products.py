@@ -12,7 +12,7 @@ from torchzero_clip.per_sample.contributions import (
     pieces,
     piecewise_squared_norms,
 )
-from torchzero_clip.per_sample.squares import squared_norms
+from torchzero_clip.per_sample.squares import odd, squared_norms
 
 GRAM_BYTES = 2 << 20
 HALVED = 64  # positions from which on leaving out a quarter pays for the smaller products
@@ -97,7 +97,8 @@ class Products(Contribution):
             inputs, outputs = self.inputs[start:stop], self.outputs[start:stop]
             norms[start:stop], largest = gram_norms(inputs, outputs)
             if inputs.dtype != torch.float64:
-                for i in (norms[start:stop] < CANCELLED * largest).nonzero()[:, 0].tolist():
+                cancelled = (norms[start:stop] < CANCELLED * largest).nonzero()[:, 0].tolist()
+                for i in {*cancelled, *odd(norms[start:stop]).tolist()}:
                     norms[start + i] = gram_norms(inputs[i : i + 1].double(), outputs[i : i + 1].double())[0][0]
         return norms
 

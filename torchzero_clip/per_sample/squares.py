@@ -8,6 +8,8 @@ from torch import Tensor
 from torchzero_clip.functional.foreach import wide_dtype
 
 BLOCK = 4096  # elements that are added up in float32 at most: a plain norm of 38M of them is 0.3% too small
+SMALL = 1e-34  # below it, squares of elements lose digits in float32
+PIECE = 1 << 23  # elements that are copied to float64 at a time
 
 
 def wide(*tensors: Tensor) -> list[Tensor]:
@@ -19,14 +21,28 @@ def wide(*tensors: Tensor) -> list[Tensor]:
 
 
 def squared_norms(rows: Tensor) -> Tensor:
-    """The squared L2 norm of each row, whatever its shape: (B, ...) -> (B,), float64."""
+    """The squared L2 norm of each row, whatever its shape: (B, ...) -> (B,), float64.
+
+    It is finite for finite rows, and 0 for rows of zeros only.
+    """
     count, size = rows.shape[0], math.prod(rows.shape[1:])
     flat = rows.reshape(count, size)
-    if flat.dtype == torch.float64 or size <= BLOCK:
+    if flat.dtype == torch.float64 or not flat.is_cpu:
         return _squares(flat)
-    even = size - size % BLOCK
-    return _squares(flat[:, :even].unflatten(1, (-1, BLOCK))).sum(1) + _squares(flat[:, even:])
+    even = size - size % BLOCK if size > BLOCK else 0
+    norms = _squares(flat[:, even:])
+    if even:
+        norms += _squares(flat[:, :even].unflatten(1, (-1, BLOCK))).sum(1)
+    for chosen in odd(norms).split(max(1, PIECE // max(size, 1))):
+        norms[chosen] = _squares(flat[chosen].double())
+    return norms
+
+
+def odd(squares: Tensor) -> Tensor:
+    """The indices of sums of squares that may have left the range of float32, and are to be taken again in float64."""
+    return (squares.isfinite() & (squares > SMALL)).logical_not().nonzero()[:, 0]
 
 
 def _squares(rows: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(rows, dim=-1).double().square()
+    dtype = None if rows.is_cpu else torch.float64
+    return torch.linalg.vector_norm(rows, dim=-1, dtype=dtype).double().square()
