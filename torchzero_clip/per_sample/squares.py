@@ -33,13 +33,18 @@ def squared_norms(rows: Tensor) -> Tensor:
     norms = _squares(flat[:, even:])
     if even:
         norms += _squares(flat[:, :even].unflatten(1, (-1, BLOCK))).sum(1)
-    for chosen in odd(norms).split(max(1, PIECE // max(size, 1))):
+    again = odd(norms)
+    for chosen in again.split(max(1, PIECE // max(size, 1))) if len(again) else ():
         norms[chosen] = _squares(flat[chosen].double())
     return norms
 
 
 def odd(squares: Tensor) -> Tensor:
     """The indices of sums of squares that may have left the range of float32, and are to be taken again in float64."""
+    if squares.numel():
+        low, high = (bound.item() for bound in squares.aminmax())
+        if low > SMALL and high < math.inf:  # NaN is neither
+            return squares.new_empty(0, dtype=torch.int64)
     return (squares.isfinite() & (squares > SMALL)).logical_not().nonzero()[:, 0]
 
 
