@@ -35,6 +35,7 @@ class Attachment:
         self._handles: list[RemovableHandle] = []
         self._sites: list[Site] = []
         self._owners: Counter[int] = Counter()
+        self._modules: list[int] = []
         self.params: dict[str, nn.Parameter] = {}
 
     def attach(self) -> None:
@@ -48,6 +49,7 @@ class Attachment:
         sites = list(_sites(self._model, self._recorder, force_generic=self._force_generic))
         self.detach()
         self.params, self._sites = params, sites
+        self._modules = [id(module) for module in self._model.modules()]
         self._owners = Counter(id(param) for site in sites for param in site.params.values())
         for site in sites:
             site.module.__dict__["forward"] = CapturedForward(site)
@@ -69,7 +71,11 @@ class Attachment:
         if not all(isinstance(param, nn.Parameter) for param in held):
             return  # functional_call lends the model other tensors, for this forward alone
         now = trainable(self._model)
-        if now.keys() != self.params.keys() or any(now[name] is not param for name, param in self.params.items()):
+        if (
+            self._modules != [id(module) for module in self._model.modules()]
+            or now.keys() != self.params.keys()
+            or any(now[name] is not param for name, param in self.params.items())
+        ):
             self.attach()
 
     def is_shared(self, param: nn.Parameter) -> bool:
@@ -122,8 +128,9 @@ class _Outside:
             self._recorder.clear()
             raise RuntimeError(
                 f"{self._name!r} got a gradient from outside the call of its layer, where samples are not told apart. "
-                "Either the forward ran before the clipper was attached, or the parameter is used by another module "
-                "or by the loss: call its own module instead, or freeze it"
+                "Either the forward ran before the clipper was attached, or the parameter is used by another module or "
+                "by the loss: call its own module instead, or freeze it. Or another tensor is made of it in a hook, as "
+                "torch.nn.utils.weight_norm does: use torch.nn.utils.parametrizations"
             )
 
 
@@ -167,9 +174,10 @@ def _covers_submodules(rule: Rule) -> bool:
 def _check_model(model: nn.Module, params: dict[str, nn.Parameter]) -> None:
     if isinstance(model, DataParallel | DistributedDataParallel):
         raise ValueError(f"module must be the model itself, got a {type(model).__name__}: it averages over samples")
-    if isinstance(model, torch.jit.ScriptModule) or hasattr(model, "_orig_mod"):
+    compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
+    if isinstance(model, torch.jit.ScriptModule) or hasattr(model, "_orig_mod") or compiled:
         raise ValueError(
-            f"module must not be compiled, got a {type(model).__name__}: attach to the model it was made of"
+            f"module must not be compiled, got a compiled {type(model).__name__}: attach to the model it was made of"
         )
     for name, param in params.items():
         if isinstance(param, DTensor):

@@ -151,6 +151,7 @@ class ConstantPerLayerClipper(NormClipper):
         for i, value in enumerate(flat_values):
             non_negative(f"flat_values[{i}]", value)
         self.flat_values = [float(value) for value in flat_values]
+        self._repeated = 1
 
     @override
     def calc_clipping_factors(self, norms: Sequence[Tensor]) -> list[Tensor]:
@@ -165,8 +166,10 @@ class ConstantPerLayerClipper(NormClipper):
         values = self.flat_values
         if len(values) not in (1, len(norms)):
             raise ValueError(f"flat_values must hold 1 limit or one for each of {len(norms)} norms, got {len(values)}")
-        self.flat_values = values * len(norms) if len(values) == 1 and len(norms) else values
-        return [_factors(value, norm) for value, norm in zip(self.flat_values, norms, strict=True)]
+        if len(values) == 1 and len(norms):
+            self._repeated = len(norms)
+            values = values * self._repeated
+        return [_factors(value, norm) for value, norm in zip(values, norms, strict=True)]
 
     @property
     @override
@@ -176,7 +179,7 @@ class ConstantPerLayerClipper(NormClipper):
     @property
     @override
     def thresholds(self) -> Tensor:
-        return torch.tensor(self.flat_values, dtype=torch.float64)
+        return torch.tensor(self.flat_values * self._repeated, dtype=torch.float64)
 
     @override
     def __repr__(self) -> str:

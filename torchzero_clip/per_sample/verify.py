@@ -68,6 +68,8 @@ def check_per_sample(
     """
     instance("model", model, nn.Module)
     non_negative("tolerance", tolerance)
+    if not trainable(model):
+        raise ValueError("model has no parameters that train: there is nothing to compare")
     twin, batch = copy.deepcopy(model).double(), _wide(batch)
     expected = _one_by_one(twin, batch, loss_fn, dim=0 if batch_first else 1)
     norms = {name: grads.flatten(1).norm(dim=1) for name, grads in expected.items()}
@@ -113,6 +115,8 @@ def _samples(batch: Any, dim: int) -> Iterator[Any]:
     if not leaves:
         raise ValueError("batch must hold at least one tensor with a batch dimension")
     count = leaves[0].shape[min(dim, leaves[0].ndim - 1)]
+    if not count:
+        raise ValueError("batch must hold at least one sample")
 
     def one(leaf: Tensor, i: int) -> Tensor:
         where = min(dim, leaf.ndim - 1)
@@ -125,6 +129,8 @@ def _samples(batch: Any, dim: int) -> Iterator[Any]:
 def _clipped(clipper: PerSampleGradientClipper, loss: Tensor) -> ClippingResult:
     if loss.ndim == 1:
         return clipper.backward(loss)
+    if loss.ndim:
+        raise ValueError(f"loss_fn must return one loss for each sample, (B,), or one for all, got {tuple(loss.shape)}")
     loss.backward()
     result = clipper.clip_and_accumulate()
     clipper.pre_step()

@@ -52,6 +52,10 @@ def clipped_backward(
         raise ValueError(f'losses must have shape (B,), got {tuple(losses.shape)}; use reduction="none"')
     if engine.waits:
         raise RuntimeError("gradients of an earlier backward wait: call clip_and_accumulate() or discard() first")
+    if not losses.requires_grad:
+        raise RuntimeError(
+            "no gradient can reach a parameter of the module: the losses do not depend on any that trains"
+        )
     try:
         losses.sum().backward()
         gathered = engine.gathered(len(losses))
@@ -104,10 +108,13 @@ def weighted(
     per_layer = norm_clipper.is_per_layer
     answer = norm_clipper.calc_clipping_factors(list(param_norms.values()) if per_layer else [norms])
     factors = [value for value, _ in zip(answer, squares, strict=False)]
+    if len(factors) < len(squares):
+        raise ValueError(f"{norm_clipper!r} must give factors for {len(squares)} parameter tensors, got {len(factors)}")
+    one_for_all = all(value is factors[0] for value in factors)
     if some_bad:
-        factors = [value.masked_fill(bad, 0) for value in factors]
-    weights = [value * (scale / divisor) for value in (factors if per_layer else factors[:1])]
-    weights = weights if per_layer else weights * len(factors)
+        factors = [value.masked_fill(bad, 0) for value in (factors[:1] if one_for_all else factors)]
+    weights = [value * (scale / divisor) for value in (factors[:1] if one_for_all else factors)]
+    weights = weights * len(squares) if one_for_all else weights
     sums: dict[str, Tensor] = {}
     for (name, param), weight in zip(engine.params.items(), weights, strict=True):
         if id(param) not in gathered:
@@ -116,4 +123,5 @@ def weighted(
         if some_bad:
             contribution.zero_(bad)
         sums[name] = contribution.weighted_sum(weight)
-    return sums, ClippingResult(norms, factors if per_layer else factors[0], bad, param_norms)
+    given = list(factors) if per_layer or not one_for_all else factors[0]
+    return sums, ClippingResult(norms, given, bad, param_norms)

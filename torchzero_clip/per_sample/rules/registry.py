@@ -1,7 +1,10 @@
 """Which rule a module gets."""
 
+from typing import Any
+
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils import parametrize
 
 from torchzero_clip.checks import instance
@@ -83,7 +86,7 @@ def register_rule(module_class: type[nn.Module], per_sample_gradients: PerSample
 def rule_for(module: nn.Module) -> Rule | None:
     """The rule for a module with parameters of its own, or with a rule for the whole of it; None for a container."""
     kind = type(module)
-    found = next((_RULES[c] for c in kind.__mro__ if c in _RULES and kind.forward is c.forward), None)
+    found = next((_RULES[c] for c in kind.__mro__ if c in _RULES and _runs_as(kind, c)), None)
     own = _own_params(module)
     if parametrize.is_parametrized(module):
         return GENERIC
@@ -92,6 +95,11 @@ def rule_for(module: nn.Module) -> Rule | None:
     if found is not None and set(own) <= {"weight", "bias"} and not list(module.children()):
         return found
     return GENERIC if own and kind.forward is not nn.Module.forward else None
+
+
+def _runs_as(kind: type[Any], known: type[Any]) -> bool:
+    """Whether a class computes what the class that has a rule does."""
+    return all(getattr(kind, name, None) is getattr(known, name, None) for name in ("forward", "_conv_forward"))
 
 
 def _own_params(module: nn.Module) -> list[str]:
@@ -107,4 +115,6 @@ def refusal(module: nn.Module) -> str | None:
     """Why a module cannot be in a model whose samples are to be told apart, and the way out."""
     if isinstance(module, _BatchNorm):
         return "it mixes the samples of a batch: use GroupNorm, InstanceNorm or LayerNorm"
+    if isinstance(module, _InstanceNorm) and module.track_running_stats:
+        return "track_running_stats=True mixes the samples: use track_running_stats=False"
     return None

@@ -1,0 +1,125 @@
+"""What cannot be right is refused, by name; limits and rules do not depend on what came before."""
+
+import pytest
+import torch
+from per_sample.harness import close, loop, norms_of, total_of
+from torch import nn
+
+from torchzero_clip import (
+    ConstantFlatClipper,
+    ConstantPerLayerClipper,
+    NormClipper,
+    PerSampleGradientClipper,
+    check_per_sample,
+)
+
+
+def clipper_for(model, limit=1.0):
+    return PerSampleGradientClipper(model, ConstantFlatClipper(limit))
+
+
+def squares(output, batch_dim=0):
+    return output.square().flatten(1).sum(1)
+
+
+class Standardized(nn.Conv2d):
+    """Standardizes its weight where torch lets subclasses do so."""
+
+    def _conv_forward(self, input, weight, bias):
+        return super()._conv_forward(input, weight - weight.mean((1, 2, 3), keepdim=True), bias)
+
+
+def test_a_convolution_that_changes_its_weight_is_no_plain_convolution():
+    torch.manual_seed(0)
+    model, x = Standardized(2, 3, 3).double(), torch.randn(4, 2, 5, 5).double()
+    expected = total_of(norms_of(loop(model, (x,), losses=squares)))
+    with clipper_for(model) as clipper:
+        close(clipper.backward(squares(model(x))).norms, expected)
+
+
+def test_a_single_limit_goes_on_to_another_model_and_to_frozen_layers():
+    limits = ConstantPerLayerClipper([1.0])
+    for model in (nn.Linear(3, 2), nn.Linear(3, 2, bias=False)):
+        with PerSampleGradientClipper(model, limits) as clipper:
+            clipper.backward(squares(model(torch.randn(4, 3))))
+        count = len(list(model.parameters()))
+        assert limits.thresholds.tolist() == [1.0] * count
+        assert limits.flat_values == [1.0]
+
+
+class ByTensor(NormClipper):
+    is_per_layer = False
+    thresholds = torch.ones(1)
+
+    def __init__(self, count):
+        self.count = count
+
+    def calc_clipping_factors(self, norms):
+        return [torch.full_like(norms[0], float(k)) for k in range(self.count)]
+
+
+def test_factors_of_each_tensor_are_used_and_shown():
+    model, x = nn.Linear(3, 1), torch.randn(4, 3)
+    with PerSampleGradientClipper(model, ByTensor(2)) as clipper:
+        result = clipper.backward(model(x).squeeze(1))
+    assert model.weight.grad.tolist() == [[0, 0, 0]]
+    assert model.bias.grad.tolist() == [1]
+    assert [value.tolist() for value in result.factors] == [[0] * 4, [1] * 4]
+    model.zero_grad()
+    with (
+        PerSampleGradientClipper(model, ByTensor(1)) as clipper,
+        pytest.raises(ValueError, match="must give factors for 2 parameter tensors, got 1"),
+    ):
+        clipper.backward(model(x).squeeze(1))
+    assert model.bias.grad is None
+
+
+def test_a_layer_without_parameters_that_is_put_in_later_is_seen():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Identity(), nn.Linear(3, 1))
+    clipper = clipper_for(model)
+    model[1] = nn.BatchNorm1d(3, affine=False)
+    with pytest.raises(ValueError, match=r"'1' \(BatchNorm1d\) .*mixes the samples"):
+        model(torch.randn(4, 3))
+    clipper.detach()
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_running_statistics_are_refused_with_and_without_parameters(affine):
+    model = nn.Sequential(nn.Conv1d(2, 2, 1), nn.InstanceNorm1d(2, affine=affine, track_running_stats=True))
+    with pytest.raises(ValueError, match=r"'1' \(InstanceNorm1d\) .*track_running_stats=True mixes the samples"):
+        clipper_for(model)
+
+
+def test_models_that_compile_themselves_are_refused():
+    model = nn.Linear(3, 1)
+    model.compile(backend="eager")
+    with pytest.raises(ValueError, match="module must not be compiled, got a compiled Linear"):
+        clipper_for(model)
+
+
+def test_losses_without_a_way_to_the_parameters_are_refused():
+    model = nn.Linear(3, 1)
+    with clipper_for(model) as clipper:
+        with pytest.raises(RuntimeError, match="the losses do not depend on any that trains"):
+            clipper.backward(torch.ones(4))
+        model.requires_grad_(False)
+        with pytest.raises(RuntimeError, match="the losses do not depend on any that trains"):
+            clipper.backward(model(torch.randn(4, 3)).squeeze(1))
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "loss", "message"),
+    [
+        (nn.Linear(3, 1), torch.randn(0, 3), lambda m, x: m(x).squeeze(1), "batch must hold at least one sample"),
+        (
+            nn.Linear(3, 1).requires_grad_(False),
+            torch.randn(2, 3),
+            lambda m, x: m(x).squeeze(1),
+            "no parameters that train",
+        ),
+        (nn.Linear(3, 1), torch.randn(2, 3), lambda m, x: m(x), r"one loss for each sample, \(B,\), .* got \(2, 1\)"),
+    ],
+)
+def test_checks_of_nothing_are_refused(model, batch, loss, message):
+    with pytest.raises(ValueError, match=message):
+        check_per_sample(model, batch, loss)
