@@ -52,15 +52,12 @@ def clipped_backward(
         raise ValueError(f'losses must have shape (B,), got {tuple(losses.shape)}; use reduction="none"')
     if engine.waits:
         raise RuntimeError("gradients of an earlier backward wait: call clip_and_accumulate() or discard() first")
-    if not losses.requires_grad:
-        raise RuntimeError(
-            "no gradient can reach a parameter of the module: the losses do not depend on any that trains"
-        )
     try:
-        losses.sum().backward()
+        if losses.requires_grad:
+            losses.sum().backward()
         gathered = engine.gathered(len(losses))
-        if not gathered:
-            raise RuntimeError("no gradient reached a parameter of the module: the losses do not depend on it")
+        if gathered.keys().isdisjoint(map(id, engine.params.values())):
+            raise RuntimeError("no gradient reached the module: the losses do not depend on parameters that train")
     finally:
         engine.clear()
     divisor = float(max(len(losses), 1)) if mean else 1.0
