@@ -57,7 +57,9 @@ def clipped_backward(
             losses.sum().backward()
         gathered = engine.gathered(len(losses))
         if gathered.keys().isdisjoint(map(id, engine.params.values())):
-            raise RuntimeError("no gradient reached the module: the losses do not depend on parameters that train")
+            raise RuntimeError(
+                "no gradient reached the module: the losses do not depend on it, or nothing in it trains"
+            )
     finally:
         engine.clear()
     divisor = float(max(len(losses), 1)) if mean else 1.0
