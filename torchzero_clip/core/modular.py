@@ -1,6 +1,6 @@
 """The optimizer: a chain of transforms between the gradients and the parameters."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
 import torch
@@ -17,7 +17,7 @@ from torchzero_clip.core.fitness import check_members, warn_of_slips
 from torchzero_clip.core.guard import Guard, Nonfinite
 from torchzero_clip.core.learning_rate import with_learning_rate
 from torchzero_clip.core.namespace import GroupSettings
-from torchzero_clip.core.param_groups import normalized, split_by_overrides
+from torchzero_clip.core.param_groups import described, normalized, split_by_overrides
 from torchzero_clip.core.schedules import SCHEDULE_STEP, Schedules
 from torchzero_clip.core.scope import Member, members
 from torchzero_clip.core.target import Step
@@ -320,21 +320,10 @@ class Modular(Optimizer):
 
     def __repr__(self) -> str:
         transforms = list(self.transforms.values())[: -1 if self._lr_is_implied else None]
-        lines = [*self._described_groups(), *map(repr, transforms)]
+        lines = [described(self.param_groups, self.defaults), *map(repr, transforms)]
         lines += [f"{flag}=True" for flag in ("maximize", "keep_grads") if getattr(self, flag)]
         lines += self._guard.described()
         return "\n    ".join([f"{type(self).__name__}(", *(f"{line}," for line in lines)]) + "\n)"
-
-    def _described_groups(self) -> Iterable[str]:
-        """The parameters, with what differs from the chain's settings."""
-        rows: list[str] = []
-        for group in self.param_groups:
-            params = group["params"]
-            count = f"<{len(params)} tensors, {sum(p.numel() for p in params)} elements>"
-            own = {k: group[k] for k in self.defaults if k in group and group[k] is not self.defaults[k]}
-            own = {k: v for k, v in own.items() if v != self.defaults[k]}
-            rows.append(f"{{'params': {count}, {repr(own)[1:]}" if own else count)
-        return rows if len(rows) == 1 else [f"[{', '.join(rows)}]"]
 
 
 def _has_gradient(param: Tensor) -> bool:
