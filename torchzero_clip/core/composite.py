@@ -3,7 +3,7 @@
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from typing_extensions import override
@@ -13,6 +13,8 @@ from torchzero_clip.core.scope import Member
 from torchzero_clip.core.target import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.types import Setting, Target
+
+T = TypeVar("T")
 
 
 class Composite(Transform):
@@ -117,7 +119,7 @@ class Composite(Transform):
             self.transforms[name],
             step,
             states,
-            _views(step.settings, name),
+            _one_for_each(step.settings, lambda setting: Namespace(setting, name)),
             Namespace(step.global_state, name),
             Namespace(step.metrics, name),
         )
@@ -129,8 +131,7 @@ class Composite(Transform):
         states = [Namespace(state, name) for state in step.states]
         if not transform.can_finish(tensors, step.params, states, [self.transforms[n] for n in later]):
             return None
-        views = {id(s): ChainMap(*(Namespace(s, n) for n in (name, *later))) for s in step.settings}
-        settings = [views[id(s)] for s in step.settings]
+        settings = _one_for_each(step.settings, lambda s: ChainMap(*(Namespace(s, n) for n in (name, *later))))
 
         def finish() -> None:
             _init_states(transform, step, states, settings)
@@ -197,7 +198,10 @@ def _check_result(transform: Transform, result: list[Tensor], given: list[Tensor
         raise RuntimeError(f"{transform!r} keeps state {list(states[0])} that its init_state does not return")
 
 
-def _views(settings: Sequence[Setting], name: str) -> list[Namespace]:
+def _one_for_each(settings: Sequence[Setting], view: Callable[[Setting], T]) -> list[T]:
     """One view per settings object, so that parameters of one group go on sharing one."""
-    views = {id(setting): Namespace(setting, name) for setting in settings}
+    views: dict[int, T] = {}
+    for setting in settings:
+        if id(setting) not in views:
+            views[id(setting)] = view(setting)
     return [views[id(setting)] for setting in settings]

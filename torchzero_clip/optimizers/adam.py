@@ -88,13 +88,13 @@ class Adam(Transform):
         self.amsgrad = amsgrad
         self.fused = fused
         self.state_dtype = state_dtype
+        self._keys = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else []))
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
         """Zero averages and a step count."""
-        keys = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
         dtype = self.state_dtype and (self.state_dtype.to_complex() if param.is_complex() else self.state_dtype)
-        averages = {key: torch.zeros_like(param, dtype=dtype) for key in keys}
+        averages = {key: torch.zeros_like(param, dtype=dtype) for key in self._keys}
         return {"step": torch.zeros((), dtype=torch.float32, device=param.device), **averages}
 
     @override
@@ -148,13 +148,16 @@ class Adam(Transform):
         return not torch.compiler.is_compiling() and all(map(self._is_torchs, tensors, params, states))
 
     def _is_torchs(self, tensor: Tensor, param: Tensor, state: State) -> bool:
-        averages = [value for key, value in state.items() if key != "step"]
+        averages = self._averages(state)
         if param.dtype not in TORCHS_DTYPES or any(value.dtype != param.dtype for value in (tensor, *averages)):
             return False
         if self.state_dtype not in (None, param.dtype):
             return False
         # elsewhere the step count is on the device, and torch's other implementations would wait for it
         return param.device.type == "cpu" or (param.device.type == "cuda" and self._is_fused(param, tensor, *averages))
+
+    def _averages(self, state: State) -> list[Tensor]:
+        return [state[key] for key in self._keys if key in state]
 
     def _is_fused(self, *alike: Tensor) -> bool:
         """Whether torch's fused kernel can be used, which goes through memory without looking at strides."""
@@ -167,7 +170,7 @@ class Adam(Transform):
         """Take the step of `torch.optim.AdamW`."""
         for setting, own in runs(settings):
             rows = list(zip(params[own], tensors[own], states[own], strict=True))
-            fused = [self._is_fused(p, t, *(s[key] for key in s if key != "step")) for p, t, s in rows]
+            fused = [self.fused and self._is_fused(p, t, *self._averages(s)) for p, t, s in rows]
             for kind in (True, False):
                 chosen = [row for row, is_fused in zip(rows, fused, strict=True) if is_fused == kind]
                 if chosen:
