@@ -15,7 +15,7 @@ from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.per_sample.attachment import Attachment
 from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory
 from torchzero_clip.per_sample.merge import merged
-from torchzero_clip.per_sample.site import Call, Site
+from torchzero_clip.per_sample.site import Site
 
 
 @dataclass
@@ -53,7 +53,6 @@ class Engine:
         self.forward_begins: Callable[[], None] | None = None
         self.backward_ends: Callable[[], None] | None = None
         self._arrivals: dict[int, list[Arrival]] = {}
-        self._calls: list[Call] = []
         self._queued = False
         self._attachment = Attachment(model, self, began=self._began, force_generic=force_generic)
         self._attachment.attach()
@@ -81,10 +80,8 @@ class Engine:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what has arrived, and let go of the activations it came from."""
-        for call in self._calls:
-            call.release()
-        self._arrivals, self._calls, self._queued = {}, [], False
+        """Forget what has arrived."""
+        self._arrivals, self._queued = {}, False
         self._attachment.reset_counts()
 
     def called(self, site: Site) -> None:
@@ -100,14 +97,10 @@ class Engine:
             )
         site.calls += 1
 
-    def add(
-        self, site: Site, contributions: Sequence[Contribution], *, call: Call | None = None, expanded: bool = False
-    ) -> None:
+    def add(self, site: Site, contributions: Sequence[Contribution], *, expanded: bool = False) -> None:
         """Take what one call of a layer contributed."""
         if not self._attached:
             raise RuntimeError(f"the clipper was detached before the backward of {site}; run the forward again")
-        if call is not None:
-            self._calls.append(call)
         if not self.enabled:
             for part in contributions:
                 accumulate(part.param, part.weighted_sum(torch.ones(part.batch_size)))

@@ -28,9 +28,7 @@ class Recorder(Protocol):
 
     def clear(self) -> None: ...
 
-    def add(
-        self, site: "Site", contributions: Sequence[Contribution], *, call: "Call | None" = None, expanded: bool = False
-    ) -> None: ...
+    def add(self, site: "Site", contributions: Sequence[Contribution], *, expanded: bool = False) -> None: ...
 
 
 class Rule(ABC):
@@ -136,31 +134,31 @@ class Call:
         expanded: bool = False,
     ) -> None:
         self._site = site
-        self._inputs: list[Tensor] | None = [tensor.detach() for tensor in inputs]
-        self._versions = [tensor._version for tensor in inputs]
+        self._inputs = inputs
         self._contribute = contribute
         self._expanded = expanded
 
-    def arrived(self, grad: Tensor) -> None:
+    def take_inputs(self) -> Sequence[Tensor]:
+        """The tensors, which are the graph's to keep from here on."""
+        inputs, self._inputs = self._inputs, ()
+        return [tensor.detach() for tensor in inputs]
+
+    def arrived(self, grad: Tensor, saved: Callable[[], Sequence[Tensor]]) -> None:
         """Hand over what the gradient of the output says about the parameters."""
         if not wanted(self._site):
             return
-        if self._inputs is None:
-            raise RuntimeError(
-                f"the activations of {self._site} were let go after the last clipping; run the forward again"
-            )
-        if [tensor._version for tensor in self._inputs] != self._versions:
-            self._site.recorder.clear()
+        recorder = self._site.recorder
+        try:
+            inputs = saved()
+        except RuntimeError as error:
+            recorder.clear()
+            if "modified by an inplace operation" not in str(error):
+                raise
             raise RuntimeError(
                 f"the input of {self._site} was changed in place after the layer used it: its gradient would be wrong"
-            )
-        recorder = self._site.recorder
+            ) from error
         with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
-            recorder.add(self._site, self._contribute(grad, *self._inputs), call=self, expanded=self._expanded)
-
-    def release(self) -> None:
-        """Let go of the inputs."""
-        self._inputs = None
+            recorder.add(self._site, self._contribute(grad, *inputs), expanded=self._expanded)
 
 
 def wanted(site: Site) -> bool:
@@ -179,10 +177,8 @@ def wanted(site: Site) -> bool:
 
 def watch(output: Tensor, call: Call) -> Tensor:
     """The output, the gradient of which will arrive at the call."""
-    if output.requires_grad:
-        output.register_hook(call.arrived)
-        return output
-    return _Beginning.apply(anchor(), call, [output])  # pyright: ignore[reportReturnType]
+    before = output if output.requires_grad else anchor()
+    return _Watched.apply(before, call, [output.detach()], before is output)  # pyright: ignore[reportReturnType]
 
 
 def anchor() -> Tensor:
@@ -190,17 +186,18 @@ def anchor() -> Tensor:
     return torch.empty(0, requires_grad=True)
 
 
-class _Beginning(torch.autograd.Function):
-    """Where the graph begins: an output that no gradient would reach, since nothing before it takes one."""
+class _Watched(torch.autograd.Function):
+    """Passes an output on, and its gradient back: hooks and changes in place that come later are in the gradient."""
 
     @staticmethod
     @override
-    def forward(ctx: FunctionCtx, anchor: Tensor, call: Call, output: list[Tensor]) -> Tensor:  # pyright: ignore
-        ctx.call = call  # pyright: ignore[reportAttributeAccessIssue]
+    def forward(ctx: FunctionCtx, before: Tensor, call: Call, output: list[Tensor], goes_on: bool) -> Tensor:  # pyright: ignore
+        ctx.call, ctx.goes_on = call, goes_on  # pyright: ignore[reportAttributeAccessIssue]
+        ctx.save_for_backward(*call.take_inputs())
         return output[0]  # in a list, it counts as made here: layers behind it may change it in place
 
     @staticmethod
     @override
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        ctx.call.arrived(grads[0])
-        return None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+        ctx.call.arrived(grads[0], lambda: ctx.saved_tensors)
+        return grads[0] if ctx.goes_on else None, None, None, None
