@@ -891,3 +891,46 @@ def test_detach_between_forward_and_backward_raises():
     with pytest.raises(RuntimeError, match="run the forward again"):
         losses.sum().backward()
     assert all(grad is None for grad in grads(model))
+
+
+# backwards that did not end
+
+
+def raising(grad):
+    raise KeyError("out of memory")
+
+
+def interrupted(model, x):
+    """A backward that raises after the gradients of the last layer have arrived."""
+    handle = model[1].register_forward_hook(lambda module, args, output: output.register_hook(raising) and None)
+    with pytest.raises(KeyError):
+        losses_of(model(x)).mean().backward()
+    handle.remove()
+
+
+def test_gradients_of_a_backward_that_raised_are_refused():
+    model, x = small(), batch()
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    interrupted(model, x)
+    with pytest.raises(RuntimeError, match="raised before its end"):
+        clipper.clip_and_accumulate()
+    with pytest.raises(ValueError, match="nothing was accumulated"):
+        clipper.pre_step()
+
+
+@pytest.mark.parametrize("forget", [True, False], ids=["discard", "next forward"])
+def test_a_backward_that_raised_is_forgotten(forget):
+    model, x = small(), batch()
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    interrupted(model, x)
+    if forget:
+        clipper.discard()
+    losses_of(model(x)).mean().backward()
+    close(clipper.clip_and_accumulate().norms, reference(model, x, 1.0)[0])
+
+
+def test_the_forward_hook_is_gone_after_detach():
+    model = small()
+    PerSampleGradientClipper(model, ConstantFlatClipper(1.0)).detach()
+    assert not model._forward_hooks
+    assert not model._forward_hooks_always_called

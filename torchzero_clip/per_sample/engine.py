@@ -1,6 +1,5 @@
 """Listens to the layers of a model during a backward, and knows what the gradient of every sample was."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
 from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.functional.foreach import wide_dtype
@@ -53,10 +53,12 @@ class Engine:
         self.forward_begins: Callable[[], None] | None = None
         self.backward_ends: Callable[[], None] | None = None
         self._arrivals: dict[int, list[Arrival]] = {}
-        self._queued = False
+        self._running: set[int] = set()
+        self._in_forward = False
         self._attachment = Attachment(model, self, began=self._began, force_generic=force_generic)
         self._attachment.attach()
         self._attached = True
+        self._end = model.register_forward_hook(_Ended(self._forward_ended), always_call=True)
 
     @property
     def listens(self) -> bool:
@@ -76,12 +78,13 @@ class Engine:
     def detach(self) -> None:
         """Leave the model as it was."""
         self._attachment.detach()
+        self._end.remove()
         self._attached = False
         self.clear()
 
     def clear(self) -> None:
         """Forget what has arrived."""
-        self._arrivals, self._queued = {}, False
+        self._arrivals, self._running = {}, set()
         self._attachment.reset_counts()
 
     def called(self, site: Site) -> None:
@@ -90,6 +93,10 @@ class Engine:
         Raises:
             RuntimeError: If gradients wait that nobody has asked for.
         """
+        if not _in_backward():
+            self._forget_unfinished()
+            if not self._in_forward:
+                self.batch_size = None
         if self.waits and not _in_backward():
             raise RuntimeError(
                 "gradients of an earlier backward wait to be clipped: call clip_and_accumulate() after "
@@ -105,10 +112,11 @@ class Engine:
             for part in contributions:
                 accumulate(part.param, part.weighted_sum(torch.ones(part.batch_size)))
             return
-        if self.backward_ends is not None and not self._queued:
-            self._queued = True
+        task = torch._C._current_graph_task_id()
+        if task not in self._running:
+            self._running.add(task)
             engine: Any = torch.autograd.Variable
-            engine._execution_engine.queue_callback(self._ended)
+            engine._execution_engine.queue_callback(lambda: self._ended(task))
         for part in contributions:
             self._keep(site, part, expanded=expanded)
 
@@ -120,7 +128,13 @@ class Engine:
 
         Raises:
             ValueError: If the samples of some layer are not those of the batch.
+            RuntimeError: If the backward did not end.
         """
+        if self._running:
+            raise RuntimeError(
+                "the backward raised before its end, so that some gradients are missing: "
+                "run forward and backward again, or forget it with discard()"
+            )
         self._check_counts(self.batch_size if count is None else count)
         result: dict[int, tuple[Contribution, Tensor]] = {}
         for key, arrivals in self._arrivals.items():
@@ -164,13 +178,24 @@ class Engine:
         else:
             earlier.append(Arrival(site, *part.measured(), expanded))
 
-    def _ended(self) -> None:
-        self._queued = False
-        if self.backward_ends is not None:
+    def _ended(self, task: int) -> None:
+        self._running.discard(task)
+        if self.backward_ends is not None and not self._running:
             self.backward_ends()
 
+    def _forward_ended(self) -> None:
+        self._in_forward = False
+
+    def _forget_unfinished(self) -> None:
+        if self._running:
+            self.clear()
+
     def _began(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.inside or not self.enabled or self.waits or _in_backward():
+        if self.inside or _in_backward():
+            return
+        self._in_forward = True
+        self._forget_unfinished()
+        if not self.enabled or self.waits:
             return
         if DistributedDataParallel._active_ddp_module is not None:
             raise RuntimeError("module is run by DistributedDataParallel, which would not average its gradients")
@@ -221,7 +246,25 @@ def _check_expanded(groups: Sequence[tuple[Arrival, Tensor]]) -> None:
 
 
 def _batch_size(inputs: Any, dim: int) -> int | None:
-    """The size that most inputs have where samples are."""
+    """The size that all inputs have where samples are; None if they differ."""
     leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
-    sizes = Counter(leaf.shape[min(dim, leaf.ndim - 1)] for leaf in leaves)
-    return sizes.most_common(1)[0][0] if sizes else None
+    sizes = {leaf.shape[min(dim, leaf.ndim - 1)] for leaf in leaves}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+class _Ended:
+    """Tells that a forward ended, or raised."""
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        self._ended = ended
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._ended()
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Ended, (_nothing,)  # copies of an attached model are models as any other
+
+
+def _nothing() -> None:
+    pass
