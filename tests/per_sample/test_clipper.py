@@ -525,19 +525,6 @@ def test_positions_without_a_batch_dimension_are_refused_by_name(length):
     assert all(grad is None for grad in grads(model))
 
 
-def test_a_row_for_all_samples_that_reached_one_only_is_refused():
-    class First(Positions):
-        def forward(self, index):
-            positions = self.positions(torch.arange(index.shape[1])[None])[0]
-            return self.head(self.words(index) + positions)
-
-    model = First((1, -1))
-    with pytest.raises(ValueError, match=r"'positions' \(Embedding\) reached the loss of the first sample only"):
-        PerSampleGradientClipper(model, ConstantFlatClipper(1.0)).backward(
-            losses_of(model(torch.randint(0, 6, (5, 7))))
-        )
-
-
 def test_batch_dimension_that_is_not_where_declared_raises():
     model = nn.Linear(3, 2)
     clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0), batch_first=False)

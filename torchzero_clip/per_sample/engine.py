@@ -25,7 +25,6 @@ class Arrival:
     site: Site
     contribution: Contribution
     squares: Tensor | None
-    expanded: bool
 
 
 class Engine:
@@ -104,7 +103,7 @@ class Engine:
             )
         site.calls += 1
 
-    def add(self, site: Site, contributions: Sequence[Contribution], *, expanded: bool = False) -> None:
+    def add(self, site: Site, contributions: Sequence[Contribution]) -> None:
         """Take what one call of a layer contributed."""
         if not self._attached:
             raise RuntimeError(f"the clipper was detached before the backward of {site}; run the forward again")
@@ -118,7 +117,7 @@ class Engine:
             engine: Any = torch.autograd.Variable
             engine._execution_engine.queue_callback(lambda: self._ended(task))
         for part in contributions:
-            self._keep(site, part, expanded=expanded)
+            self._keep(site, part)
 
     def gathered(self, count: int | None) -> dict[int, tuple[Contribution, Tensor]]:
         """The contribution of each parameter, by id, and its squared norms.
@@ -142,9 +141,8 @@ class Engine:
                 kept, squares = merged([arrival.contribution for arrival in arrivals]).measured()
             else:
                 kept, squares = arrivals[0].contribution, arrivals[0].squares
-            self._arrivals[key] = [Arrival(arrivals[0].site, kept, squares, any(a.expanded for a in arrivals))]
+            self._arrivals[key] = [Arrival(arrivals[0].site, kept, squares)]
             result[key] = kept, squares
-        _check_expanded([(group[0], result[key][1]) for key, group in self._arrivals.items()])
         return result
 
     def consume(self) -> None:
@@ -167,16 +165,16 @@ class Engine:
             dtype = torch.promote_types(dtype, wide_dtype(param.dtype))
         return dtype
 
-    def _keep(self, site: Site, part: Contribution, *, expanded: bool) -> None:
+    def _keep(self, site: Site, part: Contribution) -> None:
         param: Any = part.param
         earlier = self._arrivals.setdefault(id(param), [])
         if self.formed is not None:
             part = Dense(param, part.dense(0, part.batch_size))
             self.formed(param, part.grads)
         if earlier or site.calls > 1 or self._attachment.is_shared(param):
-            earlier.append(Arrival(site, part, None, expanded))
+            earlier.append(Arrival(site, part, None))
         else:
-            earlier.append(Arrival(site, *part.measured(), expanded))
+            earlier.append(Arrival(site, *part.measured()))
 
     def _ended(self, task: int) -> None:
         self._running.discard(task)
@@ -229,20 +227,6 @@ def accumulate(param: Any, value: Tensor) -> None:
 def _in_backward() -> bool:
     """Whether a backward runs, in which checkpointing repeats forwards."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _check_expanded(groups: Sequence[tuple[Arrival, Tensor]]) -> None:
-    """A row that stood for all samples must not have been used for the first alone."""
-    if not any(arrival.expanded for arrival, _ in groups):
-        return
-    others = [squares[1:].any().item() for arrival, squares in groups if not arrival.expanded]
-    for arrival, squares in groups:
-        first_only = arrival.expanded and squares[:1].any() and not squares[1:].any()
-        if first_only and any(others):
-            raise ValueError(
-                f"the output of {arrival.site} reached the loss of the first sample only: "
-                "give its input a batch dimension of the size of the batch"
-            )
 
 
 def _batch_size(inputs: Any, dim: int) -> int | None:

@@ -54,7 +54,9 @@ class ConvRule(Rule):
 
         bias = None if module.bias is None else module.bias.detach()
         output = module._conv_forward(source, module.weight.detach(), bias)
-        return watch(output, Call(site, [source] if "weight" in site.params else [], contribute, expanded=expanded))
+        return watch(
+            output, Call(site, [source] if "weight" in site.params else [], contribute), row=0 if expanded else None
+        )
 
 
 class Convolved(Contribution):

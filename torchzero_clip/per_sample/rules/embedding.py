@@ -41,7 +41,7 @@ class EmbeddingRule(Rule):
             return [_rows(site, len(index), samples, index.reshape(-1), values)]
 
         output = F.embedding(source, module.weight.detach(), module.padding_idx)
-        return watch(output, Call(site, [source], contribute, expanded=expanded))
+        return watch(output, Call(site, [source], contribute), row=dim if expanded else None)
 
 
 class EmbeddingBagRule(Rule):

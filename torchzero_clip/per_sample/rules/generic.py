@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from torchzero_clip.per_sample.contributions import Dense
 from torchzero_clip.per_sample.rules.agreement import Agreement
+from torchzero_clip.per_sample.shared import each, is_shared, shared
 from torchzero_clip.per_sample.site import Rule, Site, anchor, wanted
 from torchzero_clip.per_sample.squares import wide
 
@@ -35,11 +36,12 @@ class GenericRule(Rule):
         names = [name for name, value in arguments.items() for _ in pytree.tree_leaves(value)]
         size = _size(site, leaves)
         dims = [self.input_dim(site, name, leaf, size) for name, leaf in zip(names, leaves, strict=True)]
-        if expanded := all(dim is None for dim in dims):
-            leaves = [self._repeated(site, leaf) for leaf in leaves]
+        expanded = all(dim is None for dim in dims)
+        if expanded or any(map(is_shared, leaves)):
+            leaves = [self._repeated(site, leaf) if expanded else each(leaf) for leaf in leaves]
             dims = [self.input_dim(site, name, leaf, size) for name, leaf in zip(names, leaves, strict=True)]
         count = _batch_size(site, leaves, dims)
-        copies = _copies(site, count, expanded=expanded)
+        copies = _copies(site, count)
         if not count:
             return _without_samples(site, copies, args, kwargs)
         bare, layout = Bare(site.module), _Layout()
@@ -65,7 +67,7 @@ class GenericRule(Rule):
             agreement.check(output, lambda i: self.output_dim(site, i))
         finally:
             site.recorder.inside = False
-        return output
+        return shared(output, lambda i: self.output_dim(site, i), site.refuse_row) if expanded else output
 
     def input_dim(self, site: Site, name: str, value: Any, size: int | None) -> int | None:
         """Where an input has its samples; None if it has none."""
@@ -183,21 +185,21 @@ class _Copies(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, anchor: Tensor, param: list[nn.Parameter], count: int, site: Site, expanded: bool) -> Tensor:
-        ctx.param, ctx.site, ctx.expanded = param[0], site, expanded
+    def forward(ctx: Any, anchor: Tensor, param: list[nn.Parameter], count: int, site: Site) -> Tensor:
+        ctx.param, ctx.site = param[0], site
         return param[0].detach().expand(count, *param[0].shape)
 
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         if wanted(ctx.site):
-            ctx.site.recorder.add(ctx.site, [Dense(ctx.param, *wide(grads[0]))], expanded=ctx.expanded)
-        return (None,) * 5
+            ctx.site.recorder.add(ctx.site, [Dense(ctx.param, *wide(grads[0]))])
+        return (None,) * 4
 
 
-def _copies(site: Site, count: int, *, expanded: bool) -> dict[str, Tensor]:
+def _copies(site: Site, count: int) -> dict[str, Tensor]:
     """The parameters for each sample, under every name they have."""
-    of = {id(param): _Copies.apply(anchor(), [param], count, site, expanded) for param in site.params.values()}
+    of = {id(param): _Copies.apply(anchor(), [param], count, site) for param in site.params.values()}
     result: dict[str, Tensor] = {}
     for prefix, module in site.module.named_modules(prefix="inner", remove_duplicate=False):
         for name, param in module.named_parameters(recurse=False):

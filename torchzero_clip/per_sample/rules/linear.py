@@ -30,7 +30,9 @@ class LinearRule(Rule):
             return _contributions(site, grad.movedim(dim, 0), *(source.movedim(dim, 0) for source in sources))
 
         output = F.linear(source, weight.detach(), None if bias is None else bias.detach())
-        return watch(output, Call(site, [source] if "weight" in site.params else [], contribute, expanded=expanded))
+        return watch(
+            output, Call(site, [source] if "weight" in site.params else [], contribute), row=dim if expanded else None
+        )
 
 
 def _contributions(site: Site, grad: Tensor, *sources: Tensor) -> list[Contribution]:

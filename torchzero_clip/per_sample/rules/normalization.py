@@ -37,7 +37,9 @@ class NormalizationRule(Rule):
             return result
 
         output = self.normalize(module, source, weight, bias)
-        return watch(output, Call(site, [source] if "weight" in site.params else [], contribute, expanded=expanded))
+        return watch(
+            output, Call(site, [source] if "weight" in site.params else [], contribute), row=dim if expanded else None
+        )
 
     @abstractmethod
     def leading(self, module: Any, input: Tensor) -> int:
