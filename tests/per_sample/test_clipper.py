@@ -525,19 +525,6 @@ def test_positions_without_a_batch_dimension_are_refused_by_name(length):
     assert all(grad is None for grad in grads(model))
 
 
-def test_a_row_for_all_samples_that_reached_one_only_is_refused():
-    class First(Positions):
-        def forward(self, index):
-            positions = self.positions(torch.arange(index.shape[1])[None])[0]
-            return self.head(self.words(index) + positions)
-
-    model = First((1, -1))
-    with pytest.raises(ValueError, match=r"'positions' \(Embedding\) reached the loss of the first sample only"):
-        PerSampleGradientClipper(model, ConstantFlatClipper(1.0)).backward(
-            losses_of(model(torch.randint(0, 6, (5, 7))))
-        )
-
-
 def test_batch_dimension_that_is_not_where_declared_raises():
     model = nn.Linear(3, 2)
     clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0), batch_first=False)
@@ -710,14 +697,15 @@ def test_a_second_clipper_on_one_model_is_refused():
         PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
 
 
-def test_a_graph_let_go_of_is_named():
-    model = small()
+def test_a_graph_that_was_kept_can_be_clipped_again():
+    model, x = small(), batch()
     clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
-    losses = losses_of(model(batch()))
-    losses.sum().backward(retain_graph=True)
-    clipper.clip_and_accumulate()
-    with pytest.raises(RuntimeError, match="run the forward again"):
-        losses.sum().backward()
+    losses = losses_of(model(x))
+    for _ in range(2):
+        losses.mean().backward(retain_graph=True)
+        close(clipper.clip_and_accumulate().norms, reference(model, x, 1.0)[0])
+    for grad, total in zip((clipper.pre_step(), grads(model))[1], reference(model, x, 1.0)[1], strict=True):
+        close(grad, total / 5)
 
 
 def test_calls_out_of_order_raise():
@@ -890,3 +878,46 @@ def test_detach_between_forward_and_backward_raises():
     with pytest.raises(RuntimeError, match="run the forward again"):
         losses.sum().backward()
     assert all(grad is None for grad in grads(model))
+
+
+# backwards that did not end
+
+
+def raising(grad):
+    raise KeyError("out of memory")
+
+
+def interrupted(model, x):
+    """A backward that raises after the gradients of the last layer have arrived."""
+    handle = model[1].register_forward_hook(lambda module, args, output: output.register_hook(raising) and None)
+    with pytest.raises(KeyError):
+        losses_of(model(x)).mean().backward()
+    handle.remove()
+
+
+def test_gradients_of_a_backward_that_raised_are_refused():
+    model, x = small(), batch()
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    interrupted(model, x)
+    with pytest.raises(RuntimeError, match="raised before its end"):
+        clipper.clip_and_accumulate()
+    with pytest.raises(ValueError, match="nothing was accumulated"):
+        clipper.pre_step()
+
+
+@pytest.mark.parametrize("forget", [True, False], ids=["discard", "next forward"])
+def test_a_backward_that_raised_is_forgotten(forget):
+    model, x = small(), batch()
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    interrupted(model, x)
+    if forget:
+        clipper.discard()
+    losses_of(model(x)).mean().backward()
+    close(clipper.clip_and_accumulate().norms, reference(model, x, 1.0)[0])
+
+
+def test_the_forward_hook_is_gone_after_detach():
+    model = small()
+    PerSampleGradientClipper(model, ConstantFlatClipper(1.0)).detach()
+    assert not model._forward_hooks
+    assert not model._forward_hooks_always_called

@@ -1,6 +1,5 @@
 """Listens to the layers of a model during a backward, and knows what the gradient of every sample was."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,13 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
 from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.per_sample.attachment import Attachment
 from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory
 from torchzero_clip.per_sample.merge import merged
-from torchzero_clip.per_sample.site import Call, Site
+from torchzero_clip.per_sample.site import Site
 
 
 @dataclass
@@ -25,7 +25,6 @@ class Arrival:
     site: Site
     contribution: Contribution
     squares: Tensor | None
-    expanded: bool
 
 
 class Engine:
@@ -53,11 +52,12 @@ class Engine:
         self.forward_begins: Callable[[], None] | None = None
         self.backward_ends: Callable[[], None] | None = None
         self._arrivals: dict[int, list[Arrival]] = {}
-        self._calls: list[Call] = []
-        self._queued = False
+        self._running: set[int] = set()
+        self._in_forward = False
         self._attachment = Attachment(model, self, began=self._began, force_generic=force_generic)
         self._attachment.attach()
         self._attached = True
+        self._end = model.register_forward_hook(_Ended(self._forward_ended), always_call=True)
 
     @property
     def listens(self) -> bool:
@@ -77,14 +77,13 @@ class Engine:
     def detach(self) -> None:
         """Leave the model as it was."""
         self._attachment.detach()
+        self._end.remove()
         self._attached = False
         self.clear()
 
     def clear(self) -> None:
-        """Forget what has arrived, and let go of the activations it came from."""
-        for call in self._calls:
-            call.release()
-        self._arrivals, self._calls, self._queued = {}, [], False
+        """Forget what has arrived."""
+        self._arrivals, self._running = {}, set()
         self._attachment.reset_counts()
 
     def called(self, site: Site) -> None:
@@ -93,6 +92,10 @@ class Engine:
         Raises:
             RuntimeError: If gradients wait that nobody has asked for.
         """
+        if not _in_backward():
+            self._forget_unfinished()
+            if not self._in_forward:
+                self.batch_size = None
         if self.waits and not _in_backward():
             raise RuntimeError(
                 "gradients of an earlier backward wait to be clipped: call clip_and_accumulate() after "
@@ -100,24 +103,21 @@ class Engine:
             )
         site.calls += 1
 
-    def add(
-        self, site: Site, contributions: Sequence[Contribution], *, call: Call | None = None, expanded: bool = False
-    ) -> None:
+    def add(self, site: Site, contributions: Sequence[Contribution]) -> None:
         """Take what one call of a layer contributed."""
         if not self._attached:
             raise RuntimeError(f"the clipper was detached before the backward of {site}; run the forward again")
-        if call is not None:
-            self._calls.append(call)
         if not self.enabled:
             for part in contributions:
                 accumulate(part.param, part.weighted_sum(torch.ones(part.batch_size)))
             return
-        if self.backward_ends is not None and not self._queued:
-            self._queued = True
+        task = torch._C._current_graph_task_id()
+        if task not in self._running:
+            self._running.add(task)
             engine: Any = torch.autograd.Variable
-            engine._execution_engine.queue_callback(self._ended)
+            engine._execution_engine.queue_callback(lambda: self._ended(task))
         for part in contributions:
-            self._keep(site, part, expanded=expanded)
+            self._keep(site, part)
 
     def gathered(self, count: int | None) -> dict[int, tuple[Contribution, Tensor]]:
         """The contribution of each parameter, by id, and its squared norms.
@@ -127,7 +127,13 @@ class Engine:
 
         Raises:
             ValueError: If the samples of some layer are not those of the batch.
+            RuntimeError: If the backward did not end.
         """
+        if self._running:
+            raise RuntimeError(
+                "the backward raised before its end, so that some gradients are missing: "
+                "run forward and backward again, or forget it with discard()"
+            )
         self._check_counts(self.batch_size if count is None else count)
         result: dict[int, tuple[Contribution, Tensor]] = {}
         for key, arrivals in self._arrivals.items():
@@ -135,9 +141,8 @@ class Engine:
                 kept, squares = merged([arrival.contribution for arrival in arrivals]).measured()
             else:
                 kept, squares = arrivals[0].contribution, arrivals[0].squares
-            self._arrivals[key] = [Arrival(arrivals[0].site, kept, squares, any(a.expanded for a in arrivals))]
+            self._arrivals[key] = [Arrival(arrivals[0].site, kept, squares)]
             result[key] = kept, squares
-        _check_expanded([(group[0], result[key][1]) for key, group in self._arrivals.items()])
         return result
 
     def consume(self) -> None:
@@ -160,24 +165,35 @@ class Engine:
             dtype = torch.promote_types(dtype, wide_dtype(param.dtype))
         return dtype
 
-    def _keep(self, site: Site, part: Contribution, *, expanded: bool) -> None:
+    def _keep(self, site: Site, part: Contribution) -> None:
         param: Any = part.param
         earlier = self._arrivals.setdefault(id(param), [])
         if self.formed is not None:
             part = Dense(param, part.dense(0, part.batch_size))
             self.formed(param, part.grads)
         if earlier or site.calls > 1 or self._attachment.is_shared(param):
-            earlier.append(Arrival(site, part, None, expanded))
+            earlier.append(Arrival(site, part, None))
         else:
-            earlier.append(Arrival(site, *part.measured(), expanded))
+            earlier.append(Arrival(site, *part.measured()))
 
-    def _ended(self) -> None:
-        self._queued = False
-        if self.backward_ends is not None:
+    def _ended(self, task: int) -> None:
+        self._running.discard(task)
+        if self.backward_ends is not None and not self._running:
             self.backward_ends()
 
+    def _forward_ended(self) -> None:
+        self._in_forward = False
+
+    def _forget_unfinished(self) -> None:
+        if self._running:
+            self.clear()
+
     def _began(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.inside or not self.enabled or self.waits or _in_backward():
+        if self.inside or _in_backward():
+            return
+        self._in_forward = True
+        self._forget_unfinished()
+        if not self.enabled or self.waits:
             return
         if DistributedDataParallel._active_ddp_module is not None:
             raise RuntimeError("module is run by DistributedDataParallel, which would not average its gradients")
@@ -213,22 +229,26 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _check_expanded(groups: Sequence[tuple[Arrival, Tensor]]) -> None:
-    """A row that stood for all samples must not have been used for the first alone."""
-    if not any(arrival.expanded for arrival, _ in groups):
-        return
-    others = [squares[1:].any().item() for arrival, squares in groups if not arrival.expanded]
-    for arrival, squares in groups:
-        first_only = arrival.expanded and squares[:1].any() and not squares[1:].any()
-        if first_only and any(others):
-            raise ValueError(
-                f"the output of {arrival.site} reached the loss of the first sample only: "
-                "give its input a batch dimension of the size of the batch"
-            )
-
-
 def _batch_size(inputs: Any, dim: int) -> int | None:
-    """The size that most inputs have where samples are."""
+    """The size that all inputs have where samples are; None if they differ."""
     leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
-    sizes = Counter(leaf.shape[min(dim, leaf.ndim - 1)] for leaf in leaves)
-    return sizes.most_common(1)[0][0] if sizes else None
+    sizes = {leaf.shape[min(dim, leaf.ndim - 1)] for leaf in leaves}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+class _Ended:
+    """Tells that a forward ended, or raised."""
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        self._ended = ended
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._ended()
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Ended, (_nothing,)  # copies of an attached model are models as any other
+
+
+def _nothing() -> None:
+    pass

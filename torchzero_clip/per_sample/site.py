@@ -7,10 +7,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_interpreter_stack
 from torch.autograd.function import FunctionCtx
 from typing_extensions import override
 
 from torchzero_clip.per_sample.contributions import Contribution, Memory
+from torchzero_clip.per_sample.shared import each, is_shared, shared
 
 
 class Recorder(Protocol):
@@ -28,9 +30,7 @@ class Recorder(Protocol):
 
     def clear(self) -> None: ...
 
-    def add(
-        self, site: "Site", contributions: Sequence[Contribution], *, call: "Call | None" = None, expanded: bool = False
-    ) -> None: ...
+    def add(self, site: "Site", contributions: Sequence[Contribution]) -> None: ...
 
 
 class Rule(ABC):
@@ -87,9 +87,19 @@ class Site:
     def expanded(self, tensor: Tensor, dim: int) -> tuple[Tensor, bool]:
         """The tensor with all samples in ``dim``, if it had one row for all of them."""
         count = self.recorder.batch_size
+        if is_shared(tensor):
+            return each(tensor), True
         if tensor.shape[dim] != 1 or count is None or count == 1:
             return tensor, False
         return tensor.expand(*tensor.shape[:dim], count, *tensor.shape[dim + 1 :]), True
+
+    def refuse_row(self) -> None:
+        """Refuse a gradient that does not tell samples apart."""
+        self.recorder.clear()
+        raise RuntimeError(
+            f"{self} had one row of input for all samples, and its output was used for more than to be added to, or "
+            "multiplied with, tensors of the batch: give each sample a row, with x.expand(batch_size, ...)"
+        )
 
 
 class CapturedForward:
@@ -102,7 +112,8 @@ class CapturedForward:
         recorder, now = self.site.recorder, self.site.module.__dict__.get("forward")
         if isinstance(now, CapturedForward) and now is not self:  # the layer was attached anew as this call began
             return now(*args, **kwargs)
-        if not torch.is_grad_enabled() or not recorder.listens or recorder.inside or self.site.lent:
+        transformed = bool(get_interpreter_stack())
+        if not torch.is_grad_enabled() or not recorder.listens or recorder.inside or self.site.lent or transformed:
             return type(self.site.module).forward(self.site.module, *args, **kwargs)
         recorder.called(self.site)
         return self.site.rule.run(self.site, args, kwargs)
@@ -124,7 +135,6 @@ class Call:
         site: The layer.
         inputs: The tensors that the contributions are made of.
         contribute: Makes them, of the gradient and the inputs.
-        expanded: Whether one row of input stands for all samples.
     """
 
     def __init__(
@@ -132,35 +142,32 @@ class Call:
         site: Site,
         inputs: Sequence[Tensor],
         contribute: Callable[..., Sequence[Contribution]],
-        *,
-        expanded: bool = False,
     ) -> None:
-        self._site = site
-        self._inputs: list[Tensor] | None = [tensor.detach() for tensor in inputs]
-        self._versions = [tensor._version for tensor in inputs]
+        self.site = site
+        self._inputs = inputs
         self._contribute = contribute
-        self._expanded = expanded
 
-    def arrived(self, grad: Tensor) -> None:
+    def take_inputs(self) -> Sequence[Tensor]:
+        """The tensors, which are the graph's to keep from here on."""
+        inputs, self._inputs = self._inputs, ()
+        return [tensor.detach() for tensor in inputs]
+
+    def arrived(self, grad: Tensor, saved: Callable[[], Sequence[Tensor]]) -> None:
         """Hand over what the gradient of the output says about the parameters."""
-        if not wanted(self._site):
+        if not wanted(self.site):
             return
-        if self._inputs is None:
+        recorder = self.site.recorder
+        try:
+            inputs = saved()
+        except RuntimeError as error:
+            recorder.clear()
+            if "modified by an inplace operation" not in str(error):
+                raise
             raise RuntimeError(
-                f"the activations of {self._site} were let go after the last clipping; run the forward again"
-            )
-        if [tensor._version for tensor in self._inputs] != self._versions:
-            self._site.recorder.clear()
-            raise RuntimeError(
-                f"the input of {self._site} was changed in place after the layer used it: its gradient would be wrong"
-            )
-        recorder = self._site.recorder
+                f"the input of {self.site} was changed in place after the layer used it: its gradient would be wrong"
+            ) from error
         with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
-            recorder.add(self._site, self._contribute(grad, *self._inputs), call=self, expanded=self._expanded)
-
-    def release(self) -> None:
-        """Let go of the inputs."""
-        self._inputs = None
+            recorder.add(self.site, self._contribute(grad, *inputs))
 
 
 def wanted(site: Site) -> bool:
@@ -177,12 +184,17 @@ def wanted(site: Site) -> bool:
     return torch.autograd._is_checkpoint_valid()
 
 
-def watch(output: Tensor, call: Call) -> Tensor:
-    """The output, the gradient of which will arrive at the call."""
-    if output.requires_grad:
-        output.register_hook(call.arrived)
-        return output
-    return _Beginning.apply(anchor(), call, [output])  # pyright: ignore[reportReturnType]
+def watch(output: Tensor, call: Call, *, row: int | None = None) -> Tensor:
+    """The output, the gradient of which will arrive at the call.
+
+    Args:
+        output: Of the layer.
+        call: The call.
+        row: Where the samples are, if one row of input stood for all of them.
+    """
+    before = output if output.requires_grad else anchor()
+    watched: Any = _Watched.apply(before, call, [output.detach()], before is output)
+    return watched if row is None else shared(watched, lambda _: row, call.site.refuse_row)
 
 
 def anchor() -> Tensor:
@@ -190,17 +202,18 @@ def anchor() -> Tensor:
     return torch.empty(0, requires_grad=True)
 
 
-class _Beginning(torch.autograd.Function):
-    """Where the graph begins: an output that no gradient would reach, since nothing before it takes one."""
+class _Watched(torch.autograd.Function):
+    """Passes an output on, and its gradient back: hooks and changes in place that come later are in the gradient."""
 
     @staticmethod
     @override
-    def forward(ctx: FunctionCtx, anchor: Tensor, call: Call, output: list[Tensor]) -> Tensor:  # pyright: ignore
-        ctx.call = call  # pyright: ignore[reportAttributeAccessIssue]
+    def forward(ctx: FunctionCtx, before: Tensor, call: Call, output: list[Tensor], goes_on: bool) -> Tensor:  # pyright: ignore
+        ctx.call, ctx.goes_on = call, goes_on  # pyright: ignore[reportAttributeAccessIssue]
+        ctx.save_for_backward(*call.take_inputs())
         return output[0]  # in a list, it counts as made here: layers behind it may change it in place
 
     @staticmethod
     @override
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        ctx.call.arrived(grads[0])
-        return None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+        ctx.call.arrived(grads[0], lambda: ctx.saved_tensors)
+        return grads[0] if ctx.goes_on else None, None, None, None

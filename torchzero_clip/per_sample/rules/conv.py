@@ -28,6 +28,13 @@ class ConvRule(Rule):
     """Weight: products of the patches of the input and the output gradients. Bias: the output gradients, added up."""
 
     @override
+    def refusal(self, module: nn.Module) -> str | None:
+        own = getattr(type(module), "_conv_forward", None)
+        if own not in {nn.Conv1d._conv_forward, nn.Conv2d._conv_forward, nn.Conv3d._conv_forward}:
+            return "it has a _conv_forward of its own: put what that does into forward, so that it is run by vmap"
+        return None
+
+    @override
     def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         return self._run(site, *args, **kwargs)
 
@@ -36,10 +43,10 @@ class ConvRule(Rule):
         site.batch_dim(input.ndim - 1 - len(module.kernel_size))
         source, expanded = site.expanded(input, 0)
 
-        def contribute(grad: Tensor, source: Tensor) -> list[Contribution]:
-            x, grad = wide(source, grad)
+        def contribute(grad: Tensor, *sources: Tensor) -> list[Contribution]:
+            grad, *inputs = wide(grad, *sources)
             result: list[Contribution] = []
-            if "weight" in site.params:
+            for x in inputs:
                 result.append(Convolved(site.params["weight"], module, x, grad, keep=site.recorder.memory == "auto"))
             if "bias" in site.params:
                 result.append(Dense(site.params["bias"], grad.flatten(2).sum(2)))
@@ -47,7 +54,9 @@ class ConvRule(Rule):
 
         bias = None if module.bias is None else module.bias.detach()
         output = module._conv_forward(source, module.weight.detach(), bias)
-        return watch(output, Call(site, [source], contribute, expanded=expanded))
+        return watch(
+            output, Call(site, [source] if "weight" in site.params else [], contribute), row=0 if expanded else None
+        )
 
 
 class Convolved(Contribution):

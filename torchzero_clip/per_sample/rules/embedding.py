@@ -41,7 +41,7 @@ class EmbeddingRule(Rule):
             return [_rows(site, len(index), samples, index.reshape(-1), values)]
 
         output = F.embedding(source, module.weight.detach(), module.padding_idx)
-        return watch(output, Call(site, [source], contribute, expanded=expanded))
+        return watch(output, Call(site, [source], contribute), row=dim if expanded else None)
 
 
 class EmbeddingBagRule(Rule):
@@ -62,13 +62,17 @@ class EmbeddingBagRule(Rule):
     ) -> Tensor:
         module: Any = site.module
         weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
-        saved = [tensor for tensor in (input, offsets, weights) if tensor is not None]
+        given = {"input": input, "offsets": offsets, "weights": weights}
+        saved = {name: tensor for name, tensor in given.items() if tensor is not None}
+        names = list(saved)
 
-        def contribute(grad: Tensor, input: Tensor, *_: Tensor) -> list[Contribution]:
-            samples = _bags(input, offsets, include_last=module.include_last_offset)
-            index = input.reshape(-1)
+        def contribute(grad: Tensor, *tensors: Tensor) -> list[Contribution]:
+            given = dict(zip(names, tensors, strict=True))
+            words, offsets, weights = given["input"], given.get("offsets"), given.get("weights")
+            samples = _bags(words, offsets, include_last=module.include_last_offset)
+            index = words.reshape(-1)
             counts = index != module.padding_idx if module.padding_idx is not None else torch.ones_like(index)
-            scale = counts.to(grad.dtype) if weights is None else counts * weights.detach()
+            scale = counts.to(grad.dtype) if weights is None else counts * weights
             if module.mode == "mean":
                 sizes = torch.zeros(len(grad), dtype=grad.dtype, device=grad.device)
                 sizes.index_add_(0, samples, counts.to(grad.dtype))
@@ -85,7 +89,7 @@ class EmbeddingBagRule(Rule):
             include_last_offset=module.include_last_offset,
             padding_idx=module.padding_idx,
         )
-        return watch(output, Call(site, saved, contribute))
+        return watch(output, Call(site, list(saved.values()), contribute))
 
 
 def _refusal(module: Any) -> str | None:

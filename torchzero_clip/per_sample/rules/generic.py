@@ -7,14 +7,17 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.per_sample.contributions import Dense
-from torchzero_clip.per_sample.rules.agreement import check_agreement
+from torchzero_clip.per_sample.rules.agreement import Agreement
+from torchzero_clip.per_sample.shared import each, is_shared, shared
 from torchzero_clip.per_sample.site import Rule, Site, anchor, wanted
 from torchzero_clip.per_sample.squares import wide
 
@@ -31,39 +34,45 @@ class GenericRule(Rule):
         arguments = signature.bind(*args, **kwargs).arguments
         leaves, structure = pytree.tree_flatten(arguments)
         names = [name for name, value in arguments.items() for _ in pytree.tree_leaves(value)]
-        dims = [self.input_dim(site, name, leaf) for name, leaf in zip(names, leaves, strict=True)]
-        if expanded := all(dim is None for dim in dims):
-            leaves = [self._repeated(site, leaf) for leaf in leaves]
-            dims = [self.input_dim(site, name, leaf) for name, leaf in zip(names, leaves, strict=True)]
+        size = _size(site, leaves)
+        dims = [self.input_dim(site, name, leaf, size) for name, leaf in zip(names, leaves, strict=True)]
+        expanded = all(dim is None for dim in dims)
+        if expanded or any(map(is_shared, leaves)):
+            leaves = [self._repeated(site, leaf) if expanded else each(leaf) for leaf in leaves]
+            dims = [self.input_dim(site, name, leaf, size) for name, leaf in zip(names, leaves, strict=True)]
         count = _batch_size(site, leaves, dims)
-        copies = _copies(site, count, expanded=expanded)
+        copies = _copies(site, count)
         if not count:
             return _without_samples(site, copies, args, kwargs)
         bare, layout = Bare(site.module), _Layout()
         split = [(i, dim) for i, dim in enumerate(dims) if dim is not None]
 
+        def bound(given: list[Any]) -> inspect.BoundArguments:
+            return inspect.BoundArguments(signature, pytree.tree_unflatten(given, structure))
+
         def one(copies: dict[str, Tensor], *samples: Tensor) -> tuple[Tensor, ...]:
             given = list(leaves)
             for (i, dim), sample in zip(split, samples, strict=True):
                 given[i] = sample.unsqueeze(dim)
-            bound = inspect.BoundArguments(signature, pytree.tree_unflatten(given, structure))
-            output = functional_call(bare, copies, bound.args, bound.kwargs, tie_weights=False)
+            call = bound(given)
+            with _Padding():
+                output = functional_call(bare, copies, call.args, call.kwargs, tie_weights=False)
             return layout.taken(output, lambda i: self.output_dim(site, i))
 
         site.recorder.inside = True
         try:
+            agreement = Agreement(site, leaves, dims, bound)
             outputs = _mapped(one, copies, [leaves[i] for i, _ in split], [dim for _, dim in split], count, site)
             output = layout.given_back(outputs)
-            if not expanded:
-                check_agreement(site, args, kwargs, output)
+            agreement.check(output, lambda i: self.output_dim(site, i))
         finally:
             site.recorder.inside = False
-        return output
+        return shared(output, lambda i: self.output_dim(site, i), site.refuse_row) if expanded else output
 
-    def input_dim(self, site: Site, name: str, value: Any) -> int | None:
+    def input_dim(self, site: Site, name: str, value: Any, size: int | None) -> int | None:
         """Where an input has its samples; None if it has none."""
-        dim, count = 0 if site.recorder.batch_first else 1, site.recorder.batch_size
-        return dim if isinstance(value, Tensor) and value.ndim > dim and value.shape[dim] == count else None
+        dim = 0 if site.recorder.batch_first else 1
+        return dim if isinstance(value, Tensor) and value.ndim > dim and value.shape[dim] == size else None
 
     def output_dim(self, site: Site, index: int) -> int:
         """Where an output has its samples."""
@@ -84,7 +93,7 @@ class RecurrentRule(GenericRule):
         return super().run(site, args, kwargs)
 
     @override
-    def input_dim(self, site: Site, name: str, value: Any) -> int | None:
+    def input_dim(self, site: Site, name: str, value: Any, size: int | None) -> int | None:
         if not isinstance(value, Tensor):
             return None
         if value.ndim != 3:
@@ -100,7 +109,7 @@ class AttentionRule(GenericRule):
     """MultiheadAttention: the sequences have their samples where `batch_first` says, the padding mask first."""
 
     @override
-    def input_dim(self, site: Site, name: str, value: Any) -> int | None:
+    def input_dim(self, site: Site, name: str, value: Any, size: int | None) -> int | None:
         if name == "attn_mask" or not isinstance(value, Tensor):
             if isinstance(value, Tensor) and value.ndim == 3:
                 raise ValueError(f"{site} got an attn_mask per head: use one for all, and key_padding_mask for samples")
@@ -126,6 +135,24 @@ class Bare(nn.Module):
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.inner).forward(self.inner, *args, **kwargs)
+
+
+class _Padding(TorchFunctionMode):
+    """Embeddings give their padding no gradient, which under vmap they forget."""
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.embedding:
+            return func(*args, **(kwargs or {}))
+        call = _EMBEDDING.bind(*args, **(kwargs or {}))
+        weight, padding = call.arguments["weight"], call.arguments.get("padding_idx")
+        if padding is not None:
+            row = torch.arange(len(weight), device=weight.device) == padding % len(weight)
+            call.arguments["weight"] = torch.where(row[:, None], weight.detach(), weight)
+        return F.embedding(*call.args, **call.kwargs)
+
+
+_EMBEDDING = inspect.signature(F.embedding)
 
 
 class _Layout:
@@ -158,32 +185,27 @@ class _Copies(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, anchor: Tensor, param: list[nn.Parameter], count: int, site: Site, expanded: bool) -> Tensor:
-        ctx.param, ctx.site, ctx.expanded = param[0], site, expanded
+    def forward(ctx: Any, anchor: Tensor, param: list[nn.Parameter], count: int, site: Site) -> Tensor:
+        ctx.param, ctx.site = param[0], site
         return param[0].detach().expand(count, *param[0].shape)
 
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         if wanted(ctx.site):
-            ctx.site.recorder.add(ctx.site, [Dense(ctx.param, *wide(grads[0]))], expanded=ctx.expanded)
-        return (None,) * 5
+            ctx.site.recorder.add(ctx.site, [Dense(ctx.param, *wide(grads[0]))])
+        return (None,) * 4
 
 
-def _copies(site: Site, count: int, *, expanded: bool) -> dict[str, Tensor]:
+def _copies(site: Site, count: int) -> dict[str, Tensor]:
     """The parameters for each sample, under every name they have."""
-    of = {id(param): _Copies.apply(anchor(), [param], count, site, expanded) for param in site.params.values()}
+    of = {id(param): _Copies.apply(anchor(), [param], count, site) for param in site.params.values()}
     result: dict[str, Tensor] = {}
     for prefix, module in site.module.named_modules(prefix="inner", remove_duplicate=False):
         for name, param in module.named_parameters(recurse=False):
             if id(param) not in of:
                 continue
-            copy = of[id(param)]
-            padding = getattr(module, "padding_idx", None)
-            if padding is not None:  # under vmap, an embedding forgets that its padding gets no gradient
-                row = torch.arange(len(param), device=param.device) == padding
-                copy = torch.where(row[:, None], copy.detach(), copy)
-            result[f"{prefix}.{name}"] = copy
+            result[f"{prefix}.{name}"] = of[id(param)]
     return result
 
 
@@ -193,6 +215,13 @@ def _without_samples(site: Site, copies: dict[str, Tensor], args: tuple[Any, ...
     nothing = torch.stack([copy.sum() for copy in copies.values()]).sum()
     output = functional_call(Bare(site.module), params, args, kwargs)
     return pytree.tree_map_only(Tensor, lambda value: value + nothing.to(value.dtype), output)
+
+
+def _size(site: Site, leaves: Sequence[Any]) -> int | None:
+    """How many samples there are: as many as the batch has, or the first input where that is not known."""
+    dim = 0 if site.recorder.batch_first else 1
+    first = next((x.shape[dim] for x in leaves if isinstance(x, Tensor) and x.ndim > dim), None)
+    return first if site.recorder.batch_size is None else site.recorder.batch_size
 
 
 def _batch_size(site: Site, leaves: Sequence[Any], dims: Sequence[int | None]) -> int:

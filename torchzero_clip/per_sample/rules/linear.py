@@ -26,21 +26,23 @@ class LinearRule(Rule):
         dim = site.batch_dim(input.ndim - 1)
         source, expanded = site.expanded(input, dim)
 
-        def contribute(grad: Tensor, source: Tensor) -> list[Contribution]:
-            return _contributions(site, grad.movedim(dim, 0), source.movedim(dim, 0))
+        def contribute(grad: Tensor, *sources: Tensor) -> list[Contribution]:
+            return _contributions(site, grad.movedim(dim, 0), *(source.movedim(dim, 0) for source in sources))
 
         output = F.linear(source, weight.detach(), None if bias is None else bias.detach())
-        return watch(output, Call(site, [source], contribute, expanded=expanded))
+        return watch(
+            output, Call(site, [source] if "weight" in site.params else [], contribute), row=dim if expanded else None
+        )
 
 
-def _contributions(site: Site, grad: Tensor, input: Tensor) -> list[Contribution]:
-    count, length = input.shape[0], math.prod(input.shape[1:-1])
-    inputs, outputs = wide(input, grad)
+def _contributions(site: Site, grad: Tensor, *sources: Tensor) -> list[Contribution]:
+    count, length = grad.shape[0], math.prod(grad.shape[1:-1])
+    outputs, *inputs = wide(grad, *sources)
     outputs = outputs.reshape(count, length, grad.shape[-1])
     result: list[Contribution] = []
-    if "weight" in site.params:
-        inputs = inputs.reshape(count, length, input.shape[-1])
-        result.append(Products(site.params["weight"], inputs, outputs, memory=site.recorder.memory))
+    for x in inputs:
+        x = x.reshape(count, length, x.shape[-1])
+        result.append(Products(site.params["weight"], x, outputs, memory=site.recorder.memory))
     if "bias" in site.params:
         result.append(Dense(site.params["bias"], outputs.sum(1) if length != 1 else outputs[:, 0]))
     return result

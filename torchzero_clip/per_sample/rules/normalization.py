@@ -25,27 +25,28 @@ class NormalizationRule(Rule):
         dim = site.batch_dim(self.leading(module, input))
         source, expanded = site.expanded(input, dim)
         weight, bias = (None if p is None else p.detach() for p in (module.weight, getattr(module, "bias", None)))
-        eps = torch.finfo(input.dtype).eps if module.eps is None else module.eps  # RMSNorm's default goes by the dtype
 
-        def contribute(grad: Tensor, source: Tensor) -> list[Contribution]:
-            x, grad = (tensor.movedim(dim, 0) for tensor in wide(source, grad))
+        def contribute(grad: Tensor, *sources: Tensor) -> list[Contribution]:
+            grad, *inputs = (tensor.movedim(dim, 0) for tensor in wide(grad, *sources))
             result: list[Contribution] = []
-            if "weight" in site.params:
-                normalized = self.normalize(module, x, None, None, eps)
+            for x in inputs:
+                normalized = self.normalize(module, x, None, None)
                 result.append(Dense(site.params["weight"], self.summed(module, grad * normalized)))
             if "bias" in site.params:
                 result.append(Dense(site.params["bias"], self.summed(module, grad)))
             return result
 
-        output = self.normalize(module, source, weight, bias, eps)
-        return watch(output, Call(site, [source], contribute, expanded=expanded))
+        output = self.normalize(module, source, weight, bias)
+        return watch(
+            output, Call(site, [source] if "weight" in site.params else [], contribute), row=dim if expanded else None
+        )
 
     @abstractmethod
     def leading(self, module: Any, input: Tensor) -> int:
         """How many dimensions stand before those of a single position."""
 
     @abstractmethod
-    def normalize(self, module: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    def normalize(self, module: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """The layer with these parameters."""
 
     @abstractmethod
@@ -61,8 +62,8 @@ class LayerNormRule(NormalizationRule):
         return input.ndim - len(module.normalized_shape)
 
     @override
-    def normalize(self, module: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-        return F.layer_norm(input, module.normalized_shape, weight, bias, eps)
+    def normalize(self, module: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return F.layer_norm(input, module.normalized_shape, weight, bias, module.eps)
 
     @override
     def summed(self, module: Any, grads: Tensor) -> Tensor:
@@ -74,8 +75,8 @@ class RMSNormRule(LayerNormRule):
     """RMSNorm: as LayerNorm, without a mean and a bias."""
 
     @override
-    def normalize(self, module: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-        return F.rms_norm(input, module.normalized_shape, weight, eps)
+    def normalize(self, module: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return F.rms_norm(input, module.normalized_shape, weight, module.eps)
 
 
 class GroupNormRule(NormalizationRule):
@@ -96,8 +97,8 @@ class GroupNormRule(NormalizationRule):
         return 1
 
     @override
-    def normalize(self, module: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-        return F.group_norm(input, module.num_groups, weight, bias, eps)
+    def normalize(self, module: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return F.group_norm(input, module.num_groups, weight, bias, module.eps)
 
     @override
     def summed(self, module: Any, grads: Tensor) -> Tensor:
@@ -119,10 +120,10 @@ class InstanceNormRule(GroupNormRule):
         return 0 if input.ndim == spatial else 1
 
     @override
-    def normalize(self, module: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    def normalize(self, module: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         if not len(input):  # torch refuses an instance norm of nothing
-            return F.group_norm(input, input.shape[1], weight, bias, eps)
-        return F.instance_norm(input, weight=weight, bias=bias, use_input_stats=True, eps=eps)
+            return F.group_norm(input, input.shape[1], weight, bias, module.eps)
+        return F.instance_norm(input, weight=weight, bias=bias, use_input_stats=True, eps=module.eps)
 
 
 class _GroupNorm(torch.autograd.Function):

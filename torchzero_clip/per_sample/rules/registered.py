@@ -30,9 +30,10 @@ class RegisteredRule(Rule):
     def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
         def contribute(grad: Tensor, *tensors: Tensor) -> list[Contribution]:
-            given = list(leaves)
+            given: list[Any] = list(others)
             for i, tensor in zip(where, tensors, strict=True):
                 given[i] = tensor
             args, kwargs = pytree.tree_unflatten(given, structure)

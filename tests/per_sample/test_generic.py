@@ -1,0 +1,156 @@
+"""Modules that are run sample by sample: embeddings in them, state, hooks and random numbers."""
+
+import copy
+
+import pytest
+import torch
+from per_sample.harness import check, close, losses_of
+from torch import nn
+from torch.nn import functional as F
+
+from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
+
+
+class Table(nn.Module):
+    def __init__(self, padding_idx):
+        super().__init__()
+        self.weight, self.padding = nn.Parameter(torch.randn(6, 3)), padding_idx
+
+    def forward(self, x):
+        return F.embedding(x, self.weight, padding_idx=self.padding)
+
+
+class Indexed(nn.Embedding):
+    def forward(self, x):
+        return self.weight[x]
+
+
+class WithEmbedding(nn.Module):
+    def __init__(self, embedding):
+        super().__init__()
+        self.embedding, self.scale = embedding, nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.embedding(x) * self.scale
+
+
+class Padded(nn.Module):
+    def __init__(self, *shape):
+        super().__init__()
+        self.padding_idx, self.weight = 0, nn.Parameter(torch.randn(shape))
+
+    def forward(self, x):
+        return x @ self.weight if self.weight.ndim > 1 else x * self.weight
+
+
+WORDS = torch.tensor([[0, 1, 2], [0, 0, 3], [4, 5, 0], [1, 1, 1]])
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Table(0),
+        Table(-6),
+        Table(None),
+        Indexed(6, 3, padding_idx=0),
+        WithEmbedding(nn.Embedding(6, 3, padding_idx=0)),
+        WithEmbedding(nn.EmbeddingBag(6, 3, padding_idx=0)),
+    ],
+    ids=["function", "negative", "none", "indexed", "module", "bag"],
+)
+def test_padding_gets_a_gradient_where_torch_gives_it_one(model):
+    check(model, WORDS)
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (5,)])
+@pytest.mark.parametrize("count", [4, 5])
+def test_an_attribute_called_padding_idx_is_no_padding(shape, count):
+    check(Padded(*shape), torch.randn(count, 3, 5))
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.ones(5)), nn.Linear(5, 5)
+        self.register_buffer("calls", torch.zeros(()))
+        self.names = []
+
+    def forward(self, x):
+        self.calls.add_(1)
+        self.names.append("call")
+        return self.inner(x) * self.scale
+
+
+def test_modules_run_once():
+    model, hooks = Counting(), []
+    model.inner.register_forward_hook(lambda module, args, output: hooks.append(1))
+    PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    for i in range(1, 3):
+        model(torch.randn(4, 5))
+        assert (int(model.calls), len(model.names), len(hooks)) == (i, i, i)
+
+
+class Centered(nn.Module):
+    def __init__(self, draw):
+        super().__init__()
+        self.scale, self.draw = nn.Parameter(torch.ones(5)), draw
+
+    def forward(self, x):
+        return self.draw(x - x.mean(0)) * self.scale
+
+
+@pytest.mark.parametrize("draw", [F.dropout, lambda x: x + torch.randn(()), lambda x: x], ids=["dropout", "add", "no"])
+def test_modules_that_mix_samples_are_refused_where_they_draw_random_numbers_too(draw):
+    model = Centered(draw)
+    PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    with pytest.raises(ValueError, match="Centered gives a sample another output alone"):
+        model(torch.randn(4, 5))
+
+
+def test_random_numbers_are_drawn_as_often_as_without_the_comparison():
+    model, x, states = WithDropout(), torch.randn(4, 5), []
+    PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    for _ in range(2):  # compared in the first, not in the second
+        torch.manual_seed(0)
+        model(x)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+class WithDropout(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, x):
+        return F.dropout(x) * self.scale
+
+
+def test_modules_that_cannot_be_copied_are_refused_by_name():
+    model = WithDropout()
+    model.items = (i for i in range(3))
+    PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    with pytest.raises(ValueError, match=r"WithDropout cannot be copied.*register_rule"):
+        model(torch.randn(4, 5))
+
+
+class Shifted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, x, shift, table):
+        return x * self.scale + shift.sum() + table.sum()
+
+
+def test_more_inputs_of_another_size_do_not_outvote_the_batch():
+    model, x = Shifted().double(), torch.randn(4, 5).double()
+    others = torch.randn(7).double(), torch.randn(7, 2).double()
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    losses_of(model(x, *others)).mean().backward()
+    norms = clipper.clip_and_accumulate().norms
+    for i in range(4):
+        loss = losses_of(copy.deepcopy(model)(x[i : i + 1], *others)).sum()
+        assert loss.isfinite()
+        clipper.discard()
+        close(clipper.backward(losses_of(model(x[i : i + 1], *others))).norms[0], norms[i])

@@ -1,0 +1,193 @@
+"""What the model does with the output of a layer is in the gradients of its samples."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from per_sample.harness import check, close, frozen, loop, losses_of, norms_of, total_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from torchzero_clip import ConstantFlatClipper, GradSampleModuleFastGradientClipping, PerSampleGradientClipper
+
+FAST = ("auto", "low", "kept")
+
+
+class After(nn.Module):
+    """A function of the output of the last layer."""
+
+    def __init__(self, layer, change, before=None):
+        super().__init__()
+        self.before, self.layer, self.change = before, layer, change
+
+    def forward(self, x):
+        return self.change(self.layer(x if self.before is None else torch.tanh(self.before(x))), x)
+
+
+def residual(h, x):
+    h += x
+    return h
+
+
+def assigned(h, x):
+    h[..., 0] = 0
+    h[..., 1:2].mul_(3)
+    return h.sigmoid_()
+
+
+def flattened(h, x):
+    h.view(-1).mul_(3.0)
+    return h
+
+
+def hooked(h, x):
+    h.register_hook(lambda grad: grad * 3)
+    return h
+
+
+@pytest.mark.parametrize("change", [residual, assigned, flattened, hooked])
+@pytest.mark.parametrize("before", [None, nn.Linear(6, 6)], ids=["first", "behind"])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Linear(6, 6),
+        nn.Linear(6, 6, bias=False),
+        nn.LayerNorm(6),
+        nn.RMSNorm(6),
+        nn.GroupNorm(1, 3),
+        nn.InstanceNorm1d(3, affine=True),
+        nn.Conv1d(3, 3, 1),
+        nn.PReLU(),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_changes_in_place_and_hooks_of_outputs_count(layer, before, change):
+    model = After(copy.deepcopy(layer), change, copy.deepcopy(before))
+    check(model, torch.randn(4, 3, 6), modes=FAST)
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 6), (1, 3, 6), (4, 2, 3, 6)])
+def test_changes_in_place_of_outputs_of_any_shape_count(shape):
+    check(After(nn.Linear(6, 6), residual, nn.Linear(6, 6)), torch.randn(shape), modes=FAST)
+
+
+def test_hooks_set_on_outputs_in_forward_hooks_count():
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 1))
+    model[0].register_forward_hook(lambda module, args, output: output.register_hook(lambda grad: grad * 7) and None)
+    check(model, torch.randn(4, 5), modes=FAST)
+
+
+def test_the_second_pass_of_the_wrapper_reaches_layers_whose_output_was_changed():
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True)), torch.randn(4, 3, 6)
+    model(x).sum().backward()
+    expected = model[0].weight.grad.clone()
+    model.zero_grad()
+    wrapper = GradSampleModuleFastGradientClipping(model)
+    loss = wrapper(x).sum()
+    loss.backward(retain_graph=True)
+    wrapper.disable_hooks()
+    loss.backward()
+    close(model[0].weight.grad, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rms_norm_without_eps_is_the_same_when_attached(dtype):
+    model, x = nn.Sequential(nn.RMSNorm(16), nn.Linear(16, 2)).to(dtype), torch.full((3, 16), 1e-3, dtype=dtype)
+    model[0].weight.data *= torch.arange(16, dtype=dtype)
+    expected = model(x)
+    normalized = torch.rms_norm(x.float(), (16,))
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    output = model(x)
+    assert torch.equal(output, expected)
+    norms = clipper.backward(output.float().sum(1)).param_norms["0.weight"]
+    close(norms, (normalized * model[1].weight.float().sum(0)).norm(dim=1), rtol=0.02, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+def test_rms_norm_under_autocast_is_the_same_when_attached():
+    model, x = nn.Sequential(nn.Linear(16, 16, bias=False), nn.RMSNorm(16)), torch.full((3, 16), 1e-3)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+        PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+        assert torch.equal(model(x), expected)
+
+
+class Standardized(nn.Conv2d):
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, weight - weight.mean((1, 2, 3), keepdim=True), bias)
+
+
+def test_a_convolution_that_changes_its_weight_is_refused_or_right():
+    try:
+        check(Standardized(3, 4, 3), torch.randn(4, 3, 6, 6), modes=FAST)
+    except ValueError as error:
+        assert "_conv_forward" in str(error)  # noqa: PT017
+
+
+# what is kept for the backward
+
+
+class Scribbling(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        x = x.clone()
+        output = self.layer(x)
+        x.zero_()
+        return output
+
+
+def test_a_layer_of_which_the_bias_alone_trains_keeps_no_input():
+    check(Scribbling(frozen(nn.Linear(6, 6), "weight")), torch.randn(4, 3, 6), modes=FAST)
+
+
+class Kept:
+    """Counts the elements that a graph keeps."""
+
+    def __init__(self):
+        self.elements = 0
+
+    def pack(self, tensor):
+        self.elements += tensor.numel()
+        return tensor
+
+
+def test_checkpointed_layers_keep_no_activations():
+    class Checkpointed(nn.Sequential):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    model, x = Checkpointed(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double(), torch.randn(4, 6).double()
+    seen = []
+    model[0].register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
+    expected = total_of(norms_of(loop(copy.deepcopy(model), [x])))
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    seen.clear()
+    losses = losses_of(model(x))
+    assert [ref() for ref in seen] == [None]
+    close(clipper.backward(losses).norms, expected)
+
+
+def test_the_graph_keeps_inputs_where_hooks_of_saved_tensors_see_them():
+    model, x, kept = nn.Linear(6, 6), torch.randn(4, 6), Kept()
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
+        losses = model(x).sum(1)
+    assert kept.elements == x.numel()
+    clipper.backward(losses)
+
+
+def test_the_second_pass_of_the_wrapper_lets_go_of_the_activations():
+    wrapper, refs = GradSampleModuleFastGradientClipping(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))), []
+    wrapper.get_submodule("0").register_forward_hook(lambda module, args, output: refs.append(weakref.ref(output)))
+    loss = wrapper(torch.randn(4, 6)).sum()
+    loss.backward(retain_graph=True)
+    wrapper.get_clipping_coef()
+    wrapper.disable_hooks()
+    loss.backward()
+    wrapper.enable_hooks()
+    del loss
+    assert refs[0]() is None

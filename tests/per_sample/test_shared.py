@@ -1,0 +1,144 @@
+"""One row of input that stands for all samples."""
+
+import pytest
+import torch
+from per_sample.harness import check, close, losses_of
+from torch import nn
+
+from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
+
+
+class Uses(nn.Module):
+    """Uses the output of a layer whose input is one row for all samples."""
+
+    def __init__(self, use, layer=None, *, frozen=False):
+        super().__init__()
+        self.layer, self.head, self.use = layer or nn.Linear(3, 3), nn.Linear(3, 2), use
+        self.head.requires_grad_(not frozen)
+        self.register_buffer("row", torch.randn(1, 4, 3))
+
+    def forward(self, x):
+        return self.head(self.use(x, self.layer(self.row)))
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        return torch.tanh(x * self.weight)
+
+
+def added_in_place(x, row):
+    x = x.clone()
+    x += row
+    return x
+
+
+RIGHT = {
+    "added": lambda x, row: x + row,
+    "added to": lambda x, row: row + x,
+    "multiplied": lambda x, row: x * row,
+    "subtracted": lambda x, row: torch.sub(row, x),
+    "divided": lambda x, row: row / (x.square() + 1),
+    "in place": added_in_place,
+    "scaled": lambda x, row: x + 0.5 * row - row / 3,
+    "converted": lambda x, row: x + row.to(x.dtype).double(),
+    "expanded": lambda x, row: torch.sin(row.expand(len(x), -1, -1)) + x,
+    "twice": lambda x, row: (x + row) * row,
+}
+WRONG = {
+    "sum": lambda x, row: x * row.sum(0),
+    "mean": lambda x, row: x * row.mean(0, keepdim=True),
+    "first": lambda x, row: x * row[0],
+    "squeezed": lambda x, row: x * row.squeeze(0),
+    "both": lambda x, row: (x + row) * row[0],
+    "changed": lambda x, row: x + row.mul_(2),
+    "nonlinear": lambda x, row: x + torch.tanh(row),
+}
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(3, 3), nn.LayerNorm(3), Scale(), nn.Conv1d(4, 4, 1)], ids=str)
+@pytest.mark.parametrize("use", RIGHT)
+def test_arithmetic_with_one_row_for_all_samples_is_right(use, layer):
+    check(Uses(RIGHT[use], layer), torch.randn(5, 4, 3), modes=("auto", "low"))
+
+
+def test_layers_behind_one_row_for_all_samples_are_right():
+    behind = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), Scale(), nn.Linear(3, 3))
+    check(Uses(RIGHT["added"], behind), torch.randn(5, 4, 3))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("use", WRONG)
+def test_other_uses_of_one_row_for_all_samples_are_refused_by_name(use, frozen):
+    model, x = Uses(WRONG[use], frozen=frozen).double(), torch.randn(5, 4, 3).double()
+    expected = model(x).detach()
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    output = model(x)
+    close(output, expected)
+    with pytest.raises(RuntimeError, match=r"'layer' \(Linear\) had one row.*expand"):
+        clipper.backward(losses_of(output))
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_the_output_for_one_row_has_one_row():
+    model = Uses(lambda x, row: x + row.new_ones(row.shape))
+    PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    seen = []
+    model.layer.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    model(torch.randn(5, 4, 3))
+    assert seen == [(1, 4, 3)]
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 2), nn.Linear(2, 1)
+
+    def encode(self, x):
+        return self.first(x)
+
+    def forward(self, x, *others):
+        return self.second(self.encode(x)) * sum(other.sum() for other in others) if others else self.encode(x)
+
+
+def test_calls_outside_a_forward_do_not_know_the_batch_of_the_last():
+    model = Encoder()
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    clipper.backward(model(torch.randn(8, 3)).sum(1))
+    x = torch.randn(1, 3)
+    output = model.encode(x)
+    assert output.shape == (1, 2)
+    close(clipper.backward(output.sum(1)).norms, (2 * (x.norm() ** 2 + 1)).sqrt()[None], rtol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_inputs_of_other_sizes_do_not_outvote_the_batch(count):
+    model, x, other = Encoder().double(), torch.randn(count, 3).double(), torch.rand(7).double()
+    check_one = [model(x[i : i + 1], other, other) for i in range(count)]
+    norms = []
+    for output in check_one:
+        grads = torch.autograd.grad(output.square().sum(), list(model.parameters()))
+        norms.append(torch.cat([grad.flatten() for grad in grads]).norm())
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    model(x, other, other).square().mean().backward()
+    close(clipper.clip_and_accumulate().norms, torch.stack(norms))
+
+
+def test_a_bag_of_one_sample_is_one_sample():
+    model = nn.EmbeddingBag(9, 4)
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    for offsets in ([0], [0, 2]):
+        output = model(torch.tensor([1, 2, 3, 4, 5]), torch.tensor(offsets))
+        assert output.shape == (len(offsets), 4)
+        assert clipper.backward(output.sum(1)).norms.shape == (len(offsets),)
+
+
+def test_transforms_of_functions_run_the_model_as_it_is():
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(5, 3)
+    expected = torch.func.jacrev(model)(x)
+    PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    close(torch.func.jacrev(model)(x), expected)
+    assert torch.vmap(model)(x).shape == (5, 2)
