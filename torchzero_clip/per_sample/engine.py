@@ -13,6 +13,7 @@ from typing_extensions import override
 from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.per_sample.attachment import Attachment
+from torchzero_clip.per_sample.attachment import _Outside as Outside
 from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory
 from torchzero_clip.per_sample.merge import merged
 from torchzero_clip.per_sample.site import Site
@@ -52,6 +53,7 @@ class Engine:
         self.forward_begins: Callable[[], None] | None = None
         self.backward_ends: Callable[[], None] | None = None
         self._arrivals: dict[int, list[Arrival]] = {}
+        self._ordinary: dict[int, tuple[Tensor, Tensor]] = {}
         self._running: set[int] = set()
         self._in_forward = False
         self._attachment = Attachment(model, self, began=self._began, force_generic=force_generic)
@@ -83,7 +85,7 @@ class Engine:
 
     def clear(self) -> None:
         """Forget what has arrived."""
-        self._arrivals, self._running = {}, set()
+        self._arrivals, self._ordinary, self._running = {}, {}, set()
         self._attachment.reset_counts()
 
     def called(self, site: Site) -> None:
@@ -96,6 +98,7 @@ class Engine:
             self._forget_unfinished()
             if not self._in_forward:
                 self.batch_size = None
+                self._forget_shown()
         if self.waits and not _in_backward():
             raise RuntimeError(
                 "gradients of an earlier backward wait to be clipped: call clip_and_accumulate() after "
@@ -107,15 +110,17 @@ class Engine:
         """Take what one call of a layer contributed."""
         if not self._attached:
             raise RuntimeError(f"the clipper was detached before the backward of {site}; run the forward again")
-        if not self.enabled:
-            for part in contributions:
-                accumulate(part.param, part.weighted_sum(torch.ones(part.batch_size)))
-            return
         task = torch._C._current_graph_task_id()
         if task not in self._running:
             self._running.add(task)
             engine: Any = torch.autograd.Variable
             engine._execution_engine.queue_callback(lambda: self._ended(task))
+        if not self.enabled:
+            for part in contributions:
+                value = part.weighted_sum(torch.ones(part.batch_size))
+                earlier = self._ordinary.get(id(part.param))
+                self._ordinary[id(part.param)] = part.param, value if earlier is None else earlier[1] + value
+            return
         for part in contributions:
             self._keep(site, part)
 
@@ -171,18 +176,31 @@ class Engine:
         if self.formed is not None:
             part = Dense(param, part.dense(0, part.batch_size))
             self.formed(param, part.grads)
-        if earlier or site.calls > 1 or self._attachment.is_shared(param):
+        last = earlier[-1].contribution if earlier else None
+        if isinstance(part, Dense) and isinstance(last, Dense) and part.batch_size == last.batch_size:
+            earlier[-1] = Arrival(site, last.joined(part), None)  # of many calls, one gradient of each sample is kept
+        elif earlier or site.calls > 1 or self._attachment.is_shared(param):
             earlier.append(Arrival(site, part, None))
         else:
             earlier.append(Arrival(site, *part.measured()))
 
     def _ended(self, task: int) -> None:
         self._running.discard(task)
-        if self.backward_ends is not None and not self._running:
+        if self._running:
+            return
+        sums, self._ordinary = self._ordinary, {}
+        for param, value in sums.values():
+            accumulate(param, value)
+        if self.backward_ends is not None and self.waits:
             self.backward_ends()
 
     def _forward_ended(self) -> None:
         self._in_forward = False
+
+    def _forget_shown(self) -> None:
+        """What the end of the backward has shown the user may have been all that was asked for."""
+        if self.backward_ends is not None and self.forward_begins is not None and self.waits:
+            self.forward_begins()
 
     def _forget_unfinished(self) -> None:
         if self._running:
@@ -193,7 +211,12 @@ class Engine:
             return
         self._in_forward = True
         self._forget_unfinished()
-        if not self.enabled or self.waits:
+        self._forget_shown()
+        if self.waits:
+            return
+        if not self.enabled:
+            if self.forward_begins is not None:
+                self.forward_begins()
             return
         if DistributedDataParallel._active_ddp_module is not None:
             raise RuntimeError("module is run by DistributedDataParallel, which would not average its gradients")
@@ -216,12 +239,18 @@ class Engine:
 
 
 def accumulate(param: Any, value: Tensor) -> None:
-    """Add to the gradient of a parameter, as a backward does."""
-    value = value.to(param.device, param.dtype)
+    """Add to the gradient of a parameter, as a backward does: through the hooks of its user."""
+    value = value.to(param.device, param.dtype).detach()
+    for hook in list((param._backward_hooks or {}).values()):
+        if not isinstance(hook, Outside):
+            changed = hook(value)
+            value = value if changed is None else changed
     if param.grad is None:
-        param.grad = value.detach()
+        param.grad = value
     else:
         param.grad.add_(value)
+    for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+        hook(param)
 
 
 def _in_backward() -> bool:

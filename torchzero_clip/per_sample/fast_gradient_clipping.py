@@ -106,11 +106,12 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         self._engine.forward_begins = self._forget
         self._engine.backward_ends = self._put_norm_samples
         self._norms: Tensor | None = None
+        self._shown: list[nn.Parameter] = []
         self._in_one_pass = False
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_engine", "_norms")}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_engine", "_norms", "_shown")}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -232,13 +233,15 @@ class GradSampleModuleFastGradientClipping(nn.Module):
     def _put_norm_samples(self) -> None:
         for param, squares in self._engine.measured():
             put_norm_sample(param, squares.sqrt() * self._scale(len(squares)), len(squares))
+            self._shown.append(param)
 
     def _forget(self) -> None:
         self._norms = None
         self._engine.clear()
-        for param in self._engine.params.values():
+        for param in self._shown:
             vars(param).pop("norm_sample", None)
             vars(param).pop("_norm_sample", None)
+        self._shown = []
 
 
 def _refuse_buffers(model: nn.Module) -> None:
