@@ -181,6 +181,44 @@ def test_norms_without_a_backward_raise():
         wrap(small()).get_norm_sample()
 
 
+class WithState(nn.Linear):
+    flag = False
+    state = 0
+
+    def get_extra_state(self):
+        return {"state": self.state}
+
+    def set_extra_state(self, state):
+        self.state = state["state"]
+
+    def forward(self, x):
+        return -super().forward(x) if self.flag else super().forward(x)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_states_of_its_own_are_saved_and_loaded(nested):
+    model = WithState(3, 2)
+    model.state = 7
+    saved, loaded = wrap(model), wrap(WithState(3, 2))
+    if nested:
+        saved, loaded = nn.ModuleDict({"inner": saved}), nn.ModuleDict({"inner": loaded})
+    loaded.load_state_dict(saved.state_dict())
+    assert (loaded["inner"] if nested else loaded).state == 7
+
+
+def test_attributes_set_on_it_are_those_of_the_model():
+    model, x = WithState(3, 2).double(), batch()
+    expected = -model(x)
+    module = wrap(model)
+    module.flag, module.note = True, "new"
+    assert (model.flag, model.note) == (True, "new")
+    close(module(x), expected)
+    module.max_grad_norm = 3.0
+    assert not hasattr(model, "max_grad_norm")
+    module.weight = nn.Parameter(torch.zeros_like(model.weight))
+    assert not model.weight.any()
+
+
 def test_it_shows_the_model_as_its_own():
     model = small()
     model.note = "mine"

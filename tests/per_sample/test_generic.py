@@ -154,3 +154,11 @@ def test_more_inputs_of_another_size_do_not_outvote_the_batch():
         assert loss.isfinite()
         clipper.discard()
         close(clipper.backward(losses_of(model(x[i : i + 1], *others))).norms[0], norms[i])
+
+
+def test_backward_hooks_inside_modules_run_by_vmap_are_refused_by_name():
+    model = WithEmbedding(nn.Embedding(6, 3))
+    model.embedding.register_full_backward_hook(lambda module, grad_input, grad_output: None)
+    PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    with pytest.raises(ValueError, match=r"'embedding' in WithEmbedding has a backward hook"):
+        model(WORDS)

@@ -17,6 +17,8 @@ from torchzero_clip.per_sample.rules.registry import GENERIC
 from torchzero_clip.per_sample.site import Site
 from torchzero_clip.per_sample.weighting import ClippingResult, clipped_backward
 
+OWN = {"loss_reduction", "max_grad_norm", "_settings", "_engine", "_norms", "_shown", "_in_one_pass"}
+
 
 class GradSampleModuleFastGradientClipping(nn.Module):
     """A model that knows, after a backward, the norm of each sample's gradient and the coefficient that clips it.
@@ -130,6 +132,27 @@ class GradSampleModuleFastGradientClipping(nn.Module):
             if "_module" not in self.__dict__:  # while a copy is made
                 raise
             return getattr(self.__dict__["_module"], name)
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_module" in self.__dict__ and name not in self.__dict__ and name not in OWN:
+            setattr(self.__dict__["_module"], name, value)
+        else:
+            super().__setattr__(name, value)
+
+    @override
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the model."""
+        return self.__dict__["_module"].state_dict(*args, **kwargs)
+
+    @override
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load it into the model."""
+        return self.__dict__["_module"].load_state_dict(*args, **kwargs)
+
+    @override
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.__dict__["_module"]._load_from_state_dict(*args, **kwargs)
 
     @override
     def train(self, mode: bool = True) -> "GradSampleModuleFastGradientClipping":
