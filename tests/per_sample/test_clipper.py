@@ -979,3 +979,7 @@ def test_of_a_layer_in_a_loop_one_gradient_of_each_sample_is_kept():
     losses_of(model(x.double())).mean().backward()
     assert {len(group) for group in clipper._engine._arrivals.values()} == {1}
     clipper.discard()
+
+
+def test_a_batch_that_counts_from_0_is_no_positions():
+    check(nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 2)), torch.arange(5))

@@ -1,5 +1,6 @@
 """Listens to the layers of a model during a backward, and knows what the gradient of every sample was."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,7 @@ class Engine:
         self._ordinary: dict[int, tuple[Tensor, Tensor]] = {}
         self._running: set[int] = set()
         self._in_forward = False
+        self._only_input: weakref.ref[Tensor] | None = None
         self._attachment = Attachment(model, self, began=self._began, force_generic=force_generic)
         self._attachment.attach()
         self._attached = True
@@ -88,6 +90,11 @@ class Engine:
         self._arrivals, self._ordinary, self._running = {}, {}, set()
         self._attachment.reset_counts()
 
+    def is_only_input(self, tensor: Tensor) -> bool:
+        """Whether the forward has no other tensor as input: it is the batch then."""
+        known = None if self._only_input is None else self._only_input()
+        return known is not None and (tensor is known or tensor._base is known)
+
     def called(self, site: Site) -> None:
         """Note that a layer runs.
 
@@ -97,7 +104,7 @@ class Engine:
         if not _in_backward():
             self._forget_unfinished()
             if not self._in_forward:
-                self.batch_size = None
+                self.batch_size = self._only_input = None
                 self._forget_shown()
         if self.waits and not _in_backward():
             raise RuntimeError(
@@ -221,7 +228,9 @@ class Engine:
         if DistributedDataParallel._active_ddp_module is not None:
             raise RuntimeError("module is run by DistributedDataParallel, which would not average its gradients")
         self._attachment.refresh()
-        self.batch_size = _batch_size((args, kwargs), 0 if self.batch_first else 1)
+        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim]
+        self.batch_size = _batch_size(inputs, 0 if self.batch_first else 1)
+        self._only_input = weakref.ref(inputs[0]) if len(inputs) == 1 else None
         if self.forward_begins is not None:
             self.forward_begins()
 
@@ -258,10 +267,9 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _batch_size(inputs: Any, dim: int) -> int | None:
+def _batch_size(inputs: Sequence[Tensor], dim: int) -> int | None:
     """The size that all inputs have where samples are; None if they differ."""
-    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
-    sizes = {leaf.shape[min(dim, leaf.ndim - 1)] for leaf in leaves}
+    sizes = {x.shape[min(dim, x.ndim - 1)] for x in inputs}
     return sizes.pop() if len(sizes) == 1 else None
 
 
