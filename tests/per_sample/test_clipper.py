@@ -921,3 +921,65 @@ def test_the_forward_hook_is_gone_after_detach():
     PerSampleGradientClipper(model, ConstantFlatClipper(1.0)).detach()
     assert not model._forward_hooks
     assert not model._forward_hooks_always_called
+
+
+# parameters
+
+
+def test_grad_samples_of_a_parameter_that_was_frozen_are_forgotten():
+    model = small()
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0), keep_grad_samples=True)
+    clipper.backward(losses_of(model(batch())))
+    model[0].weight.requires_grad_(False)
+    model(batch())
+    assert not hasattr(model[0].weight, "grad_sample")
+
+
+@pytest.mark.parametrize("classic", [True, False])
+def test_hooks_of_parameters_get_the_clipped_gradient(classic):
+    model, x, seen, stepped = small(), batch(), [], []
+    model[0].weight.register_hook(lambda grad: seen.append(grad) or grad * 2)
+    model[0].weight.register_post_accumulate_grad_hook(lambda param: stepped.append(param.grad.clone()))
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0), loss_reduction="sum")
+    losses = losses_of(model(x))
+    if classic:
+        losses.sum().backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+    else:
+        clipper.backward(losses)
+    expected = reference(small_like(model), x, 1.0)[1][0]
+    close(torch.stack(seen), expected[None])
+    close(torch.stack(stepped), 2 * expected[None])
+    close(model[0].weight.grad, 2 * expected)
+
+
+def small_like(model):
+    twin = small()
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+class Loop(nn.Module):
+    def __init__(self, cell):
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x):
+        hidden = x.new_zeros(len(x), 4)
+        for step in x.unbind(1):
+            hidden = self.cell(step, hidden)
+        return hidden
+
+
+def test_of_a_layer_in_a_loop_one_gradient_of_each_sample_is_kept():
+    model, x = Loop(nn.GRUCell(3, 4)), torch.randn(5, 6, 3)
+    check(model, x)
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    losses_of(model(x.double())).mean().backward()
+    assert {len(group) for group in clipper._engine._arrivals.values()} == {1}
+    clipper.discard()
+
+
+def test_a_batch_that_counts_from_0_is_no_positions():
+    check(nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 2)), torch.arange(5))

@@ -111,11 +111,52 @@ def test_hooks_disabled_make_it_the_model_itself():
         close(param.grad, other.grad)
 
 
-def test_a_backward_that_nobody_consumed_raises_at_the_next_forward():
+@pytest.mark.parametrize("part", [False, True], ids=["model", "part"])
+def test_a_backward_that_nobody_consumed_is_forgotten_at_the_next_forward(part):
+    model, x, y = nn.Linear(3, 2).double(), batch(), batch()[:3]
+    expected = norms_of(loop(copy.deepcopy(model), [y]))
+    module = wrap(model)
+    losses_of(module(x)).mean().backward()
+    losses = losses_of(model(y) if part else module(y))
+    assert not hasattr(model.weight, "norm_sample")
+    losses.mean().backward()
+    for name, param in model.named_parameters():
+        close(param.norm_sample, expected[name])
+
+
+def test_norms_are_forgotten_at_a_forward_without_hooks():
     module = wrap(small())
     losses_of(module(batch())).mean().backward()
-    with pytest.raises(RuntimeError, match="wait to be clipped"):
-        module(batch())
+    module.get_norm_sample()
+    module.disable_hooks()
+    losses_of(module(batch()[:2])).mean().backward()
+    module.enable_hooks()
+    with pytest.raises(RuntimeError, match="there are no norms"):
+        module.get_norm_sample()
+    assert not any(hasattr(param, "norm_sample") for param in module.parameters())
+
+
+def test_norms_of_a_parameter_that_was_frozen_are_forgotten():
+    module = wrap(small())
+    losses_of(module(batch())).mean().backward()
+    module.get_norm_sample()
+    first = next(module.parameters()).requires_grad_(False)
+    module(batch())
+    assert not hasattr(first, "norm_sample")
+
+
+def test_hooks_of_parameters_see_the_gradient_of_the_second_pass_once():
+    layer = nn.Linear(3, 3).double()
+    model, x, seen = nn.Sequential(layer, nn.Tanh(), layer), batch(), []
+    layer.weight.register_hook(seen.append)
+    module = wrap(model)
+    losses = losses_of(module(x))
+    losses.mean().backward(retain_graph=True)
+    module.get_norm_sample()
+    module.disable_hooks()
+    losses.mean().backward()
+    assert len(seen) == 1
+    assert torch.equal(seen[0], layer.weight.grad)
 
 
 @reductions
@@ -138,6 +179,44 @@ def test_output_gradients_can_be_given_by_hand(reduction):
 def test_norms_without_a_backward_raise():
     with pytest.raises(RuntimeError, match="there are no norms"):
         wrap(small()).get_norm_sample()
+
+
+class WithState(nn.Linear):
+    flag = False
+    state = 0
+
+    def get_extra_state(self):
+        return {"state": self.state}
+
+    def set_extra_state(self, state):
+        self.state = state["state"]
+
+    def forward(self, x):
+        return -super().forward(x) if self.flag else super().forward(x)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_states_of_its_own_are_saved_and_loaded(nested):
+    model = WithState(3, 2)
+    model.state = 7
+    saved, loaded = wrap(model), wrap(WithState(3, 2))
+    if nested:
+        saved, loaded = nn.ModuleDict({"inner": saved}), nn.ModuleDict({"inner": loaded})
+    loaded.load_state_dict(saved.state_dict())
+    assert (loaded["inner"] if nested else loaded).state == 7
+
+
+def test_attributes_set_on_it_are_those_of_the_model():
+    model, x = WithState(3, 2).double(), batch()
+    expected = -model(x)
+    module = wrap(model)
+    module.flag, module.note = True, "new"
+    assert (model.flag, model.note) == (True, "new")
+    close(module(x), expected)
+    module.max_grad_norm = 3.0
+    assert not hasattr(model, "max_grad_norm")
+    module.weight = nn.Parameter(torch.zeros_like(model.weight))
+    assert not model.weight.any()
 
 
 def test_it_shows_the_model_as_its_own():

@@ -73,10 +73,11 @@ class Counting(nn.Module):
         super().__init__()
         self.scale, self.inner = nn.Parameter(torch.ones(5)), nn.Linear(5, 5)
         self.register_buffer("calls", torch.zeros(()))
-        self.names = []
+        self.names, self.state = [], torch.zeros(())
 
     def forward(self, x):
         self.calls.add_(1)
+        self.state.add_(1)
         self.names.append("call")
         return self.inner(x) * self.scale
 
@@ -87,7 +88,26 @@ def test_modules_run_once():
     PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
     for i in range(1, 3):
         model(torch.randn(4, 5))
-        assert (int(model.calls), len(model.names), len(hooks)) == (i, i, i)
+        assert (int(model.calls), int(model.state), len(model.names), len(hooks)) == (i, i, i, i)
+
+
+class Remembering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.last = nn.Parameter(torch.ones(5)), []
+
+    def forward(self, x):
+        self.last.append(x * self.scale)
+        return self.last[-1]
+
+
+def test_modules_that_keep_their_outputs_can_be_compared_for_every_shape():
+    model = Remembering()
+    model(torch.randn(4, 5))
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    for count in (4, 3):
+        x = torch.randn(count, 5)
+        close(clipper.backward(model(x).sum(1)).norms, x.norm(dim=1), rtol=1e-5)
 
 
 class Centered(nn.Module):
@@ -154,3 +174,11 @@ def test_more_inputs_of_another_size_do_not_outvote_the_batch():
         assert loss.isfinite()
         clipper.discard()
         close(clipper.backward(losses_of(model(x[i : i + 1], *others))).norms[0], norms[i])
+
+
+def test_backward_hooks_inside_modules_run_by_vmap_are_refused_by_name():
+    model = WithEmbedding(nn.Embedding(6, 3))
+    model.embedding.register_full_backward_hook(lambda module, grad_input, grad_output: None)
+    PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    with pytest.raises(ValueError, match=r"'embedding' in WithEmbedding has a backward hook"):
+        model(WORDS)

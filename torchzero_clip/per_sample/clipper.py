@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.per_sample.contributions import Memory
-from torchzero_clip.per_sample.engine import Engine
+from torchzero_clip.per_sample.engine import Engine, accumulate
 from torchzero_clip.per_sample.norm_clippers import NormClipper
 from torchzero_clip.per_sample.weighting import ClippingResult, Nonfinite, clipped_backward, weighted
 
@@ -91,6 +91,7 @@ class PerSampleGradientClipper:
         self._engine = Engine(module, batch_first=batch_first, memory=memory)
         self._engine.forward_begins = self._forget_grad_samples
         self._losses_given = False
+        self._formed: list[nn.Parameter] = []
         self._sums: dict[str, Tensor] = {}
         self._count = 0
         self._thresholds: Tensor | None = None
@@ -157,7 +158,8 @@ class PerSampleGradientClipper:
         divisor = self._divisor(count)
         for name, param in params.items():
             value = self._sums.get(name)
-            param.grad = torch.zeros_like(param) if value is None else value.div_(divisor).to(param.dtype)
+            param.grad = None
+            accumulate(param, torch.zeros_like(param) if value is None else value.div_(divisor))
         max_norm = torch.linalg.vector_norm(self._thresholds).repeat(len(params))
         self._sums, self._count, self._thresholds = {}, 0, None
         return max_norm, count
@@ -187,9 +189,11 @@ class PerSampleGradientClipper:
         target: Any = param
         mean = self.loss_reduction == "mean" and not self._losses_given
         grads = grads * len(grads) if mean else grads
+        self._formed.append(param)
         earlier = getattr(param, "grad_sample", None)
         target.grad_sample = grads if earlier is None else earlier + grads
 
     def _forget_grad_samples(self) -> None:
-        for param in self._engine.params.values():
+        for param in self._formed:
             vars(param).pop("grad_sample", None)
+        self._formed = []

@@ -1,5 +1,6 @@
 """Listens to the layers of a model during a backward, and knows what the gradient of every sample was."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from typing_extensions import override
 from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.per_sample.attachment import Attachment
+from torchzero_clip.per_sample.attachment import _Outside as Outside
 from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory
 from torchzero_clip.per_sample.merge import merged
 from torchzero_clip.per_sample.site import Site
@@ -52,8 +54,10 @@ class Engine:
         self.forward_begins: Callable[[], None] | None = None
         self.backward_ends: Callable[[], None] | None = None
         self._arrivals: dict[int, list[Arrival]] = {}
+        self._ordinary: dict[int, tuple[Tensor, Tensor]] = {}
         self._running: set[int] = set()
         self._in_forward = False
+        self._only_input: weakref.ref[Tensor] | None = None
         self._attachment = Attachment(model, self, began=self._began, force_generic=force_generic)
         self._attachment.attach()
         self._attached = True
@@ -83,8 +87,13 @@ class Engine:
 
     def clear(self) -> None:
         """Forget what has arrived."""
-        self._arrivals, self._running = {}, set()
+        self._arrivals, self._ordinary, self._running = {}, {}, set()
         self._attachment.reset_counts()
+
+    def is_only_input(self, tensor: Tensor) -> bool:
+        """Whether the forward has no other tensor as input: it is the batch then."""
+        known = None if self._only_input is None else self._only_input()
+        return known is not None and (tensor is known or tensor._base is known)
 
     def called(self, site: Site) -> None:
         """Note that a layer runs.
@@ -95,7 +104,8 @@ class Engine:
         if not _in_backward():
             self._forget_unfinished()
             if not self._in_forward:
-                self.batch_size = None
+                self.batch_size = self._only_input = None
+                self._forget_shown()
         if self.waits and not _in_backward():
             raise RuntimeError(
                 "gradients of an earlier backward wait to be clipped: call clip_and_accumulate() after "
@@ -107,15 +117,17 @@ class Engine:
         """Take what one call of a layer contributed."""
         if not self._attached:
             raise RuntimeError(f"the clipper was detached before the backward of {site}; run the forward again")
-        if not self.enabled:
-            for part in contributions:
-                accumulate(part.param, part.weighted_sum(torch.ones(part.batch_size)))
-            return
         task = torch._C._current_graph_task_id()
         if task not in self._running:
             self._running.add(task)
             engine: Any = torch.autograd.Variable
             engine._execution_engine.queue_callback(lambda: self._ended(task))
+        if not self.enabled:
+            for part in contributions:
+                value = part.weighted_sum(torch.ones(part.batch_size))
+                earlier = self._ordinary.get(id(part.param))
+                self._ordinary[id(part.param)] = part.param, value if earlier is None else earlier[1] + value
+            return
         for part in contributions:
             self._keep(site, part)
 
@@ -171,18 +183,31 @@ class Engine:
         if self.formed is not None:
             part = Dense(param, part.dense(0, part.batch_size))
             self.formed(param, part.grads)
-        if earlier or site.calls > 1 or self._attachment.is_shared(param):
+        last = earlier[-1].contribution if earlier else None
+        if isinstance(part, Dense) and isinstance(last, Dense) and part.batch_size == last.batch_size:
+            earlier[-1] = Arrival(site, last.joined(part), None)  # of many calls, one gradient of each sample is kept
+        elif earlier or site.calls > 1 or self._attachment.is_shared(param):
             earlier.append(Arrival(site, part, None))
         else:
             earlier.append(Arrival(site, *part.measured()))
 
     def _ended(self, task: int) -> None:
         self._running.discard(task)
-        if self.backward_ends is not None and not self._running:
+        if self._running:
+            return
+        sums, self._ordinary = self._ordinary, {}
+        for param, value in sums.values():
+            accumulate(param, value)
+        if self.backward_ends is not None and self.waits:
             self.backward_ends()
 
     def _forward_ended(self) -> None:
         self._in_forward = False
+
+    def _forget_shown(self) -> None:
+        """What the end of the backward has shown the user may have been all that was asked for."""
+        if self.backward_ends is not None and self.forward_begins is not None and self.waits:
+            self.forward_begins()
 
     def _forget_unfinished(self) -> None:
         if self._running:
@@ -193,12 +218,19 @@ class Engine:
             return
         self._in_forward = True
         self._forget_unfinished()
-        if not self.enabled or self.waits:
+        self._forget_shown()
+        if self.waits:
+            return
+        if not self.enabled:
+            if self.forward_begins is not None:
+                self.forward_begins()
             return
         if DistributedDataParallel._active_ddp_module is not None:
             raise RuntimeError("module is run by DistributedDataParallel, which would not average its gradients")
         self._attachment.refresh()
-        self.batch_size = _batch_size((args, kwargs), 0 if self.batch_first else 1)
+        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim]
+        self.batch_size = _batch_size(inputs, 0 if self.batch_first else 1)
+        self._only_input = weakref.ref(inputs[0]) if len(inputs) == 1 else None
         if self.forward_begins is not None:
             self.forward_begins()
 
@@ -216,12 +248,18 @@ class Engine:
 
 
 def accumulate(param: Any, value: Tensor) -> None:
-    """Add to the gradient of a parameter, as a backward does."""
-    value = value.to(param.device, param.dtype)
+    """Add to the gradient of a parameter, as a backward does: through the hooks of its user."""
+    value = value.to(param.device, param.dtype).detach()
+    for hook in list((param._backward_hooks or {}).values()):
+        if not isinstance(hook, Outside):
+            changed = hook(value)
+            value = value if changed is None else changed
     if param.grad is None:
-        param.grad = value.detach()
+        param.grad = value
     else:
         param.grad.add_(value)
+    for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+        hook(param)
 
 
 def _in_backward() -> bool:
@@ -229,10 +267,9 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _batch_size(inputs: Any, dim: int) -> int | None:
+def _batch_size(inputs: Sequence[Tensor], dim: int) -> int | None:
     """The size that all inputs have where samples are; None if they differ."""
-    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
-    sizes = {leaf.shape[min(dim, leaf.ndim - 1)] for leaf in leaves}
+    sizes = {x.shape[min(dim, x.ndim - 1)] for x in inputs}
     return sizes.pop() if len(sizes) == 1 else None
 
 

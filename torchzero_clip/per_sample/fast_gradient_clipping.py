@@ -17,6 +17,8 @@ from torchzero_clip.per_sample.rules.registry import GENERIC
 from torchzero_clip.per_sample.site import Site
 from torchzero_clip.per_sample.weighting import ClippingResult, clipped_backward
 
+OWN = {"loss_reduction", "max_grad_norm", "_settings", "_engine", "_norms", "_shown", "_in_one_pass"}
+
 
 class GradSampleModuleFastGradientClipping(nn.Module):
     """A model that knows, after a backward, the norm of each sample's gradient and the coefficient that clips it.
@@ -106,11 +108,12 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         self._engine.forward_begins = self._forget
         self._engine.backward_ends = self._put_norm_samples
         self._norms: Tensor | None = None
+        self._shown: list[nn.Parameter] = []
         self._in_one_pass = False
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_engine", "_norms")}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_engine", "_norms", "_shown")}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -129,6 +132,27 @@ class GradSampleModuleFastGradientClipping(nn.Module):
             if "_module" not in self.__dict__:  # while a copy is made
                 raise
             return getattr(self.__dict__["_module"], name)
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_module" in self.__dict__ and name not in self.__dict__ and name not in OWN:
+            setattr(self.__dict__["_module"], name, value)
+        else:
+            super().__setattr__(name, value)
+
+    @override
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the model."""
+        return self.__dict__["_module"].state_dict(*args, **kwargs)
+
+    @override
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load it into the model."""
+        return self.__dict__["_module"].load_state_dict(*args, **kwargs)
+
+    @override
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.__dict__["_module"]._load_from_state_dict(*args, **kwargs)
 
     @override
     def train(self, mode: bool = True) -> "GradSampleModuleFastGradientClipping":
@@ -232,13 +256,15 @@ class GradSampleModuleFastGradientClipping(nn.Module):
     def _put_norm_samples(self) -> None:
         for param, squares in self._engine.measured():
             put_norm_sample(param, squares.sqrt() * self._scale(len(squares)), len(squares))
+            self._shown.append(param)
 
     def _forget(self) -> None:
         self._norms = None
         self._engine.clear()
-        for param in self._engine.params.values():
+        for param in self._shown:
             vars(param).pop("norm_sample", None)
             vars(param).pop("_norm_sample", None)
+        self._shown = []
 
 
 def _refuse_buffers(model: nn.Module) -> None:

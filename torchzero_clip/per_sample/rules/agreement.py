@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 
 from torchzero_clip.per_sample.site import Site
@@ -70,8 +71,9 @@ def _run(site: Site, arguments: Callable[..., Any], leaves: Sequence[Any]) -> An
 
 def _copied(site: Site) -> nn.Module:
     """The module with its parameters, with copies of all else it has, and without hooks."""
-    held = [value for module in site.module.modules() for value in vars(module).values() if isinstance(value, Tensor)]
-    memo: dict[int, Any] = {id(tensor): tensor.detach() for tensor in (*site.module.parameters(), *held)}
+    memo: dict[int, Any] = {id(param): param.detach() for param in site.module.parameters()}
+    held = [value for module in site.module.modules() for value in pytree.tree_leaves(dict(vars(module)))]
+    memo |= {id(value): value for value in held if isinstance(value, Tensor) and _is_result(value)}
     try:
         twin = copy.deepcopy(site.module, memo)
     except Exception as error:
@@ -83,6 +85,11 @@ def _copied(site: Site) -> nn.Module:
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             vars(module)[name].clear()
     return twin
+
+
+def _is_result(tensor: Tensor) -> bool:
+    """Whether an earlier forward left it, in a form that torch does not copy."""
+    return is_functorch_wrapped_tensor(tensor) or not tensor.is_leaf
 
 
 def _with_another_first(value: Any, dim: int | None) -> Any:

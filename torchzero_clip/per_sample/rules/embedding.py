@@ -28,7 +28,8 @@ class EmbeddingRule(Rule):
         module: Any = site.module
         dim = site.batch_dim(input.ndim)
         source, expanded = site.expanded(input, dim)
-        if input.ndim == 1 and len(input) > 1 and torch.equal(input, torch.arange(len(input), device=input.device)):
+        counting = input.ndim == 1 and len(input) > 1 and torch.equal(input, torch.arange(len(input)).to(input))
+        if counting and not site.recorder.is_only_input(input):
             raise ValueError(
                 f"the indices of {site} are 0, 1, 2, ... in one dimension: positions, it seems, which all samples "
                 "share. Give them a batch dimension: positions.expand(batch_size, -1)"

@@ -44,6 +44,8 @@ class GenericRule(Rule):
         copies = _copies(site, count)
         if not count:
             return _without_samples(site, copies, args, kwargs)
+        if type(self) is GenericRule:
+            _refuse_backward_hooks(site)
         bare, layout = Bare(site.module), _Layout()
         split = [(i, dim) for i, dim in enumerate(dims) if dim is not None]
 
@@ -207,6 +209,15 @@ def _copies(site: Site, count: int) -> dict[str, Tensor]:
                 continue
             result[f"{prefix}.{name}"] = of[id(param)]
     return result
+
+
+def _refuse_backward_hooks(site: Site) -> None:
+    for name, module in site.module.named_modules():
+        if name and (module._backward_hooks or module._backward_pre_hooks):
+            raise ValueError(
+                f"{name!r} in {site} has a backward hook, which would not be called where {site} is run by vmap: "
+                f"hook {site} itself"
+            )
 
 
 def _without_samples(site: Site, copies: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
