@@ -55,7 +55,7 @@ class Attachment:
             site.module.__dict__["forward"] = CapturedForward(site)
         self._handles = [self._model.register_forward_pre_hook(_Began(self._began), with_kwargs=True)]
         for name, param in params.items():
-            self._handles.append(param.register_hook(_Outside(name, self._recorder)))
+            self._handles.append(param.register_hook(Outside(name, self._recorder)))
 
     def detach(self) -> None:
         """Leave the model as it was."""
@@ -116,7 +116,7 @@ def _ignore(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     pass
 
 
-class _Outside:
+class Outside:
     """Refuses a gradient that did not come through a captured layer."""
 
     def __init__(self, name: str, recorder: Recorder) -> None:

@@ -13,8 +13,7 @@ from typing_extensions import override
 
 from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.functional.foreach import wide_dtype
-from torchzero_clip.per_sample.attachment import Attachment
-from torchzero_clip.per_sample.attachment import _Outside as Outside
+from torchzero_clip.per_sample.attachment import Attachment, Outside
 from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory
 from torchzero_clip.per_sample.merge import merged
 from torchzero_clip.per_sample.site import Site

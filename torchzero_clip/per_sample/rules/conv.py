@@ -28,13 +28,6 @@ class ConvRule(Rule):
     """Weight: products of the patches of the input and the output gradients. Bias: the output gradients, added up."""
 
     @override
-    def refusal(self, module: nn.Module) -> str | None:
-        own = getattr(type(module), "_conv_forward", None)
-        if own not in {nn.Conv1d._conv_forward, nn.Conv2d._conv_forward, nn.Conv3d._conv_forward}:
-            return "it has a _conv_forward of its own: put what that does into forward, so that it is run by vmap"
-        return None
-
-    @override
     def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         return self._run(site, *args, **kwargs)
 
