@@ -33,7 +33,8 @@ class PerSampleGradientClipper:
         batch_first: Whether sequences have shape (B, T, ...) rather than (T, B, ...).
         loss_reduction: "mean": ``.grad`` is the mean over samples; with `clip_and_accumulate`, the loss was one too.
             "sum": the same with sums.
-        memory: "low" never keeps gradients of single samples, at the cost of a second matmul in some layers.
+        memory: "low" keeps no gradients of single samples for linear layers, convolutions and embeddings, at the cost
+            of a second matmul in some.
         nonfinite: What to do about samples with a gradient that is inf or NaN: "zero" leaves them out and reports them,
             "raise" raises.
         keep_grad_samples: Form the gradients of all samples, ``p.grad_sample`` of shape (B, *p.shape), from the
