@@ -123,3 +123,14 @@ def test_losses_without_a_way_to_the_parameters_are_refused():
 def test_checks_of_nothing_are_refused(model, batch, loss, message):
     with pytest.raises(ValueError, match=message):
         check_per_sample(model, batch, loss)
+
+
+@pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
+def test_transformer_layers_with_another_order_of_dimensions_are_refused(kind):
+    """Where a sequence is as long as the batch, positions would silently be taken for samples."""
+    with pytest.raises(
+        ValueError, match=r"'0' \(Transformer.*see batch_first=False, and batch_first=True was declared"
+    ):
+        clipper_for(nn.Sequential(kind(8, 2, 16)))
+    clipper_for(nn.Sequential(kind(8, 2, 16, batch_first=True))).detach()
+    PerSampleGradientClipper(nn.Sequential(kind(8, 2, 16)), ConstantFlatClipper(1.0), batch_first=False).detach()

@@ -142,7 +142,7 @@ def _sites(model: nn.Module, recorder: Recorder, *, force_generic: bool) -> Iter
         if id(module) in seen:
             continue
         seen.add(id(module))
-        if (reason := refusal(module)) is not None:
+        if (reason := refusal(module, batch_first=recorder.batch_first)) is not None:
             raise ValueError(f"{_described(name, module)} cannot be clipped per sample: {reason}")
         rule, params = rule_for(module), trainable(module)
         if rule is None or not params or id(module) in inside:

@@ -111,10 +111,16 @@ def _own_params(module: nn.Module) -> list[str]:
     return names
 
 
-def refusal(module: nn.Module) -> str | None:
+def refusal(module: nn.Module, *, batch_first: bool) -> str | None:
     """Why a module cannot be in a model whose samples are to be told apart, and the way out."""
     if isinstance(module, _BatchNorm):
         return "it mixes the samples of a batch: use GroupNorm, InstanceNorm or LayerNorm"
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         return "track_running_stats=True mixes the samples: use track_running_stats=False"
+    if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+        own: Any = module.self_attn.batch_first
+        if own != batch_first:
+            return (
+                f"its linear layers see batch_first={own}, and batch_first={batch_first} was declared: make them agree"
+            )
     return None
