@@ -292,3 +292,15 @@ def test_more_wrong_arguments():
     for key in ("maximize", "differentiable"):
         with pytest.raises(ValueError, match="maximize is an argument of Modular"):
             Wrap(optim.Adam, **{key: True})
+
+
+def test_a_step_without_a_closure_argument_will_do():
+    class Plain(optim.SGD):
+        def step(self):
+            super().step()
+
+    params, other = parameters(), parameters()
+    rows = gradients(params, 2)
+    train(Modular(params, Wrap(Plain, lr=0.1)), params, rows)
+    train(optim.SGD(other, lr=0.1), other, rows)
+    assert_equal(params, other)

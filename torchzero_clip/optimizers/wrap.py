@@ -62,7 +62,8 @@ class Wrap(Transform):
         name = optimizer_class.__name__
         if optimizer_class is SparseAdam:
             raise ValueError("Wrap takes no SparseAdam, which steps on sparse gradients only: Modular takes dense ones")
-        if inspect.signature(optimizer_class.step).parameters["closure"].default is inspect.Parameter.empty:
+        closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
             raise ValueError(f"Wrap takes no {name}, which evaluates the closure itself, several times a step")
         if kwargs.get("maximize") or kwargs.get("differentiable"):
             raise ValueError("maximize is an argument of Modular, and differentiable steps are not possible in a chain")
