@@ -250,7 +250,27 @@ def test_momentum_may_come_and_go(name):
     train(optimizer, params, rows[:2])
     optimizer.param_groups[0]["momentum"] = 0.0
     train(optimizer, params, rows[2:])
-    optimizer.load_state_dict(optimizer.state_dict())
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    torch.testing.assert_close(optimizer.state_dict(), saved, rtol=0, atol=0)
+    assert all("wrap/momentum_buffer" in state for state in optimizer.state.values())
+
+
+def test_settings_of_groups_are_checked_once_and_not_in_every_step():
+    made = []
+
+    class Counted(optim.AdamW):
+        def __init__(self, params, **kwargs):
+            made.append(kwargs)
+            super().__init__(params, **kwargs)
+
+    params = parameters()
+    groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0}]
+    optimizer = Modular(groups, Wrap(Counted, weight_decay=0.1))
+    train(optimizer, params, gradients(params, 1))
+    before = len(made)
+    train(optimizer, params, gradients(params, 5))
+    assert len(made) == before
 
 
 def test_a_step_that_fails_keeps_the_state_that_it_made():

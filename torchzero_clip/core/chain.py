@@ -120,16 +120,21 @@ class Chain(Composite):
 
     def later(self, name: str, member: Member) -> tuple[str, ...]:
         """The transforms after one that act on a parameter."""
+        return tuple(n for n in self._after(name) if self.transforms[n].scope.has(member))
+
+    def _after(self, name: str) -> list[str]:
         names = list(self.transforms)
-        return tuple(n for n in names[names.index(name) + 1 :] if self.transforms[n].scope.has(member))
+        return names[names.index(name) + 1 :]
 
     def _finish(self, name: str, step: Step) -> Step:
         """Let one transform take parameters to the end of the step, where it can; return what is left to do."""
         transform = self.transforms[name]
+        after = [(n, self.transforms[n].scope) for n in self._after(name)]
         alike: dict[Any, list[int]] = {}  # those that later transforms treat alike
         for i in transform.scope.indices(step.members):
             member = step.members[i]
-            alike.setdefault((self.later(name, member), member.param.dtype), []).append(i)
+            later = tuple(n for n, scope in after if not scope.limited or scope.has(member))
+            alike.setdefault((later, member.param.dtype), []).append(i)
         done: set[int] = set()
         for (later, _), indices in alike.items():
             part = step.part(indices) if len(indices) < len(step.members) else step

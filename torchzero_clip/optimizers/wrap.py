@@ -16,6 +16,8 @@ from torchzero_clip.core.settings import at, runs
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.types import Setting, State
 
+REMEMBERED = 16  # settings that the optimizer has accepted
+
 
 class Wrap(Transform):
     """Hands the updates to an optimizer of `torch.optim`, as the gradients of its step.
@@ -80,7 +82,7 @@ class Wrap(Transform):
         defaults = dict(template.defaults)
         self.default_lr = defaults.pop("lr", None)
         self._settings = {key: plain(value) for key, value in defaults.items() if is_numeric(value)}
-        self._checked: Setting = {}
+        self._checked: list[Setting] = []
         self._built: Optimizer | None = template
         schedules.pop("lr", None)  # the chain's
         super().__init__({**self._settings, **schedules}, lr=kwargs.get("lr"))
@@ -104,9 +106,9 @@ class Wrap(Transform):
     def check(self, settings: Setting) -> None:
         """Raise if the optimizer refuses a setting."""
         arguments = self._with(settings)
-        if arguments != self._checked:
+        if arguments not in self._checked:  # those of every group, step after step
             constructed(self.optimizer_class, arguments)
-            self._checked = arguments
+            self._checked = [*self._checked[1 - REMEMBERED :], arguments]
 
     @override
     def check_parameter(self, name: str, param: Tensor) -> None:
