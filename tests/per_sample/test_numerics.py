@@ -44,6 +44,20 @@ def test_gradients_of_one_token_that_cancel(memory):
     close(result.norms.double(), truth, rtol=1e-3)
 
 
+@pytest.mark.parametrize("channels", [2, 80])  # by gradients that are formed, and by Gram matrices of pixels
+def test_gradients_of_one_pixel_that_cancel(channels):
+    torch.manual_seed(1)
+    layer = nn.Conv2d(channels, 60, 3, bias=False)
+    x = torch.randn(2, channels, 1, 1) + 1e-3 * torch.randn(2, channels, 6, 6)
+    signs = torch.tensor([1.0, -1.0]).repeat(8).view(4, 4) * torch.randn(60, 1, 1) + 1e-4 * torch.randn(60, 4, 4)
+    weights = torch.stack([signs, 14 * signs])
+    with PerSampleGradientClipper(layer, ConstantFlatClipper(1.0), memory="low") as clipper:
+        result = clipper.backward((layer(x) * weights).sum((1, 2, 3)))
+    patches = nn.functional.unfold(x.double(), 3)
+    truth = torch.einsum("bot,bpt->bop", weights.double().flatten(2), patches).flatten(1).norm(dim=1)
+    close(result.norms.double(), truth, rtol=1e-3)
+
+
 @pytest.mark.parametrize("memory", ["auto", "low"])
 def test_rows_of_one_token_that_cancel(memory):
     table = nn.Embedding(3, 64)
@@ -126,6 +140,7 @@ RANGE = {
     "few positions": (lambda: nn.Linear(40, 50), (2, 4, 40)),
     "many positions": (lambda: nn.Linear(3, 4), (2, 200, 3)),
     "convolution": (lambda: nn.Conv1d(2, 3, 2), (2, 2, 9)),
+    "convolution of few positions": (lambda: nn.Conv1d(40, 80, 3, padding=1), (2, 40, 6)),
     "normalization": (lambda: nn.LayerNorm(6), (2, 5, 6)),
     "generic": (lambda: nn.PReLU(3), (2, 3, 4)),
 }

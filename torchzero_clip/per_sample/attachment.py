@@ -35,7 +35,7 @@ class Attachment:
         self._handles: list[RemovableHandle] = []
         self._sites: list[Site] = []
         self._owners: Counter[int] = Counter()
-        self._modules: list[int] = []
+        self._seen: list[tuple[int, bool]] = []
         self.params: dict[str, nn.Parameter] = {}
 
     def attach(self) -> None:
@@ -49,7 +49,7 @@ class Attachment:
         sites = list(_sites(self._model, self._recorder, force_generic=self._force_generic))
         self.detach()
         self.params, self._sites = params, sites
-        self._modules = [id(module) for module in self._model.modules()]
+        self._seen = _held(self._model)[0]
         self._owners = Counter(id(param) for site in sites for param in site.params.values())
         for site in sites:
             site.module.__dict__["forward"] = CapturedForward(site)
@@ -67,15 +67,10 @@ class Attachment:
 
     def refresh(self) -> None:
         """Capture the parameters that train now, where layers were frozen, freed or exchanged since."""
-        held: list[Any] = list(self._model.parameters())
-        if not all(isinstance(param, nn.Parameter) for param in held):
+        held = _held(self._model)
+        if any(not isinstance(param, nn.Parameter) for param in held[1]):
             return  # functional_call lends the model other tensors, for this forward alone
-        now = trainable(self._model)
-        if (
-            self._modules != [id(module) for module in self._model.modules()]
-            or now.keys() != self.params.keys()
-            or any(now[name] is not param for name, param in self.params.items())
-        ):
+        if held[0] != self._seen:
             self.attach()
 
     def is_shared(self, param: nn.Parameter) -> bool:
@@ -91,6 +86,22 @@ class Attachment:
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a module that take gradients, by name."""
     return {name: param for name, param in module.named_parameters() if param.requires_grad}
+
+
+def _held(model: nn.Module) -> tuple[list[tuple[int, bool]], list[Tensor]]:
+    """What tells one state of a model from another: its modules, its parameters, and which of these train; the latter.
+
+    It is asked in every forward, and reads the dictionaries, which is faster than names.
+    """
+    seen: list[tuple[int, bool]] = []
+    params: list[Tensor] = []
+    for module in model.modules():
+        seen.append((id(module), False))
+        for param in module._parameters.values():
+            if param is not None:
+                seen.append((id(param), param.requires_grad))
+                params.append(param)
+    return seen, params
 
 
 class _Began:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchzero_clip.checks import boolean, instance, one_of
-from torchzero_clip.per_sample.contributions import Memory
+from torchzero_clip.per_sample.allowance import Memory
 from torchzero_clip.per_sample.engine import Engine, accumulate
 from torchzero_clip.per_sample.norm_clippers import NormClipper
 from torchzero_clip.per_sample.weighting import ClippingResult, Nonfinite, clipped_backward, weighted

@@ -1,18 +1,14 @@
 """What one use of a parameter adds to the gradient of every sample, kept in the form that is cheapest for its layer."""
 
-import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.per_sample.squares import squared_norms
-
-Memory: TypeAlias = Literal["auto", "low"]
+from torchzero_clip.per_sample.squares import memory_order, squared_norms
 
 PIECE = 1 << 20  # bytes of gradients of samples that are formed at a time, so that their norm reads them from cache
 
@@ -52,19 +48,21 @@ class Dense(Contribution):
     Args:
         param: The parameter.
         grads: Its gradients, (B, *shape).
+        squares: Their squared norms, if known: (B,), float64.
     """
 
-    def __init__(self, param: Tensor, grads: Tensor) -> None:
+    def __init__(self, param: Tensor, grads: Tensor, squares: Tensor | None = None) -> None:
         super().__init__(param, grads.shape[0])
         self.grads = grads
+        self._squares = squares
 
     @override
     def measured(self) -> tuple[Contribution, Tensor]:
-        return self, squared_norms(self.grads)
+        return self, squared_norms(self.grads) if self._squares is None else self._squares
 
     @override
     def weighted_sum(self, factors: Tensor) -> Tensor:
-        return weighted_rows(factors, self.grads)
+        return weighted_rows(factors, [self.grads])
 
     @override
     def dense(self, start: int, stop: int) -> Tensor:
@@ -97,8 +95,7 @@ class Runs(Contribution):
 
     @override
     def weighted_sum(self, factors: Tensor) -> Tensor:
-        parts = factors.split([len(run) for run in self._runs])
-        return _total([weighted_rows(part, run) for part, run in zip(parts, self._runs, strict=True)])
+        return weighted_rows(factors, self._runs)
 
     @override
     def dense(self, start: int, stop: int) -> Tensor:
@@ -139,11 +136,11 @@ class Tied(Contribution):
 
     @override
     def weighted_sum(self, factors: Tensor) -> Tensor:
-        return _total([part.weighted_sum(factors) for part in self._parts])
+        return total([part.weighted_sum(factors) for part in self._parts])
 
     @override
     def dense(self, start: int, stop: int) -> Tensor:
-        return _total([part.dense(start, stop) for part in self._parts])
+        return total([part.dense(start, stop) for part in self._parts])
 
     @override
     def zero_(self, samples: Tensor) -> None:
@@ -154,10 +151,19 @@ class Tied(Contribution):
 CANCELLED = 1e-4  # a squared norm below this share of its parts has lost digits to rounding in float32
 
 
-def weighted_rows(factors: Tensor, rows: Tensor) -> Tensor:
-    """The sum of factor times row."""
-    flat = rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
-    return torch.mv(flat.t(), factors.to(flat.device, flat.dtype)).view(rows.shape[1:])
+def weighted_rows(factors: Tensor, runs: Sequence[Tensor]) -> Tensor:
+    """The sum of factor times row, over rows in one tensor or more."""
+    factors = factors.to(runs[0].device, runs[0].dtype)
+    order = memory_order(runs[0])
+    shape = runs[0].permute(order).shape[1:]
+    parts = factors.split([len(run) for run in runs])
+    result: Tensor | None = None
+    for part, run in zip(parts, runs, strict=True):
+        columns = run.permute(order).reshape(len(run), math.prod(shape)).t()
+        result = torch.mv(columns, part) if result is None else result.addmv_(columns, part)
+    assert result is not None
+    back = [order.index(dim) - 1 for dim in range(1, len(order))]
+    return result.view(shape).permute(back).contiguous()
 
 
 def pieces(count: int, bytes_each: int, *, limit: int = PIECE) -> list[tuple[int, int]]:
@@ -174,8 +180,14 @@ def piecewise_squared_norms(contribution: Contribution) -> Tensor:
     return torch.cat(norms) if norms else torch.zeros(0, dtype=torch.float64, device=param.device)
 
 
-def _total(tensors: Sequence[Tensor]) -> Tensor:
-    return functools.reduce(torch.add, tensors)
+def total(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum, in one new tensor; of one alone, that tensor itself."""
+    if len(tensors) == 1:
+        return tensors[0]
+    result = tensors[0] + tensors[1]
+    for tensor in tensors[2:]:
+        result += tensor
+    return result
 
 
 def _zeroed(rows: Tensor, samples: Tensor) -> Tensor:

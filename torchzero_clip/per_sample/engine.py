@@ -13,8 +13,9 @@ from typing_extensions import override
 
 from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.functional.foreach import wide_dtype
+from torchzero_clip.per_sample.allowance import Allowance, Memory
 from torchzero_clip.per_sample.attachment import Attachment, Outside
-from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory
+from torchzero_clip.per_sample.contributions import Contribution, Dense
 from torchzero_clip.per_sample.merge import merged
 from torchzero_clip.per_sample.site import Site
 
@@ -45,7 +46,8 @@ class Engine:
         boolean("batch_first", batch_first)
         one_of("memory", memory, ("auto", "low"))
         self.batch_first = batch_first
-        self.memory: Memory = memory
+        self.allowance = Allowance(memory)
+        self._memory: Memory = memory
         self.batch_size: int | None = None
         self.inside = False
         self.enabled = True
@@ -87,6 +89,7 @@ class Engine:
     def clear(self) -> None:
         """Forget what has arrived."""
         self._arrivals, self._ordinary, self._running = {}, {}, set()
+        self.allowance = Allowance(self._memory)
         self._attachment.reset_counts()
 
     def is_only_input(self, tensor: Tensor) -> bool:

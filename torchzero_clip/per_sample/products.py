@@ -1,21 +1,25 @@
 """Gradients that are products of a layer's inputs and its output gradients: the weights of linear layers."""
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from torchzero_clip.per_sample.allowance import Allowance
 from torchzero_clip.per_sample.contributions import (
     CANCELLED,
     Contribution,
-    Dense,
-    Memory,
+    Runs,
     pieces,
     piecewise_squared_norms,
 )
 from torchzero_clip.per_sample.squares import odd, squared_norms
 
 GRAM_BYTES = 2 << 20
-HALVED = 64  # positions from which on leaving out a quarter pays for the smaller products
+RUN = 4 << 20  # bytes of gradients in one tensor: of that size, allocators reuse what the backward has freed
+STRIP = 128  # rows of a Gram matrix that are taken at a time, at most; a quarter of it in small ones
 
 
 class Products(Contribution):
@@ -25,7 +29,8 @@ class Products(Contribution):
         param: The weight, (p, d).
         inputs: a, of shape (B, T, d).
         outputs: b, of shape (B, T, p), the gradients of the outputs.
-        memory: "low" keeps no gradients of samples.
+        squares: The squared norms of b, if known: (B,), float64.
+        allowance: Tells whether gradients of samples may be kept.
 
     Source: Goodfellow, [Efficient per-example gradient computations](https://arxiv.org/abs/1510.01799), 2015, for
     T = 1; Li et al., [Large language models can be strong differentially private
@@ -34,21 +39,25 @@ class Products(Contribution):
     backward.
     """
 
-    def __init__(self, param: Tensor, inputs: Tensor, outputs: Tensor, *, memory: Memory) -> None:
+    def __init__(
+        self, param: Tensor, inputs: Tensor, outputs: Tensor, squares: Tensor | None = None, *, allowance: Allowance
+    ) -> None:
         super().__init__(param, inputs.shape[0])
         self.inputs = inputs
         self.outputs = outputs
-        self.memory: Memory = memory
-        self._grads: Tensor | None = None
+        self.squares = squares
+        self.allowance = allowance
 
     @override
     def measured(self) -> tuple[Contribution, Tensor]:
         length, width, height = self.inputs.shape[1], self.inputs.shape[2], self.outputs.shape[2]
         if length == 1:
-            return self, squared_norms(self.inputs) * squared_norms(self.outputs)
+            squares = squared_norms(self.outputs) if self.squares is None else self.squares
+            return self, squared_norms(self.inputs) * squares
         sides, area = width + height, width * height
+        formed, made_of = self.batch_size * area * self.inputs.element_size(), self.inputs.nbytes + self.outputs.nbytes
         # kept, the gradients take the place of inputs and outputs, and save a second matmul
-        if self.memory == "auto" and 30 * area < length**2 * sides and area <= length * sides:
+        if 30 * area < length**2 * sides and self.allowance.grants(formed, made_of):
             return self._formed()
         if 2 * area < length * sides:
             return self, piecewise_squared_norms(self)
@@ -78,50 +87,70 @@ class Products(Contribution):
         """Both uses as one, of more positions."""
         inputs = torch.cat([self.inputs, other.inputs], 1)
         outputs = torch.cat([self.outputs, other.outputs], 1)
-        return Products(self.param, inputs, outputs, memory=self.memory)
+        return Products(self.param, inputs, outputs, allowance=self.allowance)
 
     def _formed(self) -> tuple[Contribution, Tensor]:
         """The gradients in full; their norms are taken while they are in cache."""
-        grads = self.inputs.new_empty(self.batch_size, self.outputs.shape[2], self.inputs.shape[2])
-        norms = self.inputs.new_empty(self.batch_size, dtype=torch.float64)
-        for start, stop in pieces(self.batch_size, grads[:1].nbytes):
-            piece = grads[start:stop]
-            torch.bmm(self.outputs[start:stop].transpose(1, 2), self.inputs[start:stop], out=piece)
-            norms[start:stop] = squared_norms(piece)
-        return Dense(self.param, grads), norms
+        runs: list[Tensor] = []
+        norms: list[Tensor] = []
+        shape = self.outputs.shape[2], self.inputs.shape[2]
+        each = math.prod(shape) * self.inputs.element_size()
+        for start, stop in pieces(self.batch_size, each, limit=RUN):
+            run = self.inputs.new_empty(stop - start, *shape)
+            for first, last in pieces(stop - start, each):
+                chosen = slice(start + first, start + last)
+                torch.bmm(self.outputs[chosen].transpose(1, 2), self.inputs[chosen], out=run[first:last])
+                norms.append(squared_norms(run[first:last]))
+            runs.append(run)
+        return Runs(self.param, runs), torch.cat(norms)
 
     def _by_gram_matrices(self) -> Tensor:
         norms = self.inputs.new_empty(self.batch_size, dtype=torch.float64)
         length = self.inputs.shape[1]
         for start, stop in pieces(self.batch_size, 2 * length**2 * self.inputs.element_size(), limit=GRAM_BYTES):
-            inputs, outputs = self.inputs[start:stop], self.outputs[start:stop]
-            norms[start:stop], largest = gram_norms(inputs, outputs)
-            if inputs.dtype != torch.float64:
-                cancelled = (norms[start:stop] < CANCELLED * largest).nonzero()[:, 0].tolist()
-                for i in {*cancelled, *odd(norms[start:stop]).tolist()}:
-                    norms[start + i] = gram_norms(inputs[i : i + 1].double(), outputs[i : i + 1].double())[0][0]
+            norms[start:stop] = norms_of_products(gram_norms, self.inputs[start:stop], self.outputs[start:stop])
         return norms
 
 
+def norms_of_products(
+    inner: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], inputs: Tensor, outputs: Tensor
+) -> Tensor:
+    """The squared norms by Gram matrices, in float64 for samples that lose digits in float32.
+
+    Args:
+        inner: Gives the squared norms, and those of the inputs times those of the output gradients.
+        inputs: (B, ...).
+        outputs: (B, ...).
+    """
+    norms, largest = inner(inputs, outputs)
+    if inputs.dtype != torch.float64:
+        cancelled = (norms < CANCELLED * largest).nonzero()[:, 0].tolist()
+        for i in {*cancelled, *odd(norms)}:
+            norms[i] = inner(inputs[i : i + 1].double(), outputs[i : i + 1].double())[0][0]
+    return norms
+
+
 def gram_norms(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """The squared norms, as inner products of Gram matrices, and the products of the squared norms of the factors."""
-    products, left, right = _halved(inputs, outputs)
-    return products.clamp(min=0), left * right
+    """The squared norms, as inner products of Gram matrices, and the products of the squared norms of the factors.
 
-
-def _halved(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The inner products and both traces; the matrices are symmetric, so a quarter of a large one is left out."""
+    The matrices are symmetric: a strip of rows begins at the diagonal, and what is right of its square counts twice.
+    """
     length = inputs.shape[1]
-    if length < HALVED:
-        left, right = torch.bmm(inputs, inputs.transpose(1, 2)), torch.bmm(outputs, outputs.transpose(1, 2))
-        one, two = (gram.diagonal(dim1=1, dim2=2).sum(1).double() for gram in (left, right))
-        return _inner(left, right), one, two
-    half = length // 2
-    one, two = ((inputs[:, part], outputs[:, part]) for part in (slice(0, half), slice(half, length)))
-    left, right = (torch.bmm(x, y.transpose(1, 2)) for x, y in zip(one, two, strict=True))
-    sums = [a + b for a, b in zip(_halved(*one), _halved(*two), strict=True)]
-    return sums[0] + 2 * _inner(left, right), sums[1], sums[2]
+    if length < STRIP // 2:
+        return inner_products(*(torch.bmm(x, x.transpose(1, 2)) for x in (inputs, outputs)))
+    products, *traces = (torch.zeros(len(inputs), dtype=torch.float64, device=inputs.device) for _ in range(3))
+    height = min(STRIP, length // 4)
+    for start in range(0, length, height):
+        rows = slice(start, start + height)
+        left, right = (torch.bmm(x[:, rows], x[:, start:].transpose(1, 2)) for x in (inputs, outputs))
+        for trace, strip in zip(traces, (left, right), strict=True):
+            trace += strip.diagonal(dim1=1, dim2=2).sum(1)
+        strip = left.mul_(right)
+        products += 2 * strip.sum((1, 2)) - strip[:, :, :height].sum((1, 2))
+    return products.clamp(min=0), traces[0] * traces[1]
 
 
-def _inner(left: Tensor, right: Tensor) -> Tensor:
-    return left.mul_(right).flatten(1).sum(1).double()
+def inner_products(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for Gram matrices in full, of which the left one is used up."""
+    traces = [gram.diagonal(dim1=1, dim2=2).sum(1).double() for gram in (left, right)]
+    return left.mul_(right).sum((1, 2)).double().clamp(min=0), traces[0] * traces[1]

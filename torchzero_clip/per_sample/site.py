@@ -11,14 +11,15 @@ from torch._C._functorch import get_interpreter_stack
 from torch.autograd.function import FunctionCtx
 from typing_extensions import override
 
-from torchzero_clip.per_sample.contributions import Contribution, Memory
+from torchzero_clip.per_sample.allowance import Allowance
+from torchzero_clip.per_sample.contributions import Contribution
 from torchzero_clip.per_sample.shared import each, is_shared, shared
 
 
 class Recorder(Protocol):
     """What a layer needs to know of the engine that listens to it."""
 
-    memory: Memory
+    allowance: Allowance
     batch_first: bool
     batch_size: int | None
     inside: bool

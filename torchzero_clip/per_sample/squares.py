@@ -14,6 +14,8 @@ PIECE = 1 << 23  # elements that are copied to float64 at a time
 
 def wide(*tensors: Tensor) -> list[Tensor]:
     """The tensors in one dtype, float32 or wider: autocast gives a layer's input and its output gradient two."""
+    if all(tensor.dtype == torch.float32 for tensor in tensors):
+        return list(tensors)
     dtype = wide_dtype(tensors[0].dtype)
     for tensor in tensors[1:]:
         dtype = torch.promote_types(dtype, tensor.dtype)
@@ -26,26 +28,33 @@ def squared_norms(rows: Tensor) -> Tensor:
     It is finite for finite rows, and 0 for rows of zeros only.
     """
     count, size = rows.shape[0], math.prod(rows.shape[1:])
-    flat = rows.reshape(count, size)
+    flat = rows.permute(memory_order(rows)).reshape(count, size)
     if flat.dtype == torch.float64 or not flat.is_cpu:
         return _squares(flat)
     even = size - size % BLOCK if size > BLOCK else 0
     norms = _squares(flat[:, even:])
     if even:
         norms += _squares(flat[:, :even].unflatten(1, (-1, BLOCK))).sum(1)
-    again = odd(norms)
-    for chosen in again.split(max(1, PIECE // max(size, 1))) if len(again) else ():
-        norms[chosen] = _squares(flat[chosen].double())
+    if again := odd(norms):
+        for chosen in torch.tensor(again, device=rows.device).split(max(1, PIECE // max(size, 1))):
+            norms[chosen] = _squares(flat[chosen].double())
     return norms
 
 
-def odd(squares: Tensor) -> Tensor:
+def memory_order(rows: Tensor) -> list[int]:
+    """The dimensions, those behind the first as they lie in memory: a row of another order is not to be copied."""
+    if rows.is_contiguous():
+        return list(range(rows.ndim))
+    return [0, *sorted(range(1, rows.ndim), key=lambda dim: -rows.stride(dim))]
+
+
+def odd(squares: Tensor) -> list[int]:
     """The indices of sums of squares that may have left the range of float32, and are to be taken again in float64."""
     if squares.numel():
         low, high = (bound.item() for bound in squares.aminmax())
         if low > SMALL and high < math.inf:  # NaN is neither
-            return squares.new_empty(0, dtype=torch.int64)
-    return (squares.isfinite() & (squares > SMALL)).logical_not().nonzero()[:, 0]
+            return []
+    return (squares.isfinite() & (squares > SMALL)).logical_not().nonzero()[:, 0].tolist()
 
 
 def _squares(rows: Tensor) -> Tensor:

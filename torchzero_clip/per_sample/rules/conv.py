@@ -9,18 +9,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from torchzero_clip.per_sample.allowance import Allowance
 from torchzero_clip.per_sample.contributions import (
     Contribution,
     Dense,
     Runs,
     pieces,
     piecewise_squared_norms,
+    total,
 )
-from torchzero_clip.per_sample.products import Products
+from torchzero_clip.per_sample.products import gram_norms, inner_products, norms_of_products
 from torchzero_clip.per_sample.site import Call, Rule, Site, watch
 from torchzero_clip.per_sample.squares import squared_norms, wide
 
 PATCHES = 2 << 20  # bytes of patches that are copied out at a time
+ADDITION = 4  # what adding a number to another in memory costs, in multiplications
+LANES = 16  # numbers that a processor takes at a time
 GROUPED = 8  # samples that the kernel of grouped convolutions takes at a time; from as many channels on, it is faster
 
 
@@ -40,7 +44,7 @@ class ConvRule(Rule):
             grad, *inputs = wide(grad, *sources)
             result: list[Contribution] = []
             for x in inputs:
-                result.append(Convolved(site.params["weight"], module, x, grad, keep=site.recorder.memory == "auto"))
+                result.append(Convolved(site.params["weight"], module, x, grad, site.recorder.allowance))
             if "bias" in site.params:
                 result.append(Dense(site.params["bias"], grad.flatten(2).sum(2)))
             return result
@@ -60,29 +64,27 @@ class Convolved(Contribution):
         module: The convolution.
         input: (B, channels, *sizes).
         grad: (B, channels, *sizes), the gradient of the output.
-        keep: Keep the gradients of the samples where they are not much larger than input and output gradient.
+        allowance: Tells whether gradients of samples may be kept.
 
     Source: Rochette, Manoel, Tramel, [Efficient per-example gradient computations in convolutional neural
     networks](https://arxiv.org/abs/1912.06015), 2019, for the samples as groups of one convolution.
     """
 
-    def __init__(self, param: Tensor, module: nn.Module, input: Tensor, grad: Tensor, *, keep: bool) -> None:
+    def __init__(self, param: Tensor, module: nn.Module, input: Tensor, grad: Tensor, allowance: Allowance) -> None:
         super().__init__(param, input.shape[0])
         self.module: Any = module
         self.input = input
         self.grad = grad
-        self.keep = keep and param.numel() * self.batch_size <= 1.75 * (input.numel() + grad.numel())
+        self.allowance = allowance
 
     @override
     def measured(self) -> tuple[Contribution, Tensor]:
-        if not self.keep:
-            return self, self._norms_by_gram_matrices() if self._few_positions else piecewise_squared_norms(self)
-        runs: list[Tensor] = []
-        norms: list[Tensor] = []
-        for start, stop in pieces(self.batch_size, 1, limit=GROUPED):
-            runs.append(self.dense(start, stop))
-            norms.append(squared_norms(runs[-1]))  # while it is in cache
-        return (Runs(self.param, runs), torch.cat(norms)) if runs else (self, piecewise_squared_norms(self))
+        formed, grams = self._costs()
+        size, made_of = self.param.numel() * self.grad.element_size(), self.input.nbytes + self.grad.nbytes
+        # kept, they also save most of the work of the sum
+        if formed < 3 * grams and self.allowance.grants(self.batch_size * size, made_of):
+            return self._formed()
+        return self, self._norms_by_gram_matrices() if grams < formed else piecewise_squared_norms(self)
 
     @override
     def weighted_sum(self, factors: Tensor) -> Tensor:
@@ -102,20 +104,57 @@ class Convolved(Contribution):
         chosen = samples.to(self.grad.device).view(-1, *[1] * (self.grad.ndim - 1))
         self.input, self.grad = self.input.masked_fill(chosen, 0), self.grad.masked_fill(chosen, 0)
 
-    @property
-    def _few_positions(self) -> bool:
-        """Whether Gram matrices of the positions cost less than the gradients."""
-        height, width = self.param.shape[0], self.param[:1].numel()
-        return self.module.groups == 1 and self.grad.shape[2:].numel() * (height + width) < height * width
+    def _costs(self) -> tuple[int, float]:
+        """Products of two numbers that are to be made for the gradients of a sample, and for its Gram matrices."""
+        positions, outputs, width = self.grad.shape[2:].numel(), self.param.shape[0], self.param[:1].numel()
+        formed = positions * outputs * width
+        if self.module.groups != 1:
+            return formed, math.inf
+        return formed, positions**2 * outputs + min(positions**2 * width, self._cost_of_pixels())
+
+    def _cost_of_pixels(self) -> int:
+        """Of the Gram matrix of patches, made of that of pixels."""
+        module, sizes = self.module, [*_padded_sizes(self.module, self.input)]
+        cost = math.prod(sizes) ** 2 * self.input.shape[1]
+        for i, (kernel, count) in enumerate(zip(module.kernel_size, self.grad.shape[2:], strict=True)):
+            sizes[i] = count
+            cost += ADDITION * (kernel - 1) * math.prod(sizes) ** 2
+        return cost
+
+    def _formed(self) -> tuple[Contribution, Tensor]:
+        runs: list[Tensor] = []
+        norms: list[Tensor] = []
+        for start, stop in pieces(self.batch_size, 1, limit=GROUPED):
+            runs.append(self.dense(start, stop))
+            norms.append(squared_norms(runs[-1]))  # while it is in cache
+        return (Runs(self.param, runs), torch.cat(norms)) if runs else (self, piecewise_squared_norms(self))
 
     def _norms_by_gram_matrices(self) -> Tensor:
         norms = self.grad.new_empty(self.batch_size, dtype=torch.float64)
-        size = self.param[:1].numel() * self.grad.shape[2:].numel() * self.grad.element_size()
-        for start, stop in pieces(self.batch_size, size, limit=PATCHES):
-            patches = self._patches(_padded(self.module, self.input[start:stop])).transpose(1, 2)
-            outputs = self.grad[start:stop].flatten(2).transpose(1, 2)
-            norms[start:stop] = Products(self.param.flatten(1), patches, outputs, memory="low").measured()[1]
+        positions = self.grad.shape[2:].numel()
+        by_pixels = self._cost_of_pixels() <= positions**2 * self.param[:1].numel()
+        pixels = math.prod(_padded_sizes(self.module, self.input))
+        size = max(pixels**2, self.input[:1].numel()) if by_pixels else self.param[:1].numel() * positions
+        inner = self._inner_by_pixels if by_pixels else self._inner_by_patches
+        for start, stop in pieces(self.batch_size, size * self.grad.element_size(), limit=PATCHES):
+            norms[start:stop] = norms_of_products(inner, self.input[start:stop], self.grad[start:stop])
         return norms
+
+    def _inner_by_patches(self, input: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        patches = self._patches(_padded(self.module, input)).transpose(1, 2)
+        return gram_norms(patches, grad.flatten(2).transpose(1, 2))
+
+    def _inner_by_pixels(self, input: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """The Gram matrix of patches as sums of that of pixels, shifted along one dimension after the other."""
+        module, x = self.module, _padded(self.module, input)
+        sizes, pixels, outputs = x.shape[2:], x.flatten(2), grad.flatten(2)
+        gram = torch.bmm(pixels.transpose(1, 2), pixels).view(len(x), *sizes, *sizes)
+        settings = zip(module.kernel_size, module.stride, module.dilation, grad.shape[2:], strict=True)
+        for i, (kernel, step, gap, count) in enumerate(settings):
+            rows, columns = 1 + i, 1 + i + len(sizes)
+            along = [_every(gram, rows, k * gap, step, count) for k in range(kernel)]
+            gram = total([_every(x, columns, k * gap, step, count) for k, x in enumerate(along)])
+        return inner_products(gram.reshape(len(x), outputs.shape[2], -1), torch.bmm(outputs.transpose(1, 2), outputs))
 
     def _by_groups(self, start: int, stop: int) -> Tensor:
         """The gradients of a few samples, as those of one convolution in which every sample is a group."""
@@ -149,12 +188,18 @@ class Convolved(Contribution):
         """The gradients of samples as products of patches and output gradients."""
         groups, length = self.module.groups, math.prod(self.grad.shape[2:])
         outputs, patch = self.param.shape[0] // groups, self.param[:1].numel()
-        result = self.grad.new_empty(stop - start, *self.param.shape)
+        turned = (
+            groups == 1 and patch % LANES != 0
+        )  # kernels for matrices want rows of whole vectors, and 3 x 3 x 3 is none
+        shape = (patch, outputs) if turned else (outputs, patch)
+        result = self.grad.new_empty(stop - start, groups, *shape)
         for first, last in pieces(stop - start, groups * patch * length * self.grad.element_size(), limit=PATCHES):
             patches = self._patches(_padded(self.module, self.input[start + first : start + last]))
             grad = self.grad[start + first : start + last].reshape((last - first) * groups, outputs, length)
-            torch.bmm(grad, patches.transpose(1, 2), out=result[first:last].view(-1, outputs, patch))
-        return result
+            left, right = (patches, grad) if turned else (grad, patches)
+            torch.bmm(left, right.transpose(1, 2), out=result[first:last].view(-1, *shape))
+        result = result.transpose(2, 3) if turned else result
+        return result.reshape(stop - start, *self.param.shape)
 
     def _patches(self, input: Tensor) -> Tensor:
         """(samples * groups, patch, positions): a copy through a strided view, faster than unfold."""
@@ -165,6 +210,16 @@ class Convolved(Contribution):
         outer = (x.stride(0), x.stride(1) * inner, x.stride(1))
         strides = (*outer, *_scaled(steps, module.dilation), *_scaled(steps, module.stride))
         return x.as_strided(size, strides).reshape(len(x) * groups, -1, positions.numel())
+
+
+def _every(tensor: Tensor, dim: int, first: int, step: int, count: int) -> Tensor:
+    """Every so many entries along a dimension, from the first on."""
+    return tensor.narrow(dim, first, step * (count - 1) + 1)[(slice(None),) * dim + (slice(None, None, step),)]
+
+
+def _padded_sizes(module: Any, input: Tensor) -> list[int]:
+    sides = module._reversed_padding_repeated_twice[::-1]
+    return [size + sum(sides[2 * i : 2 * i + 2]) for i, size in enumerate(input.shape[2:])]
 
 
 def _padded(module: Any, input: Tensor) -> Tensor:

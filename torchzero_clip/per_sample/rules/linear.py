@@ -10,7 +10,7 @@ from typing_extensions import override
 from torchzero_clip.per_sample.contributions import Contribution, Dense
 from torchzero_clip.per_sample.products import Products
 from torchzero_clip.per_sample.site import Call, Rule, Site, watch
-from torchzero_clip.per_sample.squares import wide
+from torchzero_clip.per_sample.squares import squared_norms, wide
 
 
 class LinearRule(Rule):
@@ -39,10 +39,11 @@ def _contributions(site: Site, grad: Tensor, *sources: Tensor) -> list[Contribut
     count, length = grad.shape[0], math.prod(grad.shape[1:-1])
     outputs, *inputs = wide(grad, *sources)
     outputs = outputs.reshape(count, length, grad.shape[-1])
+    squares = squared_norms(outputs) if length == 1 else None
     result: list[Contribution] = []
     for x in inputs:
         x = x.reshape(count, length, x.shape[-1])
-        result.append(Products(site.params["weight"], x, outputs, memory=site.recorder.memory))
+        result.append(Products(site.params["weight"], x, outputs, squares, allowance=site.recorder.allowance))
     if "bias" in site.params:
-        result.append(Dense(site.params["bias"], outputs.sum(1) if length != 1 else outputs[:, 0]))
+        result.append(Dense(site.params["bias"], outputs.sum(1) if length != 1 else outputs[:, 0], squares))
     return result

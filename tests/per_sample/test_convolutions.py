@@ -1,0 +1,61 @@
+"""The ways to the norms of a convolution: they agree with one backward per sample, and the cheapest is taken."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from per_sample.harness import check
+from torch import nn
+
+from torchzero_clip.per_sample.rules.conv import Convolved
+
+LAYERS = {
+    "1d": (nn.Conv1d(4, 6, 3, padding=1), (6,)),
+    "1d, strided": (nn.Conv1d(4, 6, 5, stride=2), (11,)),
+    "1d, dilated": (nn.Conv1d(4, 6, 3, dilation=2, padding=2), (8,)),
+    "2d": (nn.Conv2d(4, 6, 3, padding=1), (3, 4)),
+    "2d, strided": (nn.Conv2d(4, 6, (3, 2), stride=(1, 2)), (5, 6)),
+    "2d, dilated": (nn.Conv2d(4, 6, (2, 3), dilation=(2, 1)), (4, 4)),
+    "2d, same with an even kernel": (nn.Conv2d(4, 6, 2, padding="same"), (3, 3)),
+    "2d, circular": (nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"), (4, 4)),
+    "2d, reflect": (nn.Conv2d(4, 6, 3, padding=(1, 2), padding_mode="reflect"), (3, 4)),
+    "2d, one pixel wide": (nn.Conv2d(16, 6, 1), (3, 3)),
+    "2d, one pixel wide, strided": (nn.Conv2d(16, 6, 1, stride=2), (5, 3)),
+    "3d": (nn.Conv3d(4, 6, 2, stride=(1, 2, 1)), (2, 4, 2)),
+}
+WIDE = nn.Conv2d(40, 80, 3, padding=1)  # from about as many channels on, few pixels cost less than their patches
+BY_PATCHES = {
+    "patches side by side": (nn.Conv2d(3, 80, 4, stride=4), (8, 8)),
+    "few channels": (nn.Conv2d(3, 80, 3, padding=1), (3, 3)),
+}
+
+
+def taken(method, module, sizes):
+    """How often a way was taken in a check of the layer."""
+    way = getattr(Convolved, method)
+    with patch.object(Convolved, method, autospec=True, side_effect=way) as spy:
+        check(module, torch.randn(5, module.in_channels, *sizes), modes=("low",))
+    return spy.call_count
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.parametrize("name", LAYERS)
+def test_gram_matrices_of_patches_are_sums_of_those_of_pixels(name):
+    with patch.object(Convolved, "_cost_of_pixels", return_value=0):
+        assert taken("_inner_by_pixels", *LAYERS[name])
+
+
+def test_pixels_are_taken_where_they_cost_less():
+    assert taken("_inner_by_pixels", WIDE, (3, 4))
+
+
+@pytest.mark.parametrize("name", BY_PATCHES)
+def test_where_patches_do_not_overlap_or_are_small_they_are_copied(name):
+    assert taken("_inner_by_patches", *BY_PATCHES[name])
+
+
+def test_gradients_of_small_kernels_lie_turned_in_memory():
+    module = nn.Conv2d(3, 16, 3)
+    contribution = Convolved(module.weight, module, torch.randn(5, 3, 6, 6), torch.randn(5, 16, 4, 4), None)
+    assert contribution.dense(0, 5).stride(1) == 1
+    check(nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU()), torch.randn(17, 3, 12, 12))
