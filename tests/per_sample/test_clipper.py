@@ -15,6 +15,7 @@ from torchzero_clip import (
     ClipNorm,
     ConstantFlatClipper,
     ConstantPerLayerClipper,
+    GradSampleModuleFastGradientClipping,
     Modular,
     PerSampleGradientClipper,
 )
@@ -393,7 +394,7 @@ def test_an_input_changed_after_the_layer_used_it_raises():
 def test_forwards_without_gradients_are_as_before():
     model, x = small(), batch()
     expected = model(x).detach()
-    PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    _clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
     with torch.no_grad():
         assert torch.equal(model(x), expected)
     with torch.inference_mode():
@@ -403,7 +404,7 @@ def test_forwards_without_gradients_are_as_before():
 def test_captured_forwards_have_the_same_output():
     model, x = small(), batch()
     expected = model(x).detach()
-    PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    _clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
     assert torch.equal(model(x), expected)
 
 
@@ -443,7 +444,7 @@ def test_copies_of_an_attached_model_are_models_as_any_other(copied):
 
 def test_the_state_dict_loads_elsewhere():
     model = small()
-    PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    _clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)
@@ -578,7 +579,7 @@ class Bias(nn.Module):
 
 def test_a_module_of_ones_own_that_mixes_samples_is_refused_by_name():
     model = nn.Sequential(nn.Linear(3, 3), OwnBatchNorm())
-    PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    _clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
     with pytest.raises(ValueError, match=r"'1' \(OwnBatchNorm\) gives a sample another output alone"):
         model(torch.randn(5, 3))
 
@@ -690,9 +691,27 @@ def test_a_backward_that_nobody_consumed_raises_at_the_next_forward():
     close(clipper.backward(losses_of(model(x))).norms, reference(copy.deepcopy(model), x, 1.0)[0])
 
 
+def test_a_clipper_that_nobody_holds_leaves_its_model():
+    model, x, before = small(), batch(), vars(small()[0]).keys()
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0), keep_grad_samples=True)
+    losses_of(model(x)).mean().backward()
+    assert model[0].weight.grad_sample.shape[0] == len(x)
+    del clipper
+    assert not any(hasattr(param, "grad_sample") for param in model.parameters())
+    assert vars(model[0]).keys() == before
+    for _ in range(2):
+        losses_of(model(x)).mean().backward()  # as if there had been none
+    wrapper = GradSampleModuleFastGradientClipping(model)
+    losses_of(wrapper(x)).mean().backward(retain_graph=True)
+    assert hasattr(model[0].weight, "norm_sample")
+    del wrapper
+    assert not hasattr(model[0].weight, "norm_sample")
+    PerSampleGradientClipper(model, ConstantFlatClipper(1.0)).backward(losses_of(model(x)))
+
+
 def test_a_second_clipper_on_one_model_is_refused():
     model = small()
-    PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    _clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
     with pytest.raises(ValueError, match="another clipper is attached"):
         PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
 
@@ -757,7 +776,7 @@ def test_losses_of_another_number_of_samples_are_refused():
 
 def test_recurrent_layers_refuse_packed_sequences():
     model = nn.LSTM(3, 2)
-    PerSampleGradientClipper(model, ConstantFlatClipper(1.0), batch_first=False)
+    _clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0), batch_first=False)
     with pytest.raises(ValueError, match="PackedSequence"):
         model(nn.utils.rnn.pack_sequence([torch.randn(4, 3), torch.randn(2, 3)]))
 
@@ -770,19 +789,28 @@ def one_process(tmp_path):
 
 
 @pytest.mark.usefixtures("one_process")
+def test_distributed_tensors_are_refused_by_name():
+    model = small()
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    model[2].weight = nn.Parameter(torch.distributed.tensor.distribute_tensor(model[2].weight.detach(), mesh))
+    with pytest.raises(ValueError, match=r"'2\.weight' is a DTensor: clip before fully_shard"):
+        PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+
+
+@pytest.mark.usefixtures("one_process")
 def test_distributed_data_parallel_is_refused_by_name():
     with pytest.raises(ValueError, match="DistributedDataParallel"):
         PerSampleGradientClipper(nn.parallel.DistributedDataParallel(small()), ConstantFlatClipper(1.0))
     model = small()
-    PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    _clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
     with pytest.raises(RuntimeError, match="DistributedDataParallel"):
         nn.parallel.DistributedDataParallel(model)(batch())
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
-def test_compiled_and_complex_models_are_refused_by_name():
-    with pytest.raises(ValueError, match="compiled"):
-        PerSampleGradientClipper(torch.compile(small()), ConstantFlatClipper(1.0))
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
+def test_scripted_and_complex_models_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"scripted, got a RecursiveScriptModule"):
+        PerSampleGradientClipper(torch.jit.script(small()), ConstantFlatClipper(1.0))
     model = nn.Linear(2, 2)
     model.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))
     with pytest.raises(ValueError, match=r"'weight' is torch\.complex64"):

@@ -85,7 +85,7 @@ class Counting(nn.Module):
 def test_modules_run_once():
     model, hooks = Counting(), []
     model.inner.register_forward_hook(lambda module, args, output: hooks.append(1))
-    PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    _clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
     for i in range(1, 3):
         model(torch.randn(4, 5))
         assert (int(model.calls), int(model.state), len(model.names), len(hooks)) == (i, i, i, i)
@@ -122,14 +122,14 @@ class Centered(nn.Module):
 @pytest.mark.parametrize("draw", [F.dropout, lambda x: x + torch.randn(()), lambda x: x], ids=["dropout", "add", "no"])
 def test_modules_that_mix_samples_are_refused_where_they_draw_random_numbers_too(draw):
     model = Centered(draw)
-    PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    _clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
     with pytest.raises(ValueError, match="Centered gives a sample another output alone"):
         model(torch.randn(4, 5))
 
 
 def test_random_numbers_are_drawn_as_often_as_without_the_comparison():
     model, x, states = WithDropout(), torch.randn(4, 5), []
-    PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    _clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
     for _ in range(2):  # compared in the first, not in the second
         torch.manual_seed(0)
         model(x)
@@ -149,7 +149,7 @@ class WithDropout(nn.Module):
 def test_modules_that_cannot_be_copied_are_refused_by_name():
     model = WithDropout()
     model.items = (i for i in range(3))
-    PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    _clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
     with pytest.raises(ValueError, match=r"WithDropout cannot be copied.*register_rule"):
         model(torch.randn(4, 5))
 
@@ -179,6 +179,6 @@ def test_more_inputs_of_another_size_do_not_outvote_the_batch():
 def test_backward_hooks_inside_modules_run_by_vmap_are_refused_by_name():
     model = WithEmbedding(nn.Embedding(6, 3))
     model.embedding.register_full_backward_hook(lambda module, grad_input, grad_output: None)
-    PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    _clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
     with pytest.raises(ValueError, match=r"'embedding' in WithEmbedding has a backward hook"):
         model(WORDS)

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from per_sample.harness import check, frozen
+from per_sample.harness import check, close, frozen, losses_of
 from torch import nn
+
+from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
 
 B = 5
 
@@ -147,6 +149,26 @@ def test_equals_one_backward_per_sample(name):
 def test_bilinear_and_bags_with_weights_take_several_inputs():
     check(nn.Bilinear(3, 4, 2), x(3), x(4))
     check(nn.EmbeddingBag(6, 3, mode="sum"), tokens(7), None, x(7), modes=("auto", "low", "kept"))
+
+
+@pytest.mark.parametrize("include_last", [False, True])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_bags_of_different_sizes_are_samples(mode, include_last):
+    bag = nn.EmbeddingBag(6, 3, mode=mode, padding_idx=2, include_last_offset=include_last).double()
+    index, starts = torch.tensor([0, 1, 1, 2, 5, 2, 3, 0]), [0, 3, 3, 4]  # the second bag is empty
+    offsets = torch.tensor([*starts, len(index)] if include_last else starts)
+    expected = []
+    for part in index.tensor_split(starts[1:]):
+        (grad,) = torch.autograd.grad(
+            losses_of(bag(part[None])).sum() if len(part) else bag.weight.sum() * 0, bag.weight
+        )
+        expected.append(grad)
+    for memory in ("auto", "low"):
+        with PerSampleGradientClipper(bag, ConstantFlatClipper(1e9), loss_reduction="sum", memory=memory) as clipper:
+            bag.zero_grad()
+            result = clipper.backward(losses_of(bag(index, offsets)))
+        close(result.norms, torch.stack(expected).flatten(1).norm(dim=1))
+        close(bag.weight.grad, torch.stack(expected).sum(0))
 
 
 def test_attention_equals_one_backward_per_sample():

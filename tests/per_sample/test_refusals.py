@@ -90,13 +90,6 @@ def test_running_statistics_are_refused_with_and_without_parameters(affine):
         clipper_for(model)
 
 
-def test_models_that_compile_themselves_are_refused():
-    model = nn.Linear(3, 1)
-    model.compile(backend="eager")
-    with pytest.raises(ValueError, match="module must not be compiled, got a compiled Linear"):
-        clipper_for(model)
-
-
 def test_losses_without_a_way_to_the_parameters_are_refused():
     model = nn.Linear(3, 1)
     with clipper_for(model) as clipper:

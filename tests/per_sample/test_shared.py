@@ -85,7 +85,7 @@ def test_other_uses_of_one_row_for_all_samples_are_refused_by_name(use, frozen):
 
 def test_the_output_for_one_row_has_one_row():
     model = Uses(lambda x, row: x + row.new_ones(row.shape))
-    PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    _clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
     seen = []
     model.layer.register_forward_hook(lambda module, args, output: seen.append(output.shape))
     model(torch.randn(5, 4, 3))
@@ -139,6 +139,6 @@ def test_a_bag_of_one_sample_is_one_sample():
 def test_transforms_of_functions_run_the_model_as_it_is():
     model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(5, 3)
     expected = torch.func.jacrev(model)(x)
-    PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    _clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
     close(torch.func.jacrev(model)(x), expected)
     assert torch.vmap(model)(x).shape == (5, 2)

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from torchzero_clip.per_sample.rules.registry import GENERIC, WHOLE, refusal, rule_for
-from torchzero_clip.per_sample.site import CapturedForward, Recorder, Rule, Site
+from torchzero_clip.per_sample.site import CapturedForward, Recorder, Rule, Site, uncompiled
 
 
 class Attachment:
@@ -112,7 +112,7 @@ class _Began:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():
-            self._began(args, kwargs)
+            uncompiled(self._began, args, kwargs)
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
@@ -185,10 +185,9 @@ def _covers_submodules(rule: Rule) -> bool:
 def _check_model(model: nn.Module, params: dict[str, nn.Parameter]) -> None:
     if isinstance(model, DataParallel | DistributedDataParallel):
         raise ValueError(f"module must be the model itself, got a {type(model).__name__}: it averages over samples")
-    compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
-    if isinstance(model, torch.jit.ScriptModule) or hasattr(model, "_orig_mod") or compiled:
+    if isinstance(model, torch.jit.ScriptModule):
         raise ValueError(
-            f"module must not be compiled, got a compiled {type(model).__name__}: attach to the model it was made of"
+            f"module must not be scripted, got a {type(model).__name__}: attach to the model it was made of"
         )
     for name, param in params.items():
         if isinstance(param, DTensor):

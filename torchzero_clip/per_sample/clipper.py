@@ -1,7 +1,7 @@
 """Clips the gradient of every sample, with one backward for all of them."""
 
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias
+from typing import Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.per_sample.allowance import Memory
 from torchzero_clip.per_sample.engine import Engine, accumulate
 from torchzero_clip.per_sample.norm_clippers import NormClipper
+from torchzero_clip.per_sample.ownership import Shown, release_with, weak
 from torchzero_clip.per_sample.weighting import ClippingResult, Nonfinite, clipped_backward, weighted
 
 LossReduction: TypeAlias = Literal["mean", "sum"]
@@ -24,8 +25,8 @@ class PerSampleGradientClipper:
     backward runs, each layer hands over its input and the gradient of its output, of which the norms of the samples are
     made; no gradient of a weight is computed until the factors are known.
 
-    It acts on every forward of the module with gradients enabled, in training and in eval mode, until `detach()`, or
-    the end of a ``with`` block. Nothing but the parameters of the module is clipped.
+    It acts on every forward of the module with gradients enabled, in training and in eval mode, until `detach()`, the
+    end of a ``with`` block, or the clipper's own end. Nothing but the parameters of the module is clipped.
 
     Args:
         module: The model. Layers that mix samples, such as BatchNorm, are refused by name.
@@ -90,14 +91,15 @@ class PerSampleGradientClipper:
         self.loss_reduction: LossReduction = loss_reduction
         self.nonfinite: Nonfinite = nonfinite
         self._engine = Engine(module, batch_first=batch_first, memory=memory)
-        self._engine.forward_begins = self._forget_grad_samples
+        self._shown = Shown("grad_sample")
+        self._engine.forward_begins = self._shown.clear
+        release_with(self, self._engine, self._shown)
         self._losses_given = False
-        self._formed: list[nn.Parameter] = []
         self._sums: dict[str, Tensor] = {}
         self._count = 0
         self._thresholds: Tensor | None = None
         if keep_grad_samples:
-            self._engine.formed = self._keep_grad_sample
+            self._engine.formed = weak(self._keep_grad_sample)
 
     def backward(self, losses: Tensor) -> ClippingResult:
         """Add the clipped gradients to ``.grad``: their sum, divided by the B of this call for "mean".
@@ -135,7 +137,7 @@ class PerSampleGradientClipper:
             gathered = self._engine.gathered(None)
         finally:
             self._engine.clear()
-            self._forget_grad_samples()
+            self._shown.clear()
         sums, result = weighted(self._engine, gathered, self.norm_clipper, self.nonfinite, scale=scale)
         for name, value in sums.items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
@@ -168,12 +170,12 @@ class PerSampleGradientClipper:
     def discard(self) -> None:
         """Forget the gradients of a backward that are not to be clipped."""
         self._engine.clear()
-        self._forget_grad_samples()
+        self._shown.clear()
 
     def detach(self) -> None:
         """Leave the module as it was before. What was accumulated can still be handed out."""
         self._engine.detach()
-        self._forget_grad_samples()
+        self._shown.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -187,14 +189,7 @@ class PerSampleGradientClipper:
         return float(max(count, 1)) if self.loss_reduction == "mean" else 1.0
 
     def _keep_grad_sample(self, param: nn.Parameter, grads: Tensor) -> None:
-        target: Any = param
         mean = self.loss_reduction == "mean" and not self._losses_given
         grads = grads * len(grads) if mean else grads
-        self._formed.append(param)
         earlier = getattr(param, "grad_sample", None)
-        target.grad_sample = grads if earlier is None else earlier + grads
-
-    def _forget_grad_samples(self) -> None:
-        for param in self._formed:
-            vars(param).pop("grad_sample", None)
-        self._formed = []
+        self._shown.put(param, grads if earlier is None else earlier + grads)

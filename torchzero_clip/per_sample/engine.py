@@ -17,7 +17,7 @@ from torchzero_clip.per_sample.allowance import Allowance, Memory
 from torchzero_clip.per_sample.attachment import Attachment, Outside
 from torchzero_clip.per_sample.contributions import Contribution, Dense
 from torchzero_clip.per_sample.merge import merged
-from torchzero_clip.per_sample.site import Site
+from torchzero_clip.per_sample.site import Site, uncompiled
 
 
 @dataclass
@@ -282,7 +282,7 @@ class _Ended:
         self._ended = ended
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._ended()
+        uncompiled(self._ended)
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:

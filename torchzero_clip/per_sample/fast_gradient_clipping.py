@@ -12,7 +12,8 @@ from torchzero_clip.per_sample.attachment import trainable
 from torchzero_clip.per_sample.clipper import LossReduction
 from torchzero_clip.per_sample.engine import Engine
 from torchzero_clip.per_sample.norm_clippers import STABILITY, ConstantFlatClipper
-from torchzero_clip.per_sample.norm_sample import put_norm_sample
+from torchzero_clip.per_sample.norm_sample import norm_sample
+from torchzero_clip.per_sample.ownership import Shown, release_with, weak
 from torchzero_clip.per_sample.rules.registry import GENERIC
 from torchzero_clip.per_sample.site import Site
 from torchzero_clip.per_sample.weighting import ClippingResult, clipped_backward
@@ -105,10 +106,11 @@ class GradSampleModuleFastGradientClipping(nn.Module):
 
     def _attach(self) -> None:
         self._engine = Engine(self.__dict__["_module"], **self._settings)
-        self._engine.forward_begins = self._forget
-        self._engine.backward_ends = self._put_norm_samples
+        self._shown = Shown("norm_sample", "_norm_sample")
+        self._engine.forward_begins = weak(self._forget)
+        self._engine.backward_ends = weak(self._put_norm_samples)
+        release_with(self, self._engine, self._shown)
         self._norms: Tensor | None = None
-        self._shown: list[nn.Parameter] = []
         self._in_one_pass = False
 
     @override
@@ -255,16 +257,12 @@ class GradSampleModuleFastGradientClipping(nn.Module):
 
     def _put_norm_samples(self) -> None:
         for param, squares in self._engine.measured():
-            put_norm_sample(param, squares.sqrt() * self._scale(len(squares)), len(squares))
-            self._shown.append(param)
+            self._shown.put(param, norm_sample(param, squares.sqrt() * self._scale(len(squares)), len(squares)))
 
     def _forget(self) -> None:
         self._norms = None
         self._engine.clear()
-        for param in self._shown:
-            vars(param).pop("norm_sample", None)
-            vars(param).pop("_norm_sample", None)
-        self._shown = []
+        self._shown.clear()
 
 
 def _refuse_buffers(model: nn.Module) -> None:

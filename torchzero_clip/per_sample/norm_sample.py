@@ -37,11 +37,14 @@ def create_norm_sample(*, param: Tensor, grad_sample: Tensor, max_batch_len: int
     if len(grad_sample) > max_batch_len:
         raise ValueError(f"max_batch_len must be at least the {len(grad_sample)} samples, got {max_batch_len}")
     if param.requires_grad:
-        put_norm_sample(param, squared_norms(grad_sample.detach()).sqrt(), max_batch_len)
+        target: Any = param
+        target.norm_sample = target._norm_sample = norm_sample(
+            param, squared_norms(grad_sample.detach()).sqrt(), max_batch_len
+        )
 
 
-def put_norm_sample(param: Any, norms: Tensor, length: int) -> None:
-    """Put the norms on the parameter, under both of its names, with zeros behind them up to the length."""
+def norm_sample(param: Tensor, norms: Tensor, length: int) -> Tensor:
+    """The norms as they are put on the parameter, with zeros behind them up to the length."""
     padded = norms.new_zeros(length, dtype=torch.promote_types(param.dtype, torch.float32))
     padded[: len(norms)] = norms
-    param.norm_sample = param._norm_sample = padded
+    return padded

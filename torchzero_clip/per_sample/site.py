@@ -105,6 +105,13 @@ class Site:
         )
 
 
+def _called(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+uncompiled: Callable[..., Any] = torch.compiler.disable(_called)  # where torch.compile does not follow
+
+
 class CapturedForward:
     """Stands in for the forward of one layer while it is captured."""
 
@@ -112,6 +119,9 @@ class CapturedForward:
         self.site = site
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return uncompiled(self._run, args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder, now = self.site.recorder, self.site.module.__dict__.get("forward")
         if isinstance(now, CapturedForward) and now is not self:  # the layer was attached anew as this call began
             return now(*args, **kwargs)

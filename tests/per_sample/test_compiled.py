@@ -1,0 +1,85 @@
+"""Models that torch.compile compiles, before or after a clipper is attached: captured layers run outside of it."""
+
+import copy
+
+import pytest
+import torch
+from per_sample.harness import close, losses_of
+from torch import nn
+from torch.nn import functional as F
+
+from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute"),  # torch.compile's own
+    pytest.mark.usefixtures("fresh_compiler"),
+]
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Scaled(nn.Module):
+    """A module for the generic rule, with one that has a rule inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 2, 8))
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inner(x * self.scale).tanh()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.scaled, self.norm, self.last = nn.Linear(4, 8), Scaled(), nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.last(self.norm(F.gelu(self.scaled(torch.relu(self.first(x))))))
+
+
+def clipped(model, called, x):
+    """Norms and gradients of two steps."""
+    found = []
+    with PerSampleGradientClipper(model, ConstantFlatClipper(0.5)) as clipper:
+        for _ in range(2):
+            model.zero_grad()
+            found += [clipper.backward(losses_of(called(x))).norms, *[p.grad.clone() for p in model.parameters()]]
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("how", ["method", "wrapper", "wrapper given", "submodule"])
+def test_compiled_models_are_clipped_as_they_are(how):
+    model, x = Net().double(), torch.randn(5, 4, dtype=torch.float64)
+    twin = copy.deepcopy(model)
+    expected = clipped(twin, twin, x)
+    attached, called = model, model
+    if how == "method":
+        model.compile(backend="aot_eager")
+    elif how == "submodule":
+        model.scaled.inner.compile(backend="aot_eager")
+    else:
+        called = torch.compile(model, backend="aot_eager")
+        attached = called if how == "wrapper given" else model
+    called(x).sum().backward()  # compiled before anything is attached
+    plain = [p.grad.clone() for p in model.parameters()]
+    for actual, wanted in zip(clipped(attached, called, x), expected, strict=True):
+        close(actual, wanted)
+    called(x).sum().backward()
+    for param, grad in zip(model.parameters(), plain, strict=True):
+        close(param.grad, grad)
+
+
+def test_a_model_may_be_compiled_while_a_clipper_is_attached():
+    model, x = Net().double(), torch.randn(5, 4, dtype=torch.float64)
+    with PerSampleGradientClipper(model, ConstantFlatClipper(0.5)) as clipper:
+        expected = clipper.backward(losses_of(model(x))).norms
+        compiled = torch.compile(model, backend="aot_eager")
+        close(clipper.backward(losses_of(compiled(x))).norms, expected)

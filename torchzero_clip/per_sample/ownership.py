@@ -1,0 +1,58 @@
+"""What a clipper puts into a model leaves it again, at the latest when nobody holds the clipper any more."""
+
+import weakref
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchzero_clip.per_sample.engine import Engine
+
+
+class Shown:
+    """Values that users read off parameters.
+
+    Args:
+        names: The attributes.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+        self._params: list[nn.Parameter] = []
+
+    def put(self, param: nn.Parameter, value: Tensor) -> None:
+        """Set the attributes to a value."""
+        for name in self._names:
+            setattr(param, name, value)
+        self._params.append(param)
+
+    def clear(self) -> None:
+        """Take them off again."""
+        for param in self._params:
+            for name in self._names:
+                vars(param).pop(name, None)
+        self._params.clear()
+
+
+def weak(method: Callable[..., None]) -> Callable[..., None]:
+    """The method as long as its object lives, which this does not keep alive: the model holds the engine."""
+    assert isinstance(method, MethodType)
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        now = reference()
+        if now is not None:
+            now(*args)
+
+    return call
+
+
+def release_with(owner: object, engine: Engine, shown: Shown) -> None:
+    """Leave the model as it was when the owner of the engine is gone."""
+    weakref.finalize(owner, _release, engine, shown).atexit = False
+
+
+def _release(engine: Engine, shown: Shown) -> None:
+    engine.detach()
+    shown.clear()
