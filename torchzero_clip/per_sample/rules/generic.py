@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from torchzero_clip.per_sample.contributions import Dense
 from torchzero_clip.per_sample.rules.agreement import Agreement
+from torchzero_clip.per_sample.rules.stored import Stored
 from torchzero_clip.per_sample.shared import each, is_shared, shared
 from torchzero_clip.per_sample.site import Rule, Site, anchor, wanted
 from torchzero_clip.per_sample.squares import wide
@@ -63,8 +64,10 @@ class GenericRule(Rule):
 
         site.recorder.inside = True
         try:
-            agreement = Agreement(site, leaves, dims, bound)
-            outputs = _mapped(one, copies, [leaves[i] for i, _ in split], [dim for _, dim in split], count, site)
+            agreement, stored = Agreement(site, leaves, dims, bound), Stored(site)
+            inputs = [leaves[i] for i, _ in split]
+            outputs = _mapped(one, copies, inputs, [dim for _, dim in split], count, site, stored)
+            stored.join()
             output = layout.given_back(outputs)
             agreement.check(output, lambda i: self.output_dim(site, i))
         finally:
@@ -254,8 +257,9 @@ def _mapped(
     dims: Sequence[int],
     count: int,
     site: Site,
+    stored: Stored,
 ) -> Sequence[Tensor]:
-    """``one`` for every sample, with the samples first in what it returns."""
+    """``one`` for every sample, with the samples first in what it returns; one by one where vmap cannot."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "There is a performance drop")
@@ -268,7 +272,9 @@ def _mapped(
             ) from error
     rows = {name: copy.unbind(0) for name, copy in copies.items()}
     split = [tensor.unbind(dim) for tensor, dim in zip(inputs, dims, strict=True)]
-    results = [
-        one({name: row[i] for name, row in rows.items()}, *(column[i] for column in split)) for i in range(count)
-    ]
+    stored.restore()
+    results: list[tuple[Tensor, ...]] = []
+    for i in range(count):
+        results.append(one({name: row[i] for name, row in rows.items()}, *(column[i] for column in split)))
+        stored.after_sample()
     return [torch.stack(column) for column in zip(*results, strict=True)]
