@@ -1011,3 +1011,122 @@ def test_of_a_layer_in_a_loop_one_gradient_of_each_sample_is_kept():
 
 def test_a_batch_that_counts_from_0_is_no_positions():
     check(nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 2)), torch.arange(5))
+
+
+def test_the_limit_may_change_between_steps():
+    model, x = small(), batch()
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1e9))
+    limit = clipper.backward(losses_of(model(x))).norms.quantile(0.5).item()
+    clipper.norm_clipper = ConstantFlatClipper(limit)
+    assert clipper.backward(losses_of(model(x))).factors.min() < 1
+    assert repr(clipper) == f"PerSampleGradientClipper(ConstantFlatClipper({limit}), loss_reduction='mean')"
+    with pytest.raises(TypeError, match="norm_clipper must be of class NormClipper, got 5"):
+        clipper.norm_clipper = 5
+    assert clipper.norm_clipper.flat_value == limit
+
+
+def test_gradients_that_a_scaler_multiplied_take_a_limit_that_it_multiplied_too():
+    models, x = [small().float() for _ in range(2)], batch().float()
+    models[1].load_state_dict(models[0].state_dict())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        clipper = PerSampleGradientClipper(model, ConstantFlatClipper(0.3))
+        if model is models[0]:
+            clipper.backward(losses_of(model(x)))
+            optimizer.step()
+            continue
+        losses = scaler.scale(losses_of(model(x)))
+        clipper.norm_clipper = ConstantFlatClipper(0.3 * scaler.get_scale())
+        clipper.backward(losses)
+        scaler.step(optimizer)
+        scaler.update()
+    for one, two in zip(*(model.parameters() for model in models), strict=True):
+        close(one, two, rtol=1e-5, atol=1e-7)
+
+
+def test_a_layer_freed_before_a_call_of_submodules_is_not_left_out():
+    model, x = small(), batch()
+    model[0].weight.requires_grad_(False)
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(0.1))
+    model[0].requires_grad_(True)
+    norms = clipper.backward(losses_of(model[2](model[1](model[0](x))))).norms
+    close(norms, reference(copy.deepcopy(model), x, 0.1)[0])
+
+
+def test_a_layer_that_was_all_frozen_before_a_call_of_submodules_is_refused():
+    model, x = small(), batch()
+    model[0].requires_grad_(False)
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(0.1))
+    model[0].requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"outside the call of its layer|run it again"):
+        clipper.backward(losses_of(model[2](model[0](x))))
+    assert all(param.grad is None for param in model.parameters())
+    close(clipper.backward(losses_of(model(x))).norms, reference(copy.deepcopy(model), x, 0.1)[0])
+
+
+def test_layers_freed_between_forward_and_backward_are_refused():
+    model, x = small(), batch()
+    model[0].requires_grad_(False)
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(0.1))
+    losses = losses_of(model(x))
+    model[0].requires_grad_(True)
+    with pytest.raises(RuntimeError, match="frozen, freed or exchanged since its forward began: run it again"):
+        clipper.backward(losses)
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_a_module_with_the_address_of_an_old_one_is_seen():
+    for _ in range(20):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Identity(), nn.Linear(3, 2)).double()
+        clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+        clipper.backward(losses_of(model(batch())))
+        model[1] = None
+        model[1] = nn.BatchNorm1d(3, affine=False)
+        with pytest.raises(ValueError, match="BatchNorm1d"):
+            model(batch())
+
+
+def test_a_clipper_that_could_not_attach_leaves_the_model_as_it_was():
+    model = nn.Sequential(nn.Linear(5, 3), nn.LazyLinear(3), nn.Linear(3, 1))
+    with pytest.raises(ValueError, match=r"'1\.weight' is lazy: run a forward first"):
+        PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    model(torch.randn(4, 5))
+    PerSampleGradientClipper(model, ConstantFlatClipper(1.0)).backward(losses_of(model(torch.randn(4, 5))))
+
+
+def test_a_hook_that_raises_in_pre_step_changes_nothing():
+    model, x = small(), batch()
+    clipper, raising = PerSampleGradientClipper(model, ConstantFlatClipper(0.1)), [True]
+
+    def hook(grad):
+        if raising:
+            raise KeyError
+
+    model[2].weight.register_hook(hook)
+    losses_of(model(x)).mean().backward()
+    clipper.clip_and_accumulate()
+    with pytest.raises(KeyError):
+        clipper.pre_step()
+    assert all(param.grad is None for param in model.parameters())
+    raising.clear()
+    clipper.pre_step()
+    for param, grad in zip(model.parameters(), reference(copy.deepcopy(model), x, 0.1)[1], strict=True):
+        close(param.grad, grad / len(x))
+
+
+def test_a_forward_that_the_user_sets_meanwhile_stays():
+    model = small()
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    model[0].forward = own = lambda x: x
+    clipper.detach()
+    assert model[0].forward is own
+
+
+def test_options_that_are_refused_are_refused_also_where_they_are_set_later():
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    model[0].max_norm = 0.1
+    with pytest.raises(ValueError, match=r"'0' \(Embedding\) cannot be clipped per sample: max_norm"):
+        model(torch.tensor([[1, 2]]))
+    assert clipper

@@ -7,7 +7,8 @@ import torch
 from per_sample.harness import check
 from torch import nn
 
-from torchzero_clip.per_sample.rules.conv import Convolved
+from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
+from torchzero_clip.per_sample.rules.conv import Convolved, Options
 
 LAYERS = {
     "1d": (nn.Conv1d(4, 6, 3, padding=1), (6,)),
@@ -56,6 +57,52 @@ def test_where_patches_do_not_overlap_or_are_small_they_are_copied(name):
 
 def test_gradients_of_small_kernels_lie_turned_in_memory():
     module = nn.Conv2d(3, 16, 3)
-    contribution = Convolved(module.weight, module, torch.randn(5, 3, 6, 6), torch.randn(5, 16, 4, 4), None)
+    contribution = Convolved(module.weight, Options.of(module), torch.randn(5, 3, 6, 6), torch.randn(5, 16, 4, 4), None)
     assert contribution.dense(0, 5).stride(1) == 1
     check(nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU()), torch.randn(17, 3, 12, 12))
+
+
+class Shared(nn.Module):
+    """One weight with several dilations, set before each call."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x):
+        outputs = []
+        for dilation in (1, 2):
+            self.conv.dilation = self.conv.padding = (dilation, dilation)
+            outputs.append(self.conv(x))
+        return outputs[0] + outputs[1].tanh()
+
+
+@pytest.mark.parametrize("channels", [3, 16])
+def test_options_may_differ_from_call_to_call(channels):
+    check(Shared(channels), torch.randn(4, channels, 6, 6))
+
+
+@pytest.mark.parametrize("channels", [(3, 80), (40, 80), (3, 3), (3, 32), (64, 32)])
+@pytest.mark.parametrize("padding", [(0, 0), (2, 2), 1])
+def test_options_may_be_changed_after_construction(channels, padding):
+    module = nn.Conv2d(*channels, 3, padding=1)
+    module.padding, module.dilation, module.stride = padding, 2, (1, 1)
+    check(module, torch.randn(4, channels[0], 7, 7), modes=("auto", "low"))
+
+
+def test_no_samples_have_no_gradients_in_any_mode():
+    for module in (nn.Conv2d(16, 4, 3), nn.Conv2d(3, 4, 3)):
+        check_nothing(module, torch.randn(0, module.in_channels, 9, 9))
+    check_nothing(nn.Linear(2, 2), torch.randn(0, 100, 2))
+    check_nothing(nn.Linear(9, 9), torch.randn(0, 70, 9))
+
+
+def check_nothing(module, x):
+    for kept in (False, True):
+        for memory in ("auto", "low"):
+            module.zero_grad()
+            with PerSampleGradientClipper(
+                module, ConstantFlatClipper(1.0), memory=memory, keep_grad_samples=kept
+            ) as clipper:
+                assert clipper.backward(module(x).flatten(1).sum(1)).norms.shape == (0,)
+            assert not any(param.grad.any() for param in module.parameters())

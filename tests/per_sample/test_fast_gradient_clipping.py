@@ -306,3 +306,18 @@ def test_create_norm_sample_refuses_what_does_not_fit():
         create_norm_sample(param=param, grad_sample=torch.ones(3, 1), max_batch_len=3)
     with pytest.raises(ValueError, match="max_batch_len must be at least the 3 samples"):
         create_norm_sample(param=param, grad_sample=torch.ones(3, 2), max_batch_len=2)
+
+
+def test_a_second_backward_with_hooks_enabled_is_refused():
+    model = nn.Linear(3, 1)
+    module = GradSampleModuleFastGradientClipping(model)
+    for _ in range(2):
+        losses = module(torch.randn(4, 3)).squeeze(1)
+        losses.mean().backward(retain_graph=True)
+        coef = module.get_clipping_coef()
+        with pytest.raises(RuntimeError, match=r"call disable_hooks\(\) before it"):
+            (coef * losses).mean().backward(retain_graph=True)
+        module.disable_hooks()
+        (coef * losses).mean().backward()
+        module.enable_hooks()
+        assert model.weight.grad is not None

@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
-from per_sample.harness import check, close, losses_of
+from per_sample.harness import check, close, loop, losses_of, norms_of, total_of
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
 
@@ -182,3 +183,78 @@ def test_backward_hooks_inside_modules_run_by_vmap_are_refused_by_name():
     _clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
     with pytest.raises(ValueError, match=r"'embedding' in WithEmbedding has a backward hook"):
         model(WORDS)
+
+
+class Tagger(nn.Module):
+    """A recurrent network with its own order of dimensions, and a layer on all of its positions."""
+
+    def __init__(self, *, turned):
+        super().__init__()
+        self.turned, self.rnn, self.head = turned, nn.LSTM(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        output = self.rnn(x.transpose(0, 1))[0]
+        return self.head(output.transpose(0, 1) if self.turned else output)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_sequences_as_long_as_the_batch_are_not_taken_for_samples(turned):
+    model = Tagger(turned=turned)
+    refused = pytest.raises(ValueError, match=r"'rnn' \(LSTM\) has batch_first=False, the clipper batch_first=True")
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)), refused:
+        model(torch.randn(5, 5, 3))
+
+
+def test_sequences_that_were_told_from_samples_may_be_as_long_as_the_batch():
+    model = Tagger(turned=True).double()
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        for x in (torch.randn(4, 5, 3).double(), torch.randn(5, 5, 3).double()):
+            norms = total_of(norms_of(loop(copy.deepcopy(model), [x])))
+            close(clipper.backward(losses_of(model(x))).norms, norms)
+    model = Tagger(turned=False)
+    refused = pytest.raises(ValueError, match="saw 5 samples, the batch has 4")
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper, refused:
+        clipper.backward(losses_of(model(torch.randn(4, 5, 3)), 1))
+
+
+class Gated(nn.Module):
+    """What it adds cannot be seen as long as the gate is closed, or its inputs are zeros."""
+
+    def __init__(self, gate, added):
+        super().__init__()
+        self.gate, self.added = nn.Parameter(torch.full((5,), gate)), added
+
+    def forward(self, x, position):
+        return x + self.gate * self.added(x, position)
+
+
+@pytest.mark.parametrize("gate", [0.0, 1.0])
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+@pytest.mark.parametrize("shape", [(4, 5), (4, 4, 5)])
+def test_modules_that_mix_samples_are_refused_whatever_values_they_see_first(gate, scale, shape):
+    model, x = Gated(gate, lambda x, _: x + x.mean(0, keepdim=True)), scale * torch.randn(shape)
+    refused = pytest.raises(ValueError, match="Gated gives a sample another output alone than in the batch")
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)), refused:
+        model(x, torch.randn(3))
+
+
+@pytest.mark.parametrize("gate", [0.0, 1.0])
+def test_positions_of_all_samples_that_are_as_many_as_samples_are_refused(gate):
+    model, x = Gated(gate, lambda _, position: position), torch.randn(4, 4, 5)
+    refused = pytest.raises(ValueError, match="an input without a batch dimension has the size of one")
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)), refused:
+        model(x, torch.randn(4, 5))
+
+
+@pytest.mark.parametrize("parametrized", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.orthogonal])
+def test_cached_parametrizations_get_their_gradients(parametrized):
+    model = nn.Sequential(parametrized(nn.Linear(3, 3)), nn.Tanh(), nn.Linear(3, 1)).double()
+    x = torch.randn(4, 3).double()
+    norms = norms_of(loop(copy.deepcopy(model), [x]))
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1e9)) as clipper:
+        for _ in range(2):
+            with parametrize.cached():
+                model[0](x).sum()
+                result = clipper.backward(losses_of(model(x)))
+            for name, norm in norms.items():
+                close(result.param_norms[name], norm)

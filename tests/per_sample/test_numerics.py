@@ -1,5 +1,6 @@
 """Norms in float32 and below: never too small, and right where gradients cancel."""
 
+import copy
 import math
 
 import pytest
@@ -162,6 +163,22 @@ def test_norms_of_finite_gradients_are_finite_and_of_none_but_zeros_zero(name, s
     summed = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert summed.isfinite().all()
     assert summed.double().norm() <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("scales", [(1e15, 1e-23), (1e12, 3e-23), (3e-23, 1e12), (1e10, 1e-22)])
+@pytest.mark.parametrize("layer", ["linear", "convolution"])
+def test_norms_do_not_lose_what_one_factor_is_too_small_for(layer, scales):
+    torch.manual_seed(2)
+    module = nn.Linear(16, 16, bias=False) if layer == "linear" else nn.Conv2d(40, 80, 3, padding=1, bias=False)
+    x = torch.randn((3, 8, 16) if layer == "linear" else (3, 40, 3, 3)) * scales[0]
+    weights = torch.randn(module(x).shape) * scales[1]
+    twin, norms = copy.deepcopy(module).double(), []
+    for i in range(3):
+        (grad,) = torch.autograd.grad((twin(x[i : i + 1].double()) * weights[i].double()).sum(), twin.weight)
+        norms.append(grad.norm())
+    with PerSampleGradientClipper(module, ConstantFlatClipper(1.0), memory="low") as clipper:
+        result = clipper.backward((module(x) * weights).flatten(1).sum(1))
+    close(result.norms.double(), torch.stack(norms), rtol=1e-5, atol=0)
 
 
 def test_samples_without_gradient_have_norm_zero():

@@ -68,7 +68,9 @@ def test_factors_of_each_tensor_are_used_and_shown():
     model.zero_grad()
     with (
         PerSampleGradientClipper(model, ByTensor(1)) as clipper,
-        pytest.raises(ValueError, match="must give factors for 2 parameter tensors, got 1"),
+        pytest.raises(
+            ValueError, match=r"ByTensor\.calc_clipping_factors must return factors for 2 parameter tensors, got 1"
+        ),
     ):
         clipper.backward(model(x).squeeze(1))
     assert model.bias.grad is None
@@ -94,10 +96,14 @@ def test_losses_without_a_way_to_the_parameters_are_refused():
     model = nn.Linear(3, 1)
     with clipper_for(model) as clipper:
         with pytest.raises(RuntimeError, match="the losses do not depend on it"):
-            clipper.backward(torch.ones(4))
-        model.requires_grad_(False)
-        with pytest.raises(RuntimeError, match="the losses do not depend on it"):
+            clipper.backward(torch.ones(4, requires_grad=True))
+        with torch.no_grad(), pytest.raises(RuntimeError, match="the forward ran under torch"):
             clipper.backward(model(torch.randn(4, 3)).squeeze(1))
+        model.requires_grad_(False)
+        with pytest.raises(RuntimeError, match="nothing in it trains"):
+            clipper.backward(model(torch.randn(4, 3)).squeeze(1))
+    with pytest.raises(RuntimeError, match="the clipper is detached"):
+        clipper.backward(model(torch.randn(4, 3)).squeeze(1))
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,18 @@
 """Puts the captured forwards into a model, and takes them out again."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from torchzero_clip.per_sample.rules.registry import GENERIC, WHOLE, refusal, rule_for
+from torchzero_clip.per_sample.rules.registry import GENERIC, WHOLE, refusal, rule_for, rules
 from torchzero_clip.per_sample.site import CapturedForward, Recorder, Rule, Site, uncompiled
 
 
@@ -35,7 +36,8 @@ class Attachment:
         self._handles: list[RemovableHandle] = []
         self._sites: list[Site] = []
         self._owners: Counter[int] = Counter()
-        self._seen: list[tuple[int, bool]] = []
+        self._seen: list[tuple[object, bool]] = []
+        self._rules: Mapping[type[nn.Module], Rule] = {}
         self.params: dict[str, nn.Parameter] = {}
 
     def attach(self) -> None:
@@ -49,29 +51,38 @@ class Attachment:
         sites = list(_sites(self._model, self._recorder, force_generic=self._force_generic))
         self.detach()
         self.params, self._sites = params, sites
-        self._seen = _held(self._model)[0]
+        self._seen, self._rules = _held(self._model), rules()
         self._owners = Counter(id(param) for site in sites for param in site.params.values())
-        for site in sites:
-            site.module.__dict__["forward"] = CapturedForward(site)
         self._handles = [self._model.register_forward_pre_hook(_Began(self._began), with_kwargs=True)]
         for name, param in params.items():
             self._handles.append(param.register_hook(Outside(name, self._recorder)))
+        for site in sites:
+            site.module.__dict__["forward"] = CapturedForward(site)
 
     def detach(self) -> None:
         """Leave the model as it was."""
         for handle in self._handles:
             handle.remove()
         for site in self._sites:
-            site.module.__dict__.pop("forward", None)
+            own = site.module.__dict__.get("forward")
+            if isinstance(own, CapturedForward) and own.site is site:
+                del site.module.__dict__["forward"]
         self._handles, self._sites = [], []
 
     def refresh(self) -> None:
-        """Capture the parameters that train now, where layers were frozen, freed or exchanged since."""
-        held = _held(self._model)
-        if any(not isinstance(param, nn.Parameter) for param in held[1]):
-            return  # functional_call lends the model other tensors, for this forward alone
-        if held[0] != self._seen:
+        """Capture the parameters that train now, where layers were frozen, freed or exchanged since, or got a rule."""
+        if self.is_outdated():
             self.attach()
+
+    def is_outdated(self) -> bool:
+        """Whether the model is not what is captured."""
+        seen = _held(self._model)
+        lent = any(isinstance(x, Tensor) and not isinstance(x, nn.Parameter) for x, _ in seen)
+        if lent:
+            return False  # functional_call lends the model other tensors, for this forward alone
+        if len(seen) != len(self._seen) or self._rules != rules():
+            return True
+        return any(a is not b or p != q for (a, p), (b, q) in zip(seen, self._seen, strict=True))
 
     def is_shared(self, param: nn.Parameter) -> bool:
         """Whether several layers have it."""
@@ -88,20 +99,16 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: param for name, param in module.named_parameters() if param.requires_grad}
 
 
-def _held(model: nn.Module) -> tuple[list[tuple[int, bool]], list[Tensor]]:
-    """What tells one state of a model from another: its modules, its parameters, and which of these train; the latter.
+def _held(model: nn.Module) -> list[tuple[object, bool]]:
+    """What tells one state of a model from another: its modules, its parameters, and which of these train.
 
     It is asked in every forward, and reads the dictionaries, which is faster than names.
     """
-    seen: list[tuple[int, bool]] = []
-    params: list[Tensor] = []
+    held: list[tuple[object, bool]] = []
     for module in model.modules():
-        seen.append((id(module), False))
-        for param in module._parameters.values():
-            if param is not None:
-                seen.append((id(param), param.requires_grad))
-                params.append(param)
-    return seen, params
+        held.append((module, False))
+        held += [(param, param.requires_grad) for param in module._parameters.values() if param is not None]
+    return held
 
 
 class _Began:
@@ -190,6 +197,8 @@ def _check_model(model: nn.Module, params: dict[str, nn.Parameter]) -> None:
             f"module must not be scripted, got a {type(model).__name__}: attach to the model it was made of"
         )
     for name, param in params.items():
+        if isinstance(param, UninitializedParameter):
+            raise ValueError(f"module must have all its parameters, but {name!r} is lazy: run a forward first")
         if isinstance(param, DTensor):
             raise ValueError(f"module must hold plain tensors, but {name!r} is a DTensor: clip before fully_shard")
         if param.is_complex():

@@ -5,6 +5,7 @@ from typing import Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.per_sample.allowance import Memory
@@ -83,13 +84,12 @@ class PerSampleGradientClipper:
         nonfinite: Nonfinite = "zero",
         keep_grad_samples: bool = False,
     ) -> None:
-        instance("norm_clipper", norm_clipper, NormClipper)
         one_of("loss_reduction", loss_reduction, ("mean", "sum"))
         one_of("nonfinite", nonfinite, ("zero", "raise"))
         boolean("keep_grad_samples", keep_grad_samples)
-        self.norm_clipper = norm_clipper
         self.loss_reduction: LossReduction = loss_reduction
         self.nonfinite: Nonfinite = nonfinite
+        self.norm_clipper = norm_clipper
         self._engine = Engine(module, batch_first=batch_first, memory=memory)
         self._shown = Shown("grad_sample")
         self._engine.forward_begins = self._shown.clear
@@ -100,6 +100,20 @@ class PerSampleGradientClipper:
         self._thresholds: Tensor | None = None
         if keep_grad_samples:
             self._engine.formed = weak(self._keep_grad_sample)
+
+    @property
+    def norm_clipper(self) -> NormClipper:
+        """How norms become factors; it may be another one from some step on."""
+        return self._norm_clipper
+
+    @norm_clipper.setter
+    def norm_clipper(self, value: NormClipper) -> None:
+        instance("norm_clipper", value, NormClipper)
+        self._norm_clipper = value
+
+    @override
+    def __repr__(self) -> str:
+        return f"PerSampleGradientClipper({self._norm_clipper!r}, loss_reduction={self.loss_reduction!r})"
 
     def backward(self, losses: Tensor) -> ClippingResult:
         """Add the clipped gradients to ``.grad``: their sum, divided by the B of this call for "mean".
@@ -158,11 +172,16 @@ class PerSampleGradientClipper:
         if self._thresholds is None:
             raise ValueError("nothing was accumulated: call clip_and_accumulate() after loss.backward() first")
         params, count = self._engine.params, self._count
-        divisor = self._divisor(count)
-        for name, param in params.items():
-            value = self._sums.get(name)
-            param.grad = None
-            accumulate(param, torch.zeros_like(param) if value is None else value.div_(divisor))
+        before = [param.grad for param in params.values()]
+        try:
+            for name, param in params.items():
+                value = self._sums.get(name)
+                param.grad = None
+                accumulate(param, torch.zeros_like(param) if value is None else value / self._divisor(count))
+        except BaseException:  # a hook raised
+            for param, grad in zip(params.values(), before, strict=True):
+                param.grad = grad
+            raise
         max_norm = torch.linalg.vector_norm(self._thresholds).repeat(len(params))
         self._sums, self._count, self._thresholds = {}, 0, None
         return max_norm, count

@@ -58,6 +58,7 @@ class Engine:
         self._ordinary: dict[int, tuple[Tensor, Tensor]] = {}
         self._running: set[int] = set()
         self._in_forward = False
+        self._consumed = False
         self._only_input: weakref.ref[Tensor] | None = None
         self._attachment = Attachment(model, self, began=self._began, force_generic=force_generic)
         self._attachment.attach()
@@ -68,6 +69,11 @@ class Engine:
     def listens(self) -> bool:
         """Whether forwards are captured, and their gradients told apart."""
         return self.enabled and self._attached
+
+    @property
+    def attached(self) -> bool:
+        """Whether the model is captured."""
+        return self._attached
 
     @property
     def params(self) -> dict[str, nn.Parameter]:
@@ -88,7 +94,7 @@ class Engine:
 
     def clear(self) -> None:
         """Forget what has arrived."""
-        self._arrivals, self._ordinary, self._running = {}, {}, set()
+        self._arrivals, self._ordinary, self._running, self._consumed = {}, {}, set(), False
         self.allowance = Allowance(self._memory)
         self._attachment.reset_counts()
 
@@ -107,7 +113,10 @@ class Engine:
             self._forget_unfinished()
             if not self._in_forward:
                 self.batch_size = self._only_input = None
+                self._consumed = False
                 self._forget_shown()
+                if not self.waits:
+                    self._attachment.refresh()
         if self.waits and not _in_backward():
             raise RuntimeError(
                 "gradients of an earlier backward wait to be clipped: call clip_and_accumulate() after "
@@ -130,6 +139,12 @@ class Engine:
                 earlier = self._ordinary.get(id(part.param))
                 self._ordinary[id(part.param)] = part.param, value if earlier is None else earlier[1] + value
             return
+        if self._consumed:
+            self.clear()
+            raise RuntimeError(
+                "a second backward while hooks are enabled would give no gradients: "
+                "call disable_hooks() before it, and enable_hooks() after it"
+            )
         for part in contributions:
             self._keep(site, part)
 
@@ -143,6 +158,10 @@ class Engine:
             ValueError: If the samples of some layer are not those of the batch.
             RuntimeError: If the backward did not end.
         """
+        if self._attachment.is_outdated():
+            raise RuntimeError(
+                "parameters of the module were frozen, freed or exchanged since its forward began: run it again"
+            )
         if self._running:
             raise RuntimeError(
                 "the backward raised before its end, so that some gradients are missing: "
@@ -161,7 +180,7 @@ class Engine:
 
     def consume(self) -> None:
         """Forget what has arrived, but not the activations: the same graph may run again, for ordinary gradients."""
-        self._arrivals = {}
+        self._arrivals, self._consumed = {}, True
 
     def measured(self) -> list[tuple[nn.Parameter, Tensor]]:
         """The squared norms of what has arrived, by parameter."""
@@ -238,14 +257,17 @@ class Engine:
 
     def _check_counts(self, count: int | None) -> None:
         arrivals = [arrival for group in self._arrivals.values() for arrival in group]
+        agree = len({arrival.contribution.batch_size for arrival in arrivals}) == 1
+        several = len({arrival.site for arrival in arrivals}) > 1
         for arrival in arrivals:
             found = arrival.contribution.batch_size
             count = found if count is None else count
             if found != count:
                 raise ValueError(
-                    f"{arrival.site} saw {found} samples, the batch has {count}. Per-sample gradients need the samples "
-                    f"in dimension {0 if self.batch_first else 1} of its input (batch_first={self.batch_first}); "
-                    "positions that all samples share need a batch dimension too"
+                    f"{'every layer' if agree and several else arrival.site} saw {found} samples, the batch has "
+                    f"{count}. Per-sample gradients need the samples in dimension {0 if self.batch_first else 1} of "
+                    f"the input of every layer (batch_first={self.batch_first}), and one loss for each; positions that "
+                    "all samples share need a batch dimension too"
                 )
 
 

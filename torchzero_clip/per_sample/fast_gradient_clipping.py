@@ -14,7 +14,7 @@ from torchzero_clip.per_sample.engine import Engine
 from torchzero_clip.per_sample.norm_clippers import STABILITY, ConstantFlatClipper
 from torchzero_clip.per_sample.norm_sample import norm_sample
 from torchzero_clip.per_sample.ownership import Shown, release_with, weak
-from torchzero_clip.per_sample.rules.registry import GENERIC
+from torchzero_clip.per_sample.rules.registry import GENERIC, refusal
 from torchzero_clip.per_sample.site import Site
 from torchzero_clip.per_sample.weighting import ClippingResult, clipped_backward
 
@@ -90,7 +90,7 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         non_negative("max_grad_norm", max_grad_norm)
         boolean("use_ghost_clipping", use_ghost_clipping)
         if strict:
-            _refuse_buffers(m)
+            _refuse_buffers(m, batch_first=batch_first)
         for shown in ("_parameters", "_buffers", "_modules"):  # the same dicts: what m gets later, this has too
             self.__dict__[shown] = m.__dict__[shown]
         self.__dict__["_module"] = m
@@ -265,12 +265,11 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         self._shown.clear()
 
 
-def _refuse_buffers(model: nn.Module) -> None:
+def _refuse_buffers(model: nn.Module, *, batch_first: bool) -> None:
     for name, module in model.named_modules():
         if not any(True for _ in module.buffers(recurse=False)):
             continue
         where = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
-        raise NotImplementedError(
-            f"{where} includes a buffer, which may mix samples: use strict=False if it does not, "
-            "and check_per_sample to be sure"
-        )
+        reason = refusal(module, batch_first=batch_first)
+        way_out = "use strict=False if it does not, and check_per_sample to be sure"
+        raise NotImplementedError(f"{where} includes a buffer: {reason or f'it may mix samples. {way_out}'}")

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.checks import non_negative
+from torchzero_clip.checks import instance, non_negative
 
 STABILITY = 1e-6  # added to the norm, as privacy libraries do: the limit is kept, a zero norm needs no case of its own
 
 
 class NormClipper(ABC):
-    """Turns the norms of B samples into factors, each in [0, 1], that bring what they scale to a limit.
+    """Turns the norms of B samples into factors, that bring what they scale to a limit.
 
     Subclass it for a limit of your own; `PerSampleGradientClipper` takes any.
 
@@ -146,7 +146,8 @@ class ConstantPerLayerClipper(NormClipper):
     """
 
     def __init__(self, flat_values: Sequence[float]) -> None:
-        if not len(flat_values):
+        instance("flat_values", flat_values, Sequence)
+        if not flat_values:
             raise ValueError("flat_values must hold at least one limit")
         for i, value in enumerate(flat_values):
             non_negative(f"flat_values[{i}]", value)

@@ -57,7 +57,7 @@ class Products(Contribution):
         sides, area = width + height, width * height
         formed, made_of = self.batch_size * area * self.inputs.element_size(), self.inputs.nbytes + self.outputs.nbytes
         # kept, the gradients take the place of inputs and outputs, and save a second matmul
-        if 30 * area < length**2 * sides and self.allowance.grants(formed, made_of):
+        if self.batch_size and 30 * area < length**2 * sides and self.allowance.grants(formed, made_of):
             return self._formed()
         if 2 * area < length * sides:
             return self, piecewise_squared_norms(self)
@@ -113,25 +113,25 @@ class Products(Contribution):
 
 
 def norms_of_products(
-    inner: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], inputs: Tensor, outputs: Tensor
+    inner: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], inputs: Tensor, outputs: Tensor
 ) -> Tensor:
     """The squared norms by Gram matrices, in float64 for samples that lose digits in float32.
 
     Args:
-        inner: Gives the squared norms, and those of the inputs times those of the output gradients.
+        inner: Gives the squared norms, and those of the inputs and of the output gradients.
         inputs: (B, ...).
         outputs: (B, ...).
     """
-    norms, largest = inner(inputs, outputs)
+    norms, *traces = inner(inputs, outputs)
     if inputs.dtype != torch.float64:
-        cancelled = (norms < CANCELLED * largest).nonzero()[:, 0].tolist()
-        for i in {*cancelled, *odd(norms)}:
+        cancelled = (norms < CANCELLED * traces[0] * traces[1]).nonzero()[:, 0].tolist()
+        for i in {*cancelled, *odd(norms), *odd(traces[0]), *odd(traces[1])}:
             norms[i] = inner(inputs[i : i + 1].double(), outputs[i : i + 1].double())[0][0]
     return norms
 
 
-def gram_norms(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """The squared norms, as inner products of Gram matrices, and the products of the squared norms of the factors.
+def gram_norms(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The squared norms, as inner products of Gram matrices, and the squared norms of the factors.
 
     The matrices are symmetric: a strip of rows begins at the diagonal, and what is right of its square counts twice.
     """
@@ -147,10 +147,10 @@ def gram_norms(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
             trace += strip.diagonal(dim1=1, dim2=2).sum(1)
         strip = left.mul_(right)
         products += 2 * strip.sum((1, 2)) - strip[:, :, :height].sum((1, 2))
-    return products.clamp(min=0), traces[0] * traces[1]
+    return products.clamp(min=0), traces[0], traces[1]
 
 
-def inner_products(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+def inner_products(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The same for Gram matrices in full, of which the left one is used up."""
     traces = [gram.diagonal(dim1=1, dim2=2).sum(1).double() for gram in (left, right)]
-    return left.mul_(right).sum((1, 2)).double().clamp(min=0), traces[0] * traces[1]
+    return left.mul_(right).sum((1, 2)).double().clamp(min=0), traces[0], traces[1]

@@ -122,14 +122,17 @@ class CapturedForward:
         return uncompiled(self._run, args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        recorder, now = self.site.recorder, self.site.module.__dict__.get("forward")
+        site, recorder = self.site, self.site.recorder
+        transformed = bool(get_interpreter_stack())
+        if not torch.is_grad_enabled() or not recorder.listens or recorder.inside or site.lent or transformed:
+            return type(site.module).forward(site.module, *args, **kwargs)
+        recorder.called(site)
+        now = site.module.__dict__.get("forward")
         if isinstance(now, CapturedForward) and now is not self:  # the layer was attached anew as this call began
             return now(*args, **kwargs)
-        transformed = bool(get_interpreter_stack())
-        if not torch.is_grad_enabled() or not recorder.listens or recorder.inside or self.site.lent or transformed:
-            return type(self.site.module).forward(self.site.module, *args, **kwargs)
-        recorder.called(self.site)
-        return self.site.rule.run(self.site, args, kwargs)
+        if (reason := site.rule.refusal(site.module)) is not None:
+            raise ValueError(f"{site} cannot be clipped per sample: {reason}")
+        return site.rule.run(site, args, kwargs)
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:

@@ -71,7 +71,13 @@ def check_per_sample(
     if not trainable(model):
         raise ValueError("model has no parameters that train: there is nothing to compare")
     twin, batch = copy.deepcopy(model).double(), _wide(batch)
-    expected = _one_by_one(twin, batch, loss_fn, dim=0 if batch_first else 1)
+    try:
+        expected = _one_by_one(twin, batch, loss_fn, dim=0 if batch_first else 1)
+    except (RuntimeError, IndexError) as error:
+        raise RuntimeError(
+            "loss_fn raised for one sample alone, in float64. Tensors that it holds itself have to be in the batch, or "
+            f"to be cast to the dtype of the output, and its loss must not need other samples: {error}"
+        ) from error
     norms = {name: grads.flatten(1).norm(dim=1) for name, grads in expected.items()}
     total = torch.stack(list(norms.values())).norm(dim=0)
     limit = total.median().item() if len(total) else 1.0

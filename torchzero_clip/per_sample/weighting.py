@@ -49,7 +49,9 @@ def clipped_backward(
     """Run the backward of the losses and add the clipped gradients to ``.grad``; an error leaves that as it was."""
     instance("losses", losses, Tensor)
     if losses.ndim != 1:
-        raise ValueError(f'losses must have shape (B,), got {tuple(losses.shape)}; use reduction="none"')
+        raise ValueError(f"losses must have shape (B,), got {tuple(losses.shape)}: {_way_out(losses)}")
+    if not engine.attached:
+        raise RuntimeError("the clipper is detached: make a new one, and run the forward again")
     if engine.waits:
         raise RuntimeError("gradients of an earlier backward wait: call clip_and_accumulate() or discard() first")
     try:
@@ -59,6 +61,8 @@ def clipped_backward(
         if gathered.keys().isdisjoint(map(id, engine.params.values())):
             raise RuntimeError(
                 "no gradient reached the module: the losses do not depend on it, or nothing in it trains"
+                if losses.requires_grad
+                else "losses do not require grad: the forward ran under torch.no_grad(), or nothing in it trains"
             )
     finally:
         engine.clear()
@@ -67,6 +71,12 @@ def clipped_backward(
     for name, value in sums.items():
         accumulate(engine.params[name], value)
     return result
+
+
+def _way_out(losses: Tensor) -> str:
+    if not losses.ndim:
+        return 'use reduction="none", or loss.backward() and clip_and_accumulate()'
+    return "one loss for each sample is needed, such as losses.flatten(1).mean(1)"
 
 
 def weighted(
@@ -106,9 +116,17 @@ def weighted(
         )
     per_layer = norm_clipper.is_per_layer
     answer = norm_clipper.calc_clipping_factors(list(param_norms.values()) if per_layer else [norms])
+    if isinstance(answer, Tensor):
+        raise TypeError(
+            f"{type(norm_clipper).__name__}.calc_clipping_factors must return a tensor for each parameter tensor, got "
+            "one tensor: itertools.repeat(factors) stands for the same for all"
+        )
     factors = [value for value, _ in zip(answer, squares, strict=False)]
     if len(factors) < len(squares):
-        raise ValueError(f"{norm_clipper!r} must give factors for {len(squares)} parameter tensors, got {len(factors)}")
+        raise ValueError(
+            f"{type(norm_clipper).__name__}.calc_clipping_factors must return factors for {len(squares)} parameter "
+            f"tensors, got {len(factors)}: itertools.repeat(factors) stands for the same for all"
+        )
     one_for_all = all(value is factors[0] for value in factors)
     if some_bad:
         factors = [value.masked_fill(bad, 0) for value in (factors[:1] if one_for_all else factors)]

@@ -1,5 +1,6 @@
 """Whether a module gives the same for a sample alone as in its batch."""
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -40,10 +41,20 @@ class Agreement:
         devices = {x.device.index for x in leaves if isinstance(x, Tensor) and x.is_cuda}
         with torch.random.fork_rng(devices=devices), torch.no_grad():
             before = _random_states(devices)
-            self._together = _run(site, arguments, leaves)
+            self._together = _run(_copied(site), arguments, leaves)
             self._drew = not _equal(before, _random_states(devices))
             _restore(before, devices)
-            self._first_changed = _run(site, arguments, [*map(_with_another_first, leaves, dims)])
+            self._first_changed = _run(_copied(site), arguments, [*map(_with_another_first, leaves, dims)])
+            # a factor of zero, or inputs of zeros, hide what mixes samples: once more with noise on all of them
+            noisy = [_noisy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            twins = _copied(site), _copied(site)
+            for twin in twins:
+                _add_noise(twin)
+            self._noisy: list[Any] = []
+            for twin, values in zip(twins, (noisy, [*map(_with_another_first, noisy, dims)]), strict=True):
+                _restore(before, devices)
+                with contextlib.suppress(Exception):  # the module may not take such values
+                    self._noisy.append(_run(twin, arguments, values))
 
     def check(self, output: Any, dim: Callable[[int], int]) -> None:
         """Compare them with the output made sample by sample; with each other, where random numbers are drawn.
@@ -55,7 +66,10 @@ class Agreement:
             return
         alone, together, changed = map(_tensors, (output, self._together, self._first_changed))
         same = self._drew or _all_close(alone, together)
-        if not same or not _all_close(_others(together, dim), _others(changed, dim)):
+        pairs = [(together, changed), tuple(map(_tensors, self._noisy))]
+        for one, other in (pair for pair in pairs if len(pair) == 2):
+            same = same and _all_close(_others(one, dim), _others(other, dim))
+        if not same:
             raise ValueError(
                 f"{self._site} gives a sample another output alone than in the batch: it mixes samples, or an input "
                 "without a batch dimension has the size of one. Per-sample gradients would be wrong"
@@ -63,8 +77,7 @@ class Agreement:
         self._site.agreed.add(self._key)
 
 
-def _run(site: Site, arguments: Callable[..., Any], leaves: Sequence[Any]) -> Any:
-    twin = _copied(site)
+def _run(twin: nn.Module, arguments: Callable[..., Any], leaves: Sequence[Any]) -> Any:
     bound = arguments([x.detach().clone() if isinstance(x, Tensor) else copy.copy(x) for x in leaves])
     return type(twin).forward(twin, *bound.args, **bound.kwargs)
 
@@ -85,6 +98,20 @@ def _copied(site: Site) -> nn.Module:
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             vars(module)[name].clear()
     return twin
+
+
+def _noisy(tensor: Tensor) -> Tensor:
+    """The same noise in every call."""
+    if not tensor.is_floating_point():
+        return tensor
+    noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)).to(tensor)
+    return tensor + 0.1 * noise * (1 + tensor.abs())
+
+
+def _add_noise(twin: nn.Module) -> None:
+    for module in twin.modules():
+        for name, param in module._parameters.items():
+            module._parameters[name] = None if param is None else nn.Parameter(_noisy(param), requires_grad=False)
 
 
 def _is_result(tensor: Tensor) -> bool:

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.per_sample.allowance import Allowance
@@ -37,14 +38,15 @@ class ConvRule(Rule):
 
     def _run(self, site: Site, input: Tensor) -> Tensor:
         module: Any = site.module
-        site.batch_dim(input.ndim - 1 - len(module.kernel_size))
+        site.batch_dim(input.ndim - module.weight.ndim + 1)
         source, expanded = site.expanded(input, 0)
+        options = Options.of(module)
 
         def contribute(grad: Tensor, *sources: Tensor) -> list[Contribution]:
             grad, *inputs = wide(grad, *sources)
             result: list[Contribution] = []
             for x in inputs:
-                result.append(Convolved(site.params["weight"], module, x, grad, site.recorder.allowance))
+                result.append(Convolved(site.params["weight"], options, x, grad, site.recorder.allowance))
             if "bias" in site.params:
                 result.append(Dense(site.params["bias"], grad.flatten(2).sum(2)))
             return result
@@ -56,12 +58,60 @@ class ConvRule(Rule):
         )
 
 
+@dataclass(frozen=True)
+class Options:
+    """How a convolution ran in one call: its attributes may be others in the next.
+
+    Args:
+        kernel: Sizes.
+        stride: Steps of the kernel.
+        dilation: Steps within it.
+        groups: Of channels.
+        sides: What is padded before and behind each dimension.
+        mode: With what.
+    """
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    sides: tuple[tuple[int, int], ...]
+    mode: str
+
+    @classmethod
+    def of(cls, module: Any) -> "Options":
+        """Those of a module as it is now."""
+        kernel, mode = tuple(module.weight.shape[2:]), module.padding_mode
+        stride, dilation = (_each(value, len(kernel)) for value in (module.stride, module.dilation))
+        if mode != "zeros":
+            flat = module._reversed_padding_repeated_twice[::-1]  # made once, by torch too
+            sides = tuple((flat[2 * i + 1], flat[2 * i]) for i in range(len(kernel)))
+        elif module.padding == "same":
+            totals = [gap * (size - 1) for gap, size in zip(dilation, kernel, strict=True)]
+            sides = tuple((total // 2, total - total // 2) for total in totals)
+        else:
+            padding = 0 if module.padding == "valid" else module.padding
+            sides = tuple((side, side) for side in _each(padding, len(kernel)))
+        return cls(kernel, stride, dilation, module.groups, sides, mode)
+
+    def padded(self, input: Tensor) -> Tensor:
+        """The input as the kernel sees it."""
+        flat = [side for pair in reversed(self.sides) for side in pair]
+        if not any(flat):
+            return input
+        return F.pad(input, flat) if self.mode == "zeros" else F.pad(input, flat, mode=self.mode)
+
+    def padded_sizes(self, input: Tensor) -> list[int]:
+        """Its sizes."""
+        return [size + sum(pair) for size, pair in zip(input.shape[2:], self.sides, strict=True)]
+
+
 class Convolved(Contribution):
     """The gradient of the weight of a convolution, from its input and its output gradient.
 
     Args:
         param: The weight.
-        module: The convolution.
+        options: How it ran.
         input: (B, channels, *sizes).
         grad: (B, channels, *sizes), the gradient of the output.
         allowance: Tells whether gradients of samples may be kept.
@@ -70,9 +120,9 @@ class Convolved(Contribution):
     networks](https://arxiv.org/abs/1912.06015), 2019, for the samples as groups of one convolution.
     """
 
-    def __init__(self, param: Tensor, module: nn.Module, input: Tensor, grad: Tensor, allowance: Allowance) -> None:
+    def __init__(self, param: Tensor, options: Options, input: Tensor, grad: Tensor, allowance: Allowance) -> None:
         super().__init__(param, input.shape[0])
-        self.module: Any = module
+        self.options = options
         self.input = input
         self.grad = grad
         self.allowance = allowance
@@ -90,13 +140,15 @@ class Convolved(Contribution):
     def weighted_sum(self, factors: Tensor) -> Tensor:
         scale = factors.to(self.grad.device, self.grad.dtype).view(-1, *[1] * (self.grad.ndim - 1))
         weight = self.grad.new_empty(self.param.shape)
-        return self._weight_grad(self.input, self.grad * scale, weight, groups=self.module.groups)
+        return self._weight_grad(self.input, self.grad * scale, weight, groups=self.options.groups)
 
     @override
     def dense(self, start: int, stop: int) -> Tensor:
         if self.input.shape[1] < GROUPED:
             return self._by_patches(start, stop)
         runs = [self._by_groups(start + a, start + b) for a, b in pieces(stop - start, 1, limit=GROUPED)]
+        if not runs:
+            return self.grad.new_empty(0, *self.param.shape)
         return runs[0] if len(runs) == 1 else torch.cat(runs)
 
     @override
@@ -108,15 +160,15 @@ class Convolved(Contribution):
         """Products of two numbers that are to be made for the gradients of a sample, and for its Gram matrices."""
         positions, outputs, width = self.grad.shape[2:].numel(), self.param.shape[0], self.param[:1].numel()
         formed = positions * outputs * width
-        if self.module.groups != 1:
+        if self.options.groups != 1:
             return formed, math.inf
         return formed, positions**2 * outputs + min(positions**2 * width, self._cost_of_pixels())
 
     def _cost_of_pixels(self) -> int:
         """Of the Gram matrix of patches, made of that of pixels."""
-        module, sizes = self.module, [*_padded_sizes(self.module, self.input)]
+        options, sizes = self.options, self.options.padded_sizes(self.input)
         cost = math.prod(sizes) ** 2 * self.input.shape[1]
-        for i, (kernel, count) in enumerate(zip(module.kernel_size, self.grad.shape[2:], strict=True)):
+        for i, (kernel, count) in enumerate(zip(options.kernel, self.grad.shape[2:], strict=True)):
             sizes[i] = count
             cost += ADDITION * (kernel - 1) * math.prod(sizes) ** 2
         return cost
@@ -133,23 +185,23 @@ class Convolved(Contribution):
         norms = self.grad.new_empty(self.batch_size, dtype=torch.float64)
         positions = self.grad.shape[2:].numel()
         by_pixels = self._cost_of_pixels() <= positions**2 * self.param[:1].numel()
-        pixels = math.prod(_padded_sizes(self.module, self.input))
+        pixels = math.prod(self.options.padded_sizes(self.input))
         size = max(pixels**2, self.input[:1].numel()) if by_pixels else self.param[:1].numel() * positions
         inner = self._inner_by_pixels if by_pixels else self._inner_by_patches
         for start, stop in pieces(self.batch_size, size * self.grad.element_size(), limit=PATCHES):
             norms[start:stop] = norms_of_products(inner, self.input[start:stop], self.grad[start:stop])
         return norms
 
-    def _inner_by_patches(self, input: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        patches = self._patches(_padded(self.module, input)).transpose(1, 2)
+    def _inner_by_patches(self, input: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        patches = self._patches(self.options.padded(input)).transpose(1, 2)
         return gram_norms(patches, grad.flatten(2).transpose(1, 2))
 
-    def _inner_by_pixels(self, input: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def _inner_by_pixels(self, input: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The Gram matrix of patches as sums of that of pixels, shifted along one dimension after the other."""
-        module, x = self.module, _padded(self.module, input)
+        options, x = self.options, self.options.padded(input)
         sizes, pixels, outputs = x.shape[2:], x.flatten(2), grad.flatten(2)
         gram = torch.bmm(pixels.transpose(1, 2), pixels).view(len(x), *sizes, *sizes)
-        settings = zip(module.kernel_size, module.stride, module.dilation, grad.shape[2:], strict=True)
+        settings = zip(options.kernel, options.stride, options.dilation, grad.shape[2:], strict=True)
         for i, (kernel, step, gap, count) in enumerate(settings):
             rows, columns = 1 + i, 1 + i + len(sizes)
             along = [_every(gram, rows, k * gap, step, count) for k in range(kernel)]
@@ -161,23 +213,23 @@ class Convolved(Contribution):
         count, shape = stop - start, self.param.shape
         weight = self.grad.new_empty(count * shape[0], *shape[1:])
         x, grad = (tensor[start:stop].reshape(1, -1, *tensor.shape[2:]) for tensor in (self.input, self.grad))
-        return self._weight_grad(x, grad, weight, groups=count * self.module.groups).view(count, *shape)
+        return self._weight_grad(x, grad, weight, groups=count * self.options.groups).view(count, *shape)
 
     def _weight_grad(self, input: Tensor, grad: Tensor, weight: Tensor, *, groups: int) -> Tensor:
         """By the kernel of an ordinary backward, which looks at the shape of the weight only."""
-        module, none = self.module, [0] * len(self.module.kernel_size)
-        if module.padding_mode == "zeros" and not isinstance(module.padding, str):
-            x, padding = input, module.padding
+        options, none = self.options, [0] * len(self.options.kernel)
+        if options.mode == "zeros" and all(before == behind for before, behind in options.sides):
+            x, padding = input, [side for side, _ in options.sides]
         else:
-            x, padding = _padded(module, input), none
+            x, padding = options.padded(input), none
         return torch.ops.aten.convolution_backward(
             grad,
             x,
             weight,
             None,
-            module.stride,
+            options.stride,
             padding,
-            module.dilation,
+            options.dilation,
             False,
             none,
             groups,
@@ -186,7 +238,7 @@ class Convolved(Contribution):
 
     def _by_patches(self, start: int, stop: int) -> Tensor:
         """The gradients of samples as products of patches and output gradients."""
-        groups, length = self.module.groups, math.prod(self.grad.shape[2:])
+        groups, length = self.options.groups, math.prod(self.grad.shape[2:])
         outputs, patch = self.param.shape[0] // groups, self.param[:1].numel()
         turned = (
             groups == 1 and patch % LANES != 0
@@ -194,7 +246,7 @@ class Convolved(Contribution):
         shape = (patch, outputs) if turned else (outputs, patch)
         result = self.grad.new_empty(stop - start, groups, *shape)
         for first, last in pieces(stop - start, groups * patch * length * self.grad.element_size(), limit=PATCHES):
-            patches = self._patches(_padded(self.module, self.input[start + first : start + last]))
+            patches = self._patches(self.options.padded(self.input[start + first : start + last]))
             grad = self.grad[start + first : start + last].reshape((last - first) * groups, outputs, length)
             left, right = (patches, grad) if turned else (grad, patches)
             torch.bmm(left, right.transpose(1, 2), out=result[first:last].view(-1, *shape))
@@ -203,12 +255,12 @@ class Convolved(Contribution):
 
     def _patches(self, input: Tensor) -> Tensor:
         """(samples * groups, patch, positions): a copy through a strided view, faster than unfold."""
-        module, groups, positions = self.module, self.module.groups, self.grad.shape[2:]
+        options, groups, positions = self.options, self.options.groups, self.grad.shape[2:]
         x = input.contiguous()
         steps, inner = x.stride()[2:], x.shape[1] // groups
-        size = (len(x), groups, inner, *module.kernel_size, *positions)  # positions last: runs of memory
+        size = (len(x), groups, inner, *options.kernel, *positions)  # positions last: runs of memory
         outer = (x.stride(0), x.stride(1) * inner, x.stride(1))
-        strides = (*outer, *_scaled(steps, module.dilation), *_scaled(steps, module.stride))
+        strides = (*outer, *_scaled(steps, options.dilation), *_scaled(steps, options.stride))
         return x.as_strided(size, strides).reshape(len(x) * groups, -1, positions.numel())
 
 
@@ -217,17 +269,8 @@ def _every(tensor: Tensor, dim: int, first: int, step: int, count: int) -> Tenso
     return tensor.narrow(dim, first, step * (count - 1) + 1)[(slice(None),) * dim + (slice(None, None, step),)]
 
 
-def _padded_sizes(module: Any, input: Tensor) -> list[int]:
-    sides = module._reversed_padding_repeated_twice[::-1]
-    return [size + sum(sides[2 * i : 2 * i + 2]) for i, size in enumerate(input.shape[2:])]
-
-
-def _padded(module: Any, input: Tensor) -> Tensor:
-    """The input as the convolution sees it, with the sides of "same" and the modes of padding."""
-    sides, mode = module._reversed_padding_repeated_twice, module.padding_mode
-    if not any(sides):
-        return input
-    return F.pad(input, sides) if mode == "zeros" else F.pad(input, sides, mode=mode)
+def _each(value: Any, count: int) -> tuple[int, ...]:
+    return (value,) * count if isinstance(value, int) else tuple(value)
 
 
 def _scaled(steps: Sequence[int], by: Sequence[int]) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -21,6 +22,8 @@ from torchzero_clip.per_sample.rules.stored import Stored
 from torchzero_clip.per_sample.shared import each, is_shared, shared
 from torchzero_clip.per_sample.site import Rule, Site, anchor, wanted
 from torchzero_clip.per_sample.squares import wide
+
+LAYOUT = "layout"  # in Site.agreed: sequences were told from samples once
 
 
 class GenericRule(Rule):
@@ -62,7 +65,8 @@ class GenericRule(Rule):
                 output = functional_call(bare, copies, call.args, call.kwargs, tie_weights=False)
             return layout.taken(output, lambda i: self.output_dim(site, i))
 
-        site.recorder.inside = True
+        site.recorder.inside, caches = True, parametrize._cache_enabled
+        parametrize._cache_enabled = 0  # under parametrize.cached(), a run would get the weights of another
         try:
             agreement, stored = Agreement(site, leaves, dims, bound), Stored(site)
             inputs = [leaves[i] for i, _ in split]
@@ -71,7 +75,7 @@ class GenericRule(Rule):
             output = layout.given_back(outputs)
             agreement.check(output, lambda i: self.output_dim(site, i))
         finally:
-            site.recorder.inside = False
+            site.recorder.inside, parametrize._cache_enabled = False, caches
         return shared(output, lambda i: self.output_dim(site, i), site.refuse_row) if expanded else output
 
     def input_dim(self, site: Site, name: str, value: Any, size: int | None) -> int | None:
@@ -95,7 +99,20 @@ class RecurrentRule(GenericRule):
     def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
             raise ValueError(f"{site} got a PackedSequence, in which samples are mixed: use padded sequences")
+        self._check_layout(site, args[0] if args else kwargs["input"])
         return super().run(site, args, kwargs)
+
+    def _check_layout(self, site: Site, input: Tensor) -> None:
+        """Where layers expect samples elsewhere, a sequence as long as the batch would be taken for one."""
+        own: Any = site.module.batch_first
+        if own == site.recorder.batch_first or input.ndim != 3 or input.shape[0] != input.shape[1]:
+            site.agreed.add(LAYOUT)
+        elif LAYOUT not in site.agreed:
+            raise ValueError(
+                f"{site} has batch_first={own}, the clipper batch_first={not own}, and there are as many positions as "
+                "samples: layers behind it could take one for the other. Make them agree, or begin with a batch of "
+                "another size"
+            )
 
     @override
     def input_dim(self, site: Site, name: str, value: Any, size: int | None) -> int | None:

@@ -50,7 +50,9 @@ class RegisteredRule(Rule):
         return watch(output, Call(site, [leaves[i] for i in where], contribute))
 
 
-def _checked(site: Site, grads: Mapping[str, Tensor]) -> list[Contribution]:
+def _checked(site: Site, grads: Any) -> list[Contribution]:
+    if not isinstance(grads, Mapping) or not all(isinstance(value, Tensor) for value in grads.values()):
+        raise TypeError(f"the rule of {site} must return a dict of tensors, got {type(grads).__name__}")
     if set(grads) != set(site.params):
         raise ValueError(
             f"the rule of {site} must return gradients for {sorted(site.params)}, got some for {sorted(grads)}"

@@ -1,5 +1,6 @@
 """Which rule a module gets."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -81,6 +82,11 @@ def register_rule(module_class: type[nn.Module], per_sample_gradients: PerSample
     if not callable(per_sample_gradients):
         raise TypeError(f"per_sample_gradients must be a function, got {per_sample_gradients!r}")
     _RULES[module_class] = RegisteredRule(per_sample_gradients)
+
+
+def rules() -> Mapping[type[nn.Module], Rule]:
+    """The rules as they are now."""
+    return dict(_RULES)
 
 
 def rule_for(module: nn.Module) -> Rule | None:
