@@ -8,7 +8,8 @@ from per_sample.harness import check
 from torch import nn
 
 from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
-from torchzero_clip.per_sample.rules.conv import Convolved, Options
+from torchzero_clip.per_sample.rules.conv import Convolved
+from torchzero_clip.per_sample.rules.conv_options import Options
 
 LAYERS = {
     "1d": (nn.Conv1d(4, 6, 3, padding=1), (6,)),

@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import override
 
+from torchzero_clip.per_sample.hooks import Notice, Outside
 from torchzero_clip.per_sample.rules.registry import GENERIC, WHOLE, refusal, rule_for, rules
-from torchzero_clip.per_sample.site import CapturedForward, Recorder, Rule, Site, uncompiled
+from torchzero_clip.per_sample.site import CapturedForward, Recorder, Rule, Site
 
 
 class Attachment:
@@ -53,7 +53,8 @@ class Attachment:
         self.params, self._sites = params, sites
         self._seen, self._rules = _held(self._model), rules()
         self._owners = Counter(id(param) for site in sites for param in site.params.values())
-        self._handles = [self._model.register_forward_pre_hook(_Began(self._began), with_kwargs=True)]
+        began: Any = Notice(self._began, only_with_gradients=True)
+        self._handles = [self._model.register_forward_pre_hook(began, with_kwargs=True)]
         for name, param in params.items():
             self._handles.append(param.register_hook(Outside(name, self._recorder)))
         for site in sites:
@@ -84,7 +85,7 @@ class Attachment:
             return True
         return any(a is not b or p != q for (a, p), (b, q) in zip(seen, self._seen, strict=True))
 
-    def is_shared(self, param: nn.Parameter) -> bool:
+    def is_shared(self, param: Tensor) -> bool:
         """Whether several layers have it."""
         return self._owners[id(param)] > 1
 
@@ -109,47 +110,6 @@ def _held(model: nn.Module) -> list[tuple[object, bool]]:
         held.append((module, False))
         held += [(param, param.requires_grad) for param in module._parameters.values() if param is not None]
     return held
-
-
-class _Began:
-    """Tells that a forward begins."""
-
-    def __init__(self, began: Callable[..., None]) -> None:
-        self._began = began
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled():
-            uncompiled(self._began, args, kwargs)
-
-    @override
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()  # copies of an attached model are models as any other
-
-
-def _nothing() -> Callable[..., None]:
-    return _ignore
-
-
-def _ignore(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    pass
-
-
-class Outside:
-    """Refuses a gradient that did not come through a captured layer."""
-
-    def __init__(self, name: str, recorder: Recorder) -> None:
-        self._name = name
-        self._recorder = recorder
-
-    def __call__(self, grad: Tensor) -> None:
-        if self._recorder.listens:
-            self._recorder.clear()
-            raise RuntimeError(
-                f"{self._name!r} got a gradient from outside the call of its layer, where samples are not told apart. "
-                "Either the forward ran before the clipper was attached, or the parameter is used by another module or "
-                "by the loss: call its own module instead, or freeze it. Or another tensor is made of it in a hook, as "
-                "torch.nn.utils.weight_norm does: use torch.nn.utils.parametrizations"
-            )
 
 
 def _sites(model: nn.Module, recorder: Recorder, *, force_generic: bool) -> Iterator[Site]:

@@ -9,7 +9,8 @@ from typing_extensions import override
 
 from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.per_sample.allowance import Memory
-from torchzero_clip.per_sample.engine import Engine, accumulate
+from torchzero_clip.per_sample.engine import Engine
+from torchzero_clip.per_sample.hooks import accumulate
 from torchzero_clip.per_sample.norm_clippers import NormClipper
 from torchzero_clip.per_sample.ownership import Shown, release_with, weak
 from torchzero_clip.per_sample.weighting import ClippingResult, Nonfinite, clipped_backward, weighted

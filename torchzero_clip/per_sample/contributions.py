@@ -157,11 +157,10 @@ def weighted_rows(factors: Tensor, runs: Sequence[Tensor]) -> Tensor:
     order = memory_order(runs[0])
     shape = runs[0].permute(order).shape[1:]
     parts = factors.split([len(run) for run in runs])
-    result: Tensor | None = None
-    for part, run in zip(parts, runs, strict=True):
-        columns = run.permute(order).reshape(len(run), math.prod(shape)).t()
-        result = torch.mv(columns, part) if result is None else result.addmv_(columns, part)
-    assert result is not None
+    columns = [run.permute(order).reshape(len(run), math.prod(shape)).t() for run in runs]
+    result = torch.mv(columns[0], parts[0])
+    for part, matrix in zip(parts[1:], columns[1:], strict=True):
+        result.addmv_(matrix, part)
     back = [order.index(dim) - 1 for dim in range(1, len(order))]
     return result.view(shape).permute(back).contiguous()
 

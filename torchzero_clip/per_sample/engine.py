@@ -2,31 +2,21 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
-from typing_extensions import override
 
 from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.per_sample.allowance import Allowance, Memory
-from torchzero_clip.per_sample.attachment import Attachment, Outside
-from torchzero_clip.per_sample.contributions import Contribution, Dense
-from torchzero_clip.per_sample.merge import merged
-from torchzero_clip.per_sample.site import Site, uncompiled
-
-
-@dataclass
-class Arrival:
-    """What one call of a layer contributed to one parameter; its squared norms are taken at once where it is alone."""
-
-    site: Site
-    contribution: Contribution
-    squares: Tensor | None
+from torchzero_clip.per_sample.arrivals import Arrivals
+from torchzero_clip.per_sample.attachment import Attachment
+from torchzero_clip.per_sample.contributions import Contribution
+from torchzero_clip.per_sample.hooks import Notice, accumulate
+from torchzero_clip.per_sample.site import Site
 
 
 class Engine:
@@ -54,7 +44,7 @@ class Engine:
         self.formed: Callable[[nn.Parameter, Tensor], None] | None = None
         self.forward_begins: Callable[[], None] | None = None
         self.backward_ends: Callable[[], None] | None = None
-        self._arrivals: dict[int, list[Arrival]] = {}
+        self._arrivals = Arrivals()
         self._ordinary: dict[int, tuple[Tensor, Tensor]] = {}
         self._running: set[int] = set()
         self._in_forward = False
@@ -63,7 +53,8 @@ class Engine:
         self._attachment = Attachment(model, self, began=self._began, force_generic=force_generic)
         self._attachment.attach()
         self._attached = True
-        self._end = model.register_forward_hook(_Ended(self._forward_ended), always_call=True)
+        ended: Any = Notice(self._forward_ended)
+        self._end = model.register_forward_hook(ended, always_call=True)
 
     @property
     def listens(self) -> bool:
@@ -94,7 +85,7 @@ class Engine:
 
     def clear(self) -> None:
         """Forget what has arrived."""
-        self._arrivals, self._ordinary, self._running, self._consumed = {}, {}, set(), False
+        self._arrivals, self._ordinary, self._running, self._consumed = Arrivals(), {}, set(), False
         self.allowance = Allowance(self._memory)
         self._attachment.reset_counts()
 
@@ -146,7 +137,8 @@ class Engine:
                 "call disable_hooks() before it, and enable_hooks() after it"
             )
         for part in contributions:
-            self._keep(site, part)
+            shared = self._attachment.is_shared(part.param)
+            self._arrivals.keep(site, part, is_shared=shared, formed=self.formed)
 
     def gathered(self, count: int | None) -> dict[int, tuple[Contribution, Tensor]]:
         """The contribution of each parameter, by id, and its squared norms.
@@ -167,20 +159,12 @@ class Engine:
                 "the backward raised before its end, so that some gradients are missing: "
                 "run forward and backward again, or forget it with discard()"
             )
-        self._check_counts(self.batch_size if count is None else count)
-        result: dict[int, tuple[Contribution, Tensor]] = {}
-        for key, arrivals in self._arrivals.items():
-            if len(arrivals) > 1 or arrivals[0].squares is None:
-                kept, squares = merged([arrival.contribution for arrival in arrivals]).measured()
-            else:
-                kept, squares = arrivals[0].contribution, arrivals[0].squares
-            self._arrivals[key] = [Arrival(arrivals[0].site, kept, squares)]
-            result[key] = kept, squares
-        return result
+        self._arrivals.check_counts(self.batch_size if count is None else count, batch_first=self.batch_first)
+        return self._arrivals.gathered()
 
     def consume(self) -> None:
         """Forget what has arrived, but not the activations: the same graph may run again, for ordinary gradients."""
-        self._arrivals, self._consumed = {}, True
+        self._arrivals, self._consumed = Arrivals(), True
 
     def measured(self) -> list[tuple[nn.Parameter, Tensor]]:
         """The squared norms of what has arrived, by parameter."""
@@ -189,7 +173,7 @@ class Engine:
 
     def arrived_count(self) -> int:
         """How many samples there were in what has arrived."""
-        return next(iter(self._arrivals.values()))[0].contribution.batch_size
+        return self._arrivals.batch_size
 
     def norm_dtype(self) -> torch.dtype:
         """Float32, or float64 if a parameter is."""
@@ -197,20 +181,6 @@ class Engine:
         for param in self.params.values():
             dtype = torch.promote_types(dtype, wide_dtype(param.dtype))
         return dtype
-
-    def _keep(self, site: Site, part: Contribution) -> None:
-        param: Any = part.param
-        earlier = self._arrivals.setdefault(id(param), [])
-        if self.formed is not None:
-            part = Dense(param, part.dense(0, part.batch_size))
-            self.formed(param, part.grads)
-        last = earlier[-1].contribution if earlier else None
-        if isinstance(part, Dense) and isinstance(last, Dense) and part.batch_size == last.batch_size:
-            earlier[-1] = Arrival(site, last.joined(part), None)  # of many calls, one gradient of each sample is kept
-        elif earlier or site.calls > 1 or self._attachment.is_shared(param):
-            earlier.append(Arrival(site, part, None))
-        else:
-            earlier.append(Arrival(site, *part.measured()))
 
     def _ended(self, task: int) -> None:
         self._running.discard(task)
@@ -222,7 +192,7 @@ class Engine:
         if self.backward_ends is not None and self.waits:
             self.backward_ends()
 
-    def _forward_ended(self) -> None:
+    def _forward_ended(self, args: tuple[Any, ...], output: Any) -> None:
         self._in_forward = False
 
     def _forget_shown(self) -> None:
@@ -255,36 +225,6 @@ class Engine:
         if self.forward_begins is not None:
             self.forward_begins()
 
-    def _check_counts(self, count: int | None) -> None:
-        arrivals = [arrival for group in self._arrivals.values() for arrival in group]
-        agree = len({arrival.contribution.batch_size for arrival in arrivals}) == 1
-        several = len({arrival.site for arrival in arrivals}) > 1
-        for arrival in arrivals:
-            found = arrival.contribution.batch_size
-            count = found if count is None else count
-            if found != count:
-                raise ValueError(
-                    f"{'every layer' if agree and several else arrival.site} saw {found} samples, the batch has "
-                    f"{count}. Per-sample gradients need the samples in dimension {0 if self.batch_first else 1} of "
-                    f"the input of every layer (batch_first={self.batch_first}), and one loss for each; positions that "
-                    "all samples share need a batch dimension too"
-                )
-
-
-def accumulate(param: Any, value: Tensor) -> None:
-    """Add to the gradient of a parameter, as a backward does: through the hooks of its user."""
-    value = value.to(param.device, param.dtype).detach()
-    for hook in list((param._backward_hooks or {}).values()):
-        if not isinstance(hook, Outside):
-            changed = hook(value)
-            value = value if changed is None else changed
-    if param.grad is None:
-        param.grad = value
-    else:
-        param.grad.add_(value)
-    for hook in list((param._post_accumulate_grad_hooks or {}).values()):
-        hook(param)
-
 
 def _in_backward() -> bool:
     """Whether a backward runs, in which checkpointing repeats forwards."""
@@ -295,21 +235,3 @@ def _batch_size(inputs: Sequence[Tensor], dim: int) -> int | None:
     """The size that all inputs have where samples are; None if they differ."""
     sizes = {x.shape[min(dim, x.ndim - 1)] for x in inputs}
     return sizes.pop() if len(sizes) == 1 else None
-
-
-class _Ended:
-    """Tells that a forward ended, or raised."""
-
-    def __init__(self, ended: Callable[[], None]) -> None:
-        self._ended = ended
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        uncompiled(self._ended)
-
-    @override
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Ended, (_nothing,)  # copies of an attached model are models as any other
-
-
-def _nothing() -> None:
-    pass

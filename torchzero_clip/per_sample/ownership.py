@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,10 +34,9 @@ class Shown:
         self._params.clear()
 
 
-def weak(method: Callable[..., None]) -> Callable[..., None]:
-    """The method as long as its object lives, which this does not keep alive: the model holds the engine."""
-    assert isinstance(method, MethodType)
-    reference = weakref.WeakMethod(method)
+def weak(method: Any) -> Callable[..., None]:
+    """A bound method as long as its object lives, which this does not keep alive: the model holds the engine."""
+    reference: weakref.WeakMethod[Callable[..., None]] = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:
         now = reference()

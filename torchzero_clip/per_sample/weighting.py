@@ -8,7 +8,8 @@ from torch import Tensor
 
 from torchzero_clip.checks import instance
 from torchzero_clip.per_sample.contributions import Contribution
-from torchzero_clip.per_sample.engine import Engine, accumulate
+from torchzero_clip.per_sample.engine import Engine
+from torchzero_clip.per_sample.hooks import accumulate
 from torchzero_clip.per_sample.norm_clippers import NormClipper
 
 Nonfinite: TypeAlias = Literal["zero", "raise"]

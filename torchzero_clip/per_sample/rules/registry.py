@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 from torchzero_clip.checks import instance
 from torchzero_clip.per_sample.rules.conv import ConvRule
 from torchzero_clip.per_sample.rules.embedding import EmbeddingBagRule, EmbeddingRule
-from torchzero_clip.per_sample.rules.generic import AttentionRule, GenericRule, RecurrentRule
+from torchzero_clip.per_sample.rules.generic import GenericRule
 from torchzero_clip.per_sample.rules.linear import LinearRule
 from torchzero_clip.per_sample.rules.normalization import (
     GroupNormRule,
@@ -20,6 +20,7 @@ from torchzero_clip.per_sample.rules.normalization import (
     RMSNormRule,
 )
 from torchzero_clip.per_sample.rules.registered import PerSampleGradients, RegisteredRule
+from torchzero_clip.per_sample.rules.sequences import AttentionRule, RecurrentRule
 from torchzero_clip.per_sample.site import Rule
 
 GENERIC = GenericRule()

@@ -1,0 +1,95 @@
+"""What the layers have contributed in the backwards since the last clipping."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from torchzero_clip.per_sample.contributions import Contribution, Dense
+from torchzero_clip.per_sample.merge import merged
+from torchzero_clip.per_sample.site import Site
+
+
+@dataclass
+class Arrival:
+    """What one call of a layer contributed to one parameter; its squared norms are taken at once where it is alone."""
+
+    site: Site
+    contribution: Contribution
+    squares: Tensor | None
+
+
+class Arrivals:
+    """The contributions, by parameter."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, list[Arrival]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    @property
+    def batch_size(self) -> int:
+        """How many samples there were in the first."""
+        return next(iter(self._of.values()))[0].contribution.batch_size
+
+    def keep(
+        self,
+        site: Site,
+        part: Contribution,
+        *,
+        is_shared: bool,
+        formed: Callable[[Any, Tensor], None] | None,
+    ) -> None:
+        """Take one contribution.
+
+        Args:
+            site: Where it comes from.
+            part: What it is.
+            is_shared: Whether other layers have the same parameter, so that more may come.
+            formed: Gets the gradients of all samples, if they are to be formed.
+        """
+        earlier = self._of.setdefault(id(part.param), [])
+        if formed is not None:
+            part = Dense(part.param, part.dense(0, part.batch_size))
+            formed(part.param, part.grads)
+        last = earlier[-1].contribution if earlier else None
+        if isinstance(part, Dense) and isinstance(last, Dense) and part.batch_size == last.batch_size:
+            earlier[-1] = Arrival(site, last.joined(part), None)  # of many calls, one gradient of each sample is kept
+        elif earlier or site.calls > 1 or is_shared:
+            earlier.append(Arrival(site, part, None))
+        else:
+            earlier.append(Arrival(site, *part.measured()))
+
+    def gathered(self) -> dict[int, tuple[Contribution, Tensor]]:
+        """What each parameter got, by its id, and the squared norms."""
+        result: dict[int, tuple[Contribution, Tensor]] = {}
+        for key, arrivals in self._of.items():
+            if len(arrivals) > 1 or arrivals[0].squares is None:
+                kept, squares = merged([arrival.contribution for arrival in arrivals]).measured()
+            else:
+                kept, squares = arrivals[0].contribution, arrivals[0].squares
+            self._of[key] = [Arrival(arrivals[0].site, kept, squares)]
+            result[key] = kept, squares
+        return result
+
+    def check_counts(self, count: int | None, *, batch_first: bool) -> None:
+        """Compare the numbers of samples, with a given one or with each other.
+
+        Raises:
+            ValueError: If they differ.
+        """
+        arrivals = [arrival for group in self._of.values() for arrival in group]
+        agree = len({arrival.contribution.batch_size for arrival in arrivals}) == 1
+        several = len({arrival.site for arrival in arrivals}) > 1
+        for arrival in arrivals:
+            found = arrival.contribution.batch_size
+            count = found if count is None else count
+            if found != count:
+                raise ValueError(
+                    f"{'every layer' if agree and several else arrival.site} saw {found} samples, the batch has "
+                    f"{count}. Per-sample gradients need the samples in dimension {0 if batch_first else 1} of the "
+                    f"input of every layer (batch_first={batch_first}), and one loss for each; positions that all "
+                    "samples share need a batch dimension too"
+                )

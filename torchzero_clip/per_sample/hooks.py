@@ -1,0 +1,68 @@
+"""The hooks that are put into a model, and those of its user that are run."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from torchzero_clip.per_sample.site import Recorder, uncompiled
+
+
+class Notice:
+    """Tells somebody that a forward begins, or ends; a copy of it, in a copy of the model, tells nobody.
+
+    Args:
+        told: Gets what the hook got after the module.
+        only_with_gradients: Whether forwards without gradients are kept quiet about.
+    """
+
+    def __init__(self, told: Callable[..., None], *, only_with_gradients: bool = False) -> None:
+        self._told = told
+        self._only_with_gradients = only_with_gradients
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        if not self._only_with_gradients or torch.is_grad_enabled():
+            uncompiled(self._told, *args)
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Notice, (_nobody,)
+
+
+def _nobody(*args: Any) -> None:
+    pass
+
+
+class Outside:
+    """Refuses a gradient that did not come through a captured layer."""
+
+    def __init__(self, name: str, recorder: Recorder) -> None:
+        self._name = name
+        self._recorder = recorder
+
+    def __call__(self, grad: Tensor) -> None:
+        if self._recorder.listens:
+            self._recorder.clear()
+            raise RuntimeError(
+                f"{self._name!r} got a gradient from outside the call of its layer, where samples are not told apart. "
+                "Either the forward ran before the clipper was attached, or the parameter is used by another module or "
+                "by the loss: call its own module instead, or freeze it. Or another tensor is made of it in a hook, as "
+                "torch.nn.utils.weight_norm does: use torch.nn.utils.parametrizations"
+            )
+
+
+def accumulate(param: Any, value: Tensor) -> None:
+    """Add to the gradient of a parameter, as a backward does: through the hooks of its user."""
+    value = value.to(param.device, param.dtype).detach()
+    for hook in list((param._backward_hooks or {}).values()):
+        if not isinstance(hook, Outside):
+            changed = hook(value)
+            value = value if changed is None else changed
+    if param.grad is None:
+        param.grad = value
+    else:
+        param.grad.add_(value)
+    for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+        hook(param)

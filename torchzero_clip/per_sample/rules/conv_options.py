@@ -1,0 +1,59 @@
+"""How a convolution runs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a convolution ran in one call: its attributes may be others in the next.
+
+    Args:
+        kernel: Sizes.
+        stride: Steps of the kernel.
+        dilation: Steps within it.
+        groups: Of channels.
+        sides: What is padded before and behind each dimension.
+        mode: With what.
+    """
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    sides: tuple[tuple[int, int], ...]
+    mode: str
+
+    @classmethod
+    def of(cls, module: Any) -> "Options":
+        """Those of a module as it is now."""
+        kernel, mode = tuple(module.weight.shape[2:]), module.padding_mode
+        stride, dilation = (_each(value, len(kernel)) for value in (module.stride, module.dilation))
+        if mode != "zeros":
+            flat = module._reversed_padding_repeated_twice[::-1]  # made once, by torch too
+            sides = tuple((flat[2 * i + 1], flat[2 * i]) for i in range(len(kernel)))
+        elif module.padding == "same":
+            totals = [gap * (size - 1) for gap, size in zip(dilation, kernel, strict=True)]
+            sides = tuple((total // 2, total - total // 2) for total in totals)
+        else:
+            padding = 0 if module.padding == "valid" else module.padding
+            sides = tuple((side, side) for side in _each(padding, len(kernel)))
+        return cls(kernel, stride, dilation, module.groups, sides, mode)
+
+    def padded(self, input: Tensor) -> Tensor:
+        """The input as the kernel sees it."""
+        flat = [side for pair in reversed(self.sides) for side in pair]
+        if not any(flat):
+            return input
+        return F.pad(input, flat) if self.mode == "zeros" else F.pad(input, flat, mode=self.mode)
+
+    def padded_sizes(self, input: Tensor) -> list[int]:
+        """Its sizes."""
+        return [size + sum(pair) for size, pair in zip(input.shape[2:], self.sides, strict=True)]
+
+
+def _each(value: Any, count: int) -> tuple[int, ...]:
+    return (value,) * count if isinstance(value, int) else tuple(value)
