@@ -18,7 +18,7 @@ def first_tensor(output):
 def losses_of(output, batch_dim=0):
     """One loss for each sample, in which all elements count differently."""
     flat = first_tensor(output).movedim(batch_dim if first_tensor(output).ndim > 1 else 0, 0).flatten(1)
-    readout = torch.linspace(-1, 2, flat.shape[1], dtype=flat.dtype)
+    readout = torch.linspace(-1, 2, flat.shape[1], dtype=flat.dtype, device=flat.device)
     return (flat * readout).sum(1) + 0.1 * flat.square().sum(1)
 
 

@@ -146,6 +146,15 @@ def test_equals_one_backward_per_sample(name):
     check(make_layer(), make_input())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.parametrize("name", LAYERS)
+def test_equals_one_backward_per_sample_on_a_gpu(name):
+    make_layer, make_input = LAYERS[name]
+    check(make_layer().cuda(), make_input().cuda(), modes=("auto", "low"))
+
+
 def test_bilinear_and_bags_with_weights_take_several_inputs():
     check(nn.Bilinear(3, 4, 2), x(3), x(4))
     check(nn.EmbeddingBag(6, 3, mode="sum"), tokens(7), None, x(7), modes=("auto", "low", "kept"))

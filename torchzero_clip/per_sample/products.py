@@ -66,7 +66,7 @@ class Products(Contribution):
     @override
     def weighted_sum(self, factors: Tensor) -> Tensor:
         inputs, outputs = self.inputs, self.outputs
-        scale = factors.to(inputs.device, inputs.dtype)[:, None, None]
+        scale = factors.to(inputs.device, inputs.dtype).view(-1, 1, 1)
         if inputs.shape[2] < outputs.shape[2]:
             inputs = inputs * scale
         else:

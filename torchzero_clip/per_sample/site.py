@@ -182,7 +182,10 @@ class Call:
             raise RuntimeError(
                 f"the input of {self.site} was changed in place after the layer used it: its gradient would be wrong"
             ) from error
-        with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+        if torch.is_autocast_enabled(grad.device.type):
+            with torch.autocast(grad.device.type, enabled=False):
+                recorder.add(self.site, self._contribute(grad, *inputs))
+        else:
             recorder.add(self.site, self._contribute(grad, *inputs))
 
 

@@ -28,11 +28,12 @@ def squared_norms(rows: Tensor) -> Tensor:
     It is finite for finite rows, and 0 for rows of zeros only.
     """
     count, size = rows.shape[0], math.prod(rows.shape[1:])
-    flat = rows.permute(memory_order(rows)).reshape(count, size)
+    ordered = rows if rows.is_contiguous() else rows.permute(memory_order(rows))
+    flat = ordered.reshape(count, size)
     if flat.dtype == torch.float64 or not flat.is_cpu:
         return _squares(flat)
     even = size - size % BLOCK if size > BLOCK else 0
-    norms = _squares(flat[:, even:])
+    norms = _squares(flat[:, even:] if even else flat)
     if even:
         norms += _squares(flat[:, :even].unflatten(1, (-1, BLOCK))).sum(1)
     if again := odd(norms):
@@ -43,8 +44,6 @@ def squared_norms(rows: Tensor) -> Tensor:
 
 def memory_order(rows: Tensor) -> list[int]:
     """The dimensions, those behind the first as they lie in memory: a row of another order is not to be copied."""
-    if rows.is_contiguous():
-        return list(range(rows.ndim))
     return [0, *sorted(range(1, rows.ndim), key=lambda dim: -rows.stride(dim))]
 
 
