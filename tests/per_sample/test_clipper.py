@@ -1,8 +1,10 @@
 """PerSampleGradientClipper: what its calls do, and what it refuses."""
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torchzero_clip import (
     ConstantPerLayerClipper,
     GradSampleModuleFastGradientClipping,
     Modular,
+    NormClipper,
     PerSampleGradientClipper,
 )
 
@@ -1130,3 +1133,63 @@ def test_options_that_are_refused_are_refused_also_where_they_are_set_later():
     with pytest.raises(ValueError, match=r"'0' \(Embedding\) cannot be clipped per sample: max_norm"):
         model(torch.tensor([[1, 2]]))
     assert clipper
+
+
+def test_a_hook_that_raises_in_backward_changes_no_gradient():
+    model, x = small(), batch()
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+
+    def hook(grad):
+        raise KeyError
+
+    model[2].bias.register_hook(hook)
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    with pytest.raises(KeyError):
+        clipper.backward(losses_of(model(x)))
+    assert all((param.grad == 1).all() for param in model.parameters())
+
+
+def test_a_model_that_holds_its_clipper_is_freed_with_it():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+            self.clipper = PerSampleGradientClipper(self, ConstantFlatClipper(1.0), keep_grad_samples=True)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    model = Net()
+    model.clipper.backward(losses_of(model(torch.randn(4, 3))))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize(
+    ("factors", "error", "message"),
+    [
+        (lambda norms: norms[0], TypeError, "Giving.calc_clipping_factors must return factors for 4 parameter tensors"),
+        (lambda norms: None, TypeError, "got NoneType"),
+        (lambda norms: [norms[0]] * 3, ValueError, "got 3"),
+        (lambda norms: [norms[0]] * 5, ValueError, "got 5"),
+        (lambda norms: [norms[0][1:]] * 4, ValueError, r"must return tensors of shape \(5,\), got \(4,\)"),
+        (lambda norms: [1.0] * 4, ValueError, "got float"),
+        (lambda norms: [norms[0][:, None]] * 4, ValueError, r"got \(5, 1\)"),
+    ],
+)
+def test_factors_that_do_not_fit_are_refused_by_the_name_of_the_class(factors, error, message):
+    class Giving(NormClipper):
+        is_per_layer = False
+        thresholds = torch.ones(1)
+
+        def calc_clipping_factors(self, norms):
+            return factors(norms)
+
+    model = small()
+    clipper = PerSampleGradientClipper(model, Giving())
+    with pytest.raises(error, match=message):
+        clipper.backward(losses_of(model(batch())))
+    assert all(param.grad is None for param in model.parameters())

@@ -84,7 +84,7 @@ def test_options_may_differ_from_call_to_call(channels):
 
 
 @pytest.mark.parametrize("channels", [(3, 80), (40, 80), (3, 3), (3, 32), (64, 32)])
-@pytest.mark.parametrize("padding", [(0, 0), (2, 2), 1])
+@pytest.mark.parametrize("padding", [(0, 0), (2, 2), 1, (1,)])
 def test_options_may_be_changed_after_construction(channels, padding):
     module = nn.Conv2d(*channels, 3, padding=1)
     module.padding, module.dilation, module.stride = padding, 2, (1, 1)

@@ -1,6 +1,8 @@
 """Modules that are run sample by sample: embeddings in them, state, hooks and random numbers."""
 
 import copy
+import random
+import threading
 
 import pytest
 import torch
@@ -258,3 +260,135 @@ def test_cached_parametrizations_get_their_gradients(parametrized):
                 result = clipper.backward(losses_of(model(x)))
             for name, norm in norms.items():
                 close(result.param_norms[name], norm)
+
+
+class Switched(nn.Module):
+    """Mixes samples under some conditions."""
+
+    def __init__(self, mixes):
+        super().__init__()
+        self.scale, self.mixes, self.on, self.child = nn.Parameter(torch.ones(5)), mixes, False, nn.Identity()
+
+    def forward(self, x, other=None):
+        h = x * self.scale
+        return h - h.mean(0) if self.mixes(self, x, other) else h
+
+
+CONDITIONS = {
+    "argument": (lambda m, x, other: other, lambda m: None, True),
+    "attribute": (lambda m, x, other: m.on, lambda m: setattr(m, "on", True), None),
+    "mode of a submodule": (lambda m, x, other: not m.child.training, lambda m: m.child.eval(), None),
+}
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_modules_that_begin_to_mix_samples_are_refused_then(name):
+    mixes, switch, other = CONDITIONS[name]
+    model, x = Switched(mixes), torch.randn(4, 5)
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        clipper.backward(model(x, False).sum(1))
+        switch(model)
+        with pytest.raises(ValueError, match="Switched gives a sample another output alone than in the batch"):
+            model(x, False if other is None else other)
+
+
+MIXING = {
+    "later ones, with dropout": lambda m, x: F.dropout(x, 0.1) * m.gate + torch.cat([x[1:], x[-1:]]) * m.gate,
+    "later ones, with a closed gate": lambda m, x: x + 0 * m.gate + m.gate * torch.cat([x[1:], x[-1:]]),
+    "all, before a mask": lambda m, x: ((x - x.mean(0)) * (1 + m.gate)).masked_fill(m.mask, -1e9),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_no_way_of_mixing_samples_is_missed(name):
+    class Mixing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.mask = nn.Parameter(torch.zeros(3)), torch.tensor([False, False, True])
+
+        def forward(self, x):
+            return MIXING[name](self, x)
+
+    refused = pytest.raises(ValueError, match="Mixing gives a sample another output alone than in the batch")
+    with PerSampleGradientClipper(model := Mixing(), ConstantFlatClipper(1.0)), refused:
+        model(torch.randn(4, 3))
+
+
+def test_integers_that_are_all_the_same_say_nothing_about_mixing():
+    class Mixing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 3))
+
+        def forward(self, index):
+            h = self.weight[index]
+            return h - h.mean(0)
+
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Mixing()
+
+        def forward(self, index):
+            return self.inner(index) + 0
+
+    model = Table()
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)):
+        model(torch.zeros(4, 2, dtype=torch.int64))
+        with pytest.raises(ValueError, match=r"'inner' \(Mixing\) gives a sample another output alone"):
+            model(torch.randint(0, 6, (4, 2)))
+
+
+def test_masks_of_positions_are_not_taken_for_samples():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self, x, keep):
+            return F.dropout(x, 0.1) * self.scale * keep[:, None]
+
+    refused = pytest.raises(ValueError, match="an input without a batch dimension has the size of one")
+    with PerSampleGradientClipper(model := Masked(), ConstantFlatClipper(1.0)), refused:
+        model(torch.randn(4, 4, 3), torch.tensor([True] * 4))
+
+
+class Holding(nn.Module):
+    """What it holds cannot be copied."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.scale, self.inner, self.held = nn.Parameter(torch.ones(3)), nn.Linear(3, 3), held
+
+    def forward(self, x):
+        return self.inner(x * self.scale * (1 + random.random()))
+
+
+def test_hooks_locks_and_random_numbers_of_python_may_be_in_a_module():
+    lock = threading.Lock()
+    model, x = Holding(lock).double(), torch.randn(4, 3).double()
+    model.inner.register_forward_hook(lambda module, args, output: output * 2 if lock else output)
+    model.inner.register_forward_pre_hook(lambda module, args: (args[0] * 3,))
+    random.seed(1)
+    norms = norms_of(loop_of_one_forward(model, x))
+    random.seed(1)
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1e9)) as clipper:
+        result = clipper.backward(losses_of(model(x)))
+    for name, norm in norms.items():
+        close(result.param_norms[name], norm)
+
+
+def loop_of_one_forward(model, x):
+    losses, params = losses_of(model(x)), dict(model.named_parameters())
+    rows = [torch.autograd.grad(loss, list(params.values()), retain_graph=True) for loss in losses]
+    return {name: torch.stack(column) for name, column in zip(params, zip(*rows, strict=True), strict=True)}
+
+
+def test_settings_are_those_of_the_call():
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)).double(), torch.randn(4, 3).double()
+    model[1].eps = 0.5
+    norms = total_of(norms_of(loop(copy.deepcopy(model), [x])))
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        losses = losses_of(model(x))
+        model[1].eps = 1e-5
+        close(clipper.backward(losses).norms, norms)

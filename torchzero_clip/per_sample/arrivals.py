@@ -93,3 +93,6 @@ class Arrivals:
                     f"input of every layer (batch_first={batch_first}), and one loss for each; positions that all "
                     "samples share need a batch dimension too"
                 )
+        for arrival in arrivals:
+            if arrival.site.awaits is not None:
+                arrival.site.agreed[arrival.site.awaits] = True

@@ -174,11 +174,14 @@ class PerSampleGradientClipper:
             raise ValueError("nothing was accumulated: call clip_and_accumulate() after loss.backward() first")
         params, count = self._engine.params, self._count
         before = [param.grad for param in params.values()]
+        means = [
+            (param, self._sums[name] / self._divisor(count) if name in self._sums else torch.zeros_like(param))
+            for name, param in params.items()
+        ]
         try:
-            for name, param in params.items():
-                value = self._sums.get(name)
+            for param in params.values():
                 param.grad = None
-                accumulate(param, torch.zeros_like(param) if value is None else value / self._divisor(count))
+            accumulate(means)
         except BaseException:  # a hook raised
             for param, grad in zip(params.values(), before, strict=True):
                 param.grad = grad

@@ -43,6 +43,7 @@ class Engine:
         self.enabled = True
         self.formed: Callable[[nn.Parameter, Tensor], None] | None = None
         self.forward_begins: Callable[[], None] | None = None
+        self.forgotten: Callable[[], None] | None = None
         self.backward_ends: Callable[[], None] | None = None
         self._arrivals = Arrivals()
         self._ordinary: dict[int, tuple[Tensor, Tensor]] = {}
@@ -104,8 +105,8 @@ class Engine:
             self._forget_unfinished()
             if not self._in_forward:
                 self.batch_size = self._only_input = None
-                self._consumed = False
                 self._forget_shown()
+                self._consumed = False
                 if not self.waits:
                     self._attachment.refresh()
         if self.waits and not _in_backward():
@@ -130,12 +131,6 @@ class Engine:
                 earlier = self._ordinary.get(id(part.param))
                 self._ordinary[id(part.param)] = part.param, value if earlier is None else earlier[1] + value
             return
-        if self._consumed:
-            self.clear()
-            raise RuntimeError(
-                "a second backward while hooks are enabled would give no gradients: "
-                "call disable_hooks() before it, and enable_hooks() after it"
-            )
         for part in contributions:
             shared = self._attachment.is_shared(part.param)
             self._arrivals.keep(site, part, is_shared=shared, formed=self.formed)
@@ -187,8 +182,7 @@ class Engine:
         if self._running:
             return
         sums, self._ordinary = self._ordinary, {}
-        for param, value in sums.values():
-            accumulate(param, value)
+        accumulate(list(sums.values()))
         if self.backward_ends is not None and self.waits:
             self.backward_ends()
 
@@ -196,7 +190,17 @@ class Engine:
         self._in_forward = False
 
     def _forget_shown(self) -> None:
-        """What the end of the backward has shown the user may have been all that was asked for."""
+        """What the end of the backward has shown the user may have been all that was asked for.
+
+        Raises:
+            RuntimeError: If norms had been asked for before that backward, which then gave no gradients.
+        """
+        if self._consumed and self.waits:
+            self.clear()
+            raise RuntimeError(
+                "a backward after get_clipping_coef() gave norms again, not gradients: call disable_hooks() before it, "
+                "and enable_hooks() after it"
+            )
         if self.backward_ends is not None and self.forward_begins is not None and self.waits:
             self.forward_begins()
 

@@ -1,6 +1,6 @@
 """The hooks that are put into a model, and those of its user that are run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,16 +53,24 @@ class Outside:
             )
 
 
-def accumulate(param: Any, value: Tensor) -> None:
-    """Add to the gradient of a parameter, as a backward does: through the hooks of its user."""
-    value = value.to(param.device, param.dtype).detach()
-    for hook in list((param._backward_hooks or {}).values()):
-        if not isinstance(hook, Outside):
-            changed = hook(value)
-            value = value if changed is None else changed
-    if param.grad is None:
-        param.grad = value
-    else:
-        param.grad.add_(value)
-    for hook in list((param._post_accumulate_grad_hooks or {}).values()):
-        hook(param)
+def accumulate(values: Sequence[tuple[Any, Tensor]]) -> None:
+    """Add to the gradients of parameters, as a backward does: through the hooks of their user.
+
+    A hook that raises leaves all gradients as they were; one that is called after accumulation comes too late for that.
+    """
+    changed: list[tuple[Any, Tensor]] = []
+    for param, value in values:
+        value = value.to(param.device, param.dtype).detach()
+        for hook in list((param._backward_hooks or {}).values()):
+            if not isinstance(hook, Outside):
+                answer = hook(value)
+                value = value if answer is None else answer
+        changed.append((param, value))
+    for param, value in changed:
+        if param.grad is None:
+            param.grad = value
+        else:
+            param.grad.add_(value)
+    for param, _ in changed:
+        for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+            hook(param)

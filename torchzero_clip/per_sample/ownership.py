@@ -47,10 +47,14 @@ def weak(method: Any) -> Callable[..., None]:
 
 
 def release_with(owner: object, engine: Engine, shown: Shown) -> None:
-    """Leave the model as it was when the owner of the engine is gone."""
-    weakref.finalize(owner, _release, engine, shown).atexit = False
+    """Leave the model as it was when the owner of the engine is gone, and the model is not."""
+    engine.forgotten = shown.clear
+    weakref.finalize(owner, _release, weakref.ref(engine)).atexit = False
 
 
-def _release(engine: Engine, shown: Shown) -> None:
-    engine.detach()
-    shown.clear()
+def _release(engine: "weakref.ref[Engine]") -> None:
+    alive = engine()
+    if alive is not None:
+        alive.detach()
+        if alive.forgotten is not None:
+            alive.forgotten()

@@ -70,7 +70,9 @@ class Site:
         self.calls = 0
         paths = [(name.rpartition("."), param) for name, param in params.items()]
         self._owners = [(module.get_submodule(path[0]), path[2], param) for path, param in paths]
-        self.agreed: set[Hashable] = set()
+        self.agreed: dict[Hashable, Any] = {}
+        self.awaits: Hashable = None  # what has agreed once the backward has passed
+        self.stores = False
 
     @override
     def __str__(self) -> str:

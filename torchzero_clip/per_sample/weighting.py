@@ -1,7 +1,8 @@
 """From the norms of the samples to the clipped sums."""
 
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -69,9 +70,30 @@ def clipped_backward(
         engine.clear()
     divisor = float(max(len(losses), 1)) if mean else 1.0
     sums, result = weighted(engine, gathered, norm_clipper, nonfinite, divisor=divisor)
-    for name, value in sums.items():
-        accumulate(engine.params[name], value)
+    accumulate([(engine.params[name], value) for name, value in sums.items()])
     return result
+
+
+def _factors(norm_clipper: NormClipper, answer: Any, count: int, norms: Tensor) -> list[Tensor]:
+    """What a norm clipper gave, as one tensor for each parameter tensor.
+
+    Raises:
+        TypeError: If these are no tensors.
+        ValueError: If there are too few or too many, or if they have another shape than the norms.
+    """
+    who = f"{type(norm_clipper).__name__}.calc_clipping_factors"
+    way_out = f"factors for {count} parameter tensors, or itertools.repeat(factors) for the same in all"
+    if isinstance(answer, Tensor) or not isinstance(answer, Iterable):
+        raise TypeError(f"{who} must return {way_out}; got {type(answer).__name__}")
+    factors = [value for value, _ in zip(answer, range(count), strict=False)]
+    given = len(answer) if isinstance(answer, Sized) else len(factors)
+    if given != count:
+        raise ValueError(f"{who} must return {way_out}; got {given}")
+    for value in factors:
+        if not isinstance(value, Tensor) or value.shape != norms.shape:
+            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{who} must return tensors of shape {tuple(norms.shape)}, got {found}")
+    return factors
 
 
 def _way_out(losses: Tensor) -> str:
@@ -117,17 +139,7 @@ def weighted(
         )
     per_layer = norm_clipper.is_per_layer
     answer = norm_clipper.calc_clipping_factors(list(param_norms.values()) if per_layer else [norms])
-    if isinstance(answer, Tensor):
-        raise TypeError(
-            f"{type(norm_clipper).__name__}.calc_clipping_factors must return a tensor for each parameter tensor, got "
-            "one tensor: itertools.repeat(factors) stands for the same for all"
-        )
-    factors = [value for value, _ in zip(answer, squares, strict=False)]
-    if len(factors) < len(squares):
-        raise ValueError(
-            f"{type(norm_clipper).__name__}.calc_clipping_factors must return factors for {len(squares)} parameter "
-            f"tensors, got {len(factors)}: itertools.repeat(factors) stands for the same for all"
-        )
+    factors = _factors(norm_clipper, answer, len(squares), norms)
     one_for_all = all(value is factors[0] for value in factors)
     if some_bad:
         factors = [value.masked_fill(bad, 0) for value in (factors[:1] if one_for_all else factors)]

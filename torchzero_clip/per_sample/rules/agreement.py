@@ -2,7 +2,11 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+import random
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,12 +16,15 @@ from torch.utils import _pytree as pytree
 
 from torchzero_clip.per_sample.site import Site
 
+LOCKS = (type(threading.Lock()), type(threading.RLock()))
+
 
 class Agreement:
-    """What a module gives for its batch, and what it would if the first sample were another.
+    """What a module gives for its batch, and what it would if some samples were others.
 
-    A copy of the module is run, without hooks, so that nothing the user sees happens twice; once for every set of
-    shapes. Random numbers are the same in both runs, and those of the user are not used up.
+    Copies of the module are run, without hooks, so that nothing the user sees happens twice; once for every set of
+    shapes and switches. A factor of zero, or inputs of zeros, would hide what mixes samples: so there are runs with
+    noise on parameters and inputs too. Random numbers are the same in all runs, and those of the user are not used up.
 
     Args:
         site: The module, which has not run yet.
@@ -33,28 +40,32 @@ class Agreement:
         self, site: Site, leaves: Sequence[Any], dims: Sequence[int | None], arguments: Callable[..., Any]
     ) -> None:
         self._site = site
-        shapes = tuple(tuple(x.shape) for x in leaves if isinstance(x, Tensor))
-        self._key = (shapes, tuple(dims), site.module.training)
+        self._key = _key(site, leaves, dims)
+        self._says_something = not any(_is_plain(x, dim) for x, dim in zip(leaves, dims, strict=True))
         self._known = self._key in site.agreed
         if self._known:
             return
         devices = {x.device.index for x in leaves if isinstance(x, Tensor) and x.is_cuda}
+        before, python = _random_states(devices), random.getstate()
         with torch.random.fork_rng(devices=devices), torch.no_grad():
-            before = _random_states(devices)
-            self._together = _run(_copied(site), arguments, leaves)
-            self._drew = not _equal(before, _random_states(devices))
-            _restore(before, devices)
-            self._first_changed = _run(_copied(site), arguments, [*map(_with_another_first, leaves, dims)])
-            # a factor of zero, or inputs of zeros, hide what mixes samples: once more with noise on all of them
-            noisy = [_noisy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            twins = _copied(site), _copied(site)
-            for twin in twins:
-                _add_noise(twin)
-            self._noisy: list[Any] = []
-            for twin, values in zip(twins, (noisy, [*map(_with_another_first, noisy, dims)]), strict=True):
+
+            def outputs(values: Sequence[Any], *, noise: bool) -> list[Tensor | None]:
                 _restore(before, devices)
-                with contextlib.suppress(Exception):  # the module may not take such values
-                    self._noisy.append(_run(twin, arguments, values))
+                random.setstate(python)
+                return _tensors(_run(_copied(site, noise=noise), arguments, values))
+
+            self._together = outputs(leaves, noise=False)
+            self._drew = not _equal(before, _random_states(devices)) or random.getstate() != python
+            self._first_changed = [(self._together, outputs([*map(_with_another_first, leaves, dims)], noise=False))]
+            self._rest_changed: list[tuple[list[Tensor | None], list[Tensor | None]]] = []
+            with contextlib.suppress(Exception):  # the module may not take such values
+                noisy = [_noisy(leaf, seed=0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                together = outputs(noisy, noise=True)
+                first = outputs([*map(_with_another_first, noisy, dims)], noise=True)
+                rest = outputs([*map(_with_another_rest, noisy, dims)], noise=True)
+                self._first_changed.append((together, first))
+                self._rest_changed.append((together, rest))
+        random.setstate(python)
 
     def check(self, output: Any, dim: Callable[[int], int]) -> None:
         """Compare them with the output made sample by sample; with each other, where random numbers are drawn.
@@ -62,19 +73,48 @@ class Agreement:
         Raises:
             ValueError: If they differ: the gradients of the samples would be those of another model.
         """
+        alone = _tensors(output)
+        shapes = [None if x is None else x.shape for x in alone]
         if self._known:
-            return
-        alone, together, changed = map(_tensors, (output, self._together, self._first_changed))
-        same = self._drew or _all_close(alone, together)
-        pairs = [(together, changed), tuple(map(_tensors, self._noisy))]
-        for one, other in (pair for pair in pairs if len(pair) == 2):
-            same = same and _all_close(_others(one, dim), _others(other, dim))
+            same = shapes == self._site.agreed[self._key]
+        else:
+            hooked = any(module._forward_hooks or module._forward_pre_hooks for module in _inner(self._site))
+            same = self._drew or hooked or _all_close(alone, self._together)
+            same = same and all(
+                _all_close(_others(one, dim), _others(other, dim)) for one, other in self._first_changed
+            )
+            same = same and all(_all_close(_first(one, dim), _first(other, dim)) for one, other in self._rest_changed)
         if not same:
             raise ValueError(
                 f"{self._site} gives a sample another output alone than in the batch: it mixes samples, or an input "
-                "without a batch dimension has the size of one. Per-sample gradients would be wrong"
+                "without a batch dimension has the size of one, or what it stored in an earlier forward is read. "
+                "Per-sample gradients would be wrong"
             )
-        self._site.agreed.add(self._key)
+        if self._says_something:
+            self._site.agreed[self._key] = shapes
+
+
+def _key(site: Site, leaves: Sequence[Any], dims: Sequence[int | None]) -> Hashable:
+    """What may make a module run in another way: shapes, other arguments, modes and switches."""
+    shapes = tuple(tuple(x.shape) if isinstance(x, Tensor) else repr(x) for x in leaves)
+    switches = tuple(
+        (name, value)
+        for module in site.module.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, bool | str)
+    )
+    return shapes, tuple(dims), switches, site.stores
+
+
+def _is_plain(value: Any, dim: int | None) -> bool:
+    """Whether integers are the same for all samples, so that changing one for another says nothing."""
+    if dim is None or not isinstance(value, Tensor) or value.is_floating_point() or value.shape[dim] < 2:
+        return False
+    return torch.equal(value, value.narrow(dim, 0, 1).expand_as(value))
+
+
+def _inner(site: Site) -> Iterator[nn.Module]:
+    return (module for module in site.module.modules() if module is not site.module)
 
 
 def _run(twin: nn.Module, arguments: Callable[..., Any], leaves: Sequence[Any]) -> Any:
@@ -82,36 +122,46 @@ def _run(twin: nn.Module, arguments: Callable[..., Any], leaves: Sequence[Any]) 
     return type(twin).forward(twin, *bound.args, **bound.kwargs)
 
 
-def _copied(site: Site) -> nn.Module:
-    """The module with its parameters, with copies of all else it has, and without hooks."""
-    memo: dict[int, Any] = {id(param): param.detach() for param in site.module.parameters()}
-    held = [value for module in site.module.modules() for value in pytree.tree_leaves(dict(vars(module)))]
-    memo |= {id(value): value for value in held if isinstance(value, Tensor) and _is_result(value)}
+def _copied(site: Site, *, noise: bool) -> nn.Module:
+    """The module with its parameters, noise on them or not, with copies of all else it has, and without hooks."""
+    memo: dict[int, Any] = {
+        id(param): _noisy(param.detach(), seed=1) if noise else param.detach() for param in site.module.parameters()
+    }
+    for module in site.module.modules():
+        for name, value in vars(module).items():
+            memo |= {id(item): item for item in _leaves(value) if _is_shared(item)}
+            if name.endswith("_hooks"):
+                memo[id(value)] = type(value)()
     try:
-        twin = copy.deepcopy(site.module, memo)
+        return copy.deepcopy(site.module, memo)
     except Exception as error:
         raise ValueError(
             f"{site} cannot be copied, to see whether it mixes samples: give its class a rule with register_rule, or "
             "freeze its parameters"
         ) from error
-    for module in twin.modules():
-        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            vars(module)[name].clear()
-    return twin
 
 
-def _noisy(tensor: Tensor) -> Tensor:
+def _leaves(value: Any) -> Iterator[Any]:
+    for leaf in pytree.tree_leaves(value):
+        yield leaf
+        if isinstance(leaf, SimpleNamespace) or (dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)):
+            yield from _leaves(dict(vars(leaf)))
+
+
+def _is_shared(value: Any) -> bool:
+    """Whether copies may have the very object: results of earlier forwards, which torch does not copy, and locks."""
+    return isinstance(value, LOCKS) or (isinstance(value, Tensor) and _is_result(value))
+
+
+def _noisy(tensor: Tensor, *, seed: int) -> Tensor:
     """The same noise in every call."""
+    generator = torch.Generator().manual_seed(seed)
+    if tensor.dtype == torch.bool:
+        return tensor ^ (torch.rand(tensor.shape, generator=generator) < 0.5).to(tensor.device)
     if not tensor.is_floating_point():
         return tensor
-    noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)).to(tensor)
+    noise = torch.randn(tensor.shape, generator=generator).to(tensor)
     return tensor + 0.1 * noise * (1 + tensor.abs())
-
-
-def _add_noise(twin: nn.Module) -> None:
-    for module in twin.modules():
-        for name, param in module._parameters.items():
-            module._parameters[name] = None if param is None else nn.Parameter(_noisy(param), requires_grad=False)
 
 
 def _is_result(tensor: Tensor) -> bool:
@@ -127,6 +177,13 @@ def _with_another_first(value: Any, dim: int | None) -> Any:
     return torch.cat([rest.narrow(dim, 0, 1), rest], dim)
 
 
+def _with_another_rest(value: Any, dim: int | None) -> Any:
+    """The input, where all samples but the first are as the one before."""
+    if dim is None or value.shape[dim] < 2:
+        return value
+    return torch.cat([value.narrow(dim, 0, 1), value.narrow(dim, 0, value.shape[dim] - 1)], dim)
+
+
 def _tensors(output: Any) -> list[Tensor | None]:
     return [leaf.detach() if isinstance(leaf, Tensor) else None for leaf in pytree.tree_leaves(output)]
 
@@ -135,6 +192,14 @@ def _others(tensors: Sequence[Tensor | None], dim: Callable[[int], int]) -> list
     """What the samples but the first have."""
     return [
         None if x is None or x.ndim <= dim(i) or not x.shape[dim(i)] else x.narrow(dim(i), 1, x.shape[dim(i)] - 1)
+        for i, x in enumerate(tensors)
+    ]
+
+
+def _first(tensors: Sequence[Tensor | None], dim: Callable[[int], int]) -> list[Tensor | None]:
+    """What the first sample has."""
+    return [
+        None if x is None or x.ndim <= dim(i) or not x.shape[dim(i)] else x.narrow(dim(i), 0, 1)
         for i, x in enumerate(tensors)
     ]
 
@@ -164,6 +229,6 @@ def _close(alone: Tensor, together: Tensor) -> bool:
     if not alone.is_floating_point():
         return torch.equal(alone, together)
     tolerance = torch.finfo(together.dtype).eps ** 0.5
-    finite = alone.isfinite() & together.isfinite()
-    alone, together = alone[finite].double(), together[finite].double()
+    compared = alone.isfinite() & together.isfinite() & (alone != together)  # what is equal, as masks are, is no scale
+    alone, together = alone[compared].double(), together[compared].double()
     return not alone.numel() or bool((alone - together).abs().max() <= tolerance * together.abs().max())

@@ -35,11 +35,13 @@ class EmbeddingRule(Rule):
                 "share. Give them a batch dimension: positions.expand(batch_size, -1)"
             )
 
+        padding = module.padding_idx
+
         def contribute(grad: Tensor, source: Tensor) -> list[Contribution]:
             index = source.movedim(dim, 0)
             samples = torch.arange(len(index), device=index.device).repeat_interleave(index[:1].numel())
             (values,) = wide(grad.movedim(dim, 0).reshape(-1, grad.shape[-1]))
-            return [_rows(site, len(index), samples, index.reshape(-1), values)]
+            return [_rows(site, len(index), samples, index.reshape(-1), values, padding)]
 
         output = F.embedding(source, module.weight.detach(), module.padding_idx)
         return watch(output, Call(site, [source], contribute), row=dim if expanded else None)
@@ -65,21 +67,21 @@ class EmbeddingBagRule(Rule):
         weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
         given = {"input": input, "offsets": offsets, "weights": weights}
         saved = {name: tensor for name, tensor in given.items() if tensor is not None}
-        names = list(saved)
+        names, mode, include_last, padding = list(saved), module.mode, module.include_last_offset, module.padding_idx
 
         def contribute(grad: Tensor, *tensors: Tensor) -> list[Contribution]:
             given = dict(zip(names, tensors, strict=True))
             words, offsets, weights = given["input"], given.get("offsets"), given.get("weights")
-            samples = _bags(words, offsets, include_last=module.include_last_offset)
+            samples = _bags(words, offsets, include_last=include_last)
             index = words.reshape(-1)
-            counts = index != module.padding_idx if module.padding_idx is not None else torch.ones_like(index)
+            counts = index != padding if padding is not None else torch.ones_like(index)
             scale = counts.to(grad.dtype) if weights is None else counts * weights
-            if module.mode == "mean":
+            if mode == "mean":
                 sizes = torch.zeros(len(grad), dtype=grad.dtype, device=grad.device)
                 sizes.index_add_(0, samples, counts.to(grad.dtype))
                 scale = scale / sizes.clamp(min=1)[samples]
             (values,) = wide(grad[samples] * scale[:, None])
-            return [_rows(site, len(grad), samples, index, values)]
+            return [_rows(site, len(grad), samples, index, values, padding)]
 
         output = F.embedding_bag(
             input,
@@ -103,9 +105,7 @@ def _refusal(module: Any) -> str | None:
     return None
 
 
-def _rows(site: Site, count: int, samples: Tensor, index: Tensor, values: Tensor) -> Rows:
-    module: Any = site.module
-    padding = module.padding_idx
+def _rows(site: Site, count: int, samples: Tensor, index: Tensor, values: Tensor, padding: int | None) -> Rows:
     if padding is not None:
         values = values.masked_fill((index == padding)[:, None], 0)
     return Rows(site.params["weight"], count, samples, index, values)

@@ -17,10 +17,12 @@ from typing_extensions import override
 
 from torchzero_clip.per_sample.contributions import Dense
 from torchzero_clip.per_sample.rules.agreement import Agreement
-from torchzero_clip.per_sample.rules.stored import Stored
+from torchzero_clip.per_sample.rules.state import State
 from torchzero_clip.per_sample.shared import each, is_shared, shared
 from torchzero_clip.per_sample.site import Rule, Site, anchor, wanted
 from torchzero_clip.per_sample.squares import wide
+
+BY_VMAP = "by vmap"  # in Site.agreed: whether vmap can run it
 
 
 class GenericRule(Rule):
@@ -64,13 +66,17 @@ class GenericRule(Rule):
 
         site.recorder.inside, caches = True, parametrize._cache_enabled
         parametrize._cache_enabled = 0  # under parametrize.cached(), a run would get the weights of another
+        state = State(site)
         try:
-            agreement, stored = Agreement(site, leaves, dims, bound), Stored(site)
+            agreement = Agreement(site, leaves, dims, bound)
             inputs = [leaves[i] for i, _ in split]
-            outputs = _mapped(one, copies, inputs, [dim for _, dim in split], count, site, stored)
-            stored.join()
+            outputs = _mapped(one, copies, inputs, [dim for _, dim in split], count, site, state)
             output = layout.given_back(outputs)
             agreement.check(output, lambda i: self.output_dim(site, i))
+            site.stores = state.join() or site.stores
+        except BaseException:
+            state.undo()
+            raise
         finally:
             site.recorder.inside, parametrize._cache_enabled = False, caches
         return shared(output, lambda i: self.output_dim(site, i), site.refuse_row) if expanded else output
@@ -216,24 +222,30 @@ def _mapped(
     dims: Sequence[int],
     count: int,
     site: Site,
-    stored: Stored,
+    state: State,
 ) -> Sequence[Tensor]:
     """``one`` for every sample, with the samples first in what it returns; one by one where vmap cannot."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "There is a performance drop")
-            return torch.vmap(one, in_dims=(0, *dims), randomness="different")(copies, *inputs)
-    except (RuntimeError, ValueError) as error:
-        if "Batching rule not implemented" not in str(error):
-            raise RuntimeError(
-                f"{site} cannot be run sample by sample: {error}\n"
-                "Give its class a rule with register_rule, or freeze its parameters"
-            ) from error
+    if site.agreed.get(BY_VMAP, True):
+        try:
+            state.begin(lend_buffers=BY_VMAP not in site.agreed)  # the first run may end before its end
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "There is a performance drop")
+                outputs = torch.vmap(one, in_dims=(0, *dims), randomness="different")(copies, *inputs)
+            state.end()
+            site.agreed[BY_VMAP] = True
+            return outputs
+        except (RuntimeError, ValueError) as error:
+            if "Batching rule not implemented" not in str(error):
+                raise RuntimeError(
+                    f"{site} cannot be run sample by sample: {error}\n"
+                    "Give its class a rule with register_rule, or freeze its parameters"
+                ) from error
+            site.agreed[BY_VMAP] = False
     rows = {name: copy.unbind(0) for name, copy in copies.items()}
     split = [tensor.unbind(dim) for tensor, dim in zip(inputs, dims, strict=True)]
-    stored.restore()
     results: list[tuple[Tensor, ...]] = []
     for i in range(count):
+        state.begin(lend_buffers=True)
         results.append(one({name: row[i] for name, row in rows.items()}, *(column[i] for column in split)))
-        stored.after_sample()
+        state.end()
     return [torch.stack(column) for column in zip(*results, strict=True)]

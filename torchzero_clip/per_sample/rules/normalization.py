@@ -1,6 +1,7 @@
 """Normalization within a sample: layer, RMS, group and instance."""
 
 from abc import abstractmethod
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torchzero_clip.per_sample.squares import wide
 class NormalizationRule(Rule):
     """Weight: output gradient times normalized input; bias: output gradient; added up over all but their dimensions."""
 
+    settings: tuple[str, ...]  # what the layer is run by, which may be other in the next call
+
     @override
     def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         return self._run(site, *args, **kwargs)
@@ -26,14 +29,16 @@ class NormalizationRule(Rule):
         source, expanded = site.expanded(input, dim)
         weight, bias = (None if p is None else p.detach() for p in (module.weight, getattr(module, "bias", None)))
 
+        then: Any = SimpleNamespace(**{name: getattr(module, name) for name in self.settings})
+
         def contribute(grad: Tensor, *sources: Tensor) -> list[Contribution]:
             grad, *inputs = (tensor.movedim(dim, 0) for tensor in wide(grad, *sources))
             result: list[Contribution] = []
             for x in inputs:
-                normalized = self.normalize(module, x, None, None)
-                result.append(Dense(site.params["weight"], self.summed(module, grad * normalized)))
+                normalized = self.normalize(then, x, None, None)
+                result.append(Dense(site.params["weight"], self.summed(then, grad * normalized)))
             if "bias" in site.params:
-                result.append(Dense(site.params["bias"], self.summed(module, grad)))
+                result.append(Dense(site.params["bias"], self.summed(then, grad)))
             return result
 
         output = self.normalize(module, source, weight, bias)
@@ -56,6 +61,8 @@ class NormalizationRule(Rule):
 
 class LayerNormRule(NormalizationRule):
     """LayerNorm: the parameters have the last dimensions."""
+
+    settings = ("normalized_shape", "eps")
 
     @override
     def leading(self, module: Any, input: Tensor) -> int:
@@ -82,6 +89,8 @@ class RMSNormRule(LayerNormRule):
 class GroupNormRule(NormalizationRule):
     """GroupNorm: the parameters have the channels, the second dimension."""
 
+    settings = ("num_groups", "eps")
+
     @override
     def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         module: Any = site.module
@@ -107,6 +116,8 @@ class GroupNormRule(NormalizationRule):
 
 class InstanceNormRule(GroupNormRule):
     """InstanceNorm: each channel of a sample by itself."""
+
+    settings = ("eps",)
 
     @override
     def refusal(self, module: nn.Module) -> str | None:

@@ -95,7 +95,7 @@ def rule_for(module: nn.Module) -> Rule | None:
     kind = type(module)
     found = next((_RULES[c] for c in kind.__mro__ if c in _RULES and _runs_as(kind, c)), None)
     own = _own_params(module)
-    if parametrize.is_parametrized(module):
+    if parametrize.is_parametrized(module) or "_conv_forward" in vars(module):
         return GENERIC
     if isinstance(found, WHOLE):
         return found

@@ -25,8 +25,10 @@ class RecurrentRule(GenericRule):
     def _check_layout(self, site: Site, input: Tensor) -> None:
         """Where layers expect samples elsewhere, a sequence as long as the batch would be taken for one."""
         own: Any = site.module.batch_first
-        if own == site.recorder.batch_first or input.ndim != 3 or input.shape[0] != input.shape[1]:
-            site.agreed.add(LAYOUT)
+        if own == site.recorder.batch_first or input.ndim != 3:
+            return
+        if input.shape[0] != input.shape[1]:
+            site.awaits = LAYOUT
         elif LAYOUT not in site.agreed:
             raise ValueError(
                 f"{site} has batch_first={own}, the clipper batch_first={not own}, and there are as many positions as "

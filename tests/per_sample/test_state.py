@@ -1,0 +1,233 @@
+"""What a module under the generic rule stores on itself is that of the batch, and its gradients are right."""
+
+import copy
+import dataclasses
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+import torch
+from per_sample.harness import check, close
+from torch import nn
+
+from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
+
+
+class Storing(nn.Module):
+    """Stores what it computed: with a batch dimension, without one, in a list, detached."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.linspace(0.5, 2, 4)), inner
+        self.penalty = self.seen = self.both = None
+
+    def forward(self, x):
+        h = self.inner(x * self.scale)
+        h = h[0] if isinstance(h, tuple) else h
+        self.penalty = h.square().mean()
+        self.seen = h.detach()
+        self.both = [h.sum((1, 2)), "two"]
+        return h
+
+
+class Penalized(nn.Module):
+    """Its output is that of a storing module, and what that stored."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.storing, self.head = Storing(inner), nn.Linear(4, 2)
+
+    def forward(self, x):
+        out = self.head(self.storing(x)).sum(1)
+        penalty = self.storing.penalty.reshape(-1, 1).expand(len(out), 1)
+        return torch.cat([out, penalty, self.storing.both[0][:, None]], 1)
+
+
+INNER = {"by vmap": lambda: nn.Linear(4, 4), "one by one": lambda: nn.GRU(4, 4, batch_first=True)}
+
+
+@pytest.mark.parametrize("how", INNER)
+def test_gradients_of_what_was_stored_are_those_of_the_samples(how):
+    check(Penalized(INNER[how]()), torch.randn(5, 3, 4))
+
+
+@pytest.mark.parametrize("how", INNER)
+def test_what_was_stored_can_be_read_as_without_a_clipper(how):
+    model, x = Penalized(INNER[how]()), torch.randn(5, 3, 4)
+    twin = copy.deepcopy(model)
+    twin(x)
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)):
+        model(x)
+    close(model.storing.seen, twin.storing.seen, rtol=1e-5, atol=1e-6)
+    close(model.storing.both[0], twin.storing.both[0], rtol=1e-5, atol=1e-6)
+    assert model.storing.both[1] == "two"
+    close(model.storing.penalty.mean(), twin.storing.penalty, rtol=1e-5, atol=1e-6)
+    assert model.storing.penalty.shape == (5,)  # without a batch dimension, there is one for each sample
+
+
+def test_sequences_first_are_stored_as_they_are():
+    model, x = Penalized(nn.Linear(4, 4)).storing, torch.randn(3, 5, 4)
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), batch_first=False):
+        model(x)
+    close(model.seen, model.inner(x * model.scale), rtol=1e-5, atol=1e-6)
+
+
+class Counting(nn.Module):
+    """Keeps an average of its inputs, in a buffer."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.ones(4)), inner
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, x):
+        self.average = 0.9 * self.average + 0.1 * x.mean()
+        output = self.inner(x * self.scale)
+        return output[0] if isinstance(output, tuple) else output
+
+
+@pytest.mark.parametrize("how", INNER)
+def test_statistics_in_buffers_are_refused_by_name_and_keep_their_values(how):
+    model = Counting(INNER[how]())
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)):
+        with pytest.raises(ValueError, match=r"Counting sets its buffer 'average' to what depends on the samples"):
+            model(torch.randn(5, 3, 4))
+        assert model.average.item() == 0
+
+
+class Function(nn.Module):
+    """A module with a parameter and a forward of its own, and what else it holds."""
+
+    def __init__(self, forward, **held):
+        super().__init__()
+        self.weight, self.call = nn.Parameter(torch.linspace(0.5, 2, 3)), forward
+        for name, value in held.items():
+            setattr(self, name, value)
+
+    def forward(self, *args):
+        return self.call(self, *args)
+
+
+@dataclasses.dataclass
+class Result:
+    value: torch.Tensor
+
+
+def in_dict(module, h):
+    module.held["a"] = h
+
+
+def in_list(module, h):
+    module.held.clear()
+    module.held.append(h)
+
+
+def in_deque(module, h):
+    module.held.append(h)
+
+
+def in_result(module, h):
+    module.held = Result(h)
+
+
+def in_namespace(module, h):
+    module.held.a = h
+
+
+HELD = {
+    "dict": ({}, in_dict, lambda held: held["a"]),
+    "list": ([], in_list, lambda held: held[0]),
+    "deque": (deque(maxlen=1), in_deque, lambda held: held[0]),
+    "dataclass": (None, in_result, lambda held: held.value),
+    "namespace": (SimpleNamespace(a=None), in_namespace, lambda held: held.a),
+}
+
+
+@pytest.mark.parametrize("penalized", ["each", "mean"])
+@pytest.mark.parametrize("how", ["by vmap", "one by one"])
+@pytest.mark.parametrize("name", HELD)
+def test_whatever_holds_what_was_stored_its_gradients_are_right(name, how, penalized):
+    held, store, read = HELD[name]
+
+    def forward(module, x):
+        h = x * module.weight
+        h = module.gru(h)[0] if how == "one by one" else h
+        store(module, h if penalized == "each" else h.square().mean())
+        return h
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            inner = {"gru": nn.GRU(3, 3, batch_first=True)} if how == "one by one" else {}
+            self.inner = Function(forward, held=copy.deepcopy(held), **inner)
+            self.kept = self.inner.held
+
+        def forward(self, x):
+            out = self.inner(x)
+            stored = read(self.inner.held)
+            return torch.cat([out.flatten(1), stored.reshape(len(x), -1)], 1)
+
+    net = Net()
+    check(net, torch.randn(4, 2, 3), modes=("auto", "low"))
+    assert net.kept is None or net.inner.held is net.kept
+
+
+def test_counters_count_steps_and_not_samples():
+    def forward(module, x):
+        module.steps += 1
+        module.count.add_(1)
+        return module.gru(x * module.weight)[0] * (1.0 if module.steps < 3 else 2.0)
+
+    model = Function(forward, steps=0, gru=nn.GRU(3, 3, batch_first=True))
+    model.register_buffer("count", torch.zeros((), dtype=torch.int64))
+    twin, x = copy.deepcopy(model), torch.randn(4, 2, 3)
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        for _ in range(3):
+            output = model(x)
+            close(output, twin(x), rtol=1e-5, atol=1e-6)
+            clipper.backward(output.flatten(1).sum(1))
+    assert model.steps == 3
+    assert model.count.item() == 3
+
+
+def test_spectral_norm_in_training_takes_one_step_of_its_iteration():
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), nn.Tanh()).double()
+    twin, x = copy.deepcopy(model), torch.randn(4, 3).double()
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        for _ in range(2):
+            output = model(x)
+            close(output, twin(x))
+            clipper.backward(output.sum(1))
+    for mine, theirs in zip(model.buffers(), twin.buffers(), strict=True):
+        close(mine, theirs)
+
+
+def recurrent(module, x):
+    h = x * module.weight
+    if module.memory is not None:
+        h = h + module.memory.mean(1, keepdim=True)
+    module.memory = h.detach()
+    return h.mean(1)
+
+
+def test_modules_that_read_what_an_earlier_forward_stored_are_refused_and_keep_it():
+    model, x = Function(recurrent, memory=None), torch.randn(4, 2, 3)
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        clipper.backward(model(x).sum(1))
+        before = model.memory
+        with pytest.raises(ValueError, match="what it stored in an earlier forward is read"):
+            model(x)
+        assert model.memory is before
+
+
+def test_what_differs_from_sample_to_sample_and_is_no_tensor_is_refused():
+    def forward(module, x):
+        h = module.gru(x * module.weight)[0]
+        module.last = h.mean().item()
+        return h
+
+    model = Function(forward, last=0.5, gru=nn.GRU(3, 3, batch_first=True))
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)):
+        with pytest.raises((ValueError, RuntimeError), match=r"Function.*(stores 'last'|sample by sample)"):
+            model(torch.randn(4, 2, 3))
+        assert model.last == 0.5

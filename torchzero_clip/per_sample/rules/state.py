@@ -1,0 +1,191 @@
+"""The state of a module that runs sample by sample: statistics, attention weights, auxiliary losses, counters."""
+
+import copy
+import dataclasses
+from collections import deque
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_batchedtensor, maybe_get_bdim
+
+from torchzero_clip.per_sample.site import Site
+
+_Key = tuple[nn.Module, str]
+
+OF_MODULES = frozenset([*vars(nn.Module()), "forward"])
+MISSING = object()
+SIMPLE = (bool, int, float, complex, str)
+
+
+class State:
+    """Gives every run the state there was before the forward, and leaves that of the batch behind.
+
+    A tensor whose samples would be in the dimension of the batch has them there; any other gets a first dimension, with
+    an entry for each sample.
+
+    Args:
+        site: The module, which has not run yet.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._dim = 0 if site.recorder.batch_first else 1
+        self._before = dict(self._attributes())
+        self._buffers = {(m, name): b for m in site.module.modules() for name, b in m._buffers.items()}
+        self._runs: list[dict[_Key, Any]] = []
+        self._buffers_of_runs: list[dict[_Key, Any]] = []
+
+    def begin(self, *, lend_buffers: bool) -> None:
+        """Before a run, for one sample or for all at once: lend it copies of what it could change in place."""
+        for (module, name), _ in list(self._attributes()):
+            if (module, name) not in self._before:
+                delattr(module, name)
+        for (module, name), value in self._before.items():
+            vars(module)[name] = _lent(value)
+        for (module, name), buffer in self._buffers.items():
+            module._buffers[name] = buffer.clone() if lend_buffers and buffer is not None else buffer
+
+    def end(self) -> None:
+        """Note what a run has left."""
+        self._runs.append(dict(self._attributes()))
+        self._buffers_of_runs.append({(module, name): module._buffers.get(name) for module, name in self._buffers})
+
+    def undo(self) -> None:
+        """Leave the state there was before."""
+        self.begin(lend_buffers=False)
+        for (module, name), value in self._before.items():
+            vars(module)[name] = value
+
+    def join(self) -> bool:
+        """Put the state of the batch in place, and tell whether it depends on the samples.
+
+        Raises:
+            ValueError: If something cannot be told for each sample, or a buffer would depend on the samples.
+        """
+        buffers = {key: self._common(key, buffer) for key, buffer in self._buffers.items()}
+        self._found = False
+        state: dict[_Key, Any] = {}
+        for key in self._runs[-1]:
+            values = [run.get(key, MISSING) for run in self._runs]
+            state[key] = self._combined(values, key[1])
+        for (module, name), buffer in buffers.items():
+            module._buffers[name] = buffer
+        for (module, name), value in state.items():
+            vars(module)[name] = _written(self._before.get((module, name), MISSING), value)
+        return self._found
+
+    def _attributes(self) -> Iterator[tuple[_Key, Any]]:
+        for module in self._site.module.modules():
+            for name, value in vars(module).items():
+                if name not in OF_MODULES:
+                    yield (module, name), value
+
+    def _combined(self, values: Sequence[Any], name: str) -> Any:
+        """One value of those of all runs: with tensors of the batch in place of those of samples."""
+        last = values[-1]
+        if isinstance(last, Tensor):
+            return self._tensor(values, name)
+        if all(type(value) is type(last) for value in values):
+            if isinstance(last, list | tuple | deque) and all(len(value) == len(last) for value in values):
+                items = [self._combined(column, name) for column in zip(*values, strict=True)]
+                return type(last)(*items) if hasattr(last, "_fields") else type(last)(items)
+            if isinstance(last, dict) and all(value.keys() == last.keys() for value in values):
+                return {key: self._combined([value[key] for value in values], name) for key in last}
+            if _is_record(last) and all(vars(value).keys() == vars(last).keys() for value in values):
+                for key in vars(last):
+                    object.__setattr__(last, key, self._combined([vars(value)[key] for value in values], name))
+                return last
+            if all(value is last for value in values) or not _holds_tensors(last):
+                if isinstance(last, SIMPLE) and any(value != last for value in values):
+                    raise ValueError(
+                        f"{self._site} stores {name!r}, which is another for each sample: it cannot be kept"
+                    )
+                return last
+        raise ValueError(f"{self._site} stores {name!r}, which cannot be told for each sample: {type(last).__name__}")
+
+    def _tensor(self, values: Sequence[Any], name: str) -> Tensor:
+        last = values[-1]
+        if is_batchedtensor(last):
+            self._found = True
+            return self._joined(get_unwrapped(last).movedim(maybe_get_bdim(last), 0))
+        if all(value is last for value in values):
+            return last
+        if not all(isinstance(value, Tensor) and value.shape == last.shape for value in values):
+            raise ValueError(f"{self._site} stores {name!r} with another shape for each sample")
+        self._found = True
+        return self._joined(torch.stack(list(values)))
+
+    def _joined(self, rows: Tensor) -> Tensor:
+        """Of a tensor with the samples in a dimension before all others."""
+        if rows.ndim > self._dim + 1 and rows.shape[self._dim + 1] == 1:
+            return rows.squeeze(self._dim + 1).movedim(0, self._dim)
+        return rows
+
+    def _common(self, key: _Key, before: Tensor | None) -> Tensor | None:
+        """What all runs have made of a buffer."""
+        values = [run[key] for run in self._buffers_of_runs]
+        last = values[-1]
+        if last is None or before is None:
+            return last
+        alike = all(value is not None and not is_batchedtensor(value) and torch.equal(value, last) for value in values)
+        if not alike:
+            raise ValueError(
+                f"{self._site} sets its buffer {key[1]!r} to what depends on the samples: it mixes them. Per-sample "
+                "gradients would be wrong"
+            )
+        if last is before or last.shape != before.shape or last.dtype != before.dtype:
+            return last
+        with torch.no_grad():
+            return before if torch.equal(before, last) else before.copy_(last)
+
+
+def _holds_tensors(value: Any) -> bool:
+    held = getattr(value, "__dict__", {})
+    return isinstance(held, dict) and any(isinstance(item, Tensor) for item in held.values())
+
+
+def _is_record(value: Any) -> bool:
+    return isinstance(value, SimpleNamespace) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
+
+
+def _lent(value: Any) -> Any:
+    """A copy of what holds other values; these are the same."""
+    if isinstance(value, set):
+        return copy.copy(value)
+    if isinstance(value, list | deque):
+        lent = copy.copy(value)
+        for i, item in enumerate(value):
+            lent[i] = _lent(item)
+        return lent
+    if isinstance(value, dict):
+        lent = copy.copy(value)
+        lent.update({key: _lent(item) for key, item in value.items()})
+        return lent
+    if _is_record(value):
+        lent = copy.copy(value)
+        for key, item in vars(value).items():
+            object.__setattr__(lent, key, _lent(item))
+        return lent
+    return value
+
+
+def _written(original: Any, value: Any) -> Any:
+    """The value, in the object that held the one before, so that whoever else has it sees it too."""
+    if type(original) is not type(value) or original is value:
+        return value
+    if isinstance(original, list):
+        original[:] = value
+    elif isinstance(original, deque):
+        original.clear()
+        original.extend(value)
+    elif isinstance(original, dict | set):
+        original.clear()
+        original.update(value)
+    elif _is_record(original):
+        vars(original).update(vars(value))
+    else:
+        return value
+    return original
