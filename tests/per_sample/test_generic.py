@@ -392,3 +392,28 @@ def test_settings_are_those_of_the_call():
         losses = losses_of(model(x))
         model[1].eps = 1e-5
         close(clipper.backward(losses).norms, norms)
+
+
+def test_modules_are_compared_once_for_all_lengths_and_not_by_one_sample():
+    runs = []
+
+    class Counted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.mixes = nn.Parameter(torch.ones(3)), None
+
+        def forward(self, x):
+            runs.append(len(x))
+            return x * self.scale - (x.mean(0) if self.mixes == [1] else 0)
+
+    model = Counted()
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        for count, length, expected in [(4, 2, 6), (4, 3, 1), (5, 7, 1), (7, 7, 1)]:
+            runs.clear()
+            clipper.backward(model(torch.randn(count, length, 3)).sum((1, 2)))
+            assert len(runs) == expected
+    model.mixes = [1]
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)):
+        model(torch.randn(1, 3))
+        with pytest.raises(ValueError, match="Counted gives a sample another output alone"):
+            model(torch.randn(4, 3))

@@ -22,9 +22,10 @@ LOCKS = (type(threading.Lock()), type(threading.RLock()))
 class Agreement:
     """What a module gives for its batch, and what it would if some samples were others.
 
-    Copies of the module are run, without hooks, so that nothing the user sees happens twice; once for every set of
-    shapes and switches. A factor of zero, or inputs of zeros, would hide what mixes samples: so there are runs with
-    noise on parameters and inputs too. Random numbers are the same in all runs, and those of the user are not used up.
+    Copies of the module are run, without hooks, so that nothing the user sees happens twice; once for every kind of
+    arguments and every set of switches. A factor of zero, or inputs of zeros, would hide what mixes samples: so there
+    are runs with noise on parameters and inputs too. Random numbers are the same in all runs, and those of the user are
+    not used up.
 
     Args:
         site: The module, which has not run yet.
@@ -74,9 +75,9 @@ class Agreement:
             ValueError: If they differ: the gradients of the samples would be those of another model.
         """
         alone = _tensors(output)
-        shapes = [None if x is None else x.shape for x in alone]
+        ranks = [None if x is None else x.ndim for x in alone]
         if self._known:
-            same = shapes == self._site.agreed[self._key]
+            same = ranks == self._site.agreed[self._key]
         else:
             hooked = any(module._forward_hooks or module._forward_pre_hooks for module in _inner(self._site))
             same = self._drew or hooked or _all_close(alone, self._together)
@@ -91,25 +92,30 @@ class Agreement:
                 "Per-sample gradients would be wrong"
             )
         if self._says_something:
-            self._site.agreed[self._key] = shapes
+            self._site.agreed[self._key] = ranks
 
 
 def _key(site: Site, leaves: Sequence[Any], dims: Sequence[int | None]) -> Hashable:
-    """What may make a module run in another way: shapes, other arguments, modes and switches."""
-    shapes = tuple(tuple(x.shape) if isinstance(x, Tensor) else repr(x) for x in leaves)
+    """What may make a module run in another way: where samples are, other arguments, modes and switches.
+
+    Sizes are not among it: where one of them happens to be that of the batch, samples seem to be elsewhere.
+    """
+    kinds = tuple((x.ndim, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
     switches = tuple(
         (name, value)
         for module in site.module.modules()
         for name, value in vars(module).items()
         if isinstance(value, bool | str)
     )
-    return shapes, tuple(dims), switches, site.stores
+    return kinds, tuple(dims), switches, site.stores
 
 
 def _is_plain(value: Any, dim: int | None) -> bool:
-    """Whether integers are the same for all samples, so that changing one for another says nothing."""
-    if dim is None or not isinstance(value, Tensor) or value.is_floating_point() or value.shape[dim] < 2:
+    """Whether changing one sample for another says nothing: there is one, or its integers are those of all."""
+    if dim is None or not isinstance(value, Tensor):
         return False
+    if value.shape[dim] < 2 or value.is_floating_point():
+        return value.shape[dim] < 2
     return torch.equal(value, value.narrow(dim, 0, 1).expand_as(value))
 
 
