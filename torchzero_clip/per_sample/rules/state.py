@@ -37,6 +37,7 @@ class State:
         self._buffers = {(m, name): b for m in site.module.modules() for name, b in m._buffers.items()}
         self._runs: list[dict[_Key, Any]] = []
         self._buffers_of_runs: list[dict[_Key, Any]] = []
+        self._found = False
 
     def begin(self, *, lend_buffers: bool) -> None:
         """Before a run, for one sample or for all at once: lend it copies of what it could change in place."""
@@ -65,14 +66,13 @@ class State:
         Raises:
             ValueError: If something cannot be told for each sample, or a buffer would depend on the samples.
         """
-        buffers = {key: self._common(key, buffer) for key, buffer in self._buffers.items()}
-        self._found = False
+        buffers = {key: self._common(key) for key in self._buffers}
         state: dict[_Key, Any] = {}
         for key in self._runs[-1]:
             values = [run.get(key, MISSING) for run in self._runs]
             state[key] = self._combined(values, key[1])
         for (module, name), buffer in buffers.items():
-            module._buffers[name] = buffer
+            module._buffers[name] = _overwritten(self._buffers[module, name], buffer)
         for (module, name), value in state.items():
             vars(module)[name] = _written(self._before.get((module, name), MISSING), value)
         return self._found
@@ -124,11 +124,11 @@ class State:
             return rows.squeeze(self._dim + 1).movedim(0, self._dim)
         return rows
 
-    def _common(self, key: _Key, before: Tensor | None) -> Tensor | None:
+    def _common(self, key: _Key) -> Tensor | None:
         """What all runs have made of a buffer."""
         values = [run[key] for run in self._buffers_of_runs]
         last = values[-1]
-        if last is None or before is None:
+        if last is None or self._buffers[key] is None:
             return last
         alike = all(value is not None and not is_batchedtensor(value) and torch.equal(value, last) for value in values)
         if not alike:
@@ -136,10 +136,7 @@ class State:
                 f"{self._site} sets its buffer {key[1]!r} to what depends on the samples: it mixes them. Per-sample "
                 "gradients would be wrong"
             )
-        if last is before or last.shape != before.shape or last.dtype != before.dtype:
-            return last
-        with torch.no_grad():
-            return before if torch.equal(before, last) else before.copy_(last)
+        return last
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -189,3 +186,11 @@ def _written(original: Any, value: Any) -> Any:
     else:
         return value
     return original
+
+
+def _overwritten(original: Tensor | None, value: Tensor | None) -> Tensor | None:
+    """The same for a buffer."""
+    if original is None or value is None or original.shape != value.shape or original.dtype != value.dtype:
+        return value
+    with torch.no_grad():
+        return original if original is value or torch.equal(original, value) else original.copy_(value)
