@@ -1193,3 +1193,25 @@ def test_factors_that_do_not_fit_are_refused_by_the_name_of_the_class(factors, e
     with pytest.raises(error, match=message):
         clipper.backward(losses_of(model(batch())))
     assert all(param.grad is None for param in model.parameters())
+
+
+def test_what_hooks_have_seen_or_returned_stays_theirs():
+    model, x, seen, constant = small(), batch(), [], torch.ones(2, 4, dtype=torch.float64)
+    model[0].weight.register_hook(seen.append)
+    model[2].weight.register_hook(lambda grad: constant)
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    clipper.backward(losses_of(model(x)))
+    first = seen[0].clone()
+    clipper.backward(losses_of(model(x)))
+    assert torch.equal(seen[0], first)
+    assert (constant == 1).all()
+    assert (model[2].weight.grad == 2).all()
+
+
+def test_a_hook_that_returns_another_shape_is_refused_and_changes_nothing():
+    model, x = small(), batch()
+    model[2].weight.register_hook(lambda grad: grad.sum())
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    with pytest.raises(RuntimeError, match=r"of shape \(2, 4\) returned a gradient of shape \(\)"):
+        clipper.backward(losses_of(model(x)))
+    assert all(param.grad is None for param in model.parameters())

@@ -268,6 +268,7 @@ class Switched(nn.Module):
     def __init__(self, mixes):
         super().__init__()
         self.scale, self.mixes, self.on, self.child = nn.Parameter(torch.ones(5)), mixes, False, nn.Identity()
+        self.share, self.extra = 0.0, None
 
     def forward(self, x, other=None):
         h = x * self.scale
@@ -277,6 +278,8 @@ class Switched(nn.Module):
 CONDITIONS = {
     "argument": (lambda m, x, other: other, lambda m: None, True),
     "attribute": (lambda m, x, other: m.on, lambda m: setattr(m, "on", True), None),
+    "number": (lambda m, x, other: m.share > 0, lambda m: setattr(m, "share", 0.5), None),
+    "function": (lambda m, x, other: m.extra is not None, lambda m: setattr(m, "extra", len), None),
     "mode of a submodule": (lambda m, x, other: not m.child.training, lambda m: m.child.eval(), None),
 }
 
@@ -417,3 +420,32 @@ def test_modules_are_compared_once_for_all_lengths_and_not_by_one_sample():
         model(torch.randn(1, 3))
         with pytest.raises(ValueError, match="Counted gives a sample another output alone"):
             model(torch.randn(4, 3))
+
+
+def test_outputs_without_samples_are_refused_with_the_way_out():
+    class Positions(nn.Embedding):
+        def forward(self, index):
+            return super().forward(torch.arange(index.shape[1]))[None]
+
+    refused = pytest.raises(ValueError, match=r"Positions gives an output of shape \(1, 3, 2\).*expand it to the batch")
+    with PerSampleGradientClipper(model := Positions(6, 2), ConstantFlatClipper(1.0)), refused:
+        model(torch.randint(0, 6, (4, 3)))
+
+
+def test_a_model_that_gets_trainable_parameters_of_its_own_has_to_be_called_again():
+    class Token(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token, self.head = nn.Parameter(torch.zeros(3), requires_grad=False), nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.head(x + self.token)
+
+    model, x = Token().double(), torch.randn(4, 3).double()
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        clipper.backward(losses_of(model(x)))
+        model.token.requires_grad_(True)
+        with pytest.raises(RuntimeError, match="call it once more"):
+            model(x)
+        norms = total_of(norms_of(loop(copy.deepcopy(model), [x])))
+        close(clipper.backward(losses_of(model(x))).norms, norms)

@@ -231,3 +231,54 @@ def test_what_differs_from_sample_to_sample_and_is_no_tensor_is_refused():
         with pytest.raises((ValueError, RuntimeError), match=r"Function.*(stores 'last'|sample by sample)"):
             model(torch.randn(4, 2, 3))
         assert model.last == 0.5
+
+
+def test_what_vmap_runs_first_and_not_later_changes_buffers_once():
+    def forward(module, x):
+        module.steps.add_(1)
+        x = x * module.weight * module.steps
+        return module.gru(x)[0] if x.shape[1] > 6 else x
+
+    model = Function(forward, gru=nn.GRU(3, 3, batch_first=True))
+    model.register_buffer("steps", torch.tensor(0.0))
+    twin = copy.deepcopy(model)
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        for length in (5, 10, 10, 5):
+            x = torch.randn(4, length, 3)
+            output = model(x)
+            close(output, twin(x), rtol=1e-5, atol=1e-6)
+            clipper.backward(output.flatten(1).sum(1))
+    assert model.steps.item() == 4
+
+
+def test_errors_of_a_forward_come_as_they_are_and_leave_its_state():
+    def forward(module, x):
+        module.steps.add_(1)
+        module.seen.append(1)
+        if module.raises:
+            raise RuntimeError("my own")
+        return x * module.weight
+
+    model = Function(forward, raises=False, seen=[])
+    model.register_buffer("steps", torch.tensor(0.0))
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        clipper.backward(model(torch.randn(4, 3)).sum(1))
+        model.raises = True
+        with pytest.raises(RuntimeError, match=r"^my own$"):
+            model(torch.randn(4, 3))
+    assert model.steps.item() == 1
+    assert model.seen == [1]
+
+
+def test_modules_that_write_to_their_parameters_are_refused_and_keep_them():
+    def forward(module, x):
+        with torch.no_grad():
+            module.weight.mul_(0.5)
+        return x * module.weight
+
+    model = Function(forward)
+    before = model.weight.detach().clone()
+    refused = pytest.raises(RuntimeError, match="Function cannot be run sample by sample")
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)), refused:
+        model(torch.randn(4, 3))
+    assert torch.equal(model.weight, before)

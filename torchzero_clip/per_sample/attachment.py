@@ -70,10 +70,20 @@ class Attachment:
                 del site.module.__dict__["forward"]
         self._handles, self._sites = [], []
 
-    def refresh(self) -> None:
-        """Capture the parameters that train now, where layers were frozen, freed or exchanged since, or got a rule."""
-        if self.is_outdated():
-            self.attach()
+    def refresh(self) -> bool:
+        """Capture the parameters that train now, where layers were frozen, freed or exchanged since, or got a rule.
+
+        Returns:
+            Whether the model itself is captured from now on, which comes too late for a forward that has begun.
+        """
+        if not self.is_outdated():
+            return False
+        before = self._captures_model()
+        self.attach()
+        return self._captures_model() and not before
+
+    def _captures_model(self) -> bool:
+        return any(site.module is self._model for site in self._sites)
 
     def is_outdated(self) -> bool:
         """Whether the model is not what is captured."""

@@ -222,7 +222,10 @@ class Engine:
             return
         if DistributedDataParallel._active_ddp_module is not None:
             raise RuntimeError("module is run by DistributedDataParallel, which would not average its gradients")
-        self._attachment.refresh()
+        if self._attachment.refresh():
+            raise RuntimeError(
+                "the module itself got parameters that train, after its forward had been called: call it once more"
+            )
         inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim]
         self.batch_size = _batch_size(inputs, 0 if self.batch_first else 1)
         self._only_input = weakref.ref(inputs[0]) if len(inputs) == 1 else None

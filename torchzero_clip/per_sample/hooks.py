@@ -61,11 +61,15 @@ def accumulate(values: Sequence[tuple[Any, Tensor]]) -> None:
     changed: list[tuple[Any, Tensor]] = []
     for param, value in values:
         value = value.to(param.device, param.dtype).detach()
-        for hook in list((param._backward_hooks or {}).values()):
-            if not isinstance(hook, Outside):
-                answer = hook(value)
-                value = value if answer is None else answer
-        changed.append((param, value))
+        hooks = [hook for hook in (param._backward_hooks or {}).values() if not isinstance(hook, Outside)]
+        for hook in hooks:
+            answer = hook(value)
+            value = value if answer is None else answer
+        if value.shape != param.shape:
+            raise RuntimeError(
+                f"a hook of a parameter of shape {tuple(param.shape)} returned a gradient of shape {tuple(value.shape)}"
+            )
+        changed.append((param, value.clone() if hooks else value))  # what a hook has seen, its user may have kept
     for param, value in changed:
         if param.grad is None:
             param.grad = value

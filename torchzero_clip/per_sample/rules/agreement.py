@@ -6,7 +6,7 @@ import dataclasses
 import random
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from torchzero_clip.per_sample.site import Site
 
+NUMBERS = 8  # values of numbers on a module that are looked at
 LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 
@@ -75,6 +76,8 @@ class Agreement:
             ValueError: If they differ: the gradients of the samples would be those of another model.
         """
         alone = _tensors(output)
+        if not self._known:
+            self._check_batch(alone, dim)
         ranks = [None if x is None else x.ndim for x in alone]
         if self._known:
             same = ranks == self._site.agreed[self._key]
@@ -94,6 +97,16 @@ class Agreement:
         if self._says_something:
             self._site.agreed[self._key] = ranks
 
+    def _check_batch(self, alone: Sequence[Tensor | None], dim: Callable[[int], int]) -> None:
+        for i, (one, together) in enumerate(zip(alone, self._together, strict=False)):
+            if one is None or together is None or one.ndim != together.ndim or together.ndim <= dim(i):
+                continue
+            if one.shape[dim(i)] != together.shape[dim(i)]:
+                raise ValueError(
+                    f"{self._site} gives an output of shape {tuple(together.shape)}, without the samples of its input: "
+                    "expand it to the batch"
+                )
+
 
 def _key(site: Site, leaves: Sequence[Any], dims: Sequence[int | None]) -> Hashable:
     """What may make a module run in another way: where samples are, other arguments, modes and switches.
@@ -101,13 +114,13 @@ def _key(site: Site, leaves: Sequence[Any], dims: Sequence[int | None]) -> Hasha
     Sizes are not among it: where one of them happens to be that of the batch, samples seem to be elsewhere.
     """
     kinds = tuple((x.ndim, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
-    switches = tuple(
-        (name, value)
-        for module in site.module.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, bool | str)
-    )
-    return kinds, tuple(dims), switches, site.stores
+    held = [(name, value) for module in site.module.modules() for name, value in vars(module).items()]
+    switches = tuple((name, value) for name, value in held if value is None or isinstance(value, bool | str))
+    functions = tuple((name, id(value)) for name, value in held if isinstance(value, FunctionType))
+    numbers = tuple((name, value) for name, value in held if type(value) in (int, float))
+    key = kinds, tuple(dims), switches, functions, site.stores
+    seen = sum(isinstance(known, tuple) and known[:1] == (key,) for known in site.agreed)
+    return (key, numbers) if seen < NUMBERS else (key, None)  # some of them count forwards
 
 
 def _is_plain(value: Any, dim: int | None) -> bool:
@@ -131,7 +144,8 @@ def _run(twin: nn.Module, arguments: Callable[..., Any], leaves: Sequence[Any]) 
 def _copied(site: Site, *, noise: bool) -> nn.Module:
     """The module with its parameters, noise on them or not, with copies of all else it has, and without hooks."""
     memo: dict[int, Any] = {
-        id(param): _noisy(param.detach(), seed=1) if noise else param.detach() for param in site.module.parameters()
+        id(param): _noisy(param.detach(), seed=1) if noise else param.detach().clone()
+        for param in site.module.parameters()
     }
     for module in site.module.modules():
         for name, value in vars(module).items():

@@ -22,6 +22,7 @@ from torchzero_clip.per_sample.shared import each, is_shared, shared
 from torchzero_clip.per_sample.site import Rule, Site, anchor, wanted
 from torchzero_clip.per_sample.squares import wide
 
+OF_TORCH = ("Batching rule", "vmap", "functorch", "_Copies", "written-to tensor")  # in what torch says of such runs
 BY_VMAP = "by vmap"  # in Site.agreed: whether vmap can run it
 
 
@@ -227,7 +228,7 @@ def _mapped(
     """``one`` for every sample, with the samples first in what it returns; one by one where vmap cannot."""
     if site.agreed.get(BY_VMAP, True):
         try:
-            state.begin(lend_buffers=BY_VMAP not in site.agreed)  # the first run may end before its end
+            state.begin()
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "There is a performance drop")
                 outputs = torch.vmap(one, in_dims=(0, *dims), randomness="different")(copies, *inputs)
@@ -235,6 +236,8 @@ def _mapped(
             site.agreed[BY_VMAP] = True
             return outputs
         except (RuntimeError, ValueError) as error:
+            if not any(word in str(error) for word in OF_TORCH):
+                raise
             if "Batching rule not implemented" not in str(error):
                 raise RuntimeError(
                     f"{site} cannot be run sample by sample: {error}\n"
@@ -245,7 +248,7 @@ def _mapped(
     split = [tensor.unbind(dim) for tensor, dim in zip(inputs, dims, strict=True)]
     results: list[tuple[Tensor, ...]] = []
     for i in range(count):
-        state.begin(lend_buffers=True)
+        state.begin()
         results.append(one({name: row[i] for name, row in rows.items()}, *(column[i] for column in split)))
         state.end()
     return [torch.stack(column) for column in zip(*results, strict=True)]

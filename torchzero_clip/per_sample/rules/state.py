@@ -37,9 +37,10 @@ class State:
         self._buffers = {(m, name): b for m in site.module.modules() for name, b in m._buffers.items()}
         self._runs: list[dict[_Key, Any]] = []
         self._buffers_of_runs: list[dict[_Key, Any]] = []
+        self._lent: dict[_Key, tuple[Tensor, int]] = {}
         self._found = False
 
-    def begin(self, *, lend_buffers: bool) -> None:
+    def begin(self) -> None:
         """Before a run, for one sample or for all at once: lend it copies of what it could change in place."""
         for (module, name), _ in list(self._attributes()):
             if (module, name) not in self._before:
@@ -47,18 +48,22 @@ class State:
         for (module, name), value in self._before.items():
             vars(module)[name] = _lent(value)
         for (module, name), buffer in self._buffers.items():
-            module._buffers[name] = buffer.clone() if lend_buffers and buffer is not None else buffer
+            if buffer is not None:
+                module._buffers[name] = lent = buffer.clone()
+                self._lent[module, name] = lent, lent._version
 
     def end(self) -> None:
         """Note what a run has left."""
         self._runs.append(dict(self._attributes()))
-        self._buffers_of_runs.append({(module, name): module._buffers.get(name) for module, name in self._buffers})
+        self._buffers_of_runs.append({key: self._left(key) for key in self._buffers})
 
     def undo(self) -> None:
         """Leave the state there was before."""
-        self.begin(lend_buffers=False)
+        self.begin()
         for (module, name), value in self._before.items():
             vars(module)[name] = value
+        for (module, name), buffer in self._buffers.items():
+            module._buffers[name] = buffer
 
     def join(self) -> bool:
         """Put the state of the batch in place, and tell whether it depends on the samples.
@@ -124,11 +129,17 @@ class State:
             return rows.squeeze(self._dim + 1).movedim(0, self._dim)
         return rows
 
+    def _left(self, key: _Key) -> Tensor | None:
+        """The buffer after a run: that before it, if it was not written to."""
+        module, name = key
+        value, (lent, version) = module._buffers.get(name), self._lent.get(key, (None, 0))
+        return self._buffers[key] if value is lent and (lent is None or lent._version == version) else value
+
     def _common(self, key: _Key) -> Tensor | None:
         """What all runs have made of a buffer."""
         values = [run[key] for run in self._buffers_of_runs]
         last = values[-1]
-        if last is None or self._buffers[key] is None:
+        if last is None or self._buffers[key] is None or all(value is self._buffers[key] for value in values):
             return last
         alike = all(value is not None and not is_batchedtensor(value) and torch.equal(value, last) for value in values)
         if not alike:
