@@ -49,25 +49,37 @@ class Agreement:
             return
         devices = {x.device.index for x in leaves if isinstance(x, Tensor) and x.is_cuda}
         before, python = _random_states(devices), random.getstate()
-        with torch.random.fork_rng(devices=devices), torch.no_grad():
+        try:
+            with torch.random.fork_rng(devices=devices), torch.no_grad():
+                self._run_copies(leaves, dims, arguments, before, python, devices)
+        finally:
+            random.setstate(python)
 
-            def outputs(values: Sequence[Any], *, noise: bool) -> list[Tensor | None]:
-                _restore(before, devices)
-                random.setstate(python)
-                return _tensors(_run(_copied(site, noise=noise), arguments, values))
+    def _run_copies(
+        self,
+        leaves: Sequence[Any],
+        dims: Sequence[int | None],
+        arguments: Callable[..., Any],
+        before: Sequence[Tensor],
+        python: Any,
+        devices: Iterable[int],
+    ) -> None:
+        def outputs(values: Sequence[Any], *, noise: bool) -> list[Tensor | None]:
+            _restore(before, devices)
+            random.setstate(python)
+            return _tensors(_run(_copied(self._site, noise=noise), arguments, values))
 
-            self._together = outputs(leaves, noise=False)
-            self._drew = not _equal(before, _random_states(devices)) or random.getstate() != python
-            self._first_changed = [(self._together, outputs([*map(_with_another_first, leaves, dims)], noise=False))]
-            self._rest_changed: list[tuple[list[Tensor | None], list[Tensor | None]]] = []
-            with contextlib.suppress(Exception):  # the module may not take such values
-                noisy = [_noisy(leaf, seed=0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-                together = outputs(noisy, noise=True)
-                first = outputs([*map(_with_another_first, noisy, dims)], noise=True)
-                rest = outputs([*map(_with_another_rest, noisy, dims)], noise=True)
-                self._first_changed.append((together, first))
-                self._rest_changed.append((together, rest))
-        random.setstate(python)
+        self._together = outputs(leaves, noise=False)
+        self._drew = not _equal(before, _random_states(devices)) or random.getstate() != python
+        self._first_changed = [(self._together, outputs([*map(_with_another_first, leaves, dims)], noise=False))]
+        self._rest_changed: list[tuple[list[Tensor | None], list[Tensor | None]]] = []
+        with contextlib.suppress(Exception):  # the module may not take such values
+            noisy = [_noisy(leaf, seed=0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            together = outputs(noisy, noise=True)
+            first = outputs([*map(_with_another_first, noisy, dims)], noise=True)
+            rest = outputs([*map(_with_another_rest, noisy, dims)], noise=True)
+            self._first_changed.append((together, first))
+            self._rest_changed.append((together, rest))
 
     def check(self, output: Any, dim: Callable[[int], int]) -> None:
         """Compare them with the output made sample by sample; with each other, where random numbers are drawn.
@@ -116,7 +128,7 @@ def _key(site: Site, leaves: Sequence[Any], dims: Sequence[int | None]) -> Hasha
     kinds = tuple((x.ndim, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
     held = [(name, value) for module in site.module.modules() for name, value in vars(module).items()]
     switches = tuple((name, value) for name, value in held if value is None or isinstance(value, bool | str))
-    functions = tuple((name, id(value)) for name, value in held if isinstance(value, FunctionType))
+    functions = tuple((name, value) for name, value in held if isinstance(value, FunctionType))
     numbers = tuple((name, value) for name, value in held if type(value) in (int, float))
     key = kinds, tuple(dims), switches, functions, site.stores
     seen = sum(isinstance(known, tuple) and known[:1] == (key,) for known in site.agreed)
