@@ -133,3 +133,29 @@ def test_transformer_layers_with_another_order_of_dimensions_are_refused(kind):
         clipper_for(nn.Sequential(kind(8, 2, 16)))
     clipper_for(nn.Sequential(kind(8, 2, 16, batch_first=True))).detach()
     PerSampleGradientClipper(nn.Sequential(kind(8, 2, 16)), ConstantFlatClipper(1.0), batch_first=False).detach()
+
+
+class Distances(nn.Module):
+    """Attention scores with a bias for each distance between two positions, as in T5."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias, self.head = nn.Embedding(9, 1), nn.Linear(3, 3)
+
+    def forward(self, x):
+        positions = torch.arange(x.shape[1])
+        bias = self.bias((positions[:, None] - positions[None]).clamp(-4, 4) + 4)
+        return (x @ self.head(x).transpose(1, 2) + bias.permute(2, 0, 1)).flatten(1).sum(1)
+
+
+@pytest.mark.parametrize(("count", "length"), [(4, 4), (4, 6)])
+def test_biases_of_distances_are_refused_whatever_the_size_of_the_batch(count, length):
+    model = Distances()
+    with clipper_for(model) as clipper, pytest.raises(ValueError, match=r"'bias' \(Embedding\)"):
+        clipper.backward(model(torch.randn(count, length, 3)))
+
+
+def test_tokens_that_are_all_the_same_are_tokens():
+    model = nn.Embedding(5, 2)
+    with clipper_for(model) as clipper:
+        assert clipper.backward(model(torch.ones(3, 3, dtype=torch.int64)).sum((1, 2))).norms.shape == (3,)

@@ -35,6 +35,11 @@ class EmbeddingRule(Rule):
                 "share. Give them a batch dimension: positions.expand(batch_size, -1)"
             )
 
+        if _relative(input):
+            raise ValueError(
+                f"the indices of {site} are the same along every diagonal of a square: distances between positions, it "
+                "seems, which all samples share. Expand them to the batch, or freeze the weight"
+            )
         padding = module.padding_idx
 
         def contribute(grad: Tensor, source: Tensor) -> list[Contribution]:
@@ -45,6 +50,13 @@ class EmbeddingRule(Rule):
 
         output = F.embedding(source, module.weight.detach(), module.padding_idx)
         return watch(output, Call(site, [source], contribute), row=dim if expanded else None)
+
+
+def _relative(index: Tensor) -> bool:
+    """Whether it is a table of what depends on the distance of two positions, of as many as there are samples."""
+    if index.ndim != 2 or index.shape[0] != index.shape[1] or len(index) < 3:
+        return False
+    return torch.equal(index[1:, 1:], index[:-1, :-1]) and bool((index != index[0, 0]).any())
 
 
 class EmbeddingBagRule(Rule):
