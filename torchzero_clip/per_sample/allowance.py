@@ -19,14 +19,14 @@ class Allowance:
         self._saved = 0
 
     def grants(self, formed: int, made_of: int) -> bool:
-        """Whether gradients are kept.
+        """Whether gradients are kept; of no samples there are none.
 
         Args:
             formed: The bytes that they take.
             made_of: The bytes of inputs and output gradients, which are kept otherwise.
         """
         saved = self._saved + made_of - formed
-        if self._memory == "low" or saved < 0:
+        if self._memory == "low" or not formed or saved < 0:
             return False
         self._saved = saved
         return True

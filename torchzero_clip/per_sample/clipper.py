@@ -198,7 +198,6 @@ class PerSampleGradientClipper:
     def detach(self) -> None:
         """Leave the module as it was before. What was accumulated can still be handed out."""
         self._engine.detach()
-        self._shown.clear()
 
     def __enter__(self) -> Self:
         return self

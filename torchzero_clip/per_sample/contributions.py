@@ -70,7 +70,7 @@ class Dense(Contribution):
 
     @override
     def zero_(self, samples: Tensor) -> None:
-        self.grads = _zeroed(self.grads, samples)
+        self.grads = zeroed(self.grads, samples)
 
     def joined(self, other: "Dense") -> "Dense":
         """Both uses as one."""
@@ -104,7 +104,7 @@ class Runs(Contribution):
     @override
     def zero_(self, samples: Tensor) -> None:
         parts = samples.split([len(run) for run in self._runs])
-        self._runs = [_zeroed(run, part) for run, part in zip(self._runs, parts, strict=True)]
+        self._runs = [zeroed(run, part) for run, part in zip(self._runs, parts, strict=True)]
 
 
 class Tied(Contribution):
@@ -189,5 +189,6 @@ def total(tensors: Sequence[Tensor]) -> Tensor:
     return result
 
 
-def _zeroed(rows: Tensor, samples: Tensor) -> Tensor:
+def zeroed(rows: Tensor, samples: Tensor) -> Tensor:
+    """The rows, with zeros for the samples of a mask."""
     return rows.masked_fill(samples.to(rows.device).view(-1, *[1] * (rows.ndim - 1)), 0)

@@ -83,6 +83,8 @@ class Engine:
         self._end.remove()
         self._attached = False
         self.clear()
+        if self.forgotten is not None:
+            self.forgotten()
 
     def clear(self) -> None:
         """Forget what has arrived."""

@@ -249,7 +249,7 @@ class GradSampleModuleFastGradientClipping(nn.Module):
 
     def detach(self) -> None:
         """Leave the model as it was before."""
-        self._forget()
+        self._norms = None
         self._engine.detach()
 
     def _scale(self, count: int) -> float:

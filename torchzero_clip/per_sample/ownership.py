@@ -56,5 +56,3 @@ def _release(engine: "weakref.ref[Engine]") -> None:
     alive = engine()
     if alive is not None:
         alive.detach()
-        if alive.forgotten is not None:
-            alive.forgotten()

@@ -14,6 +14,7 @@ from torchzero_clip.per_sample.contributions import (
     Runs,
     pieces,
     piecewise_squared_norms,
+    zeroed,
 )
 from torchzero_clip.per_sample.squares import odd, squared_norms
 
@@ -57,7 +58,7 @@ class Products(Contribution):
         sides, area = width + height, width * height
         formed, made_of = self.batch_size * area * self.inputs.element_size(), self.inputs.nbytes + self.outputs.nbytes
         # kept, the gradients take the place of inputs and outputs, and save a second matmul
-        if self.batch_size and 30 * area < length**2 * sides and self.allowance.grants(formed, made_of):
+        if 30 * area < length**2 * sides and self.allowance.grants(formed, made_of):
             return self._formed()
         if 2 * area < length * sides:
             return self, piecewise_squared_norms(self)
@@ -79,9 +80,7 @@ class Products(Contribution):
 
     @override
     def zero_(self, samples: Tensor) -> None:
-        chosen = samples.to(self.inputs.device)[:, None, None]
-        self.inputs = self.inputs.masked_fill(chosen, 0)
-        self.outputs = self.outputs.masked_fill(chosen, 0)
+        self.inputs, self.outputs = zeroed(self.inputs, samples), zeroed(self.outputs, samples)
 
     def joined(self, other: "Products") -> "Products":
         """Both uses as one, of more positions."""

@@ -66,7 +66,7 @@ def shared(output: Any, dim: Callable[[int], int], refuse: Callable[[], None]) -
     """
     leaves, structure = pytree.tree_flatten(output)
     rows = [
-        _as_row(_Row.apply(_anchor(), [x.detach().narrow(dim(i), 0, 1).clone()], refuse), x, dim(i))
+        _as_row(_Row.apply(anchor(), [x.detach().narrow(dim(i), 0, 1).clone()], refuse), x, dim(i))
         if isinstance(x, Tensor)
         else x
         for i, x in enumerate(leaves)
@@ -93,7 +93,8 @@ def _goes_with(row: Any, args: tuple[Any, ...]) -> bool:
     return any(x.ndim == row.ndim and x.shape[row._dim] == count for x in others)
 
 
-def _anchor() -> Tensor:
+def anchor() -> Tensor:
+    """A tensor without elements that makes a graph begin."""
     return torch.empty(0, requires_grad=True)
 
 

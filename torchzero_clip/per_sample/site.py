@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from typing_extensions import override
 
 from torchzero_clip.per_sample.allowance import Allowance
 from torchzero_clip.per_sample.contributions import Contribution
-from torchzero_clip.per_sample.shared import each, is_shared, shared
+from torchzero_clip.per_sample.shared import anchor, each, is_shared, shared
 
 
 class Recorder(Protocol):
@@ -184,10 +185,8 @@ class Call:
             raise RuntimeError(
                 f"the input of {self.site} was changed in place after the layer used it: its gradient would be wrong"
             ) from error
-        if torch.is_autocast_enabled(grad.device.type):
-            with torch.autocast(grad.device.type, enabled=False):
-                recorder.add(self.site, self._contribute(grad, *inputs))
-        else:
+        kind = grad.device.type
+        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
             recorder.add(self.site, self._contribute(grad, *inputs))
 
 
@@ -216,11 +215,6 @@ def watch(output: Tensor, call: Call, *, row: int | None = None) -> Tensor:
     before = output if output.requires_grad else anchor()
     watched: Any = _Watched.apply(before, call, [output.detach()], before is output)
     return watched if row is None else shared(watched, lambda _: row, call.site.refuse_row)
-
-
-def anchor() -> Tensor:
-    """A tensor without elements that makes a graph begin."""
-    return torch.empty(0, requires_grad=True)
 
 
 class _Watched(torch.autograd.Function):

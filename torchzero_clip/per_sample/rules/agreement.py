@@ -2,11 +2,10 @@
 
 import contextlib
 import copy
-import dataclasses
 import random
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,9 +13,11 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 
+from torchzero_clip.per_sample.rules.state import is_record
 from torchzero_clip.per_sample.site import Site
 
 NUMBERS = 8  # values of numbers on a module that are looked at
+FIRST, OTHERS = slice(0, 1), slice(1, None)
 LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 
@@ -71,13 +72,13 @@ class Agreement:
 
         self._together = outputs(leaves, noise=False)
         self._drew = not _equal(before, _random_states(devices)) or random.getstate() != python
-        self._first_changed = [(self._together, outputs([*map(_with_another_first, leaves, dims)], noise=False))]
+        self._first_changed = [(self._together, outputs(_rearranged(leaves, dims, _another_first), noise=False))]
         self._rest_changed: list[tuple[list[Tensor | None], list[Tensor | None]]] = []
         with contextlib.suppress(Exception):  # the module may not take such values
             noisy = [_noisy(leaf, seed=0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             together = outputs(noisy, noise=True)
-            first = outputs([*map(_with_another_first, noisy, dims)], noise=True)
-            rest = outputs([*map(_with_another_rest, noisy, dims)], noise=True)
+            first = outputs(_rearranged(noisy, dims, _another_first), noise=True)
+            rest = outputs(_rearranged(noisy, dims, _another_rest), noise=True)
             self._first_changed.append((together, first))
             self._rest_changed.append((together, rest))
 
@@ -88,18 +89,12 @@ class Agreement:
             ValueError: If they differ: the gradients of the samples would be those of another model.
         """
         alone = _tensors(output)
-        if not self._known:
-            self._check_batch(alone, dim)
         ranks = [None if x is None else x.ndim for x in alone]
         if self._known:
             same = ranks == self._site.agreed[self._key]
         else:
-            hooked = any(module._forward_hooks or module._forward_pre_hooks for module in _inner(self._site))
-            same = self._drew or hooked or _all_close(alone, self._together)
-            same = same and all(
-                _all_close(_others(one, dim), _others(other, dim)) for one, other in self._first_changed
-            )
-            same = same and all(_all_close(_first(one, dim), _first(other, dim)) for one, other in self._rest_changed)
+            self._check_batch(alone, dim)
+            same = self._agrees(alone, dim)
         if not same:
             raise ValueError(
                 f"{self._site} gives a sample another output alone than in the batch: it mixes samples, or an input "
@@ -108,6 +103,14 @@ class Agreement:
             )
         if self._says_something:
             self._site.agreed[self._key] = ranks
+
+    def _agrees(self, alone: Sequence[Tensor | None], dim: Callable[[int], int]) -> bool:
+        hooked = any(module._forward_hooks or module._forward_pre_hooks for module in _inner(self._site))
+        pairs = [(_of(one, dim, OTHERS), _of(other, dim, OTHERS)) for one, other in self._first_changed]
+        pairs += [(_of(one, dim, FIRST), _of(other, dim, FIRST)) for one, other in self._rest_changed]
+        if not self._drew and not hooked:
+            pairs.append((list(alone), self._together))
+        return all(_all_close(one, other) for one, other in pairs)
 
     def _check_batch(self, alone: Sequence[Tensor | None], dim: Callable[[int], int]) -> None:
         for i, (one, together) in enumerate(zip(alone, self._together, strict=False)):
@@ -176,7 +179,7 @@ def _copied(site: Site, *, noise: bool) -> nn.Module:
 def _leaves(value: Any) -> Iterator[Any]:
     for leaf in pytree.tree_leaves(value):
         yield leaf
-        if isinstance(leaf, SimpleNamespace) or (dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)):
+        if is_record(leaf):
             yield from _leaves(dict(vars(leaf)))
 
 
@@ -201,37 +204,35 @@ def _is_result(tensor: Tensor) -> bool:
     return is_functorch_wrapped_tensor(tensor) or not tensor.is_leaf
 
 
-def _with_another_first(value: Any, dim: int | None) -> Any:
-    """The input, where the first sample is as the second."""
-    if dim is None or value.shape[dim] < 2:
-        return value
-    rest = value.narrow(dim, 1, value.shape[dim] - 1)
-    return torch.cat([rest.narrow(dim, 0, 1), rest], dim)
+def _rearranged(leaves: Sequence[Any], dims: Sequence[int | None], source: Callable[[int], int]) -> list[Any]:
+    """The inputs with other samples: in the place of each, that of the index which ``source`` gives for its own."""
+    result = list(leaves)
+    for i, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
+        if dim is not None:
+            last = leaf.shape[dim] - 1
+            index = torch.tensor([min(source(k), last) for k in range(last + 1)], device=leaf.device)
+            result[i] = leaf.index_select(dim, index)
+    return result
 
 
-def _with_another_rest(value: Any, dim: int | None) -> Any:
-    """The input, where all samples but the first are as the one before."""
-    if dim is None or value.shape[dim] < 2:
-        return value
-    return torch.cat([value.narrow(dim, 0, 1), value.narrow(dim, 0, value.shape[dim] - 1)], dim)
+def _another_first(index: int) -> int:
+    """The first sample is as the second."""
+    return max(index, 1)
+
+
+def _another_rest(index: int) -> int:
+    """All samples but the first are as the one before."""
+    return max(index - 1, 0)
 
 
 def _tensors(output: Any) -> list[Tensor | None]:
     return [leaf.detach() if isinstance(leaf, Tensor) else None for leaf in pytree.tree_leaves(output)]
 
 
-def _others(tensors: Sequence[Tensor | None], dim: Callable[[int], int]) -> list[Tensor | None]:
-    """What the samples but the first have."""
+def _of(tensors: Sequence[Tensor | None], dim: Callable[[int], int], samples: slice) -> list[Tensor | None]:
+    """What some samples have."""
     return [
-        None if x is None or x.ndim <= dim(i) or not x.shape[dim(i)] else x.narrow(dim(i), 1, x.shape[dim(i)] - 1)
-        for i, x in enumerate(tensors)
-    ]
-
-
-def _first(tensors: Sequence[Tensor | None], dim: Callable[[int], int]) -> list[Tensor | None]:
-    """What the first sample has."""
-    return [
-        None if x is None or x.ndim <= dim(i) or not x.shape[dim(i)] else x.narrow(dim(i), 0, 1)
+        None if x is None or x.ndim <= dim(i) else x[(slice(None),) * dim(i) + (samples,)]
         for i, x in enumerate(tensors)
     ]
 

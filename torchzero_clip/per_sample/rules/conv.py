@@ -16,6 +16,7 @@ from torchzero_clip.per_sample.contributions import (
     pieces,
     piecewise_squared_norms,
     total,
+    zeroed,
 )
 from torchzero_clip.per_sample.products import gram_norms, inner_products, norms_of_products
 from torchzero_clip.per_sample.rules.conv_options import Options
@@ -104,8 +105,7 @@ class Convolved(Contribution):
 
     @override
     def zero_(self, samples: Tensor) -> None:
-        chosen = samples.to(self.grad.device).view(-1, *[1] * (self.grad.ndim - 1))
-        self.input, self.grad = self.input.masked_fill(chosen, 0), self.grad.masked_fill(chosen, 0)
+        self.input, self.grad = zeroed(self.input, samples), zeroed(self.grad, samples)
 
     def _costs(self) -> tuple[int, float]:
         """Products of two numbers that are to be made for the gradients of a sample, and for its Gram matrices."""
@@ -130,7 +130,7 @@ class Convolved(Contribution):
         for start, stop in pieces(self.batch_size, 1, limit=GROUPED):
             runs.append(self.dense(start, stop))
             norms.append(squared_norms(runs[-1]))  # while it is in cache
-        return (Runs(self.param, runs), torch.cat(norms)) if runs else (self, piecewise_squared_norms(self))
+        return Runs(self.param, runs), torch.cat(norms)
 
     def _norms_by_gram_matrices(self) -> Tensor:
         norms = self.grad.new_empty(self.batch_size, dtype=torch.float64)

@@ -18,8 +18,8 @@ from typing_extensions import override
 from torchzero_clip.per_sample.contributions import Dense
 from torchzero_clip.per_sample.rules.agreement import Agreement
 from torchzero_clip.per_sample.rules.state import State
-from torchzero_clip.per_sample.shared import each, is_shared, shared
-from torchzero_clip.per_sample.site import Rule, Site, anchor, wanted
+from torchzero_clip.per_sample.shared import anchor, each, is_shared, shared
+from torchzero_clip.per_sample.site import Rule, Site, wanted
 from torchzero_clip.per_sample.squares import wide
 
 OF_TORCH = ("Batching rule", "vmap", "functorch", "_Copies", "written-to tensor")  # in what torch says of such runs

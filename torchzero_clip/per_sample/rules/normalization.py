@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torchzero_clip.per_sample.contributions import Contribution, Dense
-from torchzero_clip.per_sample.site import Call, Rule, Site, anchor, wanted, watch
+from torchzero_clip.per_sample.shared import anchor
+from torchzero_clip.per_sample.site import Call, Rule, Site, wanted, watch
 from torchzero_clip.per_sample.squares import wide
 
 

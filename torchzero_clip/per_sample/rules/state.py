@@ -99,7 +99,7 @@ class State:
                 return type(last)(*items) if hasattr(last, "_fields") else type(last)(items)
             if isinstance(last, dict) and all(value.keys() == last.keys() for value in values):
                 return {key: self._combined([value[key] for value in values], name) for key in last}
-            if _is_record(last) and all(vars(value).keys() == vars(last).keys() for value in values):
+            if is_record(last) and all(vars(value).keys() == vars(last).keys() for value in values):
                 for key in vars(last):
                     object.__setattr__(last, key, self._combined([vars(value)[key] for value in values], name))
                 return last
@@ -155,7 +155,8 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(held, dict) and any(isinstance(item, Tensor) for item in held.values())
 
 
-def _is_record(value: Any) -> bool:
+def is_record(value: Any) -> bool:
+    """Whether it is an object that is there to hold values under names."""
     return isinstance(value, SimpleNamespace) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
 
 
@@ -172,7 +173,7 @@ def _lent(value: Any) -> Any:
         lent = copy.copy(value)
         lent.update({key: _lent(item) for key, item in value.items()})
         return lent
-    if _is_record(value):
+    if is_record(value):
         lent = copy.copy(value)
         for key, item in vars(value).items():
             object.__setattr__(lent, key, _lent(item))
@@ -192,7 +193,7 @@ def _written(original: Any, value: Any) -> Any:
     elif isinstance(original, dict | set):
         original.clear()
         original.update(value)
-    elif _is_record(original):
+    elif is_record(original):
         vars(original).update(vars(value))
     else:
         return value
