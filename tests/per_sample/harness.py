@@ -60,11 +60,11 @@ def clipper_for(model, mode, clipper, *, batch_first=True, **kwargs):
     return result
 
 
-def close(actual, expected, **kwargs):
+def assert_close(actual, expected, **kwargs):
     torch.testing.assert_close(actual, expected, **{"rtol": 1e-9, "atol": 1e-11, **kwargs})
 
 
-def check(model, *inputs, batch_first=True, modes=MODES, losses=losses_of):
+def assert_matches_loop(model, *inputs, batch_first=True, modes=MODES, losses=losses_of):
     """Norms, factors and clipped sums equal those of one backward per sample."""
     model = model.double()
     inputs = [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs]
@@ -81,20 +81,20 @@ def _check_backward(model, inputs, batch_first, mode, losses, expected, norms, l
     with clipper_for(model, mode, ConstantFlatClipper(limit), batch_first=batch_first) as clipper:
         model.zero_grad()
         result = clipper.backward(losses(model(*inputs), 0 if batch_first else 1))
-        close(result.norms, total_of(norms))
+        assert_close(result.norms, total_of(norms))
         for name, norm in result.param_norms.items():
-            close(norm, norms[name])
+            assert_close(norm, norms[name])
         factors = (limit / (total_of(norms) + 1e-6)).clamp(max=1)
-        close(result.factors, factors)
+        assert_close(result.factors, factors)
         for name, param in model.named_parameters():
             if name in expected:
                 grad = torch.zeros_like(param) if param.grad is None else param.grad  # None where no gradient came
-                close(grad, torch.tensordot(factors, expected[name], 1) / len(factors))
+                assert_close(grad, torch.tensordot(factors, expected[name], 1) / len(factors))
                 assert not hasattr(param, "grad_sample") or mode == "kept"
             else:
                 assert param.grad is None
             if mode == "kept" and name in expected and param.grad is not None:
-                close(param.grad_sample, expected[name])
+                assert_close(param.grad_sample, expected[name])
 
 
 def _check_classic(model, inputs, batch_first, mode, losses, expected, norms):
@@ -106,10 +106,10 @@ def _check_classic(model, inputs, batch_first, mode, losses, expected, norms):
         max_norm, count = clipper.pre_step()
         size = len(next(iter(norms.values())))
         assert count == 2 * size
-        close(max_norm, torch.tensor(limits, dtype=torch.float64).norm().expand(len(limits)))
+        assert_close(max_norm, torch.tensor(limits, dtype=torch.float64).norm().expand(len(limits)))
         for (name, norm), limit in zip(norms.items(), limits, strict=True):
             factors = (limit / (norm + 1e-6)).clamp(max=1)
-            close(dict(model.named_parameters())[name].grad, torch.tensordot(factors, expected[name], 1) / size)
+            assert_close(dict(model.named_parameters())[name].grad, torch.tensordot(factors, expected[name], 1) / size)
 
 
 def frozen(module, *names):

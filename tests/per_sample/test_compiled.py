@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from per_sample.harness import close, losses_of
+from per_sample.harness import assert_close, losses_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -71,10 +71,10 @@ def test_compiled_models_are_clipped_as_they_are(how):
     called(x).sum().backward()  # compiled before anything is attached
     plain = [p.grad.clone() for p in model.parameters()]
     for actual, wanted in zip(clipped(attached, called, x), expected, strict=True):
-        close(actual, wanted)
+        assert_close(actual, wanted)
     called(x).sum().backward()
     for param, grad in zip(model.parameters(), plain, strict=True):
-        close(param.grad, grad)
+        assert_close(param.grad, grad)
 
 
 def test_a_model_may_be_compiled_while_a_clipper_is_attached():
@@ -82,4 +82,4 @@ def test_a_model_may_be_compiled_while_a_clipper_is_attached():
     with PerSampleGradientClipper(model, ConstantFlatClipper(0.5)) as clipper:
         expected = clipper.backward(losses_of(model(x))).norms
         compiled = torch.compile(model, backend="aot_eager")
-        close(clipper.backward(losses_of(compiled(x))).norms, expected)
+        assert_close(clipper.backward(losses_of(compiled(x))).norms, expected)

@@ -4,7 +4,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from per_sample.harness import check
+from per_sample.harness import assert_matches_loop
 from torch import nn
 
 from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
@@ -36,7 +36,7 @@ def taken(method, module, sizes):
     """How often a way was taken in a check of the layer."""
     way = getattr(Convolved, method)
     with patch.object(Convolved, method, autospec=True, side_effect=way) as spy:
-        check(module, torch.randn(5, module.in_channels, *sizes), modes=("low",))
+        assert_matches_loop(module, torch.randn(5, module.in_channels, *sizes), modes=("low",))
     return spy.call_count
 
 
@@ -60,7 +60,7 @@ def test_gradients_of_small_kernels_lie_turned_in_memory():
     module = nn.Conv2d(3, 16, 3)
     contribution = Convolved(module.weight, Options.of(module), torch.randn(5, 3, 6, 6), torch.randn(5, 16, 4, 4), None)
     assert contribution.dense(0, 5).stride(1) == 1
-    check(nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU()), torch.randn(17, 3, 12, 12))
+    assert_matches_loop(nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU()), torch.randn(17, 3, 12, 12))
 
 
 class Shared(nn.Module):
@@ -80,7 +80,7 @@ class Shared(nn.Module):
 
 @pytest.mark.parametrize("channels", [3, 16])
 def test_options_may_differ_from_call_to_call(channels):
-    check(Shared(channels), torch.randn(4, channels, 6, 6))
+    assert_matches_loop(Shared(channels), torch.randn(4, channels, 6, 6))
 
 
 @pytest.mark.parametrize("channels", [(3, 80), (40, 80), (3, 3), (3, 32), (64, 32)])
@@ -88,17 +88,17 @@ def test_options_may_differ_from_call_to_call(channels):
 def test_options_may_be_changed_after_construction(channels, padding):
     module = nn.Conv2d(*channels, 3, padding=1)
     module.padding, module.dilation, module.stride = padding, 2, (1, 1)
-    check(module, torch.randn(4, channels[0], 7, 7), modes=("auto", "low"))
+    assert_matches_loop(module, torch.randn(4, channels[0], 7, 7), modes=("auto", "low"))
 
 
 def test_no_samples_have_no_gradients_in_any_mode():
     for module in (nn.Conv2d(16, 4, 3), nn.Conv2d(3, 4, 3)):
-        check_nothing(module, torch.randn(0, module.in_channels, 9, 9))
-    check_nothing(nn.Linear(2, 2), torch.randn(0, 100, 2))
-    check_nothing(nn.Linear(9, 9), torch.randn(0, 70, 9))
+        assert_no_gradients(module, torch.randn(0, module.in_channels, 9, 9))
+    assert_no_gradients(nn.Linear(2, 2), torch.randn(0, 100, 2))
+    assert_no_gradients(nn.Linear(9, 9), torch.randn(0, 70, 9))
 
 
-def check_nothing(module, x):
+def assert_no_gradients(module, x):
     for kept in (False, True):
         for memory in ("auto", "low"):
             module.zero_grad()

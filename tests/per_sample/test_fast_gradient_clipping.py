@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from per_sample.harness import close, loop, losses_of, norms_of, total_of
+from per_sample.harness import assert_close, loop, losses_of, norms_of, total_of
 from torch import nn
 
 from torchzero_clip import GradSampleModuleFastGradientClipping, create_norm_sample
@@ -40,8 +40,8 @@ def test_numbers_of_the_definition(ghost, functorch, reduction):
     (losses.mean() if reduction == "mean" else losses.sum()).backward()
     norms = torch.tensor([12.4499, 2.2361, 4.1231, 2.3022], dtype=torch.float64)
     coefs = torch.tensor([0.08032, 0.44721, 0.24254, 0.43437], dtype=torch.float64)
-    close(module.get_norm_sample(), norms, rtol=0, atol=5e-5)
-    close(module.get_clipping_coef(), coefs, rtol=0, atol=5e-6)
+    assert_close(module.get_norm_sample(), norms, rtol=0, atol=5e-5)
+    assert_close(module.get_clipping_coef(), coefs, rtol=0, atol=5e-6)
 
 
 @kinds
@@ -57,23 +57,23 @@ def test_one_pass_and_two_equal_one_backward_per_sample(ghost, functorch, reduct
     module = wrap(model, ghost, functorch, loss_reduction=reduction, max_grad_norm=limit)
 
     result = module.backward(losses_of(module(x)))
-    close(result.norms, norms)
-    close(module.get_norm_sample(), norms)
+    assert_close(result.norms, norms)
+    assert_close(module.get_norm_sample(), norms)
     for param, value in zip(model.parameters(), expected, strict=True):
-        close(param.grad, value)
+        assert_close(param.grad, value)
 
     model.zero_grad()
     losses = losses_of(module(x))
     reduce(losses).backward(retain_graph=True)
     assert all(param.grad is None for param in model.parameters())
-    close(module.get_norm_sample(), norms)
+    assert_close(module.get_norm_sample(), norms)
     coef = module.get_clipping_coef()
-    close(coef, coefs)
+    assert_close(coef, coefs)
     module.disable_hooks()
     reduce(coef * losses).backward()
     module.enable_hooks()
     for param, value in zip(model.parameters(), expected, strict=True):
-        close(param.grad, value)
+        assert_close(param.grad, value)
     module(x)
 
 
@@ -84,7 +84,7 @@ def test_norm_samples_are_those_of_single_parameters_until_the_next_forward(ghos
     module = wrap(model, ghost, functorch)
     losses_of(module(x)).mean().backward()
     for name, param in model.named_parameters():
-        close(param.norm_sample, expected[name])
+        assert_close(param.norm_sample, expected[name])
         assert param._norm_sample is param.norm_sample
     module.get_norm_sample()
     module(x)
@@ -97,7 +97,7 @@ def test_one_pass_leaves_norm_samples_too():
     module = wrap(model)
     module.backward(losses_of(module(x)))
     for name, param in model.named_parameters():
-        close(param.norm_sample, expected[name])
+        assert_close(param.norm_sample, expected[name])
 
 
 def test_hooks_disabled_make_it_the_model_itself():
@@ -108,7 +108,7 @@ def test_hooks_disabled_make_it_the_model_itself():
     module.disable_hooks()
     losses_of(module(x)).sum().backward()
     for param, other in zip(model.parameters(), twin.parameters(), strict=True):
-        close(param.grad, other.grad)
+        assert_close(param.grad, other.grad)
 
 
 @pytest.mark.parametrize("part", [False, True], ids=["model", "part"])
@@ -121,7 +121,7 @@ def test_a_backward_that_nobody_consumed_is_forgotten_at_the_next_forward(part):
     assert not hasattr(model.weight, "norm_sample")
     losses.mean().backward()
     for name, param in model.named_parameters():
-        close(param.norm_sample, expected[name])
+        assert_close(param.norm_sample, expected[name])
 
 
 def test_norms_are_forgotten_at_a_forward_without_hooks():
@@ -166,12 +166,12 @@ def test_output_gradients_can_be_given_by_hand(reduction):
     scaled = grad / 5 if reduction == "mean" else grad
     module.capture_backprops_hook(model, (x,), (scaled,), reduction, True)
     weight, bias = torch.einsum("btp,btd->bpd", grad, x), grad.sum(1)
-    close(module.get_norm_sample(), (weight.square().sum((1, 2)) + bias.square().sum(1)).sqrt())
-    close(model.weight.norm_sample, weight.flatten(1).norm(dim=1))
+    assert_close(module.get_norm_sample(), (weight.square().sum((1, 2)) + bias.square().sum(1)).sqrt())
+    assert_close(model.weight.norm_sample, weight.flatten(1).norm(dim=1))
     other = "sum" if reduction == "mean" else "mean"
     module(x)
     module.capture_backprops_hook(model, (x,), (grad if other == "sum" else grad / 5,), other, True)
-    close(model.bias.norm_sample, bias.norm(dim=1))
+    assert_close(model.bias.norm_sample, bias.norm(dim=1))
     with pytest.raises(ValueError, match="batch_first must be True"):
         module.capture_backprops_hook(model, (x,), (grad,), reduction, False)
 
@@ -212,7 +212,7 @@ def test_attributes_set_on_it_are_those_of_the_model():
     module = wrap(model)
     module.flag, module.note = True, "new"
     assert (model.flag, model.note) == (True, "new")
-    close(module(x), expected)
+    assert_close(module(x), expected)
     module.max_grad_norm = 3.0
     assert not hasattr(model, "max_grad_norm")
     module.weight = nn.Parameter(torch.zeros_like(model.weight))
@@ -243,7 +243,7 @@ def test_copies_are_wrappers_of_their_own(copied):
     twin.backward(losses_of(twin(x)))
     for param, other in zip(module.parameters(), twin.parameters(), strict=True):
         assert param is not other
-        close(param.grad, other.grad)
+        assert_close(param.grad, other.grad)
 
 
 def test_strict_refuses_buffers():

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from per_sample.harness import check, close, loop, losses_of, norms_of, total_of
+from per_sample.harness import assert_close, assert_matches_loop, loop, losses_of, norms_of, total_of
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
@@ -62,13 +62,13 @@ WORDS = torch.tensor([[0, 1, 2], [0, 0, 3], [4, 5, 0], [1, 1, 1]])
     ids=["function", "negative", "none", "indexed", "module", "bag"],
 )
 def test_padding_gets_a_gradient_where_torch_gives_it_one(model):
-    check(model, WORDS)
+    assert_matches_loop(model, WORDS)
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (5,)])
 @pytest.mark.parametrize("count", [4, 5])
 def test_an_attribute_called_padding_idx_is_no_padding(shape, count):
-    check(Padded(*shape), torch.randn(count, 3, 5))
+    assert_matches_loop(Padded(*shape), torch.randn(count, 3, 5))
 
 
 class Counting(nn.Module):
@@ -110,7 +110,7 @@ def test_modules_that_keep_their_outputs_can_be_compared_for_every_shape():
     clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
     for count in (4, 3):
         x = torch.randn(count, 5)
-        close(clipper.backward(model(x).sum(1)).norms, x.norm(dim=1), rtol=1e-5)
+        assert_close(clipper.backward(model(x).sum(1)).norms, x.norm(dim=1), rtol=1e-5)
 
 
 class Centered(nn.Module):
@@ -176,7 +176,7 @@ def test_more_inputs_of_another_size_do_not_outvote_the_batch():
         loss = losses_of(copy.deepcopy(model)(x[i : i + 1], *others)).sum()
         assert loss.isfinite()
         clipper.discard()
-        close(clipper.backward(losses_of(model(x[i : i + 1], *others))).norms[0], norms[i])
+        assert_close(clipper.backward(losses_of(model(x[i : i + 1], *others))).norms[0], norms[i])
 
 
 def test_backward_hooks_inside_modules_run_by_vmap_are_refused_by_name():
@@ -212,7 +212,7 @@ def test_sequences_that_were_told_from_samples_may_be_as_long_as_the_batch():
     with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
         for x in (torch.randn(4, 5, 3).double(), torch.randn(5, 5, 3).double()):
             norms = total_of(norms_of(loop(copy.deepcopy(model), [x])))
-            close(clipper.backward(losses_of(model(x))).norms, norms)
+            assert_close(clipper.backward(losses_of(model(x))).norms, norms)
     model = Tagger(turned=False)
     refused = pytest.raises(ValueError, match="saw 5 samples, the batch has 4")
     with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper, refused:
@@ -259,7 +259,7 @@ def test_cached_parametrizations_get_their_gradients(parametrized):
                 model[0](x).sum()
                 result = clipper.backward(losses_of(model(x)))
             for name, norm in norms.items():
-                close(result.param_norms[name], norm)
+                assert_close(result.param_norms[name], norm)
 
 
 class Switched(nn.Module):
@@ -378,7 +378,7 @@ def test_hooks_locks_and_random_numbers_of_python_may_be_in_a_module():
     with PerSampleGradientClipper(model, ConstantFlatClipper(1e9)) as clipper:
         result = clipper.backward(losses_of(model(x)))
     for name, norm in norms.items():
-        close(result.param_norms[name], norm)
+        assert_close(result.param_norms[name], norm)
 
 
 def loop_of_one_forward(model, x):
@@ -394,7 +394,7 @@ def test_settings_are_those_of_the_call():
     with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
         losses = losses_of(model(x))
         model[1].eps = 1e-5
-        close(clipper.backward(losses).norms, norms)
+        assert_close(clipper.backward(losses).norms, norms)
 
 
 def test_modules_are_compared_once_for_all_lengths_and_not_by_one_sample():
@@ -448,4 +448,4 @@ def test_a_model_that_gets_trainable_parameters_of_its_own_has_to_be_called_agai
         with pytest.raises(RuntimeError, match="call it once more"):
             model(x)
         norms = total_of(norms_of(loop(copy.deepcopy(model), [x])))
-        close(clipper.backward(losses_of(model(x))).norms, norms)
+        assert_close(clipper.backward(losses_of(model(x))).norms, norms)

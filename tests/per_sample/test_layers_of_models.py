@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from per_sample.harness import check, close, frozen, losses_of
+from per_sample.harness import assert_close, assert_matches_loop, frozen, losses_of
 from torch import nn
 
 from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
@@ -143,7 +143,7 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_equals_one_backward_per_sample(name):
     make_layer, make_input = LAYERS[name]
-    check(make_layer(), make_input())
+    assert_matches_loop(make_layer(), make_input())
 
 
 @pytest.mark.gpu
@@ -152,12 +152,12 @@ def test_equals_one_backward_per_sample(name):
 @pytest.mark.parametrize("name", LAYERS)
 def test_equals_one_backward_per_sample_on_a_gpu(name):
     make_layer, make_input = LAYERS[name]
-    check(make_layer().cuda(), make_input().cuda(), modes=("auto", "low"))
+    assert_matches_loop(make_layer().cuda(), make_input().cuda(), modes=("auto", "low"))
 
 
 def test_bilinear_and_bags_with_weights_take_several_inputs():
-    check(nn.Bilinear(3, 4, 2), x(3), x(4))
-    check(nn.EmbeddingBag(6, 3, mode="sum"), tokens(7), None, x(7), modes=("auto", "low", "kept"))
+    assert_matches_loop(nn.Bilinear(3, 4, 2), x(3), x(4))
+    assert_matches_loop(nn.EmbeddingBag(6, 3, mode="sum"), tokens(7), None, x(7), modes=("auto", "low", "kept"))
 
 
 @pytest.mark.parametrize("include_last", [False, True])
@@ -176,16 +176,16 @@ def test_bags_of_different_sizes_are_samples(mode, include_last):
         with PerSampleGradientClipper(bag, ConstantFlatClipper(1e9), loss_reduction="sum", memory=memory) as clipper:
             bag.zero_grad()
             result = clipper.backward(losses_of(bag(index, offsets)))
-        close(result.norms, torch.stack(expected).flatten(1).norm(dim=1))
-        close(bag.weight.grad, torch.stack(expected).sum(0))
+        assert_close(result.norms, torch.stack(expected).flatten(1).norm(dim=1))
+        assert_close(bag.weight.grad, torch.stack(expected).sum(0))
 
 
 def test_attention_equals_one_backward_per_sample():
     query = x(4, 8)
-    check(nn.MultiheadAttention(8, 2, batch_first=True), query, x(6, 8), x(6, 8))
+    assert_matches_loop(nn.MultiheadAttention(8, 2, batch_first=True), query, x(6, 8), x(6, 8))
     padding = torch.zeros(B, 6, dtype=torch.bool)
     padding[:, -2:] = torch.rand(B, 2) < 0.5
-    check(nn.MultiheadAttention(8, 2, batch_first=True), query, x(6, 8), x(6, 8), padding)
+    assert_matches_loop(nn.MultiheadAttention(8, 2, batch_first=True), query, x(6, 8), x(6, 8), padding)
 
 
 @pytest.mark.parametrize(
@@ -194,5 +194,5 @@ def test_attention_equals_one_backward_per_sample():
     ids=lambda layer: type(layer).__name__,
 )
 def test_sequences_may_come_first(layer):
-    check(layer, x(6, 3).transpose(0, 1), batch_first=False)
-    check(nn.Sequential(nn.Embedding(6, 3), nn.Linear(3, 2)), tokens(7).t(), batch_first=False)
+    assert_matches_loop(layer, x(6, 3).transpose(0, 1), batch_first=False)
+    assert_matches_loop(nn.Sequential(nn.Embedding(6, 3), nn.Linear(3, 2)), tokens(7).t(), batch_first=False)

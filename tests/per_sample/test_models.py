@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from per_sample.harness import check
+from per_sample.harness import assert_matches_loop
 from torch import nn
 
 
@@ -127,11 +127,13 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_one_backward_per_sample(name):
     make_model, make_input = MODELS[name]
-    check(make_model(), make_input())
+    assert_matches_loop(make_model(), make_input())
 
 
 def test_encoder_and_decoder():
-    check(nn.Transformer(8, 2, 1, 1, 12, dropout=0.0, batch_first=True), torch.randn(5, 4, 8), torch.randn(5, 3, 8))
+    assert_matches_loop(
+        nn.Transformer(8, 2, 1, 1, 12, dropout=0.0, batch_first=True), torch.randn(5, 4, 8), torch.randn(5, 3, 8)
+    )
 
 
 def test_attention_with_sequences_first():
@@ -144,9 +146,9 @@ def test_attention_with_sequences_first():
             hidden = self.linear(x)
             return x + self.attention(hidden, hidden, hidden, need_weights=False)[0]
 
-    check(Block(), torch.randn(4, 5, 8), batch_first=False)
+    assert_matches_loop(Block(), torch.randn(4, 5, 8), batch_first=False)
 
 
 def test_a_layer_called_on_some_samples_only_is_refused_by_name():
     with pytest.raises(ValueError, match=r"'second' \(Linear\) saw 2 samples, the batch has 5"):
-        check(SomeSamples(), torch.randn(5, 3))
+        assert_matches_loop(SomeSamples(), torch.randn(5, 3))

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from per_sample.harness import close, loop, losses_of, norms_of, total_of
+from per_sample.harness import assert_close, loop, losses_of, norms_of, total_of
 from torch import nn
 
 from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
@@ -27,7 +27,7 @@ def test_norm_of_a_large_gradient_is_not_too_small():
 @pytest.mark.parametrize("size", [1, 4096, 4097, 8192, 20_001])
 def test_rows_of_any_length(size):
     rows = torch.randn(3, size)
-    close(squared_norms(rows), rows.double().square().sum(1), rtol=1e-6)
+    assert_close(squared_norms(rows), rows.double().square().sum(1), rtol=1e-6)
 
 
 @pytest.mark.parametrize("memory", ["auto", "low"])  # "low" takes Gram matrices at this size
@@ -42,7 +42,7 @@ def test_gradients_of_one_token_that_cancel(memory):
         result = clipper.backward((layer(x) * weights).sum((1, 2)))
     grads = torch.einsum("btp,btd->bpd", weights.double(), x.double())
     truth = (grads.square().sum((1, 2)) + weights.double().sum(1).square().sum(1)).sqrt()
-    close(result.norms.double(), truth, rtol=1e-3)
+    assert_close(result.norms.double(), truth, rtol=1e-3)
 
 
 @pytest.mark.parametrize("channels", [2, 80])  # by gradients that are formed, and by Gram matrices of pixels
@@ -56,7 +56,7 @@ def test_gradients_of_one_pixel_that_cancel(channels):
         result = clipper.backward((layer(x) * weights).sum((1, 2, 3)))
     patches = nn.functional.unfold(x.double(), 3)
     truth = torch.einsum("bot,bpt->bop", weights.double().flatten(2), patches).flatten(1).norm(dim=1)
-    close(result.norms.double(), truth, rtol=1e-3)
+    assert_close(result.norms.double(), truth, rtol=1e-3)
 
 
 @pytest.mark.parametrize("memory", ["auto", "low"])
@@ -65,7 +65,7 @@ def test_rows_of_one_token_that_cancel(memory):
     weights = torch.tensor([1.0, -1.0]).repeat(128)[:, None] * torch.randn(64) + 1e-3 * torch.randn(256, 64)
     with PerSampleGradientClipper(table, ConstantFlatClipper(1.0), memory=memory) as clipper:
         result = clipper.backward((table(torch.ones(2, 256, dtype=torch.int64)) * weights).sum((1, 2)))
-    close(result.norms.double(), weights.double().sum(0).norm().expand(2), rtol=1e-3)
+    assert_close(result.norms.double(), weights.double().sum(0).norm().expand(2), rtol=1e-3)
 
 
 def test_a_tied_weight_whose_uses_cancel():
@@ -84,7 +84,7 @@ def test_a_tied_weight_whose_uses_cancel():
     g = -x + 1e-5 * torch.randn(2, 3, 4)
     with PerSampleGradientClipper(Both(), ConstantFlatClipper(1.0)) as clipper:
         result = clipper.backward(clipper._engine._attachment._model(torch.full((2, 3), 2), x, g))
-    close(result.norms.double(), (x.double() + g.double()).sum(1).norm(dim=1), rtol=2e-2)
+    assert_close(result.norms.double(), (x.double() + g.double()).sum(1).norm(dim=1), rtol=2e-2)
 
 
 @pytest.mark.parametrize("limit", [1e-3, 1.0, 30.0])
@@ -112,8 +112,8 @@ def test_bfloat16_autocast_keeps_norms_in_float32(memory):
             losses = losses_of(model(x).float())
         result = clipper.backward(losses)
     assert result.norms.dtype == result.factors.dtype == torch.float32
-    close(result.norms, norms, rtol=2e-2)
-    close(result.factors, (limit / (norms + 1e-6)).clamp(max=1), rtol=1e-2)
+    assert_close(result.norms, norms, rtol=2e-2)
+    assert_close(result.factors, (limit / (norms + 1e-6)).clamp(max=1), rtol=1e-2)
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
@@ -123,7 +123,7 @@ def test_models_in_bfloat16_have_norms_in_float32():
     result = clipped(model, x, 1e6)
     norms = total_of(norms_of(loop(model.double(), [x.double()])))
     assert result.norms.dtype == torch.float32
-    close(result.norms.double(), norms, rtol=3e-2)
+    assert_close(result.norms.double(), norms, rtol=3e-2)
 
 
 def test_backward_under_autocast_is_not_rounded():
@@ -133,7 +133,7 @@ def test_backward_under_autocast_is_not_rounded():
         losses = losses_of(model(x))
         with torch.autocast("cpu", torch.bfloat16):
             result = clipper.backward(losses)
-    close(result.norms, norms, rtol=1e-5)
+    assert_close(result.norms, norms, rtol=1e-5)
 
 
 RANGE = {
@@ -158,7 +158,7 @@ def test_norms_of_finite_gradients_are_finite_and_of_none_but_zeros_zero(name, s
         plain = clipper.backward(model(x).square().flatten(1).sum(1)).norms.double()
         model.zero_grad()
         result = clipper.backward(model(x).square().flatten(1).sum(1) * scale)
-    close(result.norms.double() / scale, plain, rtol=1e-5)
+    assert_close(result.norms.double() / scale, plain, rtol=1e-5)
     assert not result.nonfinite.any()
     summed = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert summed.isfinite().all()
@@ -178,7 +178,7 @@ def test_norms_do_not_lose_what_one_factor_is_too_small_for(layer, scales):
         norms.append(grad.norm())
     with PerSampleGradientClipper(module, ConstantFlatClipper(1.0), memory="low") as clipper:
         result = clipper.backward((module(x) * weights).flatten(1).sum(1))
-    close(result.norms.double(), torch.stack(norms), rtol=1e-5, atol=0)
+    assert_close(result.norms.double(), torch.stack(norms), rtol=1e-5, atol=0)
 
 
 def test_samples_without_gradient_have_norm_zero():

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from per_sample.harness import close, losses_of
+from per_sample.harness import assert_close, losses_of
 from torch import nn
 
 from torchzero_clip import ConstantFlatClipper, GradSampleModuleFastGradientClipping, PerSampleGradientClipper
@@ -46,7 +46,7 @@ def test_gradients_of_samples_are_those_of_its_hooks(name):
     clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0), keep_grad_samples=True)
     losses_of(model(x)).mean().backward()
     for param, other in zip(model.parameters(), theirs.parameters(), strict=True):
-        close(param.grad_sample, other.grad_sample)
+        assert_close(param.grad_sample, other.grad_sample)
     clipper.discard()
 
 
@@ -66,5 +66,5 @@ def test_two_passes_are_those_of_its_wrapper(name, ghost):
         (coef * losses).mean().backward()
         module.enable_hooks()
     for param, other in zip(model.parameters(), twin.parameters(), strict=True):
-        close(param.norm_sample, other._norm_sample.reshape(-1))
-        close(param.grad, other.grad)
+        assert_close(param.norm_sample, other._norm_sample.reshape(-1))
+        assert_close(param.grad, other.grad)

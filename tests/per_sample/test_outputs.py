@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from per_sample.harness import check, close, frozen, loop, losses_of, norms_of, total_of
+from per_sample.harness import assert_close, assert_matches_loop, frozen, loop, losses_of, norms_of, total_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -64,18 +64,18 @@ def hooked(h, x):
 )
 def test_changes_in_place_and_hooks_of_outputs_count(layer, before, change):
     model = After(copy.deepcopy(layer), change, copy.deepcopy(before))
-    check(model, torch.randn(4, 3, 6), modes=FAST)
+    assert_matches_loop(model, torch.randn(4, 3, 6), modes=FAST)
 
 
 @pytest.mark.parametrize("shape", [(4, 1, 6), (1, 3, 6), (4, 2, 3, 6)])
 def test_changes_in_place_of_outputs_of_any_shape_count(shape):
-    check(After(nn.Linear(6, 6), residual, nn.Linear(6, 6)), torch.randn(shape), modes=FAST)
+    assert_matches_loop(After(nn.Linear(6, 6), residual, nn.Linear(6, 6)), torch.randn(shape), modes=FAST)
 
 
 def test_hooks_set_on_outputs_in_forward_hooks_count():
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 1))
     model[0].register_forward_hook(lambda module, args, output: output.register_hook(lambda grad: grad * 7) and None)
-    check(model, torch.randn(4, 5), modes=FAST)
+    assert_matches_loop(model, torch.randn(4, 5), modes=FAST)
 
 
 def test_the_second_pass_of_the_wrapper_reaches_layers_whose_output_was_changed():
@@ -88,7 +88,7 @@ def test_the_second_pass_of_the_wrapper_reaches_layers_whose_output_was_changed(
     loss.backward(retain_graph=True)
     wrapper.disable_hooks()
     loss.backward()
-    close(model[0].weight.grad, expected, rtol=1e-5)
+    assert_close(model[0].weight.grad, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -101,7 +101,7 @@ def test_rms_norm_without_eps_is_the_same_when_attached(dtype):
     output = model(x)
     assert torch.equal(output, expected)
     norms = clipper.backward(output.float().sum(1)).param_norms["0.weight"]
-    close(norms, (normalized * model[1].weight.float().sum(0)).norm(dim=1), rtol=0.02, atol=0)
+    assert_close(norms, (normalized * model[1].weight.float().sum(0)).norm(dim=1), rtol=0.02, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
@@ -129,7 +129,7 @@ class Scribbling(nn.Module):
 
 
 def test_a_layer_of_which_the_bias_alone_trains_keeps_no_input():
-    check(Scribbling(frozen(nn.Linear(6, 6), "weight")), torch.randn(4, 3, 6), modes=FAST)
+    assert_matches_loop(Scribbling(frozen(nn.Linear(6, 6), "weight")), torch.randn(4, 3, 6), modes=FAST)
 
 
 class Kept:
@@ -156,7 +156,7 @@ def test_checkpointed_layers_keep_no_activations():
     seen.clear()
     losses = losses_of(model(x))
     assert [ref() for ref in seen] == [None]
-    close(clipper.backward(losses).norms, expected)
+    assert_close(clipper.backward(losses).norms, expected)
 
 
 def test_the_graph_keeps_inputs_where_hooks_of_saved_tensors_see_them():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from per_sample.harness import close, loop, norms_of, total_of
+from per_sample.harness import assert_close, loop, norms_of, total_of
 from torch import nn
 
 from torchzero_clip import (
@@ -34,7 +34,7 @@ def test_a_convolution_that_changes_its_weight_is_no_plain_convolution():
     model, x = Standardized(2, 3, 3).double(), torch.randn(4, 2, 5, 5).double()
     expected = total_of(norms_of(loop(model, (x,), losses=squares)))
     with clipper_for(model) as clipper:
-        close(clipper.backward(squares(model(x))).norms, expected)
+        assert_close(clipper.backward(squares(model(x))).norms, expected)
 
 
 def test_a_single_limit_goes_on_to_another_model_and_to_frozen_layers():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from per_sample.harness import check, close, losses_of
+from per_sample.harness import assert_close, assert_matches_loop, losses_of
 from torch import nn
 
 from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
@@ -62,12 +62,12 @@ WRONG = {
 @pytest.mark.parametrize("layer", [nn.Linear(3, 3), nn.LayerNorm(3), Scale(), nn.Conv1d(4, 4, 1)], ids=str)
 @pytest.mark.parametrize("use", RIGHT)
 def test_arithmetic_with_one_row_for_all_samples_is_right(use, layer):
-    check(Uses(RIGHT[use], layer), torch.randn(5, 4, 3), modes=("auto", "low"))
+    assert_matches_loop(Uses(RIGHT[use], layer), torch.randn(5, 4, 3), modes=("auto", "low"))
 
 
 def test_layers_behind_one_row_for_all_samples_are_right():
     behind = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), Scale(), nn.Linear(3, 3))
-    check(Uses(RIGHT["added"], behind), torch.randn(5, 4, 3))
+    assert_matches_loop(Uses(RIGHT["added"], behind), torch.randn(5, 4, 3))
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -77,7 +77,7 @@ def test_other_uses_of_one_row_for_all_samples_are_refused_by_name(use, frozen):
     expected = model(x).detach()
     clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
     output = model(x)
-    close(output, expected)
+    assert_close(output, expected)
     with pytest.raises(RuntimeError, match=r"'layer' \(Linear\) had one row.*expand"):
         clipper.backward(losses_of(output))
     assert all(param.grad is None for param in model.parameters())
@@ -111,7 +111,7 @@ def test_calls_outside_a_forward_do_not_know_the_batch_of_the_last():
     x = torch.randn(1, 3)
     output = model.encode(x)
     assert output.shape == (1, 2)
-    close(clipper.backward(output.sum(1)).norms, (2 * (x.norm() ** 2 + 1)).sqrt()[None], rtol=1e-5)
+    assert_close(clipper.backward(output.sum(1)).norms, (2 * (x.norm() ** 2 + 1)).sqrt()[None], rtol=1e-5)
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -124,7 +124,7 @@ def test_inputs_of_other_sizes_do_not_outvote_the_batch(count):
         norms.append(torch.cat([grad.flatten() for grad in grads]).norm())
     clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
     model(x, other, other).square().mean().backward()
-    close(clipper.clip_and_accumulate().norms, torch.stack(norms))
+    assert_close(clipper.clip_and_accumulate().norms, torch.stack(norms))
 
 
 def test_a_bag_of_one_sample_is_one_sample():
@@ -140,5 +140,5 @@ def test_transforms_of_functions_run_the_model_as_it_is():
     model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(5, 3)
     expected = torch.func.jacrev(model)(x)
     _clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
-    close(torch.func.jacrev(model)(x), expected)
+    assert_close(torch.func.jacrev(model)(x), expected)
     assert torch.vmap(model)(x).shape == (5, 2)

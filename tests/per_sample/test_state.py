@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from per_sample.harness import check, close
+from per_sample.harness import assert_close, assert_matches_loop
 from torch import nn
 
 from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
@@ -48,7 +48,7 @@ INNER = {"by vmap": lambda: nn.Linear(4, 4), "one by one": lambda: nn.GRU(4, 4, 
 
 @pytest.mark.parametrize("how", INNER)
 def test_gradients_of_what_was_stored_are_those_of_the_samples(how):
-    check(Penalized(INNER[how]()), torch.randn(5, 3, 4))
+    assert_matches_loop(Penalized(INNER[how]()), torch.randn(5, 3, 4))
 
 
 @pytest.mark.parametrize("how", INNER)
@@ -58,10 +58,10 @@ def test_what_was_stored_can_be_read_as_without_a_clipper(how):
     twin(x)
     with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)):
         model(x)
-    close(model.storing.seen, twin.storing.seen, rtol=1e-5, atol=1e-6)
-    close(model.storing.both[0], twin.storing.both[0], rtol=1e-5, atol=1e-6)
+    assert_close(model.storing.seen, twin.storing.seen, rtol=1e-5, atol=1e-6)
+    assert_close(model.storing.both[0], twin.storing.both[0], rtol=1e-5, atol=1e-6)
     assert model.storing.both[1] == "two"
-    close(model.storing.penalty.mean(), twin.storing.penalty, rtol=1e-5, atol=1e-6)
+    assert_close(model.storing.penalty.mean(), twin.storing.penalty, rtol=1e-5, atol=1e-6)
     assert model.storing.penalty.shape == (5,)  # without a batch dimension, there is one for each sample
 
 
@@ -69,7 +69,7 @@ def test_sequences_first_are_stored_as_they_are():
     model, x = Penalized(nn.Linear(4, 4)).storing, torch.randn(3, 5, 4)
     with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), batch_first=False):
         model(x)
-    close(model.seen, model.inner(x * model.scale), rtol=1e-5, atol=1e-6)
+    assert_close(model.seen, model.inner(x * model.scale), rtol=1e-5, atol=1e-6)
 
 
 class Counting(nn.Module):
@@ -168,7 +168,7 @@ def test_whatever_holds_what_was_stored_its_gradients_are_right(name, how, penal
             return torch.cat([out.flatten(1), stored.reshape(len(x), -1)], 1)
 
     net = Net()
-    check(net, torch.randn(4, 2, 3), modes=("auto", "low"))
+    assert_matches_loop(net, torch.randn(4, 2, 3), modes=("auto", "low"))
     assert net.kept is None or net.inner.held is net.kept
 
 
@@ -184,7 +184,7 @@ def test_counters_count_steps_and_not_samples():
     with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
         for _ in range(3):
             output = model(x)
-            close(output, twin(x), rtol=1e-5, atol=1e-6)
+            assert_close(output, twin(x), rtol=1e-5, atol=1e-6)
             clipper.backward(output.flatten(1).sum(1))
     assert model.steps == 3
     assert model.count.item() == 3
@@ -196,10 +196,10 @@ def test_spectral_norm_in_training_takes_one_step_of_its_iteration():
     with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
         for _ in range(2):
             output = model(x)
-            close(output, twin(x))
+            assert_close(output, twin(x))
             clipper.backward(output.sum(1))
     for mine, theirs in zip(model.buffers(), twin.buffers(), strict=True):
-        close(mine, theirs)
+        assert_close(mine, theirs)
 
 
 def recurrent(module, x):
@@ -246,7 +246,7 @@ def test_what_vmap_runs_first_and_not_later_changes_buffers_once():
         for length in (5, 10, 10, 5):
             x = torch.randn(4, length, 3)
             output = model(x)
-            close(output, twin(x), rtol=1e-5, atol=1e-6)
+            assert_close(output, twin(x), rtol=1e-5, atol=1e-6)
             clipper.backward(output.flatten(1).sum(1))
     assert model.steps.item() == 4
 

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from per_sample.harness import close
+from per_sample.harness import assert_close
 from torch.nn import functional as F
 
 from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
@@ -55,4 +55,4 @@ def test_norms_are_those_of_one_backward_per_sample(make, memory):
     clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0), memory=memory)
     result = clipper.backward(losses_of(model, index))
     for name in rows[0]:
-        close(result.param_norms[name], torch.stack([row[name] for row in rows]))
+        assert_close(result.param_norms[name], torch.stack([row[name] for row in rows]))

@@ -38,7 +38,10 @@ def test_norms_of_a_right_model_are_returned_and_nothing_is_changed():
 
 @pytest.mark.parametrize("how", ["mean", "sum"])
 def test_a_single_loss_is_checked_as_declared(how):
-    check_per_sample(small(), batch(), reduced(how), loss_reduction=how)
+    model, data = small(), batch()
+    norms = check_per_sample(model, data, reduced(how), loss_reduction=how)
+    for name, expected in check_per_sample(model, data, losses).items():
+        torch.testing.assert_close(norms[name], expected)
 
 
 @pytest.mark.parametrize(("declared", "actual"), [("mean", "sum"), ("sum", "mean")])
@@ -136,8 +139,10 @@ def test_random_numbers_are_named():
 
 def test_an_attached_model_can_be_checked():
     model = small()
-    PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
-    check_per_sample(model, batch(), losses)
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    norms = check_per_sample(model, batch(), losses)
+    found = clipper.backward(losses(model, batch())).param_norms  # it is attached as before
+    assert found.keys() == norms.keys()
 
 
 def test_sequences_first():
