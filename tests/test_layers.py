@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "torchzero_clip"
 FILES = sorted(PACKAGE.rglob("*.py"))
 BELOW = {
-    "clipping": {"core", "functional", "types", "checks"},
+    "clipping": {"clipping", "core", "functional", "types", "checks"},
     "optimizers": {"optimizers", "core", "functional", "types", "checks"},
     "core": {"core", "functional", "types", "checks"},
     "per_sample": {"per_sample", "functional", "types", "checks"},

@@ -10,11 +10,14 @@ from torchzero_clip.clipping.growth import ClipNormGrowth as ClipNormGrowth
 from torchzero_clip.clipping.growth import ClipValueGrowth as ClipValueGrowth
 from torchzero_clip.clipping.normalize import Normalize as Normalize
 from torchzero_clip.clipping.skip_step import SkipStep as SkipStep
-from torchzero_clip.core.as_lr import as_lr as as_lr
 from torchzero_clip.core.chain import Chain as Chain
+from torchzero_clip.core.kinds import Gate as Gate
+from torchzero_clip.core.kinds import Scaling as Scaling
+from torchzero_clip.core.kinds import UpdateRule as UpdateRule
 from torchzero_clip.core.learning_rate import LR as LR
 from torchzero_clip.core.modular import Modular as Modular
-from torchzero_clip.core.tensorwise import TensorwiseTransform as TensorwiseTransform
+from torchzero_clip.core.step import Step as Step
+from torchzero_clip.core.transform import TensorwiseTransform as TensorwiseTransform
 from torchzero_clip.core.transform import Transform as Transform
 from torchzero_clip.functional.grads import centralize_grads_ as centralize_grads_
 from torchzero_clip.functional.grads import clip_grad_norm_ as clip_grad_norm_
@@ -29,6 +32,7 @@ from torchzero_clip.functional.total import clip_grads_with_norm_ as clip_grads_
 from torchzero_clip.functional.total import get_total_norm as get_total_norm
 from torchzero_clip.optimizers.adam import Adam as Adam
 from torchzero_clip.optimizers.adamw import AdamW as AdamW
+from torchzero_clip.optimizers.as_lr import as_lr as as_lr
 from torchzero_clip.optimizers.moving import from_torch_optim as from_torch_optim
 from torchzero_clip.optimizers.moving import to_torch_optim as to_torch_optim
 from torchzero_clip.optimizers.muon import Muon as Muon

@@ -54,8 +54,8 @@ class Mul(Transform):
     def __init__(self, other: float, *, target="update") -> None:
         super().__init__({"other": other}, target=target)
 
-    def apply_tensors(self, tensors, params, grads, loss, states, settings):
-        return [tensor.mul_(setting["other"]) for tensor, setting in zip(tensors, settings, strict=True)]
+    def apply_tensors(self, updates, step):
+        return [update.mul_(setting["other"]) for update, setting in zip(updates, step.settings, strict=True)]
 
 
 class EMA(TensorwiseTransform):
@@ -88,11 +88,11 @@ class TrackJointNorm(Transform):
     def init_global_state(self):
         return {"average": torch.zeros((), dtype=torch.float64), "unit": 1}
 
-    def apply_tensors(self, tensors, params, grads, loss, states, settings):
-        joint = torch.stack([norm_of(tensor) for tensor in tensors]).norm()
-        average = self.global_state["average"]
-        average.lerp_(joint, (1 - settings[0]["beta"]) * (joint > 0))
-        return [tensor.div_(self.global_state["unit"] + average) for tensor in tensors]
+    def apply_tensors(self, updates, step):
+        joint = torch.stack([norm_of(update) for update in updates]).norm()
+        average = step.global_state["average"]
+        average.lerp_(joint, (1 - step.settings[0]["beta"]) * (joint > 0))
+        return [update.div_(step.global_state["unit"] + average) for update in updates]
 
 
 def is_matrix(param):
@@ -129,8 +129,8 @@ class Entry:
     @property
     def only_statistics(self) -> bool:
         """Whether all that the chain remembers are sizes of gradients, and no moments of an optimizer."""
-        chain = Chain(self.make())
-        return chain.keeps_statistics and not any(isinstance(t, Adam | SGD) for t in chain.transforms.values())
+        transforms = [node.transform for node in Chain(self.make()).nodes()]
+        return any(t.keeps_statistics for t in transforms) and not any(isinstance(t, Adam | SGD) for t in transforms)
 
     def __str__(self) -> str:
         return self.name

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from contract.entries import ENTRIES, ClipRMS, Entry
+from contract.entries import ENTRIES, ClipRMS, Entry, Mul
 from contract.training import assert_equal, gradients, parameters, train, values
 from torch import nn
 
@@ -224,9 +224,9 @@ def test_sparse_gradients_are_refused_by_name():
         Modular(embedding.parameters(), ClipNorm(1)).step()
 
 
-class WrongCount(ClipNorm):
-    def apply_tensors(self, tensors, params, grads, loss, states, settings):
-        return tensors[:1]
+class WrongCount(Mul):
+    def apply_tensors(self, updates, step):
+        return updates[:1]
 
 
 def test_a_transform_that_loses_tensors_is_an_error():

@@ -350,13 +350,13 @@ def test_gradients_wider_than_their_parameter_resume():
     assert resumed.state[param]["sgd/momentum_buffer"].dtype == torch.bfloat16
 
 
-class Returns(ClipNorm):
+class Returns(Mul):
     def __init__(self, function):
         super().__init__(1.0)
         self.function = function
 
-    def apply_tensors(self, tensors, params, grads, loss, states, settings):
-        return [self.function(tensor, state) for tensor, state in zip(tensors, states, strict=True)]
+    def apply_tensors(self, updates, step):
+        return [self.function(update, state) for update, state in zip(updates, step.states, strict=True)]
 
 
 @pytest.mark.parametrize(

@@ -248,8 +248,8 @@ class RowsAndColumns(Transform):
     def init_state(self, param, setting):
         return {"rows": torch.zeros(param.shape[0]), "columns": torch.zeros(param.shape[1])}
 
-    def apply_tensors(self, tensors, params, grads, loss, states, settings):
-        return tensors
+    def apply_tensors(self, updates, step):
+        return updates
 
 
 def test_what_is_out_of_scope_is_never_shown_to_a_transform():

@@ -8,14 +8,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import boolean, non_negative, one_of, optional, positive, unit_interval
-from torchzero_clip.core.chain import Chain, Transforms
-from torchzero_clip.core.composite import Composite
-from torchzero_clip.core.entering import Flags
-from torchzero_clip.core.target import Step
-from torchzero_clip.core.units import NormStatistics, Units, numbers
+from torchzero_clip.clipping.statistics import NormStatistics, Tracked, numbers
+from torchzero_clip.core.chain import Chain, Composite, Transforms
+from torchzero_clip.core.kinds import UpdateRule
+from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.foreach import reals, wide_dtype
 from torchzero_clip.functional.measure import measure, scale_, share
+from torchzero_clip.functional.shards import pack
 from torchzero_clip.types import Ord, Schedule, Setting, State, Target
 
 EMAInit = Literal["zeros", "update"]
@@ -126,34 +126,34 @@ class ClipNormByEMA(NormStatistics):
         return {"ema": ema} | super().possible_state(param, setting)
 
     @override
-    def factors(self, units: Units, tensors: list[Tensor], states: Sequence[State]) -> Tensor:
+    def limit(self, tracked: Tracked, updates: list[Tensor], states: list[State]) -> Tensor:
         """Compare the updates with their averages, once these have followed."""
-        averages = [states[i]["ema"] for i in units.indices]
-        self._follow([tensors[i] for i in units.indices], averages, units)
-        size = self._grown(averages, units)
+        averages = [states[i]["ema"] for i in tracked.indices]
+        self._follow([updates[i] for i in tracked.indices], averages, tracked)
+        size = self._grown(averages, tracked)
 
-        ratio = units.roots / units.by_settings(_at_least_eps, size) ** (1 / units.degree)
+        ratio = tracked.norms / tracked.by_setting(_at_least_eps, size) ** (1 / tracked.degree)
         smallest = 1.0
         if self.NORMALIZE:
-            smallest = units.by_settings(_at_least_eps, torch.zeros_like(ratio)) ** (1 / units.degree)
-        return torch.where(units.roots > 0, 1 / ratio.clamp(min=smallest), 1.0)
+            smallest = tracked.by_setting(_at_least_eps, torch.zeros_like(ratio)) ** (1 / tracked.degree)
+        return torch.where(tracked.norms > 0, 1 / ratio.clamp(min=smallest), 1.0)
 
-    def _follow(self, updates: Sequence[Tensor], averages: Sequence[Tensor], units: Units) -> None:
+    def _follow(self, updates: Sequence[Tensor], averages: Sequence[Tensor], tracked: Tracked) -> None:
         """Move the averages towards the updates."""
         if self.ema_init == "update":
-            foreach.lerp_where_(units.of_tensors(units.starting), averages, updates, [1.0] * len(updates))
-        weights = [1 - setting["beta"] for setting in units.settings_of_tensors]
-        foreach.lerp_where_(units.of_tensors(units.usable), averages, updates, weights)
+            foreach.lerp_where_(tracked.per_tensor(tracked.starting), averages, updates, [1.0] * len(updates))
+        weights = [1 - setting["beta"] for setting in tracked.settings_of_tensors]
+        foreach.lerp_where_(tracked.per_tensor(tracked.usable), averages, updates, weights)
 
-    def _grown(self, averages: Sequence[Tensor], units: Units) -> Tensor:
+    def _grown(self, averages: Sequence[Tensor], tracked: Tracked) -> Tensor:
         """Keep the averages from growing too fast, and return their norms."""
         found = measure(averages, self.slicing)
-        size = units.size(units.roots_of(found))
-        largest = torch.where(units.started, units.by_settings(_largest, units.get("prev")), torch.inf)
-        shrink = torch.where(size > largest, (largest / size) ** (1 / units.degree), 1.0)
-        scale_(found, units.factors(shrink))
+        size = tracked.metric(tracked.of(found))
+        largest = torch.where(tracked.started, tracked.by_setting(_largest, tracked["prev"]), torch.inf)
+        shrink = torch.where(size > largest, (largest / size) ** (1 / tracked.degree), 1.0)
+        scale_(found, tracked.factors(shrink))
         size = torch.minimum(size, largest)
-        units.keep(prev=size)
+        tracked.keep(prev=size)
         return size
 
 
@@ -268,67 +268,43 @@ class ClipValueByEMA(Composite):
         self.ema_tfm = ema_tfm
         chain = {} if ema_tfm is None else {"ema_tfm": Chain(ema_tfm)}
         super().__init__({"beta": beta}, chain, target=target)
-        for transform in self.walk():
-            if transform is not self and transform.target not in ("update", "update_difference"):
+        for node in self.nodes():
+            transform = node.transform
+            if transform.target not in ("update", "update_difference"):
                 raise ValueError(f"ema_tfm acts on the average: {transform!r} cannot have target={transform.target!r}")
-            if "lr" in transform.defaults or transform.lr is not None:
+            if "lr" in transform.defaults or (isinstance(transform, UpdateRule) and transform.lr is not None):
                 raise ValueError(f"ema_tfm has no learning rate, which is the chain's: {transform!r} cannot be in it")
 
     @override
-    def hidden_settings(self) -> list[str]:
-        return ["ema_tfm/"]
-
-    @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        """The average of magnitudes, float32 or wider, and the states of ``ema_tfm``."""
-        return _average(param) | super().init_state(param, setting)
+        """The average of magnitudes, float32 or wider."""
+        ema = torch.zeros_like(param, dtype=wide_dtype(param.dtype))
+        return {"ema": ema, **numbers("started", device=param.device)}
 
     @override
-    def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        return _average(param) | super().possible_state(param, setting)
-
-    @override
-    def apply_tensors(
-        self,
-        tensors: list[Tensor],
-        params: list[Tensor],
-        grads: list[Tensor],
-        loss: Tensor | float | None,
-        states: Sequence[State],
-        settings: Sequence[Setting],
-    ) -> Sequence[Tensor]:
+    def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
         """Clip every element, in place."""
-        for state, param in zip(states, params, strict=True):
-            if "ema" not in state:
-                state.update(_average(param))
-        flags = self.entering.flags()
-        averages: list[Tensor] = [state["ema"] for state in states]
-        rows = enumerate(zip(tensors, states, settings, strict=True))
-        usable = [self._follow(*row, flags.of(i, row[0].device)) for i, row in rows]
+        averages: list[Tensor] = [state["ema"] for state in step.states]
+        usable = step.usable(pack([state["started"] for state in step.states]) > 0)
+        chosen = [flag.to(update.device) for flag, update in zip(usable.unbind(), updates, strict=True)]
+        for row in zip(updates, step.states, step.settings, chosen, strict=True):
+            self._follow(*row)
         bounds = averages
-        if self.transforms:
-            context = (grads, states, settings, loss, self.entering, self.global_state, self.metrics)
-            bounds = self.bind("ema_tfm", Step(self.members, *context))(foreach.clone(averages))
-        counts = [_clip_(*row) for row in zip(tensors, bounds, usable, strict=True)]
-        self.metrics["clipped"] = share(tensors, counts)
-        return tensors
+        if step.apply_child is not None:
+            bounds = step.apply_child("ema_tfm", foreach.clone(averages))
+        counts = [_clip_(*row) for row in zip(updates, bounds, chosen, strict=True)]
+        step.metrics["clipped"] = share(updates, counts)
+        return updates
 
-    def _follow(self, tensor: Tensor, state: State, setting: Setting, flags: Flags) -> Tensor:
-        """Move an average towards the magnitudes of an update; return whether the gradient was usable."""
+    def _follow(self, update: Tensor, state: State, setting: Setting, usable: Tensor) -> None:
+        """Move an average towards the magnitudes of an update."""
         started = state["started"] > 0
-        usable = flags.usable(started)
-        average, sizes = reals(state["ema"]), reals(tensor).abs()
+        average, sizes = reals(state["ema"]), reals(update).abs()
         chosen = usable & sizes.isfinite()  # an earlier transform may have made an inf of a finite gradient
         if self.ema_init == "update":
             foreach.lerp_where_([chosen & started.logical_not()], [average], [sizes], [1.0])
         foreach.lerp_where_([chosen], [average], [sizes], [1 - setting["beta"]])
         foreach.copy_([state["started"]], [usable | started])
-        return usable
-
-
-def _average(param: Tensor) -> dict[str, Any]:
-    ema = torch.zeros_like(param, dtype=wide_dtype(param.dtype))
-    return {"ema": ema, **numbers("started", device=param.device)}
 
 
 def _clip_(tensor: Tensor, bound: Tensor, usable: Tensor) -> Tensor:

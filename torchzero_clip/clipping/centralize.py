@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from torch import Tensor
 from typing_extensions import override
 
+from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional.clip import centralize_
 from torchzero_clip.functional.measure import Slicing
-from torchzero_clip.types import Dim, Setting, State, Target
+from torchzero_clip.types import Dim, Target
 
 
 class Centralize(Transform):
@@ -66,15 +67,7 @@ class Centralize(Transform):
         self._slicing = Slicing.checked(1, dim, inverse_dims, min_size)
 
     @override
-    def apply_tensors(
-        self,
-        tensors: list[Tensor],
-        params: list[Tensor],
-        grads: list[Tensor],
-        loss: Tensor | float | None,
-        states: Sequence[State],
-        settings: Sequence[Setting],
-    ) -> Sequence[Tensor]:
+    def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
         """Subtract the mean of every slice, in place."""
-        centralize_(tensors, self._slicing)
-        return tensors
+        centralize_(updates, self._slicing)
+        return updates

@@ -1,17 +1,17 @@
 """Clipping by norm."""
 
-from collections.abc import Sequence
-
+from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import non_negative
-from torchzero_clip.core.slices import SliceScaling
-from torchzero_clip.functional.clip import clip_
-from torchzero_clip.functional.measure import Measured, Scaled
+from torchzero_clip.core.kinds import Scaling
+from torchzero_clip.core.step import Step
+from torchzero_clip.functional.clip import clip_factors
+from torchzero_clip.functional.measure import Measured
 from torchzero_clip.types import Dim, Ord, Schedule, Setting, Target
 
 
-class ClipNorm(SliceScaling):
+class ClipNorm(Scaling):
     """Scales updates so that the norm of each is at most ``max_norm``.
 
         u ← u · min(1, max_norm / ‖u‖)
@@ -84,6 +84,10 @@ class ClipNorm(SliceScaling):
         )
 
     @override
-    def scale(self, measured: Measured, settings: Sequence[Setting]) -> Scaled:
-        """Clip every slice."""
-        return clip_(measured, [setting["max_norm"] for setting in settings])
+    def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
+        """Bring every slice to at most ``max_norm``."""
+
+        def rule(norms: Tensor, setting: Setting) -> Tensor:
+            return clip_factors(measured.metric, norms, setting["max_norm"])
+
+        return measured.by_setting(step.settings, rule)

@@ -6,11 +6,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import non_negative
-from torchzero_clip.core.settings import runs
+from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.clip import share_above
-from torchzero_clip.types import Schedule, Setting, State, Target
+from torchzero_clip.types import Schedule, Target
 
 
 class ClipValue(Transform):
@@ -57,17 +57,9 @@ class ClipValue(Transform):
         super().__init__({"value": value}, target=target)
 
     @override
-    def apply_tensors(
-        self,
-        tensors: list[Tensor],
-        params: list[Tensor],
-        grads: list[Tensor],
-        loss: Tensor | float | None,
-        states: Sequence[State],
-        settings: Sequence[Setting],
-    ) -> Sequence[Tensor]:
+    def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
         """Clamp, in place."""
-        self.metrics["clipped"] = share_above(tensors, [setting["value"] for setting in settings])
-        for setting, own in runs(settings):
-            foreach.clamp_(tensors[own], setting["value"])
-        return tensors
+        step.metrics["clipped"] = share_above(updates, [setting["value"] for setting in step.settings])
+        for setting, own in step.by_setting():
+            foreach.clamp_(updates[own], setting["value"])
+        return updates

@@ -8,10 +8,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import at_least_one, boolean, non_negative, optional, positive
-from torchzero_clip.core.tensorwise import TensorwiseTransform
-from torchzero_clip.core.units import NormStatistics, Units, numbers
+from torchzero_clip.clipping.statistics import NormStatistics, Tracked, numbers
+from torchzero_clip.core.step import Step
+from torchzero_clip.core.transform import TensorwiseTransform
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.foreach import reals, wide_dtype
+from torchzero_clip.functional.measure import Measured, share
+from torchzero_clip.functional.shards import pack
 from torchzero_clip.types import Ord, Schedule, Setting, State, Target
 
 CHECKS = {
@@ -99,32 +102,51 @@ class ClipValueGrowth(TensorwiseTransform):
         return {"prev": prev, **numbers("started", device=param.device)}
 
     @override
+    def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
+        """Limit every element, in place."""
+        rows = [i for i, setting in enumerate(step.settings) if _limits(setting)]
+        for state, setting in zip(step.states, step.settings, strict=True):
+            if not _limits(setting):
+                _end(state)
+        if rows:
+            started = pack([step.states[i]["started"] for i in rows]) > 0
+            usable = step.usable(started, rows=rows)
+            counts = [torch.zeros((), dtype=torch.int64, device=update.device) for update in updates]
+            for i, chosen in zip(rows, usable.unbind(), strict=True):
+                counts[i] = _limit_(updates[i], step.states[i], step.settings[i], chosen.to(updates[i].device))
+            step.metrics["clipped"] = share(updates, counts)
+        return updates
+
+    @override
     def apply_tensor(
         self, tensor: Tensor, param: Tensor, grad: Tensor, loss: Tensor | float | None, state: State, setting: Setting
     ) -> Tensor:
-        """Limit every element, in place."""
-        if not _limits(setting):
-            _end(state)
-            return tensor
-        x, prev = reals(tensor), reals(state["prev"])
-        started = state["started"] > 0
-        chosen = self.flags.usable(started)
-        usable = chosen & x.isfinite()  # an earlier transform may have made an inf of a finite gradient
-
-        floor = prev if setting["min_value"] is None else prev.clamp(min=setting["min_value"])
-        size = x.abs().to(prev.dtype)
-        grown = size if setting["add"] is None else torch.minimum(size, prev + setting["add"])
-        limited = grown if setting["mul"] is None else torch.minimum(grown, floor * setting["mul"])
-        limited = torch.where(started, limited, size)
-        tracked = limited
-        if setting["max_decay"] is not None:
-            dropped = started & (grown < floor / setting["max_decay"])
-            tracked = torch.where(dropped, prev / setting["max_decay"], limited)
-
-        self.changed.append((usable & (limited < size)).count_nonzero())
-        foreach.copy_([state["started"], prev], [chosen | started, torch.where(usable, tracked, prev)])
-        foreach.copy_([x], [torch.where(usable, torch.copysign(limited, x), x)])
+        """Limit every element of one update, whose gradient is taken to be finite, in place."""
+        if _limits(setting):
+            _limit_(tensor, state, setting, torch.ones((), dtype=torch.bool, device=tensor.device))
         return tensor
+
+
+def _limit_(tensor: Tensor, state: State, setting: Setting, chosen: Tensor) -> Tensor:
+    """Limit every element of one update in place, if its gradient is ``chosen``; return how many changed."""
+    x, prev = reals(tensor), reals(state["prev"])
+    started = state["started"] > 0
+    usable = chosen & x.isfinite()  # an earlier transform may have made an inf of a finite gradient
+
+    floor = prev if setting["min_value"] is None else prev.clamp(min=setting["min_value"])
+    size = x.abs().to(prev.dtype)
+    grown = size if setting["add"] is None else torch.minimum(size, prev + setting["add"])
+    limited = grown if setting["mul"] is None else torch.minimum(grown, floor * setting["mul"])
+    limited = torch.where(started, limited, size)
+    tracked = limited
+    if setting["max_decay"] is not None:
+        dropped = started & (grown < floor / setting["max_decay"])
+        tracked = torch.where(dropped, prev / setting["max_decay"], limited)
+
+    count = (usable & (limited < size)).count_nonzero()
+    foreach.copy_([state["started"], prev], [chosen | started, torch.where(usable, tracked, prev)])
+    foreach.copy_([x], [torch.where(usable, torch.copysign(limited, x), x)])
+    return count
 
 
 class ClipNormGrowth(NormStatistics):
@@ -208,34 +230,26 @@ class ClipNormGrowth(NormStatistics):
 
     @override
     def takes_part(self, setting: Setting) -> bool:
-        """Whether there is a limit."""
+        """True if there is a limit."""
         return _limits(setting)
 
     @override
-    def apply_tensors(
-        self,
-        tensors: list[Tensor],
-        params: list[Tensor],
-        grads: list[Tensor],
-        loss: Tensor | float | None,
-        states: Sequence[State],
-        settings: Sequence[Setting],
-    ) -> Sequence[Tensor]:
-        """Scale, in place."""
-        for state, setting in zip(states, settings, strict=True):
+    def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
+        """The factor of each tensor. Without a limit nothing is tracked."""
+        for state, setting in zip(step.states, step.settings, strict=True):
             if not _limits(setting):
-                _end(self.global_state if self.joint else state)
-        return super().apply_tensors(tensors, params, grads, loss, states, settings)
+                _end(step.global_state if self.joint else state)
+        return super().factors(measured, updates, step)
 
     @override
-    def factors(self, units: Units, tensors: list[Tensor], states: Sequence[State]) -> Tensor:
-        """What brings each norm to the largest that is allowed."""
-        size, prev = units.size(units.roots), units.get("prev")
-        allowed = torch.where(units.started, units.by_settings(_allowed, prev), torch.inf)
+    def limit(self, tracked: Tracked, updates: list[Tensor], states: list[State]) -> Tensor:
+        """Bring each norm to the largest that is allowed."""
+        size, prev = tracked.metric(tracked.norms), tracked["prev"]
+        allowed = torch.where(tracked.started, tracked.by_setting(_allowed, prev), torch.inf)
         limited = torch.minimum(size, allowed)
-        slowest = units.by_settings(_slowest, prev)
-        units.keep(prev=torch.where(units.started & (size < slowest), slowest, limited))
-        return torch.where(size > allowed, (allowed / size) ** (1 / units.degree), 1.0)
+        slowest = tracked.by_setting(_slowest, prev)
+        tracked.keep(prev=torch.where(tracked.started & (size < slowest), slowest, limited))
+        return torch.where(size > allowed, (allowed / size) ** (1 / tracked.degree), 1.0)
 
 
 def _limits(setting: Setting) -> bool:

@@ -1,17 +1,17 @@
 """Normalization."""
 
-from collections.abc import Sequence
-
+from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import finite
-from torchzero_clip.core.slices import SliceScaling
-from torchzero_clip.functional.clip import normalize_
-from torchzero_clip.functional.measure import Measured, Scaled
+from torchzero_clip.core.kinds import Scaling
+from torchzero_clip.core.step import Step
+from torchzero_clip.functional.clip import normalize_factors
+from torchzero_clip.functional.measure import Measured
 from torchzero_clip.types import Dim, Ord, Schedule, Setting, Target
 
 
-class Normalize(SliceScaling):
+class Normalize(Scaling):
     """Scales updates so that the norm of each is ``norm_value``.
 
         u ← u · norm_value / ‖u‖
@@ -82,6 +82,10 @@ class Normalize(SliceScaling):
         )
 
     @override
-    def scale(self, measured: Measured, settings: Sequence[Setting]) -> Scaled:
-        """Normalize every slice."""
-        return normalize_(measured, [setting["norm_value"] for setting in settings])
+    def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
+        """Bring every slice to ``norm_value``."""
+
+        def rule(norms: Tensor, setting: Setting) -> Tensor:
+            return normalize_factors(measured.metric, norms, setting["norm_value"])
+
+        return measured.by_setting(step.settings, rule)

@@ -8,14 +8,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import at_least_one, non_negative, optional, unit_interval
+from torchzero_clip.clipping.statistics import numbers
+from torchzero_clip.core.kinds import Gate
 from torchzero_clip.core.settings import same_in_all_groups
-from torchzero_clip.core.transform import Transform
-from torchzero_clip.core.units import numbers
+from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
-from torchzero_clip.types import Schedule, Setting, State, Target
+from torchzero_clip.types import Schedule, Setting, Target
 
 
-class SkipStep(Transform):
+class SkipStep(Gate):
     """Skips the whole step when the joint norm of the gradients is too large.
 
         skipped if  ‖g‖ > max_norm  or  ‖g‖ > max_ratio · mean  or  ‖g‖ is not finite
@@ -57,8 +58,6 @@ class SkipStep(Transform):
     """
 
     checks = {"max_norm": optional(non_negative), "max_ratio": optional(at_least_one), "beta": unit_interval}
-    gate = True
-    pure = True
 
     def __init__(
         self,
@@ -77,10 +76,10 @@ class SkipStep(Transform):
         super().__init__({"max_norm": max_norm, "max_ratio": max_ratio, "beta": beta}, target=target)
 
     @override
-    def check_groups(self, groups: Sequence[Setting]) -> None:
+    def check_groups(self, settings: Sequence[Setting]) -> None:
         """Raise if a setting is out of range, or differs between groups."""
-        super().check_groups(groups)
-        same_in_all_groups(self, groups, self.defaults)
+        super().check_groups(settings)
+        same_in_all_groups(self, settings, self.defaults)
 
     @override
     def init_global_state(self) -> dict[str, Any]:
@@ -88,8 +87,9 @@ class SkipStep(Transform):
         return numbers("mean", "started")
 
     @override
-    def refuses(self, norm: Tensor, state: State, setting: Setting) -> Tensor:
-        """Whether the norm exceeds a limit, or is not finite."""
+    def refuses(self, norm: Tensor, step: Step) -> Tensor:
+        """True if the norm exceeds a limit, or is not finite."""
+        setting, state = step.settings[0], step.global_state
         limit = torch.full_like(norm, torch.inf if setting["max_norm"] is None else setting["max_norm"])
         if setting["max_ratio"] is not None:
             known = (state["started"] > 0) & (state["mean"] > 0)
@@ -97,24 +97,12 @@ class SkipStep(Transform):
         return (norm > limit) | norm.isfinite().logical_not()
 
     @override
-    def accept(self, norm: Tensor, state: State, setting: Setting) -> None:
+    def accept(self, norm: Tensor, step: Step) -> None:
         """Let the running mean follow; it starts with the first norm that is not 0."""
+        setting, state = step.settings[0], step.global_state
         started = state["started"] > 0
         usable = (norm > 0) | started
         foreach.lerp_where_([usable & started.logical_not()], [state["mean"]], [norm], [1.0])
         foreach.lerp_where_([usable], [state["mean"]], [norm], [1 - setting["beta"]])
         foreach.copy_([state["started"]], [usable])
-
-    @override
-    def apply_tensors(
-        self,
-        tensors: list[Tensor],
-        params: list[Tensor],
-        grads: list[Tensor],
-        loss: Tensor | float | None,
-        states: Sequence[State],
-        settings: Sequence[Setting],
-    ) -> Sequence[Tensor]:
-        """Pass everything on: what to skip was decided before."""
-        self.metrics["mean"] = self.global_state["mean"].clone()
-        return tensors
+        step.metrics["mean"] = state["mean"].clone()

@@ -1,24 +1,69 @@
-"""A transform made of transforms."""
+"""Transforms that are made of transforms."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self, TypeAlias
+from typing import Any, NoReturn, Self, TypeAlias
 
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from torchzero_clip.core.composite import Composite, storage_keys
-from torchzero_clip.core.entering import Entering
-from torchzero_clip.core.scope import Member, Scope
+from torchzero_clip.core.kinds import Gate
+from torchzero_clip.core.nodes import Node, Nodes
+from torchzero_clip.core.scope import Scope
 from torchzero_clip.core.settings import at, override_groups
-from torchzero_clip.core.target import TARGETS, Action, Step, change_gradients
+from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
-from torchzero_clip.functional import foreach
-from torchzero_clip.types import Setting, State, Target
+from torchzero_clip.types import Setting, Target
 
 Transforms: TypeAlias = "Transform | Sequence[Transforms]"
 """A transform, or lists of them nested in any way."""
+
+
+class Composite(Transform):
+    """A transform that applies others, whose settings and state the optimizer stores under their names.
+
+    Args:
+        defaults: Its own settings.
+        transforms: The others, by name.
+        target: As in `Transform`.
+        name: As in `Transform`.
+    """
+
+    def __init__(
+        self,
+        defaults: Setting,
+        transforms: Mapping[str, Transform],
+        *,
+        target: Target = "update",
+        name: str | None = None,
+    ) -> None:
+        self.transforms = dict(transforms)
+        super().__init__(defaults, target=target, name=name)
+
+    def nodes(self) -> Nodes:
+        """All transforms inside, at any depth, each composite before its children.
+
+        The first transform with a setting stores it under its bare name, later ones under their path. Gates, and the
+        children of composites other than chains, always use their path.
+        """
+        found: list[Node] = []
+        taken: set[str] = set()
+
+        def add(composite: Composite, prefix: str, outer: tuple[Transform, ...], bare: bool) -> None:
+            for name, transform in composite.transforms.items():
+                path = prefix + name
+                may_be_bare = bare and not isinstance(transform, Gate)
+                keys = {key: key if may_be_bare and key not in taken else f"{path}/{key}" for key in transform.defaults}
+                taken.update(keys.values())
+                inside = transform.transforms if isinstance(transform, Composite) else ()
+                kept = (tuple(transform.init_global_state()), frozenset(inside), _has_state(type(transform)))
+                found.append(Node(path, transform, outer, keys, *kept))
+                if isinstance(transform, Composite):
+                    add(transform, f"{path}/", (*outer, transform), may_be_bare and isinstance(transform, Chain))
+
+        add(self, "", (), True)
+        return Nodes(found)
 
 
 class Chain(Composite):
@@ -57,121 +102,36 @@ class Chain(Composite):
         Args:
             param_groups: As in `Transform.set_param_groups`.
         """
-        qualified = {stored: key for key, stored in storage_keys(self).items()}
+        nodes = self.nodes()
+        owners: dict[str, tuple[Transform, str]] = {}
+        for node in nodes:
+            for key, stored in node.storage_keys.items():
+                owners[f"{node.path}/{key}"] = owners[stored] = (node.transform, key)
         given: list[tuple[Transform, dict[str, Any]]] = []
-        for params, items in override_groups(param_groups):
-            for key, value in items.items():
-                target = key if key in self.defaults else qualified.get(key)
-                if target is None:
-                    raise ValueError(
-                        f"no transform has a setting {key!r}; settings of this chain: {', '.join(qualified)}"
-                    )
-                name, own = target.split("/", 1)
-                self.transforms[name].check({own: at(value, 0)})
-                given.append((self.transforms[name], {"params": params, own: value}))
+        for params, settings in override_groups(param_groups):
+            for key, value in settings.items():
+                if key not in owners:
+                    known = ", ".join(nodes.storage_keys.values())
+                    raise ValueError(f"no transform has a setting {key!r}; settings of this chain: {known}")
+                transform, own = owners[key]
+                transform.check({own: at(value, 0)})
+                given.append((transform, {"params": params, own: value}))
         for transform, settings in given:
             transform.overrides.append(settings)
         return self
 
     @override
-    def apply_tensors(
-        self,
-        tensors: list[Tensor],
-        params: list[Tensor],
-        grads: list[Tensor],
-        loss: Tensor | float | None,
-        states: Sequence[State],
-        settings: Sequence[Setting],
-    ) -> Sequence[Tensor]:
-        """Apply all transforms in turn."""
-        step = Step(
-            self.members,
-            grads,
-            states,
-            settings,
-            loss,
-            self.entering,
-            self.global_state,
-            self.metrics,
-            keep_grads=True,
-            made=[*tensors],
-        )
-        self.run(step)
-        return step.updates(writable=True)
-
-    def run(self, step: Step, *, to_parameters: bool = False) -> None:
-        """Take one step down the chain; ``to_parameters`` subtracts what comes out of it."""
-        transforms = list(self.transforms.values())
-        for i, (name, transform) in enumerate(self.transforms.items()):
-            if self.keeps_statistics and not (transform.keeps_statistics and transform.sees_all_gradients()):
-                step.entering.settle()
-            if to_parameters and transform.finishes:
-                step = self._finish(name, step)
-            if not step.members:
-                return
-            if transform.changes_grads():
-                step.keep_made()
-            saves_a_copy = transform.scaling and not step.keep_grads and _reader_is_next(transforms[i + 1 :])
-            self._act(name, TARGETS[transform.target], step, transform.pure or saves_a_copy)
-            if self.keeps_statistics:
-                step.entering.settle()
-        if to_parameters:
-            foreach.subtract_(step.params, step.updates(writable=False))
-
-    def later(self, name: str, member: Member) -> tuple[str, ...]:
-        """The transforms after one that act on a parameter."""
-        return tuple(n for n in self._after(name) if self.transforms[n].scope.has(member))
-
-    def _after(self, name: str) -> list[str]:
-        names = list(self.transforms)
-        return names[names.index(name) + 1 :]
-
-    def _finish(self, name: str, step: Step) -> Step:
-        """Let one transform take parameters to the end of the step, where it can; return what is left to do."""
-        transform = self.transforms[name]
-        after = [(n, self.transforms[n].scope) for n in self._after(name)]
-        alike: dict[Any, list[int]] = {}  # those that later transforms treat alike
-        for i in transform.scope.indices(step.members):
-            member = step.members[i]
-            later = tuple(n for n, scope in after if not scope.limited or scope.has(member))
-            alike.setdefault((later, member.param.dtype), []).append(i)
-        done: set[int] = set()
-        for (later, _), indices in alike.items():
-            part = step.part(indices) if len(indices) < len(step.members) else step
-            finish = self.bind_finish(name, later, part)
-            if finish is not None:
-                finish()
-                done.update(indices)
-        return step.part([i for i in range(len(step.members)) if i not in done]) if done else step
-
-    def run_on_closure(self, step: Step) -> None:
-        """Apply the transforms with ``target="closure"`` to the gradients that the closure left."""
-        for name, transform in self.transforms.items():
-            if transform.target == "closure":
-                if transform.keeps_statistics:
-                    step.entering.flags()
-                self._act(name, change_gradients, step, False)
-                step.entering = Entering(step.grads)
-
-    def _act(self, name: str, act: Action, step: Step, on_grads: bool) -> None:
-        """Let one transform act on the parameters in its scope."""
-        scope = self.transforms[name].scope
-        if not scope.limited:
-            act(step, self.bind(name, step), on_grads)
-        elif indices := scope.indices(step.members):
-            part = step.part(indices)
-            act(part, self.bind(name, part), on_grads)
-            step.take(part, indices)
+    def apply_tensors(self, updates: list[Tensor], step: Step) -> NoReturn:
+        """Raise: the optimizer applies the transforms in turn."""
+        raise RuntimeError(f"{self!r} only lists transforms: apply it in Modular")
 
     def __repr__(self) -> str:
         target = [] if self.target == "update" else [f"target={self.target!r}"]
         return f"Chain({', '.join([*map(repr, self.transforms.values()), *target])}){self.scope}"
 
 
-def _reader_is_next(rest: Sequence[Transform]) -> bool:
-    """Whether the next transform that does more than scale the updates only reads them."""
-    following = next((t for t in rest if t.target == "update" and not t.scaling), None)
-    return following is not None and following.pure
+def _has_state(kind: type[Transform]) -> bool:
+    return kind.init_state is not Transform.init_state or kind.possible_state is not Transform.possible_state
 
 
 def flatten(transforms: Iterable[Transforms]) -> Iterator[Transform]:

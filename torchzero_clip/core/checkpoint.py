@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchzero_clip.checks import count
-from torchzero_clip.core.chain import Chain
-from torchzero_clip.core.namespace import GroupSettings
+from torchzero_clip.core.kinds import FinalRule, Gate
+from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.schedules import SCHEDULE_STEP, Schedules
-from torchzero_clip.core.scope import Member, members
+from torchzero_clip.core.scope import NamedParam, named_params
 
 Group = dict[str, Any]
 
@@ -23,16 +23,10 @@ OPTIMIZER_KEYS = frozenset(
 )
 
 
-def fitted(
-    state_dict: Mapping[str, Any],
-    groups: list[Group],
-    chain: Chain,
-    stored_as: Mapping[str, str],
-    schedules: Schedules,
-) -> dict[str, Any]:
+def fitted(state_dict: Mapping[str, Any], groups: list[Group], nodes: Nodes, schedules: Schedules) -> dict[str, Any]:
     """The checkpoint with settings that it lacks filled in from ``groups``; raises ValueError if it does not fit."""
     all_saved = saved_groups(state_dict, groups)
-    own = chain.init_global_state()
+    own = nodes.init_global_state()
     merged = [_merged(group, saved) for group, saved in zip(groups, all_saved, strict=True)]
     for key in COUNTS:
         count(key, merged[0].get(key, 0))
@@ -41,9 +35,9 @@ def fitted(
         merged[0][SCHEDULE_STEP] = all_saved[0].get(SCHEDULE_STEP, 0)  # a schedule that is new begins
     if "consecutive_skips" in merged[0]:
         merged[0]["consecutive_skips"] = all_saved[0].get("consecutive_skips", 0)
-    gates = tuple(f"{name}/" for name, transform in chain.transforms.items() if transform.gate)
+    gates = tuple(f"{node.path}/" for node in nodes if isinstance(node.transform, Gate))
     merged = schedules.applied(merged)
-    chain.check_groups([GroupSettings(group, stored_as) for group in merged])
+    nodes.checked_settings(merged)
     for key, expected in own.items():
         if key not in all_saved[0] and key.startswith(gates):
             continue  # a run that begins to skip steps: the optimizer's own value stays
@@ -54,18 +48,18 @@ def fitted(
         _check_value(f"the state {key!r} of the chain", merged[0][key], expected)
 
     state = state_dict["state"]
-    known = [member for member, _ in members(groups)]
-    settings = [GroupSettings(saved, stored_as) for saved in merged for _ in saved["params"]]
+    known = [named for group in groups for named in named_params(group)]
+    settings = [saved for saved in merged for _ in saved["params"]]
     ids = [i for saved in all_saved for i in saved["params"]]
     if strangers := [i for i in state if i not in set(ids)]:
         raise ValueError(f"the checkpoint has state for parameters that none of its param groups lists: {strangers}")
     placed: dict[Any, Any] = {}
-    for i, member, setting in zip(ids, known, settings, strict=True):
+    for i, named, group in zip(ids, known, settings, strict=True):
         if i in state:
-            fresh = _check_state(i, state[i], chain, member, setting)
+            fresh = _check_state(i, state[i], nodes, named, group)
             placed[i] = {key: _beside(value, fresh[key]) for key, value in state[i].items()}
     for saved in all_saved:
-        _check_keys(saved, {*stored_as.values(), *own})
+        _check_keys(saved, {*nodes.storage_keys.values(), *own})
     return {**state_dict, "state": placed, "param_groups": merged}
 
 
@@ -122,19 +116,20 @@ def _check_keys(saved: Group, known: set[str]) -> None:
         )
 
 
-def _check_state(number: Any, saved: Any, chain: Chain, member: Member, setting: GroupSettings) -> dict[str, Any]:
-    """What may be in the state of a parameter; raises if what was saved is not that."""
+def _check_state(number: Any, saved: Any, nodes: Nodes, named: NamedParam, group: Group) -> dict[str, Any]:
+    """What may be in the state of a parameter; raises if something else was saved."""
     if not isinstance(saved, Mapping):
         raise ValueError(f"the state of parameter {number} is a dict, got {type(saved).__name__}")
     # what has state may depend on settings, and these may have changed since the last step
-    now, at_first = (chain.state_in_scope(member, values) for values in (setting, chain.defaults))
-    expected = {**chain.state_in_scope(member, setting, possible=True), **at_first, **now}
-    not_begun = [prefix for prefix in chain.optional_state() if not any(str(key).startswith(prefix) for key in saved)]
-    needed = [key for key in expected if key in now and key in at_first and not key.startswith(tuple(not_begun))]
+    now, at_first = nodes.init_state(named, group), nodes.init_state(named)
+    expected = {**nodes.possible_state(named, group), **at_first, **now}
+    final = [f"{node.path}/" for node in nodes if isinstance(node.transform, FinalRule)]
+    not_begun = tuple(prefix for prefix in final if not any(str(key).startswith(prefix) for key in saved))
+    needed = [key for key in expected if key in now and key in at_first and not key.startswith(not_begun)]
     missing = [key for key in needed if key not in saved] if saved else []
     extra = [key for key in saved if key not in expected]
     if missing or extra:
-        raise ValueError(_changed_chain_message(number, missing, extra, chain))
+        raise ValueError(_changed_chain_message(number, missing, extra, nodes))
     for key, value in saved.items():
         _check_value(f"the state {key!r} of parameter {number}", value, expected[key])
     return expected
@@ -162,8 +157,9 @@ def _describe(value: Any) -> str:
     return f"shape {tuple(value.shape)}, {value.dtype}, {value.layout}"
 
 
-def _changed_chain_message(number: Any, missing: list[str], extra: list[str], chain: Chain) -> str:
-    parts = [f"the state of parameter {number} does not fit this chain ({', '.join(chain.transforms)})"]
+def _changed_chain_message(number: Any, missing: list[str], extra: list[str], nodes: Nodes) -> str:
+    names = ", ".join(node.path for node in nodes if not node.outer)
+    parts = [f"the state of parameter {number} does not fit this chain ({names})"]
     if missing:
         parts.append(f"missing: {', '.join(map(repr, missing))}")
     if extra:

@@ -2,16 +2,16 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import learning_rate
 from torchzero_clip.core.chain import Chain
-from torchzero_clip.core.settings import runs
+from torchzero_clip.core.kinds import UpdateRule
+from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
-from torchzero_clip.types import Schedule, Setting, State, Target
+from torchzero_clip.types import Schedule, Target
 
 
 class LR(Transform):
@@ -42,53 +42,35 @@ class LR(Transform):
     """
 
     checks = {"lr": learning_rate}
-    finishes = True
 
     def __init__(self, lr: float | Tensor | Schedule, *, target: Target = "update") -> None:
         super().__init__({"lr": lr}, target=target)
 
     @override
-    def apply_tensors(
-        self,
-        tensors: list[Tensor],
-        params: list[Tensor],
-        grads: list[Tensor],
-        loss: Tensor | float | None,
-        states: Sequence[State],
-        settings: Sequence[Setting],
-    ) -> Sequence[Tensor]:
+    def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
         """Multiply by the ``lr`` of each parameter."""
-        for setting, own in runs(settings):
-            foreach.multiply_(tensors[own], setting["lr"])
-        return tensors
+        for setting, own in step.by_setting():
+            foreach.multiply_(updates[own], setting["lr"])
+        return updates
 
-    @override
-    def can_finish(
-        self, tensors: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[State], later: Sequence[Transform]
-    ) -> bool:
-        return self.target == "update" and not later and not torch.compiler.is_compiling()
-
-    @override
-    def finish(
-        self, tensors: list[Tensor], params: list[Tensor], states: Sequence[State], settings: Sequence[Setting]
-    ) -> None:
-        """Subtract the updates times the ``lr`` of each parameter, in one operation as torch does."""
-        for setting, own in runs(settings):
+    def subtract(self, updates: list[Tensor], step: Step) -> None:
+        """Subtract the updates times the ``lr`` of each parameter from it, in one operation as torch does."""
+        for setting, own in step.by_setting():
             lr = setting["lr"]
             if isinstance(lr, Tensor):
-                steps = foreach.clone(tensors[own])
+                steps = foreach.clone(updates[own])
                 foreach.multiply_(steps, lr)
-                foreach.subtract_(params[own], steps)
+                foreach.subtract_(step.params[own], steps)
             else:
-                foreach.add_(params[own], tensors[own], alpha=-lr)
+                foreach.add_(step.params[own], updates[own], alpha=-lr)
 
 
 def with_learning_rate(transforms: Sequence[Transform]) -> list[Transform]:
     """The same transforms with exactly one owner of ``lr``, appended if it is missing."""
     leaves = list(_leaves(transforms))
     owners = [t for t in leaves if isinstance(t, LR)]
-    optimizers = [t for t in leaves if t.default_lr is not None]
-    named = [t for t in optimizers if t.lr is not None]
+    rules = [t for t in leaves if isinstance(t, UpdateRule)]
+    named = [t for t in rules if t.lr is not None]
     if len(owners) + len(named) > 1:
         given = ", ".join(map(repr, [*named, *owners]))
         raise ValueError(f"a chain has one learning rate, got several: {given}. Keep one of them")
@@ -96,8 +78,8 @@ def with_learning_rate(transforms: Sequence[Transform]) -> list[Transform]:
         raise ValueError(f"{owners[0]!r} would leave other parameters at 1: give their param groups an lr of their own")
     if owners:
         return list(transforms)
-    rates: list[float | Tensor | Schedule] = [t.lr for t in optimizers if t.lr is not None]
-    rates = rates or [*sorted({t.default_lr for t in optimizers if t.default_lr is not None})] or [1.0]
+    rates: list[float | Tensor | Schedule] = [t.lr for t in rules if t.lr is not None]
+    rates = rates or [*sorted({t.default_lr for t in rules if t.default_lr is not None})] or [1.0]
     if len(rates) > 1:
         raise ValueError(f"the optimizers of this chain have different default learning rates {rates}: add LR(...)")
     return [*transforms, LR(rates[0])]

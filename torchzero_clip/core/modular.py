@@ -11,19 +11,16 @@ from torch.optim.optimizer import ParamsT
 from torchzero_clip.checks import boolean
 from torchzero_clip.core.chain import Chain, Transforms, flatten
 from torchzero_clip.core.checkpoint import fitted
-from torchzero_clip.core.composite import storage_keys
-from torchzero_clip.core.entering import Entering
-from torchzero_clip.core.fitness import check_members, warn_of_slips
-from torchzero_clip.core.guard import Guard, Nonfinite
 from torchzero_clip.core.learning_rate import with_learning_rate
-from torchzero_clip.core.namespace import GroupSettings
+from torchzero_clip.core.nonfinite import Nonfinite, StepPolicy
 from torchzero_clip.core.param_groups import described, normalized, split_by_overrides
 from torchzero_clip.core.schedules import SCHEDULE_STEP, Schedules
-from torchzero_clip.core.scope import Member, members
-from torchzero_clip.core.target import Step
+from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.transform import Transform
-from torchzero_clip.functional.shards import aligned
-from torchzero_clip.types import State
+from torchzero_clip.core.validation import check_params, check_places, check_shapes, warn_of_slips
+from torchzero_clip.core.walk import Walk
+from torchzero_clip.functional.gradients import own_gradients
+from torchzero_clip.types import Setting, State
 
 T = TypeVar("T")
 
@@ -99,20 +96,28 @@ class Modular(Optimizer):
         self.maximize = maximize
         self.keep_grads = keep_grads
         self.chain = Chain(*with_learning_rate(given))
-        self._guard = Guard(nonfinite, max_consecutive_skips, self.chain)
         self._lr_is_implied = len(self.chain.transforms) > len(given)
-        self.stored_as = storage_keys(self.chain)
-        self._schedules = Schedules({self.stored_as[key]: own for key, own in self.chain.schedules.items()})
+        self._nodes = self.chain.nodes()
+        self.storage_keys = self._nodes.storage_keys
+        self._policy = StepPolicy(nonfinite, max_consecutive_skips, self.transforms)
+        self._schedules = Schedules(self._nodes.schedules())
         self._metrics: dict[str, Tensor] = {}
-        defaults = {self.stored_as[key]: value for key, value in self.chain.defaults.items()}
+        self._shapes: dict[Any, Any] = {}  # see `check_shapes`
+        self._is_complete = False
         if isinstance(params, nn.Module):
             params = list(params.named_parameters())
-        super().__init__(params, defaults)
-        warn_of_slips(self.chain, [member for member, _ in members(self.param_groups)])
-        self._global_keys = list(global_state := self.chain.init_global_state())
-        self.param_groups[0].update({**global_state, **self._guard.counts()})
+        super().__init__(params, self._nodes.defaults())
+        global_state = self._nodes.init_global_state()
+        self._global_keys = list(global_state)
+        self.param_groups[0].update({**global_state, **self._policy.counts()})
         self._schedules.begin(self.param_groups)
         self._move_global_state()
+        check_places(self.chain, self._nodes, self._named_params())
+        warn_of_slips(self._nodes, self._named_params())
+        self._is_complete = True
+
+    def _named_params(self, first: int = 0) -> list[NamedParam]:
+        return [named for group in self.param_groups[first:] for named in named_params(group)]
 
     @property
     def transforms(self) -> dict[str, Transform]:
@@ -143,7 +148,9 @@ class Modular(Optimizer):
             >>> {name: round(value.item(), 4) for name, value in optimizer.metrics().items()}
             {'clip_norm/norm': 5.0, 'clip_norm/factor': 0.2, 'clip_norm/clipped': 1.0}
         """
-        counted = {"skipped_steps": torch.tensor(self.param_groups[0]["skipped_steps"])} if self._guard.may_skip else {}
+        counted = (
+            {"skipped_steps": torch.tensor(self.param_groups[0]["skipped_steps"])} if self._policy.may_skip else {}
+        )
         return {**self._metrics, **counted}
 
     @overload
@@ -167,59 +174,64 @@ class Modular(Optimizer):
             RuntimeError: If a gradient is sparse; if one is not finite and ``nonfinite="raise"``; if more than
                 ``max_consecutive_skips`` steps in a row were skipped.
         """
-        if closure is None and any(t.target == "closure" for t in self.transforms.values()):
+        if closure is None and "closure" in self._nodes.targets:
             raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
         if "lr" in self._schedules and hasattr(self.step, "_wrapped_by_lr_sched"):
             raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
         self._schedules.catch_up(self.param_groups)
-        self.chain.check_groups([GroupSettings(group, self.stored_as) for group in self.param_groups])
+        settings = self._nodes.checked_settings(self.param_groups)
 
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            settings = self._nodes.checked_settings(
+                self.param_groups
+            )  # the closure may have changed them, or added groups
 
-        taking_part, states, groups = self._taking_part()
-        if taking_part and self._step(taking_part, states, groups, loss):
+        walk = self._walk(settings, loss)
+        if walk.params and (not self._policy.decides or self._policy.allows(walk, self.param_groups[0])):
+            self._run(walk)
             self._schedules.advance(self.param_groups)
         return loss
 
-    def _taking_part(self) -> tuple[list[Member], list[State], list[dict[str, Any]]]:
-        """The parameters that have a gradient, with the state and the group of each."""
-        rows = [row for row in members(self.param_groups) if _has_gradient(row[0].param)]
-        for member, group in rows:
-            if member.param.grad is not None and member.param.grad.layout != torch.strided:
-                raise RuntimeError(f"{_name(member, group)} has a sparse gradient, which Modular does not take")
+    def _walk(self, settings: dict[str, list[Setting]], loss: Any) -> Walk:
+        """The parameters that have a gradient, at the start of their way down the chain. Nothing has changed yet."""
+        params: list[Tensor] = []
+        group_of: list[int] = []
+        for g, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                if param.is_meta:
+                    raise RuntimeError(_meta_message(param, group))
+                if param.grad is not None and param.requires_grad:
+                    if param.grad.layout != torch.strided:
+                        raise RuntimeError(f"{_name(param, group)} has a sparse gradient, which Modular does not take")
+                    params.append(param)
+                    group_of.append(g)
         kept: Any = self.state
         fresh: dict[Tensor, State] = {}  # a parameter that is listed twice has one state
-        states: list[State] = [kept[m.param] if m.param in kept else fresh.setdefault(m.param, {}) for m, _ in rows]
-        return [member for member, _ in rows], states, [group for _, group in rows]
-
-    def _step(self, taking_part: list[Member], states: list[State], groups: list[dict[str, Any]], loss: Any) -> bool:
-        """Send the gradients down the chain and subtract what comes out, unless the step is to be skipped."""
-        params = [member.param for member in taking_part]
-        for param in params:
-            param.grad = aligned(param.grad, param)  # the same gradient, with pending sums carried out
-        grads = [param.grad for param in params if param.grad is not None]
-        listed_twice = len({id(param) for param in params}) < len(params)
-        keep_grads = self.keep_grads or self.chain.changes_grads() or listed_twice
-        views = {id(group): GroupSettings(group, self.stored_as) for group in self.param_groups}
-        settings = [views[id(group)] for group in groups]
+        states: list[State] = [kept[p] if p in kept else fresh.setdefault(p, {}) for p in params]
+        for param, state, g in zip(params, states, group_of, strict=True):
+            check_shapes(self._nodes, self.param_groups[g], param, state, self._shapes)
         self._move_global_state()
+        listed_twice = len({id(param) for param in params}) < len(params)
+        keep_grads = self.keep_grads or "grad" in self._nodes.targets or listed_twice
+        grads = own_gradients(params)
+        lists = (params, grads, states, group_of)
+        return Walk(self._nodes, self.param_groups, settings, *lists, loss, self.maximize, keep_grads)
 
-        context = (grads, states, settings, loss, Entering(grads), self.param_groups[0], self._metrics)
-        step = Step(taking_part, *context, maximize=self.maximize, keep_grads=keep_grads)
-        if not self._guard.allows(step, self.param_groups[0]):
-            return False
-        self._metrics.clear()
+    def _run(self, walk: Walk) -> None:
+        """Send the gradients down the chain and subtract what comes out."""
         try:
-            self.chain.run_on_closure(step)
-            self.chain.run(step, to_parameters=True)
+            if "closure" in self._nodes.targets:
+                walk.change_closure_gradients(self.chain)
+            walk.run(self.chain, "", list(range(len(walk.params))), to_params=True)
         finally:
-            for param, state in zip(params, states, strict=True):
+            for param, state in zip(walk.params, walk.states, strict=True):
                 if state:  # made in this step, or there before; a stateless chain leaves none
                     self.state[param] = state  # pyright: ignore[reportArgumentType]
-        return True
+        self._metrics.clear()
+        self._metrics.update(walk.metrics)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with settings of their own, for example layers that are unfrozen later.
@@ -233,19 +245,19 @@ class Modular(Optimizer):
         """
         if not isinstance(param_group, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
-        group = normalized(param_group, self.chain, self.stored_as)
+        group = normalized(param_group, self._nodes)
         before = len(self.param_groups)
         try:
-            for part in split_by_overrides(group, self.chain, self.stored_as):
+            for part in split_by_overrides(group, self._nodes):
                 # tensors are copied: a scheduler that fills one lr changes no other group and no other optimizer
                 own = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.defaults.items()}
                 step = self.param_groups[0].get(SCHEDULE_STEP, 0) if self.param_groups else 0
                 complete = {**own, **self._schedules.add(part, step)}
-                groups = [GroupSettings(g, self.stored_as) for g in (*self.param_groups, complete)]
-                self.chain.check_groups(groups)
+                self._nodes.checked_settings([*self.param_groups, complete])
                 super().add_param_group(complete)
-                check_members(self.chain, [member for member, _ in members(self.param_groups[before:])])
-            if before:
+                check_params(self._nodes, self._named_params(before))
+            if self._is_complete:
+                check_places(self.chain, self._nodes, self._named_params())
                 self._schedules.begin(self.param_groups)
         except Exception:
             del self.param_groups[before:]
@@ -284,8 +296,7 @@ class Modular(Optimizer):
         fitting: dict[str, Any] = {}
 
         def check(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            own = (self.param_groups, self.chain, self.stored_as, self._schedules)
-            fitting.update(fitted(given, *own))
+            fitting.update(fitted(given, self.param_groups, self._nodes, self._schedules))
             return fitting
 
         def restore(_: Optimizer) -> None:  # torch has cast the state to the dtype of the parameters
@@ -310,26 +321,29 @@ class Modular(Optimizer):
         first = self.param_groups[0]
         device = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
         for key in self._global_keys:
-            if isinstance(first[key], Tensor):
+            if isinstance(first[key], Tensor) and device.type != "meta":  # parameters that have no values yet
                 first[key] = first[key].to(device)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("maximize", "keep_grads", "_guard", "chain", "_lr_is_implied", "stored_as", "_schedules")
-        own += ("_global_keys", "_metrics")
+        own = ("maximize", "keep_grads", "chain", "storage_keys", "_lr_is_implied", "_nodes", "_policy", "_schedules")
+        own += ("_global_keys", "_metrics", "_shapes", "_is_complete")
         return super().__getstate__() | {name: self.__dict__[name] for name in own}
 
     def __repr__(self) -> str:
         transforms = list(self.transforms.values())[: -1 if self._lr_is_implied else None]
         lines = [described(self.param_groups, self.defaults), *map(repr, transforms)]
         lines += [f"{flag}=True" for flag in ("maximize", "keep_grads") if getattr(self, flag)]
-        lines += self._guard.described()
+        lines += self._policy.described()
         return "\n    ".join([f"{type(self).__name__}(", *(f"{line}," for line in lines)]) + "\n)"
 
 
-def _has_gradient(param: Tensor) -> bool:
-    return param.grad is not None and param.requires_grad
+def _name(param: Tensor, group: dict[str, Any]) -> str:
+    number, named = next((i, n) for i, n in enumerate(named_params(group)) if n.param is param)
+    return named.name or f"parameter {number} of its group, of shape {tuple(param.shape)},"
 
 
-def _name(member: Member, group: Mapping[str, Any]) -> str:
-    number = next(i for i, p in enumerate(group["params"]) if p is member.param)
-    return member.name or f"parameter {number} of its group, of shape {tuple(member.param.shape)},"
+def _meta_message(param: Tensor, group: dict[str, Any]) -> str:
+    return (
+        f"{_name(param, group)} is on the meta device and has no values: a module that was given them since, as by "
+        "to_empty, may have other parameters now. Build Modular after that"
+    )

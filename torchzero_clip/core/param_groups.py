@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from torchzero_clip.checks import plain
-from torchzero_clip.core.chain import Chain
+from torchzero_clip.core.nodes import Nodes
 
 # what torch's schedulers, its optimizers and trainers keep beside the settings
 HOST_KEYS = frozenset(
@@ -15,26 +15,28 @@ HOST_KEYS = frozenset(
 )
 
 
-def normalized(group: Mapping[str, Any], chain: Chain, stored_as: Mapping[str, str]) -> dict[str, Any]:
+def normalized(group: Mapping[str, Any], nodes: Nodes) -> dict[str, Any]:
     """The group with every setting under the key that stores it."""
     result: dict[str, Any] = {}
-    stored = set(stored_as.values())
+    stored = set(nodes.storage_keys.values())
     for key, value in group.items():
         # "max_norm:initial_lr" is what as_lr lets schedulers keep
-        target = key if key in HOST_KEYS or key.partition(":")[0] in stored else stored_as.get(key)
+        target = key if key in HOST_KEYS or key.partition(":")[0] in stored else nodes.storage_keys.get(key)
         if target is None:
-            raise ValueError(_unknown_key_message(key, chain, stored))
+            raise ValueError(_unknown_key_message(key, nodes, stored))
         if target in result:
             raise ValueError(f"the setting {target!r} is given twice, also as {key!r}")
         result[target] = plain(value) if target in stored else value
     return result
 
 
-def split_by_overrides(
-    group: Mapping[str, Any], chain: Chain, stored_as: Mapping[str, str]
-) -> Iterator[dict[str, Any]]:
+def split_by_overrides(group: Mapping[str, Any], nodes: Nodes) -> Iterator[dict[str, Any]]:
     """Groups in which all parameters have the same overrides, in the order of their first parameters."""
-    overrides = [(p, {stored_as[k]: v for k, v in own.items()}) for p, own in chain.all_overrides()]
+    overrides = [
+        (own["params"], {node.storage_keys[key]: value for key, value in own.items() if key != "params"})
+        for node in nodes
+        for own in node.transform.overrides
+    ]
     params = group["params"]
     if not overrides or isinstance(params, set):  # torch refuses sets, and says why
         yield dict(group)
@@ -43,7 +45,7 @@ def split_by_overrides(
     buckets: dict[tuple[int, ...], list[Any]] = {}
     for item in [params] if isinstance(params, Tensor) else list(params):
         param = item[1] if isinstance(item, tuple) else item
-        chosen = tuple(i for i, (members, _) in enumerate(overrides) if any(param is m for m in members))
+        chosen = tuple(i for i, (params, _) in enumerate(overrides) if any(param is p for p in params))
         buckets.setdefault(chosen, []).append(item)
     if not buckets:
         yield {"params": [], **settings}
@@ -64,10 +66,11 @@ def described(groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]) 
     return rows[0] if len(rows) == 1 else f"[{', '.join(rows)}]"
 
 
-def _unknown_key_message(key: str, chain: Chain, stored: Iterable[str]) -> str:
-    for name, transform in chain.transforms.items():
-        if f"{name}/{key}" in stored:
-            return f"no transform has a setting {key!r} under this bare name: write {f'{name}/{key}'!r}"
+def _unknown_key_message(key: str, nodes: Nodes, stored: Iterable[str]) -> str:
+    for node in nodes:
+        transform = node.transform
+        if f"{node.path}/{key}" in stored:
+            return f"no transform has a setting {key!r} under this bare name: write {f'{node.path}/{key}'!r}"
         if key in inspect.signature(type(transform)).parameters:
             return (
                 f"{key!r} of {transform!r} cannot differ between param groups: it is part of the transform. "

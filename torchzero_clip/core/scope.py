@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 Where: TypeAlias = str | Callable[[Tensor], bool]
-"""A pattern for names of parameters, or a function that says of a parameter whether it is meant."""
+"""A pattern for names of parameters, or a function of a parameter that returns True for those in the scope."""
 
 
-class Member(NamedTuple):
+class NamedParam(NamedTuple):
     """A parameter, and what a scope may know it by."""
 
     param: Tensor
@@ -20,14 +20,14 @@ class Member(NamedTuple):
     group: str | None = None
     """The ``"name"`` of its param group."""
 
+    def __str__(self) -> str:
+        return self.name or f"a parameter of shape {tuple(self.param.shape)}"
 
-def members(groups: Iterable[dict[str, Any]]) -> list[tuple[Member, dict[str, Any]]]:
-    """All parameters of param groups, with what is known of them, and their groups."""
-    rows: list[tuple[Member, dict[str, Any]]] = []
-    for group in groups:
-        names = group.get("param_names") or [None] * len(group["params"])
-        rows += [(Member(p, name, group.get("name")), group) for p, name in zip(group["params"], names, strict=True)]
-    return rows
+
+def named_params(group: dict[str, Any]) -> list[NamedParam]:
+    """The parameters of a param group, with their names."""
+    names = group.get("param_names") or [None] * len(group["params"])
+    return [NamedParam(p, name, group.get("name")) for p, name in zip(group["params"], names, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Condition:
         given += [f"groups={self.groups!r}"] if self.groups else []
         return f".{'only' if self.keep else 'without'}({', '.join(given)})"
 
-    def holds(self, member: Member) -> bool:
-        """Whether the parameter passes."""
-        meant = member.group in self.groups or any(_matches(where, member) for where in self.where)
-        return meant == self.keep
+    def holds(self, named: NamedParam) -> bool:
+        """True if the parameter passes."""
+        found = named.group in self.groups or any(_matches(where, named) for where in self.where)
+        return found == self.keep
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Scope:
 
     @property
     def limited(self) -> bool:
-        """Whether some parameters may be out of it."""
+        """True if some parameters may be out of it."""
         return len(self.conditions) > 0  # `not` of a tuple breaks the graphs of `torch.compile`
 
     def narrowed(self, keep: bool, where: Sequence[Any], groups: str | Iterable[str]) -> "Scope":
@@ -83,13 +83,9 @@ class Scope:
         """The parameters that are in both scopes."""
         return Scope((*outer.conditions, *self.conditions))
 
-    def indices(self, members: Sequence[Member]) -> list[int]:
-        """Which of the parameters are in the scope."""
-        return [i for i, member in enumerate(members) if self.has(member)]
-
-    def has(self, member: Member) -> bool:
-        """Whether the parameter is in the scope."""
-        return all(condition.holds(member) for condition in self.conditions)
+    def has(self, named: NamedParam) -> bool:
+        """True if the parameter is in the scope."""
+        return all(condition.holds(named) for condition in self.conditions)
 
     def __str__(self) -> str:
         return "".join(map(str, self.conditions))
@@ -97,18 +93,18 @@ class Scope:
     def _patterns(self) -> list[str]:
         return [where for condition in self.conditions for where in condition.where if isinstance(where, str)]
 
-    def check_names(self, owner: object, members: Sequence[Member]) -> None:
-        """Raise if the scope goes by names that parameters do not have."""
-        if self._patterns() and any(member.name is None for member in members):
+    def check_names(self, owner: object, params: Sequence[NamedParam]) -> None:
+        """Raise if the scope goes by names, and parameters have none."""
+        if self._patterns() and any(named.name is None for named in params):
             raise ValueError(
                 f"{owner!r} chooses parameters by name, and these have none: give Modular the module, or "
                 "model.named_parameters()"
             )
 
-    def warn_of_idle_names(self, owner: object, members: Sequence[Member]) -> None:
-        """Warn of names that nothing has; they may be mistyped, or wait for parameters that come later."""
-        names = [member.name for member in members if member.name is not None]
-        groups = {member.group for member in members}
+    def warn_of_idle_names(self, owner: object, params: Sequence[NamedParam]) -> None:
+        """Warn of patterns that match no parameter. They may be mistyped, or wait for parameters that come later."""
+        names = [named.name for named in params if named.name is not None]
+        groups = {named.group for named in params}
         for pattern in self._patterns():
             if not any(matches_name(pattern, name) for name in names):
                 warnings.warn(f"no parameter has a name that matches {pattern!r} of {owner!r}", stacklevel=5)
@@ -117,11 +113,11 @@ class Scope:
 
 
 def matches_name(pattern: str, name: str) -> bool:
-    """Whether a pattern is the name of a parameter, of a module it is in, or a wildcard for its name."""
+    """True if a pattern is the name of a parameter, of a module it is in, or a wildcard for its name."""
     return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
 
 
-def _matches(where: Where, member: Member) -> bool:
+def _matches(where: Where, named: NamedParam) -> bool:
     if isinstance(where, str):
-        return member.name is not None and matches_name(where, member.name)
-    return bool(where(member.param))
+        return named.name is not None and matches_name(where, named.name)
+    return bool(where(named.param))

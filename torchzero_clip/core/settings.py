@@ -1,13 +1,11 @@
 """The settings of param groups, as transforms see them."""
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from torchzero_clip.checks import plain
-from torchzero_clip.functional.stretches import stretches
 from torchzero_clip.types import Setting
 
 
@@ -42,10 +40,5 @@ def override_groups(param_groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple
             raise ValueError(f"each of param_groups must be a dict with 'params', got {group!r}")
         params = group["params"]
         settings = {key: plain(value) for key, value in group.items() if key != "params"}
-        members = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
-        yield members, settings
-
-
-def runs(settings: Sequence[Setting]) -> list[tuple[Setting, slice]]:
-    """The stretches of parameters that share one settings object: parameters come group by group."""
-    return [(settings[own.start], own) for own in stretches(settings, operator.is_)]
+        listed = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
+        yield listed, settings

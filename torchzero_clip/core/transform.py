@@ -1,33 +1,35 @@
-"""The base class of transforms."""
+"""The base classes of transforms."""
 
 import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Self, get_args
 
 from torch import Tensor
+from typing_extensions import override
 
-from torchzero_clip.checks import Check, learning_rate, one_of, plain, setting_name
-from torchzero_clip.core.entering import Entering
-from torchzero_clip.core.scope import Member, Scope, Where
+from torchzero_clip.checks import Check, one_of, plain, setting_name
+from torchzero_clip.core.scope import Scope, Where
 from torchzero_clip.core.settings import at, override_groups
-from torchzero_clip.core.target import TARGETS
+from torchzero_clip.core.step import Step
 from torchzero_clip.types import Schedule, Setting, State, Target
 
 
 class Transform(ABC):
     """Maps the updates of all parameters to new updates.
 
-    A transform holds settings, never tensors: what it remembers between steps is in the optimizer's state, so one
-    instance may serve several optimizers of a thread. Subclasses implement `apply_tensors`; one that treats each tensor
-    on its own is shorter as a `TensorwiseTransform`.
+    Subclasses implement `apply_tensors`; one that treats each tensor on its own is shorter as a `TensorwiseTransform`.
+    Three kinds of transforms have base classes of their own: a `Scaling` multiplies updates by factors, an `UpdateRule`
+    turns gradients into steps, and a `Gate` decides whether a step is taken.
+
+    A transform holds settings, never tensors, and nothing of a call: what it remembers between steps is in the
+    optimizer's state, so that one instance may serve several optimizers, in several threads too.
 
     Args:
         defaults: The settings: numbers, tuples of numbers or None, which param groups and schedules may change, or
-            functions that say them after a number of steps. Everything else (``ord``, ``dim``) is structure and belongs
-            in attributes.
-        lr: For optimizers, the learning rate that the user gave; it becomes the chain's.
+            functions that return them for a number of steps. Everything else (``ord``, ``dim``) is structure, and is
+            kept in attributes.
         target: What the transform acts on: ``"update"`` (what flows down the chain), ``"grad"`` (the ``.grad``
             itself), ``"closure"`` (the gradients that a closure leaves), ``"params_direct"``, ``"params_difference"``
             or ``"update_difference"`` (what the transform removed).
@@ -46,11 +48,11 @@ class Transform(ABC):
         ...         super().__init__({})
         ...     def init_global_state(self):
         ...         return {"first": torch.zeros(())}
-        ...     def apply_tensors(self, tensors, params, grads, loss, states, settings):
-        ...         norm = get_total_norm(tensors)
-        ...         first = self.global_state["first"]
+        ...     def apply_tensors(self, updates, step):
+        ...         norm = get_total_norm(updates)
+        ...         first = step.global_state["first"]
         ...         first.copy_(torch.where(first == 0, norm, first))
-        ...         return [tensor / first for tensor in tensors]
+        ...         return [update / first for update in updates]
         >>> weight = torch.nn.Parameter(torch.tensor([1.0, 1.0]))
         >>> optimizer = Modular([weight], ScaleByFirstNorm())
         >>> weight.grad = torch.tensor([3.0, 4.0])
@@ -60,61 +62,15 @@ class Transform(ABC):
     """
 
     checks: ClassVar[Mapping[str, Check]] = {}
-    """The check of each setting; it runs at construction, on every param group, on load and before every step."""
+    """The check of each setting. It runs at construction, on every param group, on load and once in every step."""
 
-    scaling: ClassVar[bool] = False
-    """The output is the update times factors: before an optimizer it may be written over ``.grad``."""
+    keeps_statistics: ClassVar[bool] = False
+    """Set it to read `Step.finite`, `Step.nonzero` and `Step.usable`: the optimizer then measures the gradients."""
 
-    pure: ClassVar[bool] = False
-    """`apply_tensors` never writes to ``tensors``."""
-
-    makes_own_state: ClassVar[bool] = False
-    """`apply_tensors` makes the state of a parameter when it first needs it; `init_state` says of what kind it is."""
-
-    keeps_statistics: bool = False
-    """Remembers sizes of gradients, and so has to ask `entering` which of them are finite, and whether any is not 0."""
-
-    gate: ClassVar[bool] = False
-    """Decides by `refuses`, before anything changes, whether a step is taken."""
-
-    orthogonalizes: ClassVar[bool] = False
-    """The norm of the output goes by its shape alone, so that limits after it mean something else."""
-
-    finishes: ClassVar[bool] = False
-    """Can do the rest of the chain as well, down to the parameters: see `finish`."""
-
-    must_finish: ClassVar[bool] = False
-    """Has no other way: it has to stand at the end of the chain, and applies the learning rate itself."""
-
-    default_lr: float | None = None
-    """For optimizers, the learning rate of a chain in which nobody names one."""
-
-    global_state: State
-    """State of the whole chain; set while `apply_tensors` runs."""
-
-    metrics: MutableMapping[str, Tensor]
-    """What `Modular.metrics` will show under this transform's name, 0-d tensors; set while `apply_tensors` runs."""
-
-    members: list[Member]
-    """The parameters with their names; set while `apply_tensors` runs."""
-
-    entering: Entering
-    """What the gradients were before any transform; set while `apply_tensors` runs."""
-
-    def __init__(
-        self,
-        defaults: Setting,
-        *,
-        lr: float | Tensor | Schedule | None = None,
-        target: Target = "update",
-        name: str | None = None,
-    ) -> None:
-        one_of("target", target, TARGETS)
+    def __init__(self, defaults: Setting, *, target: Target = "update", name: str | None = None) -> None:
+        one_of("target", target, get_args(Target))
         for key in defaults:
             setting_name(key)
-        if lr is not None:
-            learning_rate("lr", at(lr, 0))
-        self.lr = lr
         self.schedules: dict[str, Schedule] = {key: value for key, value in defaults.items() if callable(value)}
         self.defaults = {key: plain(at(value, 0)) for key, value in defaults.items()}
         self.target: Target = target
@@ -123,19 +79,57 @@ class Transform(ABC):
         self.scope = Scope()
         self.check(self.defaults)
 
-    def check(self, settings: Setting) -> None:
+    @abstractmethod
+    def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
+        """Return the new updates, of the same shapes and dtypes.
+
+        Args:
+            updates: The updates (or what ``target`` names). They may be modified in place and returned.
+            step: The parameters, gradients, states and settings that belong to them.
+        """
+
+    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+        """Return the state of one parameter before its first step.
+
+        Args:
+            param: The parameter. Buffers of its shape are ``torch.zeros_like(param)``, scalars
+                ``torch.zeros((), device=param.device)``, so that both are right under FSDP2.
+            setting: The settings of this parameter.
+        """
+        return {}
+
+    def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+        """Return all that the state of one parameter may come to hold, if that is more than `init_state` returns.
+
+        A transform that adds state later, or whose state depends on settings, overrides this. Checkpoints are compared
+        with it.
+        """
+        return self.init_state(param, setting)
+
+    def init_global_state(self) -> dict[str, Any]:
+        """Return the state of the whole chain before its first step: 0-d tensors and numbers."""
+        return {}
+
+    def check(self, setting: Setting) -> None:
         """Raise if a setting is out of range."""
         for key, check in self.checks.items():
-            if key in settings:
-                check(key, settings[key])
+            if key in setting:
+                check(key, setting[key])
+
+    def check_groups(self, settings: Sequence[Setting]) -> None:
+        """Raise if a setting of some param group is out of range, or groups differ where they must not."""
+        for setting in settings:
+            self.check(setting)
 
     def check_parameter(self, name: str, param: Tensor) -> None:  # noqa: B027  most can act on any
-        """Raise if this transform cannot act on a parameter; asked when it is added."""
+        """Raise if this transform cannot act on a parameter. It is called when the parameter is added."""
 
-    def check_groups(self, groups: Sequence[Setting]) -> None:
-        """Raise if a setting is out of range in some group, or groups differ where they must not."""
-        for settings in groups:
-            self.check(settings)
+    def check_chain(self, before: Sequence["Transform"], after: Sequence["Transform"]) -> None:  # noqa: B027
+        """Raise or warn if this transform does not fit with those before and after it in the chain.
+
+        It is called with the transforms that act on some of the same parameters, when the optimizer is made and when
+        param groups are added.
+        """
 
     def set_param_groups(self, param_groups: Iterable[Mapping[str, Any]]) -> Self:
         """Give some parameters settings of their own, before `Modular` takes this transform.
@@ -221,107 +215,6 @@ class Transform(ABC):
         self.scope = self.scope.narrowed(False, where, groups)
         return self
 
-    def walk(self) -> Iterator["Transform"]:
-        """This transform, and all that it is made of."""
-        yield self
-
-    def out_of_scope(self, member: Member) -> list[str]:
-        """Prefixes of the state that a parameter does not have, because transforms in this one do not act on it."""
-        return []
-
-    def changes_grads(self) -> bool:
-        """Whether a step writes to ``.grad`` on purpose."""
-        return any(transform.target == "grad" for transform in self.walk())
-
-    def sees_all_gradients(self) -> bool:
-        """Whether the first transform of a chain, if it is this one, is given the gradients of all parameters."""
-        return self.target in ("update", "update_difference", "grad") and not self.scope.limited
-
-    def optional_state(self) -> list[str]:
-        """Prefixes of the state that a parameter may or may not have."""
-        return [""] if self.makes_own_state else []
-
-    def all_overrides(self) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:
-        """The parameters and settings of `set_param_groups`, here and in the transforms of a chain."""
-        for override in self.overrides:
-            yield override["params"], {key: value for key, value in override.items() if key != "params"}
-
-    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        """Return the state of one parameter before its first step.
-
-        Args:
-            param: The parameter; buffers of its shape are ``torch.zeros_like(param)``, scalars
-                ``torch.zeros((), device=param.device)``, so that both are right under FSDP2.
-            setting: The settings of this parameter.
-        """
-        return {}
-
-    def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        """All that the state of one parameter may be, where that depends on settings that may have been different."""
-        return self.init_state(param, setting)
-
-    def init_global_state(self) -> dict[str, Any]:
-        """Return the state of the whole chain before its first step: 0-d tensors and numbers."""
-        return {}
-
-    def can_finish(
-        self,
-        tensors: Sequence[Tensor],
-        params: Sequence[Tensor],
-        states: Sequence[State],
-        later: Sequence["Transform"],
-    ) -> bool:
-        """Whether `finish` does the work of this transform and of all ``later`` ones on these updates."""
-        return False
-
-    def finish(
-        self, tensors: list[Tensor], params: list[Tensor], states: Sequence[State], settings: Sequence[Setting]
-    ) -> None:
-        """Change the parameters as this transform and all later ones would, in one go. Asked of one that `finishes`.
-
-        Args:
-            tensors: The updates, not to be modified where they are the gradients themselves.
-            params: The parameters.
-            states: The state of each parameter.
-            settings: The settings of each parameter, those of the later transforms among them.
-        """
-        raise NotImplementedError
-
-    def refuses(self, norm: Tensor, state: State, setting: Setting) -> Tensor:
-        """Return whether the step is to be skipped: a 0-d tensor of a boolean. Only a `gate` is asked.
-
-        Args:
-            norm: The L2 norm of the gradients that this transform acts on, before any transform: 0-d, float64.
-            state: The state of the whole chain.
-            setting: The settings of the first param group.
-        """
-        raise NotImplementedError
-
-    def accept(self, norm: Tensor, state: State, setting: Setting) -> None:
-        """Remember a norm that no gate refused. Only a `gate` is told; the arguments are as in `refuses`."""
-        raise NotImplementedError
-
-    @abstractmethod
-    def apply_tensors(
-        self,
-        tensors: list[Tensor],
-        params: list[Tensor],
-        grads: list[Tensor],
-        loss: Tensor | float | None,
-        states: Sequence[State],
-        settings: Sequence[Setting],
-    ) -> Sequence[Tensor]:
-        """Return the new tensors, of the same shapes and dtypes. All lists have one entry per parameter.
-
-        Args:
-            tensors: The updates (or what ``target`` says); they may be modified in place.
-            params: The parameters, not to be modified.
-            grads: Their gradients, not to be modified; a norm clip before an optimizer may have scaled them.
-            loss: What the closure returned; None without a closure.
-            states: The state of each parameter.
-            settings: The settings of each parameter; parameters of one group share one object.
-        """
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self._arguments())}){self.scope}"
 
@@ -333,6 +226,67 @@ class Transform(ABC):
                 yield repr(value)
             elif value is not parameter.default and value != parameter.default:
                 yield f"{name}={value!r}"
+
+
+class TensorwiseTransform(Transform):
+    """A transform that treats each tensor on its own: subclasses implement `apply_tensor`.
+
+    Args:
+        defaults: As in `Transform`.
+        target: As in `Transform`.
+        name: As in `Transform`.
+
+    Examples:
+        A whole transform. Its setting is validated, may differ by param group, can be scheduled, and is part of
+        checkpoints; `rms` is safe from overflow and right under FSDP2.
+
+        >>> import torch
+        >>> from torchzero_clip import Modular, TensorwiseTransform, rms
+        >>> from torchzero_clip.checks import positive
+        >>> class ClipRMS(TensorwiseTransform):
+        ...     checks = {"max_rms": positive}
+        ...     def __init__(self, max_rms: float, *, target="update") -> None:
+        ...         super().__init__({"max_rms": max_rms}, target=target)
+        ...     def apply_tensor(self, tensor, param, grad, loss, state, setting):
+        ...         return tensor.mul_((setting["max_rms"] / rms(tensor)).clamp(max=1.0))
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = Modular([weight], ClipRMS(0.5))
+        >>> weight.grad = torch.tensor([3.0, 3.0])
+        >>> optimizer.step()
+        >>> weight.data
+        tensor([-0.5000, -0.5000])
+        >>> ClipRMS(-1.0)
+        Traceback (most recent call last):
+        ...
+        ValueError: max_rms must be > 0, got -1.0
+    """
+
+    @abstractmethod
+    def apply_tensor(
+        self,
+        tensor: Tensor,
+        param: Tensor,
+        grad: Tensor,
+        loss: Tensor | float | None,
+        state: State,
+        setting: Setting,
+    ) -> Tensor:
+        """Return the new tensor.
+
+        Args:
+            tensor: The update of one parameter. It may be modified in place and returned.
+            param: The parameter, not to be modified.
+            grad: Its gradient, not to be modified.
+            loss: What the closure returned; None without a closure.
+            state: The state of this parameter.
+            setting: The settings of this parameter.
+        """
+
+    @override
+    def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
+        """Apply `apply_tensor` to every tensor. Override it for what the six arguments do not hold."""
+        rows = zip(updates, step.params, step.grads, step.states, step.settings, strict=True)
+        return [self.apply_tensor(u, p, g, step.loss, state, setting) for u, p, g, state, setting in rows]
 
 
 def snake_case(name: str) -> str:

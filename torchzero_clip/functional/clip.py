@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.foreach import reals_of
-from torchzero_clip.functional.measure import Measured, Scaled, Slicing, cut, factors, scale_, share
+from torchzero_clip.functional.measure import Slicing, cut, share
 from torchzero_clip.functional.metric import Metric
 from torchzero_clip.functional.norms import all_ones, beyond_float32, joint_sum, slice_sums
 from torchzero_clip.functional.shards import whole
@@ -17,28 +16,11 @@ from torchzero_clip.functional.shards import whole
 TINY = 1e-12  # normalizing leaves slices of this size and less alone: what remains of them is noise
 
 
-def clip_(measured: Measured, limits: Sequence[float], floors: Sequence[float] | None = None) -> Scaled:
-    """Scale every slice into the limits of its tensor, in place.
-
-    Args:
-        measured: The slices, as `measure` found them.
-        limits: For each tensor (not part) the largest metric allowed.
-        floors: For each tensor the smallest metric of a slice that is not zero; None for no floor.
-    """
-    bounds = list(zip(limits, floors or [0.0] * len(limits), strict=True))
-    return scale_(measured, factors(measured, bounds, partial(_clip_rule, measured.metric)))
-
-
 def clip_by_(tensors: Sequence[Tensor], limit: float, norm: Tensor) -> None:
     """Scale all tensors by the factor that brings ``norm``, a 0-d tensor, to at most ``limit``, in place."""
-    factor = _clip_rule(Metric("norm"), norm.double(), (limit, 0.0))
+    factor = clip_factors(Metric("norm"), norm.double(), limit)
     if not all_ones(factor):
         foreach.scale_(tensors, [factor] * len(tensors), exact=beyond_float32(factor))
-
-
-def normalize_(measured: Measured, values: Sequence[float]) -> Scaled:
-    """Scale every slice to the metric that its tensor is to have, in place; those of (almost) 0 stay as they are."""
-    return scale_(measured, factors(measured, values, partial(_normalize_rule, measured.metric)))
 
 
 def centralize_(tensors: Sequence[Tensor], slicing: Slicing) -> None:
@@ -62,13 +44,22 @@ def share_above(tensors: Sequence[Tensor], limits: Sequence[float]) -> Tensor:
     return share(tensors, [(x > limit).count_nonzero() + (x < -limit).count_nonzero() for x, limit in pairs])
 
 
-def _clip_rule(metric: Metric, roots: Tensor, bounds: tuple[float, float]) -> Tensor:
-    high, low = map(metric.root, bounds)
+def clip_factors(metric: Metric, norms: Tensor, limit: float, floor: float = 0.0) -> Tensor:
+    """The factors that bring metrics to at most ``limit``, and those that are not 0 to at least ``floor``.
+
+    Args:
+        metric: What was measured.
+        norms: A vector, of 'var' the roots.
+        limit: In units of the metric.
+        floor: In units of the metric.
+    """
+    high, low = metric.root(limit), metric.root(floor)
     if high == math.inf and not low:
-        return torch.ones_like(roots)
-    factor = torch.where(roots <= high, 1.0, high / roots)
-    return torch.where((roots > 0) & (roots < low), low / roots, factor) if low else factor
+        return torch.ones_like(norms)
+    factor = torch.where(norms <= high, 1.0, high / norms)
+    return torch.where((norms > 0) & (norms < low), low / norms, factor) if low else factor
 
 
-def _normalize_rule(metric: Metric, roots: Tensor, value: float) -> Tensor:
-    return torch.where(roots <= TINY, 1.0, metric.root(value) / roots)
+def normalize_factors(metric: Metric, norms: Tensor, value: float) -> Tensor:
+    """The factors that bring metrics to ``value``; 1 where the norm is (almost) 0."""
+    return torch.where(norms <= TINY, 1.0, metric.root(value) / norms)

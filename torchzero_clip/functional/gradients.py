@@ -1,7 +1,8 @@
 """What the in-place functions take and return: parameters in many forms, gradients of many layouts."""
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +26,30 @@ def listed(name: str, tensors: Tensors) -> list[Tensor]:
 
 
 def gradients(params: Tensors) -> list[Tensor]:
-    """The gradients of those parameters that have one; sums that were pending are carried out in ``.grad``."""
+    """The gradients of those parameters that have one, as `own_gradients` gives them."""
     once = {id(param): param for param in listed("params", params)}  # shared ones are listed several times
-    with_grad = [param for param in once.values() if param.grad is not None]
-    for param in with_grad:
-        param.grad = aligned(param.grad, param)
-    return [param.grad for param in with_grad if param.grad is not None]
+    return own_gradients([param for param in once.values() if param.grad is not None])
+
+
+def own_gradients(params: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of parameters that have one, each laid out like its parameter and in memory of its own.
+
+    A gradient that is replaced for that is replaced in ``.grad`` too: one with pending sums, an expanded one, whose
+    elements share memory, and one that another parameter has as well.
+    """
+    owners: dict[Tensor, Tensor] = {}
+    grads: list[Tensor] = []
+    for param in params:
+        given: Any = param.grad
+        grad = aligned(given, param)
+        if grad.layout == torch.strided and 0 in grad.stride():
+            grad = grad.contiguous()
+        if owners.setdefault(grad, param) is not param:
+            grad = grad.clone()
+        if grad is not given:
+            param.grad = grad
+        grads.append(grad)
+    return grads
 
 
 @contextmanager

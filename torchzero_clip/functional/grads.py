@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.checks import boolean, finite, non_negative
-from torchzero_clip.functional.clip import centralize_, clip_, normalize_
+from torchzero_clip.functional.clip import centralize_, clip_factors, normalize_factors
 from torchzero_clip.functional.foreach import clamp_
 from torchzero_clip.functional.gradients import as_reported, check_finite, gradients, opened, values_tell_all
-from torchzero_clip.functional.measure import Slicing, measure
+from torchzero_clip.functional.measure import Slicing, measure, scale_
 from torchzero_clip.types import Dim, Ord, Tensors
 
 
@@ -92,8 +92,8 @@ def clip_grad_norm_(
         measured = measure(tensors, slicing)
         if error_if_nonfinite:
             check_finite(measured.total, grads, tensors)
-        limits = [math.inf if max_norm is None else max_norm] * len(tensors)
-        clip_(measured, limits, None if min_norm is None else [min_norm] * len(tensors))
+        limit, floor = math.inf if max_norm is None else max_norm, min_norm or 0.0
+        scale_(measured, clip_factors(slicing.metric, measured.joined(measured.norms), limit, floor))
     return as_reported(measured.total, grads)
 
 
@@ -176,7 +176,7 @@ def normalize_grads_(
     grads = gradients(params)
     with opened(grads, values_tell_all(slicing)) as tensors:
         measured = measure(tensors, slicing)
-        normalize_(measured, [norm_value] * len(tensors))
+        scale_(measured, normalize_factors(slicing.metric, measured.joined(measured.norms), norm_value))
     return as_reported(measured.total, grads)
 
 

@@ -1,6 +1,5 @@
 """Measure lists of tensors, slice by slice or joined, and scale what was measured."""
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -21,7 +20,6 @@ from torchzero_clip.functional.norms import (
     total_norm,
 )
 from torchzero_clip.functional.shards import Part, all_reduce, memory, pack, part, summed, whole
-from torchzero_clip.functional.stretches import stretches
 from torchzero_clip.types import Dim, Ord
 
 S = TypeVar("S")
@@ -55,20 +53,47 @@ class Slicing(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The slices of a list of tensors and the root of the metric of each."""
+    """The norms of the slices of a list of tensors.
+
+    Tensors that are left alone have no slices. ``indices``, ``norms`` and ``dims`` have one entry for each of the
+    other tensors.
+    """
 
     metric: Metric
     indices: list[int]
-    """Which tensor each part comes from; tensors that are left alone have no part."""
-    targets: list[Tensor]
-    """The memory of each part's tensor."""
-    parts: list[Part]
-    """What was measured: the same memory, or a copy where a distributed tensor held pending sums."""
-    roots: list[Tensor]
+    """The index of each tensor that has slices."""
+    norms: list[Tensor]
+    """The norm of each slice (of 'var' the root): per tensor a float64 tensor in which the dimensions of a slice have
+    size 1. Under FSDP2 they are the slices of which this process holds a part."""
     total: Tensor
-    """The metric of all tensors together, those left alone included; 0-d."""
-    norms: Tensor | None = None
+    """The metric of all tensors together, those left alone included: 0-d."""
+    parts: list[Part]
+    """What was measured: the memory of the tensors, or a copy where a distributed tensor held pending sums."""
+    targets: list[Tensor]
+    """The memory of the tensors, to be scaled."""
+    tensor_norms: Tensor | None = None
     """A p-norm (p > 0) of every whole tensor, where measuring took one: inf, NaN and 0 tell what the tensor holds."""
+
+    @property
+    def dims(self) -> list[tuple[int, ...]]:
+        """The dimensions that one slice of each tensor spans."""
+        return [p.dims for p in self.parts]
+
+    def joined(self, values: Sequence[Tensor]) -> Tensor:
+        """One vector with a number per slice, from a tensor like its ``norms`` for each tensor that has slices."""
+        return pack(values)
+
+    def by_setting(self, settings: Sequence[S], rule: Callable[[Tensor, S], Tensor]) -> Tensor:
+        """One vector with a number per slice: what ``rule`` makes of norms and the setting that they share.
+
+        Args:
+            settings: The setting of every tensor, with slices or without; neighbours that share one object are taken
+                together.
+            rule: From a vector of norms and a setting to a vector of the same length.
+        """
+        own = [settings[i] for i in self.indices]
+        vectors = [rule(pack(self.norms[run]), setting) for setting, run in runs_of(own)]
+        return torch.cat(vectors) if vectors else pack([])
 
 
 class Scaled(NamedTuple):
@@ -80,8 +105,16 @@ class Scaled(NamedTuple):
     """The share of slices whose factor was not 1."""
 
 
+def runs_of(items: Sequence[S]) -> list[tuple[S, slice]]:
+    """The runs of neighbours that are one object, so that one operation serves each."""
+    # a plain loop: `itertools.groupby` breaks the graphs of `torch.compile`
+    starts = [i for i, item in enumerate(items) if i == 0 or item is not items[i - 1]]
+    ends = [*starts[1:], len(items)][: len(starts)]
+    return [(items[a], slice(a, b)) for a, b in zip(starts, ends, strict=True)]
+
+
 def cut(tensors: Sequence[Tensor], slicing: Slicing) -> tuple[list[int], list[Part]]:
-    """The slices of those tensors that are not to be left alone, and which tensors these are."""
+    """The indices of the tensors that have slices, and their parts."""
     smallest = max(slicing.min_size, slicing.metric.min_size, 1)
     indices: list[int] = []
     parts: list[Part] = []
@@ -103,16 +136,17 @@ def measure(tensors: Sequence[Tensor], slicing: Slicing) -> Measured:
     targets = [memory(tensors[i]) for i in indices]
     if not metric.is_power:
         total = joint_metric([whole(tensor) for tensor in tensors], metric) ** metric.degree
-        return Measured(metric, indices, targets, parts, slice_metrics(parts, metric), total)
+        return Measured(metric, indices, slice_metrics(parts, metric), total, parts, targets)
 
     values = p_norms(parts, metric.p)
     kept = set(indices)
     rest = [whole(tensor) for i, tensor in enumerate(tensors) if i not in kept]
     left_alone = p_norms([p for p in rest if p.size], metric.p)
     total = metric.of_norm(total_norm(parts, values, left_alone, metric.p), sum(t.numel() for t in tensors))
-    tells = metric.p > 0 and not rest and all(value.numel() == 1 for value in values)
-    roots = [metric.of_norm(value, p.size) for value, p in zip(values, parts, strict=True)]
-    return Measured(metric, indices, targets, parts, roots, total, pack(values) if tells else None)
+    whole_tensors = metric.p > 0 and not rest and all(value.numel() == 1 for value in values)
+    rows = zip(values, parts, strict=True)
+    norms = [metric.of_norm(value, p.size) for value, p in rows] if metric.kind == "mad" else values
+    return Measured(metric, indices, norms, total, parts, targets, pack(values) if whole_tensors else None)
 
 
 def _measure_jointly(tensors: Sequence[Tensor], metric: Metric) -> Measured:
@@ -121,33 +155,20 @@ def _measure_jointly(tensors: Sequence[Tensor], metric: Metric) -> Measured:
     kept = [parts[i] for i in indices]
     norms = pack(p_norms(kept, metric.p)) if metric.is_power else None
     root = joint_metric(kept, metric, norms)
-    roots = [root.to(p.tensor.device).expand(p.slice_shape) for p in kept]
+    shaped = [root.to(p.tensor.device).expand((1,) * p.tensor.ndim) for p in kept]
     targets = [memory(tensors[i]) for i in indices]
-    tells = metric.p > 0 and len(kept) == len(parts)
-    return Measured(metric, indices, targets, kept, roots, root**metric.degree, norms if tells else None)
-
-
-def factors(measured: Measured, settings: Sequence[S], rule: Callable[[Tensor, S], Tensor]) -> Tensor:
-    """One factor per slice: the rule's, from the roots of the slices and the setting of their tensor.
-
-    Args:
-        measured: The slices, as `measure` found them.
-        settings: For each tensor (not part) what the rule needs to know; neighbours that are equal are taken together.
-        rule: From a vector of roots and a setting to a vector of factors.
-    """
-    own = [settings[i] for i in measured.indices]
-    runs = [rule(pack(measured.roots[run]), own[run.start]) for run in stretches(own, operator.eq)]
-    return torch.cat(runs) if runs else pack([])
+    whole_tensors = norms if metric.p > 0 and len(kept) == len(parts) else None
+    return Measured(metric, indices, shaped, root**metric.degree, kept, targets, whole_tensors)
 
 
 def scale_(measured: Measured, factors: Tensor) -> Scaled:
     """Multiply every slice by its factor, in place."""
     if not measured.parts:
         return Scaled(torch.ones_like(measured.total), torch.zeros_like(measured.total))
-    counts = [root.numel() for root in measured.roots]
+    counts = [norms.numel() for norms in measured.norms]
     if not all_ones(factors):
-        rows = zip(factors.split(counts), measured.roots, strict=True)
-        shaped = [factor.view(root.shape) for factor, root in rows]
+        rows = zip(factors.split(counts), measured.norms, strict=True)
+        shaped = [factor.view(norms.shape) for factor, norms in rows]
         foreach.scale_(measured.targets, shaped, exact=beyond_float32(factors))
 
     # what was lost, so that no slices at all mean a factor of 1

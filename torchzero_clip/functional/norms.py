@@ -11,36 +11,59 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from torchzero_clip.checks import boolean
+from torchzero_clip.checks import dims as check_dims
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.metric import Metric, parse_ord
-from torchzero_clip.functional.shards import Part, all_reduce, pack, whole
+from torchzero_clip.functional.shards import Part, all_reduce, pack, summed, whole
+from torchzero_clip.functional.shards import part as part_of
 from torchzero_clip.functional.shards import replicated as replicated
 from torchzero_clip.types import Ord
 
 BLOCK = 1024  # float32 sums over more elements are taken in two levels: plain ones lose 6e-4 at 16M elements
 
 
-def norm(tensor: Tensor, ord: Ord = 2) -> Tensor:
-    """The norm of one tensor as a 0-d float64 tensor, for authors of transforms.
+def norm(tensor: Tensor, ord: Ord = 2, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    """Return the norm of one tensor, or of each of its slices, in float64.
 
-    A finite tensor has a finite norm and a non-zero one a non-zero norm, in every dtype; under FSDP2 the result is that
-    of the whole tensor, equal on every rank.
+    It is for authors of transforms. A finite tensor has a finite norm and a non-zero one a non-zero norm, in every
+    dtype. Under FSDP2 the result is that of the whole tensor, equal on every rank; with ``dim`` it has the slices of
+    which this process holds a part, each measured whole, like the ``norms`` that a `Scaling` is given.
 
     Args:
         tensor: A tensor of any shape and floating point dtype.
         ord: The metric, as in `ClipNorm`; for 'var' the root of the variance.
+        dim: The dimensions that one slice spans, as in `torch.linalg.vector_norm`; None for all.
+        keepdim: Keep the dimensions of a slice, with size 1.
 
     Raises:
-        ValueError: For an unknown ``ord``.
-        TypeError: For an ``ord`` of the wrong type.
+        ValueError: For an unknown ``ord``, or a ``dim`` that the tensor does not have.
+        TypeError: For an ``ord`` or ``dim`` of the wrong type.
 
     Examples:
         >>> import torch
         >>> from torchzero_clip import norm
         >>> norm(torch.full((1000,), 300.0, dtype=torch.float16), "linf")
         tensor(300., dtype=torch.float64)
+        >>> norm(torch.tensor([[3.0, 4.0], [6.0, 8.0]]), dim=1, keepdim=True)
+        tensor([[ 5.],
+                [10.]], dtype=torch.float64)
     """
-    return joint_metric([whole(tensor)], parse_ord(ord))
+    metric = parse_ord(ord)
+    boolean("keepdim", keepdim)
+    if dim is None:
+        total = joint_metric([whole(tensor)], metric)
+        return total.view((1,) * tensor.ndim) if keepdim else total
+    check_dims("dim", dim)
+    ndim = max(tensor.ndim, 1)
+    listed = () if isinstance(dim, str) else (dim,) if isinstance(dim, int) else dim
+    named = {d + ndim if d < 0 else d for d in listed}
+    if not named or not named <= set(range(ndim)):
+        raise ValueError(f"dim must name dimensions of a tensor of shape {tuple(tensor.shape)}, got {dim!r}")
+    (norms,) = slice_metrics([part_of(summed(tensor), sorted(named))], metric)
+    if not keepdim or not tensor.ndim:  # a scalar was measured as a vector
+        norms = norms.squeeze(tuple(named))
+    return norms
 
 
 def rms(tensor: Tensor) -> Tensor:
@@ -128,12 +151,12 @@ def total_norm(parts: Sequence[Part], norms: Sequence[Tensor], others: Sequence[
 
 
 def all_ones(factors: Tensor) -> bool:
-    """Whether multiplying changes nothing; no wherever nobody may look."""
+    """True if all factors are 1. Always False on CUDA and under compile, where reading would wait for the device."""
     return _may_look(factors) and bool((factors == 1).all())
 
 
 def beyond_float32(factors: Tensor) -> bool:
-    """Whether some factor is lost in float32; yes wherever nobody may look, which is all but eager mode on CPU."""
+    """True if float32 cannot hold some factor. Always True on CUDA and under compile, where reading would wait."""
     if not _may_look(factors):
         return True
     limits = torch.finfo(torch.float32)
@@ -152,7 +175,8 @@ def means_over_ranks(parts: Sequence[Part], counts: Sequence[int], columns: Sequ
 
 def p_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
     """The p-norm of every slice, float64: one tensor per part; magnitudes of complex numbers."""
-    parts = [part._replace(tensor=_magnitudes(part.tensor)) for part in parts]
+    if any(part.tensor.is_complex() for part in parts):
+        parts = [part._replace(tensor=_magnitudes(part.tensor)) for part in parts]
     norms = _merged(parts, _local_norms(parts, p), p)
     if p == 0 or math.isinf(p) or not parts:
         return norms
@@ -198,16 +222,19 @@ def _merged(parts: Sequence[Part], norms: list[Tensor], p: float) -> list[Tensor
 def _local_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
     """The norm of every local slice; whole tensors are taken together where that is as accurate."""
     norms: list[Tensor | None] = [None] * len(parts)
-    groups: dict[torch.dtype, list[int]] = {}
+    alike: dict[tuple[torch.dtype, bool], list[int]] = {}
     for i, part in enumerate(parts):
-        small = 0 < part.tensor.numel() <= BLOCK or (part.tensor.numel() and not part.tensor.is_cpu)
-        if small and len(part.dims) == part.tensor.ndim and p in (1.0, 2.0):
-            groups.setdefault(_accumulation_dtype(part.tensor), []).append(i)
+        x = part.tensor
+        small = 0 < x.numel() <= BLOCK or (x.numel() and not x.is_cpu)
+        if small and len(part.dims) == x.ndim and p in (1.0, 2.0):
+            alike.setdefault((x.dtype, x.is_cpu), []).append(i)
         else:
             norms[i] = _local_norm(part, p)
-    for dtype, indices in groups.items():
-        for i, value in zip(indices, foreach.norms([parts[i].tensor for i in indices], p, dtype), strict=True):
-            norms[i] = value.double().view(parts[i].slice_shape)
+    for indices in alike.values():
+        tensors = [parts[i].tensor for i in indices]
+        found = foreach.norms(tensors, p, _accumulation_dtype(tensors[0]))
+        for i, x, value in zip(indices, tensors, found, strict=True):
+            norms[i] = value.double().view((1,) * x.ndim)
     return [value for value in norms if value is not None]
 
 

@@ -37,7 +37,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [local(tensor) for tensor in tensors]
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def distributed_like(part: Tensor, like: Tensor) -> Tensor:
@@ -48,11 +48,11 @@ def distributed_like(part: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
-def aligned(grad: Tensor | None, param: Tensor) -> Tensor | None:
+def aligned(grad: Tensor, param: Tensor) -> Tensor:
     """A gradient laid out as its parameter; gradients may come as pending sums, or as conjugates yet to be taken."""
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
         return grad.redistribute(param.device_mesh, param.placements)
-    return grad.resolve_conj() if grad is not None and grad.is_complex() else grad
+    return grad.resolve_conj() if grad.is_complex() else grad
 
 
 def summed(tensor: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def laid_out_as(whole: Tensor, like: Tensor) -> Tensor:
 
 def memory(tensor: Tensor) -> Tensor:
     """The local part of ``tensor``, to be written to; a scalar as a vector of one element."""
-    data = local(tensor)
+    data = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return data if data.ndim else data.view(1)
 
 
@@ -115,15 +115,20 @@ def part(tensor: Tensor, dims: Sequence[int]) -> Part:
 
 def whole(tensor: Tensor) -> Part:
     """The local part of ``tensor`` as one slice."""
-    tensor = summed(tensor)
-    return part(tensor, range(max(tensor.ndim, 1)))
+    if isinstance(tensor, DTensor):
+        tensor = summed(tensor)
+        return part(tensor, range(max(tensor.ndim, 1)))
+    plain = tensor if tensor.ndim else tensor.view(1)
+    return Part(plain, tuple(range(plain.ndim)), plain.numel())
 
 
 def pack(values: Sequence[Tensor]) -> Tensor:
     """All values in one float64 vector, on the device of the first."""
     if not values:
         return torch.zeros(0, dtype=torch.float64)
-    device = values[0].device
+    device, dtype = values[0].device, values[0].dtype
+    if all(value.device == device and value.dtype == dtype for value in values):
+        return torch.cat([value.reshape(-1) for value in values]).double()  # one cast instead of one for each value
     return torch.cat([value.reshape(-1).to(device, torch.float64) for value in values])
 
 

@@ -1,6 +1,7 @@
 """Adam."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from typing_extensions import override
 
 from torchzero_clip.checks import betas as check_betas
 from torchzero_clip.checks import boolean, floating_dtype, non_negative
+from torchzero_clip.core.kinds import TakeStep, UpdateRule
 from torchzero_clip.core.learning_rate import LR
-from torchzero_clip.core.settings import runs
+from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.shards import locals_of, pack
@@ -22,7 +24,7 @@ TORCHS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, 
 """Those of which torch's own arithmetic is kept to the bit; in float16 its ``eps`` is 0."""
 
 
-class Adam(Transform):
+class Adam(UpdateRule):
     """Turns gradients into Adam's updates, as `torch.optim.Adam` computes them.
 
         m ← β₁ m + (1 - β₁) u
@@ -66,8 +68,6 @@ class Adam(Transform):
 
     checks = {"betas": check_betas, "eps": non_negative}
     default_lr = 1e-3
-    pure = True
-    finishes = True
 
     def __init__(
         self,
@@ -98,20 +98,12 @@ class Adam(Transform):
         return {"step": torch.zeros((), dtype=torch.float32, device=param.device), **averages}
 
     @override
-    def apply_tensors(
-        self,
-        tensors: list[Tensor],
-        params: list[Tensor],
-        grads: list[Tensor],
-        loss: Tensor | float | None,
-        states: Sequence[State],
-        settings: Sequence[Setting],
-    ) -> Sequence[Tensor]:
+    def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
         """Update the averages and return new tensors."""
-        updates: list[Tensor] = []
-        for setting, own in runs(settings):
-            updates += self._adam(tensors[own], states[own], setting)
-        return updates
+        result: list[Tensor] = []
+        for setting, own in step.by_setting():
+            result += self._adam(updates[own], step.states[own], setting)
+        return result
 
     def _adam(self, tensors: list[Tensor], states: Sequence[State], setting: Setting) -> list[Tensor]:
         beta1, beta2 = setting["betas"]
@@ -137,44 +129,39 @@ class Adam(Transform):
         return [update.to(t.dtype) for update, t in zip(updates, tensors, strict=True)]
 
     @override
-    def can_finish(
-        self, tensors: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[State], later: Sequence[Transform]
-    ) -> bool:
-        """Whether the rest is what `torch.optim.AdamW` does, and can be computed bit for bit as there."""
-        rest = [type(transform) for transform in later if transform.target == "update"]
-        if self.target != "update" or len(rest) < len(later) or rest not in ([LR], [WeightDecay, LR]):
-            return False
-        # the compiler has its own ways to make one pass of it
-        return not torch.compiler.is_compiling() and all(map(self._is_torchs, tensors, params, states))
+    def fuse(self, rest: Sequence[Transform], updates: list[Tensor], step: Step) -> TakeStep | None:
+        """The step of `torch.optim.AdamW`, if that is what the rest does and it can be taken bit for bit as there."""
+        kinds = [type(transform) for transform in rest]
+        if any(t.target != "update" for t in (self, *rest)) or kinds not in ([LR], [WeightDecay, LR]):
+            return None
+        if torch.compiler.is_compiling():  # the compiler has its own ways to make one pass of it
+            return None
+        zipped = zip(updates, step.params, step.states, strict=True)
+        rows = [(update, param, *[state[key] for key in self._keys]) for update, param, state in zipped]
+        if not all(self._is_torchs(*row) for row in rows):
+            return None
+        uses_kernel = [self._uses_kernel(*row) for row in rows] if self.fused else [False] * len(rows)
+        return partial(self._take_torchs_step, updates, step, uses_kernel)
 
-    def _is_torchs(self, tensor: Tensor, param: Tensor, state: State) -> bool:
-        averages = self._averages(state)
-        if param.dtype not in TORCHS_DTYPES or any(value.dtype != param.dtype for value in (tensor, *averages)):
-            return False
-        if self.state_dtype not in (None, param.dtype):
+    def _is_torchs(self, update: Tensor, param: Tensor, *averages: Tensor) -> bool:
+        if param.dtype not in TORCHS_DTYPES or any(value.dtype != param.dtype for value in (update, *averages)):
             return False
         # elsewhere the step count is on the device, and torch's other implementations would wait for it
-        return param.device.type == "cpu" or (param.device.type == "cuda" and self._is_fused(param, tensor, *averages))
+        if param.is_cpu:
+            return True
+        return param.device.type == "cuda" and self.fused and self._uses_kernel(update, param, *averages)
 
-    def _averages(self, state: State) -> list[Tensor]:
-        return [state[key] for key in self._keys if key in state]
+    def _uses_kernel(self, *alike: Tensor) -> bool:
+        """True if torch's fused kernel can be used, which goes through memory without looking at strides."""
+        return not alike[0].is_complex() and foreach.alike(*alike)
 
-    def _is_fused(self, *alike: Tensor) -> bool:
-        """Whether torch's fused kernel can be used, which goes through memory without looking at strides."""
-        return self.fused and not alike[0].is_complex() and foreach.alike(*alike)
-
-    @override
-    def finish(
-        self, tensors: list[Tensor], params: list[Tensor], states: Sequence[State], settings: Sequence[Setting]
-    ) -> None:
-        """Take the step of `torch.optim.AdamW`."""
-        for setting, own in runs(settings):
-            rows = list(zip(params[own], tensors[own], states[own], strict=True))
-            fused = [self.fused and self._is_fused(p, t, *self._averages(s)) for p, t, s in rows]
-            for kind in (True, False):
-                chosen = [row for row, is_fused in zip(rows, fused, strict=True) if is_fused == kind]
+    def _take_torchs_step(self, updates: list[Tensor], step: Step, uses_kernel: Sequence[bool]) -> None:
+        for setting, own in step.by_setting():
+            rows = list(zip(step.params[own], updates[own], step.states[own], uses_kernel[own], strict=True))
+            for fused in (True, False):
+                chosen = [(param, update, state) for param, update, state, kernel in rows if kernel == fused]
                 if chosen:
-                    self._torchs_step(chosen, setting, fused=kind)
+                    self._torchs_step(chosen, setting, fused=fused)
 
     def _torchs_step(self, rows: Sequence[tuple[Tensor, Tensor, State]], setting: Setting, *, fused: bool) -> None:
         params, tensors, states = [p for p, _, _ in rows], [t for _, t, _ in rows], [state for _, _, state in rows]

@@ -9,10 +9,11 @@ from torch.optim import Optimizer
 
 from torchzero_clip.checks import instance
 from torchzero_clip.core.checkpoint import COUNTS, saved_groups
+from torchzero_clip.core.kinds import FinalRule
 from torchzero_clip.core.modular import Modular
-from torchzero_clip.core.namespace import GroupSettings
+from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.schedules import SCHEDULE_STEP
-from torchzero_clip.core.scope import Member, members
+from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.optimizers.torch_groups import TORCHS, Group, copied, optimizer_of, settings_from, settings_to
 from torchzero_clip.optimizers.wrap import Wrap
@@ -56,21 +57,21 @@ def from_torch_optim(state_dict: Mapping[str, Any], optimizer: Modular) -> dict[
     instance("state_dict", state_dict, Mapping)
     saved = saved_groups(state_dict, optimizer.param_groups)
     groups = [dict(group) for group in optimizer.state_dict()["param_groups"]]
-    groups[0].update(optimizer.chain.init_global_state())
+    nodes = optimizer.chain.nodes()
+    groups[0].update(nodes.init_global_state())
     groups[0].update({key: 0 for key in (*COUNTS, SCHEDULE_STEP) if key in groups[0]})
     state: dict[Any, dict[str, Any]] = {}
     for old, new, group in zip(saved, groups, optimizer.param_groups, strict=True):
-        known = [member for member, _ in members([group])]
+        known = named_params(group)
         new["params"] = old["params"]
         if not known:
             continue
         name = optimizer_of(optimizer, known)
         new.update(settings_from(old, optimizer, name, known))
-        views = GroupSettings(new, optimizer.stored_as)
-        for i, member in zip(old["params"], known, strict=True):
+        for i, named in zip(old["params"], known, strict=True):
             if i in state_dict["state"]:
-                own = _state_from(state_dict["state"][i], optimizer, name, member, views)
-                state[i] = _fresh_state(optimizer, name, member, views) | own
+                own = _state_from(state_dict["state"][i], nodes, name, named, new)
+                state[i] = _fresh_state(nodes, name, named, new) | own
     return {"state": state, "param_groups": groups}
 
 
@@ -110,18 +111,18 @@ def to_torch_optim(optimizer: Modular, target: Optimizer) -> dict[str, Any]:
     state: dict[Any, dict[str, Any]] = {}
     kept = target.state_dict()["param_groups"]
     for old, new, group in zip(saved, kept, optimizer.param_groups, strict=True):
-        known = [member for member, _ in members([group])]
+        known = named_params(group)
         if not known:
             groups.append(new)
             continue
         name = optimizer_of(optimizer, known)
         _check_target(optimizer.transforms[name], target)
         groups.append({**new, **settings_to(group, new, optimizer, name, known), "params": old["params"]})
-        for i, member in zip(old["params"], known, strict=True):
-            own: State = optimizer.state.get(member.param, {})  # pyright: ignore
+        for i, named in zip(old["params"], known, strict=True):
+            own: State = optimizer.state.get(named.param, {})  # pyright: ignore
             mine = {k.removeprefix(f"{name}/"): v for k, v in own.items() if k.startswith(f"{name}/")}
             if mine:
-                _check_dtypes(mine, member)
+                _check_dtypes(mine, named)
                 # RMSprop counts steps, and does not use it
                 state[i] = {"step": torch.zeros(())} if isinstance(target, optim.RMSprop) else {}
                 state[i].update({key: copied(value) for key, value in mine.items()})
@@ -135,28 +136,28 @@ def _check_target(transform: Transform, target: Optimizer) -> None:
         raise ValueError(f"{transform!r} stands for torch.optim.{expected.__name__}, not {type(target).__name__}")
 
 
-def _check_dtypes(state: State, member: Member) -> None:
+def _check_dtypes(state: State, named: NamedParam) -> None:
     for key, value in state.items():
-        if key != "step" and isinstance(value, Tensor) and value.ndim and value.dtype != member.param.dtype:
+        if key != "step" and isinstance(value, Tensor) and value.ndim and value.dtype != named.param.dtype:
             raise ValueError(
-                f"the state {key!r} of a parameter of {member.param.dtype} is {value.dtype}: optimizers of torch would "
+                f"the state {key!r} of a parameter of {named.param.dtype} is {value.dtype}: optimizers of torch would "
                 "round it"
             )
 
 
-def _fresh_state(optimizer: Modular, name: str, member: Member, setting: GroupSettings) -> dict[str, Any]:
-    """What the other transforms remember before their first step."""
-    # prefixes that say only of what kind state is, once it is made
-    unmade = (f"{name}/", *optimizer.chain.optional_state())
-    return {k: v for k, v in optimizer.chain.state_in_scope(member, setting).items() if not k.startswith(unmade)}
+def _fresh_state(nodes: Nodes, name: str, named: NamedParam, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of the other transforms before their first step."""
+    others = [node for node in nodes if node.path != name and not isinstance(node.transform, FinalRule)]
+    return {key: value for node in others for key, value in node.init_state(named, node.settings(group)).items()}
 
 
 def _state_from(
-    saved: Mapping[str, Any], optimizer: Modular, name: str, member: Member, setting: Mapping[str, Any]
+    saved: Mapping[str, Any], nodes: Nodes, name: str, named: NamedParam, group: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The state of one parameter, with the chain's keys."""
-    transform = optimizer.transforms[name]
-    possible = optimizer.chain.state_in_scope(member, setting, possible=True)
+    node = nodes.by_path[name]
+    transform, setting = node.transform, node.settings(group)
+    possible = node.possible_state(named, setting)
     result: dict[str, Any] = {}
     for key, value in saved.items():
         if f"{name}/{key}" in possible:
@@ -164,9 +165,8 @@ def _state_from(
                 result[f"{name}/{key}"] = _counted(value) if key == "step" else value
         elif key != "step":  # RMSprop counts, and does not use it
             raise ValueError(f"the checkpoint has the state {key!r}, which {transform!r} does not: load it with Wrap")
-    optional = tuple(optimizer.chain.optional_state())
-    needed = [k for k in optimizer.chain.state_in_scope(member, setting) if k.startswith(f"{name}/")]
-    if missing := [k for k in needed if k not in result and not k.startswith(optional)]:
+    needed = [] if isinstance(transform, FinalRule) else list(node.init_state(named, setting))
+    if missing := [key for key in needed if key not in result]:
         keys = ", ".join(repr(key.removeprefix(f"{name}/")) for key in missing)
         raise ValueError(f"the checkpoint lacks the state {keys} of a parameter, which {transform!r} has")
     return result

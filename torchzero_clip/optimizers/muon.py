@@ -1,6 +1,7 @@
 """Muon."""
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -9,16 +10,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import boolean, count, non_negative, number, one_of, positive
-from torchzero_clip.core.settings import runs
+from torchzero_clip.core.kinds import Scaling, UpdateRule
+from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.orthogonal import orthogonalized
-from torchzero_clip.types import Schedule, Setting, State, Target
+from torchzero_clip.types import Schedule, Setting, Target
 
 AdjustLR = Literal["original", "match_rms_adamw"]
 
 
-class Muon(Transform):
+class Muon(UpdateRule):
     """Turns gradients of matrices into orthogonalized momentum, as `torch.optim.Muon` computes it.
 
         b ← momentum · b + (1 - momentum) · u
@@ -62,8 +64,6 @@ class Muon(Transform):
 
     checks = {"momentum": non_negative}
     default_lr = 1e-3
-    pure = True
-    orthogonalizes = True
 
     def __init__(
         self,
@@ -102,34 +102,39 @@ class Muon(Transform):
             )
 
     @override
+    def check_chain(self, before: Sequence[Transform], after: Sequence[Transform]) -> None:
+        """Warn of norm clips after it."""
+        for later in after:
+            if isinstance(later, Scaling):
+                warnings.warn(
+                    f"{later!r} comes after {self!r}, which makes updates whose norm depends on their shape alone: it "
+                    "does not limit steps with large gradients, but those of large matrices. Put it before",
+                    stacklevel=4,
+                )
+                return
+
+    @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
         """The momentum buffer."""
         return {"momentum_buffer": torch.zeros_like(param)}
 
     @override
-    def apply_tensors(
-        self,
-        tensors: list[Tensor],
-        params: list[Tensor],
-        grads: list[Tensor],
-        loss: Tensor | float | None,
-        states: Sequence[State],
-        settings: Sequence[Setting],
-    ) -> Sequence[Tensor]:
+    def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
         """Update the buffers and return new tensors."""
-        updates: list[Tensor] = []
-        for setting, own in runs(settings):
-            buffers = [state["momentum_buffer"] for state in states[own]]
-            inputs = [t.to(buffer.dtype) for t, buffer in zip(tensors[own], buffers, strict=True)]
+        result: list[Tensor] = []
+        for setting, own in step.by_setting():
+            given = updates[own]
+            buffers = [state["momentum_buffer"] for state in step.states[own]]
+            inputs = [t.to(buffer.dtype) for t, buffer in zip(given, buffers, strict=True)]
             foreach.lerp_(buffers, inputs, 1 - setting["momentum"])
             ahead = buffers
             if self.nesterov:
                 ahead = foreach.clone(inputs)
                 foreach.lerp_(ahead, buffers, setting["momentum"])
-            updates += [self._orthogonalized(t).to(given.dtype) for t, given in zip(ahead, tensors[own], strict=True)]
-        for update in updates:
+            result += [self._orthogonalized(t).to(update.dtype) for t, update in zip(ahead, given, strict=True)]
+        for update in result:
             foreach.multiply_([update], self._scale(*update.shape))
-        return updates
+        return result
 
     def _orthogonalized(self, matrix: Tensor) -> Tensor:
         return orthogonalized(matrix, self.ns_coefficients, self.ns_steps, self.eps)

@@ -8,13 +8,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import boolean, non_negative
-from torchzero_clip.core.settings import runs
-from torchzero_clip.core.transform import Transform
+from torchzero_clip.core.kinds import UpdateRule
+from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
 from torchzero_clip.types import Schedule, Setting, State, Target
 
 
-class RMSprop(Transform):
+class RMSprop(UpdateRule):
     """Divides updates by an average of their size, as `torch.optim.RMSprop` does.
 
         v ← alpha · v + (1 - alpha) · u²
@@ -50,7 +50,6 @@ class RMSprop(Transform):
 
     checks = {"alpha": non_negative, "eps": non_negative, "momentum": non_negative}
     default_lr = 1e-2
-    pure = True
 
     def __init__(
         self,
@@ -65,42 +64,31 @@ class RMSprop(Transform):
         boolean("centered", centered)
         super().__init__({"alpha": alpha, "eps": eps, "momentum": momentum}, lr=lr, target=target)
         self.centered = centered
-        self._keys = ["square_avg", *(["grad_avg"] if centered else []), "momentum_buffer"]
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        """Zero averages, and a zero buffer where momentum is in use."""
-        return {key: torch.zeros_like(param) for key in (self._keys if setting["momentum"] else self._keys[:-1])}
+        """Zero averages."""
+        return {key: torch.zeros_like(param) for key in ("square_avg", *(["grad_avg"] if self.centered else []))}
 
     @override
     def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        return {key: torch.zeros_like(param) for key in self._keys}
+        """Also the buffer, which is made when momentum is first used."""
+        return {**self.init_state(param, setting), "momentum_buffer": torch.zeros_like(param)}
 
     @override
-    def optional_state(self) -> list[str]:
-        return ["momentum_buffer"]
-
-    @override
-    def apply_tensors(
-        self,
-        tensors: list[Tensor],
-        params: list[Tensor],
-        grads: list[Tensor],
-        loss: Tensor | float | None,
-        states: Sequence[State],
-        settings: Sequence[Setting],
-    ) -> Sequence[Tensor]:
+    def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
         """Update the averages and return new tensors."""
-        updates: list[Tensor] = []
-        for setting, own in runs(settings):
-            scaled = self._scaled(tensors[own], states[own], setting)
+        result: list[Tensor] = []
+        for setting, own in step.by_setting():
+            given, params, states = updates[own], step.params[own], step.states[own]
+            scaled = self._scaled(given, states, setting)
             if setting["momentum"]:
-                buffers = [_buffer(state, param) for state, param in zip(states[own], params[own], strict=True)]
+                buffers = [_buffer(state, param) for state, param in zip(states, params, strict=True)]
                 foreach.multiply_(buffers, setting["momentum"])
                 foreach.add_(buffers, scaled)
-                scaled = foreach.clone(buffers)
-            updates += [update.to(t.dtype) for update, t in zip(scaled, tensors[own], strict=True)]
-        return updates
+                scaled = buffers
+            result += [update.to(t.dtype) for update, t in zip(scaled, given, strict=True)]
+        return result
 
     def _scaled(self, tensors: list[Tensor], states: Sequence[State], setting: Setting) -> list[Tensor]:
         squares = [state["square_avg"] for state in states]

@@ -8,13 +8,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import boolean, non_negative, number
-from torchzero_clip.core.settings import runs
-from torchzero_clip.core.transform import Transform
+from torchzero_clip.core.kinds import UpdateRule
+from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
 from torchzero_clip.types import Schedule, Setting, State, Target
 
 
-class SGD(Transform):
+class SGD(UpdateRule):
     """Accumulates momentum, as `torch.optim.SGD` does; without momentum updates pass unchanged.
 
         b ← momentum · b + (1 - dampening) · u      (b ← u in the first step)
@@ -50,8 +50,6 @@ class SGD(Transform):
 
     checks = {"momentum": non_negative, "dampening": number}
     default_lr = 1e-3
-    pure = True
-    makes_own_state = True
 
     def __init__(
         self,
@@ -67,33 +65,27 @@ class SGD(Transform):
         super().__init__({"momentum": momentum, "dampening": dampening}, lr=lr, target=target)
 
     @override
-    def check(self, settings: Setting) -> None:
+    def check(self, setting: Setting) -> None:
         """Raise if a setting is out of range, or does not go with ``nesterov``."""
-        super().check(settings)
-        if self.nesterov and not (settings.get("momentum", 1) > 0 and settings.get("dampening", 0) == 0):
-            raise ValueError(f"nesterov needs momentum > 0 and dampening = 0, got {dict(settings)}")
+        super().check(setting)
+        if self.nesterov and not (setting.get("momentum", 1) > 0 and setting.get("dampening", 0) == 0):
+            raise ValueError(f"nesterov needs momentum > 0 and dampening = 0, got {dict(setting)}")
 
     @override
-    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        """The buffer, where momentum is or has been in use."""
+    def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+        """The buffer. It is made of the first update that momentum is used for, as in torch."""
         return {"momentum_buffer": torch.zeros_like(param)}
 
     @override
-    def apply_tensors(
-        self,
-        tensors: list[Tensor],
-        params: list[Tensor],
-        grads: list[Tensor],
-        loss: Tensor | float | None,
-        states: Sequence[State],
-        settings: Sequence[Setting],
-    ) -> Sequence[Tensor]:
-        """Update the buffers and return new tensors, or the given ones without momentum."""
-        updates: list[Tensor] = []
-        for setting, own in runs(settings):
-            given = tensors[own]
-            updates += self._momentum(given, params[own], states[own], setting) if setting["momentum"] else given
-        return updates
+    def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
+        """Update the buffers and return them, or the given updates without momentum."""
+        result: list[Tensor] = []
+        for setting, own in step.by_setting():
+            given = updates[own]
+            result += (
+                self._momentum(given, step.params[own], step.states[own], setting) if setting["momentum"] else given
+            )
+        return result
 
     def _momentum(
         self, tensors: list[Tensor], params: list[Tensor], states: Sequence[State], setting: Setting
@@ -110,7 +102,7 @@ class SGD(Transform):
 
         updates = [state["momentum_buffer"] for state in states]
         if not self.nesterov:
-            return [update.to(t.dtype, copy=True) for update, t in zip(updates, tensors, strict=True)]
+            return [update.to(t.dtype) for update, t in zip(updates, tensors, strict=True)]
         ahead = foreach.clone(tensors)
         foreach.add_(ahead, updates, alpha=momentum)
         return ahead

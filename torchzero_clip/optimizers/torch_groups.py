@@ -12,7 +12,7 @@ from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.modular import Modular
 from torchzero_clip.core.param_groups import HOST_KEYS
 from torchzero_clip.core.schedules import SCHEDULE_STEP
-from torchzero_clip.core.scope import Member
+from torchzero_clip.core.scope import NamedParam
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.optimizers.adam import Adam
 from torchzero_clip.optimizers.muon import Muon
@@ -36,12 +36,11 @@ KNOWN = OPTIMIZER_KEYS | {
 """Keys by which an optimizer of torch is known."""
 
 
-def optimizer_of(optimizer: Modular, known: Sequence[Member]) -> str:
+def optimizer_of(optimizer: Modular, known: Sequence[NamedParam]) -> str:
     """The name of the one transform that stands for an optimizer of torch for these parameters."""
     kinds = (*TORCHS, Wrap)
     found = {
-        tuple(n for n, t in optimizer.transforms.items() if type(t) in kinds and t.scope.has(member))
-        for member in known
+        tuple(n for n, t in optimizer.transforms.items() if type(t) in kinds and t.scope.has(named)) for named in known
     } or {()}
     if len(found) > 1 or len(names := found.pop()) != 1:
         raise ValueError(
@@ -56,7 +55,7 @@ def _template(transform: Transform) -> Optimizer:
     return transform.template if isinstance(transform, Wrap) else constructed(TORCHS[type(transform)], {})
 
 
-def settings_from(old: Group, optimizer: Modular, name: str, known: Sequence[Member]) -> Group:
+def settings_from(old: Group, optimizer: Modular, name: str, known: Sequence[NamedParam]) -> Group:
     """A group of torch's optimizer, with the chain's keys."""
     transform = optimizer.transforms[name]
     template = _template(transform)
@@ -72,8 +71,8 @@ def settings_from(old: Group, optimizer: Modular, name: str, known: Sequence[Mem
     _check_same("maximize", old.get("maximize", False), optimizer, transform)
     result: Group = {}
     for key, value in old.items():
-        if f"{name}/{key}" in optimizer.stored_as:
-            result[optimizer.stored_as[f"{name}/{key}"]] = plain(value)
+        if f"{name}/{key}" in optimizer.storage_keys:
+            result[optimizer.storage_keys[f"{name}/{key}"]] = plain(value)
         elif key in usual:
             _check_same(key, value, optimizer, transform)
         else:
@@ -81,17 +80,23 @@ def settings_from(old: Group, optimizer: Modular, name: str, known: Sequence[Mem
     return result | _decay_from(old, optimizer, name, known) | {"lr": old["lr"]}
 
 
-def settings_to(group: Group, new: Group, optimizer: Modular, name: str, known: Sequence[Member]) -> Group:
+def settings_to(group: Group, new: Group, optimizer: Modular, name: str, known: Sequence[NamedParam]) -> Group:
     """A group of the chain, with the keys of torch's optimizer."""
     transform = optimizer.transforms[name]
     _check_same("maximize", new.get("maximize", False), optimizer, transform)
     result: Group = {"weight_decay": _decay_to(group, new, optimizer, name, known)} if "weight_decay" in new else {}
     for key, value in new.items():
-        if f"{name}/{key}" in optimizer.stored_as:
-            result[key] = group[optimizer.stored_as[f"{name}/{key}"]]
+        if f"{name}/{key}" in optimizer.storage_keys:
+            result[key] = group[optimizer.storage_keys[f"{name}/{key}"]]
         else:
             _check_same(key, value, optimizer, transform)
-    ours = {*optimizer.stored_as.values(), *optimizer.chain.init_global_state(), *COUNTS, SCHEDULE_STEP, "param_names"}
+    ours = {
+        *optimizer.storage_keys.values(),
+        *optimizer.chain.nodes().init_global_state(),
+        *COUNTS,
+        SCHEDULE_STEP,
+        "param_names",
+    }
     others = {k: v for k, v in group.items() if k not in ours and k != "params" and ":" not in k}
     return others | result | {"lr": copied(group["lr"])}
 
@@ -114,10 +119,10 @@ def _check_same(key: str, theirs: Any, optimizer: Modular, transform: Transform)
         raise ValueError(f"torch's optimizer has {key}={theirs!r}, and {owner} {key}={ours!r}")
 
 
-def _decays(optimizer: Modular, name: str, known: Sequence[Member], group: Group) -> tuple[list[str], list[str]]:
+def _decays(optimizer: Modular, name: str, known: Sequence[NamedParam], group: Group) -> tuple[list[str], list[str]]:
     """The transforms that decay these weights, those where torch's optimizer does and those elsewhere."""
     transforms = optimizer.transforms
-    acting = [n for n, t in transforms.items() if isinstance(t, WeightDecay) and t.scope.indices(known)]
+    acting = [n for n, t in transforms.items() if isinstance(t, WeightDecay) and any(map(t.scope.has, known))]
     names = list(transforms)
     if any(isinstance(transforms[n], LR) for n in names[: max(map(names.index, (*acting, name)))]):
         raise ValueError(
@@ -135,26 +140,26 @@ def _decays(optimizer: Modular, name: str, known: Sequence[Member], group: Group
     return (after, before) if decoupled else (before, after)
 
 
-def _decay_from(old: Group, optimizer: Modular, name: str, known: Sequence[Member]) -> Group:
+def _decay_from(old: Group, optimizer: Modular, name: str, known: Sequence[NamedParam]) -> Group:
     """All decay of the group: that of the checkpoint, at the place of torch's, and none elsewhere."""
     there, elsewhere = _decays(optimizer, name, known, old)
     value = 0.0 if isinstance(optimizer.transforms[name], Wrap) else old.get("weight_decay", 0.0)
-    whole = [n for n in there if len(optimizer.transforms[n].scope.indices(known)) == len(known)]
+    whole = [n for n in there if all(map(optimizer.transforms[n].scope.has, known))]
     if value and not whole:
         side = "after" if old.get("decoupled_weight_decay") or type(optimizer.transforms[name]) is Muon else "before"
         scoped = ", for all parameters of this group" if there else ""
         raise ValueError(f"the checkpoint has weight_decay={value}: put WeightDecay({value}) {side} {name!r}{scoped}")
     values = dict.fromkeys((*there, *elsewhere), 0.0) | ({whole[0]: value} if value else {})
-    return {optimizer.stored_as[f"{n}/weight_decay"]: decay for n, decay in values.items()}
+    return {optimizer.storage_keys[f"{n}/weight_decay"]: decay for n, decay in values.items()}
 
 
-def _decay_to(group: Group, new: Group, optimizer: Modular, name: str, known: Sequence[Member]) -> float:
+def _decay_to(group: Group, new: Group, optimizer: Modular, name: str, known: Sequence[NamedParam]) -> float:
     there, elsewhere = _decays(optimizer, name, known, new)
-    values = {n: group[optimizer.stored_as[f"{n}/weight_decay"]] for n in (*there, *elsewhere)}
+    values = {n: group[optimizer.storage_keys[f"{n}/weight_decay"]] for n in (*there, *elsewhere)}
     used = [n for n, value in values.items() if value]
     if not used:
         return 0.0
-    partial = len(optimizer.transforms[used[0]].scope.indices(known)) < len(known)
+    partial = not all(map(optimizer.transforms[used[0]].scope.has, known))
     if len(used) > 1 or used[0] in elsewhere or partial:
         raise ValueError(
             f"weights decay in the chain as they cannot in torch's optimizer: {optimizer.chain!r}. There all "

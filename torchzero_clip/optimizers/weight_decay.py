@@ -6,10 +6,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import non_negative
-from torchzero_clip.core.settings import runs
+from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
-from torchzero_clip.types import Schedule, Setting, State, Target
+from torchzero_clip.types import Schedule, Target
 
 
 class WeightDecay(Transform):
@@ -49,16 +49,8 @@ class WeightDecay(Transform):
         super().__init__({"weight_decay": weight_decay}, target=target)
 
     @override
-    def apply_tensors(
-        self,
-        tensors: list[Tensor],
-        params: list[Tensor],
-        grads: list[Tensor],
-        loss: Tensor | float | None,
-        states: Sequence[State],
-        settings: Sequence[Setting],
-    ) -> Sequence[Tensor]:
+    def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
         """Add the decay, in place."""
-        for setting, own in runs(settings):
-            foreach.add_(tensors[own], params[own], alpha=setting["weight_decay"])
-        return tensors
+        for setting, own in step.by_setting():
+            foreach.add_(updates[own], step.params[own], alpha=setting["weight_decay"])
+        return updates

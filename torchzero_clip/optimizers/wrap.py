@@ -4,7 +4,8 @@ import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +13,17 @@ from torch.optim import SGD, Optimizer, SparseAdam
 from typing_extensions import override
 
 from torchzero_clip.checks import is_numeric, plain
-from torchzero_clip.core.settings import at, runs
+from torchzero_clip.core.kinds import FinalRule, TakeStep
+from torchzero_clip.core.learning_rate import LR
+from torchzero_clip.core.settings import at
+from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
-from torchzero_clip.types import Setting, State
+from torchzero_clip.types import Setting
 
 REMEMBERED = 16  # settings that the optimizer has accepted
 
 
-class Wrap(Transform):
+class Wrap(FinalRule):
     """Hands the updates to an optimizer of `torch.optim`, as the gradients of its step.
 
     It ends the chain: nothing but the chain's `LR` may follow for its parameters. Numbers among the arguments
@@ -50,10 +54,6 @@ class Wrap(Transform):
         >>> optimizer.state[weight]["wrap/sum"]
         tensor([0.3600, 0.6400])
     """
-
-    makes_own_state = True
-    finishes = True
-    must_finish = True
 
     def __init__(self, optimizer_class: type[Optimizer], **kwargs: Any) -> None:
         if isinstance(optimizer_class, Optimizer):
@@ -103,9 +103,9 @@ class Wrap(Transform):
         return self.kwargs | {key: value for key, value in given.items() if value != self._settings[key]}
 
     @override
-    def check(self, settings: Setting) -> None:
+    def check(self, setting: Setting) -> None:
         """Raise if the optimizer refuses a setting."""
-        arguments = self._with(settings)
+        arguments = self._with(setting)
         if arguments not in self._checked:  # those of every group, step after step
             constructed(self.optimizer_class, arguments)
             self._checked = [*self._checked[1 - REMEMBERED :], arguments]
@@ -134,56 +134,47 @@ class Wrap(Transform):
         return self.init_state(param, setting) | self.init_state(param, ever)
 
     @override
-    def can_finish(
-        self, tensors: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[State], later: Sequence[Transform]
-    ) -> bool:
-        return True
+    def check_chain(self, before: Sequence[Transform], after: Sequence[Transform]) -> None:
+        """Raise if a transform comes after it, or scales by the learning rate what it is given."""
+        late = [other for other in after if not isinstance(other, LR)]
+        early = [other for other in before if isinstance(other, LR)]
+        if late or early:
+            advice = "put it before, or give the optimizer an argument for it"
+            if not late:
+                advice = "leave it out, and name the lr in the optimizer"
+            raise ValueError(
+                f"{self!r} takes the step by itself, so {[*late, *early][0]!r} would have no meaning: {advice}"
+            )
 
     @override
+    def fuse(self, rest: Sequence[Transform], updates: list[Tensor], step: Step) -> TakeStep:
+        """A step of the optimizer."""
+        return partial(self._take_step, updates, step)  # pyright: ignore[reportAttributeAccessIssue]
+
     @torch.compiler.disable
-    def finish(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, tensors: list[Tensor], params: list[Tensor], states: Sequence[State], settings: Sequence[Setting]
-    ) -> None:
-        """Take a step of the optimizer."""
+    def _take_step(self, updates: list[Tensor], step: Step) -> None:
         template = self.template
         optimizer = object.__new__(self.optimizer_class)
         optimizer.__dict__.update(template.__dict__)
+        # parameters in the same memory, so that nobody's gradients change
+        params = [param.detach() for param in step.params]
         keys = ("lr", *self._settings)
         optimizer.param_groups = [
             {**template.param_groups[0], **{key: setting[key] for key in keys}, "params": params[own]}
-            for setting, own in runs(settings)
+            for setting, own in step.by_setting()
         ]
         optimizer.state = defaultdict(dict)
-        for param, state, setting in zip(params, states, settings, strict=True):
+        for param, state, setting in zip(params, step.states, step.settings, strict=True):
             if template.state and not state:  # Adagrad begins with some
                 state.update(self._on(param, setting).state[param])
             optimizer.state[param] = state  # pyright: ignore[reportArgumentType]
-
-        kept = [param.grad for param in params]
-        try:
-            for param, tensor, grad in zip(params, tensors, kept, strict=True):
-                own = tensor.clone() if tensor is grad else tensor  # some optimizers write to it
-                param.grad = own.to(param.dtype)
-            _step(optimizer)
-        finally:
-            for param, grad in zip(params, kept, strict=True):
-                param.grad = grad
-        for param, state in zip(params, states, strict=True):
-            if (kept_there := optimizer.state[param]) is not state:  # some optimizers replace it
-                state.update(kept_there)
-
-    @override
-    def apply_tensors(
-        self,
-        tensors: list[Tensor],
-        params: list[Tensor],
-        grads: list[Tensor],
-        loss: Tensor | float | None,
-        states: Sequence[State],
-        settings: Sequence[Setting],
-    ) -> NoReturn:
-        """Raise: an optimizer does not say what it would subtract."""
-        raise RuntimeError(f"{self!r} takes the step by itself: it has to stand at the end of the chain of Modular")
+        for param, update, grad in zip(params, updates, step.grads, strict=True):
+            own = update.clone() if update is grad else update  # some optimizers write to it
+            param.grad = own.to(param.dtype)
+        _step(optimizer)
+        for param, state in zip(params, step.states, strict=True):
+            if (kept := optimizer.state[param]) is not state:  # some optimizers replace it
+                state.update(kept)
 
     def _on(self, param: Tensor, setting: Setting) -> Optimizer:
         return self.optimizer_class([param], **self._with(setting))

@@ -37,7 +37,7 @@ def as_lr(optimizer: Optimizer, key: str) -> Optimizer:
     """
     instance("optimizer", optimizer, Optimizer)
     instance("key", key, str)
-    key = optimizer.stored_as.get(key, key) if isinstance(optimizer, Modular) else key
+    key = optimizer.storage_keys.get(key, key) if isinstance(optimizer, Modular) else key
     for i, group in enumerate(optimizer.param_groups):
         if key not in group:
             known = ", ".join(sorted(k for k, value in group.items() if is_numeric(value)))

@@ -1,0 +1,117 @@
+"""The transforms of a chain as a flat list: where each stands, and where its settings and its state are stored."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchzero_clip.core.scope import NamedParam, Scope
+from torchzero_clip.core.transform import Transform
+from torchzero_clip.types import Schedule, Setting, State
+
+
+@dataclass(frozen=True)
+class Node:
+    """One transform at its place in a chain.
+
+    Args:
+        path: The names of the composites that it is in and its own, such as ``"chain/adam"``: the prefix of its keys.
+        transform: The transform.
+        outer: The composites that it is in, the outermost first.
+        storage_keys: The key of a param group under which each of its settings is stored.
+        global_keys: The keys of its state of the whole chain.
+        children: The names of its own children, if it is a composite.
+        has_state: Its parameters may have state.
+    """
+
+    path: str
+    transform: Transform
+    outer: tuple[Transform, ...]
+    storage_keys: Mapping[str, str]
+    global_keys: tuple[str, ...]
+    children: frozenset[str]
+    has_state: bool
+
+    @property
+    def scope(self) -> Scope:
+        """The parameters that it acts on, which are in the scopes of all composites around it too."""
+        scope = self.transform.scope
+        for transform in reversed(self.outer):
+            scope = scope.within(transform.scope)
+        return scope
+
+    def settings(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Its settings in a param group."""
+        return {key: group[stored] for key, stored in self.storage_keys.items()}
+
+    def state(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Its state of a parameter, without the prefix."""
+        prefix, start = f"{self.path}/", len(self.path) + 1
+        found = {key[start:]: value for key, value in values.items() if key.startswith(prefix)}
+        if self.children:
+            return {key: value for key, value in found.items() if key.partition("/")[0] not in self.children}
+        return found
+
+    def global_state(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Its state of the whole chain, in the param group that has it."""
+        return {key: group[f"{self.path}/{key}"] for key in self.global_keys}
+
+    def qualified(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Values under keys with the prefix."""
+        return {f"{self.path}/{key}": value for key, value in values.items()}
+
+    def init_state(self, named: NamedParam, setting: Setting) -> dict[str, Any]:
+        """The state of a parameter before its first step, by qualified keys; none out of scope."""
+        return self.qualified(self.transform.init_state(named.param, setting)) if self.scope.has(named) else {}
+
+    def possible_state(self, named: NamedParam, setting: Setting) -> dict[str, Any]:
+        """All that the state of a parameter may come to hold, by qualified keys; none out of scope."""
+        return self.qualified(self.transform.possible_state(named.param, setting)) if self.scope.has(named) else {}
+
+
+class Nodes:
+    """All transforms of a chain, at any depth, each composite before its children.
+
+    Args:
+        nodes: The transforms at their places.
+    """
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self.by_path = {node.path: node for node in nodes}
+        self.storage_keys = {f"{n.path}/{key}": stored for n in nodes for key, stored in n.storage_keys.items()}
+        """The key of a param group for each qualified key of a setting."""
+        self.targets = {node.transform.target for node in nodes}
+        self.keeps_statistics = any(node.transform.keeps_statistics for node in nodes)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.by_path.values())
+
+    def defaults(self) -> dict[str, Any]:
+        """The settings that the constructors were given, as param groups store them."""
+        return {stored: n.transform.defaults[key] for n in self for key, stored in n.storage_keys.items()}
+
+    def schedules(self) -> dict[str, Schedule]:
+        """The settings that are functions of the step, as param groups store them."""
+        return {n.storage_keys[key]: schedule for n in self for key, schedule in n.transform.schedules.items()}
+
+    def init_global_state(self) -> dict[str, Any]:
+        """The state of the whole chain before its first step, by qualified keys."""
+        return {key: value for n in self for key, value in n.qualified(n.transform.init_global_state()).items()}
+
+    def checked_settings(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, list[Setting]]:
+        """The settings of each transform by its path, one dict per param group. Raises if one is out of range."""
+        found: dict[str, list[Setting]] = {}
+        for path, node in self.by_path.items():
+            found[path] = [node.settings(group) for group in groups]
+            node.transform.check_groups(found[path])
+        return found
+
+    def init_state(self, named: NamedParam, group: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The state of a parameter before its first step, with the settings of a group or those of the constructors."""
+        state: State = {}
+        for node in self:
+            state |= node.init_state(named, node.transform.defaults if group is None else node.settings(group))
+        return state
+
+    def possible_state(self, named: NamedParam, group: Mapping[str, Any]) -> dict[str, Any]:
+        """All that the state of a parameter may come to hold."""
+        return {key: value for n in self for key, value in n.possible_state(named, n.settings(group)).items()}

@@ -1,0 +1,108 @@
+"""What happens to a step whose gradients are not finite, or are refused by a gate: decided before anything changes."""
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.checks import count, one_of
+from torchzero_clip.core.checkpoint import COUNTS
+from torchzero_clip.core.kinds import Gate
+from torchzero_clip.core.nodes import Node
+from torchzero_clip.core.transform import Transform
+from torchzero_clip.core.walk import Walk
+from torchzero_clip.functional.norms import combine
+
+Nonfinite: TypeAlias = Literal["propagate", "raise", "skip"]
+
+REMEMBERED = 10  # norms that an error shows
+
+
+class StepPolicy:
+    """Decides whether a step is taken.
+
+    Args:
+        nonfinite: What to do about gradients that are not finite: "propagate" passes them on, "raise" raises, "skip"
+            skips the step.
+        max_consecutive_skips: How many steps in a row may be skipped; None for any number.
+        transforms: The transforms of the chain by name, some of which may be gates.
+    """
+
+    def __init__(
+        self, nonfinite: Nonfinite, max_consecutive_skips: int | None, transforms: Mapping[str, Transform]
+    ) -> None:
+        one_of("nonfinite", nonfinite, ("propagate", "raise", "skip"))
+        if max_consecutive_skips is not None:
+            count("max_consecutive_skips", max_consecutive_skips)
+        self.nonfinite: Nonfinite = nonfinite
+        self.max_consecutive_skips = max_consecutive_skips
+        self._gates = {name: transform for name, transform in transforms.items() if isinstance(transform, Gate)}
+        self._norms: list[float] = []
+        self.may_skip = nonfinite == "skip" or bool(self._gates)
+        self.decides = self.may_skip or nonfinite == "raise"
+        if max_consecutive_skips is not None and not self.may_skip:
+            raise ValueError("max_consecutive_skips needs nonfinite='skip' or a SkipStep: nothing skips steps here")
+
+    def described(self) -> list[str]:
+        """The arguments that are not their defaults."""
+        most = self.max_consecutive_skips
+        lines = [] if self.nonfinite == "propagate" else [f"nonfinite={self.nonfinite!r}"]
+        return lines if most is None else [*lines, f"max_consecutive_skips={most}"]
+
+    def counts(self) -> dict[str, int]:
+        """What the first param group counts."""
+        return dict.fromkeys(COUNTS, 0) if self.may_skip else {}
+
+    def allows(self, walk: Walk, counts: MutableMapping[str, Any]) -> bool:
+        """Return whether the step is to be taken. It reads from the device once.
+
+        Raises:
+            RuntimeError: If a gradient is not finite and is to raise, or if too many steps in a row were skipped.
+        """
+        norms = walk.measure_gradients()
+        total = combine(norms, 2.0)
+        all_finite = norms.isfinite().all()
+        judged = [self._judge(gate, walk, norms) for gate in self._gates if walk.rows_of(gate)]
+        refused = [refusal.to(total.device) for _, _, refusal in judged]
+        joint, finite, *refusals = torch.stack([x.double() for x in (total, all_finite, *refused)]).tolist()
+        self._norms = [*self._norms, joint][-REMEMBERED:]
+        if not finite and self.nonfinite == "raise":
+            raise RuntimeError(_nonfinite_message(walk, norms))
+        if any(refusals) or (not finite and self.nonfinite == "skip"):
+            self._count(counts)
+            return False
+        counts.update({"consecutive_skips": 0} if self.may_skip else {})
+        for node, norm, _ in judged:
+            rows = walk.rows_of(node.path)
+            step = walk.step_for(node, rows)
+            self._gates[node.path].accept(norm, step)
+            walk.store(node, rows, step)
+        return True
+
+    def _judge(self, name: str, walk: Walk, norms: Tensor) -> tuple[Node, Tensor, Tensor]:
+        """A gate, the norm of the gradients that it acts on, and whether it refuses the step."""
+        node, rows = walk.nodes.by_path[name], walk.rows_of(name)
+        own = norms if len(rows) == len(norms) else torch.stack([norms.select(0, i) for i in rows])
+        norm = combine(own, 2.0)
+        return node, norm, self._gates[name].refuses(norm, walk.step_for(node, rows))
+
+    def _count(self, counts: MutableMapping[str, Any]) -> None:
+        counts["skipped_steps"] += 1
+        counts["consecutive_skips"] += 1
+        skips = counts["consecutive_skips"]
+        if self.max_consecutive_skips is not None and skips > self.max_consecutive_skips:
+            shown = ", ".join(f"{norm:.4g}" for norm in self._norms)
+            raise RuntimeError(
+                f"{skips} steps in a row were skipped. The norms of the last gradients, the latest at the end: {shown}"
+            )
+
+
+def _nonfinite_message(walk: Walk, norms: Tensor) -> str:
+    finite = norms.isfinite().tolist()
+    names = [
+        named.name or f"parameter {i} of those with a gradient, of shape {tuple(named.param.shape)}"
+        for i, (named, good) in enumerate(zip(walk.named_params, finite, strict=True))
+        if not good
+    ]
+    return f'gradients are not finite: {", ".join(names)}. Nothing was changed; use nonfinite="skip" to skip such steps'

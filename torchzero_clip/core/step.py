@@ -1,0 +1,84 @@
+"""What a transform sees of one step."""
+
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.functional.measure import runs_of
+from torchzero_clip.types import Setting, State
+
+
+@dataclass
+class Step:
+    """What one transform sees of one step. The optimizer makes it; each list has one entry per parameter in its scope.
+
+    Args:
+        params: The parameters, not to be modified.
+        grads: Their gradients, not to be modified; a norm clip before an update rule may have scaled them.
+        loss: What the closure returned; None without a closure.
+        states: The state of each parameter: plain dicts, which the optimizer stores after the call.
+        settings: The settings of each parameter: plain dicts; parameters of one group share one.
+        global_state: The state of the whole chain that `Transform.init_global_state` began.
+        metrics: What `Modular.metrics` will show under the name of this transform: 0-d tensors.
+        gradient_norms: A norm of each gradient before any transform, for transforms that declare
+            ``keeps_statistics``; None for others.
+        apply_child: Applies a child of a composite, by its name, to tensors that it may write to.
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import Step
+        >>> one, other = {"beta": 0.9}, {"beta": 0.5}
+        >>> step = Step([], [], None, [], settings=[one, one, other])
+        >>> step.by_setting()
+        [({'beta': 0.9}, slice(0, 2, None)), ({'beta': 0.5}, slice(2, 3, None))]
+    """
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    loss: Tensor | float | None
+    states: list[State]
+    settings: list[Setting]
+    global_state: State = field(default_factory=dict)
+    metrics: MutableMapping[str, Tensor] = field(default_factory=dict)
+    gradient_norms: Tensor | None = None
+    apply_child: Callable[[str, list[Tensor]], list[Tensor]] | None = None
+
+    def by_setting(self) -> list[tuple[Setting, slice]]:
+        """Return each setting with the slice of the lists that it belongs to: one operation serves all of a slice."""
+        return runs_of(self.settings)
+
+    @property
+    def finite(self) -> Tensor:
+        """Where gradients were finite before any transform: a vector of booleans, equal on all ranks."""
+        return self._declared_norms().isfinite()
+
+    @property
+    def nonzero(self) -> Tensor:
+        """Where gradients had a non-zero element before any transform: a vector of booleans, equal on all ranks."""
+        return self._declared_norms() != 0
+
+    def usable(self, started: Tensor, *, rows: Sequence[int] | None = None, joint: bool = False) -> Tensor:
+        """Return where a statistic may learn from gradients: they are finite, and not all zero where it has to start.
+
+        Args:
+            started: A vector of booleans, True for statistics that have seen a gradient; one element if ``joint``.
+            rows: The parameters that the statistics belong to; None for all.
+            joint: All gradients count as one.
+        """
+        norms = self._declared_norms()
+        if rows is not None and len(rows) < len(norms):
+            norms = torch.stack([norms.select(0, i) for i in rows])
+        finite, nonzero = norms.isfinite(), norms != 0
+        if joint:
+            finite, nonzero = finite.all(), nonzero.any()
+        return finite & (nonzero | started)
+
+    def _declared_norms(self) -> Tensor:
+        if self.gradient_norms is None:
+            raise RuntimeError(
+                "a transform that asks what gradients were before the chain has to declare it: write "
+                "keeps_statistics = True in its class"
+            )
+        return self.gradient_norms

@@ -1,0 +1,96 @@
+"""Checks that a chain and its parameters fit together: errors, and warnings of slips."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.core.chain import Chain
+from torchzero_clip.core.kinds import FinalRule, Gate, UpdateRule
+from torchzero_clip.core.nodes import Nodes
+from torchzero_clip.core.scope import NamedParam, named_params
+from torchzero_clip.types import State
+
+Group: TypeAlias = dict[str, Any]
+
+
+def check_params(nodes: Nodes, params: Sequence[NamedParam]) -> None:
+    """Raise if a transform chooses by names that parameters do not have, or cannot act on one in its scope."""
+    for node in nodes:
+        scope = node.scope
+        scope.check_names(node.transform, params)
+        for i, named in enumerate(params):
+            if scope.has(named):
+                node.transform.check_parameter(named.name or f"parameter {i} of its group", named.param)
+
+
+def check_places(chain: Chain, nodes: Nodes, params: Sequence[NamedParam]) -> None:
+    """Raise if a transform cannot stand where it does."""
+    for node in nodes:
+        if node.outer and isinstance(node.transform, Gate):
+            raise ValueError(f"{node.transform!r} decides about whole steps: it cannot stand inside another transform")
+        if node.outer and isinstance(node.transform, FinalRule):
+            raise ValueError(f"{node.transform!r} takes the step by itself: it cannot stand inside another transform")
+    transforms = list(chain.transforms.values())
+    for i, transform in enumerate(transforms):
+        own = [named for named in params if transform.scope.has(named)]
+        acting = [any(other.scope.has(named) for named in own) for other in transforms]
+        before = [other for other, acts in zip(transforms[:i], acting[:i], strict=True) if acts]
+        after = [other for other, acts in zip(transforms[i + 1 :], acting[i + 1 :], strict=True) if acts]
+        transform.check_chain(before, after)
+
+
+def warn_of_slips(nodes: Nodes, params: Sequence[NamedParam]) -> None:
+    """Warn of patterns that match no parameter, and of parameters that scopes leave to no update rule, or to two."""
+    for node in nodes:
+        node.transform.scope.warn_of_idle_names(node.transform, params)
+    rules = [node.transform for node in nodes if not node.outer and isinstance(node.transform, UpdateRule)]
+    if not any(rule.scope.limited for rule in rules):
+        return
+    counts = [sum(rule.scope.has(named) for rule in rules) for named in params]
+    without = [named for named, count in zip(params, counts, strict=True) if count == 0]
+    several = [named for named, count in zip(params, counts, strict=True) if count > 1]
+    consequence = "its update is the gradient times the learning rate, as with SGD()"
+    _warn_of_params("no optimizer acts on", without, consequence)
+    _warn_of_params("two optimizers act on", several, "one after the other")
+
+
+def _warn_of_params(slip: str, found: Sequence[NamedParam], consequence: str) -> None:
+    if found:
+        others = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        warnings.warn(f"{slip} {found[0]}{others}: {consequence}. See only and without", stacklevel=4)
+
+
+def check_shapes(
+    nodes: Nodes, group: Group, param: Tensor, state: State, known: dict[tuple[str, torch.Size], torch.Size]
+) -> None:
+    """Raise if the gradient or the state of a parameter has another shape than it needs.
+
+    Args:
+        nodes: The transforms.
+        group: The param group of the parameter.
+        param: The parameter.
+        state: Its state.
+        known: Filled with the shapes of state that is not shaped like its parameter, by the shape of the parameter.
+    """
+    if param.grad is not None and param.grad.shape != param.shape:
+        raise RuntimeError(_shape_message("gradient", param.grad, param, group))
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.ndim and value.shape != param.shape:
+            place = (key, param.shape)
+            if known.get(place, value.shape) != value.shape or place not in known:
+                named = next(n for n in named_params(group) if n.param is param)
+                expected = nodes.possible_state(named, group).get(key)
+                known[place] = expected.shape if isinstance(expected, Tensor) else value.shape
+            if known[place] != value.shape:
+                raise RuntimeError(_shape_message(f"state {key!r}", value, param, group))
+
+
+def _shape_message(what: str, value: Tensor, param: Tensor, group: Group) -> str:
+    named = next(n for n in named_params(group) if n.param is param)
+    return (
+        f"the {what} of {named.name or 'a parameter'} has shape {tuple(value.shape)}, and the parameter has "
+        f"{tuple(param.shape)}. After changing its shape, set its .grad to None and delete its entry in optimizer.state"
+    )
