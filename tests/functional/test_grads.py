@@ -321,3 +321,37 @@ def test_the_smallest_element_is_that_of_tensors_with_elements():
     expected = params[1].grad.abs().min().item()
     assert clip_grad_norm_(params, 1.0, -math.inf).item() == pytest.approx(expected)
     assert clip_grad_norm_(params, 1.0, -math.inf, dim="global").item() == pytest.approx(min(expected, 1.0))
+
+
+IN_PLACE = {
+    "clip_grad_norm_": lambda p: clip_grad_norm_(p, 1.0),
+    "clip_grad_norm_ global": lambda p: clip_grad_norm_(p, 1.0, dim="global"),
+    "clip_grad_value_": lambda p: clip_grad_value_(p, 0.5),
+    "normalize_grads_": lambda p: normalize_grads_(p, 1.0),
+    "centralize_grads_": centralize_grads_,
+    "clip_grads_with_norm_": lambda p: clip_grads_with_norm_(p, 1.0, 3.0),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_gradients_whose_elements_share_memory(name):
+    params, plain = ([torch.zeros(3, requires_grad=True), torch.zeros(2, 3, requires_grad=True)] for _ in range(2))
+    params[0].grad, params[1].grad = torch.ones(1).expand(3), torch.tensor([[2.0], [3.0]]).expand(2, 3)
+    for param, other in zip(plain, params, strict=True):
+        param.grad = other.grad.contiguous()
+    IN_PLACE[name](params)
+    IN_PLACE[name](plain)
+    for param, expected in zip(params, plain, strict=True):
+        assert torch.equal(param.grad, expected.grad)
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_two_parameters_with_one_gradient_are_scaled_once(name):
+    params, plain = ([torch.zeros(2, requires_grad=True) for _ in range(2)] for _ in range(2))
+    params[0].grad = params[1].grad = torch.tensor([3.0, 4.0])
+    for param in plain:
+        param.grad = torch.tensor([3.0, 4.0])
+    IN_PLACE[name](params)
+    IN_PLACE[name](plain)
+    for param, expected in zip(params, plain, strict=True):
+        assert torch.equal(param.grad, expected.grad)

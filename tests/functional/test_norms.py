@@ -172,3 +172,40 @@ def test_equal_elements_deviate_by_nothing(order, number):
     assert norm(value, order).item() == 0
     (rows,) = slice_metrics([part(value.view(1, 3), (1,))], parse_ord(order))
     assert rows.tolist() == [[0]]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dim", [0, 1, -1, (0, 2), (-3, 1), [2, 1, 0]])
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_norms_of_slices_equal_a_loop(order, dim, keepdim):
+    value = torch.randn(3, 4, 5, dtype=torch.float64)
+    dims = sorted({d % 3 for d in ([dim] if isinstance(dim, int) else dim)})
+    found = norm(value, order, dim, keepdim)
+    assert found.shape == torch.linalg.vector_norm(value, dim=dims, keepdim=keepdim).shape
+    slices = value.permute(*[d for d in range(3) if d not in dims], *dims).flatten(0, 2 - len(dims))
+    slices = slices.reshape(-1, math.prod(value.shape[d] for d in dims))
+    expected = [root(row.tolist(), order) for row in slices]
+    assert found.flatten().tolist() == pytest.approx(expected, rel=1e-9)
+
+
+def test_shapes_of_norms():
+    assert norm(torch.zeros(2, 3), keepdim=True).shape == (1, 1)
+    assert norm(torch.zeros(())).shape == norm(torch.zeros(()), dim=0, keepdim=True).shape == ()
+    assert norm(torch.zeros(2, 0), dim=1).tolist() == [0, 0]
+    assert norm(torch.full((2, 1000), 300.0, dtype=torch.float16), dim=1).tolist() == pytest.approx([9486.83] * 2)
+
+
+@pytest.mark.parametrize(
+    ("dim", "error"),
+    [
+        (2, ValueError),
+        (-3, ValueError),
+        ((), ValueError),
+        ("global", ValueError),
+        ("rows", ValueError),
+        (0.5, TypeError),
+    ],
+)
+def test_dimensions_that_a_tensor_does_not_have(dim, error):
+    with pytest.raises(error, match="dim must"):
+        norm(torch.zeros(2, 3), dim=dim)

@@ -1,0 +1,99 @@
+"""The transforms that the documentation shows to authors compute what they say."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from torchzero_clip import LR, ClipNorm, Modular
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def shown(page, name):
+    """A class that a page shows, and its source."""
+    names = {"torch": torch, "model": nn.Linear(2, 2)}
+    blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+    for block in blocks:
+        exec(compile(block, page, "exec"), names)
+    (source,) = [block for block in blocks if f"class {name}(" in block]
+    return names[name], source[source.index(f"class {name}(") :].split("\n\n\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"), [("ClipRMS", 15), ("Average", 15), ("ClipByWeights", 25), ("ClipToLimit", 25), ("Lion", 25)]
+)
+def test_they_are_short(name, lines):
+    assert len(shown("write_a_transform.md", name)[1].splitlines()) < lines
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 2), (3,), (1, 1)])
+def test_clipping_by_weights_equals_a_loop_over_units(shape):
+    clip, _ = shown("write_a_transform.md", "ClipByWeights")
+    param = nn.Parameter(torch.randn(shape, dtype=torch.float64))
+    weights, grad = param.detach().clone(), torch.randn(shape, dtype=torch.float64)
+    param.data[0] = weights[0] = 0.0
+    param.grad = grad.clone()
+    Modular([param], clip(0.2, eps=0.5), LR(1.0)).step()
+    expected = grad.clone()
+    if len(shape) > 1:
+        for unit, own in zip(expected, weights, strict=True):
+            limit = 0.2 * max(math.sqrt((own**2).sum()), 0.5)
+            unit *= min(1.0, limit / math.sqrt((unit**2).sum()))
+    torch.testing.assert_close(weights - param.detach(), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_limit_without_a_loop_is_clip_norm():
+    clip, _ = shown("write_a_transform.md", "ClipToLimit")
+    results = []
+    for transform, key in ((clip(1.0), "limit"), (ClipNorm(1.0), "max_norm")):
+        params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+        for i, param in enumerate(params):
+            param.grad = torch.tensor([3.0, 4.0]) * (i + 1)
+        Modular([{"params": params[:2]}, {"params": params[2:], key: 0.5}], transform).step()
+        results.append([param.tolist() for param in params])
+    assert results[0] == results[1]
+    assert results[0][2] == pytest.approx([-0.3, -0.4])
+
+
+def test_lion_by_hand():
+    lion, _ = shown("write_a_transform.md", "Lion")
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = Modular([weight], lion(lr=0.5, betas=(0.5, 0.0)))
+    for gradient, expected in (([1.0, -2.0], [-0.5, 0.5]), ([-0.5, 3.0], [-1.0, 0.0]), ([0.5, 1.0], [-1.0, -0.5])):
+        # the averages are the gradients of the step before; the last two sums are [0.5 - 0.5, 3 + 1]
+        weight.grad = torch.tensor(gradient)
+        optimizer.step()
+        assert weight.tolist() == expected
+    assert optimizer.state[weight]["lion/average"].tolist() == [0.5, 1.0]
+
+
+def test_the_usual_norm_by_hand():
+    clip, _ = shown("statistics.md", "ClipToUsualNorm")
+    params = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
+    optimizer = Modular(params, clip(0.5))
+    steps = [(0.0, 1.0), (2.0, 100.0), (2.0, math.inf), (20.0, 1.0)]
+    moved = []
+    for row in steps:
+        for param, gradient in zip(params, row, strict=True):
+            param.data.zero_()
+            param.grad = torch.tensor([gradient])
+        optimizer.step()
+        moved.append([-param.item() for param in params])
+    # the first usual norms are those of the first gradients that are not 0: 2 and 1; the limits are three times them
+    assert moved == [[0.0, 1.0], [2.0, 3.0], [2.0, math.inf], [6.0, 1.0]]
+    assert [optimizer.state[p]["clip_to_usual_norm/usual"].item() for p in params] == [4.0, 1.5]
+
+
+def test_the_usual_joint_norm_by_hand():
+    scale, _ = shown("statistics.md", "ScaleByUsualNorm")
+    param = nn.Parameter(torch.zeros(2))
+    optimizer = Modular([param], scale(0.5))
+    for gradient, expected in (([3.0, 4.0], [0.6, 0.8]), ([math.nan, 1.0], [math.nan, 1.0]), ([9.0, 12.0], [0.9, 1.2])):
+        param.data.zero_()
+        param.grad = torch.tensor(gradient)
+        optimizer.step()
+        assert (-param).tolist() == pytest.approx(expected, nan_ok=True)

@@ -1,0 +1,423 @@
+"""The way of one step down a chain: how long it is, what it checks, whose memory it writes to, what it leaves alone."""
+
+import inspect
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from contract.entries import Mul
+from contract.training import assert_equal, gradients, parameters, set_grads, train, values
+from torch import nn
+
+import torchzero_clip
+from torchzero_clip import (
+    LR,
+    SGD,
+    Adam,
+    AdamW,
+    Centralize,
+    Chain,
+    ClipNorm,
+    ClipNormByEMA,
+    ClipNormGrowth,
+    ClipValue,
+    ClipValueByEMA,
+    ClipValueGrowth,
+    Gate,
+    Modular,
+    Scaling,
+    SkipStep,
+    TensorwiseTransform,
+    Transform,
+    UpdateRule,
+    Wrap,
+)
+from torchzero_clip.checks import non_negative
+from torchzero_clip.core import chain, kinds
+
+PACKAGE = str(Path(torchzero_clip.__file__).parent)
+COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"}
+
+
+def calls_of_a_step(tensors):
+    """The code objects of this package that the third step calls, one entry per call, comprehensions apart."""
+    params = [nn.Parameter(torch.randn(4, 3)) for _ in range(tensors)]
+    optimizer = Modular(params, ClipNorm(1, dim="global"), AdamW())
+    train(optimizer, params, [[torch.randn_like(p) for p in params] for _ in range(2)])
+    set_grads(params, [torch.randn_like(p) for p in params])
+    calls = []
+
+    def record(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE) and code.co_name not in COMPREHENSIONS:
+            calls.append(code)
+
+    sys.setprofile(record)
+    try:
+        optimizer.step()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_the_walk_is_short():
+    calls = calls_of_a_step(2)
+    assert 50 < len(calls) <= 150
+    assert len(set(calls)) <= 75
+    assert len({code.co_filename for code in calls}) <= 18
+
+
+def test_the_walk_is_short_for_each_additional_tensor():
+    assert (len(calls_of_a_step(100)) - len(calls_of_a_step(2))) / 98 <= 25
+
+
+def test_functions_of_the_walk_fit_a_screen():
+    for code in set(calls_of_a_step(2)):
+        lines, _ = inspect.getsourcelines(code)
+        doc = code.co_consts[0] if code.co_consts and isinstance(code.co_consts[0], str) else ""
+        assert len(lines) - doc.count("\n") <= 40, code.co_qualname
+
+
+def test_base_classes_have_one_flag():
+    bases = [Transform, TensorwiseTransform, chain.Composite, Chain, Scaling, UpdateRule, kinds.FinalRule, Gate]
+    flags = {key for base in bases for key, value in vars(base).items() if isinstance(value, bool)}
+    assert flags == {"keeps_statistics"}
+
+
+class Counted(ClipNorm):
+    """Counts how often its setting is checked."""
+
+    seen: list[float] = []
+    checks = {"max_norm": lambda name, value: (non_negative(name, value), Counted.seen.append(value))}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_every_setting_is_checked_once_a_step_and_again_after_a_closure(nested):
+    params = parameters()
+    clip = Counted(0.5)
+    chain = Chain(Chain(clip, target="update_difference"), target="update_difference") if nested else clip
+    optimizer = Modular([{"params": params[:2]}, {"params": params[2:]}], chain, Adam())
+    set_grads(params, gradients(params, 1)[0])
+    Counted.seen.clear()
+    optimizer.step()
+    assert Counted.seen == [0.5, 0.5]  # one for each group
+    optimizer.step(lambda: None)
+    assert Counted.seen == [0.5] * 6
+
+
+def test_a_closure_may_change_settings_and_add_groups():
+    first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    optimizer = Modular([first], ClipNorm(1.0))
+
+    def closure():
+        if len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": [second], "max_norm": 0.5})
+        optimizer.param_groups[0]["max_norm"] = 2.0
+        first.grad, second.grad = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0])
+
+    optimizer.step(closure)
+    assert first.tolist() == pytest.approx([-1.2, -1.6])
+    assert second.tolist() == pytest.approx([-0.3, -0.4])
+
+    before = values([first, second])
+
+    def bad():
+        optimizer.param_groups[1]["max_norm"] = -1.0
+
+    with pytest.raises(ValueError, match=r"max_norm must be >= 0, got -1.0"):
+        optimizer.step(bad)
+    assert_equal([first, second], before)
+
+
+def test_two_optimizers_that_share_instances_step_in_two_threads():
+    shared = [
+        ClipNorm(0.5, dim="global"),
+        ClipValueByEMA(0.5, ema_tfm=Mul(2.0)),
+        ClipNormByEMA(0.5, tensorwise=False),
+        ClipValueGrowth(),
+        ClipNormGrowth(),
+        Adam(),
+    ]
+    runs = [(parameters(torch.float64), gradients(parameters(torch.float64), 60, seed)) for seed in (1, 2)]
+    expected = [(parameters(torch.float64), rows) for _, rows in runs]
+    for params, rows in expected:
+        train(Modular(params, *shared), params, rows)
+    optimizers = [Modular(params, *shared) for params, _ in runs]
+    barrier, errors = threading.Barrier(2), []
+
+    def run(optimizer, params, rows):
+        try:
+            for row in rows:
+                barrier.wait(timeout=60)
+                train(optimizer, params, [row])
+        except Exception as error:
+            errors.append(error)
+            barrier.abort()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=run, args=(o, *r)) for o, r in zip(optimizers, runs, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
+    for (params, _), (other, _) in zip(runs, expected, strict=True):
+        assert_equal(params, other)
+
+
+@pytest.mark.parametrize(
+    ("target", "update"), [("update_difference", [0.0, 0.0]), ("params_difference", [0.0, 0.0]), ("grad", [1.0, 3.0])]
+)
+def test_target_grad_inside_a_chain_with_a_target_changes_the_gradient_only(target, update):
+    param = nn.Parameter(torch.zeros(2))
+    param.grad = torch.tensor([1.0, 3.0])
+    Modular([param], Chain(Centralize(target="grad"), ClipNorm(99), target=target)).step()
+    assert (-param).tolist() == update
+    assert param.grad.tolist() == ([1.0, 3.0] if target == "grad" else [-1.0, 1.0])
+
+
+def test_target_grad_in_a_unit_inside_a_unit():
+    param = nn.Parameter(torch.zeros(2))
+    param.grad = torch.tensor([1.0, 3.0])
+    inner = Chain(Mul(2.0), Centralize(target="grad"), target="update_difference")  # [1, 3] - [2, 6]
+    Modular([param], Chain(inner, Mul(10.0), target="update_difference")).step()  # [1, 3] - [-10, -30]
+    assert (-param).tolist() == [11.0, 33.0]
+    assert param.grad.tolist() == [-1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: ClipNorm(1.0), lambda: [ClipNorm(1.0), SGD(1.0)], lambda: ClipValue(0.5), lambda: Centralize(),
+             lambda: [ClipNorm(1.0, target="grad"), SGD(1.0)]],
+)  # fmt: skip
+def test_expanded_gradients_are_gradients_like_others(make):
+    params, plain = parameters(shapes=[(3,), (2, 3)]), parameters(shapes=[(3,), (2, 3)])
+    params[0].grad, params[1].grad = torch.ones(1).expand(3), torch.tensor([[2.0], [3.0]]).expand(2, 3)
+    set_grads(plain, [grad.grad.contiguous() for grad in params])
+    Modular(params, make()).step()
+    Modular(plain, make()).step()
+    assert_equal(params, plain)
+    assert_equal([p.grad for p in params], [p.grad for p in plain])
+
+
+@pytest.mark.parametrize("dim", [None, "global"])
+@pytest.mark.parametrize("keep_grads", [False, True])
+def test_parameters_that_share_one_gradient_are_scaled_once(dim, keep_grads):
+    params, plain = parameters(shapes=[(2,), (2,)]), parameters(shapes=[(2,), (2,)])
+    shared = torch.tensor([3.0, 4.0])
+    params[0].grad = params[1].grad = shared
+    set_grads(plain, [shared, shared])
+    for each in (params, plain):
+        Modular(each, ClipNorm(1.0, dim=dim), SGD(1.0), keep_grads=keep_grads).step()
+    assert_equal(params, plain)
+    assert_equal([p.grad for p in params], [p.grad for p in plain])
+
+
+def test_a_chain_on_meta_parameters_says_that_they_have_no_values():
+    with torch.device("meta"):
+        model = nn.Linear(2, 1)
+    optimizer = Modular(model, SkipStep(1.0), ClipNormByEMA(tensorwise=False), Adam())
+    model.to_empty(device="cpu")  # makes other parameters
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"weight is on the meta device and has no values: .* Build Modular after"):
+        optimizer.step()
+
+
+def test_a_chain_on_meta_parameters_works_if_they_are_given_values_in_place():
+    with torch.device("meta"):
+        model = nn.Linear(2, 1)
+    optimizer = Modular(model, ClipNormByEMA(tensorwise=False), Adam())
+    other = nn.Linear(2, 1)
+    for name, param in list(model.named_parameters()):
+        torch.utils.swap_tensors(param, nn.Parameter(getattr(other, name).detach().clone()))
+    reference = Modular(other, ClipNormByEMA(tensorwise=False), Adam())
+    for module, stepper in ((model, optimizer), (other, reference)):
+        module(torch.ones(1, 2)).sum().backward()
+        stepper.step()
+    assert_equal(model.parameters(), other.parameters())
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "NAdam", "SGD"])
+def test_wrap_takes_gradients_of_another_dtype(name):
+    param, plain = (nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2))
+    param.grad_dtype = torch.float32
+    wrapped = getattr(torch.optim, name)
+    optimizer, reference = Modular([param], ClipNorm(1.0), Wrap(wrapped, lr=0.5)), wrapped([plain], lr=0.5)
+    for _ in range(2):
+        param.grad, plain.grad = torch.tensor([3.0, 4.0]), torch.tensor([0.6, 0.8], dtype=torch.bfloat16)
+        optimizer.step()
+        reference.step()
+        assert param.grad.dtype == torch.float32
+        assert param.grad.tolist() == [3.0, 4.0]
+    assert_equal([param], [plain])
+
+
+@pytest.mark.parametrize("what", ["gradient", "state"])
+def test_a_parameter_of_another_shape_is_an_error_before_anything_changes(what):
+    first, second = parameters(shapes=[(2,), (4, 3)])
+    optimizer = Modular([("first", first), ("second", second)], ClipNorm(0.1), ClipNormGrowth(), Adam())
+    rows = [gradients([first, second], 1)[0]] * 2
+    train(optimizer, [first, second], rows[:1])
+    set_grads([first, second], rows[0])
+    second.data = torch.zeros(2, 3)
+    if what == "state":
+        second.grad = torch.ones(2, 3)
+    before, grads = values([first, second]), [first.grad.clone(), second.grad.clone()]
+    state = {key: value.clone() for key, value in optimizer.state[first].items()}
+    message = "the gradient of second has" if what == "gradient" else "the state 'adam/exp_avg' of second has"
+    with pytest.raises(RuntimeError, match=rf"{message} shape \(4, 3\), and the parameter has \(2, 3\)"):
+        optimizer.step()
+    assert_equal([first, second], before)
+    assert_equal([first.grad, second.grad], grads)
+    torch.testing.assert_close(dict(optimizer.state[first]), state, rtol=0, atol=0)
+
+    del optimizer.state[second]
+    second.grad = torch.ones(2, 3)
+    optimizer.step()
+    assert optimizer.state[second]["adam/exp_avg"].shape == (2, 3)
+
+
+def test_state_of_a_shape_of_its_own_is_no_error():
+    class Window(TensorwiseTransform):
+        def __init__(self):
+            super().__init__({})
+
+        def init_state(self, param, setting):
+            return {"last": torch.zeros(5, device=param.device)}
+
+        def apply_tensor(self, tensor, param, grad, loss, state, setting):
+            state["last"].copy_(state["last"].roll(1))
+            return tensor
+
+    params = parameters()
+    optimizer = Modular(params, Window(), Adam())
+    train(optimizer, params, gradients(params, 3))
+    assert all(state["window/last"].shape == (5,) for state in optimizer.state.values())
+
+
+class Remembering(UpdateRule):
+    """Returns its own state, as `kind` says."""
+
+    default_lr = 1.0
+
+    def __init__(self, kind):
+        super().__init__({})
+        self.kind = kind
+
+    def init_state(self, param, setting):
+        return {"sum": torch.zeros_like(param)}
+
+    def apply_tensors(self, updates, step):
+        for update, state in zip(updates, step.states, strict=True):
+            state["sum"].add_(update)
+        if self.kind == "grads":
+            return step.grads
+        return step.params if self.kind == "params" else [state["sum"] for state in step.states]
+
+
+@pytest.mark.parametrize("kind", ["state", "grads", "params"])
+@pytest.mark.parametrize("later", [lambda: Mul(0.5), lambda: [SGD(), Mul(0.5)], lambda: ClipNorm(0.1)])
+def test_what_a_rule_returns_of_its_own_is_not_written_to(kind, later):
+    params = parameters(torch.float64)
+    rows = gradients(params, 2)
+    optimizer = Modular(params, Remembering(kind), later(), LR(0.0))
+    before = values(params)
+    train(optimizer, params, rows)
+    assert_equal(params, before)
+    assert_equal([p.grad for p in params], rows[-1])
+    assert_equal([optimizer.state[p]["remembering/sum"] for p in params], [a + b for a, b in zip(*rows, strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("base", "hook"), [(ClipNorm, "factors"), (Scaling, "factors"), (SkipStep, "refuses"), (Wrap, "fuse")]
+)
+def test_a_kind_that_is_never_asked_for_tensors_refuses_to_be(base, hook):
+    with pytest.raises(TypeError, match=rf"Own.apply_tensors would never be called, .*: implement {hook}"):
+        type("Own", (base,), {"apply_tensors": lambda self, updates, step: updates})
+
+
+def test_gradient_statistics_have_to_be_declared():
+    class Undeclared(TensorwiseTransform):
+        def __init__(self):
+            super().__init__({})
+
+        def apply_tensor(self, tensor, param, grad, loss, state, setting):
+            return tensor
+
+        def apply_tensors(self, updates, step):
+            return [update * step.finite.sum() for update in updates]
+
+    params = parameters()
+    with pytest.raises(RuntimeError, match="write keeps_statistics = True in its class"):
+        train(Modular(params, Undeclared()), params, gradients(params, 1))
+
+
+class Asks(Transform):
+    """Notes what it is told of gradients."""
+
+    keeps_statistics = True
+
+    def __init__(self):
+        super().__init__({})
+        self.told = []
+
+    def apply_tensors(self, updates, step):
+        self.told.append((step.finite.tolist(), step.nonzero.tolist()))
+        return updates
+
+
+@pytest.mark.parametrize(
+    "before", [list, lambda: ClipNorm(0.1), lambda: ClipNorm(0.1, "linf"), lambda: ClipNorm(0.1, "std"),
+               lambda: Mul(0.0), lambda: ClipNorm(0.1).only(lambda p: p.ndim == 2), lambda: SkipStep(1e9),
+               lambda: Chain(ClipNorm(0.0), target="update_difference"), lambda: Adam(), lambda: Centralize()],
+)  # fmt: skip
+def test_gradients_are_described_as_they_entered_the_chain(before):
+    params = parameters()
+    asks = Asks()
+    options = {} if isinstance(before(), SkipStep) else {"maximize": True}
+    optimizer = Modular(params, before(), asks, LR(0.0), **options)
+    rows = gradients(params, 1)[0]
+    rows[1].zero_()
+    if not isinstance(before(), SkipStep):
+        rows[2][0, 0, 0], rows[3] = torch.inf, torch.tensor(torch.nan)
+    train(optimizer, params, [rows])
+    expected = [row.isfinite().all().item() for row in rows], [row.count_nonzero().item() > 0 for row in rows]
+    assert asks.told == [expected]
+
+
+def test_each_part_of_the_state_is_stored_even_if_a_later_tensor_fails():
+    class Fails(TensorwiseTransform):
+        def __init__(self):
+            super().__init__({})
+
+        def init_state(self, param, setting):
+            return {"count": torch.zeros(())}
+
+        def apply_tensor(self, tensor, param, grad, loss, state, setting):
+            state["count"] = state["count"] + 1
+            if tensor.ndim == 1:
+                raise ArithmeticError("bad luck")
+            return tensor
+
+    params = parameters()
+    optimizer = Modular(params, Fails())
+    with pytest.raises(ArithmeticError, match="bad luck"):
+        train(optimizer, params, gradients(params, 1))
+    assert [optimizer.state[p]["fails/count"].item() for p in params] == [1, 1, 0, 0]
+
+
+def test_metrics_stay_those_of_the_step_before_if_a_step_fails():
+    params = parameters()
+    optimizer = Modular(params, ClipNorm(1.0), AdamW())
+    train(optimizer, params, gradients(params, 1))
+    before = optimizer.metrics()
+    params[0].data = torch.zeros(7)
+    with pytest.raises(RuntimeError, match="has shape"):
+        optimizer.step()
+    assert Counter(optimizer.metrics()) == Counter(before)
