@@ -14,3 +14,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Contract tests of entries that only vary another one are slow."""
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if callspec is not None and getattr(callspec.params.get("entry"), "varies", False):
+            item.add_marker(pytest.mark.slow)

@@ -23,6 +23,7 @@ from torchzero_clip import (
     Normalize,
     NormalizeByEMA,
     RMSprop,
+    Scaling,
     SkipStep,
     TensorwiseTransform,
     Transform,
@@ -44,6 +45,22 @@ class ClipRMS(TensorwiseTransform):
 
     def apply_tensor(self, tensor, param, grad, loss, state, setting):
         return tensor.mul_((setting["max_rms"] / rms(tensor)).clamp(max=1.0))
+
+
+class ClipByWeights(Scaling):
+    """An author's limit of units, from norms of parameters."""
+
+    checks = {"clipping": positive}
+
+    def __init__(self, clipping: float) -> None:
+        super().__init__({"clipping": clipping}, dim=0, inverse_dims=True)
+
+    def factors(self, measured, updates, step):
+        factors = []
+        for i, norms, dims in zip(measured.indices, measured.norms, measured.dims, strict=True):
+            weights = norm_of(step.params[i], dim=dims, keepdim=True)
+            factors.append((step.settings[i]["clipping"] * weights.clamp(min=1e-3) / norms).clamp(max=1.0))
+        return measured.joined(factors)
 
 
 class Mul(Transform):
@@ -119,6 +136,8 @@ class Entry:
     """One tensor's gradient changes what happens to the others."""
     looks: bool = False
     """A step has to look at values: whether to skip it, or in which step torch's optimizer is."""
+    varies: bool = False
+    """Another entry goes the same way through the code, but for the arithmetic: left out of the quick run."""
 
     @property
     def squares_in_param_dtype(self) -> bool:
@@ -140,59 +159,62 @@ ENTRIES = [
     Entry("ClipNorm", lambda: ClipNorm(0.5)),
     Entry("ClipNorm-global", lambda: ClipNorm(0.5, dim="global"), joint=True),
     Entry("ClipNorm-rows", lambda: ClipNorm(0.5, dim=0, inverse_dims=True)),
-    Entry("ClipNorm-columns", lambda: ClipNorm(0.5, dim=0, min_size=2)),
-    Entry("ClipNorm-l3", lambda: ClipNorm(0.5, "l3")),
-    Entry("ClipNorm-linf-rows", lambda: ClipNorm(0.5, "linf", dim=-1)),
-    Entry("ClipNorm-linf-global", lambda: ClipNorm(0.5, torch.inf, dim="global"), joint=True),
-    Entry("ClipNorm-l0", lambda: ClipNorm(2, 0)),
-    Entry("ClipNorm-mad", lambda: ClipNorm(0.1, "mad")),
+    Entry("ClipNorm-columns", lambda: ClipNorm(0.5, dim=0, min_size=2), varies=True),
+    Entry("ClipNorm-l3", lambda: ClipNorm(0.5, "l3"), varies=True),
+    Entry("ClipNorm-linf-rows", lambda: ClipNorm(0.5, "linf", dim=-1), varies=True),
+    Entry("ClipNorm-linf-global", lambda: ClipNorm(0.5, torch.inf, dim="global"), joint=True, varies=True),
+    Entry("ClipNorm-l0", lambda: ClipNorm(2, 0), varies=True),
+    Entry("ClipNorm-mad", lambda: ClipNorm(0.1, "mad"), varies=True),
     Entry("ClipNorm-std", lambda: ClipNorm(0.1, "std")),
-    Entry("ClipNorm-var-rows", lambda: ClipNorm(0.1, "var", dim=0)),
-    Entry("ClipNorm-sum-global", lambda: ClipNorm(0.1, "sum", dim="global"), joint=True),
+    Entry("ClipNorm-var-rows", lambda: ClipNorm(0.1, "var", dim=0), varies=True),
+    Entry("ClipNorm-sum-global", lambda: ClipNorm(0.1, "sum", dim="global"), joint=True, varies=True),
     Entry("ClipValue", lambda: ClipValue(0.1)),
     Entry("Normalize", lambda: Normalize(0.5)),
-    Entry("Normalize-global", lambda: Normalize(0.5, dim="global"), joint=True),
-    Entry("Normalize-linf-rows", lambda: Normalize(0.5, "linf", dim=0, inverse_dims=True)),
-    Entry("Normalize-std", lambda: Normalize(0.5, "std")),
+    Entry("Normalize-global", lambda: Normalize(0.5, dim="global"), joint=True, varies=True),
+    Entry("Normalize-linf-rows", lambda: Normalize(0.5, "linf", dim=0, inverse_dims=True), varies=True),
+    Entry("Normalize-std", lambda: Normalize(0.5, "std"), varies=True),
     Entry("Centralize", lambda: Centralize()),
-    Entry("Centralize-rows", lambda: Centralize(dim=0, inverse_dims=True)),
+    Entry("Centralize-rows", lambda: Centralize(dim=0, inverse_dims=True), varies=True),
     Entry("Centralize-global", lambda: Centralize("global"), joint=True),
     Entry("ClipNormByEMA", lambda: ClipNormByEMA(0.5)),
     Entry("ClipNormByEMA-joint", lambda: ClipNormByEMA(0.5, tensorwise=False), joint=True),
-    Entry("ClipNormByEMA-update", lambda: ClipNormByEMA(0.9, "linf", ema_init="update", max_ema_growth=1.1)),
+    Entry(
+        "ClipNormByEMA-update", lambda: ClipNormByEMA(0.9, "linf", ema_init="update", max_ema_growth=1.1), varies=True
+    ),
     Entry("NormalizeByEMA", lambda: NormalizeByEMA(0.5, "mad", max_ema_growth=None)),
-    Entry("NormalizeByEMA-joint-var", lambda: NormalizeByEMA(0.5, "var", tensorwise=False), joint=True),
+    Entry("NormalizeByEMA-joint-var", lambda: NormalizeByEMA(0.5, "var", tensorwise=False), joint=True, varies=True),
     Entry("ClipValueByEMA", lambda: ClipValueByEMA(0.5)),
     Entry("ClipValueByEMA-tfm", lambda: ClipValueByEMA(0.5, "update", ema_tfm=[Mul(2.0), ClipNorm(0.5), EMA()])),
     Entry("ClipNormGrowth", lambda: ClipNormGrowth()),
-    Entry("ClipNormGrowth-joint", lambda: ClipNormGrowth(0.1, ord="l1", parameterwise=False), joint=True),
-    Entry("ClipNormGrowth-var", lambda: ClipNormGrowth(ord="var", max_decay=None)),
+    Entry("ClipNormGrowth-joint", lambda: ClipNormGrowth(0.1, ord="l1", parameterwise=False), joint=True, varies=True),
+    Entry("ClipNormGrowth-var", lambda: ClipNormGrowth(ord="var", max_decay=None), varies=True),
     Entry("ClipValueGrowth", lambda: ClipValueGrowth()),
-    Entry("ClipValueGrowth-add", lambda: ClipValueGrowth(0.1, None, max_decay=10)),
+    Entry("ClipValueGrowth-add", lambda: ClipValueGrowth(0.1, None, max_decay=10), varies=True),
     Entry("ClipValueGrowth-none", lambda: ClipValueGrowth(mul=None)),
     Entry("Adam", lambda: Adam()),
-    Entry("Adam-amsgrad", lambda: Adam(lr=0.1, amsgrad=True)),
-    Entry("Adam-float64-state", lambda: Adam(state_dtype=torch.float64)),
+    Entry("Adam-amsgrad", lambda: Adam(lr=0.1, amsgrad=True), varies=True),
+    Entry("Adam-float64-state", lambda: Adam(state_dtype=torch.float64), varies=True),
     Entry("SGD", lambda: SGD()),
     Entry("SGD-momentum", lambda: SGD(0.1, 0.9, dampening=0.1)),
-    Entry("SGD-nesterov", lambda: SGD(0.1, 0.9, nesterov=True)),
+    Entry("SGD-nesterov", lambda: SGD(0.1, 0.9, nesterov=True), varies=True),
     Entry("RMSprop", lambda: RMSprop(momentum=0.5, centered=True)),
     Entry("Muon+Adam", lambda: [Muon(0.1).only(is_2d), Adam().without(is_2d)]),
-    Entry("WeightDecay", lambda: WeightDecay(0.1)),
+    Entry("WeightDecay", lambda: WeightDecay(0.1), varies=True),
     Entry("LR", lambda: LR(0.1)),
-    Entry("AdamW", lambda: AdamW(lr=0.1)),
+    Entry("AdamW", lambda: AdamW(lr=0.1), varies=True),
     Entry("AdamW-fused", lambda: AdamW(lr=0.1, fused=True)),
     Entry("ClipNorm+Wrap", lambda: [ClipNorm(0.5), Wrap(torch.optim.Adam, weight_decay=0.1)], looks=True),
     Entry("schedules", lambda: [ClipNorm(warm_up), Adam(betas=later_betas), WeightDecay(warm_up), LR(0.1)]),
     Entry("ClipRMS", lambda: ClipRMS(0.2)),
+    Entry("ClipByWeights", lambda: ClipByWeights(0.2)),
     Entry("TrackJointNorm", lambda: TrackJointNorm(), joint=True),
     Entry("ClipNorm+AdamW", lambda: [ClipNorm(0.5, dim="global"), AdamW(), LR(0.1)], joint=True),
-    Entry("L2+ClipValue+SGD", lambda: [WeightDecay(0.1), ClipValue(0.1), SGD(0.1, 0.9)]),
+    Entry("L2+ClipValue+SGD", lambda: [WeightDecay(0.1), ClipValue(0.1), SGD(0.1, 0.9)], varies=True),
     Entry("Adam+two clips", lambda: [ClipNorm(0.5), Adam(), LR(0.1), ClipNorm(0.02)]),
     Entry("statistics+Adam", lambda: [ClipNorm(0.5), ClipNormGrowth(), ClipValueByEMA(0.5), Adam(), LR(0.1)]),
-    Entry("WeightDecay+ClipNormByEMA", lambda: [WeightDecay(0.1), ClipNormByEMA(0.5), SGD(0.1, 0.5)]),
+    Entry("WeightDecay+ClipNormByEMA", lambda: [WeightDecay(0.1), ClipNormByEMA(0.5), SGD(0.1, 0.5)], varies=True),
     Entry("unit chain of statistics", lambda: Chain(ClipNormGrowth(), ClipValueGrowth(), target="update_difference")),
-    Entry("target grad statistics", lambda: [ClipNormByEMA(0.5, target="grad"), SGD(0.1, 0.5)]),
+    Entry("target grad statistics", lambda: [ClipNormByEMA(0.5, target="grad"), SGD(0.1, 0.5)], varies=True),
     Entry(
         "scopes",
         lambda: [

@@ -13,12 +13,18 @@ from torch.optim import lr_scheduler, swa_utils
 
 from torchzero_clip import LR, SGD, Adam, ClipNorm, Modular
 
+COMPILED_QUICKLY = ("ClipNorm-global", "ClipNorm+AdamW", "SGD-nesterov")
+
 each_entry = pytest.mark.parametrize("entry", ENTRIES, ids=str)
 
 
+# a chain reads what a scheduler wrote, whichever it was: each entry meets one of them, and each of them some entries
+MEETINGS = [(entry, "OneCycleLR") for entry in ENTRIES]
+MEETINGS += [(e, name) for e in ENTRIES if e.name in ("LR", "schedules", "ClipNorm+AdamW") for name in SCHEDULERS]
+
+
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["float", "tensor"])
-@pytest.mark.parametrize("name", SCHEDULERS)
-@each_entry
+@pytest.mark.parametrize(("entry", "name"), dict.fromkeys(MEETINGS), ids=str)
 def test_schedulers_set_the_learning_rate(entry, name, as_tensor):
     params, other = parameters(), parameters()
     grads = gradients(params, 5)
@@ -195,7 +201,9 @@ def test_optimizer_in_backward(entry):
     assert_equal(params, plain)
 
 
-@each_entry
+@pytest.mark.parametrize(
+    "entry", [e if e.name in COMPILED_QUICKLY else pytest.param(e, marks=pytest.mark.slow) for e in ENTRIES], ids=str
+)
 def test_compiled_step(entry):
     params, plain = parameters(torch.float64), parameters(torch.float64)
     grads = gradients(params, 4)

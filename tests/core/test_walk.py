@@ -373,7 +373,8 @@ class Asks(Transform):
 
 
 @pytest.mark.parametrize(
-    "before", [list, lambda: ClipNorm(0.1), lambda: ClipNorm(0.1, "linf"), lambda: ClipNorm(0.1, "std"),
+    "before", [list, lambda: ClipNorm(0.1), lambda: ClipNorm(0.1, "linf"), lambda: ClipNorm(0.0, "std"),
+               lambda: ClipNorm(0.0, dim=0),
                lambda: Mul(0.0), lambda: ClipNorm(0.1).only(lambda p: p.ndim == 2), lambda: SkipStep(1e9),
                lambda: Chain(ClipNorm(0.0), target="update_difference"), lambda: Adam(), lambda: Centralize()],
 )  # fmt: skip
@@ -389,6 +390,23 @@ def test_gradients_are_described_as_they_entered_the_chain(before):
     train(optimizer, params, [rows])
     expected = [row.isfinite().all().item() for row in rows], [row.count_nonzero().item() > 0 for row in rows]
     assert asks.told == [expected]
+
+
+@pytest.mark.parametrize("transform", [ClipNormGrowth, ClipValueGrowth])
+@pytest.mark.parametrize("scoped", [False, True])
+def test_statistics_in_a_chain_that_acts_on_the_gradients_of_a_closure(transform, scoped):
+    def chain():
+        unit = Chain(Mul(1.0), transform(), target="closure")
+        return [unit.only(lambda p: p.ndim == 2) if scoped else unit, SGD(1.0)]
+
+    params, plain = parameters(torch.float64), parameters(torch.float64)
+    optimizer = Modular(params, chain())
+    inner = transform().only(lambda p: p.ndim == 2) if scoped else transform()
+    reference = Modular(plain, inner, SGD(1.0))
+    for row in gradients(params, 4):
+        optimizer.step(lambda row=row: set_grads(params, row))
+        train(reference, plain, [row])
+    assert_equal(params, plain)
 
 
 def test_each_part_of_the_state_is_stored_even_if_a_later_tensor_fails():

@@ -138,6 +138,7 @@ def test_bad_arguments(grads, limit, error, message):
 
 
 @pytest.mark.peers
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_equals_optax(seed):
     optax = pytest.importorskip("optax", reason="optax is not installed")

@@ -55,6 +55,7 @@ def clipped(model, called, x):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["method", "wrapper", "wrapper given", "submodule"])
 def test_compiled_models_are_clipped_as_they_are(how):
     model, x = Net().double(), torch.randn(5, 4, dtype=torch.float64)

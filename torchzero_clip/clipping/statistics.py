@@ -12,7 +12,7 @@ from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.settings import same_in_all_groups
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.measure import Measured, runs_of
+from torchzero_clip.functional.measure import Measured, by_setting
 from torchzero_clip.functional.shards import pack
 from torchzero_clip.types import Ord, Setting, State, Target
 
@@ -77,10 +77,10 @@ class Tracked:
 
     def by_setting(self, rule: Callable[..., Tensor], *vectors: Tensor) -> Tensor:
         """What ``rule`` makes of each setting and the elements of the vectors that share it."""
-        runs = runs_of(self._settings)
-        columns = [vector.split([own.stop - own.start for _, own in runs]) for vector in vectors]
+        shared = by_setting(self._settings)
+        columns = [vector.split([own.stop - own.start for _, own in shared]) for vector in vectors]
         rows = zip(*columns, strict=True)
-        return torch.cat([rule(setting, *row) for (setting, _), row in zip(runs, rows, strict=True)])
+        return torch.cat([rule(setting, *row) for (setting, _), row in zip(shared, rows, strict=True)])
 
     def per_tensor(self, vector: Tensor) -> list[Tensor]:
         """The element of a vector that belongs to each tensor with a statistic."""

@@ -170,9 +170,12 @@ class Modular(Optimizer):
 
         Raises:
             ValueError: If a setting in a param group is out of range, or a transform has ``target="closure"`` and there
-                is no closure. Nothing has been changed then.
-            RuntimeError: If a gradient is sparse; if one is not finite and ``nonfinite="raise"``; if more than
+                is no closure.
+            RuntimeError: If a gradient is sparse, a gradient or state has another shape than its parameter needs, or a
+                parameter is on the meta device; if a gradient is not finite and ``nonfinite="raise"``; if more than
                 ``max_consecutive_skips`` steps in a row were skipped.
+
+        Nothing has been changed when one of these is raised.
         """
         if closure is None and "closure" in self._nodes.targets:
             raise ValueError("a transform with target='closure' needs a closure: call step(closure)")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torchzero_clip.functional.measure import runs_of
+from torchzero_clip.functional.measure import by_setting
 from torchzero_clip.types import Setting, State
 
 
@@ -47,7 +47,7 @@ class Step:
 
     def by_setting(self) -> list[tuple[Setting, slice]]:
         """Return each setting with the slice of the lists that it belongs to: one operation serves all of a slice."""
-        return runs_of(self.settings)
+        return by_setting(self.settings)
 
     @property
     def finite(self) -> Tensor:

@@ -59,7 +59,10 @@ class Walk:
 
     def __post_init__(self) -> None:
         self.updates: list[Tensor | None] = [None] * len(self.params)
+        """The update of each parameter, once a transform has returned one; until then it is the gradient."""
         self.borrowed = [True] * len(self.params)
+        """True for updates whose memory is that of a gradient, a parameter or state."""
+        self._scopes: dict[str, set[int]] = {}
 
     @property
     def named_params(self) -> list[NamedParam]:
@@ -69,13 +72,16 @@ class Walk:
 
     def rows_of(self, path: str) -> list[int]:
         """The rows in the scope of a transform of the outermost chain."""
-        return self._in_scope(self.nodes.by_path[path].transform, list(range(len(self.params))))
+        return self._in_scope(self.nodes.by_path[path], list(range(len(self.params))))
 
-    def _in_scope(self, transform: Transform, rows: list[int]) -> list[int]:
-        if len(transform.scope.conditions) == 0:  # `not` of a tuple breaks the graphs of `torch.compile`
+    def _in_scope(self, node: Node, rows: list[int]) -> list[int]:
+        scope = node.transform.scope
+        if len(scope.conditions) == 0:  # `not` of a tuple breaks the graphs of `torch.compile`
             return rows
-        named = self.named_params
-        return [i for i in rows if transform.scope.has(named[i])]
+        if node.path not in self._scopes:
+            self._scopes[node.path] = {i for i, named in enumerate(self.named_params) if scope.has(named)}
+        chosen = self._scopes[node.path]
+        return [i for i in rows if i in chosen]
 
     def measure_gradients(self) -> Tensor:
         """The L2 norm of each gradient: a vector of float64, equal on all ranks."""
@@ -87,7 +93,7 @@ class Walk:
         """Apply the transforms with ``target="closure"`` to the gradients that the closure left."""
         for path, transform in chain.transforms.items():
             if transform.target == "closure":
-                if transform.keeps_statistics:
+                if self.nodes.keeps_statistics:
                     self.measure_gradients()
                 rows = self.rows_of(path)
                 if rows:
@@ -99,7 +105,7 @@ class Walk:
         nodes = [self.nodes.by_path[prefix + name] for name in chain.transforms]
         for i, node in enumerate(nodes):
             transform, rest = node.transform, nodes[i + 1 :]
-            own = self._in_scope(transform, rows)
+            own = self._in_scope(node, rows)
             if to_params and isinstance(transform, UpdateRule):
                 rows, own = self._fuse(node, rows, own, rest)
             if not rows:
@@ -171,19 +177,17 @@ class Walk:
 
     def _apply_child(self, node: Node, rows: list[int], name: str, updates: list[Tensor]) -> list[Tensor]:
         child = self.nodes.by_path[f"{node.path}/{name}"]
-        own = self._in_scope(child.transform, rows)
-        places = [rows.index(i) for i in own]
-        result = list(updates)
-        for k, update in zip(places, self.apply(child, own, [updates[k] for k in places]), strict=True):
-            result[k] = update
-        return result
+        own = self._in_scope(child, rows)
+        result = dict(zip(rows, updates, strict=True))
+        if own:
+            result.update(zip(own, self.apply(child, own, [result[i] for i in own]), strict=True))
+        return [result[i] for i in rows]
 
     def _scale(self, transform: Scaling, updates: list[Tensor], step: Step, rows: list[int]) -> None:
         measured = measure(updates, transform.slicing)
-        if (
-            self.nodes.keeps_statistics and self.gradient_norms is None
-        ):  # this comes first: the updates are the gradients
-            self.gradient_norms = measured.tensor_norms
+        if self.nodes.keeps_statistics and self.gradient_norms is None:
+            self.gradient_norms = measured.tensor_norms  # this transform comes first: the updates are the gradients
+            self.measure_gradients()
         if transform.keeps_statistics:
             step.gradient_norms = self._gradient_norms_of(rows)
         factors = transform.factors(measured, updates, step)
@@ -240,7 +244,7 @@ class Walk:
     def _fuse(self, node: Node, rows: list[int], own: list[int], rest: Sequence[Node]) -> tuple[list[int], list[int]]:
         """Let an update rule do the rest of the chain where it can. Return the rows that are left, all and its own."""
         rest = [n for n in rest if n.transform.target != "closure" and not isinstance(n.transform, Gate)]
-        acting = [set(self._in_scope(n.transform, own)) for n in rest]
+        acting = [set(self._in_scope(n, own)) for n in rest]
         alike: dict[Any, list[int]] = {}  # rows that the rest of the chain treats alike
         for i in own:
             later = tuple(k for k, chosen in enumerate(acting) if i in chosen)

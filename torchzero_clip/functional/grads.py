@@ -28,7 +28,8 @@ def clip_grad_norm_(
     """Scale the gradient of every parameter so that its norm is at most ``max_norm``, in place.
 
     By default each gradient has a norm and a limit of its own. The meaning of `torch.nn.utils.clip_grad_norm_`, one
-    norm of all gradients together, is ``dim="global"``.
+    norm of all gradients together, is ``dim="global"``. Gradients of one element are left alone unless ``min_size=1``;
+    the transform `ClipNorm` clips them.
 
         g ← g · min(1, max_norm / ‖g‖)
 

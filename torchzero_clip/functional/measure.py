@@ -92,7 +92,7 @@ class Measured(NamedTuple):
             rule: From a vector of norms and a setting to a vector of the same length.
         """
         own = [settings[i] for i in self.indices]
-        vectors = [rule(pack(self.norms[run]), setting) for setting, run in runs_of(own)]
+        vectors = [rule(pack(self.norms[part]), setting) for setting, part in by_setting(own)]
         return torch.cat(vectors) if vectors else pack([])
 
 
@@ -105,12 +105,12 @@ class Scaled(NamedTuple):
     """The share of slices whose factor was not 1."""
 
 
-def runs_of(items: Sequence[S]) -> list[tuple[S, slice]]:
-    """The runs of neighbours that are one object, so that one operation serves each."""
+def by_setting(settings: Sequence[S]) -> list[tuple[S, slice]]:
+    """Each setting with the slice of neighbours that share this one object, so that one operation serves them."""
     # a plain loop: `itertools.groupby` breaks the graphs of `torch.compile`
-    starts = [i for i, item in enumerate(items) if i == 0 or item is not items[i - 1]]
-    ends = [*starts[1:], len(items)][: len(starts)]
-    return [(items[a], slice(a, b)) for a, b in zip(starts, ends, strict=True)]
+    starts = [i for i, setting in enumerate(settings) if i == 0 or setting is not settings[i - 1]]
+    ends = [*starts[1:], len(settings)][: len(starts)]
+    return [(settings[a], slice(a, b)) for a, b in zip(starts, ends, strict=True)]
 
 
 def cut(tensors: Sequence[Tensor], slicing: Slicing) -> tuple[list[int], list[Part]]:

@@ -134,11 +134,11 @@ def pack(values: Sequence[Tensor]) -> Tensor:
 
 def all_reduce(parts: Sequence[Part], values: list[Tensor], op: ReduceOp.RedOpType) -> list[Tensor]:
     """Combine one value per slice with the processes that hold the rest of it: one collective per process group."""
-    members: dict[ProcessGroup, list[int]] = {}
+    indices_of: dict[ProcessGroup, list[int]] = {}
     for i, p in enumerate(parts):
         for group in p.groups:
-            members.setdefault(group, []).append(i)
-    for group, indices in members.items():
+            indices_of.setdefault(group, []).append(i)
+    for group, indices in indices_of.items():
         chosen = [torch.view_as_real(values[i]) if values[i].is_complex() else values[i] for i in indices]
         vector = _all_reduced(pack(chosen), op, group)
         for i, value, chunk in zip(indices, chosen, vector.split([value.numel() for value in chosen]), strict=True):
