@@ -53,7 +53,10 @@ class ClipByWeights(Scaling):
     checks = {"clipping": positive}
 
     def __init__(self, clipping: float) -> None:
-        super().__init__({"clipping": clipping}, dim=0, inverse_dims=True)
+        super().__init__({"clipping": clipping})
+
+    def slice_dims(self, tensor):
+        return tuple(range(1, tensor.ndim)) or (0,)
 
     def factors(self, measured, updates, step):
         factors = []

@@ -30,19 +30,18 @@ def test_they_are_short(name, lines):
     assert len(shown("write_a_transform.md", name)[1].splitlines()) < lines
 
 
-@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 2), (3,), (1, 1)])
+@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 2), (3,), (1, 1), ()])
 def test_clipping_by_weights_equals_a_loop_over_units(shape):
     clip, _ = shown("write_a_transform.md", "ClipByWeights")
     param = nn.Parameter(torch.randn(shape, dtype=torch.float64))
     weights, grad = param.detach().clone(), torch.randn(shape, dtype=torch.float64)
-    param.data[0] = weights[0] = 0.0
+    param.data.view(-1)[0] = weights.view(-1)[0] = 0.0
     param.grad = grad.clone()
     Modular([param], clip(0.2, eps=0.5), LR(1.0)).step()
     expected = grad.clone()
-    if len(shape) > 1:
-        for unit, own in zip(expected, weights, strict=True):
-            limit = 0.2 * max(math.sqrt((own**2).sum()), 0.5)
-            unit *= min(1.0, limit / math.sqrt((unit**2).sum()))
+    for unit, own in zip(expected, weights, strict=True) if len(shape) > 1 else [(expected, weights)]:
+        limit = 0.2 * max(math.sqrt((own**2).sum()), 0.5)
+        unit *= min(1.0, limit / math.sqrt((unit**2).sum()))
     torch.testing.assert_close(weights - param.detach(), expected, rtol=1e-12, atol=1e-12)
 
 

@@ -1,6 +1,7 @@
-"""The way of one step down a chain: how long it is, what it checks, whose memory it writes to, what it leaves alone."""
+"""One step of a chain: its number of calls, its checks and errors, and the memory that it may write to."""
 
 import inspect
+import re
 import sys
 import threading
 from collections import Counter
@@ -335,10 +336,12 @@ def test_what_a_rule_returns_of_its_own_is_not_written_to(kind, later):
 
 
 @pytest.mark.parametrize(
-    ("base", "hook"), [(ClipNorm, "factors"), (Scaling, "factors"), (SkipStep, "refuses"), (Wrap, "fuse")]
+    ("base", "kind"), [(ClipNorm, "Scaling"), (Scaling, "Scaling"), (SkipStep, "Gate"), (Wrap, "FinalRule")]
 )
-def test_a_kind_that_is_never_asked_for_tensors_refuses_to_be(base, hook):
-    with pytest.raises(TypeError, match=rf"Own.apply_tensors would never be called, .*: implement {hook}"):
+def test_a_kind_that_is_never_asked_for_tensors_refuses_to_be(base, kind):
+    with pytest.raises(
+        TypeError, match=rf"Own.apply_tensors would never be called, because Own is a {kind}: implement"
+    ):
         type("Own", (base,), {"apply_tensors": lambda self, updates, step: updates})
 
 
@@ -439,3 +442,123 @@ def test_metrics_stay_those_of_the_step_before_if_a_step_fails():
     with pytest.raises(RuntimeError, match="has shape"):
         optimizer.step()
     assert Counter(optimizer.metrics()) == Counter(before)
+
+
+class SameForAll(UpdateRule):
+    """Returns one tensor for all parameters: a new one, or state of the whole chain."""
+
+    default_lr = 1.0
+
+    def __init__(self, of_the_chain):
+        super().__init__({})
+        self.of_the_chain = of_the_chain
+
+    def init_global_state(self):
+        return {"direction": torch.ones(2)}
+
+    def apply_tensors(self, updates, step):
+        return [step.global_state["direction"] if self.of_the_chain else torch.ones(2)] * len(updates)
+
+
+@pytest.mark.parametrize("of_the_chain", [False, True])
+def test_one_tensor_for_two_parameters_is_scaled_once_for_each(of_the_chain):
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    optimizer = Modular(params, SameForAll(of_the_chain), Mul(2.0), Mul(2.0))
+    train(optimizer, params, [[torch.ones(2)] * 2] * 2)
+    assert [param.tolist() for param in params] == [[-8.0, -8.0]] * 2
+
+
+def test_a_transform_after_one_that_makes_infs_of_finite_gradients_goes_on():
+    class Overflows(Mul):
+        def apply_tensors(self, updates, step):
+            return [update * (torch.inf if update[0] == 7 else 1.0) for update in updates]
+
+    for name in ("ClipToUsualNorm", "ScaleByUsualNorm"):
+        page = (Path(__file__).parents[2] / "docs" / "statistics.md").read_text()
+        names = {"torch": torch, "model": nn.Linear(2, 2)}
+        for block in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+            exec(compile(block, "statistics.md", "exec"), names)
+        param = nn.Parameter(torch.zeros(2))
+        optimizer = Modular([param], Overflows(1.0), names[name]())
+        for gradient in ([3.0, 4.0], [7.0, 1.0], [3.0, 4.0]):
+            param.data.zero_()
+            param.grad = torch.tensor(gradient)
+            optimizer.step()
+        assert param.isfinite().all(), name
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: torch.ones(3),
+            r"returned factors of shape \(3,\) for 2 slices: see Measured.joined",
+        ),
+        (lambda: [1.0, 1.0], r"returned factors of list for 2 slices"),
+        (lambda: None, r"returned factors of NoneType"),
+    ],
+)
+def test_wrong_factors_are_named(make, message):
+    class Wrong(Scaling):
+        def __init__(self):
+            super().__init__({})
+
+        def factors(self, measured, updates, step):
+            return make()
+
+    params = parameters(shapes=[(2,), (3,)])
+    with pytest.raises(RuntimeError, match=message):
+        train(Modular(params, Wrong()), params, gradients(params, 1))
+
+
+def test_a_transform_that_returns_no_list_is_named():
+    class Forgets(Mul):
+        def apply_tensors(self, updates, step):
+            updates[0].mul_(2)
+
+    params = parameters()
+    with pytest.raises(RuntimeError, match="returned NoneType instead of a list of tensors"):
+        train(Modular(params, Forgets(1.0)), params, gradients(params, 1))
+
+
+@pytest.mark.parametrize("started", [torch.ones(2) > 0, torch.ones(4), torch.tensor(True)])
+def test_started_is_a_vector_of_booleans(started):
+    class Careless(Transform):
+        keeps_statistics = True
+
+        def __init__(self):
+            super().__init__({})
+
+        def apply_tensors(self, updates, step):
+            step.usable(started)
+            return updates
+
+    params = parameters()
+    with pytest.raises(ValueError, match="started must be booleans, 4 of them, got"):
+        train(Modular(params, Careless()), params, gradients(params, 1))
+
+
+@pytest.mark.parametrize("base", [Transform, UpdateRule])
+def test_the_learning_rate_is_no_setting_of_an_author(base):
+    def construct(self):
+        base.__init__(self, {"lr": 0.1})
+
+    own = type("Own", (base,), {"__init__": construct, "apply_tensors": lambda self, updates, step: updates})
+    with pytest.raises(ValueError, match=r"Own\(\) has a setting 'lr', .* pass lr= to super\(\).__init__"):
+        Modular(parameters(), own(), SGD(0.1))
+
+
+def test_a_check_of_a_setting_that_does_not_exist_is_an_error():
+    class Mistyped(Mul):
+        checks = {"ohter": non_negative}
+
+    with pytest.raises(ValueError, match="checks of Mistyped has 'ohter', which is none of its settings"):
+        Mistyped(1.0)
+
+
+def test_repr_of_an_author_shows_what_it_can():
+    class Own(Mul):
+        def __init__(self, other, hidden=3, *args, name=None, **kwargs):
+            super().__init__(other)
+
+    assert repr(Own(2.0)) == "Own(2.0)"

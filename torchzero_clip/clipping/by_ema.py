@@ -39,8 +39,8 @@ class ClipNormByEMA(NormStatistics):
 
     **Guarantees.** The average is fed what comes in, not what the clip lets through. A non-finite gradient leaves the
     average as it was, and its update passes unchanged. The average starts at the first gradient that is not all zero;
-    until then updates pass unchanged. Both questions are asked of the gradients that enter the chain: of each tensor,
-    or of all together with ``tensorwise=False``, and on all ranks.
+    until then updates pass unchanged. Finite and non-zero are decided on the gradients before the first transform, for
+    each tensor, or jointly with ``tensorwise=False``, and alike on all ranks.
 
     Args:
         beta: The decay rate of the average, in [0, 1]; a setting of the param groups.
@@ -212,8 +212,9 @@ class ClipValueByEMA(Composite):
 
     **Guarantees.** The average is fed what comes in, not what the clip lets through. A non-finite gradient leaves the
     average of its tensor as it was, and its update passes unchanged. The average starts at the first gradient that is
-    not all zero; until then updates pass unchanged. Both questions are asked of the gradients that enter the chain, and
-    on all ranks. No finite element exceeds its limit, but for the rounding of the limit to the dtype of the update.
+    not all zero; until then updates pass unchanged. Finite and non-zero are decided on the gradients before the first
+    transform, alike on all ranks. No finite element exceeds its limit, but for the rounding of the limit to the dtype
+    of the update.
 
     Args:
         beta: The decay rate of the average, in [0, 1]; a setting of the param groups.

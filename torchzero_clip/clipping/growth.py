@@ -37,8 +37,8 @@ class ClipValueGrowth(TensorwiseTransform):
 
     **Guarantees.** Elements that do not grow faster pass bitwise unchanged. A non-finite gradient leaves the tracked
     magnitudes of its tensor as they were, and its update passes unchanged; otherwise one inf would let anything follow.
-    Tracking starts at the first gradient that is not all zero. Both questions are asked of the gradients that enter the
-    chain, and on all ranks.
+    Tracking starts at the first gradient that is not all zero. Finite and non-zero are decided on the gradients before
+    the first transform, alike on all ranks.
 
     Args:
         add: The most that a magnitude may grow by in a step, in units of the update, >= 0; None for no such limit. A
@@ -110,7 +110,7 @@ class ClipValueGrowth(TensorwiseTransform):
                 _end(state)
         if rows:
             started = pack([step.states[i]["started"] for i in rows]) > 0
-            usable = step.usable(started, rows=rows)
+            usable = step.usable(started, indices=rows)
             counts = [torch.zeros((), dtype=torch.int64, device=update.device) for update in updates]
             for i, chosen in zip(rows, usable.unbind(), strict=True):
                 counts[i] = _limit_(updates[i], step.states[i], step.settings[i], chosen.to(updates[i].device))
@@ -162,8 +162,8 @@ class ClipNormGrowth(NormStatistics):
 
     **Guarantees.** Updates whose norm does not grow faster pass bitwise unchanged, and directions are kept. A
     non-finite gradient leaves the tracked norm as it was, and its update passes unchanged; otherwise one inf would let
-    anything follow. Tracking starts at the first gradient that is not all zero. Both questions are asked of the
-    gradients that enter the chain, and on all ranks.
+    anything follow. Tracking starts at the first gradient that is not all zero. Finite and non-zero are decided on
+    the gradients before the first transform, alike on all ranks.
 
     Args:
         add: The most that the norm may grow by in a step, in units of the metric, >= 0; None for no such limit. A

@@ -8,9 +8,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import at_least_one, non_negative, optional, unit_interval
-from torchzero_clip.clipping.statistics import numbers
+from torchzero_clip.clipping.statistics import numbers, same_in_all_groups
 from torchzero_clip.core.kinds import Gate
-from torchzero_clip.core.settings import same_in_all_groups
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
 from torchzero_clip.types import Schedule, Setting, Target

@@ -1,7 +1,7 @@
 """Scalings that remember norms: those of single tensors, or one of all tensors together."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.core.kinds import Scaling
-from torchzero_clip.core.settings import same_in_all_groups
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Measured, by_setting
@@ -22,11 +21,22 @@ def numbers(*keys: str, device: torch.device | None = None) -> dict[str, Tensor]
     return {key: torch.zeros((), dtype=torch.float64, device=device) for key in keys}
 
 
+def same_in_all_groups(owner: object, groups: Sequence[Setting], keys: Iterable[str]) -> None:
+    """Raise if groups differ in a setting of a transform that has one statistic for all tensors."""
+    for key in keys:
+        found = [settings[key] for settings in groups]
+        if others := [value for value in found if value != found[0]]:
+            raise ValueError(
+                f"{key} must be the same in every param group for {owner!r}, which has one statistic for all "
+                f"tensors; got {found[0]} and {others[0]}"
+            )
+
+
 class Tracked:
     """The norms of a step and the numbers remembered of those before: vectors of one element per tensor, or of one.
 
-    A norm is `usable` if its gradient is finite and the statistic has started. A statistic starts with the first
-    gradient that is not all zero. Updates whose norm is not usable pass unchanged and leave no trace.
+    A statistic starts with the first gradient that is finite and not all zero. From then on, a norm is `usable` if
+    it and its gradient are finite. Other updates pass unchanged, and do not change the statistic.
 
     Args:
         measured: The norms of the tensors.
@@ -47,7 +57,7 @@ class Tracked:
         self._states: list[State] = [step.global_state] if joint else [step.states[i] for i in self.indices]
         self.norms = self.of(measured)
         self.started = self["started"] > 0
-        usable = step.usable(self.started, rows=None if joint else self.indices, joint=joint)
+        usable = step.usable(self.started, indices=None if joint else self.indices, joint=joint)
         self.usable = usable & self.norms.isfinite()
         """The norm is finite too: no transform before this one has made an inf of a finite gradient."""
         self.starting = self.usable & self.started.logical_not()
@@ -72,7 +82,7 @@ class Tracked:
             foreach.copy_(kept, list(torch.where(self.usable, value, pack(kept)).unbind()))
 
     def metric(self, norms: Tensor) -> Tensor:
-        """The metric from the norm, which is its root; finite where that is."""
+        """The metric of norms: for 'var' their squares, clamped to the range of float64; else the norms themselves."""
         return (norms**self.degree).clamp(max=torch.finfo(torch.float64).max) if self.degree > 1 else norms
 
     def by_setting(self, rule: Callable[..., Tensor], *vectors: Tensor) -> Tensor:

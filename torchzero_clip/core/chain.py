@@ -10,10 +10,10 @@ from typing_extensions import override
 
 from torchzero_clip.core.kinds import Gate
 from torchzero_clip.core.nodes import Node, Nodes
+from torchzero_clip.core.schedules import at
 from torchzero_clip.core.scope import Scope
-from torchzero_clip.core.settings import at, override_groups
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.transform import Transform
+from torchzero_clip.core.transform import Transform, override_groups
 from torchzero_clip.types import Setting, Target
 
 Transforms: TypeAlias = "Transform | Sequence[Transforms]"
@@ -122,7 +122,7 @@ class Chain(Composite):
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> NoReturn:
-        """Raise: the optimizer applies the transforms in turn."""
+        """Raise, because the optimizer applies the transforms one by one."""
         raise RuntimeError(f"{self!r} only lists transforms: apply it in Modular")
 
     def __repr__(self) -> str:

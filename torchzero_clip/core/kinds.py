@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import learning_rate
-from torchzero_clip.core.settings import at
+from torchzero_clip.core.schedules import at
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional.measure import Measured, Slicing
@@ -18,11 +18,29 @@ TakeStep: TypeAlias = Callable[[], None]
 """Changes the parameters as the rest of a chain would."""
 
 
-class Scaling(Transform):
-    """Multiplies the slices of updates by factors that it finds in their norms: subclasses implement `factors`.
+class NeverApplied(Transform):
+    """A transform of which the optimizer asks something else than new updates."""
 
-    The optimizer measures the slices, multiplies them, and reports the joint norm before, the mean factor and the share
-    of slices that changed as the metrics ``norm``, ``factor`` and ``clipped``.
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "apply_tensors" in vars(cls):
+            kind = next(base.__name__ for base in cls.__mro__ if base.__module__ == __name__)
+            raise TypeError(
+                f"{cls.__name__}.apply_tensors would never be called, because {cls.__name__} is a {kind}: implement "
+                "the abstract methods of that class, or derive from Transform"
+            )
+
+    @override
+    def apply_tensors(self, updates: list[Tensor], step: Step) -> NoReturn:
+        """Raise, because the optimizer does not call this method."""
+        raise RuntimeError(f"{self!r} returns no updates: apply it in a chain of Modular")
+
+
+class Scaling(NeverApplied):
+    """Multiplies the slices of updates by factors computed from their norms: subclasses implement `factors`.
+
+    The optimizer measures the slices, multiplies them, and reports three metrics: ``norm`` (of all slices together,
+    before scaling), ``factor`` (the mean) and ``clipped`` (the share of slices that changed).
 
     Args:
         defaults: As in `Transform`.
@@ -75,9 +93,16 @@ class Scaling(Transform):
         self.min_size = min_size
         self.slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        _refuse_apply_tensors(cls, "factors")
+    def slice_dims(self, tensor: Tensor) -> tuple[int, ...]:
+        """Return the dimensions that one slice of a tensor spans; none to leave the tensor alone.
+
+        By default they are those of ``dim`` and ``inverse_dims``. Override this method if they depend on the tensor. It
+        is not called with ``dim="global"``.
+
+        Args:
+            tensor: The update of one parameter. A scalar counts as a vector of one element.
+        """
+        return self.slicing.reduced_dims(tensor)
 
     @abstractmethod
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
@@ -89,17 +114,12 @@ class Scaling(Transform):
             step: As in `Transform.apply_tensors`. State may be changed.
         """
 
-    @override
-    def apply_tensors(self, updates: list[Tensor], step: Step) -> NoReturn:
-        """Raise: the optimizer calls `factors` instead, and multiplies."""
-        raise RuntimeError(f"{self!r} only returns factors: apply it in a chain of Modular")
-
 
 class UpdateRule(Transform):
     """Turns gradients into steps, as the optimizers of torch do, and names the learning rate of the chain.
 
-    A rule only reads its updates, which may be the gradients themselves, and returns new tensors. The learning rate is
-    not its business: the chain applies it at the end.
+    A rule must not write to its updates, which may be the gradients themselves. It does not multiply by the learning
+    rate, because the chain does so at the end, or where an `LR` stands.
 
     Args:
         defaults: As in `Transform`.
@@ -129,7 +149,7 @@ class UpdateRule(Transform):
     """
 
     default_lr: float | None = None
-    """The learning rate of a chain in which nobody names one."""
+    """The learning rate of a chain if neither the rule nor an `LR` sets one."""
 
     def __init__(
         self,
@@ -155,30 +175,23 @@ class UpdateRule(Transform):
         return None
 
 
-class FinalRule(UpdateRule):
+class FinalRule(NeverApplied, UpdateRule):
     """An update rule that changes the parameters itself, and so has to stand at the end of the chain.
 
-    It makes the state of a parameter in its first step; `init_state` returns what that will be.
+    Its `fuse` creates the state of a parameter in the first step. `init_state` returns such a state in advance, for the
+    checks of checkpoints.
     """
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        _refuse_apply_tensors(cls, "fuse")
 
     @abstractmethod
     @override
     def fuse(self, rest: Sequence[Transform], updates: list[Tensor], step: Step) -> TakeStep: ...
 
-    @override
-    def apply_tensors(self, updates: list[Tensor], step: Step) -> NoReturn:
-        """Raise: what it would subtract is not known."""
-        raise RuntimeError(f"{self!r} takes the step by itself: it has to stand at the end of the chain of Modular")
 
-
-class Gate(Transform):
+class Gate(NeverApplied):
     """Decides, before anything changes, whether a step is taken: subclasses implement `refuses` and `accept`.
 
-    It stands anywhere in a chain, and does nothing there. Its settings have only qualified names in param groups.
+    Its place in the chain has no effect, because gates decide before the first transform. In param groups its settings
+    always have qualified names, such as ``"skip_step/max_norm"``.
 
     Args:
         defaults: As in `Transform`.
@@ -186,6 +199,7 @@ class Gate(Transform):
         name: As in `Transform`.
 
     Raises:
+        ValueError: As in `Transform`.
         TypeError: For a subclass that overrides ``apply_tensors``.
 
     Examples:
@@ -207,13 +221,9 @@ class Gate(Transform):
         tensor([-1.])
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        _refuse_apply_tensors(cls, "refuses")
-
     @abstractmethod
     def refuses(self, norm: Tensor, step: Step) -> Tensor:
-        """Return whether the step is to be skipped: a 0-d tensor of a boolean. Nothing may be changed.
+        """Return a 0-d boolean tensor: True to skip the step. This method must not change anything.
 
         Args:
             norm: The L2 norm of the gradients that this transform acts on, before any transform: 0-d, float64.
@@ -228,18 +238,3 @@ class Gate(Transform):
             norm: As in `refuses`.
             step: As in `refuses`.
         """
-
-    @override
-    def apply_tensors(self, updates: list[Tensor], step: Step) -> NoReturn:
-        """Raise: the optimizer calls `refuses` and `accept` instead."""
-        raise RuntimeError(f"{self!r} only decides about steps: put it into a chain of Modular")
-
-
-def _refuse_apply_tensors(cls: type[Transform], hook: str) -> None:
-    """Raise for a class whose ``apply_tensors`` would never be called."""
-    if "apply_tensors" in vars(cls) and cls.__module__ != __name__:
-        kind = next(base.__name__ for base in cls.__mro__ if base.__module__ == __name__)
-        raise TypeError(
-            f"{cls.__name__}.apply_tensors would never be called, since {cls.__name__} is a {kind}: implement {hook}, "
-            "or derive from Transform"
-        )

@@ -68,6 +68,12 @@ class LR(Transform):
 def with_learning_rate(transforms: Sequence[Transform]) -> list[Transform]:
     """The same transforms with exactly one owner of ``lr``, appended if it is missing."""
     leaves = list(_leaves(transforms))
+    for transform in leaves:
+        if "lr" in transform.defaults and not isinstance(transform, LR):
+            raise ValueError(
+                f"{transform!r} has a setting 'lr', which is the learning rate of the chain: derive it from UpdateRule "
+                "and pass lr= to super().__init__, or choose another name"
+            )
     owners = [t for t in leaves if isinstance(t, LR)]
     rules = [t for t in leaves if isinstance(t, UpdateRule)]
     named = [t for t in rules if t.lr is not None]
@@ -86,7 +92,7 @@ def with_learning_rate(transforms: Sequence[Transform]) -> list[Transform]:
 
 
 def _leaves(transforms: Iterable[Transform]) -> Iterator[Transform]:
-    """All transforms that act on updates, those inside chains included; not what other transforms use inside."""
+    """The transforms in order, each chain replaced by its transforms; children of other composites are left out."""
     for transform in transforms:
         if isinstance(transform, Chain):
             yield from _leaves(transform.transforms.values())

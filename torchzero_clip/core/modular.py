@@ -34,11 +34,12 @@ class Modular(Optimizer):
     own. Settings such as ``max_norm`` and ``betas`` are in the param groups, where they may differ and be scheduled. Of
     several transforms with the same setting the first has the bare key, later ones ``"clip_norm_2/max_norm"``.
 
-    There is exactly one learning rate, ``param_groups[i]["lr"]``. Without an `LR` in the chain it is applied last, and
-    it is that of the chain's optimizer (``Adam(lr=...)``, or that optimizer's default in torch), or 1 without one.
+    There is exactly one learning rate, ``param_groups[i]["lr"]``. Without an `LR` in the chain, updates are multiplied
+    by it last. Its value comes from the chain's optimizer (``Adam(lr=...)``, or that optimizer's default in torch), and
+    is 1 in a chain without an optimizer.
 
-    Parameters without a gradient, and frozen ones, take no part in a step. After a step ``.grad`` holds the gradient,
-    or the gradient as the norm clips before an optimizer scaled it, like `torch.nn.utils.clip_grad_norm_` leaves it.
+    Parameters without a gradient, and frozen ones, take no part in a step. After a step ``.grad`` holds the gradient.
+    Norm clips directly before an optimizer scale ``.grad`` in place, as `torch.nn.utils.clip_grad_norm_` does.
 
     Args:
         params: Parameters, param groups, named parameters, or a module, whose named parameters are taken.
@@ -131,7 +132,8 @@ class Modular(Optimizer):
     def metrics(self) -> dict[str, Tensor]:
         """What the transforms measured, as 0-d tensors on the device; reading one waits for it.
 
-        It is of the last step in which a parameter had a gradient. A step that GradScaler skips does not get here.
+        The metrics are those of the last step that was taken: not of steps that were skipped, nor of steps in which no
+        parameter had a gradient.
 
         Returns:
             For example ``"clip_norm/norm"`` (before clipping), ``"clip_norm/factor"`` (mean over tensors or slices) and
@@ -175,7 +177,7 @@ class Modular(Optimizer):
                 parameter is on the meta device; if a gradient is not finite and ``nonfinite="raise"``; if more than
                 ``max_consecutive_skips`` steps in a row were skipped.
 
-        Nothing has been changed when one of these is raised.
+        When one of these is raised, parameters, gradients and state are as they were; skipped steps have been counted.
         """
         if closure is None and "closure" in self._nodes.targets:
             raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
@@ -199,7 +201,7 @@ class Modular(Optimizer):
         return loss
 
     def _walk(self, settings: dict[str, list[Setting]], loss: Any) -> Walk:
-        """The parameters that have a gradient, at the start of their way down the chain. Nothing has changed yet."""
+        """Start a walk with the parameters that have a gradient. Raise before any change if one cannot be used."""
         params: list[Tensor] = []
         group_of: list[int] = []
         for g, group in enumerate(self.param_groups):
@@ -212,7 +214,9 @@ class Modular(Optimizer):
                     params.append(param)
                     group_of.append(g)
         kept: Any = self.state
-        fresh: dict[Tensor, State] = {}  # a parameter that is listed twice has one state
+        fresh: dict[
+            Tensor, State
+        ] = {}  # not in self.state before the step is allowed; one for a parameter listed twice
         states: list[State] = [kept[p] if p in kept else fresh.setdefault(p, {}) for p in params]
         for param, state, g in zip(params, states, group_of, strict=True):
             check_shapes(self._nodes, self.param_groups[g], param, state, self._shapes)
@@ -231,7 +235,7 @@ class Modular(Optimizer):
             walk.run(self.chain, "", list(range(len(walk.params))), to_params=True)
         finally:
             for param, state in zip(walk.params, walk.states, strict=True):
-                if state:  # made in this step, or there before; a stateless chain leaves none
+                if state:  # stateless chains add no entry to optimizer.state
                     self.state[param] = state  # pyright: ignore[reportArgumentType]
         self._metrics.clear()
         self._metrics.update(walk.metrics)
@@ -347,6 +351,6 @@ def _name(param: Tensor, group: dict[str, Any]) -> str:
 
 def _meta_message(param: Tensor, group: dict[str, Any]) -> str:
     return (
-        f"{_name(param, group)} is on the meta device and has no values: a module that was given them since, as by "
-        "to_empty, may have other parameters now. Build Modular after that"
+        f"{_name(param, group)} is on the meta device and has no values: calls that allocate them, such as to_empty, "
+        "may replace the parameters of a module. Build Modular after such a call"
     )

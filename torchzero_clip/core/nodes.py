@@ -14,7 +14,7 @@ class Node:
     """One transform at its place in a chain.
 
     Args:
-        path: The names of the composites that it is in and its own, such as ``"chain/adam"``: the prefix of its keys.
+        path: The names of the enclosing composites and its own, as in ``"chain/adam"``: the prefix of its keys.
         transform: The transform.
         outer: The composites that it is in, the outermost first.
         storage_keys: The key of a param group under which each of its settings is stored.

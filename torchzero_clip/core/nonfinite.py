@@ -42,7 +42,7 @@ class StepPolicy:
         self.may_skip = nonfinite == "skip" or bool(self._gates)
         self.decides = self.may_skip or nonfinite == "raise"
         if max_consecutive_skips is not None and not self.may_skip:
-            raise ValueError("max_consecutive_skips needs nonfinite='skip' or a SkipStep: nothing skips steps here")
+            raise ValueError("max_consecutive_skips needs nonfinite='skip' or a gate in the chain, such as SkipStep")
 
     def described(self) -> list[str]:
         """The arguments that are not their defaults."""
@@ -55,10 +55,10 @@ class StepPolicy:
         return dict.fromkeys(COUNTS, 0) if self.may_skip else {}
 
     def allows(self, walk: Walk, counts: MutableMapping[str, Any]) -> bool:
-        """Return whether the step is to be taken. It reads from the device once.
+        """Return True if the step is to be taken. This waits for the device once.
 
         Raises:
-            RuntimeError: If a gradient is not finite and is to raise, or if too many steps in a row were skipped.
+            RuntimeError: For a non-finite gradient with ``nonfinite="raise"``, or after too many skips in a row.
         """
         norms = walk.measure_gradients()
         total = combine(norms, 2.0)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchzero_clip.core.settings import at
+from torchzero_clip.checks import plain
 from torchzero_clip.types import Schedule
 
 SCHEDULE_STEP = "schedule_step"
@@ -46,7 +46,7 @@ class Schedules:
             groups[0].setdefault(SCHEDULE_STEP, 0)
 
     def catch_up(self, groups: Sequence[Group]) -> None:
-        """Before a step: let the groups have its values, if they could not be told after the last one."""
+        """Before a step: compute scheduled settings that could not be computed after the step before."""
         if not any(self._of_groups):
             return
         if len(groups) != len(self._of_groups):
@@ -77,3 +77,14 @@ class Schedules:
 
     def _values(self, step: int) -> list[dict[str, Any]]:
         return [{key: at(schedule, step) for key, schedule in own.items()} for own in self._of_groups]
+
+
+def at(value: Any, step: int) -> Any:
+    """A setting, or what its schedule gives after so many steps."""
+    if not callable(value):
+        return value
+    try:
+        return plain(value(step))
+    except Exception as error:
+        error.add_note(f"in a schedule, {value!r}, of step {step}")
+        raise

@@ -20,10 +20,10 @@ class Step:
         loss: What the closure returned; None without a closure.
         states: The state of each parameter: plain dicts, which the optimizer stores after the call.
         settings: The settings of each parameter: plain dicts; parameters of one group share one.
-        global_state: The state of the whole chain that `Transform.init_global_state` began.
+        global_state: The state that belongs to no single parameter, first made by `Transform.init_global_state`.
         metrics: What `Modular.metrics` will show under the name of this transform: 0-d tensors.
-        gradient_norms: A norm of each gradient before any transform, for transforms that declare
-            ``keeps_statistics``; None for others.
+        gradient_norms: A p-norm of each gradient before any transform, from which `finite` and `nonzero` are read, for
+            transforms that declare ``keeps_statistics``; None for others. Its p depends on the chain.
         apply_child: Applies a child of a composite, by its name, to tensors that it may write to.
 
     Examples:
@@ -46,7 +46,7 @@ class Step:
     apply_child: Callable[[str, list[Tensor]], list[Tensor]] | None = None
 
     def by_setting(self) -> list[tuple[Setting, slice]]:
-        """Return each setting with the slice of the lists that it belongs to: one operation serves all of a slice."""
+        """Return each setting with the range of the lists that it belongs to: one operation serves the range."""
         return by_setting(self.settings)
 
     @property
@@ -59,17 +59,28 @@ class Step:
         """Where gradients had a non-zero element before any transform: a vector of booleans, equal on all ranks."""
         return self._declared_norms() != 0
 
-    def usable(self, started: Tensor, *, rows: Sequence[int] | None = None, joint: bool = False) -> Tensor:
-        """Return where a statistic may learn from gradients: they are finite, and not all zero where it has to start.
+    def usable(self, started: Tensor, *, indices: Sequence[int] | None = None, joint: bool = False) -> Tensor:
+        """Return a vector of booleans: True where a statistic may be updated.
+
+        A gradient is usable if it is finite and, before the statistic has started, not all zero. The update may still
+        be non-finite, because an earlier transform may make an inf of a finite gradient.
 
         Args:
-            started: A vector of booleans, True for statistics that have seen a gradient; one element if ``joint``.
-            rows: The parameters that the statistics belong to; None for all.
+            started: A vector of booleans, True for statistics that have learned from a gradient; one element if
+                ``joint``.
+            indices: The indices of the parameters that the statistics belong to; None for all.
             joint: All gradients count as one.
+
+        Raises:
+            ValueError: If ``started`` is no vector of booleans, or has another length.
         """
         norms = self._declared_norms()
-        if rows is not None and len(rows) < len(norms):
-            norms = torch.stack([norms.select(0, i) for i in rows])
+        if indices is not None and len(indices) < len(norms):
+            norms = torch.stack([norms.select(0, i) for i in indices])
+        expected = 1 if joint else norms.numel()
+        if started.dtype != torch.bool or started.numel() != expected:
+            got = f"{started.dtype} of shape {tuple(started.shape)}"
+            raise ValueError(f"started must be booleans, {expected} of them, got {got}")
         finite, nonzero = norms.isfinite(), norms != 0
         if joint:
             finite, nonzero = finite.all(), nonzero.any()

@@ -10,8 +10,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import Check, one_of, plain, setting_name
+from torchzero_clip.core.schedules import at
 from torchzero_clip.core.scope import Scope, Where
-from torchzero_clip.core.settings import at, override_groups
 from torchzero_clip.core.step import Step
 from torchzero_clip.types import Schedule, Setting, State, Target
 
@@ -23,8 +23,8 @@ class Transform(ABC):
     Three kinds of transforms have base classes of their own: a `Scaling` multiplies updates by factors, an `UpdateRule`
     turns gradients into steps, and a `Gate` decides whether a step is taken.
 
-    A transform holds settings, never tensors, and nothing of a call: what it remembers between steps is in the
-    optimizer's state, so that one instance may serve several optimizers, in several threads too.
+    The attributes of a transform are settings and structure, never tensors or data of a step. The optimizer stores its
+    state between steps, so one instance may serve several optimizers, also in several threads.
 
     Args:
         defaults: The settings: numbers, tuples of numbers or None, which param groups and schedules may change, or
@@ -36,7 +36,7 @@ class Transform(ABC):
         name: The name in the chain and in checkpoints; the class name in snake case if None.
 
     Raises:
-        ValueError: For an unknown target, or a default that fails its check.
+        ValueError: For an unknown target, a default that fails its check, or a check of a setting that does not exist.
 
     Examples:
         A joint transform, with one number of state for the whole chain:
@@ -77,6 +77,8 @@ class Transform(ABC):
         self.name = name or snake_case(type(self).__name__)
         self.overrides: list[dict[str, Any]] = []
         self.scope = Scope()
+        if unknown := [key for key in self.checks if key not in self.defaults]:
+            raise ValueError(f"checks of {type(self).__name__} has {unknown[0]!r}, which is none of its settings")
         self.check(self.defaults)
 
     @abstractmethod
@@ -174,9 +176,9 @@ class Transform(ABC):
         Called again, it narrows the choice further.
 
         Args:
-            *where: What is meant, any of these: names of parameters or of modules they are in, patterns for names such
-                as ``"*.bias"``, or functions of a parameter such as ``lambda p: p.ndim >= 2``. Names need a module or
-                named parameters in `Modular`.
+            *where: The parameters, by any of these: names of parameters or of modules they are in, patterns for names
+                such as ``"*.bias"``, or functions of a parameter such as ``lambda p: p.ndim >= 2``. Names need a
+                module or named parameters in `Modular`.
             groups: Also the parameters of the param groups whose ``"name"`` is one of these.
 
         Returns:
@@ -222,6 +224,11 @@ class Transform(ABC):
         """The constructor's arguments that are not its defaults, as they would be written."""
         for name, parameter in inspect.signature(type(self)).parameters.items():
             value = self.schedules.get(name) or self.defaults.get(name, getattr(self, name, parameter.default))
+            is_shown = name != "name" or self.name != snake_case(type(self).__name__)
+            if not is_shown or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                continue
+            if value is parameter.empty:
+                continue  # the class keeps this argument under another name
             if parameter.default is parameter.empty and parameter.kind is not parameter.KEYWORD_ONLY:
                 yield repr(value)
             elif value is not parameter.default and value != parameter.default:
@@ -235,6 +242,9 @@ class TensorwiseTransform(Transform):
         defaults: As in `Transform`.
         target: As in `Transform`.
         name: As in `Transform`.
+
+    Raises:
+        ValueError: As in `Transform`.
 
     Examples:
         A whole transform. Its setting is validated, may differ by param group, can be scheduled, and is part of
@@ -284,7 +294,7 @@ class TensorwiseTransform(Transform):
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
-        """Apply `apply_tensor` to every tensor. Override it for what the six arguments do not hold."""
+        """Apply `apply_tensor` to every tensor. Override this method to use other parts of the `Step`."""
         rows = zip(updates, step.params, step.grads, step.states, step.settings, strict=True)
         return [self.apply_tensor(u, p, g, step.loss, state, setting) for u, p, g, state, setting in rows]
 
@@ -292,3 +302,16 @@ class TensorwiseTransform(Transform):
 def snake_case(name: str) -> str:
     """``ClipNormByEMA`` becomes ``clip_norm_by_ema``."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def override_groups(param_groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:
+    """The parameters and the settings of each group given to `set_param_groups`."""
+    if isinstance(param_groups, Mapping):
+        raise TypeError("param_groups must be a list of dicts, got one dict: write [{...}]")
+    for group in param_groups:
+        if not isinstance(group, Mapping) or "params" not in group:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"each of param_groups must be a dict with 'params', got {group!r}")
+        params = group["params"]
+        settings = {key: plain(value) for key, value in group.items() if key != "params"}
+        listed = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
+        yield listed, settings

@@ -68,19 +68,14 @@ def check_shapes(
 ) -> None:
     """Raise if the gradient or the state of a parameter has another shape than it needs.
 
-    Args:
-        nodes: The transforms.
-        group: The param group of the parameter.
-        param: The parameter.
-        state: Its state.
-        known: Filled with the shapes of state that is not shaped like its parameter, by the shape of the parameter.
+    ``known`` is a cache: expected shapes of state that is not shaped like its parameter, by key and parameter shape.
     """
     if param.grad is not None and param.grad.shape != param.shape:
         raise RuntimeError(_shape_message("gradient", param.grad, param, group))
     for key, value in state.items():
         if isinstance(value, Tensor) and value.ndim and value.shape != param.shape:
             place = (key, param.shape)
-            if known.get(place, value.shape) != value.shape or place not in known:
+            if known.get(place) != value.shape:  # not in the cache, or different from it
                 named = next(n for n in named_params(group) if n.param is param)
                 expected = nodes.possible_state(named, group).get(key)
                 known[place] = expected.shape if isinstance(expected, Tensor) else value.shape

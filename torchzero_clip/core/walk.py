@@ -137,14 +137,27 @@ class Walk:
             found.append(update.clone() if writable and borrowed else update)
         return found
 
-    def put(self, rows: list[int], updates: Sequence[Tensor]) -> None:
-        """Store the updates that a transform returned for some rows: new tensors, or gradients and state themselves."""
+    def put(self, rows: list[int], updates: Sequence[Tensor], given: Sequence[Tensor], *, copied: bool) -> None:
+        """Store the updates that a transform returned for some rows.
+
+        Args:
+            rows: The rows.
+            updates: What it returned: what it was given, new tensors, or gradients, parameters and state themselves.
+            given: What it was given.
+            copied: It was given memory of its own.
+        """
+        if all(update is before for update, before in zip(updates, given, strict=True)):
+            for i, update in zip(rows, updates, strict=True):
+                self.updates[i], self.borrowed[i] = update, self.borrowed[i] and not copied
+            return
+        values = [*self.groups[0].values(), *(value for state in self.states for value in state.values())]
+        seen = {*self.grads, *self.params, *(value for value in values if isinstance(value, Tensor))}
         for i, update in zip(rows, updates, strict=True):
-            others = (self.grads[i], self.params[i], *self.states[i].values())
-            self.updates[i], self.borrowed[i] = update, any(update is other for other in others)
+            self.updates[i], self.borrowed[i] = update, update in seen
+            seen.add(update)  # one that is returned twice is borrowed the second time
 
     def keep_updates(self, rows: list[int]) -> None:
-        """Copy updates that are gradients, which will change."""
+        """Copy updates that share a tensor with ``.grad``, because a ``target="grad"`` transform will write to it."""
         for i in rows:
             if self.updates[i] is self.grads[i]:
                 self.updates[i], self.borrowed[i] = self.grads[i].clone(), False
@@ -159,9 +172,9 @@ class Walk:
             if isinstance(transform, Scaling):
                 self._scale(transform, updates, step, rows)
                 return updates
-            result = list(transform.apply_tensors(updates, step))
+            result = transform.apply_tensors(updates, step)
             _check_result(node, result, updates, step)
-            return result
+            return list(result)
         finally:
             self.store(node, rows, step)
 
@@ -184,13 +197,17 @@ class Walk:
         return [result[i] for i in rows]
 
     def _scale(self, transform: Scaling, updates: list[Tensor], step: Step, rows: list[int]) -> None:
-        measured = measure(updates, transform.slicing)
+        measured = measure(updates, transform.slicing, transform.slice_dims)
         if self.nodes.keeps_statistics and self.gradient_norms is None:
-            self.gradient_norms = measured.tensor_norms  # this transform comes first: the updates are the gradients
+            self.gradient_norms = measured.tensor_norms  # the updates are the gradients: see `_measures_gradients`
             self.measure_gradients()
         if transform.keeps_statistics:
             step.gradient_norms = self._gradient_norms_of(rows)
         factors = transform.factors(measured, updates, step)
+        count = sum(norms.numel() for norms in measured.norms)
+        if getattr(factors, "shape", None) != (count,):
+            got = f"shape {tuple(factors.shape)}" if isinstance(factors, Tensor) else type(factors).__name__  # pyright: ignore
+            raise RuntimeError(f"{transform!r} returned factors of {got} for {count} slices: see Measured.joined")
         step.metrics.update(summary(measured, scale_(measured, factors)))
 
     def step_for(self, node: Node, rows: list[int]) -> Step:
@@ -242,7 +259,7 @@ class Walk:
         return not self.keep_grads and isinstance(following, UpdateRule) and not isinstance(following, FinalRule)
 
     def _fuse(self, node: Node, rows: list[int], own: list[int], rest: Sequence[Node]) -> tuple[list[int], list[int]]:
-        """Let an update rule do the rest of the chain where it can. Return the rows that are left, all and its own."""
+        """Let an update rule do the rest of the chain where it can. Return the rows still to process: all, its own."""
         rest = [n for n in rest if n.transform.target != "closure" and not isinstance(n.transform, Gate)]
         acting = [set(self._in_scope(n, own)) for n in rest]
         alike: dict[Any, list[int]] = {}  # rows that the rest of the chain treats alike
@@ -260,7 +277,7 @@ class Walk:
     def _take_step(self, node: Node, rows: list[int], rest: Sequence[Node]) -> bool:
         rule: Any = node.transform
         step = self.step_for(node, rows)
-        merged = [
+        merged = [  # for equal keys the rule wins, then the earlier transform
             {key: value for n in (*rest[::-1], node) for key, value in self.settings[n.path][g].items()}
             for g in range(len(self.groups))
         ]
@@ -275,7 +292,7 @@ class Walk:
 
 
 def _measures_gradients(transform: Transform) -> bool:
-    """True if a transform that comes first begins by measuring all gradients."""
+    """True if a transform, as the first of the chain, measures the gradients of all parameters."""
     if transform.scope.limited or transform.target not in ("update", "update_difference", "grad"):
         return False
     if isinstance(transform, Chain):
@@ -284,8 +301,10 @@ def _measures_gradients(transform: Transform) -> bool:
 
 
 def _check_result(node: Node, result: Sequence[Tensor], given: Sequence[Tensor], step: Step) -> None:
-    """Raise for slips of an author, where their transform is still known."""
+    """Raise if a transform returned unusable tensors or stored undeclared state; the message names the transform."""
     transform = node.transform
+    if not isinstance(result, list | tuple):
+        raise RuntimeError(f"{transform!r} returned {type(result).__name__} instead of a list of tensors")
     if len(result) != len(given):
         raise RuntimeError(f"{transform!r} returned {len(result)} tensors for {len(given)}")
     for new, old in zip(result, given, strict=True):
@@ -302,8 +321,9 @@ def _check_result(node: Node, result: Sequence[Tensor], given: Sequence[Tensor],
 
 
 def _change_updates(walk: Walk, node: Node, rows: list[int], over_grads: bool) -> None:
-    only_reads = over_grads or isinstance(node.transform, UpdateRule)
-    walk.put(rows, walk.apply(node, rows, walk.current(rows, writable=not only_reads)))
+    copied = not over_grads and not isinstance(node.transform, UpdateRule)
+    given = walk.current(rows, writable=copied)
+    walk.put(rows, walk.apply(node, rows, given), given, copied=copied)
 
 
 def _change_gradients(walk: Walk, node: Node, rows: list[int], over_grads: bool) -> None:
@@ -312,7 +332,7 @@ def _change_gradients(walk: Walk, node: Node, rows: list[int], over_grads: bool)
 
 
 def _do_nothing(walk: Walk, node: Node, rows: list[int], over_grads: bool) -> None:
-    """It has acted already, on the gradients that the closure left."""
+    """The transform was applied by `Walk.change_closure_gradients`."""
 
 
 def _change_params(walk: Walk, node: Node, rows: list[int], over_grads: bool) -> None:
@@ -322,12 +342,12 @@ def _change_params(walk: Walk, node: Node, rows: list[int], over_grads: bool) ->
 
 def _pass_params_difference(walk: Walk, node: Node, rows: list[int], over_grads: bool) -> None:
     params = [walk.params[i] for i in rows]
-    walk.put(rows, foreach.subtract(params, walk.apply(node, rows, foreach.clone(params))))
+    walk.put(rows, foreach.subtract(params, walk.apply(node, rows, foreach.clone(params))), params, copied=True)
 
 
 def _pass_update_difference(walk: Walk, node: Node, rows: list[int], over_grads: bool) -> None:
     updates = walk.current(rows, writable="grad" in walk.nodes.targets)
-    walk.put(rows, foreach.subtract(updates, walk.apply(node, rows, foreach.clone(updates))))
+    walk.put(rows, foreach.subtract(updates, walk.apply(node, rows, foreach.clone(updates))), updates, copied=True)
 
 
 TARGETS: Mapping[Target, Callable[[Walk, Node, list[int], bool], None]] = {

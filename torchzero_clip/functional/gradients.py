@@ -34,8 +34,8 @@ def gradients(params: Tensors) -> list[Tensor]:
 def own_gradients(params: Sequence[Tensor]) -> list[Tensor]:
     """The gradients of parameters that have one, each laid out like its parameter and in memory of its own.
 
-    A gradient that is replaced for that is replaced in ``.grad`` too: one with pending sums, an expanded one, whose
-    elements share memory, and one that another parameter has as well.
+    Three kinds of gradients are replaced for that, in ``.grad`` too: distributed ones with partial placements, expanded
+    ones, whose elements share memory, and one that another parameter has as well.
     """
     owners: dict[Tensor, Tensor] = {}
     grads: list[Tensor] = []

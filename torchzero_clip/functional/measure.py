@@ -60,11 +60,12 @@ class Measured(NamedTuple):
     """
 
     metric: Metric
+    """The metric that ``ord`` names."""
     indices: list[int]
     """The index of each tensor that has slices."""
     norms: list[Tensor]
-    """The norm of each slice (of 'var' the root): per tensor a float64 tensor in which the dimensions of a slice have
-    size 1. Under FSDP2 they are the slices of which this process holds a part."""
+    """The norm of each slice (for 'var' the standard deviation): per tensor a float64 tensor in which the dimensions of
+    a slice have size 1. Under FSDP2 they are the slices of which this process holds a part."""
     total: Tensor
     """The metric of all tensors together, those left alone included: 0-d."""
     parts: list[Part]
@@ -72,7 +73,8 @@ class Measured(NamedTuple):
     targets: list[Tensor]
     """The memory of the tensors, to be scaled."""
     tensor_norms: Tensor | None = None
-    """A p-norm (p > 0) of every whole tensor, where measuring took one: inf, NaN and 0 tell what the tensor holds."""
+    """The p-norm of each tensor if p > 0 and each is one slice, else None. It is inf or NaN for tensors that are not
+    finite, and 0 for tensors of zeros."""
 
     @property
     def dims(self) -> list[tuple[int, ...]]:
@@ -80,11 +82,11 @@ class Measured(NamedTuple):
         return [p.dims for p in self.parts]
 
     def joined(self, values: Sequence[Tensor]) -> Tensor:
-        """One vector with a number per slice, from a tensor like its ``norms`` for each tensor that has slices."""
+        """Concatenate ``values``, which are shaped like ``norms``, into one vector with a number per slice."""
         return pack(values)
 
     def by_setting(self, settings: Sequence[S], rule: Callable[[Tensor, S], Tensor]) -> Tensor:
-        """One vector with a number per slice: what ``rule`` makes of norms and the setting that they share.
+        """Apply ``rule`` to the norms of each setting, and concatenate into one vector with a number per slice.
 
         Args:
             settings: The setting of every tensor, with slices or without; neighbours that share one object are taken
@@ -113,13 +115,15 @@ def by_setting(settings: Sequence[S]) -> list[tuple[S, slice]]:
     return [(settings[a], slice(a, b)) for a, b in zip(starts, ends, strict=True)]
 
 
-def cut(tensors: Sequence[Tensor], slicing: Slicing) -> tuple[list[int], list[Part]]:
+def cut(
+    tensors: Sequence[Tensor], slicing: Slicing, dims_of: Callable[[Tensor], tuple[int, ...]] | None = None
+) -> tuple[list[int], list[Part]]:
     """The indices of the tensors that have slices, and their parts."""
     smallest = max(slicing.min_size, slicing.metric.min_size, 1)
     indices: list[int] = []
     parts: list[Part] = []
     for i, tensor in enumerate(tensors):
-        dims = slicing.reduced_dims(tensor)
+        dims = slicing.reduced_dims(tensor) if dims_of is None else dims_of(tensor)
         p = part(summed(tensor), dims)
         if dims and p.size >= smallest:
             indices.append(i)
@@ -127,12 +131,20 @@ def cut(tensors: Sequence[Tensor], slicing: Slicing) -> tuple[list[int], list[Pa
     return indices, parts
 
 
-def measure(tensors: Sequence[Tensor], slicing: Slicing) -> Measured:
-    """Measure every slice; changes nothing."""
+def measure(
+    tensors: Sequence[Tensor], slicing: Slicing, dims_of: Callable[[Tensor], tuple[int, ...]] | None = None
+) -> Measured:
+    """Measure every slice; changes nothing.
+
+    Args:
+        tensors: The tensors.
+        slicing: The metric and the slices.
+        dims_of: The dimensions that one slice of a tensor spans, if they are not those of ``slicing``.
+    """
     metric = slicing.metric
     if slicing.dim == "global":
         return _measure_jointly(tensors, metric)
-    indices, parts = cut(tensors, slicing)
+    indices, parts = cut(tensors, slicing, dims_of)
     targets = [memory(tensors[i]) for i in indices]
     if not metric.is_power:
         total = joint_metric([whole(tensor) for tensor in tensors], metric) ** metric.degree
@@ -171,7 +183,7 @@ def scale_(measured: Measured, factors: Tensor) -> Scaled:
         shaped = [factor.view(norms.shape) for factor, norms in rows]
         foreach.scale_(measured.targets, shaped, exact=beyond_float32(factors))
 
-    # what was lost, so that no slices at all mean a factor of 1
+    # the mean of 1 - factor, so that a rank without slices reports a factor of 1
     lost, changed = means_over_ranks(measured.parts, counts, [1 - factors, (factors != 1).double()])
     return Scaled(1 - lost, changed)
 

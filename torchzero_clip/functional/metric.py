@@ -16,7 +16,7 @@ class Metric(NamedTuple):
 
     @property
     def degree(self) -> int:
-        """The power of a factor by which the metric grows."""
+        """If a tensor is multiplied by c, its metric is multiplied by c to this power."""
         return 2 if self.kind == "var" else 1
 
     @property

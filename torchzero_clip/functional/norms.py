@@ -27,8 +27,8 @@ def norm(tensor: Tensor, ord: Ord = 2, dim: int | Sequence[int] | None = None, k
     """Return the norm of one tensor, or of each of its slices, in float64.
 
     It is for authors of transforms. A finite tensor has a finite norm and a non-zero one a non-zero norm, in every
-    dtype. Under FSDP2 the result is that of the whole tensor, equal on every rank; with ``dim`` it has the slices of
-    which this process holds a part, each measured whole, like the ``norms`` that a `Scaling` is given.
+    dtype. Under FSDP2 it is the norm of the full tensor, equal on every rank. With ``dim`` a rank gets the norms of
+    the slices of which it holds a part, each taken over all ranks, like the ``norms`` that a `Scaling` gets.
 
     Args:
         tensor: A tensor of any shape and floating point dtype.
@@ -164,7 +164,7 @@ def beyond_float32(factors: Tensor) -> bool:
 
 
 def means_over_ranks(parts: Sequence[Part], counts: Sequence[int], columns: Sequence[Tensor]) -> list[Tensor]:
-    """The means of columns of numbers, ``counts`` of them for the slices of each part, over all slices of all ranks."""
+    """The mean of each column over all slices of all ranks; a column has ``counts`` numbers for each part."""
     if not any(part.spread for part in parts):
         return [column.sum() / max(column.numel(), 1) for column in columns]
     table = [*columns, torch.ones_like(columns[0])]

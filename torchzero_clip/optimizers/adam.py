@@ -21,7 +21,7 @@ from torchzero_clip.optimizers.weight_decay import WeightDecay
 from torchzero_clip.types import Schedule, Setting, State, Target
 
 TORCHS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128)
-"""Those of which torch's own arithmetic is kept to the bit; in float16 its ``eps`` is 0."""
+"""Dtypes for which `Adam.fuse` calls torch's own code. Float16 is left out, because ``eps`` rounds to 0 there."""
 
 
 class Adam(UpdateRule):
@@ -130,7 +130,7 @@ class Adam(UpdateRule):
 
     @override
     def fuse(self, rest: Sequence[Transform], updates: list[Tensor], step: Step) -> TakeStep | None:
-        """The step of `torch.optim.AdamW`, if that is what the rest does and it can be taken bit for bit as there."""
+        """Return a step by torch's functions if this and the rest of the chain are `torch.optim.AdamW`; else None."""
         kinds = [type(transform) for transform in rest]
         if any(t.target != "update" for t in (self, *rest)) or kinds not in ([LR], [WeightDecay, LR]):
             return None

@@ -107,8 +107,8 @@ class Muon(UpdateRule):
         for later in after:
             if isinstance(later, Scaling):
                 warnings.warn(
-                    f"{later!r} comes after {self!r}, which makes updates whose norm depends on their shape alone: it "
-                    "does not limit steps with large gradients, but those of large matrices. Put it before",
+                    f"{later!r} comes after {self!r}, whose updates have norms that depend on their shape alone. "
+                    "There it acts on large matrices, not on large gradients. Put it before",
                     stacklevel=4,
                 )
                 return

@@ -15,7 +15,7 @@ from typing_extensions import override
 from torchzero_clip.checks import is_numeric, plain
 from torchzero_clip.core.kinds import FinalRule, TakeStep
 from torchzero_clip.core.learning_rate import LR
-from torchzero_clip.core.settings import at
+from torchzero_clip.core.schedules import at
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.types import Setting
@@ -135,7 +135,7 @@ class Wrap(FinalRule):
 
     @override
     def check_chain(self, before: Sequence[Transform], after: Sequence[Transform]) -> None:
-        """Raise if a transform comes after it, or scales by the learning rate what it is given."""
+        """Raise if a transform other than `LR` comes after it, or if an `LR` comes before it."""
         late = [other for other in after if not isinstance(other, LR)]
         early = [other for other in before if isinstance(other, LR)]
         if late or early:
@@ -156,7 +156,7 @@ class Wrap(FinalRule):
         template = self.template
         optimizer = object.__new__(self.optimizer_class)
         optimizer.__dict__.update(template.__dict__)
-        # parameters in the same memory, so that nobody's gradients change
+        # detached tensors share the memory of the parameters; setting their .grad leaves that of the parameters alone
         params = [param.detach() for param in step.params]
         keys = ("lr", *self._settings)
         optimizer.param_groups = [
