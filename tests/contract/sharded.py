@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from torchzero_clip import (
+    LR,
     AdamW,
     Centralize,
     ClipNorm,
@@ -241,6 +242,23 @@ def each_norm_is_one_all_reduce(_: Entry) -> None:
             assert len(calls) == count, f"{name}: {len(calls)}"
 
 
+def statistics_behind_a_clip_of_slices(_: Entry) -> None:
+    """A rank that holds one slice of a tensor does not take its norm for that of the tensor."""
+    for shape in ((3, 4), (2, 2)):  # two rows and one, or one row on each rank
+        for clip in (ClipNorm(99.0, dim=1), ClipNorm(99.0, "std")):
+            _, (param,) = sharded([torch.zeros(shape, dtype=torch.float64)])
+            plain = nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+            optimizers = [Modular([p], clip, ClipNormGrowth(), LR(1.0)) for p in (plain, param)]
+            for scale in (1.0, 10.0, 3.0):
+                grad = torch.zeros(shape, dtype=torch.float64)
+                grad[:, 0] = scale
+                grad[-1] = scale * (scale > 2)
+                plain.grad, param.grad = grad.clone(), distribute_tensor(grad, param.device_mesh, param.placements)
+                for optimizer in optimizers:
+                    optimizer.step()
+            torch.testing.assert_close(param.detach().full_tensor(), plain.detach(), rtol=1e-12, atol=1e-12)
+
+
 def functions_on_every_layout(_: Entry) -> None:
     mesh = init_device_mesh("cpu", (2,))
     value = torch.linspace(-3, 4, 28, dtype=torch.float64).reshape(7, 4)
@@ -362,6 +380,7 @@ ONCE: dict[str, Callable[[Entry], None]] = {
     "extreme magnitudes": extreme_magnitudes,
     "gradients with pending sums": gradients_with_pending_sums,
     "each norm is one all-reduce": each_norm_is_one_all_reduce,
+    "statistics behind a clip of slices": statistics_behind_a_clip_of_slices,
     "skipping is decided alike": skipping_is_decided_alike,
     "functions on every layout": functions_on_every_layout,
     "data parallel": data_parallel,

@@ -29,6 +29,7 @@ from torchzero_clip import (
     ClipValueGrowth,
     Gate,
     Modular,
+    RMSprop,
     Scaling,
     SkipStep,
     TensorwiseTransform,
@@ -562,3 +563,134 @@ def test_repr_of_an_author_shows_what_it_can():
             super().__init__(other)
 
     assert repr(Own(2.0)) == "Own(2.0)"
+
+
+@pytest.mark.parametrize(
+    ("rule", "key"), [(lambda: SGD(momentum=0.9), "sgd/momentum_buffer"), (lambda: RMSprop(momentum=0.9), None)]
+)
+@pytest.mark.parametrize(
+    "later",
+    [
+        lambda: [ClipNorm(0.01), Adam(lr=0.1)],
+        lambda: [ClipNorm(0.01, dim="global"), Mul(2.0)],
+        lambda: Wrap(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    ],
+)
+def test_state_that_a_rule_returns_is_scaled_by_nothing_behind_it(rule, key, later):
+    params, plain = parameters(torch.float64), parameters(torch.float64)
+    optimizer, reference = Modular(params, rule(), later()), Modular(plain, rule())
+    for row in gradients(params, 3):
+        train(optimizer, params, [row])
+        train(reference, plain, [row])
+    for param, other in zip(params, plain, strict=True):
+        for name, value in reference.state[other].items():
+            torch.testing.assert_close(optimizer.state[param][name], value, rtol=0, atol=0)
+
+
+def test_parameters_that_a_transform_returns_are_not_scaled_by_a_clip():
+    params = parameters()
+    before = values(params)
+    train(Modular(params, Remembering("params"), ClipNorm(0.01), Adam(lr=0.0)), params, gradients(params, 1))
+    assert_equal(params, before)
+
+
+class Keeps(TensorwiseTransform):
+    """Puts what it is given into its state, and returns it."""
+
+    def __init__(self):
+        super().__init__({})
+
+    def init_state(self, param, setting):
+        return {"last": torch.zeros_like(param)}
+
+    def apply_tensor(self, tensor, param, grad, loss, state, setting):
+        state["last"] = tensor
+        return tensor
+
+
+@pytest.mark.parametrize("before", [list, lambda: Centralize(min_size=99)])
+def test_what_a_transform_kept_of_its_updates_is_not_written_to(before):
+    params = parameters()
+    rows = gradients(params, 1)
+    optimizer = Modular(params, before(), Keeps(), ClipNorm(0.01), LR(1.0))
+    train(optimizer, params, rows)
+    assert_equal([optimizer.state[p]["keeps/last"] for p in params], rows[0])
+
+
+def test_one_tensor_for_two_parameters_is_scaled_for_those_in_scope_only():
+    first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    named = [("first", first), ("second", second)]
+    optimizer = Modular(named, SameForAll(False), ClipNorm(0.1).only("first"))
+    train(optimizer, [first, second], [[torch.ones(2)] * 2])
+    assert first.tolist() == pytest.approx([-(0.005**0.5)] * 2)
+    assert second.tolist() == [-1.0, -1.0]
+
+
+class Lazy(TensorwiseTransform):
+    """Keeps state of matrices that it does not declare."""
+
+    def __init__(self):
+        super().__init__({})
+
+    def apply_tensor(self, tensor, param, grad, loss, state, setting):
+        if param.ndim == 2:
+            state["count"] = 1
+        return tensor
+
+
+class LazyScaling(Scaling):
+    def __init__(self):
+        super().__init__({})
+
+    def factors(self, measured, updates, step):
+        step.states[-1]["count"] = 1
+        return torch.ones_like(measured.joined(measured.norms))
+
+
+@pytest.mark.parametrize("lazy", [Lazy, LazyScaling])
+def test_state_that_is_not_declared_is_named_whichever_parameter_has_it(lazy):
+    params = parameters(shapes=[(2,), (2, 2)])
+    with pytest.raises(RuntimeError, match=r"keeps state \['count'\] that its init_state does not return"):
+        train(Modular(params, lazy()), params, gradients(params, 1))
+
+
+@pytest.mark.parametrize(("dims", "wrong"), [((-1,), False), ((1, -1), False), ((5,), True), ((-3,), True)])
+def test_dimensions_of_slices_may_count_from_the_end_and_have_to_exist(dims, wrong):
+    class Rows(ClipNorm):
+        def slice_dims(self, tensor):
+            return dims
+
+    param, plain = parameters(shapes=[(2, 3)]), parameters(shapes=[(2, 3)])
+    rows = gradients(param, 1)
+    if wrong:
+        with pytest.raises(ValueError, match=r"slice_dims returned .* for a tensor of shape \(2, 3\)"):
+            train(Modular(param, Rows(0.1)), param, rows)
+    else:
+        train(Modular(param, Rows(0.1)), param, rows)
+        train(Modular(plain, ClipNorm(0.1, dim=1)), plain, rows)
+        assert_equal(param, plain)
+
+
+def test_a_frozen_parameter_may_stay_on_the_meta_device():
+    param, frozen = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, device="meta"), requires_grad=False)
+    param.grad = torch.ones(1)
+    Modular([param, frozen], SGD(0.5)).step()
+    assert param.tolist() == [-0.5]
+
+
+def test_subclasses_that_override_arithmetic_are_not_replaced_by_that_of_torch():
+    class Still(Adam):
+        def apply_tensors(self, updates, step):
+            return [torch.zeros_like(update) for update in updates]
+
+    class Doubled(LR):
+        def apply_tensors(self, updates, step):
+            return [2 * update for update in super().apply_tensors(updates, step)]
+
+    params = parameters()
+    before = values(params)
+    train(Modular(params, Still()), params, gradients(params, 1))
+    assert_equal(params, before)
+    param = nn.Parameter(torch.zeros(1))
+    train(Modular([param], Doubled(0.5)), [param], [[torch.ones(1)]])
+    assert param.tolist() == [-1.0]

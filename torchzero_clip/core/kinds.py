@@ -169,7 +169,7 @@ class UpdateRule(Transform):
 
         Args:
             rest: The transforms after this one that act on these parameters. Their settings are in ``step.settings``.
-            updates: The updates, not to be modified where they are the gradients themselves.
+            updates: The updates, not to be modified except by a rule that never returns None.
             step: As in `Transform.apply_tensors`.
         """
         return None

@@ -181,7 +181,7 @@ class Modular(Optimizer):
         """
         if closure is None and "closure" in self._nodes.targets:
             raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
-        if "lr" in self._schedules and hasattr(self.step, "_wrapped_by_lr_sched"):
+        if hasattr(self.step, "_wrapped_by_lr_sched") and "lr" in self._schedules:
             raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
         self._schedules.catch_up(self.param_groups)
         settings = self._nodes.checked_settings(self.param_groups)
@@ -206,7 +206,7 @@ class Modular(Optimizer):
         group_of: list[int] = []
         for g, group in enumerate(self.param_groups):
             for param in group["params"]:
-                if param.is_meta:
+                if param.is_meta and param.requires_grad:
                     raise RuntimeError(_meta_message(param, group))
                 if param.grad is not None and param.requires_grad:
                     if param.grad.layout != torch.strided:

@@ -106,7 +106,7 @@ class Walk:
         for i, node in enumerate(nodes):
             transform, rest = node.transform, nodes[i + 1 :]
             own = self._in_scope(node, rows)
-            if to_params and isinstance(transform, UpdateRule):
+            if to_params and isinstance(transform, UpdateRule) and _has_own_fuse(type(transform)):
                 rows, own = self._fuse(node, rows, own, rest)
             if not rows:
                 return
@@ -125,36 +125,32 @@ class Walk:
 
     def _is_subtracted(self, transform: Transform) -> TypeGuard[LR]:
         """True for a learning rate that is applied when updates are subtracted. The compiler fuses by itself."""
-        return isinstance(transform, LR) and transform.target == "update" and not torch.compiler.is_compiling()
+        is_lr = isinstance(transform, LR) and type(transform).apply_tensors is LR.apply_tensors
+        return is_lr and transform.target == "update" and not torch.compiler.is_compiling()
 
-    def current(self, rows: list[int], *, writable: bool = False) -> list[Tensor]:
-        """The updates of some rows; ``writable`` ones share no memory with gradients, parameters or state."""
+    def current(self, rows: list[int], *, writable: bool = False, over_grads: bool = False) -> list[Tensor]:
+        """The updates of some rows.
+
+        ``writable`` ones share no memory with gradients, parameters or state; with ``over_grads`` they may be the
+        gradients themselves.
+        """
         found: list[Tensor] = []
         for i in rows:
-            update, borrowed = self.updates[i], self.borrowed[i]
+            update, borrowed, grad = self.updates[i], self.borrowed[i], self.grads[i]
             if update is None:
-                update, borrowed = (-self.grads[i], False) if self.maximize else (self.grads[i], True)
-            found.append(update.clone() if writable and borrowed else update)
+                update, borrowed = (-grad, False) if self.maximize else (grad, True)
+            found.append(update.clone() if writable and borrowed and not (over_grads and update is grad) else update)
         return found
 
-    def put(self, rows: list[int], updates: Sequence[Tensor], given: Sequence[Tensor], *, copied: bool) -> None:
-        """Store the updates that a transform returned for some rows.
-
-        Args:
-            rows: The rows.
-            updates: What it returned: what it was given, new tensors, or gradients, parameters and state themselves.
-            given: What it was given.
-            copied: It was given memory of its own.
-        """
-        if all(update is before for update, before in zip(updates, given, strict=True)):
-            for i, update in zip(rows, updates, strict=True):
-                self.updates[i], self.borrowed[i] = update, self.borrowed[i] and not copied
-            return
+    def put(self, rows: list[int], updates: Sequence[Tensor]) -> None:
+        """Store the updates that a transform returned: new tensors, or gradients, parameters and state themselves."""
         values = [*self.groups[0].values(), *(value for state in self.states for value in state.values())]
-        seen = {*self.grads, *self.params, *(value for value in values if isinstance(value, Tensor))}
+        others = {*self.grads, *self.params, *(value for value in values if isinstance(value, Tensor))}
+        counts: dict[Tensor, int] = {}
+        for update in updates:
+            counts[update] = counts.get(update, 0) + 1
         for i, update in zip(rows, updates, strict=True):
-            self.updates[i], self.borrowed[i] = update, update in seen
-            seen.add(update)  # one that is returned twice is borrowed the second time
+            self.updates[i], self.borrowed[i] = update, update in others or counts[update] > 1
 
     def keep_updates(self, rows: list[int]) -> None:
         """Copy updates that share a tensor with ``.grad``, because a ``target="grad"`` transform will write to it."""
@@ -171,9 +167,11 @@ class Walk:
         try:
             if isinstance(transform, Scaling):
                 self._scale(transform, updates, step, rows)
-                return updates
-            result = transform.apply_tensors(updates, step)
-            _check_result(node, result, updates, step)
+                result = updates
+            else:
+                result = transform.apply_tensors(updates, step)
+                _check_result(node, result, updates)
+            _check_state(node, step)
             return list(result)
         finally:
             self.store(node, rows, step)
@@ -283,9 +281,11 @@ class Walk:
         ]
         step.settings = [merged[self.group_of[i]] for i in rows]
         try:
-            take_step = rule.fuse([n.transform for n in rest], self.current(rows), step)
+            updates = self.current(rows, writable=isinstance(rule, FinalRule))
+            take_step = rule.fuse([n.transform for n in rest], updates, step)
             if take_step is not None:
                 take_step()
+            _check_state(node, step)
         finally:
             self.store(node, rows, step)
         return take_step is not None
@@ -300,30 +300,41 @@ def _measures_gradients(transform: Transform) -> bool:
     return isinstance(transform, Scaling)
 
 
-def _check_result(node: Node, result: Sequence[Tensor], given: Sequence[Tensor], step: Step) -> None:
-    """Raise if a transform returned unusable tensors or stored undeclared state; the message names the transform."""
+def _has_own_fuse(kind: type[Transform]) -> bool:
+    """True unless a subclass overrides ``apply_tensors`` below the class that implements ``fuse``."""
+    return next(name for base in kind.__mro__ for name in ("fuse", "apply_tensors") if name in vars(base)) == "fuse"
+
+
+def _check_result(node: Node, result: Any, given: Sequence[Tensor]) -> None:
+    """Raise if a transform returned unusable tensors; the message names the transform."""
     transform = node.transform
     if not isinstance(result, list | tuple):
         raise RuntimeError(f"{transform!r} returned {type(result).__name__} instead of a list of tensors")
     if len(result) != len(given):
         raise RuntimeError(f"{transform!r} returned {len(result)} tensors for {len(given)}")
     for new, old in zip(result, given, strict=True):
-        if not isinstance(new, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(new, Tensor):
             raise RuntimeError(f"{transform!r} returned {type(new).__name__} instead of a tensor")
         if new.shape != old.shape or new.dtype != old.dtype:
             got, expected = (f"{tuple(t.shape)} of {t.dtype}" for t in (new, old))
             raise RuntimeError(f"{transform!r} returned a tensor of shape {got} for one of shape {expected}")
-    if not node.has_state and step.states and step.states[0]:
-        raise RuntimeError(f"{transform!r} keeps state {list(step.states[0])} that its init_state does not return")
+
+
+def _check_state(node: Node, step: Step) -> None:
+    """Raise if a transform has state of parameters that it did not declare, and that would be lost."""
+    if not node.has_state:
+        for state in step.states:
+            if len(state) > 0:
+                keys = list(state)
+                raise RuntimeError(f"{node.transform!r} keeps state {keys} that its init_state does not return")
 
 
 # What a transform is applied to, and where its result goes. ``over_grads``: a scaling may write over the gradients.
 
 
 def _change_updates(walk: Walk, node: Node, rows: list[int], over_grads: bool) -> None:
-    copied = not over_grads and not isinstance(node.transform, UpdateRule)
-    given = walk.current(rows, writable=copied)
-    walk.put(rows, walk.apply(node, rows, given), given, copied=copied)
+    only_reads = isinstance(node.transform, UpdateRule)
+    walk.put(rows, walk.apply(node, rows, walk.current(rows, writable=not only_reads, over_grads=over_grads)))
 
 
 def _change_gradients(walk: Walk, node: Node, rows: list[int], over_grads: bool) -> None:
@@ -342,12 +353,12 @@ def _change_params(walk: Walk, node: Node, rows: list[int], over_grads: bool) ->
 
 def _pass_params_difference(walk: Walk, node: Node, rows: list[int], over_grads: bool) -> None:
     params = [walk.params[i] for i in rows]
-    walk.put(rows, foreach.subtract(params, walk.apply(node, rows, foreach.clone(params))), params, copied=True)
+    walk.put(rows, foreach.subtract(params, walk.apply(node, rows, foreach.clone(params))))
 
 
 def _pass_update_difference(walk: Walk, node: Node, rows: list[int], over_grads: bool) -> None:
     updates = walk.current(rows, writable="grad" in walk.nodes.targets)
-    walk.put(rows, foreach.subtract(updates, walk.apply(node, rows, foreach.clone(updates))), updates, copied=True)
+    walk.put(rows, foreach.subtract(updates, walk.apply(node, rows, foreach.clone(updates))))
 
 
 TARGETS: Mapping[Target, Callable[[Walk, Node, list[int], bool], None]] = {

@@ -123,12 +123,21 @@ def cut(
     indices: list[int] = []
     parts: list[Part] = []
     for i, tensor in enumerate(tensors):
-        dims = slicing.reduced_dims(tensor) if dims_of is None else dims_of(tensor)
+        dims = slicing.reduced_dims(tensor) if dims_of is None else _checked_dims(tensor, dims_of(tensor))
         p = part(summed(tensor), dims)
         if dims and p.size >= smallest:
             indices.append(i)
             parts.append(p)
     return indices, parts
+
+
+def _checked_dims(tensor: Tensor, dims: Sequence[int]) -> tuple[int, ...]:
+    """Dimensions in order, none of them negative."""
+    ndim = max(tensor.ndim, 1)
+    found = sorted({d + ndim if d < 0 else d for d in dims})
+    if any(not 0 <= d < ndim for d in found):
+        raise ValueError(f"slice_dims returned {tuple(dims)} for a tensor of shape {tuple(tensor.shape)}")
+    return tuple(found)
 
 
 def measure(
@@ -155,7 +164,8 @@ def measure(
     rest = [whole(tensor) for i, tensor in enumerate(tensors) if i not in kept]
     left_alone = p_norms([p for p in rest if p.size], metric.p)
     total = metric.of_norm(total_norm(parts, values, left_alone, metric.p), sum(t.numel() for t in tensors))
-    whole_tensors = metric.p > 0 and not rest and all(value.numel() == 1 for value in values)
+    # by dimensions, not by what this process holds: all ranks have to agree
+    whole_tensors = metric.p > 0 and not rest and all(len(p.dims) == p.tensor.ndim for p in parts)
     rows = zip(values, parts, strict=True)
     norms = [metric.of_norm(value, p.size) for value, p in rows] if metric.kind == "mad" else values
     return Measured(metric, indices, norms, total, parts, targets, pack(values) if whole_tensors else None)

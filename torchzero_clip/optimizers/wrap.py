@@ -168,9 +168,8 @@ class Wrap(FinalRule):
             if template.state and not state:  # Adagrad begins with some
                 state.update(self._on(param, setting).state[param])
             optimizer.state[param] = state  # pyright: ignore[reportArgumentType]
-        for param, update, grad in zip(params, updates, step.grads, strict=True):
-            own = update.clone() if update is grad else update  # some optimizers write to it
-            param.grad = own.to(param.dtype)
+        for param, update in zip(params, updates, strict=True):
+            param.grad = update.to(param.dtype)
         _step(optimizer)
         for param, state in zip(params, step.states, strict=True):
             if (kept := optimizer.state[param]) is not state:  # some optimizers replace it
