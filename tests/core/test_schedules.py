@@ -277,16 +277,22 @@ def test_a_checkpoint_of_a_wrong_value_loads_with_a_corrected_function():
     torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
 
 
-def test_groups_may_be_taken_out_by_hand_where_nothing_is_scheduled():
+def test_groups_may_be_taken_out_by_hand():
     params = parameters()
-    groups = [{"params": params[:2]}, {"params": params[2:]}]
-    optimizer = Modular(groups, ClipNorm(1.0), SGD())
-    del optimizer.param_groups[1]
-    train(optimizer, params, gradients(params, 1))
-    optimizer = Modular(groups, ClipNorm(warm_up), SGD())
-    del optimizer.param_groups[1]
+    groups = [{"params": params[:2]}, {"params": params[2:], "max_norm": lambda step: 10.0 - step}]
+    for chain in ([ClipNorm(1.0), SGD()], [ClipNorm(warm_up), SGD()]):
+        optimizer = Modular(groups, *chain)
+        optimizer.param_groups.pop(0)
+        train(optimizer, params, gradients(params, 1))
+        assert [group["max_norm"] for group in optimizer.param_groups] == [9.0]
+
+
+def test_groups_that_were_put_in_by_hand_have_no_known_functions():
+    params = parameters()
+    optimizer = Modular(params[:2], ClipNorm(warm_up), SGD())
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": params[2:]})
     before = values(params)
-    with pytest.raises(ValueError, match="param_groups was changed by hand, and has schedules"):
+    with pytest.raises(ValueError, match=r"a param group was added by hand, .*: use add_param_group"):
         train(optimizer, params, gradients(params, 1))
     assert_equal(params, before)
 

@@ -8,14 +8,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchzero_clip.checks import count
+from torchzero_clip.core.chain_state import CONSECUTIVE, COUNTERS, SCHEDULE_STEP, saved_chain_state
 from torchzero_clip.core.kinds import FinalRule, Gate
 from torchzero_clip.core.nodes import Nodes
-from torchzero_clip.core.schedules import SCHEDULE_STEP, Schedules
+from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
 
 Group = dict[str, Any]
-
-COUNTS = ("skipped_steps", "consecutive_skips")  # in the first param group of optimizers that may skip steps
 
 # settings by which a checkpoint of a torch.optim optimizer is known, even if it has no state yet
 OPTIMIZER_KEYS = frozenset(
@@ -23,29 +22,39 @@ OPTIMIZER_KEYS = frozenset(
 )
 
 
-def fitted(state_dict: Mapping[str, Any], groups: list[Group], nodes: Nodes, schedules: Schedules) -> dict[str, Any]:
-    """The checkpoint with settings that it lacks filled in from ``groups``; raises ValueError if it does not fit."""
+def fitted(
+    state_dict: Mapping[str, Any], groups: list[Group], nodes: Nodes, schedules: Schedules, own: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A checkpoint with settings that it lacks filled in, and the state of the whole chain in it.
+
+    Args:
+        state_dict: The checkpoint.
+        groups: The param groups of the optimizer.
+        nodes: The transforms.
+        schedules: The settings that are functions of the step.
+        own: The state of the whole chain of the optimizer.
+
+    Raises:
+        ValueError: If it does not fit.
+    """
     all_saved = saved_groups(state_dict, groups)
-    own = nodes.init_global_state()
-    merged = [_merged(group, saved) for group, saved in zip(groups, all_saved, strict=True)]
-    for key in COUNTS:
-        count(key, merged[0].get(key, 0))
-    count(SCHEDULE_STEP, merged[0].get(SCHEDULE_STEP, 0))
-    if SCHEDULE_STEP in groups[0]:
-        merged[0][SCHEDULE_STEP] = all_saved[0].get(SCHEDULE_STEP, 0)  # a schedule that is new begins
-    if "consecutive_skips" in merged[0]:
-        merged[0]["consecutive_skips"] = all_saved[0].get("consecutive_skips", 0)
+    found = saved_chain_state(all_saved, own)
+    for key in COUNTERS:
+        count(key, found.get(key, 0))
+    begins = {key: 0 for key in (CONSECUTIVE, SCHEDULE_STEP) if key in own}  # a schedule that is new starts
     gates = tuple(f"{node.path}/" for node in nodes if isinstance(node.transform, Gate))
-    merged = schedules.applied(merged)
-    nodes.checked_settings(merged)
     for key, expected in own.items():
-        if key not in all_saved[0] and key.startswith(gates):
+        if key in COUNTERS or (key not in found and key.startswith(gates)):
             continue  # a run that begins to skip steps: the optimizer's own value stays
-        if key not in all_saved[0]:
+        if key not in found:
             raise ValueError(
                 f"the checkpoint lacks the state {key!r} of the chain: load it into the chain that wrote it"
             )
-        _check_value(f"the state {key!r} of the chain", merged[0][key], expected)
+        _check_value(f"the state {key!r} of the chain", found[key], expected)
+    chain_state = {**own, **begins, **found}
+    merged = [{**_merged(group, saved), **chain_state} for group, saved in zip(groups, all_saved, strict=True)]
+    merged = schedules.applied(groups, merged, chain_state.get(SCHEDULE_STEP, 0))
+    nodes.checked_settings(merged)
 
     state = state_dict["state"]
     known = [named for group in groups for named in named_params(group)]
@@ -60,7 +69,7 @@ def fitted(state_dict: Mapping[str, Any], groups: list[Group], nodes: Nodes, sch
             placed[i] = {key: _beside(value, fresh[key]) for key, value in state[i].items()}
     for saved in all_saved:
         _check_keys(saved, {*nodes.storage_keys.values(), *own})
-    return {**state_dict, "state": placed, "param_groups": merged}
+    return {**state_dict, "state": placed, "param_groups": merged}, chain_state
 
 
 def _merged(group: Group, saved: Group) -> Group:

@@ -10,11 +10,12 @@ from torch.optim.optimizer import ParamsT
 
 from torchzero_clip.checks import boolean
 from torchzero_clip.core.chain import Chain, Transforms, flatten
+from torchzero_clip.core.chain_state import COUNTERS, SCHEDULE_STEP, SKIPPED, ChainState
 from torchzero_clip.core.checkpoint import fitted
 from torchzero_clip.core.learning_rate import with_learning_rate
 from torchzero_clip.core.nonfinite import Nonfinite, StepPolicy
 from torchzero_clip.core.param_groups import described, normalized, split_by_overrides
-from torchzero_clip.core.schedules import SCHEDULE_STEP, Schedules
+from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.core.validation import check_params, check_places, check_shapes, warn_of_slips
@@ -102,17 +103,15 @@ class Modular(Optimizer):
         self.storage_keys = self._nodes.storage_keys
         self._policy = StepPolicy(nonfinite, max_consecutive_skips, self.transforms)
         self._schedules = Schedules(self._nodes.schedules())
+        self._chain_state = ChainState({**self._nodes.init_global_state(), **self._policy.counts()})
         self._metrics: dict[str, Tensor] = {}
         self._shapes: dict[Any, Any] = {}  # see `check_shapes`
         self._is_complete = False
         if isinstance(params, nn.Module):
             params = list(params.named_parameters())
         super().__init__(params, self._nodes.defaults())
-        global_state = self._nodes.init_global_state()
-        self._global_keys = list(global_state)
-        self.param_groups[0].update({**global_state, **self._policy.counts()})
-        self._schedules.begin(self.param_groups)
-        self._move_global_state()
+        self._move_chain_state()
+        self._start_schedules()
         check_places(self.chain, self._nodes, self._named_params())
         warn_of_slips(self._nodes, self._named_params())
         self._is_complete = True
@@ -150,9 +149,8 @@ class Modular(Optimizer):
             >>> {name: round(value.item(), 4) for name, value in optimizer.metrics().items()}
             {'clip_norm/norm': 5.0, 'clip_norm/factor': 0.2, 'clip_norm/clipped': 1.0}
         """
-        counted = (
-            {"skipped_steps": torch.tensor(self.param_groups[0]["skipped_steps"])} if self._policy.may_skip else {}
-        )
+        self._chain_state.take_counters(self.param_groups)
+        counted = {"skipped_steps": torch.tensor(self._chain_state.values[SKIPPED])} if self._policy.may_skip else {}
         return {**self._metrics, **counted}
 
     @overload
@@ -183,7 +181,10 @@ class Modular(Optimizer):
             raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
         if hasattr(self.step, "_wrapped_by_lr_sched") and "lr" in self._schedules:
             raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
-        self._schedules.catch_up(self.param_groups)
+        state = self._chain_state.values
+        if state:
+            self._chain_state.take_counters(self.param_groups)
+            self._schedules.catch_up(self.param_groups, state.get(SCHEDULE_STEP, 0))
         settings = self._nodes.checked_settings(self.param_groups)
 
         loss = None
@@ -195,9 +196,15 @@ class Modular(Optimizer):
             )  # the closure may have changed them, or added groups
 
         walk = self._walk(settings, loss)
-        if walk.params and (not self._policy.decides or self._policy.allows(walk, self.param_groups[0])):
-            self._run(walk)
-            self._schedules.advance(self.param_groups)
+        try:
+            if walk.params and (not self._policy.decides or self._policy.allows(walk, state)):
+                self._run(walk)
+                if SCHEDULE_STEP in state:
+                    state[SCHEDULE_STEP] += 1
+                    self._schedules.advance(self.param_groups, state[SCHEDULE_STEP])
+        finally:
+            if state:
+                self._chain_state.show(self.param_groups)
         return loss
 
     def _walk(self, settings: dict[str, list[Setting]], loss: Any) -> Walk:
@@ -220,12 +227,13 @@ class Modular(Optimizer):
         states: list[State] = [kept[p] if p in kept else fresh.setdefault(p, {}) for p in params]
         for param, state, g in zip(params, states, group_of, strict=True):
             check_shapes(self._nodes, self.param_groups[g], param, state, self._shapes)
-        self._move_global_state()
+        self._move_chain_state()
         listed_twice = len({id(param) for param in params}) < len(params)
         keep_grads = self.keep_grads or "grad" in self._nodes.targets or listed_twice
         grads = own_gradients(params)
         lists = (params, grads, states, group_of)
-        return Walk(self._nodes, self.param_groups, settings, *lists, loss, self.maximize, keep_grads)
+        shared = (self._chain_state.values, loss, self.maximize, keep_grads)
+        return Walk(self._nodes, self.param_groups, settings, *lists, *shared)
 
     def _run(self, walk: Walk) -> None:
         """Send the gradients down the chain and subtract what comes out."""
@@ -252,37 +260,48 @@ class Modular(Optimizer):
         """
         if not isinstance(param_group, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
-        group = normalized(param_group, self._nodes)
+        given = {key: value for key, value in param_group.items() if not self._is_chain_state(key)}
+        group = normalized(given, self._nodes)
         before = len(self.param_groups)
         try:
             for part in split_by_overrides(group, self._nodes):
                 # tensors are copied: a scheduler that fills one lr changes no other group and no other optimizer
                 own = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.defaults.items()}
-                step = self.param_groups[0].get(SCHEDULE_STEP, 0) if self.param_groups else 0
-                complete = {**own, **self._schedules.add(part, step)}
+                valued, schedules = self._schedules.split(part, self._chain_state.values.get(SCHEDULE_STEP, 0))
+                complete = {**own, **valued}
                 self._nodes.checked_settings([*self.param_groups, complete])
                 super().add_param_group(complete)
+                self._schedules.add(self.param_groups[-1], schedules)
                 check_params(self._nodes, self._named_params(before))
             if self._is_complete:
                 check_places(self.chain, self._nodes, self._named_params())
-                self._schedules.begin(self.param_groups)
+                self._start_schedules()
         except Exception:
             del self.param_groups[before:]
             self._schedules.forget(before)
             raise
 
+    def _is_chain_state(self, key: str) -> bool:
+        return key in self._chain_state.values or key in COUNTERS
+
+    def _start_schedules(self) -> None:
+        """Count steps if a setting is a function of them, and show the state of the whole chain in all groups."""
+        if self._schedules.any:
+            self._chain_state.values.setdefault(SCHEDULE_STEP, 0)
+        self._chain_state.show(self.param_groups)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the settings and the state, as `torch.optim.Optimizer.state_dict` does.
 
-        State of the whole chain is copied: torch.distributed.checkpoint loads in place into what this returns, and may
-        take a step on zero gradients after that.
+        State of the whole chain is in every param group, in tensors of their own: torch.distributed.checkpoint loads in
+        place into what this returns, and may take a step on zero gradients after that.
         """
 
-        def copied(_: Optimizer, state_dict: dict[str, Any]) -> None:
-            first = state_dict["param_groups"][0]
-            first.update({k: first[k].clone() for k in self._global_keys if isinstance(first[k], Tensor)})
+        def complete(_: Optimizer, state_dict: dict[str, Any]) -> None:
+            self._chain_state.take_counters(self.param_groups)
+            self._chain_state.show_copies(state_dict["param_groups"])
 
-        hook = self.register_state_dict_post_hook(copied, prepend=True)
+        hook = self.register_state_dict_post_hook(complete, prepend=True)
         try:
             return super().state_dict()
         finally:
@@ -301,9 +320,13 @@ class Modular(Optimizer):
             ValueError: If a key, shape, dtype or setting does not fit; the message names it.
         """
         fitting: dict[str, Any] = {}
+        chain_state: dict[str, Any] = {}
 
         def check(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            fitting.update(fitted(given, self.param_groups, self._nodes, self._schedules))
+            own = self._chain_state.values
+            fits, values = fitted(given, self.param_groups, self._nodes, self._schedules, own)
+            fitting.update(fits)
+            chain_state.update(values)
             return fitting
 
         def restore(_: Optimizer) -> None:  # torch has cast the state to the dtype of the parameters
@@ -312,7 +335,10 @@ class Modular(Optimizer):
             for i, param in zip(ids, params, strict=True):
                 if i in fitting["state"]:
                     self.state[param] = fitting["state"][i]
-            self._move_global_state()
+            copies = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in chain_state.items()}
+            self._chain_state.values.update(copies)
+            self._move_chain_state()
+            self._chain_state.show(self.param_groups)
 
         # after the caller's hooks have made the checkpoint what it is to be, and before they see the result
         before = self.register_load_state_dict_pre_hook(check)
@@ -323,17 +349,14 @@ class Modular(Optimizer):
             before.remove()
             after.remove()
 
-    def _move_global_state(self) -> None:
-        """Keep the chain's own state on the device of the first parameter, which trainers move after construction."""
-        first = self.param_groups[0]
-        device = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
-        for key in self._global_keys:
-            if isinstance(first[key], Tensor) and device.type != "meta":  # parameters that have no values yet
-                first[key] = first[key].to(device)
+    def _move_chain_state(self) -> None:
+        param = next((param for group in self.param_groups for param in group["params"]), None)
+        if param is not None and self._chain_state.values:
+            self._chain_state.move(param)
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("maximize", "keep_grads", "chain", "storage_keys", "_lr_is_implied", "_nodes", "_policy", "_schedules")
-        own += ("_global_keys", "_metrics", "_shapes", "_is_complete")
+        own += ("_chain_state", "_metrics", "_shapes", "_is_complete")
         return super().__getstate__() | {name: self.__dict__[name] for name in own}
 
     def __repr__(self) -> str:

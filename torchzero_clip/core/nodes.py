@@ -51,9 +51,9 @@ class Node:
             return {key: value for key, value in found.items() if key.partition("/")[0] not in self.children}
         return found
 
-    def global_state(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Its state of the whole chain, in the param group that has it."""
-        return {key: group[f"{self.path}/{key}"] for key in self.global_keys}
+    def global_state(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Its state of the whole chain, without the prefix."""
+        return {key: values[f"{self.path}/{key}"] for key in self.global_keys}
 
     def qualified(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Values under keys with the prefix."""

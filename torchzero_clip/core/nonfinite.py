@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.checks import count, one_of
-from torchzero_clip.core.checkpoint import COUNTS
+from torchzero_clip.core.chain_state import CONSECUTIVE, SKIPPED
 from torchzero_clip.core.kinds import Gate
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.transform import Transform
@@ -51,8 +51,8 @@ class StepPolicy:
         return lines if most is None else [*lines, f"max_consecutive_skips={most}"]
 
     def counts(self) -> dict[str, int]:
-        """What the first param group counts."""
-        return dict.fromkeys(COUNTS, 0) if self.may_skip else {}
+        """The counters that it needs, at their start."""
+        return {SKIPPED: 0, CONSECUTIVE: 0} if self.may_skip else {}
 
     def allows(self, walk: Walk, counts: MutableMapping[str, Any]) -> bool:
         """Return True if the step is to be taken. This waits for the device once.
@@ -72,7 +72,7 @@ class StepPolicy:
         if any(refusals) or (not finite and self.nonfinite == "skip"):
             self._count(counts)
             return False
-        counts.update({"consecutive_skips": 0} if self.may_skip else {})
+        counts.update({CONSECUTIVE: 0} if self.may_skip else {})
         for node, norm, _ in judged:
             rows = walk.rows_of(node.path)
             step = walk.step_for(node, rows)
@@ -88,9 +88,9 @@ class StepPolicy:
         return node, norm, self._gates[name].refuses(norm, walk.step_for(node, rows))
 
     def _count(self, counts: MutableMapping[str, Any]) -> None:
-        counts["skipped_steps"] += 1
-        counts["consecutive_skips"] += 1
-        skips = counts["consecutive_skips"]
+        counts[SKIPPED] += 1
+        counts[CONSECUTIVE] += 1
+        skips = counts[CONSECUTIVE]
         if self.max_consecutive_skips is not None and skips > self.max_consecutive_skips:
             shown = ", ".join(f"{norm:.4g}" for norm in self._norms)
             raise RuntimeError(

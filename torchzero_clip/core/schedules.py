@@ -6,9 +6,6 @@ from typing import Any
 from torchzero_clip.checks import plain
 from torchzero_clip.types import Schedule
 
-SCHEDULE_STEP = "schedule_step"
-"""Where the first param group counts the steps taken, in optimizers with schedules."""
-
 Group = dict[str, Any]
 
 
@@ -23,60 +20,71 @@ class Schedules:
 
     def __init__(self, defaults: Mapping[str, Schedule]) -> None:
         self._defaults = dict(defaults)
-        self._of_groups: list[dict[str, Schedule]] = []
+        self._of_groups: list[tuple[list[Any], dict[str, Schedule]]] = []  # by the list of parameters of each group
         self._behind = False
 
-    def add(self, group: Group, step: int) -> Group:
-        """Remember the functions of a new group, and return it with their values in their place."""
+    @property
+    def any(self) -> bool:
+        """True if some setting is a function of the step."""
+        return any(own for _, own in self._of_groups)
+
+    def split(self, group: Group, step: int) -> tuple[Group, dict[str, Schedule]]:
+        """A group with values in the place of functions, and these functions."""
         own = {key: value for key, value in group.items() if key != "params" and callable(value)}
         own.update({key: schedule for key, schedule in self._defaults.items() if key not in group})
-        self._of_groups.append(own)
-        return {**group, **{key: at(schedule, step) for key, schedule in own.items()}}
+        return {**group, **{key: at(schedule, step) for key, schedule in own.items()}}, own
+
+    def add(self, group: Group, own: dict[str, Schedule]) -> None:
+        """Remember the functions of a group that the optimizer has now."""
+        self._of_groups.append((group["params"], own))
 
     def __contains__(self, key: str) -> bool:
-        return any(key in own for own in self._of_groups)
+        return any(key in own for _, own in self._of_groups)
 
     def forget(self, first: int) -> None:
         """Drop the groups from the given one on."""
         del self._of_groups[first:]
 
-    def begin(self, groups: Sequence[Group]) -> None:
-        """Start counting, if there is anything to count for."""
-        if any(self._of_groups):
-            groups[0].setdefault(SCHEDULE_STEP, 0)
-
-    def catch_up(self, groups: Sequence[Group]) -> None:
+    def catch_up(self, groups: Sequence[Group], step: int) -> None:
         """Before a step: compute scheduled settings that could not be computed after the step before."""
-        if not any(self._of_groups):
-            return
-        if len(groups) != len(self._of_groups):
-            raise ValueError("param_groups was changed by hand, and has schedules: use add_param_group")
+        values = self._values(groups, step) if self.any else []
         if self._behind:
-            for group, values in zip(groups, self._values(groups[0][SCHEDULE_STEP]), strict=True):
-                group.update(values)
+            for group, own in zip(groups, values, strict=True):
+                group.update(own)
             self._behind = False
 
-    def advance(self, groups: Sequence[Group]) -> None:
-        """Count a step that was taken, and let the groups have the values for the next."""
-        if any(self._of_groups):
-            groups[0][SCHEDULE_STEP] += 1
-            for group, changed in zip(groups, self.applied(groups), strict=True):
-                group.update(changed)
+    def advance(self, groups: Sequence[Group], step: int) -> None:
+        """After a step that was taken: write the values for the next to the groups."""
+        for group, changed in zip(groups, self.applied(groups, groups, step), strict=True):
+            group.update(changed)
 
-    def applied(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups with the values for the number of steps that the first one says, if these can be told."""
-        if not any(self._of_groups):
-            return list(groups)
+    def applied(self, groups: Sequence[Group], saved: Sequence[Group], step: int) -> list[Group]:
+        """Saved groups with the values of a step, if there are any.
+
+        Args:
+            groups: The param groups of the optimizer.
+            saved: The groups to complete, in the same order.
+            step: How many steps were taken.
+        """
+        if not self.any:
+            return list(saved)
         try:
-            values = self._values(groups[0].get(SCHEDULE_STEP, 0))
+            values = self._values(groups, step)
         except Exception:
             self._behind = True
-            return list(groups)
+            return list(saved)
         self._behind = False
-        return [{**group, **own} for group, own in zip(groups, values, strict=True)]
+        return [{**group, **own} for group, own in zip(saved, values, strict=True)]
 
-    def _values(self, step: int) -> list[dict[str, Any]]:
-        return [{key: at(schedule, step) for key, schedule in own.items()} for own in self._of_groups]
+    def _values(self, groups: Sequence[Group], step: int) -> list[dict[str, Any]]:
+        return [{key: at(schedule, step) for key, schedule in self._of(group).items()} for group in groups]
+
+    def _of(self, group: Group) -> dict[str, Schedule]:
+        """The functions of a group, which may have been copied or moved to another place."""
+        for params, own in self._of_groups:
+            if group["params"] is params or (params and group["params"] and group["params"][0] is params[0]):
+                return own
+        raise ValueError("a param group was added by hand, and settings are functions of the step: use add_param_group")
 
 
 def at(value: Any, step: int) -> Any:

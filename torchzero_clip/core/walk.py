@@ -38,6 +38,7 @@ class Walk:
         grads: Their gradients.
         states: The state of each parameter, by qualified keys.
         group_of: The index of the group of each parameter.
+        chain_state: The state of the whole chain, by qualified keys.
         loss: What the closure returned.
         maximize: Updates start as the negative gradients.
         keep_grads: Norm clips never write over gradients.
@@ -50,6 +51,7 @@ class Walk:
     grads: list[Tensor]
     states: list[State]
     group_of: list[int]
+    chain_state: dict[str, Any]
     loss: Tensor | float | None
     maximize: bool
     keep_grads: bool
@@ -220,7 +222,7 @@ class Walk:
             self.loss,
             self._states_for(node, rows, params, settings),
             settings,
-            node.global_state(self.groups[0]),
+            node.global_state(self.chain_state),
             {},
             self._gradient_norms_of(rows) if known else None,
             partial(self._apply_child, node, rows) if node.children else None,
@@ -247,7 +249,7 @@ class Walk:
             for i, own in zip(rows, step.states, strict=True):
                 for key, value in own.items():
                     self.states[i][f"{node.path}/{key}"] = value
-        self.groups[0].update(node.qualified(step.global_state))
+        self.chain_state.update(node.qualified(step.global_state))
         self.metrics.update(node.qualified(step.metrics))
 
     def _may_write_grads(self, rest: Sequence[Node]) -> bool:

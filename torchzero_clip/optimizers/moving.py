@@ -8,11 +8,11 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from torchzero_clip.checks import instance
-from torchzero_clip.core.checkpoint import COUNTS, saved_groups
+from torchzero_clip.core.chain_state import COUNTERS
+from torchzero_clip.core.checkpoint import saved_groups
 from torchzero_clip.core.kinds import FinalRule
 from torchzero_clip.core.modular import Modular
 from torchzero_clip.core.nodes import Nodes
-from torchzero_clip.core.schedules import SCHEDULE_STEP
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.optimizers.torch_groups import TORCHS, Group, copied, optimizer_of, settings_from, settings_to
@@ -58,8 +58,9 @@ def from_torch_optim(state_dict: Mapping[str, Any], optimizer: Modular) -> dict[
     saved = saved_groups(state_dict, optimizer.param_groups)
     groups = [dict(group) for group in optimizer.state_dict()["param_groups"]]
     nodes = optimizer.chain.nodes()
-    groups[0].update(nodes.init_global_state())
-    groups[0].update({key: 0 for key in (*COUNTS, SCHEDULE_STEP) if key in groups[0]})
+    for group in groups:
+        group.update(nodes.init_global_state())
+        group.update({key: 0 for key in COUNTERS if key in group})
     state: dict[Any, dict[str, Any]] = {}
     for old, new, group in zip(saved, groups, optimizer.param_groups, strict=True):
         known = named_params(group)

@@ -7,11 +7,11 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from torchzero_clip.checks import plain
-from torchzero_clip.core.checkpoint import COUNTS, OPTIMIZER_KEYS
+from torchzero_clip.core.chain_state import COUNTERS
+from torchzero_clip.core.checkpoint import OPTIMIZER_KEYS
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.modular import Modular
 from torchzero_clip.core.param_groups import HOST_KEYS
-from torchzero_clip.core.schedules import SCHEDULE_STEP
 from torchzero_clip.core.scope import NamedParam
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.optimizers.adam import Adam
@@ -93,8 +93,7 @@ def settings_to(group: Group, new: Group, optimizer: Modular, name: str, known: 
     ours = {
         *optimizer.storage_keys.values(),
         *optimizer.chain.nodes().init_global_state(),
-        *COUNTS,
-        SCHEDULE_STEP,
+        *COUNTERS,
         "param_names",
     }
     others = {k: v for k, v in group.items() if k not in ours and k != "params" and ":" not in k}

@@ -1,0 +1,190 @@
+"""State of the whole chain belongs to the optimizer, whatever happens to its param groups."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from contract.entries import TrackJointNorm
+from contract.training import assert_equal, gradients, parameters, train, values
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from torchzero_clip import SGD, ClipNorm, ClipNormByEMA, Modular, SkipStep
+
+KEYS = {"skip_step/mean", "skip_step/started", "clip_norm_by_ema/prev", "clip_norm_by_ema/started", "skipped_steps"}
+KEYS |= {"consecutive_skips", "schedule_step", "track_joint_norm/average", "track_joint_norm/unit"}
+
+
+def limit(step):
+    return 1.0 + step
+
+
+def chain():
+    joint = [ClipNormByEMA(0.5, tensorwise=False), TrackJointNorm()]
+    return [SkipStep(max_ratio=500.0), ClipNorm(limit, dim="global"), *joint, SGD(0.1)]
+
+
+class Model(nn.Module):
+    def __init__(self, initial):
+        super().__init__()
+        self.first, self.second = (nn.ParameterList(v.clone() for v in initial[i : i + 2]) for i in (0, 2))
+
+    def groups(self, turned):
+        groups = [{"params": list(self.first), "lr": 0.1}, {"params": list(self.second), "lr": 0.2}]
+        return groups[::-1] if turned else groups
+
+
+def rows(count=5):
+    """Gradients; those of the second step are skipped."""
+    found = gradients(parameters(), count)
+    found[1] = [g * 1e6 for g in found[1]]
+    return found
+
+
+def shown(optimizer):
+    return [{key: group[key] for key in KEYS} for group in optimizer.param_groups]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("flatten", [False, True], ids=["plain", "flattened"])
+def test_groups_in_another_order_go_on_alike(flatten, tmp_path):
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    model = Model(values(parameters()))
+    params = list(model.parameters())
+    optimizer = Modular(model.groups(False), *chain())
+    train(optimizer, params, rows()[:3])
+    halfway = values(params)
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer, options=options)}, checkpoint_id=tmp_path)
+    train(optimizer, params, rows()[3:])
+
+    second = Model(halfway)
+    resumed = Modular(second.groups(True), *chain())
+    saved = get_optimizer_state_dict(second, resumed, options=options)
+    dcp.load({"optimizer": saved}, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(second, resumed, saved, options=options)
+    assert resumed.metrics()["skipped_steps"].item() == 1
+    assert resumed.param_groups[0]["schedule_step"] == 2
+    train(resumed, list(second.parameters()), rows()[3:])
+    torch.testing.assert_close(list(second.parameters()), params, rtol=1e-6, atol=1e-7)
+    assert resumed.param_groups[1]["max_norm"] == 5.0
+    torch.testing.assert_close(shown(resumed), shown(optimizer)[::-1], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("change", [lambda groups: groups.reverse(), lambda groups: groups.append(groups.pop(0))])
+def test_groups_may_be_put_in_another_order(change):
+    model, other = (Model(values(parameters())) for _ in range(2))
+    optimizer, reference = (Modular(m.groups(False), *chain()) for m in (model, other))
+    for row in rows():
+        train(optimizer, list(model.parameters()), [row])
+        train(reference, list(other.parameters()), [row])
+        change(optimizer.param_groups)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    torch.testing.assert_close(list(model.parameters()), list(other.parameters()), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(shown(optimizer)[0], shown(reference)[0], rtol=1e-6, atol=0)
+
+
+def test_the_first_group_may_be_taken_out_and_come_back():
+    model = Model(values(parameters()))
+    optimizer = Modular(model.groups(False), *chain())
+    train(optimizer, list(model.parameters()), rows()[:3])
+    before = shown(optimizer)[1]
+    popped = optimizer.param_groups.pop(0)
+    assert shown(optimizer) == [before]
+    train(optimizer, list(model.parameters()), rows()[3:4])
+    assert optimizer.param_groups[0]["schedule_step"] == 3
+    optimizer.add_param_group(popped)  # what it shows is out of date
+    assert shown(optimizer)[0] == shown(optimizer)[1]
+    assert optimizer.param_groups[1]["schedule_step"] == 3
+    train(optimizer, list(model.parameters()), rows()[4:])
+    copied = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    optimizer.add_param_group({**copied, "params": [nn.Parameter(torch.zeros(1))]})
+    assert shown(optimizer)[2] == shown(optimizer)[0]
+
+
+def test_groups_of_an_optimizer_make_another_with_a_state_of_its_own():
+    model = Model(values(parameters()))
+    optimizer = Modular(model.groups(False), *chain())
+    train(optimizer, list(model.parameters()), rows()[:3])
+    again = Modular(optimizer.param_groups, *chain())
+    assert again.metrics()["skipped_steps"].item() == 0
+    assert [group["lr"] for group in again.param_groups] == [0.1, 0.2]
+    assert again.param_groups[1]["skip_step/mean"].item() == 0
+    assert optimizer.param_groups[1]["skip_step/mean"].item() > 0
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_counter_may_be_written_by_hand_into_any_group(group):
+    model = Model(values(parameters()))
+    optimizer = Modular(model.groups(False), *chain())
+    train(optimizer, list(model.parameters()), rows()[:3])
+    optimizer.param_groups[group]["skipped_steps"] = 7
+    assert optimizer.metrics()["skipped_steps"].item() == 7
+    optimizer.param_groups[group]["schedule_step"] = 10
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(optimizer, list(model.parameters()), rows()[3:4])
+    assert [(g["skipped_steps"], g["schedule_step"], g["max_norm"]) for g in optimizer.param_groups] == [
+        (7, 11, 12)
+    ] * 2
+    optimizer.param_groups[group]["skipped_steps"] = -1
+    with pytest.raises(ValueError, match="skipped_steps must be >= 0, got -1"):
+        optimizer.step()
+
+
+def untied(state_dict):
+    """What Accelerate and offloading make of a checkpoint: every tensor is another."""
+    if isinstance(state_dict, torch.Tensor):
+        return state_dict.clone()
+    if isinstance(state_dict, dict):
+        return {key: untied(value) for key, value in state_dict.items()}
+    return [untied(item) for item in state_dict] if isinstance(state_dict, list) else state_dict
+
+
+@pytest.mark.parametrize("load", [untied, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+def test_loading_its_own_state_is_an_identity_and_ties_the_groups(load):
+    model, other = (Model(values(parameters())) for _ in range(2))
+    optimizer, reference = (Modular(m.groups(False), *chain()) for m in (model, other))
+    for row in rows():
+        optimizer.load_state_dict(load(optimizer.state_dict()))
+        first, second = optimizer.param_groups
+        assert first["skip_step/mean"] is second["skip_step/mean"]
+        train(optimizer, list(model.parameters()), [row])
+        train(reference, list(other.parameters()), [row])
+    assert_equal(model.parameters(), other.parameters())
+    assert shown(optimizer) == shown(reference)
+
+
+def test_a_checkpoint_shares_no_memory_with_the_optimizer_nor_among_its_groups():
+    model = Model(values(parameters()))
+    optimizer = Modular(model.groups(False), *chain())
+    saved = optimizer.state_dict()["param_groups"]
+    tensors = [group["skip_step/mean"] for group in (*saved, optimizer.param_groups[0])]
+    assert len({tensor.data_ptr() for tensor in tensors}) == 3
+
+
+@pytest.mark.parametrize(("key", "value"), [("skipped_steps", 5), ("skip_step/mean", torch.tensor(math.pi).double())])
+def test_saved_groups_that_disagree_are_refused(key, value):
+    model = Model(values(parameters()))
+    optimizer = Modular(model.groups(False), *chain())
+    train(optimizer, list(model.parameters()), rows()[:3])
+    saved = optimizer.state_dict()
+    saved["param_groups"][1][key] = value
+    before = shown(optimizer)
+    with pytest.raises(ValueError, match=rf"groups of the checkpoint disagree about '{key}', .*set it to one value"):
+        optimizer.load_state_dict(saved)
+    assert shown(optimizer) == before
+
+
+def test_a_group_that_is_added_later_shows_it_too():
+    model = Model(values(parameters()))
+    optimizer = Modular(model.groups(False), *chain())
+    train(optimizer, list(model.parameters()), rows()[:3])
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    assert shown(optimizer)[2] == shown(optimizer)[0]
+    optimizer.load_state_dict(optimizer.state_dict())

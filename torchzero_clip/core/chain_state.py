@@ -1,0 +1,81 @@
+"""State of the whole chain: joint averages, counters, the step of schedules."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.checks import count
+
+SCHEDULE_STEP = "schedule_step"
+"""How many steps were taken, in optimizers with schedules."""
+
+SKIPPED, CONSECUTIVE = "skipped_steps", "consecutive_skips"
+"""How many steps were skipped, in all and in a row, in optimizers that may skip steps."""
+
+COUNTERS = (SKIPPED, CONSECUTIVE, SCHEDULE_STEP)
+
+
+class ChainState:
+    """State that belongs to the optimizer, and that every param group shows.
+
+    Each group shows all of it because loaders reorder, drop and merge groups. What groups show is written anew after
+    each step, each load, and whenever a checkpoint is made.
+
+    Args:
+        values: Plain 0-d tensors and numbers, by qualified keys.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = dict(values)
+
+    def show(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Write it to param groups."""
+        for group in groups:
+            group.update(self.values)
+
+    def show_copies(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Write copies of it to the param groups of a checkpoint, into which loaders may write."""
+        for group in groups:
+            group.update({key: v.clone() if isinstance(v, Tensor) else v for key, v in self.values.items()})
+
+    def take_counters(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Take over a counter that a user wrote into a param group."""
+        for key, value in self.values.items():
+            if isinstance(value, Tensor):
+                continue
+            written = [group[key] for group in groups if group.get(key, value) != value]
+            if written:
+                if key in COUNTERS:
+                    count(key, written[0])
+                self.values[key] = written[0]
+                self.show(groups)
+
+    def move(self, param: Tensor) -> None:
+        """Keep tensors on the device of a parameter, which trainers move after construction."""
+        for key, value in self.values.items():
+            if isinstance(value, Tensor) and not param.is_meta:  # parameters without values stay there
+                self.values[key] = value.to(param.device)
+
+
+def saved_chain_state(saved_groups: Sequence[Mapping[str, Any]], keys: Iterable[str]) -> dict[str, Any]:
+    """The values of keys in the param groups of a checkpoint; raises ValueError if groups disagree."""
+    found: dict[str, Any] = {}
+    for key in keys:
+        values = [group[key] for group in saved_groups if key in group]
+        if any(not _same(values[0], value) for value in values[1:]):
+            shown = ", ".join(str(v.item() if isinstance(v, Tensor) and v.numel() == 1 else v) for v in values)
+            raise ValueError(
+                f"the param groups of the checkpoint disagree about {key!r}, which is one value of the whole chain: "
+                f"{shown}. They come from several optimizers: set it to one value in all of them"
+            )
+        if values:
+            found[key] = values[0]
+    return found
+
+
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return first.shape == second.shape and bool(torch.equal(first.cpu(), second.cpu()))
+    return type(first) is type(second) and first == second
