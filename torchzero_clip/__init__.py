@@ -16,6 +16,7 @@ from torchzero_clip.core.kinds import Scaling as Scaling
 from torchzero_clip.core.kinds import UpdateRule as UpdateRule
 from torchzero_clip.core.learning_rate import LR as LR
 from torchzero_clip.core.modular import Modular as Modular
+from torchzero_clip.core.modular import adapt_state_dict as adapt_state_dict
 from torchzero_clip.core.step import Step as Step
 from torchzero_clip.core.transform import TensorwiseTransform as TensorwiseTransform
 from torchzero_clip.core.transform import Transform as Transform

@@ -29,8 +29,17 @@ def is_numeric(value: Any) -> bool:
 
 def setting_name(key: str) -> None:
     """Refuse names that torch or the qualified keys of a chain need for something else."""
-    if key in ("params", "param_names") or "." in key or ":" in key or key.startswith("/"):
+    taken = ("params", "param_names", "chain", "skipped_steps", "consecutive_skips", "schedule_step")
+    if key in taken or "." in key or ":" in key or key.startswith("/"):
         raise ValueError(f"{key!r} cannot be the name of a setting")
+
+
+def transform_name(name: str, value: object) -> None:
+    """A name that can be part of keys."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {value!r}")
+    if not value or any(sign in value for sign in "/.:"):
+        raise ValueError(f"{name} must have letters, and neither of '/', '.' and ':', got {value!r}")
 
 
 def number(name: str, value: object) -> None:

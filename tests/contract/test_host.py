@@ -7,7 +7,16 @@ import pytest
 import torch
 from contract.entries import ENTRIES
 from contract.schedulers import SCHEDULERS, advance
-from contract.training import assert_equal, assert_same_state, gradients, parameters, set_grads, train, values
+from contract.training import (
+    assert_equal,
+    assert_same_checkpoint,
+    assert_same_state,
+    gradients,
+    parameters,
+    set_grads,
+    train,
+    values,
+)
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 
@@ -104,7 +113,7 @@ def test_grad_scaler(entry):
     scaler.update()
     assert scaler.get_scale() == 512.0
     assert_equal(params, before)
-    torch.testing.assert_close(optimizer.state_dict(), state, rtol=0, atol=0)
+    assert_same_checkpoint(optimizer.state_dict(), state)
 
 
 @each_entry
@@ -224,6 +233,7 @@ def test_compiled_step(entry):
     for group, expected in zip(optimizer.param_groups, reference.param_groups, strict=True):
         group.pop("capturable", None)  # the compiler may add it
         group["params"] = expected["params"] = []
+        assert group.pop("chain") == expected.pop("chain")
         torch.testing.assert_close(group, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(optimizer.metrics(), reference.metrics(), rtol=1e-12, atol=1e-12)
     states = [optimizer.state.get(p, {}) for p in params], [reference.state.get(p, {}) for p in plain]
@@ -254,7 +264,7 @@ def test_groups_are_plain_and_complete():
     optimizer = Modular([{"params": params[:2]}, {"params": params[2:], "max_norm": 0.1}], ClipNorm(1), Adam())
     for group in optimizer.param_groups:
         assert type(group) is dict
-        assert group.keys() == {"params", "max_norm", "betas", "eps", "lr"}
+        assert group.keys() == {"params", "max_norm", "betas", "eps", "lr", "chain"}
     assert optimizer.defaults == {"max_norm": 1, "betas": (0.9, 0.999), "eps": 1e-8, "lr": 1e-3}
     assert [group["max_norm"] for group in optimizer.param_groups] == [1, 0.1]
     state_dict = optimizer.state_dict()

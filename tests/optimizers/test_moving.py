@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from contract.training import assert_equal, gradients, parameters, train, values
+from contract.training import assert_equal, assert_same_checkpoint, gradients, parameters, train, values
 from torch import nn, optim
 
 from torchzero_clip import (
@@ -156,7 +156,7 @@ def test_what_the_rest_of_the_chain_remembers_begins_anew():
     train(used, used_params, grads[2:])
     train(fresh, fresh_params, grads[2:])
     assert_equal(used_params, fresh_params)
-    torch.testing.assert_close(used.state_dict(), fresh.state_dict(), rtol=0, atol=0)
+    assert_same_checkpoint(used.state_dict(), fresh.state_dict())
     assert used.state[used_params[0]]["adam/step"].item() == 4
 
 
@@ -185,8 +185,8 @@ def test_nothing_is_changed_by_converting():
     before = copy.deepcopy((saved, optimizer.state_dict()))
     from_torch_optim(saved, optimizer)
     to_torch_optim(optimizer, old)
-    torch.testing.assert_close((saved, optimizer.state_dict()), before, rtol=0, atol=0)
-    torch.testing.assert_close(old.state_dict(), before[0], rtol=0, atol=0)
+    assert_same_checkpoint((saved, optimizer.state_dict()), before)
+    assert_same_checkpoint(old.state_dict(), before[0])
 
 
 def test_parameters_without_state_and_before_the_first_step():
@@ -280,7 +280,7 @@ def test_what_does_not_fit_is_refused(make, chain, message):
     before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(from_torch_optim(old.state_dict(), optimizer))
-    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+    assert_same_checkpoint(optimizer.state_dict(), before)
 
 
 @pytest.mark.parametrize(

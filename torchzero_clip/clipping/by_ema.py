@@ -53,6 +53,7 @@ class ClipNormByEMA(NormStatistics):
         ema_init: Start the average at "zeros", which cuts the first update to (1 - beta) of its size, or at the first
             "update", which then passes unchanged.
         target: What it acts on, see `Transform`.
+        name: The name in the chain and in checkpoints; the class name in snake case if None.
 
     Raises:
         ValueError: For a setting out of range, an unknown ``ord``, ``ema_init`` or ``target``, or param groups that
@@ -103,13 +104,14 @@ class ClipNormByEMA(NormStatistics):
         ema_init: EMAInit = "zeros",
         *,
         target: Target = "update",
+        name: str | None = None,
     ) -> None:
         boolean("tensorwise", tensorwise)
         one_of("ema_init", ema_init, EMA_INITS)
         self.tensorwise = tensorwise
         self.ema_init: EMAInit = ema_init
         settings = {"beta": beta, "eps": eps, "max_ema_growth": max_ema_growth}
-        super().__init__(settings, ord=ord, joint=not tensorwise, target=target)
+        super().__init__(settings, ord=ord, joint=not tensorwise, target=target, name=name)
 
     @override
     def common_settings(self) -> Sequence[str]:
@@ -176,6 +178,7 @@ class NormalizeByEMA(ClipNormByEMA):
             a setting.
         ema_init: Start the average at "zeros", which makes the first steps small, or at the first "update".
         target: What it acts on, see `Transform`.
+        name: The name in the chain and in checkpoints; the class name in snake case if None.
 
     Raises:
         ValueError: For a setting out of range, an unknown ``ord``, ``ema_init`` or ``target``, or param groups that
@@ -224,6 +227,7 @@ class ClipValueByEMA(Composite):
             and settings under qualified names; the magnitude of what it returns is the limit. The average itself is
             not changed.
         target: What it acts on, see `Transform`.
+        name: The name in the chain and in checkpoints; the class name in snake case if None.
 
     Raises:
         ValueError: For a ``beta`` out of range, an unknown ``ema_init`` or ``target``, or an ``ema_tfm`` that acts on
@@ -263,12 +267,13 @@ class ClipValueByEMA(Composite):
         ema_tfm: "Transforms | None" = None,
         *,
         target: Target = "update",
+        name: str | None = None,
     ) -> None:
         one_of("ema_init", ema_init, EMA_INITS)
         self.ema_init: EMAInit = ema_init
         self.ema_tfm = ema_tfm
         chain = {} if ema_tfm is None else {"ema_tfm": Chain(ema_tfm)}
-        super().__init__({"beta": beta}, chain, target=target)
+        super().__init__({"beta": beta}, chain, target=target, name=name)
         for node in self.nodes():
             transform = node.transform
             if transform.target not in ("update", "update_difference"):

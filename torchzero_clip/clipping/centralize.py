@@ -31,6 +31,7 @@ class Centralize(Transform):
         min_size: Slices of fewer elements are left alone; by default those of one element, which would become 0. Not
             for "global".
         target: What it acts on, see `Transform`.
+        name: The name in the chain and in checkpoints; the class name in snake case if None.
 
     Raises:
         ValueError: For an unknown ``dim`` or ``target``, or a negative ``min_size``.
@@ -58,9 +59,15 @@ class Centralize(Transform):
     """
 
     def __init__(
-        self, dim: Dim = None, inverse_dims: bool = False, min_size: int = 2, *, target: Target = "update"
+        self,
+        dim: Dim = None,
+        inverse_dims: bool = False,
+        min_size: int = 2,
+        *,
+        target: Target = "update",
+        name: str | None = None,
     ) -> None:
-        super().__init__({}, target=target)
+        super().__init__({}, target=target, name=name)
         self.dim = dim
         self.inverse_dims = inverse_dims
         self.min_size = min_size

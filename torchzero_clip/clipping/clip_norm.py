@@ -35,6 +35,7 @@ class ClipNorm(Scaling):
         inverse_dims: Slices span the dimensions that ``dim`` does not list.
         min_size: Slices of fewer elements are left alone. Not for "global".
         target: What it acts on, see `Transform`.
+        name: The name in the chain and in checkpoints; the class name in snake case if None.
 
     Raises:
         ValueError: For a negative or NaN limit, or an unknown ``ord``, ``dim`` or ``target``.
@@ -73,6 +74,7 @@ class ClipNorm(Scaling):
         min_size: int = 1,
         *,
         target: Target = "update",
+        name: str | None = None,
     ) -> None:
         super().__init__(
             {"max_norm": max_norm},
@@ -81,6 +83,7 @@ class ClipNorm(Scaling):
             inverse_dims=inverse_dims,
             min_size=min_size,
             target=target,
+            name=name,
         )
 
     @override

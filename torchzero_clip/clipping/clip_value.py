@@ -26,6 +26,7 @@ class ClipValue(Transform):
     Args:
         value: The largest magnitude allowed, a setting of the param groups.
         target: What it acts on, see `Transform`.
+        name: The name in the chain and in checkpoints; the class name in snake case if None.
 
     Raises:
         ValueError: If ``value`` is negative or NaN, or for an unknown ``target``.
@@ -53,8 +54,8 @@ class ClipValue(Transform):
 
     checks = {"value": non_negative}
 
-    def __init__(self, value: float | Schedule, *, target: Target = "update") -> None:
-        super().__init__({"value": value}, target=target)
+    def __init__(self, value: float | Schedule, *, target: Target = "update", name: str | None = None) -> None:
+        super().__init__({"value": value}, target=target, name=name)
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:

@@ -49,6 +49,7 @@ class ClipValueGrowth(TensorwiseTransform):
         max_decay: The largest factor by which what is tracked shrinks in a step, >= 1, so that one small update does
             not hold back those after it; None for no limit.
         target: What it acts on, see `Transform`.
+        name: The name in the chain and in checkpoints; the class name in snake case if None.
 
     Raises:
         ValueError: For a setting out of range, or an unknown ``target``.
@@ -88,8 +89,11 @@ class ClipValueGrowth(TensorwiseTransform):
         max_decay: float | Schedule | None = 2.0,
         *,
         target: Target = "update",
+        name: str | None = None,
     ) -> None:
-        super().__init__({"add": add, "mul": mul, "min_value": min_value, "max_decay": max_decay}, target=target)
+        super().__init__(
+            {"add": add, "mul": mul, "min_value": min_value, "max_decay": max_decay}, target=target, name=name
+        )
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
@@ -176,6 +180,7 @@ class ClipNormGrowth(NormStatistics):
         ord: The metric, as in `ClipNorm`.
         parameterwise: Each tensor has a norm of its own. If False, all settings must be the same in all param groups.
         target: What it acts on, see `Transform`.
+        name: The name in the chain and in checkpoints; the class name in snake case if None.
 
     Raises:
         ValueError: For a setting out of range, an unknown ``ord`` or ``target``, or param groups that differ where they
@@ -222,11 +227,12 @@ class ClipNormGrowth(NormStatistics):
         parameterwise: bool = True,
         *,
         target: Target = "update",
+        name: str | None = None,
     ) -> None:
         boolean("parameterwise", parameterwise)
         self.parameterwise = parameterwise
         settings = {"add": add, "mul": mul, "min_value": min_value, "max_decay": max_decay}
-        super().__init__(settings, ord=ord, joint=not parameterwise, target=target)
+        super().__init__(settings, ord=ord, joint=not parameterwise, target=target, name=name)
 
     @override
     def takes_part(self, setting: Setting) -> bool:

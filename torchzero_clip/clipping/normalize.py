@@ -33,6 +33,7 @@ class Normalize(Scaling):
         inverse_dims: Slices span the dimensions that ``dim`` does not list.
         min_size: Slices of fewer elements are left alone. Not for "global".
         target: What it acts on, see `Transform`.
+        name: The name in the chain and in checkpoints; the class name in snake case if None.
 
     Raises:
         ValueError: For a value that is negative, infinite or NaN, or an unknown ``ord``, ``dim`` or ``target``.
@@ -71,6 +72,7 @@ class Normalize(Scaling):
         min_size: int = 1,
         *,
         target: Target = "update",
+        name: str | None = None,
     ) -> None:
         super().__init__(
             {"norm_value": norm_value},
@@ -79,6 +81,7 @@ class Normalize(Scaling):
             inverse_dims=inverse_dims,
             min_size=min_size,
             target=target,
+            name=name,
         )
 
     @override

@@ -31,6 +31,7 @@ class SkipStep(Gate):
             gradient that is not all zero always passes it.
         beta: The decay rate of the running mean, in [0, 1].
         target: The gradients are judged before any transform, so only "update".
+        name: The name in the chain and in checkpoints; the class name in snake case if None.
 
     Raises:
         ValueError: If neither limit is given, or for a setting out of range.
@@ -65,6 +66,7 @@ class SkipStep(Gate):
         beta: float | Schedule = 0.99,
         *,
         target: Target = "update",
+        name: str | None = None,
     ) -> None:
         if max_norm is None and max_ratio is None:
             raise ValueError("SkipStep needs max_norm or max_ratio")
@@ -72,7 +74,7 @@ class SkipStep(Gate):
             raise ValueError(
                 f"SkipStep judges the gradients before any transform: target must be 'update', got {target!r}"
             )
-        super().__init__({"max_norm": max_norm, "max_ratio": max_ratio, "beta": beta}, target=target)
+        super().__init__({"max_norm": max_norm, "max_ratio": max_ratio, "beta": beta}, target=target, name=name)
 
     @override
     def check_groups(self, settings: Sequence[Setting]) -> None:

@@ -25,20 +25,23 @@ class ChainState:
 
     Args:
         values: Plain 0-d tensors and numbers, by qualified keys.
+        identity: What groups show besides: which chain they belong to. It is never read back from them.
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], identity: Mapping[str, str]) -> None:
         self.values = dict(values)
+        self.identity = dict(identity)
 
     def show(self, groups: Iterable[dict[str, Any]]) -> None:
         """Write it to param groups."""
         for group in groups:
-            group.update(self.values)
+            group.update({**self.values, **self.identity})
 
     def show_copies(self, groups: Iterable[dict[str, Any]]) -> None:
         """Write copies of it to the param groups of a checkpoint, into which loaders may write."""
         for group in groups:
-            group.update({key: v.clone() if isinstance(v, Tensor) else v for key, v in self.values.items()})
+            copies = {key: v.clone() if isinstance(v, Tensor) else v for key, v in self.values.items()}
+            group.update({**copies, **self.identity})
 
     def take_counters(self, groups: Sequence[dict[str, Any]]) -> None:
         """Take over a counter that a user wrote into a param group."""

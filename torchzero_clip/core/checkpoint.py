@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from torchzero_clip.checks import count
 from torchzero_clip.core.chain_state import CONSECUTIVE, COUNTERS, SCHEDULE_STEP, saved_chain_state
-from torchzero_clip.core.kinds import FinalRule, Gate
+from torchzero_clip.core.identity import IDENTITY
+from torchzero_clip.core.kinds import FinalRule
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
@@ -38,14 +39,16 @@ def fitted(
         ValueError: If it does not fit.
     """
     all_saved = saved_groups(state_dict, groups)
+    for saved in all_saved:
+        if lacks := [key for key in nodes.storage_keys.values() if key not in saved]:
+            raise ValueError(f"a param group of the checkpoint lacks the setting {', '.join(map(repr, lacks))}")
     found = saved_chain_state(all_saved, own)
     for key in COUNTERS:
         count(key, found.get(key, 0))
     begins = {key: 0 for key in (CONSECUTIVE, SCHEDULE_STEP) if key in own}  # a schedule that is new starts
-    gates = tuple(f"{node.path}/" for node in nodes if isinstance(node.transform, Gate))
     for key, expected in own.items():
-        if key in COUNTERS or (key not in found and key.startswith(gates)):
-            continue  # a run that begins to skip steps: the optimizer's own value stays
+        if key in COUNTERS:
+            continue  # nonfinite= is not part of the chain: a count that the checkpoint lacks stays
         if key not in found:
             raise ValueError(
                 f"the checkpoint lacks the state {key!r} of the chain: load it into the chain that wrote it"
@@ -68,7 +71,7 @@ def fitted(
             fresh = _check_state(i, state[i], nodes, named, group)
             placed[i] = {key: _beside(value, fresh[key]) for key, value in state[i].items()}
     for saved in all_saved:
-        _check_keys(saved, {*nodes.storage_keys.values(), *own})
+        _check_keys(saved, {*nodes.storage_keys.values(), *own, IDENTITY})
     return {**state_dict, "state": placed, "param_groups": merged}, chain_state
 
 
@@ -81,7 +84,8 @@ def _merged(group: Group, saved: Group) -> Group:
             f"its 'param_names', {saved_names[0]!r} first"
         )
     own = {key: group[key] for key in ("param_names", "name") if key in group}
-    return {**{k: v for k, v in group.items() if k != "params"}, **saved, **own}
+    given = {key: value for key, value in saved.items() if key != IDENTITY}
+    return {**{k: v for k, v in group.items() if k != "params"}, **given, **own}
 
 
 def _beside(value: Any, fresh: Any) -> Any:

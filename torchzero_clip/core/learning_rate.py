@@ -23,6 +23,7 @@ class LR(Transform):
     Args:
         lr: A number >= 0, or a tensor of one element.
         target: What it acts on, see `Transform`.
+        name: The name in the chain and in checkpoints; the class name in snake case if None.
 
     Raises:
         ValueError: If ``lr`` is negative or NaN, or a tensor of several elements.
@@ -43,8 +44,8 @@ class LR(Transform):
 
     checks = {"lr": learning_rate}
 
-    def __init__(self, lr: float | Tensor | Schedule, *, target: Target = "update") -> None:
-        super().__init__({"lr": lr}, target=target)
+    def __init__(self, lr: float | Tensor | Schedule, *, target: Target = "update", name: str | None = None) -> None:
+        super().__init__({"lr": lr}, target=target, name=name)
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:

@@ -1,6 +1,6 @@
 """The optimizer: a chain of transforms between the gradients and the parameters."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, overload
 
 import torch
@@ -9,9 +9,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from torchzero_clip.checks import boolean
+from torchzero_clip.core.adapt import adapted
 from torchzero_clip.core.chain import Chain, Transforms, flatten
 from torchzero_clip.core.chain_state import COUNTERS, SCHEDULE_STEP, SKIPPED, ChainState
 from torchzero_clip.core.checkpoint import fitted
+from torchzero_clip.core.identity import IDENTITY, members_of, written
 from torchzero_clip.core.learning_rate import with_learning_rate
 from torchzero_clip.core.nonfinite import Nonfinite, StepPolicy
 from torchzero_clip.core.param_groups import described, normalized, split_by_overrides
@@ -103,7 +105,9 @@ class Modular(Optimizer):
         self.storage_keys = self._nodes.storage_keys
         self._policy = StepPolicy(nonfinite, max_consecutive_skips, self.transforms)
         self._schedules = Schedules(self._nodes.schedules())
-        self._chain_state = ChainState({**self._nodes.init_global_state(), **self._policy.counts()})
+        self._chain_state = ChainState(
+            {**self._nodes.init_global_state(), **self._policy.counts()}, {IDENTITY: written(members_of(self._nodes))}
+        )
         self._metrics: dict[str, Tensor] = {}
         self._shapes: dict[Any, Any] = {}  # see `check_shapes`
         self._is_complete = False
@@ -282,7 +286,7 @@ class Modular(Optimizer):
             raise
 
     def _is_chain_state(self, key: str) -> bool:
-        return key in self._chain_state.values or key in COUNTERS
+        return key in self._chain_state.values or key in (*COUNTERS, IDENTITY)
 
     def _start_schedules(self) -> None:
         """Count steps if a setting is a function of them, and show the state of the whole chain in all groups."""
@@ -307,24 +311,33 @@ class Modular(Optimizer):
         finally:
             hook.remove()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(
+        self, state_dict: dict[str, Any], *, new: str | Iterable[str] = (), dropped: str | Iterable[str] = ()
+    ) -> None:
         """Resume from a checkpoint. Everything is checked before anything is changed.
 
-        State keeps the dtype it was saved in. Settings that the checkpoint lacks, and keys that schedulers added to the
-        groups, stay as they are.
+        A checkpoint belongs to its chain: it loads into the same transforms in the same order. State keeps the dtype it
+        was saved in. Keys that schedulers added to the groups stay if the checkpoint lacks them.
 
         Args:
-            state_dict: What `state_dict` returned, from the same chain on the same parameters.
+            state_dict: What `state_dict` returned, for the same parameters.
+            new: Names of transforms of this chain that the saved chain lacks. They start with the settings of this
+                optimizer and fresh state. All others are matched with the saved ones in order.
+            dropped: Names of transforms of the saved chain that this chain lacks.
 
         Raises:
-            ValueError: If a key, shape, dtype or setting does not fit; the message names it.
+            ValueError: If the checkpoint belongs to another chain; the message names the difference and the arguments
+                that resolve it. If a key, shape, dtype or setting does not fit; the message names it.
+
+        ``new`` and ``dropped`` have no effect on a checkpoint of this very chain, so a script may keep them.
         """
         fitting: dict[str, Any] = {}
         chain_state: dict[str, Any] = {}
 
         def check(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             own = self._chain_state.values
-            fits, values = fitted(given, self.param_groups, self._nodes, self._schedules, own)
+            adjusted = adapted(given, self.param_groups, self._nodes, new, dropped)
+            fits, values = fitted(adjusted, self.param_groups, self._nodes, self._schedules, own)
             fitting.update(fits)
             chain_state.update(values)
             return fitting
@@ -365,6 +378,47 @@ class Modular(Optimizer):
         lines += [f"{flag}=True" for flag in ("maximize", "keep_grads") if getattr(self, flag)]
         lines += self._policy.described()
         return "\n    ".join([f"{type(self).__name__}(", *(f"{line}," for line in lines)]) + "\n)"
+
+
+def adapt_state_dict(
+    optimizer: Modular,
+    state_dict: Mapping[str, Any],
+    *,
+    new: str | Iterable[str] = (),
+    dropped: str | Iterable[str] = (),
+) -> dict[str, Any]:
+    """Return a checkpoint of another chain as one of this optimizer's chain.
+
+    For trainers that load checkpoints themselves: with its last two arguments bound it is a hook for
+    ``optimizer.register_load_state_dict_pre_hook``. A checkpoint of this very chain is returned as it is, so the hook
+    may stay. Copies of the optimizer (deepcopy, pickle) do not have the hook.
+
+    Args:
+        optimizer: The optimizer that will load the result; it is not changed.
+        state_dict: The checkpoint; it is not changed, and shares tensors with the result.
+        new: As in `Modular.load_state_dict`.
+        dropped: As in `Modular.load_state_dict`.
+
+    Returns:
+        What ``optimizer.load_state_dict`` takes.
+
+    Raises:
+        ValueError: If the other transforms do not match in order, by kind and structure.
+
+    Examples:
+        >>> import torch
+        >>> from functools import partial
+        >>> from torchzero_clip import SGD, ClipNorm, Modular, adapt_state_dict
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> saved = Modular([weight], SGD(0.5)).state_dict()
+        >>> optimizer = Modular([weight], ClipNorm(1.0), SGD(0.1))
+        >>> hook = partial(adapt_state_dict, new=["clip_norm"])
+        >>> handle = optimizer.register_load_state_dict_pre_hook(hook)
+        >>> optimizer.load_state_dict(saved)
+        >>> optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["max_norm"]
+        (0.5, 1.0)
+    """
+    return adapted(state_dict, optimizer.param_groups, optimizer.chain.nodes(), new, dropped)
 
 
 def _name(param: Tensor, group: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self, get_args
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.checks import Check, one_of, plain, setting_name
+from torchzero_clip.checks import Check, one_of, plain, setting_name, transform_name
 from torchzero_clip.core.schedules import at
 from torchzero_clip.core.scope import Scope, Where
 from torchzero_clip.core.step import Step
@@ -69,6 +69,8 @@ class Transform(ABC):
 
     def __init__(self, defaults: Setting, *, target: Target = "update", name: str | None = None) -> None:
         one_of("target", target, get_args(Target))
+        if name is not None:
+            transform_name("name", name)
         for key in defaults:
             setting_name(key)
         self.schedules: dict[str, Schedule] = {key: value for key, value in defaults.items() if callable(value)}
@@ -111,6 +113,17 @@ class Transform(ABC):
     def init_global_state(self) -> dict[str, Any]:
         """Return the state of the whole chain before its first step: 0-d tensors and numbers."""
         return {}
+
+    def structure(self) -> dict[str, str]:
+        """Return the arguments that are neither settings nor defaults, as text. Checkpoints depend on them."""
+        found: dict[str, str] = {}
+        for key, parameter in inspect.signature(type(self)).parameters.items():
+            varying = key in self.defaults or key in ("lr", "name", "fused")
+            if not varying and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                value = getattr(self, key, parameter.default)
+                if value is not parameter.default and value != parameter.default:
+                    found[key] = as_text(value)
+        return found
 
     def check(self, setting: Setting) -> None:
         """Raise if a setting is out of range."""
@@ -315,3 +328,9 @@ def override_groups(param_groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple
         settings = {key: plain(value) for key, value in group.items() if key != "params"}
         listed = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
         yield listed, settings
+
+
+def as_text(value: Any) -> str:
+    """A value as it would be written, the same in every process."""
+    text = repr(plain(value))
+    return getattr(value, "__qualname__", type(value).__qualname__) if " at 0x" in text or callable(value) else text

@@ -146,7 +146,7 @@ class Walk:
 
     def put(self, rows: list[int], updates: Sequence[Tensor]) -> None:
         """Store the updates that a transform returned: new tensors, or gradients, parameters and state themselves."""
-        values = [*self.groups[0].values(), *(value for state in self.states for value in state.values())]
+        values = [*self.chain_state.values(), *(value for state in self.states for value in state.values())]
         others = {*self.grads, *self.params, *(value for value in values if isinstance(value, Tensor))}
         counts: dict[Tensor, int] = {}
         for update in updates:

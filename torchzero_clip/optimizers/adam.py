@@ -44,6 +44,7 @@ class Adam(UpdateRule):
             default.
         state_dtype: The dtype of the averages, of their parts if they are complex; that of the parameter if None.
         target: What it acts on, see `Transform`.
+        name: The name in the chain and in checkpoints; the class name in snake case if None.
 
     Raises:
         ValueError: For a setting out of range.
@@ -79,12 +80,13 @@ class Adam(UpdateRule):
         fused: bool = False,
         state_dtype: torch.dtype | None = None,
         target: Target = "update",
+        name: str | None = None,
     ) -> None:
         boolean("amsgrad", amsgrad)
         boolean("fused", fused)
         if state_dtype is not None:
             floating_dtype("state_dtype", state_dtype)
-        super().__init__({"betas": betas, "eps": eps}, lr=lr, target=target)
+        super().__init__({"betas": betas, "eps": eps}, lr=lr, target=target, name=name)
         self.amsgrad = amsgrad
         self.fused = fused
         self.state_dtype = state_dtype

@@ -24,6 +24,7 @@ class AdamW(Chain):
         amsgrad: As in `Adam`.
         fused: As in `Adam`.
         state_dtype: As in `Adam`.
+        name: The name of the Adam in the chain and in checkpoints; the weight decay is ``"<name>_weight_decay"``.
 
     Raises:
         ValueError: For a setting out of range.
@@ -49,6 +50,7 @@ class AdamW(Chain):
         amsgrad: bool = False,
         fused: bool = False,
         state_dtype: torch.dtype | None = None,
+        name: str | None = None,
     ) -> None:
-        adam = Adam(lr, betas, eps=eps, amsgrad=amsgrad, fused=fused, state_dtype=state_dtype)
-        super().__init__(adam, WeightDecay(weight_decay))
+        adam = Adam(lr, betas, eps=eps, amsgrad=amsgrad, fused=fused, state_dtype=state_dtype, name=name)
+        super().__init__(adam, WeightDecay(weight_decay, name=None if name is None else f"{name}_weight_decay"))

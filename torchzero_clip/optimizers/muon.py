@@ -42,6 +42,7 @@ class Muon(UpdateRule):
         adjust_lr_fn: "original" (or None) scales by √max(1, rows / columns), "match_rms_adamw" by
             0.2 · √max(rows, columns), with which learning rates of AdamW fit.
         target: What it acts on, see `Transform`.
+        name: The name in the chain and in checkpoints; the class name in snake case if None.
 
     Raises:
         ValueError: For a setting out of range, or in `Modular` for a parameter in its scope that is no matrix.
@@ -76,6 +77,7 @@ class Muon(UpdateRule):
         eps: float = 1e-7,
         adjust_lr_fn: AdjustLR | None = None,
         target: Target = "update",
+        name: str | None = None,
     ) -> None:
         boolean("nesterov", nesterov)
         count("ns_steps", ns_steps)
@@ -85,7 +87,7 @@ class Muon(UpdateRule):
             raise ValueError(f"ns_coefficients must be three numbers, got {ns_coefficients!r}")
         for i, coefficient in enumerate(ns_coefficients):
             number(f"ns_coefficients[{i}]", coefficient)
-        super().__init__({"momentum": momentum}, lr=lr, target=target)
+        super().__init__({"momentum": momentum}, lr=lr, target=target, name=name)
         self.nesterov = nesterov
         self.ns_coefficients = ns_coefficients
         self.ns_steps = ns_steps

@@ -28,6 +28,7 @@ class RMSprop(UpdateRule):
         momentum: The decay rate of the buffer, >= 0; a setting.
         centered: Divide by the standard deviation instead of the root mean square.
         target: What it acts on, see `Transform`.
+        name: The name in the chain and in checkpoints; the class name in snake case if None.
 
     Raises:
         ValueError: For a setting out of range.
@@ -60,9 +61,10 @@ class RMSprop(UpdateRule):
         *,
         centered: bool = False,
         target: Target = "update",
+        name: str | None = None,
     ) -> None:
         boolean("centered", centered)
-        super().__init__({"alpha": alpha, "eps": eps, "momentum": momentum}, lr=lr, target=target)
+        super().__init__({"alpha": alpha, "eps": eps, "momentum": momentum}, lr=lr, target=target, name=name)
         self.centered = centered
 
     @override

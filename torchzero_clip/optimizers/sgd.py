@@ -28,6 +28,7 @@ class SGD(UpdateRule):
         dampening: The share of each update that does not enter the buffer; a setting.
         nesterov: Look ahead by one step. It needs momentum and no dampening.
         target: What it acts on, see `Transform`.
+        name: The name in the chain and in checkpoints; the class name in snake case if None.
 
     Raises:
         ValueError: For a setting out of range, or ``nesterov`` without momentum or with dampening.
@@ -59,10 +60,11 @@ class SGD(UpdateRule):
         dampening: float | Schedule = 0.0,
         nesterov: bool = False,
         target: Target = "update",
+        name: str | None = None,
     ) -> None:
         boolean("nesterov", nesterov)
         self.nesterov = nesterov
-        super().__init__({"momentum": momentum, "dampening": dampening}, lr=lr, target=target)
+        super().__init__({"momentum": momentum, "dampening": dampening}, lr=lr, target=target, name=name)
 
     @override
     def check(self, setting: Setting) -> None:

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torchzero_clip.checks import plain
 from torchzero_clip.core.chain_state import COUNTERS
 from torchzero_clip.core.checkpoint import OPTIMIZER_KEYS
+from torchzero_clip.core.identity import IDENTITY
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.modular import Modular
 from torchzero_clip.core.param_groups import HOST_KEYS
@@ -94,6 +95,7 @@ def settings_to(group: Group, new: Group, optimizer: Modular, name: str, known: 
         *optimizer.storage_keys.values(),
         *optimizer.chain.nodes().init_global_state(),
         *COUNTERS,
+        IDENTITY,
         "param_names",
     }
     others = {k: v for k, v in group.items() if k not in ours and k != "params" and ":" not in k}

@@ -25,6 +25,7 @@ class WeightDecay(Transform):
         weight_decay: The share of a parameter that is taken off per unit of learning rate; a setting of the param
             groups.
         target: What it acts on, see `Transform`.
+        name: The name in the chain and in checkpoints; the class name in snake case if None.
 
     Raises:
         ValueError: If ``weight_decay`` is negative or NaN, or for an unknown ``target``.
@@ -45,8 +46,8 @@ class WeightDecay(Transform):
 
     checks = {"weight_decay": non_negative}
 
-    def __init__(self, weight_decay: float | Schedule, *, target: Target = "update") -> None:
-        super().__init__({"weight_decay": weight_decay}, target=target)
+    def __init__(self, weight_decay: float | Schedule, *, target: Target = "update", name: str | None = None) -> None:
+        super().__init__({"weight_decay": weight_decay}, target=target, name=name)
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:

@@ -17,7 +17,7 @@ from torchzero_clip.core.kinds import FinalRule, TakeStep
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.schedules import at
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.transform import Transform
+from torchzero_clip.core.transform import Transform, as_text
 from torchzero_clip.types import Setting
 
 REMEMBERED = 16  # settings that the optimizer has accepted
@@ -33,6 +33,7 @@ class Wrap(FinalRule):
 
     Args:
         optimizer_class: A subclass of `torch.optim.Optimizer` that steps on dense gradients without a closure.
+        name: The name in the chain and in checkpoints; the class name in snake case if None.
         **kwargs: Its arguments, but for the parameters; its defaults otherwise.
 
     Raises:
@@ -55,18 +56,20 @@ class Wrap(FinalRule):
         tensor([0.3600, 0.6400])
     """
 
-    def __init__(self, optimizer_class: type[Optimizer], **kwargs: Any) -> None:
+    def __init__(self, optimizer_class: type[Optimizer], *, name: str | None = None, **kwargs: Any) -> None:
         if isinstance(optimizer_class, Optimizer):
-            name = type(optimizer_class).__name__
-            raise TypeError(f"optimizer_class must be the class, not an optimizer: write Wrap(torch.optim.{name}, ...)")
+            given = type(optimizer_class).__name__
+            raise TypeError(
+                f"optimizer_class must be the class, not an optimizer: write Wrap(torch.optim.{given}, ...)"
+            )
         if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"optimizer_class must be a subclass of torch.optim.Optimizer, got {optimizer_class!r}")
-        name = optimizer_class.__name__
+        class_name = optimizer_class.__name__
         if optimizer_class is SparseAdam:
             raise ValueError("Wrap takes no SparseAdam, which steps on sparse gradients only: Modular takes dense ones")
         closure = inspect.signature(optimizer_class.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
-            raise ValueError(f"Wrap takes no {name}, which evaluates the closure itself, several times a step")
+            raise ValueError(f"Wrap takes no {class_name}, which evaluates the closure itself, several times a step")
         if kwargs.get("maximize") or kwargs.get("differentiable"):
             raise ValueError("maximize is an argument of Modular, and differentiable steps are not possible in a chain")
         usual = {key: argument.default for key, argument in inspect.signature(optimizer_class).parameters.items()}
@@ -76,8 +79,8 @@ class Wrap(FinalRule):
         template = constructed(optimizer_class, self.kwargs)
         if elsewhere := _state_elsewhere(constructed(optimizer_class, self.kwargs)):
             raise ValueError(
-                f"Wrap takes no {name}, which keeps {', '.join(elsewhere)} outside of the state of its parameters, "
-                "where checkpoints would lose it"
+                f"Wrap takes no {class_name}, which keeps {', '.join(elsewhere)} outside of the state of its "
+                "parameters, where checkpoints would lose it"
             )
         defaults = dict(template.defaults)
         self.default_lr = defaults.pop("lr", None)
@@ -85,7 +88,7 @@ class Wrap(FinalRule):
         self._checked: list[Setting] = []
         self._built: Optimizer | None = template
         schedules.pop("lr", None)  # the chain's
-        super().__init__({**self._settings, **schedules}, lr=kwargs.get("lr"))
+        super().__init__({**self._settings, **schedules}, lr=kwargs.get("lr"), name=name)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_built": None}  # torch's own copying loses attributes of subclasses
@@ -177,6 +180,13 @@ class Wrap(FinalRule):
 
     def _on(self, param: Tensor, setting: Setting) -> Optimizer:
         return self.optimizer_class([param], **self._with(setting))
+
+    @override
+    def structure(self) -> dict[str, str]:
+        others = {
+            k: v for k, v in self.kwargs.items() if k not in self._settings and k not in ("lr", "foreach", "fused")
+        }
+        return {"optimizer_class": self.optimizer_class.__name__, **{k: as_text(v) for k, v in others.items()}}
 
     @override
     def _arguments(self) -> Iterator[str]:

@@ -1,0 +1,96 @@
+"""Checkpoints of one chain for another, when transforms were added, taken out or renamed."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torchzero_clip.core.checkpoint import Group, saved_groups
+from torchzero_clip.core.identity import IDENTITY, Member, matched, members_of, saved_members, written
+from torchzero_clip.core.kinds import FinalRule
+from torchzero_clip.core.nodes import Nodes
+from torchzero_clip.core.scope import named_params
+
+
+def adapted(
+    state_dict: Mapping[str, Any],
+    groups: list[Group],
+    nodes: Nodes,
+    new: Iterable[str],
+    dropped: Iterable[str],
+) -> dict[str, Any]:
+    """A checkpoint of another chain as one of this chain; the same checkpoint if it is one of this chain.
+
+    Args:
+        state_dict: The checkpoint.
+        groups: The param groups of the optimizer, which have the settings of new transforms.
+        nodes: The transforms of its chain.
+        new: Names of transforms of this chain that the saved chain lacks.
+        dropped: Names of transforms of the saved chain that this chain lacks.
+
+    Raises:
+        ValueError: If the other transforms do not match.
+    """
+    saved_ones = saved_groups(state_dict, groups)
+    own = members_of(nodes)
+    if all(group.get(IDENTITY) == written(own) for group in saved_ones):
+        return dict(state_dict)
+    saved = saved_members(saved_ones)
+    keys = _Keys(saved, matched(saved, own, new, dropped))
+    fresh = [node for node in nodes if node.path.split("/")[0] not in keys.names.values()]
+
+    result: list[Group] = []
+    for group, ours in zip(saved_ones, groups, strict=True):
+        added = {key: ours[key] for node in fresh for key in node.storage_keys.values()}
+        for node in fresh:
+            added |= node.qualified(node.transform.init_global_state())
+        result.append({**keys.of_group(group), **added, IDENTITY: written(own)})
+
+    state = dict(state_dict["state"])
+    params = [(named, ours) for ours in groups for named in named_params(ours)]
+    for i, (named, ours) in zip([i for group in saved_ones for i in group["params"]], params, strict=True):
+        if isinstance(kept := state.get(i), Mapping) and kept:
+            begun = [node for node in fresh if not isinstance(node.transform, FinalRule)]
+            added = {key: v for node in begun for key, v in node.init_state(named, node.settings(ours)).items()}
+            state[i] = {**keys.of_state(kept), **added}
+    return {**state_dict, "state": state, "param_groups": result}
+
+
+class _Keys:
+    """The keys of this chain for those of the saved chain.
+
+    Args:
+        saved: The transforms of the saved chain.
+        pairs: Each saved transform with the one of this chain that takes its settings and state.
+    """
+
+    def __init__(self, saved: Sequence[Member], pairs: Sequence[tuple[Member, Member]]) -> None:
+        self.names = {old.name: member.name for old, member in pairs}
+        self._saved_names = {member.name for member in saved}
+        self._saved_settings = {key for member in saved for key in member.settings.values()}
+        self._settings: dict[str, str] = {}
+        for old, member in pairs:
+            if old.settings.keys() != member.settings.keys():
+                differ = ", ".join(sorted(old.settings.keys() ^ member.settings.keys()))
+                raise ValueError(f"{member.name!r} has other settings in the checkpoint: {differ}")
+            self._settings |= {old.settings[key]: member.settings[key] for key in old.settings}
+
+    def of_group(self, group: Mapping[str, Any]) -> Group:
+        """A saved group: settings, what schedulers keep of them, and state of the whole chain."""
+        result: Group = {}
+        for key, value in group.items():
+            setting, colon, rest = key.partition(":")  # as_lr keeps "max_norm:initial_lr"
+            if setting in self._settings:
+                result[self._settings[setting] + colon + rest] = value
+            elif setting not in self._saved_settings:
+                result |= self.of_state({key: value})
+        return result
+
+    def of_state(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """State, without that of transforms that are left out."""
+        result: dict[str, Any] = {}
+        for key, value in values.items():
+            name, slash, rest = str(key).partition("/")
+            if not slash or name not in self._saved_names:
+                result[key] = value
+            elif name in self.names:
+                result[f"{self.names[name]}/{rest}"] = value
+        return result

@@ -1,0 +1,174 @@
+"""Which chain a checkpoint belongs to, and what it means for another one."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from difflib import SequenceMatcher
+from typing import Any
+
+from torchzero_clip.core.chain import Composite
+from torchzero_clip.core.nodes import Nodes
+from torchzero_clip.core.transform import Transform, snake_case
+
+IDENTITY = "chain"
+"""The key of a checkpoint's param groups that says which chain wrote it."""
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Member:
+    """One transform of the outermost chain, with those inside it.
+
+    Args:
+        name: Its name in the chain.
+        kind: The name of its class.
+        structure: The arguments that are neither settings nor defaults.
+        inside: Name, kind and structure of the transforms inside it, by relative path.
+        settings: The key of a param group for each setting, by its path without ``name``.
+    """
+
+    name: str
+    kind: str
+    structure: Mapping[str, str]
+    inside: Mapping[str, Sequence[Any]]
+    settings: Mapping[str, str]
+
+    @property
+    def likeness(self) -> str:
+        """What two transforms have in common that may have each other's settings and state."""
+        return json.dumps([self.kind, self.structure, self.inside], sort_keys=True)
+
+    @property
+    def is_named_by_hand(self) -> bool:
+        """True if the name is not that of the class, with or without a number."""
+        automatic = snake_case(self.kind)
+        return self.name != automatic and not self.name.removeprefix(f"{automatic}_").isdigit()
+
+    def __str__(self) -> str:
+        arguments = ", ".join(f"{key}={value}" for key, value in self.structure.items())
+        inside = ", ".join(f"{path}: {kind}" for path, (kind, _) in self.inside.items())
+        return f"{self.name}: {self.kind}({', '.join(filter(None, (inside, arguments)))})"
+
+
+def members_of(nodes: Nodes) -> list[Member]:
+    """The transforms of the outermost chain."""
+    found: list[Member] = []
+    for outermost in nodes:
+        if outermost.outer:
+            continue
+        prefix = f"{outermost.path}/"
+        within = [outermost, *(node for node in nodes if node.path.startswith(prefix))]
+        inside = {node.path.removeprefix(prefix): _kind_and_structure(node.transform) for node in within[1:]}
+        keys = {f"{node.path}/{key}": stored for node in within for key, stored in node.storage_keys.items()}
+        settings = {key.removeprefix(prefix): stored for key, stored in keys.items()}
+        found.append(Member(outermost.path, *_kind_and_structure(outermost.transform), inside, settings))
+    return found
+
+
+def _kind_and_structure(transform: Transform) -> tuple[str, dict[str, str]]:
+    structure = transform.structure()
+    if isinstance(transform, Composite):
+        structure = {key: value for key, value in structure.items() if key not in transform.transforms}
+    return type(transform).__name__, structure
+
+
+def written(members: Iterable[Member]) -> str:
+    """What a checkpoint says of its chain."""
+    return json.dumps({"format": FORMAT, "chain": [asdict(member) for member in members]})
+
+
+def read(text: Any) -> list[Member]:
+    """The transforms of the chain that wrote a checkpoint; raises ValueError if that cannot be told."""
+    try:
+        content: Any = json.loads(text)
+        version, entries = content["format"], content["chain"]
+        members = [Member(**entry) for entry in entries]
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError(f"{IDENTITY!r} in the param groups of the checkpoint does not describe a chain") from error
+    if version != FORMAT:
+        raise ValueError(f"the checkpoint has format {version}, and this version of torchzero_clip reads {FORMAT}")
+    return members
+
+
+def saved_members(groups: Sequence[Mapping[str, Any]]) -> list[Member]:
+    """The chain of a checkpoint, which all its param groups name."""
+    texts = {group.get(IDENTITY) for group in groups}
+    if None in texts:
+        raise ValueError(
+            "the checkpoint does not say which chain wrote it. One of an optimizer of torch is loaded by "
+            "load_state_dict(from_torch_optim(state_dict, optimizer))"
+        )
+    if len(texts) > 1:
+        raise ValueError("the param groups of the checkpoint come from different chains")
+    return read(texts.pop())
+
+
+def matched(
+    saved: Sequence[Member], own: Sequence[Member], new: Iterable[str], dropped: Iterable[str]
+) -> list[tuple[Member, Member]]:
+    """Pairs of a saved transform and the one of this chain that takes its settings and state.
+
+    Args:
+        saved: The chain that wrote the checkpoint.
+        own: The chain that loads it.
+        new: Names of transforms of this chain that begin anew.
+        dropped: Names of transforms of the saved chain that are left out.
+
+    Raises:
+        ValueError: If the others do not match in order, by kind, structure, and names that were given by hand.
+    """
+    new, dropped = _names("new", new, own, "this chain"), _names("dropped", dropped, saved, "the saved chain")
+    old_ones = [member for member in saved if member.name not in dropped]
+    own_ones = [member for member in own if member.name not in new]
+    alike = [a.likeness for a in old_ones] == [b.likeness for b in own_ones]
+    if not alike or not _names_fit(old_ones, own_ones):
+        raise ValueError(_difference(saved, own))
+    return list(zip(old_ones, own_ones, strict=True))
+
+
+def _names(argument: str, names: Iterable[str], members: Sequence[Member], where: str) -> set[str]:
+    listed = [names] if isinstance(names, str) else list(names)
+    known = [member.name for member in members]
+    for name in listed:
+        if name not in known:
+            raise ValueError(f"{argument} must name transforms of {where}, got {name!r}; they are {', '.join(known)}")
+    return set(listed)
+
+
+def _names_fit(saved: Sequence[Member], own: Sequence[Member]) -> bool:
+    """True if names that were given by hand stay where they are; one alone may have been changed."""
+    changed = [
+        (a, b)
+        for a, b in zip(saved, own, strict=True)
+        if a.name != b.name and (a.is_named_by_hand or b.is_named_by_hand)
+    ]
+    by_hand = {member.name for members in (saved, own) for member in members if member.is_named_by_hand}
+    elsewhere = [
+        name
+        for a, b in changed
+        for name, others in ((a.name, own), (b.name, saved))
+        if name in by_hand and any(other.name == name for other in others)
+    ]
+    return len(changed) <= 1 and not elsewhere
+
+
+def _difference(saved: Sequence[Member], own: Sequence[Member]) -> str:
+    """The message that names the difference between two chains, and the call that resolves it."""
+    old_ones, own_ones = ([f"{m.likeness}{m.name * m.is_named_by_hand}" for m in members] for members in (saved, own))
+    blocks = SequenceMatcher(None, old_ones, own_ones, autojunk=False).get_matching_blocks()
+    kept = {block.a + k: block.b + k for block in blocks for k in range(block.size)}
+    dropped = [i for i in range(len(saved)) if i not in kept]
+    new = [i for i in range(len(own)) if i not in kept.values()]
+    named = [("new", [own[i].name for i in new]), ("dropped", [saved[i].name for i in dropped])]
+    call = ", ".join(f"{argument}={names!r}" for argument, names in named if names)
+    message = (
+        f"the checkpoint belongs to another chain. It was written by [{'; '.join(map(str, saved))}], and this chain is "
+        f"[{'; '.join(map(str, own))}]. To start with fresh ones where they differ: load_state_dict(state_dict, {call})"
+    )
+    for members, likenesses, left, state in ((own, own_ones, new, "new"), (saved, old_ones, dropped, "gone")):
+        for i in left:
+            alike = [m.name for m, likeness in zip(members, likenesses, strict=True) if likeness == likenesses[i]]
+            if len(alike) > 1:
+                return f"{message}. But {' and '.join(alike)} are alike: name the one that is {state}"
+    return message
