@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -25,6 +26,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 
 from torchzero_clip import (
     LR,
+    SGD,
+    Adam,
     AdamW,
     Centralize,
     ClipNorm,
@@ -259,6 +262,37 @@ def statistics_behind_a_clip_of_slices(_: Entry) -> None:
             torch.testing.assert_close(param.detach().full_tensor(), plain.detach(), rtol=1e-12, atol=1e-12)
 
 
+def ranks_decide_alike_about_plain_gradients(_: Entry) -> None:
+    """A NaN, or a large norm, in a plain gradient on one rank, beside sharded ones: it would hang the other rank."""
+    for chain, options in (([SGD(0.1)], {"nonfinite": "skip"}), ([SkipStep(max_ratio=10.0), SGD(0.1)], {})):
+        _, params = sharded([torch.randn(7, 3)])
+        plain = nn.Parameter(torch.zeros(2))
+        optimizer = Modular([*params, plain], *chain, **options)
+        for bad in (1.0, torch.nan, 1.0, 1e6 if not options else torch.inf):
+            params[0].grad = torch.ones_like(params[0])
+            plain.grad = torch.full((2,), bad if dist.get_rank() == 1 else 1.0)
+            optimizer.step()
+        assert optimizer.metrics()["skipped_steps"].item() == 2
+        for key in ("skip_step/mean", "skipped_steps"):
+            found = [None, None]
+            dist.all_gather_object(found, optimizer.param_groups[0].get(key))
+            assert found[0] == found[1]
+
+
+def a_checkpoint_is_refused_on_all_ranks_or_none(_: Entry) -> None:
+    _, params = sharded([torch.randn(7, 3)])
+    optimizer = Modular(params, ClipNormByEMA(), Adam())
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    if dist.get_rank() == 1:
+        saved["state"][0]["clip_norm_by_ema/ema"].to_local().fill_(torch.nan)
+    before = optimizer.state[params[0]]["adam/exp_avg"]
+    with pytest.raises(ValueError, match="not finite" if dist.get_rank() == 1 else "on another rank"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state[params[0]]["adam/exp_avg"] is before
+
+
 def functions_on_every_layout(_: Entry) -> None:
     mesh = init_device_mesh("cpu", (2,))
     value = torch.linspace(-3, 4, 28, dtype=torch.float64).reshape(7, 4)
@@ -381,6 +415,8 @@ ONCE: dict[str, Callable[[Entry], None]] = {
     "gradients with pending sums": gradients_with_pending_sums,
     "each norm is one all-reduce": each_norm_is_one_all_reduce,
     "statistics behind a clip of slices": statistics_behind_a_clip_of_slices,
+    "ranks decide alike about plain gradients": ranks_decide_alike_about_plain_gradients,
+    "a checkpoint is refused on all ranks or none": a_checkpoint_is_refused_on_all_ranks_or_none,
     "skipping is decided alike": skipping_is_decided_alike,
     "functions on every layout": functions_on_every_layout,
     "data parallel": data_parallel,

@@ -26,6 +26,7 @@ from torchzero_clip import (
     NormalizeByEMA,
     RMSprop,
     WeightDecay,
+    Wrap,
 )
 
 nan = float("nan")
@@ -37,6 +38,16 @@ CONSTRUCTORS = [
     (lambda: ClipNorm("1"), TypeError, r"max_norm must be a number, got '1' \(str\)"),
     (lambda: ClipNorm(True), TypeError, r"max_norm must be a number"),
     (lambda: ClipNorm(None), TypeError, r"max_norm must be a number"),
+    (lambda: ClipNorm(10**400), ValueError, r"max_norm must be within the range of a float, got a larger int"),
+    (lambda: LR(torch.tensor(1j)), ValueError, r"lr must have one element if it is a tensor, dense and of a floating"),
+    (lambda: Adam(torch.ones(1).to_sparse()), ValueError, r"lr must have one element .*sparse_coo"),
+    (
+        lambda: ClipNorm(1, name="a/b"),
+        ValueError,
+        r"name must have letters, and neither of '/', '.' and ':', got 'a/b'",
+    ),
+    (lambda: ClipNorm(1, name=""), ValueError, r"name must have letters"),
+    (lambda: ClipNorm(1, name=3), TypeError, r"name must be a string, got 3"),
     (lambda: ClipNorm(1, "l5"), ValueError, r"ord must be a number or one of 'l0', .*got 'l5'"),
     (lambda: ClipNorm(1, nan), ValueError, r"ord must not be NaN"),
     (lambda: ClipNorm(1, None), TypeError, r"ord must be a number"),
@@ -245,7 +256,27 @@ def without_state(checkpoint, key):
     return checkpoint
 
 
+def with_setting(checkpoint, key, value):
+    return {**checkpoint, "param_groups": [{**checkpoint["param_groups"][0], key: value}]}
+
+
 HOSTILE = {
+    "a parameter twice": lambda c: with_setting(c, "params", [0, 0, 1, 2]),
+    "an int beyond floats": lambda c: with_setting(c, "lr", 10**400),
+    "a complex rate": lambda c: with_setting(c, "lr", torch.tensor(1j)),
+    "a sparse rate": lambda c: with_setting(c, "lr", torch.ones(1).to_sparse()),
+    "a rate of integers": lambda c: with_setting(c, "lr", torch.ones(1, dtype=torch.int64)),
+    "a complex limit": lambda c: with_setting(c, "max_norm", 1j),
+    "names that are a number": lambda c: with_setting(c, "param_names", 7),
+    "names that are a string": lambda c: with_setting(c, "param_names", "abcd"),
+    "too few names": lambda c: with_setting(c, "param_names", ["a"]),
+    "names of numbers": lambda c: with_setting(c, "param_names", [1, 2, 3, 4]),
+    "a limit is missing": lambda c: {
+        **c,
+        "param_groups": [{k: v for k, v in c["param_groups"][0].items() if k != "max_norm"}],
+    },
+    "a NaN average": lambda c: with_state(c, "clip_norm_by_ema/ema", torch.full((4, 3), nan)),
+    "an infinite norm": lambda c: with_state(c, "clip_norm_by_ema/prev", torch.tensor(torch.inf, dtype=torch.float64)),
     "no dict": lambda c: [],
     "no state": lambda c: {"param_groups": c["param_groups"]},
     "state is a list": lambda c: c | {"state": []},
@@ -274,12 +305,12 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_checkpoints_change_nothing(name):
     params = parameters()
-    optimizer = Modular(params, ClipNorm(1), Adam())
+    optimizer = Modular(params, ClipNorm(1), ClipNormByEMA(), Adam())
     train(optimizer, params, gradients(params, 2))
     checkpoint = HOSTILE[name](copy.deepcopy(optimizer.state_dict()))
     before = copy.deepcopy(optimizer.state_dict())
     groups = optimizer.param_groups
-    with pytest.raises((ValueError, TypeError)):
+    with pytest.raises(ValueError, match=r"."):
         optimizer.load_state_dict(checkpoint)
     assert optimizer.param_groups is groups
     assert_same_checkpoint(optimizer.state_dict(), before)
@@ -321,6 +352,42 @@ def test_a_checkpoint_of_another_optimizer_is_named_as_such(other, steps):
     train(old, params, gradients(params, steps))
     with pytest.raises(ValueError, match=r"load_state_dict\(from_torch_optim\(state_dict, optimizer\)\)"):
         Modular(params, AdamW()).load_state_dict(old.state_dict())
+
+
+def test_infinite_limits_and_moments_load():
+    params = parameters()
+    optimizer = Modular(params, ClipNorm(torch.inf), Adam())
+    train(optimizer, params, gradients(params, 1))
+    optimizer.state[params[0]]["adam/exp_avg"].fill_(torch.inf)  # as torch's own does
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_groups[0]["max_norm"] == torch.inf
+    assert optimizer.state[params[0]]["adam/exp_avg"].isinf().all()
+
+
+def test_what_is_loaded_has_no_graph():
+    params = parameters()
+    optimizer = Modular(params, ClipNormByEMA(tensorwise=False), Adam(torch.tensor(0.1)))
+    train(optimizer, params, gradients(params, 1))
+    saved = copy.deepcopy(optimizer.state_dict())
+    tracked = torch.ones((), requires_grad=True)
+    saved["state"][0]["adam/exp_avg"] = saved["state"][0]["adam/exp_avg"] * tracked
+    saved["param_groups"][0]["lr"] = saved["param_groups"][0]["lr"] * tracked
+    saved["param_groups"][0]["clip_norm_by_ema/prev"] = saved["param_groups"][0]["clip_norm_by_ema/prev"] * tracked
+    optimizer.load_state_dict(saved)
+    twin = copy.deepcopy(optimizer)
+    assert not twin.state[twin.param_groups[0]["params"][0]]["adam/exp_avg"].requires_grad
+    assert not any(v.requires_grad for v in optimizer.param_groups[0].values() if isinstance(v, torch.Tensor))
+
+
+@pytest.mark.parametrize("value", [(0.9,), (), (0.9, "a"), {"a": 1}, (10**400, 0.9), None])
+def test_settings_that_a_wrapped_optimizer_chokes_on(value):
+    params = parameters()
+    optimizer = Modular(params, Wrap(torch.optim.NAdam))
+    train(optimizer, params, gradients(params, 1))
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"Wrap\(NAdam|does not fit|betas"):
+        optimizer.load_state_dict(with_setting(copy.deepcopy(before), "betas", value))
+    assert_same_checkpoint(optimizer.state_dict(), before)
 
 
 def test_half_a_state_is_refused():

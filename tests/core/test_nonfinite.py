@@ -105,7 +105,7 @@ def test_counts_survive_a_checkpoint_and_are_not_required():
     Modular([param], SGD()).load_state_dict(optimizer.state_dict())
     broken = optimizer.state_dict()
     broken["param_groups"][0]["skipped_steps"] = "many"
-    with pytest.raises(TypeError, match="skipped_steps must be an int"):
+    with pytest.raises(ValueError, match="skipped_steps must be an int"):
         resumed.load_state_dict(broken)
 
 

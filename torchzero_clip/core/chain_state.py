@@ -74,7 +74,7 @@ def saved_chain_state(saved_groups: Sequence[Mapping[str, Any]], keys: Iterable[
                 f"{shown}. They come from several optimizers: set it to one value in all of them"
             )
         if values:
-            found[key] = values[0]
+            found[key] = values[0].detach() if isinstance(values[0], Tensor) else values[0]
     return found
 
 

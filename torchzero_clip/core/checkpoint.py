@@ -1,6 +1,7 @@
 """Checks a checkpoint before an optimizer takes anything from it."""
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torchzero_clip.core.kinds import FinalRule
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
+from torchzero_clip.functional.shards import largest_on_all_ranks, local
 
 Group = dict[str, Any]
 
@@ -53,7 +55,7 @@ def fitted(
             raise ValueError(
                 f"the checkpoint lacks the state {key!r} of the chain: load it into the chain that wrote it"
             )
-        _check_value(f"the state {key!r} of the chain", found[key], expected)
+        _check_value(f"the state {key!r} of the chain", found[key], expected, finite=True)
     chain_state = {**own, **begins, **found}
     merged = [{**_merged(group, saved), **chain_state} for group, saved in zip(groups, all_saved, strict=True)]
     merged = schedules.applied(groups, merged, chain_state.get(SCHEDULE_STEP, 0))
@@ -63,6 +65,8 @@ def fitted(
     known = [named for group in groups for named in named_params(group)]
     settings = [saved for saved in merged for _ in saved["params"]]
     ids = [i for saved in all_saved for i in saved["params"]]
+    if len(set(ids)) < len(ids):
+        raise ValueError(f"the param groups of the checkpoint list a parameter twice: {ids}")
     if strangers := [i for i in state if i not in set(ids)]:
         raise ValueError(f"the checkpoint has state for parameters that none of its param groups lists: {strangers}")
     placed: dict[Any, Any] = {}
@@ -75,22 +79,44 @@ def fitted(
     return {**state_dict, "state": placed, "param_groups": merged}, chain_state
 
 
+@contextmanager
+def agreed(groups: Sequence[Group]) -> Generator[None]:
+    """Make errors ValueErrors, and raise on all ranks if one of them does; sharded parameters are loaded by all."""
+    error: Exception | None = None
+    try:
+        yield
+    except ValueError as found:
+        error = found
+    except (TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as found:
+        error = ValueError(f"the checkpoint does not fit: {found}")
+        error.__cause__ = found
+    refused = largest_on_all_ranks(torch.tensor([float(error is not None)]), [p for g in groups for p in g["params"]])
+    if error is not None:
+        raise error
+    if refused.item() > 0:
+        raise ValueError("the checkpoint does not fit on another rank, whose error says why. It was loaded on no rank")
+
+
 def _merged(group: Group, saved: Group) -> Group:
-    """A saved group with what it lacks. Names stay the optimizer's, whose scopes go by them: wrappers change them."""
+    """A saved group with what it lacks. Names stay those of the optimizer, because wrappers change names."""
     names, saved_names = group.get("param_names"), saved.get("param_names")
+    if saved_names is not None:
+        is_list = isinstance(saved_names, list | tuple) and len(saved_names) == len(saved["params"])
+        if not is_list or not all(isinstance(name, str) for name in saved_names):
+            raise ValueError("'param_names' of a checkpoint's group is a list with a name for each parameter")
     if names and saved_names and names != saved_names and sorted(names) == sorted(saved_names):
         raise ValueError(
             "the checkpoint has the same parameters in another order: build the optimizer with them in the order of "
             f"its 'param_names', {saved_names[0]!r} first"
         )
     own = {key: group[key] for key in ("param_names", "name") if key in group}
-    given = {key: value for key, value in saved.items() if key != IDENTITY}
+    given = {k: v.detach() if isinstance(v, Tensor) else v for k, v in saved.items() if k != IDENTITY}
     return {**{k: v for k, v in group.items() if k != "params"}, **given, **own}
 
 
 def _beside(value: Any, fresh: Any) -> Any:
     """A saved value on the device of a fresh one, in memory of its own: torch's optimizers count steps on the CPU."""
-    return value.to(fresh.device, copy=True) if isinstance(value, Tensor) else value
+    return value.detach().to(fresh.device, copy=True) if isinstance(value, Tensor) else value
 
 
 def saved_groups(state_dict: Any, groups: list[Group]) -> list[Group]:
@@ -143,18 +169,22 @@ def _check_state(number: Any, saved: Any, nodes: Nodes, named: NamedParam, group
     extra = [key for key in saved if key not in expected]
     if missing or extra:
         raise ValueError(_changed_chain_message(number, missing, extra, nodes))
+    statistics = tuple(f"{node.path}/" for node in nodes if node.transform.keeps_statistics)
     for key, value in saved.items():
-        _check_value(f"the state {key!r} of parameter {number}", value, expected[key])
+        what = f"the state {key!r} of parameter {number}"
+        _check_value(what, value, expected[key], finite=key.startswith(statistics))
     return expected
 
 
-def _check_value(what: str, value: Any, expected: Any) -> None:
+def _check_value(what: str, value: Any, expected: Any, *, finite: bool) -> None:
     if not isinstance(expected, Tensor):
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{what} is a number in this chain, got {type(value).__name__}")
         return
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         raise ValueError(f"{what} is a dense tensor in this chain, got {_describe(value)}")
+    if finite and not local(value).isfinite().all():
+        raise ValueError(f"{what} is not finite: it is a statistic, which no gradient makes inf or NaN")
     if value.shape != expected.shape or value.dtype != expected.dtype:
         raise ValueError(
             f"{what} has {_describe(value)} in the checkpoint and {_describe(expected)} in this chain: "

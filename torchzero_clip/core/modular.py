@@ -12,7 +12,7 @@ from torchzero_clip.checks import boolean
 from torchzero_clip.core.adapt import adapted
 from torchzero_clip.core.chain import Chain, Transforms, flatten
 from torchzero_clip.core.chain_state import COUNTERS, SCHEDULE_STEP, SKIPPED, ChainState
-from torchzero_clip.core.checkpoint import fitted
+from torchzero_clip.core.checkpoint import agreed, fitted
 from torchzero_clip.core.identity import IDENTITY, members_of, written
 from torchzero_clip.core.learning_rate import with_learning_rate
 from torchzero_clip.core.nonfinite import Nonfinite, StepPolicy
@@ -20,7 +20,7 @@ from torchzero_clip.core.param_groups import described, normalized, split_by_ove
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.transform import Transform
-from torchzero_clip.core.validation import check_params, check_places, check_shapes, warn_of_slips
+from torchzero_clip.core.validation import check_not_local, check_params, check_places, check_shapes, warn_of_slips
 from torchzero_clip.core.walk import Walk
 from torchzero_clip.functional.gradients import own_gradients
 from torchzero_clip.types import Setting, State
@@ -277,6 +277,7 @@ class Modular(Optimizer):
                 super().add_param_group(complete)
                 self._schedules.add(self.param_groups[-1], schedules)
                 check_params(self._nodes, self._named_params(before))
+                check_not_local(self._named_params(before))
             if self._is_complete:
                 check_places(self.chain, self._nodes, self._named_params())
                 self._start_schedules()
@@ -336,8 +337,9 @@ class Modular(Optimizer):
 
         def check(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             own = self._chain_state.values
-            adjusted = adapted(given, self.param_groups, self._nodes, new, dropped)
-            fits, values = fitted(adjusted, self.param_groups, self._nodes, self._schedules, own)
+            with agreed(self.param_groups):
+                adjusted = adapted(given, self.param_groups, self._nodes, new, dropped)
+                fits, values = fitted(adjusted, self.param_groups, self._nodes, self._schedules, own)
             fitting.update(fits)
             chain_state.update(values)
             return fitting

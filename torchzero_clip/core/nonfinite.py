@@ -13,6 +13,7 @@ from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.core.walk import Walk
 from torchzero_clip.functional.norms import combine
+from torchzero_clip.functional.shards import largest_on_all_ranks
 
 Nonfinite: TypeAlias = Literal["propagate", "raise", "skip"]
 
@@ -65,7 +66,10 @@ class StepPolicy:
         all_finite = norms.isfinite().all()
         judged = [self._judge(gate, walk, norms) for gate in self._gates if walk.rows_of(gate)]
         refused = [refusal.to(total.device) for _, _, refusal in judged]
-        joint, finite, *refusals = torch.stack([x.double() for x in (total, all_finite, *refused)]).tolist()
+        bad = torch.stack([x.double() for x in (total, all_finite.logical_not(), *refused)])
+        # a rank may hold plain gradients of its own beside sharded ones, and one that skips alone would hang the others
+        joint, nonfinite, *refusals = largest_on_all_ranks(bad, walk.all_params()).tolist()
+        finite = not nonfinite
         self._norms = [*self._norms, joint][-REMEMBERED:]
         if not finite and self.nonfinite == "raise":
             raise RuntimeError(_nonfinite_message(walk, norms))
@@ -84,7 +88,7 @@ class StepPolicy:
         """A gate, the norm of the gradients that it acts on, and whether it refuses the step."""
         node, rows = walk.nodes.by_path[name], walk.rows_of(name)
         own = norms if len(rows) == len(norms) else torch.stack([norms.select(0, i) for i in rows])
-        norm = combine(own, 2.0)
+        norm = largest_on_all_ranks(combine(own, 2.0).view(1), walk.all_params()).squeeze()
         return node, norm, self._gates[name].refuses(norm, walk.step_for(node, rows))
 
     def _count(self, counts: MutableMapping[str, Any]) -> None:

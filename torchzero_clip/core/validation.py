@@ -1,10 +1,12 @@
 """Checks that a chain and its parameters fit together: errors, and warnings of slips."""
 
+import inspect
 import warnings
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchzero_clip.core.chain import Chain
@@ -24,6 +26,27 @@ def check_params(nodes: Nodes, params: Sequence[NamedParam]) -> None:
         for i, named in enumerate(params):
             if scope.has(named):
                 node.transform.check_parameter(named.name or f"parameter {i} of its group", named.param)
+
+
+def check_not_local(params: Sequence[NamedParam]) -> None:
+    """Raise if parameters are shards that do not say so: norms, and decisions about steps, would be those of a process.
+
+    FSDP1 flattens parameters and keeps a part of them; `ZeroRedundancyOptimizer` gives each process some of them.
+    """
+    for i, named in enumerate(params):
+        if getattr(named.param, "_is_flat_param", False) or getattr(named.param, "_fsdp_flattened", False):
+            raise ValueError(
+                f"{named.name or f'parameter {i}'} belongs to FSDP1 (FullyShardedDataParallel), which keeps a part of "
+                "it in each process without saying so: use fully_shard (FSDP2)"
+            )
+    frame = inspect.currentframe()
+    while dist.is_available() and dist.is_initialized() and frame is not None:
+        if type(frame.f_locals.get("self")).__name__ == "ZeroRedundancyOptimizer":
+            raise ValueError(
+                "ZeroRedundancyOptimizer gives each process some of the parameters, so norms would be those of one "
+                "process: use fully_shard (FSDP2), which shards the state of the optimizer too"
+            )
+        frame = frame.f_back
 
 
 def check_places(chain: Chain, nodes: Nodes, params: Sequence[NamedParam]) -> None:

@@ -72,6 +72,10 @@ class Walk:
         named = [n for group in self.groups for n in named_params(group)]
         return [n for n in named if n.param.grad is not None and n.param.requires_grad]
 
+    def all_params(self) -> list[Tensor]:
+        """All parameters of the optimizer, with or without a gradient."""
+        return [param for group in self.groups for param in group["params"]]
+
     def rows_of(self, path: str) -> list[int]:
         """The rows in the scope of a transform of the outermost chain."""
         return self._in_scope(self.nodes.by_path[path], list(range(len(self.params))))

@@ -147,6 +147,18 @@ def all_reduce(parts: Sequence[Part], values: list[Tensor], op: ReduceOp.RedOpTy
     return values
 
 
+def largest_on_all_ranks(values: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """The largest of each value on all processes of the meshes of distributed tensors; NaN if one is NaN."""
+    groups: dict[ProcessGroup, torch.device] = {}
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            for mesh_dim in range(tensor.device_mesh.ndim):
+                groups[tensor.device_mesh.get_group(mesh_dim)] = tensor.device
+    for group, device in groups.items():
+        values = _all_reduced(values.to(device), ReduceOp.MAX, group)
+    return values
+
+
 def _all_reduced(vector: Tensor, op: ReduceOp.RedOpType, group: ProcessGroup) -> Tensor:
     if op == ReduceOp.SUM:
         dist.all_reduce(vector, op, group=group)

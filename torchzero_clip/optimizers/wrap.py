@@ -201,6 +201,8 @@ def constructed(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any]) -> 
         return optimizer_class([nn.Parameter(torch.zeros(1, 1))], **kwargs)
     except (TypeError, ValueError) as error:
         raise type(error)(f"Wrap({optimizer_class.__name__}, ...): {error}") from error
+    except (IndexError, KeyError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"Wrap({optimizer_class.__name__}, ...): {type(error).__name__}: {error}") from error
 
 
 def _state_elsewhere(optimizer: Optimizer) -> list[str]:
