@@ -21,6 +21,7 @@ def stepped(chain, grad, start=0.0):
     return param, optimizer
 
 
+@pytest.mark.filterwarnings("ignore:two optimizers act on")
 @pytest.mark.parametrize(
     ("make", "lr"),
     [
@@ -40,6 +41,7 @@ def test_there_is_exactly_one_learning_rate(make, lr):
     assert sum("lr" in key for key in optimizer.defaults) == 1
 
 
+@pytest.mark.filterwarnings("ignore:two optimizers act on")
 def test_default_learning_rates_that_differ_need_lr():
     class Slow(SGD):
         default_lr = 0.5
@@ -196,8 +198,8 @@ def test_repr_reads_like_the_code_that_made_it():
     params = [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(3))]
     optimizer = Modular(params, ClipNorm(1, dim="global"), AdamW(lr=3e-4, weight_decay=0.1), maximize=True)
     assert repr(optimizer) == (
-        "Modular(\n    <2 tensors, 9 elements>,\n    ClipNorm(1, dim='global'),\n    Adam(lr=0.0003),\n"
-        "    WeightDecay(0.1),\n    maximize=True,\n)"
+        "Modular(\n    <2 tensors, 9 elements>,\n    ClipNorm(1, dim='global'),\n    AdamW(lr=0.0003, "
+        "weight_decay=0.1),\n    maximize=True,\n)"
     )
     groups = [{"params": params[:1]}, {"params": params[1:], "max_norm": 0.5}]
     assert repr(Modular(groups, ClipNorm(1), LR(0.1))) == (
@@ -214,13 +216,38 @@ def test_repr_reads_like_the_code_that_made_it():
         (Adam(amsgrad=True, state_dtype=torch.float32), "Adam(amsgrad=True, state_dtype=torch.float32)"),
         (Adam(lr=torch.tensor(0.5)), "Adam(lr=tensor(0.5000))"),
         (SGD(0.1, 0.9, nesterov=True), "SGD(lr=0.1, momentum=0.9, nesterov=True)"),
-        (AdamW(0.1), "Chain(Adam(lr=0.1), WeightDecay(0.01))"),
+        (AdamW(0.1), "AdamW(lr=0.1)"),
+        (AdamW(eps=0.5, weight_decay=0.1).only("a"), "AdamW(eps=0.5, weight_decay=0.1).only('a')"),
         (Chain(ClipValue(1), target="grad"), "Chain(ClipValue(1), target='grad')"),
         (ClipRMS(0.5), "ClipRMS(0.5)"),
     ],
 )  # fmt: skip
 def test_repr_of_transforms(transform, expected):
     assert repr(transform) == expected
+
+
+def test_repr_shows_no_number_that_no_group_uses():
+    params = [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(3))]
+    unit = Chain(ClipValue(5), target="update_difference")
+    optimizer = Modular(params, ClipNorm(1), [unit, AdamW(0.1)], ClipNorm(2))
+    for key, value in (
+        ("max_norm", 0.5),
+        ("value", 4),
+        ("lr", 0.01),
+        ("weight_decay", 0.3),
+        ("clip_norm_2/max_norm", 7),
+    ):
+        optimizer.param_groups[0][key] = value
+    unit_repr = "Chain(ClipValue(4), target='update_difference')"
+    assert repr(optimizer) == (
+        f"Modular(\n    <2 tensors, 9 elements>,\n    ClipNorm(0.5),\n    {unit_repr},\n"
+        "    AdamW(lr=0.01, weight_decay=0.3),\n    ClipNorm(7),\n)"
+    )
+    groups = [{"params": params[:1], "max_norm": 3}, {"params": params[1:], "max_norm": 4}]
+    assert repr(Modular(groups, ClipNorm(1), Adam())) == (
+        "Modular(\n    [<1 tensors, 6 elements>, {'params': <1 tensors, 3 elements>, 'max_norm': 4}],\n"
+        "    ClipNorm(3),\n    Adam(),\n)"
+    )
 
 
 def test_names_in_snake_case():
@@ -279,7 +306,9 @@ def test_the_learning_rate_of_an_optimizer_inside_a_unit_counts():
     weight = nn.Parameter(torch.zeros(1))
     unit = Chain(Adam(lr=0.5), ClipValue(0.1), target="update_difference")
     assert Modular([weight], unit).param_groups[0]["lr"] == 0.5
-    with pytest.raises(ValueError, match="got several"):
+    with pytest.raises(
+        ValueError, match=r"a parameter of shape \(1,\) has several learning rates, those of Adam\(lr=0.5"
+    ):
         Modular([weight], unit, SGD(0.1))
 
 

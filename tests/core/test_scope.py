@@ -254,6 +254,7 @@ class RowsAndColumns(Transform):
         return updates
 
 
+@pytest.mark.filterwarnings("ignore:no optimizer acts on bias")
 def test_what_is_out_of_scope_is_never_shown_to_a_transform():
     module = with_gradients(nn.Linear(3, 3))
     optimizer = Modular(module, RowsAndColumns().only("weight"), Adam())
@@ -283,7 +284,8 @@ def test_parameters_that_scopes_leave_to_no_optimizer_or_to_two_are_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Modular(module, SGD().only("head"), Adam().without("head"))
-        Modular(module, SGD(), Adam())  # no scopes, no slip
+    with pytest.warns(UserWarning, match=r"two optimizers act on body\.0\.weight and 4 more: one after the other"):
+        Modular(module, SGD(), Adam())
 
 
 def test_scopes_stay_with_the_names_of_the_optimizer_when_a_checkpoint_has_others():

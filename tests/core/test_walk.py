@@ -323,6 +323,7 @@ class Remembering(UpdateRule):
         return step.params if self.kind == "params" else [state["sum"] for state in step.states]
 
 
+@pytest.mark.filterwarnings("ignore:two optimizers act on")
 @pytest.mark.parametrize("kind", ["state", "grads", "params"])
 @pytest.mark.parametrize("later", [lambda: Mul(0.5), lambda: [SGD(), Mul(0.5)], lambda: ClipNorm(0.1)])
 def test_what_a_rule_returns_of_its_own_is_not_written_to(kind, later):
@@ -565,6 +566,7 @@ def test_repr_of_an_author_shows_what_it_can():
     assert repr(Own(2.0)) == "Own(2.0)"
 
 
+@pytest.mark.filterwarnings("ignore:two optimizers act on")
 @pytest.mark.parametrize(
     ("rule", "key"), [(lambda: SGD(momentum=0.9), "sgd/momentum_buffer"), (lambda: RMSprop(momentum=0.9), None)]
 )
@@ -587,6 +589,7 @@ def test_state_that_a_rule_returns_is_scaled_by_nothing_behind_it(rule, key, lat
             torch.testing.assert_close(optimizer.state[param][name], value, rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:two optimizers act on")
 def test_parameters_that_a_transform_returns_are_not_scaled_by_a_clip():
     params = parameters()
     before = values(params)

@@ -236,6 +236,7 @@ def test_keys_of_schedulers_and_trainers_and_names_come_along():
     assert to_torch_optim(optimizer, old)["param_groups"][0]["initial_lr"] == 0.5
 
 
+@pytest.mark.filterwarnings("ignore:two optimizers act on")
 @pytest.mark.parametrize(
     ("make", "chain", "message"),
     [

@@ -8,6 +8,7 @@ from typing_extensions import override
 from torchzero_clip.checks import learning_rate
 from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.kinds import UpdateRule
+from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
@@ -18,7 +19,7 @@ class LR(Transform):
     """Multiplies updates by the learning rate, at this place in the chain.
 
     The learning rate is the setting ``lr`` of the param groups, where torch's schedulers read and write it. A chain has
-    exactly one: where nobody writes an ``LR``, `Modular` puts one at the end.
+    exactly one ``LR``: if it is given none, `Modular` appends one.
 
     Args:
         lr: A number >= 0, or a tensor of one element.
@@ -67,7 +68,10 @@ class LR(Transform):
 
 
 def with_learning_rate(transforms: Sequence[Transform]) -> list[Transform]:
-    """The same transforms with exactly one owner of ``lr``, appended if it is missing."""
+    """The same transforms with exactly one `LR`, appended if it is missing.
+
+    If several update rules name a learning rate, that of the appended `LR` is the first: see `rates_of`.
+    """
     leaves = list(_leaves(transforms))
     for transform in leaves:
         if "lr" in transform.defaults and not isinstance(transform, LR):
@@ -78,18 +82,31 @@ def with_learning_rate(transforms: Sequence[Transform]) -> list[Transform]:
     owners = [t for t in leaves if isinstance(t, LR)]
     rules = [t for t in leaves if isinstance(t, UpdateRule)]
     named = [t for t in rules if t.lr is not None]
-    if len(owners) + len(named) > 1:
+    if len(owners) > 1 or (owners and named):
         given = ", ".join(map(repr, [*named, *owners]))
-        raise ValueError(f"a chain has one learning rate, got several: {given}. Keep one of them")
+        raise ValueError(
+            f"a chain with LR has one learning rate, got several: {given}. Keep one of them, or leave LR out and name "
+            "the rates of several optimizers there"
+        )
     if owners and owners[0].scope.limited:
         raise ValueError(f"{owners[0]!r} would leave other parameters at 1: give their param groups an lr of their own")
     if owners:
         return list(transforms)
     rates: list[float | Tensor | Schedule] = [t.lr for t in rules if t.lr is not None]
-    rates = rates or [*sorted({t.default_lr for t in rules if t.default_lr is not None})] or [1.0]
-    if len(rates) > 1:
-        raise ValueError(f"the optimizers of this chain have different default learning rates {rates}: add LR(...)")
-    return [*transforms, LR(rates[0])]
+    defaults = sorted({t.default_lr for t in rules if t.default_lr is not None})
+    if not rates and len(defaults) > 1:
+        raise ValueError(f"the optimizers of this chain have different default learning rates {defaults}: add LR(...)")
+    return [*transforms, LR([*rates, *defaults, 1.0][0])]
+
+
+def rates_of(nodes: Nodes) -> list[tuple[Node, float | Tensor | Schedule]]:
+    """The learning rate of each update rule, if several of them name one; none if one rate serves all."""
+    rules = [(node, node.transform) for node in nodes if all(isinstance(outer, Chain) for outer in node.outer)]
+    named = [(node, rule) for node, rule in rules if isinstance(rule, UpdateRule)]
+    if sum(rule.lr is not None for _, rule in named) < 2:
+        return []
+    pairs = [(node, rule.default_lr if rule.lr is None else rule.lr) for node, rule in named]
+    return [(node, rate) for node, rate in pairs if rate is not None]
 
 
 def _leaves(transforms: Iterable[Transform]) -> Iterator[Transform]:

@@ -1,6 +1,7 @@
 """The optimizer: a chain of transforms between the gradients and the parameters."""
 
-from collections.abc import Callable, Iterable, Mapping
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, overload
 
 import torch
@@ -14,9 +15,11 @@ from torchzero_clip.core.chain import Chain, Transforms, flatten
 from torchzero_clip.core.chain_state import COUNTERS, SCHEDULE_STEP, SKIPPED, ChainState
 from torchzero_clip.core.checkpoint import agreed, fitted
 from torchzero_clip.core.identity import IDENTITY, members_of, written
+from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.learning_rate import with_learning_rate
+from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.nonfinite import Nonfinite, StepPolicy
-from torchzero_clip.core.param_groups import described, normalized, split_by_overrides
+from torchzero_clip.core.param_groups import described, normalized, split
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.transform import Transform
@@ -37,9 +40,10 @@ class Modular(Optimizer):
     own. Settings such as ``max_norm`` and ``betas`` are in the param groups, where they may differ and be scheduled. Of
     several transforms with the same setting the first has the bare key, later ones ``"clip_norm_2/max_norm"``.
 
-    There is exactly one learning rate, ``param_groups[i]["lr"]``. Without an `LR` in the chain, updates are multiplied
-    by it last. Its value comes from the chain's optimizer (``Adam(lr=...)``, or that optimizer's default in torch), and
-    is 1 in a chain without an optimizer.
+    Each param group has exactly one learning rate, ``param_groups[i]["lr"]``. Without an `LR` in the chain, updates are
+    multiplied by it last. Its value comes from the chain's optimizer (``Adam(lr=...)``, or that optimizer's default in
+    torch), and is 1 in a chain without an optimizer. If several optimizers name rates, param groups are split so that
+    each parameter has that of its optimizer.
 
     Parameters without a gradient, and frozen ones, take no part in a step. After a step ``.grad`` holds the gradient.
     Norm clips directly before an optimizer scale ``.grad`` in place, as `torch.nn.utils.clip_grad_norm_` does.
@@ -57,8 +61,8 @@ class Modular(Optimizer):
         max_consecutive_skips: Raise if more steps than this in a row were skipped; None for any number.
 
     Raises:
-        ValueError: If there are no transforms or no parameters, for an unknown or invalid setting in a group, for two
-            learning rates, or for a parameter in two groups.
+        ValueError: If there are no transforms or no parameters, for an unknown or invalid setting in a group, for a
+            parameter with two learning rates, or for one in two groups.
         TypeError: If something is not a transform, or ``params`` is a single tensor.
 
     Examples:
@@ -100,7 +104,7 @@ class Modular(Optimizer):
         self.maximize = maximize
         self.keep_grads = keep_grads
         self.chain = Chain(*with_learning_rate(given))
-        self._lr_is_implied = len(self.chain.transforms) > len(given)
+        self._written = list(_written(transforms))
         self._nodes = self.chain.nodes()
         self.storage_keys = self._nodes.storage_keys
         self._policy = StepPolicy(nonfinite, max_consecutive_skips, self.transforms)
@@ -268,7 +272,7 @@ class Modular(Optimizer):
         group = normalized(given, self._nodes)
         before = len(self.param_groups)
         try:
-            for part in split_by_overrides(group, self._nodes):
+            for part in split(group, self._nodes):
                 # tensors are copied: a scheduler that fills one lr changes no other group and no other optimizer
                 own = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.defaults.items()}
                 valued, schedules = self._schedules.split(part, self._chain_state.values.get(SCHEDULE_STEP, 0))
@@ -370,16 +374,68 @@ class Modular(Optimizer):
             self._chain_state.move(param)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("maximize", "keep_grads", "chain", "storage_keys", "_lr_is_implied", "_nodes", "_policy", "_schedules")
+        own = ("maximize", "keep_grads", "chain", "storage_keys", "_written", "_nodes", "_policy", "_schedules")
         own += ("_chain_state", "_metrics", "_shapes", "_is_complete")
         return super().__getstate__() | {name: self.__dict__[name] for name in own}
 
     def __repr__(self) -> str:
-        transforms = list(self.transforms.values())[: -1 if self._lr_is_implied else None]
-        lines = [described(self.param_groups, self.defaults), *map(repr, transforms)]
+        names = iter(self.transforms)
+        lines = [repr(self._as_used(transform, names)) for transform in self._written]
+        used = {**self.defaults, **self._used_settings()}
+        lines.insert(0, described(self.param_groups, used))
         lines += [f"{flag}=True" for flag in ("maximize", "keep_grads") if getattr(self, flag)]
         lines += self._policy.described()
         return "\n    ".join([f"{type(self).__name__}(", *(f"{line}," for line in lines)]) + "\n)"
+
+    def _as_used(self, transform: Transform, names: Iterator[str], prefix: str = "") -> Transform:
+        """A copy of a transform that was written, with settings that param groups use.
+
+        ``names`` are those of the transforms that follow in the chain, in which plain chains are replaced by theirs.
+        """
+        used = copy.copy(transform)
+        if isinstance(used, Chain) and isinstance(transform, Chain):
+            inside = names
+            if transform.target != "update" or prefix:
+                prefix = f"{prefix}{next(names)}/"
+                inside = iter(transform.transforms)
+            used.transforms = {n: self._as_used(t, inside, prefix) for n, t in transform.transforms.items()}
+            return used
+        node = self._nodes.by_path[prefix + next(names)]
+        used.defaults = {key: self._used(node, stored, used.defaults[key]) for key, stored in node.storage_keys.items()}
+        if isinstance(used, UpdateRule) and used.lr is not None and not callable(used.lr):
+            used.lr = self._used(node, "lr", used.lr)
+        return used
+
+    def _used_settings(self) -> dict[str, Any]:
+        nodes = [(node, key, stored) for node in self._nodes for key, stored in node.storage_keys.items()]
+        return {stored: self._used(node, stored, node.transform.defaults[key]) for node, key, stored in nodes}
+
+    def _used(self, node: Node, stored: str, value: Any) -> Any:
+        """A number of the constructor if some param group uses it, else that of the first group."""
+        groups = [g for g in self.param_groups if any(node.scope.has(named) for named in named_params(g))]
+        values = [group[stored] for group in groups if stored in group]
+        return value if not values or any(found is value or found == value for found in values) else values[0]
+
+
+def _name(param: Tensor, group: dict[str, Any]) -> str:
+    number, named = next((i, n) for i, n in enumerate(named_params(group)) if n.param is param)
+    return named.name or f"parameter {number} of its group, of shape {tuple(param.shape)},"
+
+
+def _meta_message(param: Tensor, group: dict[str, Any]) -> str:
+    return (
+        f"{_name(param, group)} is on the meta device and has no values: calls that allocate them, such as to_empty, "
+        "may replace the parameters of a module. Build Modular after such a call"
+    )
+
+
+def _written(transforms: Iterable[Transforms]) -> Iterator[Transform]:
+    """The transforms and chains as they were written, without the lists around them."""
+    for item in transforms:
+        if isinstance(item, Transform):
+            yield item
+        else:
+            yield from _written(item)
 
 
 def adapt_state_dict(
@@ -421,15 +477,3 @@ def adapt_state_dict(
         (0.5, 1.0)
     """
     return adapted(state_dict, optimizer.param_groups, optimizer.chain.nodes(), new, dropped)
-
-
-def _name(param: Tensor, group: dict[str, Any]) -> str:
-    number, named = next((i, n) for i, n in enumerate(named_params(group)) if n.param is param)
-    return named.name or f"parameter {number} of its group, of shape {tuple(param.shape)},"
-
-
-def _meta_message(param: Tensor, group: dict[str, Any]) -> str:
-    return (
-        f"{_name(param, group)} is on the meta device and has no values: calls that allocate them, such as to_empty, "
-        "may replace the parameters of a module. Build Modular after such a call"
-    )

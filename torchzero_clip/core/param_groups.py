@@ -1,13 +1,15 @@
 """Settings in param groups: where each is stored, which keys are accepted, and how overrides split a group."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from torchzero_clip.checks import plain
-from torchzero_clip.core.nodes import Nodes
+from torchzero_clip.core.learning_rate import rates_of
+from torchzero_clip.core.nodes import Node, Nodes
+from torchzero_clip.core.scope import NamedParam
 
 # what torch's schedulers, its optimizers and trainers keep beside the settings
 HOST_KEYS = frozenset(
@@ -30,28 +32,51 @@ def normalized(group: Mapping[str, Any], nodes: Nodes) -> dict[str, Any]:
     return result
 
 
-def split_by_overrides(group: Mapping[str, Any], nodes: Nodes) -> Iterator[dict[str, Any]]:
-    """Groups in which all parameters have the same overrides, in the order of their first parameters."""
+def split(group: Mapping[str, Any], nodes: Nodes) -> Iterator[dict[str, Any]]:
+    """Groups in which all parameters have the same overrides and learning rate, in the order of first parameters.
+
+    The first part of a group with a name keeps it, the others are ``"<name> (2)"`` and so on.
+    """
     overrides = [
         (own["params"], {node.storage_keys[key]: value for key, value in own.items() if key != "params"})
         for node in nodes
         for own in node.transform.overrides
     ]
+    rates = [] if "lr" in group else rates_of(nodes)
     params = group["params"]
-    if not overrides or isinstance(params, set):  # torch refuses sets, and says why
+    if not (overrides or rates) or isinstance(params, set):  # torch refuses sets, and says why
         yield dict(group)
         return
     settings = {key: value for key, value in group.items() if key != "params"}
-    buckets: dict[tuple[int, ...], list[Any]] = {}
+    buckets: dict[tuple[tuple[int, ...], int | None], list[Any]] = {}
     for item in [params] if isinstance(params, Tensor) else list(params):
-        param = item[1] if isinstance(item, tuple) else item
+        name, param = item if isinstance(item, tuple) else (None, item)
         chosen = tuple(i for i, (params, _) in enumerate(overrides) if any(param is p for p in params))
-        buckets.setdefault(chosen, []).append(item)
+        rate = _rate(NamedParam(param, name, group.get("name")), rates)
+        buckets.setdefault((chosen, rate), []).append(item)
     if not buckets:
         yield {"params": [], **settings}
-    for chosen, items in buckets.items():
+    for part, ((chosen, rate), items) in enumerate(buckets.items(), 1):
         own = {key: value for i in chosen for key, value in overrides[i][1].items()}
+        if rate is not None:
+            lr = rates[rate][1]
+            own["lr"] = lr.clone() if isinstance(lr, Tensor) else lr
+        if "name" in settings and part > 1:
+            own["name"] = f"{settings['name']} ({part})"
         yield {"params": items, **settings, **own}
+
+
+def _rate(named: NamedParam, rates: Sequence[tuple[Node, Any]]) -> int | None:
+    """The index of the learning rate of a parameter; raises if the rules that act on it have different ones."""
+    acting = [i for i, (node, _) in enumerate(rates) if node.scope.has(named)]
+    for i in acting[1:]:
+        if rates[i][1] is not rates[acting[0]][1] and rates[i][1] != rates[acting[0]][1]:
+            rules = ", ".join(repr(rates[k][0].transform) for k in acting)
+            raise ValueError(
+                f"{named} has several learning rates, those of {rules}: limit them by only and without, name one rate, "
+                "or give its param group an lr"
+            )
+    return acting[0] if acting else None
 
 
 def described(groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]) -> str:

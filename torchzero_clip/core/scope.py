@@ -47,7 +47,7 @@ class Condition:
 
     def holds(self, named: NamedParam) -> bool:
         """True if the parameter passes."""
-        found = named.group in self.groups or any(_matches(where, named) for where in self.where)
+        found = _in_group(named, self.groups) or any(_matches(where, named) for where in self.where)
         return found == self.keep
 
 
@@ -121,3 +121,8 @@ def _matches(where: Where, named: NamedParam) -> bool:
     if isinstance(where, str):
         return named.name is not None and matches_name(where, named.name)
     return bool(where(named.param))
+
+
+def _in_group(named: NamedParam, groups: Iterable[str]) -> bool:
+    """True if a parameter is in one of the groups; parts of a group that was split are ``"<name> (2)"`` and so on."""
+    return named.group is not None and any(named.group == g or named.group.startswith(f"{g} (") for g in groups)

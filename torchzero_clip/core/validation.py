@@ -66,13 +66,14 @@ def check_places(chain: Chain, nodes: Nodes, params: Sequence[NamedParam]) -> No
 
 
 def warn_of_slips(nodes: Nodes, params: Sequence[NamedParam]) -> None:
-    """Warn of patterns that match no parameter, and of parameters that scopes leave to no update rule, or to two."""
+    """Warn of patterns that match no parameter, and of parameters that no update rule acts on, or two."""
     for node in nodes:
         node.transform.scope.warn_of_idle_names(node.transform, params)
-    rules = [node.transform for node in nodes if not node.outer and isinstance(node.transform, UpdateRule)]
-    if not any(rule.scope.limited for rule in rules):
+    chained = [node for node in nodes if all(isinstance(outer, Chain) for outer in node.outer)]
+    scopes = [node.scope for node in chained if isinstance(node.transform, UpdateRule)]
+    if not scopes:
         return
-    counts = [sum(rule.scope.has(named) for rule in rules) for named in params]
+    counts = [sum(scope.has(named) for scope in scopes) for named in params]
     without = [named for named, count in zip(params, counts, strict=True) if count == 0]
     several = [named for named, count in zip(params, counts, strict=True) if count > 1]
     consequence = "its update is the gradient times the learning rate, as with SGD()"

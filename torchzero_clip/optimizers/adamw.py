@@ -1,7 +1,10 @@
 """AdamW."""
 
+import inspect
+
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from torchzero_clip.core.chain import Chain
 from torchzero_clip.optimizers.adam import Adam
@@ -54,3 +57,13 @@ class AdamW(Chain):
     ) -> None:
         adam = Adam(lr, betas, eps=eps, amsgrad=amsgrad, fused=fused, state_dtype=state_dtype, name=name)
         super().__init__(adam, WeightDecay(weight_decay, name=None if name is None else f"{name}_weight_decay"))
+
+    @override
+    def __repr__(self) -> str:
+        adam, decay = self.transforms.values()
+        arguments = list(adam._arguments())
+        value = decay.schedules.get("weight_decay", decay.defaults["weight_decay"])
+        arguments += (
+            [] if value == inspect.signature(AdamW).parameters["weight_decay"].default else [f"weight_decay={value!r}"]
+        )
+        return f"AdamW({', '.join(arguments)}){self.scope}"

@@ -1,0 +1,164 @@
+"""Several update rules with learning rates of their own."""
+
+import copy
+
+import pytest
+import torch
+from contract.schedulers import SCHEDULERS, advance
+from contract.training import assert_equal, gradients, train, values
+from torch import nn
+
+from torchzero_clip import SGD, Adam, AdamW, Chain, ClipNorm, Modular, Muon
+
+
+def is_matrix(param):
+    return param.ndim == 2
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+def chain():
+    return [ClipNorm(1, dim="global"), Muon(lr=0.02).only(is_matrix), AdamW(lr=3e-4).without(is_matrix)]
+
+
+def test_it_is_each_optimizer_of_torch_on_its_own_parameters():
+    module, other = model(), model()
+    params, plain = list(module.parameters()), list(other.parameters())
+    optimizer = Modular(module, *chain())
+    muon = torch.optim.Muon([p for p in plain if is_matrix(p)], lr=0.02, weight_decay=0.0)
+    adamw = torch.optim.AdamW([p for p in plain if not is_matrix(p)], lr=3e-4)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 3e-4]
+    assert [group["param_names"] for group in optimizer.param_groups] == [
+        ["0.weight", "2.weight"],
+        ["0.bias", "2.bias"],
+    ]
+    for row in gradients(params, 5):
+        train(optimizer, params, [row])
+        for param, grad in zip(plain, row, strict=True):
+            param.grad = grad.clone()
+        torch.nn.utils.clip_grad_norm_(plain, 1.0)
+        muon.step()
+        adamw.step()
+    torch.testing.assert_close(params, plain, rtol=1e-3, atol=1e-4)  # Muon orthogonalizes in bfloat16
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_schedulers_see_one_rate_per_group(name, as_tensor):
+    def rate(value):
+        return torch.tensor(value) if as_tensor else value
+
+    module = model()
+    params = list(module.parameters())
+    rules = [SGD(rate(0.5)).only(is_matrix), Adam(rate(0.25)).without(is_matrix)]
+    optimizer = Modular(module, *rules)
+    reference = torch.optim.SGD([{"params": params[::2], "lr": rate(0.5)}, {"params": params[1::2], "lr": rate(0.25)}])
+    schedulers = [SCHEDULERS[name](optimizer), SCHEDULERS[name](reference)]
+    for row in gradients(params, 4):
+        train(optimizer, params, [row])
+        reference.step()
+        for scheduler in schedulers:
+            advance(scheduler)
+        assert [float(g["lr"]) for g in optimizer.param_groups] == [float(g["lr"]) for g in reference.param_groups]
+
+
+def test_a_rate_in_a_group_of_the_user_wins():
+    module = model()
+    groups = [{"params": list(module[0].parameters())}, {"params": list(module[2].parameters()), "lr": 0.125}]
+    optimizer = Modular(groups, SGD(0.5).only(is_matrix), Adam(0.25).without(is_matrix))
+    assert [(len(group["params"]), group["lr"]) for group in optimizer.param_groups] == [
+        (1, 0.5),
+        (1, 0.25),
+        (2, 0.125),
+    ]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, 1))]})
+    assert [group["lr"] for group in optimizer.param_groups[3:]] == [0.25, 0.5]
+
+
+def test_rules_without_a_rate_have_their_default_beside_those_with_one():
+    rules = [SGD(0.5).only("0"), Adam(0.25).only("2.bias"), Adam().only("2.weight")]
+    optimizer = Modular(model(), *rules)
+    assert {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]} == {
+        "0.weight": 0.5, "0.bias": 0.5, "2.bias": 0.25, "2.weight": 1e-3,
+    }  # fmt: skip
+
+
+def test_one_named_rate_serves_all():
+    rules = [SGD(0.5).only(is_matrix), Adam().without(is_matrix)]
+    assert [group["lr"] for group in Modular(model(), *rules).param_groups] == [0.5]
+
+
+@pytest.mark.filterwarnings("ignore:two optimizers act on")
+def test_a_parameter_of_two_rates_is_refused():
+    with pytest.raises(
+        ValueError, match=r"0\.weight has several learning rates, those of SGD\(lr=0.5\), Adam\(lr=0.25"
+    ):
+        Modular(model(), SGD(0.5), Adam(0.25).only(is_matrix))
+    assert [g["lr"] for g in Modular(model(), SGD(0.5), Adam(0.5)).param_groups] == [0.5]
+    groups = [{"params": model().parameters(), "lr": 0.1}]
+    assert [g["lr"] for g in Modular(groups, SGD(0.5), Adam(0.25)).param_groups] == [0.1]
+
+
+def test_parts_of_a_named_group_have_names_of_their_own_and_are_still_in_it():
+    module = model()
+    groups = [{"params": list(module.named_parameters()), "name": "all"}]
+    clip = ClipNorm(0.1).only(groups="all").set_param_groups([{"params": module[2].bias, "max_norm": 9.0}])
+    optimizer = Modular(groups, clip, SGD(0.5).only(is_matrix), Adam(0.25).without(is_matrix))
+    assert [group["name"] for group in optimizer.param_groups] == ["all", "all (2)", "all (3)"]
+    rows = [(group["lr"], group["max_norm"]) for group in optimizer.param_groups]
+    assert rows == [(0.5, 0.1), (0.25, 0.1), (0.25, 9.0)]
+    params = list(module.parameters())
+    train(optimizer, params, [[torch.ones_like(p) for p in params]])
+    assert all(param.grad.norm() < 0.2 for param in params[:3])
+
+
+def test_it_resumes_exactly():
+    module, other = model(), model()
+    params, resumed = list(module.parameters()), list(other.parameters())
+    rows = gradients(params, 6)
+    optimizer = Modular(module, *chain())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    train(optimizer, params, rows[:3])
+    scheduler.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    with torch.no_grad():
+        for param, value in zip(resumed, values(params), strict=True):
+            param.copy_(value)
+    second = Modular(other, *chain())
+    second.load_state_dict(saved)
+    assert [group["lr"] for group in second.param_groups] == [0.01, 1.5e-4]
+    train(optimizer, params, rows[3:])
+    train(second, resumed, rows[3:])
+    assert_equal(resumed, params)
+
+
+def test_rates_may_be_functions_and_rules_stand_in_units():
+    unit = Chain(SGD(lambda step: 0.5 / (step + 1)), target="update_difference").only(is_matrix)
+    module = model()
+    optimizer = Modular(module, unit, Adam(0.25).without(is_matrix))
+    params = list(module.parameters())
+    seen = []
+    for row in gradients(params, 3):
+        seen.append([group["lr"] for group in optimizer.param_groups])
+        train(optimizer, params, [row])
+    assert seen == [[0.5, 0.25], [0.25, 0.25], [pytest.approx(0.5 / 3), 0.25]]
+
+
+def test_tensor_rates_are_not_shared():
+    rate = torch.tensor(0.5)
+    rules = [SGD(rate).only(is_matrix), Adam(0.25).without(is_matrix)]
+    first, second = Modular(model(), *rules), Modular(model(), *rules)
+    first.param_groups[0]["lr"].fill_(9.0)
+    assert (rate.item(), second.param_groups[0]["lr"].item()) == (0.5, 0.5)
+
+
+def test_repr_shows_the_rate_of_each_rule():
+    optimizer = Modular(model(), *chain())
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+    text = repr(optimizer)
+    assert "Muon(lr=0.01).only(is_matrix)" in text
+    assert "AdamW(lr=0.00015).without(is_matrix)" in text
