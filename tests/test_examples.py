@@ -69,3 +69,10 @@ def test_muon_for_matrices_beats_adam_alone():
     matrices = muon.Muon(adjust_lr_fn="match_rms_adamw").only(muon.hidden)
     both = muon.train(0.003, [clip, matrices, muon.Adam().without(muon.hidden)], 200)
     assert both[-1] < adam[-1]
+
+
+def test_a_changed_chain_goes_on_with_what_it_keeps():
+    report = example("change_a_chain").run(5)
+    assert "load_state_dict(state_dict, new=['clip_norm_growth'])" in report["a plain load"]
+    assert report["with new="] == "max_norm 0.5, averages kept: True"
+    assert report["with dropped="] == "clip_norm_growth, adam, lr"
