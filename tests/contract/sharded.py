@@ -154,6 +154,47 @@ def resumes_in_every_way(entry: Entry) -> None:
             resumes(entry, options, dtype, Path(str(box[0])))
 
 
+def groups_in_another_order_resume(_: Entry) -> None:
+    """Schedules, counters and joint statistics come back, whatever group torch's loader puts first."""
+    ways = [
+        StateDictOptions(),
+        StateDictOptions(flatten_optimizer_state_dict=True),
+        StateDictOptions(cpu_offload=True),
+        StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    ]
+    for options in ways:
+        initial = parameters(torch.float64, SHAPES)
+        rows = gradients(initial, 5)
+        rows[1] = [g * 1e9 for g in rows[1]]  # skipped
+        optimizers, halfway = [], values(initial)
+        for turned in (False, True):
+            model, params = sharded(halfway)
+            groups = [{"params": params[:2], "lr": 0.1}, {"params": params[2:], "lr": 0.2}]
+            joint = [SkipStep(max_ratio=1e6), ClipNorm(limit, dim="global"), ClipNormByEMA(0.5, tensorwise=False)]
+            optimizer = Modular(groups[::-1] if turned else groups, *joint, SGD(momentum=0.5))
+            optimizers.append((optimizer, params))
+            if not turned:
+                train_sharded(optimizer, params, rows[:3])
+                halfway, saved = (
+                    full(params),
+                    copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options)),
+                )
+            else:
+                given = saved if dist.get_rank() == 0 or not options.broadcast_from_rank0 else {}
+                set_optimizer_state_dict(model, optimizer, given, options=options)
+                assert optimizer.metrics()["skipped_steps"].item() == 1
+            train_sharded(optimizer, params, rows[3:])
+        (first, params), (second, resumed) = optimizers
+        torch.testing.assert_close(full(resumed), full(params), rtol=1e-12, atol=1e-12)
+        for key in ("schedule_step", "max_norm", "skip_step/mean", "clip_norm_by_ema/prev"):
+            a, b = first.param_groups[0][key], second.param_groups[1][key]
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def limit(step: int) -> float:
+    return 1.0 + step
+
+
 def norms_on_every_layout(_: Entry) -> None:
     mesh = init_device_mesh("cpu", (2,))
     value = torch.linspace(-3, 4, 28, dtype=torch.float64).reshape(7, 4)
@@ -415,6 +456,7 @@ ONCE: dict[str, Callable[[Entry], None]] = {
     "gradients with pending sums": gradients_with_pending_sums,
     "each norm is one all-reduce": each_norm_is_one_all_reduce,
     "statistics behind a clip of slices": statistics_behind_a_clip_of_slices,
+    "groups in another order resume": groups_in_another_order_resume,
     "ranks decide alike about plain gradients": ranks_decide_alike_about_plain_gradients,
     "a checkpoint is refused on all ranks or none": a_checkpoint_is_refused_on_all_ranks_or_none,
     "skipping is decided alike": skipping_is_decided_alike,
