@@ -241,7 +241,7 @@ class ClipNormGrowth(NormStatistics):
 
     @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
-        """The factor of each tensor. Without a limit nothing is tracked."""
+        """The factor of each tensor. Tensors without a limit are not tracked."""
         for state, setting in zip(step.states, step.settings, strict=True):
             if not _limits(setting):
                 _end(step.global_state if self.joint else state)

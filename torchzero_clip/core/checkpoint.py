@@ -156,7 +156,7 @@ def _check_keys(saved: Group, known: set[str]) -> None:
 
 
 def _check_state(number: Any, saved: Any, nodes: Nodes, named: NamedParam, group: Group) -> dict[str, Any]:
-    """What may be in the state of a parameter; raises if something else was saved."""
+    """Return the state that a parameter may have. Raises if another was saved."""
     if not isinstance(saved, Mapping):
         raise ValueError(f"the state of parameter {number} is a dict, got {type(saved).__name__}")
     # what has state may depend on settings, and these may have changed since the last step

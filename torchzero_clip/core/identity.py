@@ -79,7 +79,7 @@ def written(members: Iterable[Member]) -> str:
 
 
 def read(text: Any) -> list[Member]:
-    """The transforms of the chain that wrote a checkpoint; raises ValueError if that cannot be told."""
+    """Parse the description of a chain. Raises ValueError if it is none."""
     try:
         content: Any = json.loads(text)
         version, entries = content["format"], content["chain"]

@@ -1,7 +1,6 @@
 """The optimizer: a chain of transforms between the gradients and the parameters."""
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, overload
 
 import torch
@@ -14,12 +13,11 @@ from torchzero_clip.core.adapt import adapted
 from torchzero_clip.core.chain import Chain, Transforms, flatten
 from torchzero_clip.core.chain_state import COUNTERS, SCHEDULE_STEP, SKIPPED, ChainState
 from torchzero_clip.core.checkpoint import agreed, fitted
+from torchzero_clip.core.described import as_written, described
 from torchzero_clip.core.identity import IDENTITY, members_of, written
-from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.learning_rate import with_learning_rate
-from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.nonfinite import Nonfinite, StepPolicy
-from torchzero_clip.core.param_groups import described, normalized, split
+from torchzero_clip.core.param_groups import normalized, split
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.transform import Transform
@@ -104,7 +102,7 @@ class Modular(Optimizer):
         self.maximize = maximize
         self.keep_grads = keep_grads
         self.chain = Chain(*with_learning_rate(given))
-        self._written = list(_written(transforms))
+        self._written = list(as_written(transforms))
         self._nodes = self.chain.nodes()
         self.storage_keys = self._nodes.storage_keys
         self._policy = StepPolicy(nonfinite, max_consecutive_skips, self.transforms)
@@ -379,42 +377,10 @@ class Modular(Optimizer):
         return super().__getstate__() | {name: self.__dict__[name] for name in own}
 
     def __repr__(self) -> str:
-        names = iter(self.transforms)
-        lines = [repr(self._as_used(transform, names)) for transform in self._written]
-        used = {**self.defaults, **self._used_settings()}
-        lines.insert(0, described(self.param_groups, used))
+        lines = described(self._written, self._nodes, self.param_groups)
         lines += [f"{flag}=True" for flag in ("maximize", "keep_grads") if getattr(self, flag)]
         lines += self._policy.described()
         return "\n    ".join([f"{type(self).__name__}(", *(f"{line}," for line in lines)]) + "\n)"
-
-    def _as_used(self, transform: Transform, names: Iterator[str], prefix: str = "") -> Transform:
-        """A copy of a transform that was written, with settings that param groups use.
-
-        ``names`` are those of the transforms that follow in the chain, in which plain chains are replaced by theirs.
-        """
-        used = copy.copy(transform)
-        if isinstance(used, Chain) and isinstance(transform, Chain):
-            inside = names
-            if transform.target != "update" or prefix:
-                prefix = f"{prefix}{next(names)}/"
-                inside = iter(transform.transforms)
-            used.transforms = {n: self._as_used(t, inside, prefix) for n, t in transform.transforms.items()}
-            return used
-        node = self._nodes.by_path[prefix + next(names)]
-        used.defaults = {key: self._used(node, stored, used.defaults[key]) for key, stored in node.storage_keys.items()}
-        if isinstance(used, UpdateRule) and used.lr is not None and not callable(used.lr):
-            used.lr = self._used(node, "lr", used.lr)
-        return used
-
-    def _used_settings(self) -> dict[str, Any]:
-        nodes = [(node, key, stored) for node in self._nodes for key, stored in node.storage_keys.items()]
-        return {stored: self._used(node, stored, node.transform.defaults[key]) for node, key, stored in nodes}
-
-    def _used(self, node: Node, stored: str, value: Any) -> Any:
-        """A number of the constructor if some param group uses it, else that of the first group."""
-        groups = [g for g in self.param_groups if any(node.scope.has(named) for named in named_params(g))]
-        values = [group[stored] for group in groups if stored in group]
-        return value if not values or any(found is value or found == value for found in values) else values[0]
 
 
 def _name(param: Tensor, group: dict[str, Any]) -> str:
@@ -427,15 +393,6 @@ def _meta_message(param: Tensor, group: dict[str, Any]) -> str:
         f"{_name(param, group)} is on the meta device and has no values: calls that allocate them, such as to_empty, "
         "may replace the parameters of a module. Build Modular after such a call"
     )
-
-
-def _written(transforms: Iterable[Transforms]) -> Iterator[Transform]:
-    """The transforms and chains as they were written, without the lists around them."""
-    for item in transforms:
-        if isinstance(item, Transform):
-            yield item
-        else:
-            yield from _written(item)
 
 
 def adapt_state_dict(

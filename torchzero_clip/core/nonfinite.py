@@ -1,4 +1,4 @@
-"""What happens to a step whose gradients are not finite, or are refused by a gate: decided before anything changes."""
+"""The decision to take a step, to skip it, or to raise. It is made before anything changes."""
 
 from collections.abc import Mapping, MutableMapping
 from typing import Any, Literal, TypeAlias

@@ -79,18 +79,6 @@ def _rate(named: NamedParam, rates: Sequence[tuple[Node, Any]]) -> int | None:
     return acting[0] if acting else None
 
 
-def described(groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]) -> str:
-    """How many parameters there are, by group, with the settings that are not the chain's."""
-    rows: list[str] = []
-    for group in groups:
-        params = group["params"]
-        count = f"<{len(params)} tensors, {sum(p.numel() for p in params)} elements>"
-        own = {k: group[k] for k in defaults if k in group and group[k] is not defaults[k]}
-        own = {k: v for k, v in own.items() if v != defaults[k]}
-        rows.append(f"{{'params': {count}, {repr(own)[1:]}" if own else count)
-    return rows[0] if len(rows) == 1 else f"[{', '.join(rows)}]"
-
-
 def _unknown_key_message(key: str, nodes: Nodes, stored: Iterable[str]) -> str:
     for node in nodes:
         transform = node.transform

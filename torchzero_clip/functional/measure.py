@@ -69,7 +69,7 @@ class Measured(NamedTuple):
     total: Tensor
     """The metric of all tensors together, those left alone included: 0-d."""
     parts: list[Part]
-    """What was measured: the memory of the tensors, or a copy where a distributed tensor held pending sums."""
+    """The tensors that were measured: the same memory, or a copy of distributed tensors with partial placements."""
     targets: list[Tensor]
     """The memory of the tensors, to be scaled."""
     tensor_norms: Tensor | None = None
@@ -143,7 +143,7 @@ def _checked_dims(tensor: Tensor, dims: Sequence[int]) -> tuple[int, ...]:
 def measure(
     tensors: Sequence[Tensor], slicing: Slicing, dims_of: Callable[[Tensor], tuple[int, ...]] | None = None
 ) -> Measured:
-    """Measure every slice; changes nothing.
+    """Measure every slice.
 
     Args:
         tensors: The tensors.

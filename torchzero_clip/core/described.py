@@ -1,0 +1,78 @@
+"""The text of an optimizer: what was written, with the numbers that its param groups use."""
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torchzero_clip.core.chain import Chain, Transforms
+from torchzero_clip.core.kinds import UpdateRule
+from torchzero_clip.core.nodes import Node, Nodes
+from torchzero_clip.core.scope import named_params
+from torchzero_clip.core.transform import Transform
+
+
+def as_written(transforms: Iterable[Transforms]) -> Iterator[Transform]:
+    """The transforms and chains as they were written, without the lists around them."""
+    for item in transforms:
+        if isinstance(item, Transform):
+            yield item
+        else:
+            yield from as_written(item)
+
+
+def described(written: Sequence[Transform], nodes: Nodes, groups: Sequence[dict[str, Any]]) -> list[str]:
+    """A line about the parameters, and one for each transform or chain that was written."""
+    used = _Used(nodes, groups)
+    names = iter([node.path for node in nodes if not node.outer])
+    return [_groups_line(groups, used.settings()), *(repr(used.copy(transform, names)) for transform in written)]
+
+
+class _Used:
+    """Transforms with numbers that param groups use."""
+
+    def __init__(self, nodes: Nodes, groups: Sequence[dict[str, Any]]) -> None:
+        self._nodes = nodes
+        self._groups = groups
+
+    def copy(self, transform: Transform, names: Iterator[str], prefix: str = "") -> Transform:
+        """A copy of a transform that was written, with the settings that param groups use.
+
+        ``names`` are those of the transforms that follow in the chain, in which plain chains are replaced by theirs.
+        """
+        used = copy.copy(transform)
+        if isinstance(used, Chain) and isinstance(transform, Chain):
+            inside = names
+            if transform.target != "update" or prefix:
+                prefix = f"{prefix}{next(names)}/"
+                inside = iter(transform.transforms)
+            used.transforms = {name: self.copy(t, inside, prefix) for name, t in transform.transforms.items()}
+            return used
+        node = self._nodes.by_path[prefix + next(names)]
+        used.defaults = {
+            key: self._value(node, stored, used.defaults[key]) for key, stored in node.storage_keys.items()
+        }
+        if isinstance(used, UpdateRule) and used.lr is not None and not callable(used.lr):
+            used.lr = self._value(node, "lr", used.lr)
+        return used
+
+    def settings(self) -> dict[str, Any]:
+        """The settings as `copy` shows them, by the keys of param groups."""
+        rows = [(node, key, stored) for node in self._nodes for key, stored in node.storage_keys.items()]
+        return {stored: self._value(node, stored, node.transform.defaults[key]) for node, key, stored in rows}
+
+    def _value(self, node: Node, stored: str, value: Any) -> Any:
+        """A number of the constructor if some param group uses it, else that of the first group."""
+        groups = [group for group in self._groups if any(node.scope.has(named) for named in named_params(group))]
+        values = [group[stored] for group in groups if stored in group]
+        return value if not values or any(found is value or found == value for found in values) else values[0]
+
+
+def _groups_line(groups: Iterable[Mapping[str, Any]], shown: Mapping[str, Any]) -> str:
+    """How many parameters there are, by group, with the settings that the transforms do not show."""
+    rows: list[str] = []
+    for group in groups:
+        params = group["params"]
+        count = f"<{len(params)} tensors, {sum(p.numel() for p in params)} elements>"
+        own = {k: group[k] for k in shown if k in group and group[k] is not shown[k] and group[k] != shown[k]}
+        rows.append(f"{{'params': {count}, {repr(own)[1:]}" if own else count)
+    return rows[0] if len(rows) == 1 else f"[{', '.join(rows)}]"
