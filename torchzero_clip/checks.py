@@ -47,10 +47,8 @@ def number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         hint = "; functions of the step go into the constructor, or into a new param group" if callable(value) else ""
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}){hint}")
-    try:
-        float(value)
-    except OverflowError:
-        raise ValueError(f"{name} must be within the range of a float, got a larger int") from None
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ValueError(f"{name} must be less than 2**63 if it is an int, got a larger int")
 
 
 def positive(name: str, value: Any) -> None:
@@ -102,10 +100,11 @@ def learning_rate(name: str, value: Any) -> None:
     """A number >= 0, or a tensor of one element, whose value is not looked at (that would wait for the device)."""
     if not isinstance(value, Tensor):
         non_negative(name, value)
-    elif value.numel() != 1 or value.layout != torch.strided or not value.is_floating_point():
-        got = f"shape {tuple(value.shape)}, {value.dtype}, {value.layout}"
+    elif value.numel() != 1 or value.layout != torch.strided or not value.is_floating_point() or value.is_meta:
+        got = f"shape {tuple(value.shape)}, {value.dtype}, {value.layout}, on {value.device}"
         raise ValueError(
-            f"{name} must have one element if it is a tensor, dense and of a floating point dtype, got {got}"
+            f"{name} must have one element if it is a tensor, dense and of a floating point dtype, "
+            f"not on the meta device; got {got}"
         )
 
 

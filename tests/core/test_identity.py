@@ -7,6 +7,7 @@ import math
 import pickle
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from contract.entries import ENTRIES, Mul
@@ -82,6 +83,14 @@ def test_a_watcher_in_front_does_not_take_the_limit_of_the_clip_behind_it():
             lambda: [ClipNorm(2, name="third"), ClipNorm(1, name="fourth")],
         ),
         (lambda: Chain(ClipNorm(1), target="grad"), lambda: Chain(ClipNorm(1, "l1"), target="grad")),
+        (
+            lambda: Chain(ClipNorm(1), Normalize(2), target="grad"),
+            lambda: Chain(Normalize(2), ClipNorm(1), target="grad"),
+        ),
+        (
+            lambda: [ClipNorm(1, name="clip_norm_1"), Adam(), ClipNorm(9, name="clip_norm_2")],
+            lambda: [ClipNorm(9, name="clip_norm_2"), Adam(), ClipNorm(1, name="clip_norm_1")],
+        ),
         (lambda: ClipValueByEMA(ema_tfm=Mul(2.0)), lambda: ClipValueByEMA()),
         (lambda: Muon(ns_steps=5), lambda: Muon(ns_steps=6)),
         (lambda: Wrap(torch.optim.NAdam), lambda: Wrap(torch.optim.RAdam)),
@@ -109,6 +118,8 @@ def test_another_chain_is_refused_and_nothing_is_changed(saver, loader):
         (lambda: ClipNorm(1), lambda: ClipNorm(1).only(lambda p: p.ndim == 2)),
         (lambda: ClipNorm(1), lambda: ClipNorm(lambda step: 1.0)),
         (lambda: ClipNorm(1, 2), lambda: ClipNorm(1, 2.0)),
+        (lambda: ClipNorm(1, 1), lambda: ClipNorm(1, 1.0)),
+        (lambda: Wrap(torch.optim.NAdam), lambda: Wrap(torch.optim.NAdam, decoupled_weight_decay=False)),
         (lambda: AdamW(0.1), lambda: [Chain(Adam(0.5)), [WeightDecay(0.3)]]),
         (lambda: Adam(0.5), lambda: [Adam(), LR(0.5)]),
     ],
@@ -231,6 +242,11 @@ def test_the_same_as_a_hook(clone):
         (lambda text: "{}", "does not describe a chain"),
         (lambda text: json.dumps({**json.loads(text), "format": 99}), "has format 99"),
         (lambda text: 3, "does not describe a chain"),
+        (lambda text: ["x"], "does not describe a chain"),
+        (lambda text: "[" * 100_000, "does not describe a chain"),
+        (lambda text: text.replace('"structure": {', '"structure": null, "other": {'), "does not describe a chain"),
+        (lambda text: text.replace('"name": "adam"', '"name": 1'), "does not describe a chain"),
+        (lambda text: json.dumps({"format": 2, "chain": [{"more": 1}]}), "has format 2"),
     ],
 )
 def test_a_checkpoint_that_does_not_say_its_chain(change, message):
@@ -327,3 +343,79 @@ def test_no_change_of_a_chain_gives_a_transform_a_number_that_is_not_its_own(pai
     assert [number_of(new, name) for name in new_names] == [row[1] + 0.5 * (row in old_rows) for row in new_rows]
     assert_equal(moments(new), moments(old))
     new.load_state_dict(new.state_dict())
+
+
+def test_names_made_unique_by_a_number_follow_the_names_as_written():
+    old = Modular(parameters(), ClipNorm(1.0, name="w"), ClipNorm(2.0, name="w"))
+    new = Modular(parameters(), ClipNorm(9.0, name="w"), ClipNorm(1.5, name="w"), ClipNorm(2.5, name="w"))
+    new.load_state_dict(old.state_dict(), new=["w"])
+    assert [number_of(new, name) for name in ("w", "w_2", "w_3")] == [9.0, 1.0, 2.0]
+
+
+def test_all_parts_of_what_was_written_as_one_may_be_renamed():
+    old = trained(ClipNorm(0.5), AdamW(0.1))
+    for saved, name in ((old, "main"), (trained(ClipNorm(0.5), AdamW(0.1, name="a")), "b")):
+        renamed = Modular(parameters(), ClipNorm(1.0), AdamW(name=name))
+        renamed.load_state_dict(saved.state_dict())
+        assert_equal(moments(renamed, name), moments(old))
+
+
+def test_arguments_that_are_not_needed_are_named():
+    saved = Modular(parameters(), ClipNorm(1, name="first")).state_dict()
+    with pytest.raises(ValueError, match="They match without new and dropped"):
+        Modular(parameters(), ClipNorm(1)).load_state_dict(saved, new=["clip_norm"])
+
+
+class Odd(Mul):
+    """Has an argument of any type."""
+
+    def __init__(self, weights=1.0):
+        super().__init__(1.0)
+        self.weights = weights
+
+
+@pytest.mark.parametrize("weights", [np.array([1.0, 2.0]), torch.tensor([1.0, 2.0]), {"a", "b", "cc", "ddd"}])
+def test_arguments_may_be_of_any_type(weights):
+    optimizer = Modular(parameters(), Odd(weights))
+    optimizer.load_state_dict(Modular(parameters(), Odd(copy.deepcopy(weights))).state_dict())
+    with pytest.raises(ValueError, match="belongs to another chain"):
+        optimizer.load_state_dict(Modular(parameters(), Odd()).state_dict())
+
+
+def test_a_set_is_the_same_text_in_every_process():
+    assert Odd({"ddd", "b", "cc", "a"}).structure() == {"weights": "{'a', 'b', 'cc', 'ddd'}"}
+
+
+def test_a_key_that_a_matched_transform_would_take_over_is_refused():
+    old = trained(Adam())
+    old.param_groups[0]["adam/eps"] = 123.0
+    with pytest.raises(ValueError, match="the checkpoint has 'adam/eps' twice"):
+        Modular(parameters(), ClipNormByEMA(), Adam()).load_state_dict(old.state_dict(), new="clip_norm_by_ema")
+
+
+def test_a_name_that_only_the_checkpoint_has_enters_no_group():
+    optimizer = Modular(parameters(), ClipNorm(0.1).without(lambda p: p.ndim == 1), Adam())
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["name"] = 5
+    optimizer.load_state_dict(saved)
+    assert "name" not in optimizer.param_groups[0]
+
+
+@pytest.mark.parametrize(
+    "value", [2**70, 2**63, torch.ones((), device="meta")], ids=["larger int", "2**63", "meta tensor"]
+)
+def test_a_rate_that_no_step_can_use_is_refused(value):
+    optimizer = trained(Adam())
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = value
+    with pytest.raises(ValueError, match="lr must"):
+        optimizer.load_state_dict(saved)
+
+
+def test_wrapped_optimizers_refuse_tensors_and_what_they_cannot_compute_with():
+    optimizer = trained(Wrap(torch.optim.ASGD))
+    for key, value in (("t0", torch.ones(1)), ("alpha", -math.inf)):
+        saved = optimizer.state_dict()
+        saved["param_groups"][0][key] = value
+        with pytest.raises(ValueError, match=r"t0 must be a number|does not fit"):
+            optimizer.load_state_dict(saved)

@@ -8,7 +8,7 @@ from contract.schedulers import SCHEDULERS, advance
 from contract.training import assert_equal, gradients, train, values
 from torch import nn
 
-from torchzero_clip import SGD, Adam, AdamW, Chain, ClipNorm, Modular, Muon
+from torchzero_clip import SGD, Adam, AdamW, Chain, ClipNorm, Modular, Muon, UpdateRule
 
 
 def is_matrix(param):
@@ -162,3 +162,53 @@ def test_repr_shows_the_rate_of_each_rule():
     text = repr(optimizer)
     assert "Muon(lr=0.01).only(is_matrix)" in text
     assert "AdamW(lr=0.00015).without(is_matrix)" in text
+
+
+def test_names_beside_the_parameters_are_their_names():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    groups = [{key: g[key] for key in ("params", "param_names")} for g in Modular(model, Adam()).param_groups]
+    optimizer = Modular(groups, Muon(lr=0.02).only("0.weight"), AdamW(lr=3e-4).without("0.weight"))
+    assert [(g["param_names"], g["lr"]) for g in optimizer.param_groups] == [
+        (["0.weight"], 0.02),
+        (["0.bias", "1.weight", "1.bias"], 3e-4),
+    ]
+    with pytest.raises(ValueError, match="'param_names' has 1 names for 4 parameters"):
+        Modular([{**groups[0], "param_names": ["0.weight"]}], Adam())
+
+
+def test_parts_of_a_group_share_no_tensor():
+    p, q = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, 2))
+    clip = ClipNorm(1.0).set_param_groups([{"params": [p], "max_norm": 0.5}])
+    optimizer = Modular([{"params": [p, q], "lr": torch.tensor(0.5)}], clip, SGD(0.1))
+    assert optimizer.param_groups[0]["lr"] is not optimizer.param_groups[1]["lr"]
+
+
+def test_the_text_shows_a_rate_that_no_rule_names():
+    optimizer = Modular([nn.Parameter(torch.ones(2))], Adam())
+    assert "'lr'" not in repr(optimizer)
+    optimizer.param_groups[0]["lr"] = 7.0
+    assert "'lr': 7.0" in repr(optimizer)
+
+
+def test_only_numbered_parts_of_a_group_count_as_the_group():
+    p, q = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    groups = [{"params": [p], "name": "block"}, {"params": [q], "name": "block (bias)"}]
+    optimizer = Modular(groups, ClipNorm(0.1).only(groups="block"), SGD(1.0))
+    p.grad, q.grad = torch.ones(2), torch.ones(2)
+    optimizer.step()
+    assert torch.equal(q.data, torch.zeros(2))
+    assert not torch.equal(p.data, torch.zeros(2))
+
+
+class NoRate(UpdateRule):
+    """An update rule of a user, without a rate or a default."""
+
+    def apply_tensors(self, updates, step):
+        return updates
+
+
+def test_a_rule_without_any_rate_takes_that_of_no_other():
+    params = [nn.Parameter(torch.ones((2,) * ndim)) for ndim in (1, 2, 3)]
+    first, second = SGD(0.3).only(lambda p: p.ndim == 1), SGD(0.02).only(lambda p: p.ndim == 2)
+    optimizer = Modular(params, second, first, NoRate({}).only(lambda p: p.ndim == 3))
+    assert [g["lr"] for g in optimizer.param_groups] == [0.3, 0.02, 1.0]

@@ -16,6 +16,7 @@ from contract.training import (
     train,
     values,
 )
+from torch import nn
 from torch.optim import lr_scheduler
 
 from torchzero_clip import (
@@ -322,3 +323,64 @@ def test_schedulers_on_views_are_copied_with_their_optimizer(clone):
     twin, second = clone((optimizer, scheduler))
     second.step()
     assert (twin.param_groups[0]["max_norm"], optimizer.param_groups[0]["max_norm"]) == (0.5, 1.0)
+
+
+@pytest.mark.parametrize("setting", ["lr", "max_norm"])
+def test_groups_of_another_optimizer_bring_no_frozen_schedule(setting):
+    def make(params):
+        chain = {
+            "lr": (ClipNorm(1.0), SGD(lambda step: 1 / (1 + step))),
+            "max_norm": (ClipNorm(lambda step: 1.0 + step), SGD(1.0)),
+        }
+        return Modular(params, *chain[setting])
+
+    weight = nn.Parameter(torch.ones(2))
+    old = make([weight])
+    weight.grad = torch.ones(2)
+    for _ in range(3):
+        old.step()
+    new = make(old.param_groups)
+    assert new.is_scheduled(setting)
+    start = {"lr": 1.0, "max_norm": 1.0}[setting]
+    assert new.param_groups[0][setting] == start
+    new.load_state_dict(old.state_dict())
+    assert new.param_groups[0][setting] == old.param_groups[0][setting]
+
+
+def test_a_group_that_comes_back_may_have_another_function_or_number():
+    def made():
+        first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        first.grad, second.grad = torch.ones(2), torch.ones(2)
+        optimizer = Modular([{"params": [first]}, {"params": [second]}], ClipNorm(lambda step: 1.0 + step), SGD(1.0))
+        optimizer.step()
+        return optimizer, optimizer.param_groups.pop()
+
+    optimizer, group = made()
+    optimizer.add_param_group({**group, "max_norm": lambda step: 100.0 + step})
+    optimizer.step()
+    assert [g["max_norm"] for g in optimizer.param_groups] == [3.0, 102.0]
+    optimizer, group = made()
+    optimizer.add_param_group({"params": group["params"], "max_norm": 0.5})
+    optimizer.step()
+    assert [g["max_norm"] for g in optimizer.param_groups] == [3.0, 0.5]
+    optimizer, group = made()
+    optimizer.add_param_group(group)
+    optimizer.step()
+    assert [g["max_norm"] for g in optimizer.param_groups] == [3.0, 3.0]
+
+
+def test_counts_that_a_chain_does_not_keep_do_not_pass_through_it():
+    def make(limit):
+        weight = nn.Parameter(torch.ones(2))
+        weight.grad = torch.ones(2)
+        return Modular([weight], ClipNorm(limit), SGD(1.0))
+
+    scheduled = make(lambda step: 1.0 + step)
+    for _ in range(3):
+        scheduled.step()
+    constant = make(4.0)
+    constant.load_state_dict(scheduled.state_dict())
+    assert "schedule_step" not in constant.state_dict()["param_groups"][0]
+    again = make(lambda step: 1.0 + step)
+    again.load_state_dict(constant.state_dict())
+    assert (again.param_groups[0]["schedule_step"], again.param_groups[0]["max_norm"]) == (0, 1.0)

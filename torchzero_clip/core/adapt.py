@@ -78,10 +78,14 @@ class _Keys:
         result: Group = {}
         for key, value in group.items():
             setting, colon, rest = key.partition(":")  # as_lr keeps "max_norm:initial_lr"
+            moved: Group = {}
             if setting in self._settings:
-                result[self._settings[setting] + colon + rest] = value
+                moved = {self._settings[setting] + colon + rest: value}
             elif setting not in self._saved_settings:
-                result |= self.of_state({key: value})
+                moved = self.of_state({key: value})
+            if twice := moved.keys() & result.keys():
+                raise ValueError(f"the checkpoint has {twice.pop()!r} twice, also as {key!r}")
+            result |= moved
         return result
 
     def of_state(self, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def agreed(groups: Sequence[Group]) -> Generator[None]:
         yield
     except ValueError as found:
         error = found
-    except (TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as found:
+    except (TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as found:
         error = ValueError(f"the checkpoint does not fit: {found}")
         error.__cause__ = found
     refused = largest_on_all_ranks(torch.tensor([float(error is not None)]), [p for g in groups for p in g["params"]])
@@ -110,7 +110,9 @@ def _merged(group: Group, saved: Group) -> Group:
             f"its 'param_names', {saved_names[0]!r} first"
         )
     own = {key: group[key] for key in ("param_names", "name") if key in group}
-    given = {k: v.detach() if isinstance(v, Tensor) else v for k, v in saved.items() if k != IDENTITY}
+    # a name that only the checkpoint has would change scopes; counts that this optimizer keeps come from `fitted`
+    left_out = (IDENTITY, "name", *COUNTERS)
+    given = {k: v.detach() if isinstance(v, Tensor) else v for k, v in saved.items() if k not in left_out}
     return {**{k: v for k, v in group.items() if k != "params"}, **given, **own}
 
 

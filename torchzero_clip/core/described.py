@@ -4,8 +4,9 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torchzero_clip.core.chain import Chain, Transforms
+from torchzero_clip.core.chain import Chain, Transforms, flatten
 from torchzero_clip.core.kinds import UpdateRule
+from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.scope import named_params
 from torchzero_clip.core.transform import Transform
@@ -24,7 +25,11 @@ def described(written: Sequence[Transform], nodes: Nodes, groups: Sequence[dict[
     """A line about the parameters, and one for each transform or chain that was written."""
     used = _Used(nodes, groups)
     names = iter([node.path for node in nodes if not node.outer])
-    return [_groups_line(groups, used.settings()), *(repr(used.copy(transform, names)) for transform in written)]
+    shown = used.settings()
+    rules = [node.transform for node in nodes if isinstance(node.transform, UpdateRule)]
+    if not any(isinstance(leaf, LR) for leaf in flatten(written)) and all(rule.lr is None for rule in rules):
+        shown["lr"] = next(node.transform.defaults["lr"] for node in nodes if isinstance(node.transform, LR))
+    return [_groups_line(groups, shown), *(repr(used.copy(transform, names)) for transform in written)]
 
 
 class _Used:

@@ -23,6 +23,7 @@ class Member:
     Args:
         name: Its name in the chain.
         kind: The name of its class.
+        given: The name that was given by hand, without the number that made it unique; "" if none was given.
         structure: The arguments that are neither settings nor defaults.
         inside: Name, kind and structure of the transforms inside it, by relative path.
         settings: The key of a param group for each setting, by its path without ``name``.
@@ -30,6 +31,7 @@ class Member:
 
     name: str
     kind: str
+    given: str
     structure: Mapping[str, str]
     inside: Mapping[str, Sequence[Any]]
     settings: Mapping[str, str]
@@ -37,13 +39,7 @@ class Member:
     @property
     def likeness(self) -> str:
         """What two transforms have in common that may have each other's settings and state."""
-        return json.dumps([self.kind, self.structure, self.inside], sort_keys=True)
-
-    @property
-    def is_named_by_hand(self) -> bool:
-        """True if the name is not that of the class, with or without a number."""
-        automatic = snake_case(self.kind)
-        return self.name != automatic and not self.name.removeprefix(f"{automatic}_").isdigit()
+        return json.dumps([self.kind, sorted(self.structure.items()), list(self.inside.items())])
 
     def __str__(self) -> str:
         arguments = ", ".join(f"{key}={value}" for key, value in self.structure.items())
@@ -62,7 +58,9 @@ def members_of(nodes: Nodes) -> list[Member]:
         inside = {node.path.removeprefix(prefix): _kind_and_structure(node.transform) for node in within[1:]}
         keys = {f"{node.path}/{key}": stored for node in within for key, stored in node.storage_keys.items()}
         settings = {key.removeprefix(prefix): stored for key, stored in keys.items()}
-        found.append(Member(outermost.path, *_kind_and_structure(outermost.transform), inside, settings))
+        kind, structure = _kind_and_structure(outermost.transform)
+        given = outermost.transform.name if outermost.transform.name != snake_case(kind) else ""
+        found.append(Member(outermost.path, kind, given, structure, inside, settings))
     return found
 
 
@@ -82,26 +80,35 @@ def read(text: Any) -> list[Member]:
     """Parse the description of a chain. Raises ValueError if it is none."""
     try:
         content: Any = json.loads(text)
-        version, entries = content["format"], content["chain"]
-        members = [Member(**entry) for entry in entries]
-    except (TypeError, ValueError, KeyError) as error:
+        version = content["format"]
+        members = [Member(**entry) for entry in content["chain"]] if version == FORMAT else []
+        for member in members:
+            _check_types(member)
+    except (TypeError, ValueError, KeyError, RecursionError) as error:
         raise ValueError(f"{IDENTITY!r} in the param groups of the checkpoint does not describe a chain") from error
     if version != FORMAT:
         raise ValueError(f"the checkpoint has format {version}, and this version of torchzero_clip reads {FORMAT}")
     return members
 
 
+def _check_types(member: Member) -> None:
+    texts = (member.name, member.kind, member.given, *member.structure.values(), *member.settings.values())
+    kinds = [kind for kind, _ in member.inside.values()]
+    if not all(isinstance(text, str) for text in (*texts, *kinds)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"{member} has values that are no text")
+
+
 def saved_members(groups: Sequence[Mapping[str, Any]]) -> list[Member]:
     """The chain of a checkpoint, which all its param groups name."""
-    texts = {group.get(IDENTITY) for group in groups}
+    texts = [group.get(IDENTITY) for group in groups]
     if None in texts:
         raise ValueError(
             "the checkpoint does not say which chain wrote it. One of an optimizer of torch is loaded by "
             "load_state_dict(from_torch_optim(state_dict, optimizer))"
         )
-    if len(texts) > 1:
+    if any(text != texts[0] for text in texts):
         raise ValueError("the param groups of the checkpoint come from different chains")
-    return read(texts.pop())
+    return read(texts[0])
 
 
 def matched(
@@ -116,13 +123,13 @@ def matched(
         dropped: Names of transforms of the saved chain that are left out.
 
     Raises:
-        ValueError: If the others do not match in order, by kind, structure, and names that were given by hand.
+        ValueError: If the others do not match in order, by kind, structure, and names that were given by hand. A name
+            may have been changed if no other name of the same kind and structure was.
     """
     new, dropped = _names("new", new, own, "this chain"), _names("dropped", dropped, saved, "the saved chain")
     old_ones = [member for member in saved if member.name not in dropped]
     own_ones = [member for member in own if member.name not in new]
-    alike = [a.likeness for a in old_ones] == [b.likeness for b in own_ones]
-    if not alike or not _names_fit(old_ones, own_ones):
+    if not _fit(old_ones, own_ones):
         raise ValueError(_difference(saved, own))
     return list(zip(old_ones, own_ones, strict=True))
 
@@ -136,26 +143,22 @@ def _names(argument: str, names: Iterable[str], members: Sequence[Member], where
     return set(listed)
 
 
-def _names_fit(saved: Sequence[Member], own: Sequence[Member]) -> bool:
-    """True if names that were given by hand stay where they are; one alone may have been changed."""
-    changed = [
-        (a, b)
-        for a, b in zip(saved, own, strict=True)
-        if a.name != b.name and (a.is_named_by_hand or b.is_named_by_hand)
-    ]
-    by_hand = {member.name for members in (saved, own) for member in members if member.is_named_by_hand}
-    elsewhere = [
-        name
+def _fit(saved: Sequence[Member], own: Sequence[Member]) -> bool:
+    """True if two chains are alike, and it is clear which name became which."""
+    if [a.likeness for a in saved] != [b.likeness for b in own]:
+        return False
+    changed = [(a, b) for a, b in zip(saved, own, strict=True) if a.given != b.given]
+    went_elsewhere = any(
+        name and any(other.given == name for other in others)
         for a, b in changed
-        for name, others in ((a.name, own), (b.name, saved))
-        if name in by_hand and any(other.name == name for other in others)
-    ]
-    return len(changed) <= 1 and not elsewhere
+        for name, others in ((a.given, own), (b.given, saved))
+    )
+    return len({a.likeness for a, _ in changed}) == len(changed) and not went_elsewhere
 
 
 def _difference(saved: Sequence[Member], own: Sequence[Member]) -> str:
     """The message that names the difference between two chains, and the call that resolves it."""
-    old_ones, own_ones = ([f"{m.likeness}{m.name * m.is_named_by_hand}" for m in members] for members in (saved, own))
+    old_ones, own_ones = ([m.likeness + m.given for m in members] for members in (saved, own))
     blocks = SequenceMatcher(None, old_ones, own_ones, autojunk=False).get_matching_blocks()
     kept = {block.a + k: block.b + k for block in blocks for k in range(block.size)}
     dropped = [i for i in range(len(saved)) if i not in kept]
@@ -164,8 +167,11 @@ def _difference(saved: Sequence[Member], own: Sequence[Member]) -> str:
     call = ", ".join(f"{argument}={names!r}" for argument, names in named if names)
     message = (
         f"the checkpoint belongs to another chain. It was written by [{'; '.join(map(str, saved))}], and this chain is "
-        f"[{'; '.join(map(str, own))}]. To start with fresh ones where they differ: load_state_dict(state_dict, {call})"
+        f"[{'; '.join(map(str, own))}]. "
     )
+    if _fit(saved, own):
+        return f"{message}They match without new and dropped"
+    message += f"To start with fresh ones where they differ: load_state_dict(state_dict, {call})"
     for members, likenesses, left, state in ((own, own_ones, new, "new"), (saved, old_ones, dropped, "gone")):
         for i in left:
             alike = [m.name for m, likeness in zip(members, likenesses, strict=True) if likeness == likenesses[i]]

@@ -99,14 +99,16 @@ def with_learning_rate(transforms: Sequence[Transform]) -> list[Transform]:
     return [*transforms, LR([*rates, *defaults, 1.0][0])]
 
 
-def rates_of(nodes: Nodes) -> list[tuple[Node, float | Tensor | Schedule]]:
-    """The learning rate of each update rule, if several of them name one; none if one rate serves all."""
+def rates_of(nodes: Nodes) -> list[tuple[Node, float | Tensor | Schedule | None]]:
+    """The learning rate of each update rule, if several of them name one; none if one rate serves all.
+
+    It is None for a rule that has neither a rate nor a default.
+    """
     rules = [(node, node.transform) for node in nodes if all(isinstance(outer, Chain) for outer in node.outer)]
     named = [(node, rule) for node, rule in rules if isinstance(rule, UpdateRule)]
     if sum(rule.lr is not None for _, rule in named) < 2:
         return []
-    pairs = [(node, rule.default_lr if rule.lr is None else rule.lr) for node, rule in named]
-    return [(node, rate) for node, rate in pairs if rate is not None]
+    return [(node, rule.default_lr if rule.lr is None else rule.lr) for node, rule in named]
 
 
 def _leaves(transforms: Iterable[Transform]) -> Iterator[Transform]:

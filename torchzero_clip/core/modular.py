@@ -268,12 +268,13 @@ class Modular(Optimizer):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         given = {key: value for key, value in param_group.items() if not self._is_chain_state(key)}
         group = normalized(given, self._nodes)
-        before = len(self.param_groups)
+        before, schedules_before = len(self.param_groups), len(self._schedules)
         try:
             for part in split(group, self._nodes):
                 # tensors are copied: a scheduler that fills one lr changes no other group and no other optimizer
                 own = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.defaults.items()}
-                valued, schedules = self._schedules.split(part, self._chain_state.values.get(SCHEDULE_STEP, 0))
+                step = self._chain_state.values.get(SCHEDULE_STEP, 0)
+                valued, schedules = self._schedules.split(part, step, was_scheduled=SCHEDULE_STEP in param_group)
                 complete = {**own, **valued}
                 self._nodes.checked_settings([*self.param_groups, complete])
                 super().add_param_group(complete)
@@ -285,7 +286,7 @@ class Modular(Optimizer):
                 self._start_schedules()
         except Exception:
             del self.param_groups[before:]
-            self._schedules.forget(before)
+            self._schedules.forget(schedules_before)
             raise
 
     def _is_chain_state(self, key: str) -> bool:

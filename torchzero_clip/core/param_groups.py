@@ -29,6 +29,13 @@ def normalized(group: Mapping[str, Any], nodes: Nodes) -> dict[str, Any]:
         if target in result:
             raise ValueError(f"the setting {target!r} is given twice, also as {key!r}")
         result[target] = plain(value) if target in stored else value
+    if (names := result.get("param_names")) is not None:  # a group of another optimizer: names beside parameters
+        params = list(result["params"])
+        if len(names) != len(params):
+            raise ValueError(f"'param_names' has {len(names)} names for {len(params)} parameters")
+        if not any(isinstance(item, tuple) for item in params):
+            result["params"] = list(zip(names, params, strict=True))
+            del result["param_names"]
     return result
 
 
@@ -60,15 +67,17 @@ def split(group: Mapping[str, Any], nodes: Nodes) -> Iterator[dict[str, Any]]:
         own = {key: value for i in chosen for key, value in overrides[i][1].items()}
         if rate is not None:
             lr = rates[rate][1]
-            own["lr"] = lr.clone() if isinstance(lr, Tensor) else lr
+            own["lr"] = lr.clone() if isinstance(lr, Tensor) else 1.0 if lr is None else lr
         if "name" in settings and part > 1:
             own["name"] = f"{settings['name']} ({part})"
-        yield {"params": items, **settings, **own}
+        of_part = {k: v.clone() if part > 1 and isinstance(v, Tensor) else v for k, v in settings.items()}
+        yield {"params": items, **of_part, **own}
 
 
 def _rate(named: NamedParam, rates: Sequence[tuple[Node, Any]]) -> int | None:
     """The index of the learning rate of a parameter; raises if the rules that act on it have different ones."""
     acting = [i for i, (node, _) in enumerate(rates) if node.scope.has(named)]
+    acting = [i for i in acting if rates[i][1] is not None] or acting
     for i in acting[1:]:
         if rates[i][1] is not rates[acting[0]][1] and rates[i][1] != rates[acting[0]][1]:
             rules = ", ".join(repr(rates[k][0].transform) for k in acting)

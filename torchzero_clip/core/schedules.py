@@ -28,10 +28,18 @@ class Schedules:
         """True if some setting is a function of the step."""
         return any(own for _, own in self._of_groups)
 
-    def split(self, group: Group, step: int) -> tuple[Group, dict[str, Schedule]]:
-        """A group with values in the place of functions, and these functions."""
+    def split(self, group: Group, step: int, *, was_scheduled: bool) -> tuple[Group, dict[str, Schedule]]:
+        """A group with values in the place of functions, and these functions.
+
+        If the group was part of an optimizer with schedules, its values may come from them: the functions go on.
+        """
         own = {key: value for key, value in group.items() if key != "params" and callable(value)}
-        own.update({key: schedule for key, schedule in self._defaults.items() if key not in group})
+        own = {
+            **{key: schedule for key, schedule in self._defaults.items() if was_scheduled or key not in group},
+            **own,
+        }
+        if was_scheduled:
+            own = {**(self._find(group) or {}), **own}
         return {**group, **{key: at(schedule, step) for key, schedule in own.items()}}, own
 
     def add(self, group: Group, own: dict[str, Schedule]) -> None:
@@ -41,8 +49,11 @@ class Schedules:
     def __contains__(self, key: str) -> bool:
         return any(key in own for _, own in self._of_groups)
 
+    def __len__(self) -> int:
+        return len(self._of_groups)
+
     def forget(self, first: int) -> None:
-        """Drop the groups from the given one on."""
+        """Drop what was added from the given entry on."""
         del self._of_groups[first:]
 
     def catch_up(self, groups: Sequence[Group], step: int) -> None:
@@ -81,10 +92,20 @@ class Schedules:
 
     def _of(self, group: Group) -> dict[str, Schedule]:
         """The functions of a group, which may have been copied or moved to another place."""
-        for params, own in self._of_groups:
-            if group["params"] is params or (params and group["params"] and group["params"][0] is params[0]):
+        own = self._find(group)
+        if own is None:
+            raise ValueError(
+                "a param group was added by hand, and settings are functions of the step: use add_param_group"
+            )
+        return own
+
+    def _find(self, group: Group) -> dict[str, Schedule] | None:
+        given = list(group["params"][:1])
+        first = given[0][1] if given and isinstance(given[0], tuple) else next(iter(given), None)
+        for params, own in reversed(self._of_groups):  # a group may have been taken out, and its parameters added anew
+            if group["params"] is params or (params and first is params[0]):
                 return own
-        raise ValueError("a param group was added by hand, and settings are functions of the step: use add_param_group")
+        return None
 
 
 def at(value: Any, step: int) -> Any:

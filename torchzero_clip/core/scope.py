@@ -1,5 +1,6 @@
 """Which parameters a transform acts on."""
 
+import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,10 @@ from torch import Tensor, nn
 
 Where: TypeAlias = str | Callable[[Tensor], bool]
 """A pattern for names of parameters, or a function of a parameter that returns True for those in the scope."""
+
+
+PART = re.compile(r"^ \(\d+\)$")
+"""What follows the name of a group in the names of its parts."""
 
 
 class NamedParam(NamedTuple):
@@ -125,4 +130,6 @@ def _matches(where: Where, named: NamedParam) -> bool:
 
 def _in_group(named: NamedParam, groups: Iterable[str]) -> bool:
     """True if a parameter is in one of the groups; parts of a group that was split are ``"<name> (2)"`` and so on."""
-    return named.group is not None and any(named.group == g or named.group.startswith(f"{g} (") for g in groups)
+    return named.group is not None and any(
+        named.group == g or (named.group.startswith(f"{g} (") and PART.search(named.group[len(g) :])) for g in groups
+    )

@@ -120,9 +120,9 @@ class Transform(ABC):
         for key, parameter in inspect.signature(type(self)).parameters.items():
             varying = key in self.defaults or key in ("lr", "name", "fused")
             if not varying and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                value = getattr(self, key, parameter.default)
-                if value is not parameter.default and value != parameter.default:
-                    found[key] = as_text(value)
+                text = as_text(getattr(self, key, parameter.default))
+                if text != as_text(parameter.default):
+                    found[key] = text
         return found
 
     def check(self, setting: Setting) -> None:
@@ -332,5 +332,10 @@ def override_groups(param_groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple
 
 def as_text(value: Any) -> str:
     """A value as it would be written, the same in every process."""
-    text = repr(plain(value))
+    value = plain(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # 2.0 is 2
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(as_text, value)))}}}"  # pyright: ignore[reportUnknownArgumentType]
+    text = repr(value)
     return getattr(value, "__qualname__", type(value).__qualname__) if " at 0x" in text or callable(value) else text

@@ -108,6 +108,9 @@ class Wrap(FinalRule):
     @override
     def check(self, setting: Setting) -> None:
         """Raise if the optimizer refuses a setting."""
+        for key in self._settings:
+            if isinstance(setting.get(key), Tensor):
+                raise TypeError(f"{key} must be a number, got a tensor")
         arguments = self._with(setting)
         if arguments not in self._checked:  # those of every group, step after step
             constructed(self.optimizer_class, arguments)
@@ -183,16 +186,20 @@ class Wrap(FinalRule):
 
     @override
     def structure(self) -> dict[str, str]:
-        others = {
-            k: v for k, v in self.kwargs.items() if k not in self._settings and k not in ("lr", "foreach", "fused")
+        usual = inspect.signature(self.optimizer_class).parameters
+        texts = {
+            key: as_text(value)
+            for key, value in self.kwargs.items()
+            if key not in self._settings and key not in ("lr", "foreach", "fused", "maximize", "differentiable")
         }
-        return {"optimizer_class": self.optimizer_class.__name__, **{k: as_text(v) for k, v in others.items()}}
+        others = {k: text for k, text in texts.items() if k not in usual or text != as_text(usual[k].default)}
+        return {"optimizer_class": self.optimizer_class.__name__, **others}
 
     @override
     def _arguments(self) -> Iterator[str]:
         yield self.optimizer_class.__name__
         for key, value in self.kwargs.items():
-            yield f"{key}={self.lr if key == 'lr' else self.schedules.get(key, value)!r}"
+            yield f"{key}={self.lr if key == 'lr' else self.schedules.get(key, self.defaults.get(key, value))!r}"
 
 
 def constructed(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any]) -> Optimizer:
@@ -201,7 +208,7 @@ def constructed(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any]) -> 
         return optimizer_class([nn.Parameter(torch.zeros(1, 1))], **kwargs)
     except (TypeError, ValueError) as error:
         raise type(error)(f"Wrap({optimizer_class.__name__}, ...): {error}") from error
-    except (IndexError, KeyError, RuntimeError, OverflowError) as error:
+    except (LookupError, RuntimeError, ArithmeticError) as error:
         raise ValueError(f"Wrap({optimizer_class.__name__}, ...): {type(error).__name__}: {error}") from error
 
 
