@@ -8,7 +8,7 @@ from contract.schedulers import SCHEDULERS, advance
 from contract.training import assert_equal, gradients, train, values
 from torch import nn
 
-from torchzero_clip import SGD, Adam, AdamW, Chain, ClipNorm, Modular, Muon, UpdateRule
+from torchzero_clip import SGD, Adam, AdamW, Chain, ClipNorm, ClipValueByEMA, Modular, Muon, UpdateRule, Wrap
 
 
 def is_matrix(param):
@@ -212,3 +212,22 @@ def test_a_rule_without_any_rate_takes_that_of_no_other():
     first, second = SGD(0.3).only(lambda p: p.ndim == 1), SGD(0.02).only(lambda p: p.ndim == 2)
     optimizer = Modular(params, second, first, NoRate({}).only(lambda p: p.ndim == 3))
     assert [g["lr"] for g in optimizer.param_groups] == [0.3, 0.02, 1.0]
+
+
+def test_the_text_is_what_was_written_with_the_numbers_in_use_at_any_depth():
+    def text(*chain, **settings):
+        optimizer = Modular([nn.Parameter(torch.ones(2))], *chain)
+        assert settings.keys() <= optimizer.param_groups[0].keys()
+        optimizer.param_groups[0].update(settings)
+        return repr(optimizer)
+
+    assert "Chain(ClipNorm(3), AdamW(lr=0.1))," in text(Chain(ClipNorm(3), AdamW(0.1)))
+    assert "Chain(ClipNorm(3), AdamW(lr=0.2))," in text(Chain(ClipNorm(3), AdamW(0.1)), lr=0.2)
+    nested = Chain(ClipNorm(3), Chain(ClipNorm(4)), target="update_difference")
+    assert "Chain(ClipNorm(3), Chain(ClipNorm(7)), target" in text(nested, **{"chain/clip_norm_2/max_norm": 7})
+    child = {"clip_value_by_ema/ema_tfm/clip_norm/max_norm": 9}
+    assert "ema_tfm=ClipNorm(9)" in text(ClipValueByEMA(ema_tfm=ClipNorm(3)), **child)
+    assert "ema_tfm=[ClipNorm(9)]" in text(ClipValueByEMA(ema_tfm=[ClipNorm(3)]), **child)
+    assert "ema_tfm=Chain(ClipNorm(9))" in text(ClipValueByEMA(ema_tfm=Chain(ClipNorm(3))), **child)
+    wrapped = text(Wrap(torch.optim.Adagrad, lr=0.1, lr_decay=0.5), lr_decay=0.25)
+    assert "Wrap(Adagrad, lr=0.1, lr_decay=0.25)," in wrapped

@@ -85,7 +85,7 @@ class Chain(Composite):
     Examples:
         >>> from torchzero_clip import Chain, ClipNorm, ClipValue
         >>> Chain(ClipValue(0.1), [ClipNorm(1.0), Chain(ClipNorm(2.0))])
-        Chain(ClipValue(0.1), ClipNorm(1.0), ClipNorm(2.0))
+        Chain(ClipValue(0.1), ClipNorm(1.0), Chain(ClipNorm(2.0)))
     """
 
     def __init__(self, *transforms: Transforms, target: Target = "update", name: str | None = None) -> None:
@@ -93,6 +93,7 @@ class Chain(Composite):
         for child in named.values():
             if child.target == "closure" and target != "update":
                 raise ValueError(f"{child!r}: target='closure' cannot stand inside a chain with target={target!r}")
+        self.written = list(as_written(transforms))
         super().__init__({}, named, target=target, name=name)
 
     @override
@@ -127,7 +128,7 @@ class Chain(Composite):
 
     def __repr__(self) -> str:
         target = [] if self.target == "update" else [f"target={self.target!r}"]
-        return f"Chain({', '.join([*map(repr, self.transforms.values()), *target])}){self.scope}"
+        return f"Chain({', '.join([*map(repr, self.written), *target])}){self.scope}"
 
 
 def _has_state(kind: type[Transform]) -> bool:
@@ -153,6 +154,15 @@ def flatten(transforms: Iterable[Transforms]) -> Iterator[Transform]:
             raise TypeError(f"a chain takes transforms, got the class {item.__name__}: write {item.__name__}(...)")
         else:
             raise TypeError(f"a chain takes transforms and lists of them, got {type(item).__name__}")
+
+
+def as_written(transforms: Iterable[Transforms]) -> Iterator[Transform]:
+    """The transforms and chains as they were written, without the lists around them."""
+    for item in transforms:
+        if isinstance(item, Transform):
+            yield item
+        else:
+            yield from as_written(item)
 
 
 def _within(scope: Scope, transform: Transform) -> Transform:

@@ -4,21 +4,12 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torchzero_clip.core.chain import Chain, Transforms, flatten
+from torchzero_clip.core.chain import Chain, Composite, flatten
 from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.scope import named_params
 from torchzero_clip.core.transform import Transform
-
-
-def as_written(transforms: Iterable[Transforms]) -> Iterator[Transform]:
-    """The transforms and chains as they were written, without the lists around them."""
-    for item in transforms:
-        if isinstance(item, Transform):
-            yield item
-        else:
-            yield from as_written(item)
 
 
 def described(written: Sequence[Transform], nodes: Nodes, groups: Sequence[dict[str, Any]]) -> list[str]:
@@ -39,20 +30,26 @@ class _Used:
         self._nodes = nodes
         self._groups = groups
 
-    def copy(self, transform: Transform, names: Iterator[str], prefix: str = "") -> Transform:
+    def copy(self, transform: Transform, names: Iterator[str], prefix: str = "", *, is_unit: bool = False) -> Transform:
         """A copy of a transform that was written, with the settings that param groups use.
 
-        ``names`` are those of the transforms that follow in the chain, in which plain chains are replaced by theirs.
+        ``names`` are those of the transforms that follow in the chain, in which plain chains are replaced by theirs;
+        a chain that is the child of another composite is a unit.
         """
         used = copy.copy(transform)
-        if isinstance(used, Chain) and isinstance(transform, Chain):
-            inside = names
-            if transform.target != "update" or prefix:
-                prefix = f"{prefix}{next(names)}/"
-                inside = iter(transform.transforms)
-            used.transforms = {name: self.copy(t, inside, prefix) for name, t in transform.transforms.items()}
+        if isinstance(used, Chain) and not is_unit and used.target == "update":
+            used.written = [self.copy(t, names, prefix) for t in used.written]
             return used
         node = self._nodes.by_path[prefix + next(names)]
+        if isinstance(used, Chain):
+            inside = iter(used.transforms)
+            used.written = [self.copy(t, inside, f"{node.path}/") for t in used.written]
+        elif isinstance(used, Composite) and isinstance(transform, Composite):
+            items = used.transforms.items()
+            used.transforms = {k: self.copy(t, iter([k]), f"{node.path}/", is_unit=True) for k, t in items}
+            for key, child in used.transforms.items():
+                if (given := getattr(used, key, None)) is not None:
+                    setattr(used, key, child if given is transform.transforms[key] else _like(given, child))
         used.defaults = {
             key: self._value(node, stored, used.defaults[key]) for key, stored in node.storage_keys.items()
         }
@@ -70,6 +67,13 @@ class _Used:
         groups = [group for group in self._groups if any(node.scope.has(named) for named in named_params(group))]
         values = [group[stored] for group in groups if stored in group]
         return value if not values or any(found is value or found == value for found in values) else values[0]
+
+
+def _like(given: Any, child: Transform) -> Any:
+    """A chain that was made of an argument, as the argument was written."""
+    if not isinstance(child, Chain):
+        return given
+    return child.written if isinstance(given, list | tuple) else child.written[0]
 
 
 def _groups_line(groups: Iterable[Mapping[str, Any]], shown: Mapping[str, Any]) -> str:

@@ -10,10 +10,10 @@ from torch.optim.optimizer import ParamsT
 
 from torchzero_clip.checks import boolean
 from torchzero_clip.core.adapt import adapted
-from torchzero_clip.core.chain import Chain, Transforms, flatten
+from torchzero_clip.core.chain import Chain, Transforms, as_written, flatten
 from torchzero_clip.core.chain_state import COUNTERS, SCHEDULE_STEP, SKIPPED, ChainState
 from torchzero_clip.core.checkpoint import agreed, fitted
-from torchzero_clip.core.described import as_written, described
+from torchzero_clip.core.described import described
 from torchzero_clip.core.identity import IDENTITY, members_of, written
 from torchzero_clip.core.learning_rate import with_learning_rate
 from torchzero_clip.core.nonfinite import Nonfinite, StepPolicy

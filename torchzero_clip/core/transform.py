@@ -244,7 +244,7 @@ class Transform(ABC):
                 continue  # the class keeps this argument under another name
             if parameter.default is parameter.empty and parameter.kind is not parameter.KEYWORD_ONLY:
                 yield repr(value)
-            elif value is not parameter.default and value != parameter.default:
+            elif as_text(value) != as_text(parameter.default):
                 yield f"{name}={value!r}"
 
 

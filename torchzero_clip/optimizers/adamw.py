@@ -60,7 +60,7 @@ class AdamW(Chain):
 
     @override
     def __repr__(self) -> str:
-        adam, decay = self.transforms.values()
+        adam, decay = self.written
         arguments = list(adam._arguments())
         value = decay.schedules.get("weight_decay", decay.defaults["weight_decay"])
         arguments += (
