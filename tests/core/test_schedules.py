@@ -299,7 +299,8 @@ def test_groups_may_be_taken_out_by_hand():
 def test_groups_that_were_put_in_by_hand_have_no_known_functions():
     params = parameters()
     optimizer = Modular(params[:2], ClipNorm(warm_up), SGD())
-    optimizer.param_groups.append({**optimizer.param_groups[0], "params": params[2:]})
+    settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "schedule_step"}
+    optimizer.param_groups.append({**settings, "params": params[2:]})
     before = values(params)
     with pytest.raises(ValueError, match=r"a param group was added by hand, .*: use add_param_group"):
         train(optimizer, params, gradients(params, 1))
@@ -364,9 +365,40 @@ def test_a_group_that_comes_back_may_have_another_function_or_number():
     optimizer.step()
     assert [g["max_norm"] for g in optimizer.param_groups] == [3.0, 0.5]
     optimizer, group = made()
+    optimizer.add_param_group({**group, "max_norm": 0.5})
+    optimizer.step()
+    assert [g["max_norm"] for g in optimizer.param_groups] == [3.0, 0.5]
+    optimizer, group = made()
     optimizer.add_param_group(group)
     optimizer.step()
     assert [g["max_norm"] for g in optimizer.param_groups] == [3.0, 3.0]
+
+
+def test_groups_of_a_saved_optimizer_that_are_put_in_by_hand_go_on():
+    params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+
+    def chain():
+        return ClipNorm(lambda step: 1.0 + step), SGD(1.0)
+
+    def made():
+        optimizer = Modular([params[0]], *chain())
+        for param in params:
+            param.grad = torch.ones(2)
+        optimizer.step()
+        return optimizer
+
+    optimizer = made()
+    optimizer.add_param_group({"params": params[1]})
+    optimizer.add_param_group({"params": params[2], "max_norm": 0.5})
+    optimizer.step()
+    metadata = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+    resumed = made()
+    resumed.param_groups = metadata  # as Lightning's BaseFinetuning does, before it loads the checkpoint
+    resumed.load_state_dict(optimizer.state_dict())
+    assert [g["max_norm"] for g in resumed.param_groups] == [3.0, 3.0, 0.5]
+    resumed.step()
+    assert [g["max_norm"] for g in resumed.param_groups] == [4.0, 4.0, 0.5]
+    assert [g["max_norm"] for g in Modular(metadata, *chain()).param_groups] == [1.0, 1.0, 0.5]
 
 
 def test_counts_that_a_chain_does_not_keep_do_not_pass_through_it():

@@ -274,7 +274,7 @@ class Modular(Optimizer):
                 # tensors are copied: a scheduler that fills one lr changes no other group and no other optimizer
                 own = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.defaults.items()}
                 step = self._chain_state.values.get(SCHEDULE_STEP, 0)
-                valued, schedules = self._schedules.split(part, step, was_scheduled=SCHEDULE_STEP in param_group)
+                valued, schedules = self._schedules.split(part, step, param_group.get(SCHEDULE_STEP))
                 complete = {**own, **valued}
                 self._nodes.checked_settings([*self.param_groups, complete])
                 super().add_param_group(complete)

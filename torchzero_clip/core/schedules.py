@@ -1,9 +1,11 @@
 """Settings that are functions of the number of steps taken."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torchzero_clip.checks import plain
+from torchzero_clip.core.chain_state import SCHEDULE_STEP
 from torchzero_clip.types import Schedule
 
 Group = dict[str, Any]
@@ -28,18 +30,18 @@ class Schedules:
         """True if some setting is a function of the step."""
         return any(own for _, own in self._of_groups)
 
-    def split(self, group: Group, step: int, *, was_scheduled: bool) -> tuple[Group, dict[str, Schedule]]:
+    def split(self, group: Group, step: int, was_at: int | None) -> tuple[Group, dict[str, Schedule]]:
         """A group with values in the place of functions, and these functions.
 
-        If the group was part of an optimizer with schedules, its values may come from them: the functions go on.
+        Args:
+            group: The group.
+            step: How many steps were taken.
+            was_at: How many the optimizer had taken that the group comes from, if it had schedules.
         """
         own = {key: value for key, value in group.items() if key != "params" and callable(value)}
-        own = {
-            **{key: schedule for key, schedule in self._defaults.items() if was_scheduled or key not in group},
-            **own,
-        }
-        if was_scheduled:
-            own = {**(self._find(group) or {}), **own}
+        own = {**{k: schedule for k, schedule in self._defaults.items() if k not in group}, **own}
+        if was_at is not None:
+            own = {**_behind({**self._defaults, **(self._find(group) or {})}, group, was_at), **own}
         return {**group, **{key: at(schedule, step) for key, schedule in own.items()}}, own
 
     def add(self, group: Group, own: dict[str, Schedule]) -> None:
@@ -93,6 +95,9 @@ class Schedules:
     def _of(self, group: Group) -> dict[str, Schedule]:
         """The functions of a group, which may have been copied or moved to another place."""
         own = self._find(group)
+        if own is None and SCHEDULE_STEP in group:  # of a copy of this optimizer, as Lightning's finetuning puts it in
+            own = _behind(self._defaults, group, group[SCHEDULE_STEP])
+            self._of_groups.append((group["params"], own))
         if own is None:
             raise ValueError(
                 "a param group was added by hand, and settings are functions of the step: use add_param_group"
@@ -106,6 +111,16 @@ class Schedules:
             if group["params"] is params or (params and first is params[0]):
                 return own
         return None
+
+
+def _behind(schedules: Mapping[str, Schedule], group: Group, step: int) -> dict[str, Schedule]:
+    """The functions that gave the values of a group after so many steps; other values are constant."""
+    found: dict[str, Schedule] = {}
+    for key, schedule in schedules.items():
+        with suppress(Exception):  # it has no value for the step after the last
+            if key in group and not callable(group[key]) and group[key] == at(schedule, step):
+                found[key] = schedule
+    return found
 
 
 def at(value: Any, step: int) -> Any:
