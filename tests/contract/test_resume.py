@@ -1,7 +1,6 @@
 """A run that was saved and resumed ends bitwise where an uninterrupted run ends."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -13,18 +12,12 @@ from contract.training import (
     assert_same_state,
     gradients,
     parameters,
+    through_file,
     train,
     values,
 )
 
 from torchzero_clip import Modular
-
-
-def through_file(state):
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

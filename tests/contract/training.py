@@ -1,5 +1,6 @@
 """A small training run that every contract repeats in its own way."""
 
+import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -39,6 +40,14 @@ def train(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], grads: Ite
 
 def values(params: Iterable[Tensor]) -> list[Tensor]:
     return [param.detach().clone() for param in params]
+
+
+def through_file(state: Any) -> Any:
+    """What a checkpoint is after it was saved and loaded."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def assert_equal(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> None:

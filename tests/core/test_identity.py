@@ -1,7 +1,6 @@
 """A checkpoint belongs to its chain: no transform takes a number that is not its own."""
 
 import copy
-import io
 import json
 import math
 import pickle
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from contract.entries import ENTRIES, Mul
-from contract.training import assert_equal, assert_same_checkpoint, gradients, parameters, train
+from contract.training import assert_equal, assert_same_checkpoint, gradients, parameters, through_file, train
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -46,13 +45,6 @@ def trained(*chain, steps=3):
 def moments(optimizer, name="adam"):
     states = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
     return [state[f"{name}/{key}"] for state in states for key in ("exp_avg", "exp_avg_sq", "step")]
-
-
-def through_file(state):
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 def test_a_watcher_in_front_does_not_take_the_limit_of_the_clip_behind_it():

@@ -1,7 +1,6 @@
 """Settings that are functions of the step, and torch's schedulers on settings other than the learning rate."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -13,6 +12,7 @@ from contract.training import (
     assert_same_state,
     gradients,
     parameters,
+    through_file,
     train,
     values,
 )
@@ -38,13 +38,6 @@ from torchzero_clip import (
 
 def warm_up(step):
     return 0.1 * (step + 1)
-
-
-def through_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def test_every_step_uses_the_value_for_the_number_of_steps_before_it():
@@ -368,6 +361,10 @@ def test_a_group_that_comes_back_may_have_another_function_or_number():
     optimizer.add_param_group({**group, "max_norm": 0.5})
     optimizer.step()
     assert [g["max_norm"] for g in optimizer.param_groups] == [3.0, 0.5]
+    for form in (iter, lambda params: params[0]):
+        optimizer, group = made()
+        optimizer.add_param_group({**group, "params": form(group["params"])})
+        assert [g["max_norm"] for g in optimizer.param_groups] == [2.0, 2.0]
     optimizer, group = made()
     optimizer.add_param_group(group)
     optimizer.step()

@@ -1,11 +1,10 @@
 """A run moves from an optimizer of torch to a chain and back, and takes the same steps to the last bit."""
 
 import copy
-import io
 
 import pytest
 import torch
-from contract.training import assert_equal, assert_same_checkpoint, gradients, parameters, train, values
+from contract.training import assert_equal, assert_same_checkpoint, gradients, parameters, through_file, train, values
 from torch import nn, optim
 
 from torchzero_clip import (
@@ -48,13 +47,6 @@ PAIRS = {
     "Wrap AdamW": (lambda p: optim.AdamW(p, 0.1, amsgrad=True), lambda: Wrap(optim.AdamW, amsgrad=True)),
 }
 each_pair = pytest.mark.parametrize("name", PAIRS)
-
-
-def through_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def groups_of(params):

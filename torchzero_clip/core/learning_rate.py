@@ -104,11 +104,16 @@ def rates_of(nodes: Nodes) -> list[tuple[Node, float | Tensor | Schedule | None]
 
     It is None for a rule that has neither a rate nor a default.
     """
-    rules = [(node, node.transform) for node in nodes if all(isinstance(outer, Chain) for outer in node.outer)]
-    named = [(node, rule) for node, rule in rules if isinstance(rule, UpdateRule)]
-    if sum(rule.lr is not None for _, rule in named) < 2:
+    rules = update_rules(nodes)
+    if sum(rule.lr is not None for _, rule in rules) < 2:
         return []
-    return [(node, rule.default_lr if rule.lr is None else rule.lr) for node, rule in named]
+    return [(node, rule.default_lr if rule.lr is None else rule.lr) for node, rule in rules]
+
+
+def update_rules(nodes: Nodes) -> list[tuple[Node, UpdateRule]]:
+    """The update rules that stand in chains, not in other composites."""
+    chained = [(n, n.transform) for n in nodes if all(isinstance(outer, Chain) for outer in n.outer)]
+    return [(node, transform) for node, transform in chained if isinstance(transform, UpdateRule)]
 
 
 def _leaves(transforms: Iterable[Transform]) -> Iterator[Transform]:

@@ -13,7 +13,7 @@ from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.core.walk import Walk
 from torchzero_clip.functional.norms import combine
-from torchzero_clip.functional.shards import largest_on_all_ranks
+from torchzero_clip.functional.shards import chosen, largest_on_all_ranks
 
 Nonfinite: TypeAlias = Literal["propagate", "raise", "skip"]
 
@@ -87,8 +87,7 @@ class StepPolicy:
     def _judge(self, name: str, walk: Walk, norms: Tensor) -> tuple[Node, Tensor, Tensor]:
         """A gate, the norm of the gradients that it acts on, and whether it refuses the step."""
         node, rows = walk.nodes.by_path[name], walk.rows_of(name)
-        own = norms if len(rows) == len(norms) else torch.stack([norms.select(0, i) for i in rows])
-        norm = largest_on_all_ranks(combine(own, 2.0).view(1), walk.all_params()).squeeze()
+        norm = largest_on_all_ranks(combine(chosen(norms, rows), 2.0).view(1), walk.all_params()).squeeze()
         return node, norm, self._gates[name].refuses(norm, walk.step_for(node, rows))
 
     def _count(self, counts: MutableMapping[str, Any]) -> None:

@@ -29,8 +29,10 @@ def normalized(group: Mapping[str, Any], nodes: Nodes) -> dict[str, Any]:
         if target in result:
             raise ValueError(f"the setting {target!r} is given twice, also as {key!r}")
         result[target] = plain(value) if target in stored else value
-    if (names := result.get("param_names")) is not None:  # a group of another optimizer: names beside parameters
-        params = list(result["params"])
+    params = result.get("params")
+    if params is not None and not isinstance(params, set):  # torch refuses sets, and says why
+        params = result["params"] = [params] if isinstance(params, Tensor) else list(params)
+    if params is not None and (names := result.get("param_names")) is not None:  # as in groups of an optimizer
         if len(names) != len(params):
             raise ValueError(f"'param_names' has {len(names)} names for {len(params)} parameters")
         if not any(isinstance(item, tuple) for item in params):
@@ -51,12 +53,12 @@ def split(group: Mapping[str, Any], nodes: Nodes) -> Iterator[dict[str, Any]]:
     ]
     rates = [] if "lr" in group else rates_of(nodes)
     params = group["params"]
-    if not (overrides or rates) or isinstance(params, set):  # torch refuses sets, and says why
+    if not (overrides or rates) or isinstance(params, set):
         yield dict(group)
         return
     settings = {key: value for key, value in group.items() if key != "params"}
     buckets: dict[tuple[tuple[int, ...], int | None], list[Any]] = {}
-    for item in [params] if isinstance(params, Tensor) else list(params):
+    for item in params:
         name, param = item if isinstance(item, tuple) else (None, item)
         chosen = tuple(i for i, (params, _) in enumerate(overrides) if any(param is p for p in params))
         rate = _rate(NamedParam(param, name, group.get("name")), rates)

@@ -39,9 +39,9 @@ class Schedules:
             was_at: How many the optimizer had taken that the group comes from, if it had schedules.
         """
         own = {key: value for key, value in group.items() if key != "params" and callable(value)}
-        own = {**{k: schedule for k, schedule in self._defaults.items() if k not in group}, **own}
+        own |= {key: schedule for key, schedule in self._defaults.items() if key not in group}
         if was_at is not None:
-            own = {**_behind({**self._defaults, **(self._find(group) or {})}, group, was_at), **own}
+            own |= _in_use({**self._defaults, **(self._find(group) or {})}, group, was_at)
         return {**group, **{key: at(schedule, step) for key, schedule in own.items()}}, own
 
     def add(self, group: Group, own: dict[str, Schedule]) -> None:
@@ -96,7 +96,7 @@ class Schedules:
         """The functions of a group, which may have been copied or moved to another place."""
         own = self._find(group)
         if own is None and SCHEDULE_STEP in group:  # of a copy of this optimizer, as Lightning's finetuning puts it in
-            own = _behind(self._defaults, group, group[SCHEDULE_STEP])
+            own = _in_use(self._defaults, group, group[SCHEDULE_STEP])
             self._of_groups.append((group["params"], own))
         if own is None:
             raise ValueError(
@@ -105,15 +105,15 @@ class Schedules:
         return own
 
     def _find(self, group: Group) -> dict[str, Schedule] | None:
-        given = list(group["params"][:1])
-        first = given[0][1] if given and isinstance(given[0], tuple) else next(iter(given), None)
+        first = next(iter(group["params"]), None)
+        first = first[1] if isinstance(first, tuple) else first
         for params, own in reversed(self._of_groups):  # a group may have been taken out, and its parameters added anew
             if group["params"] is params or (params and first is params[0]):
                 return own
         return None
 
 
-def _behind(schedules: Mapping[str, Schedule], group: Group, step: int) -> dict[str, Schedule]:
+def _in_use(schedules: Mapping[str, Schedule], group: Group, step: int) -> dict[str, Schedule]:
     """The functions that gave the values of a group after so many steps; other values are constant."""
     found: dict[str, Schedule] = {}
     for key, schedule in schedules.items():

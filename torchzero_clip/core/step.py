@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.functional.measure import by_setting
+from torchzero_clip.functional.shards import chosen
 from torchzero_clip.types import Setting, State
 
 
@@ -75,8 +76,8 @@ class Step:
             ValueError: If ``started`` is no vector of booleans, or has another length.
         """
         norms = self._declared_norms()
-        if indices is not None and len(indices) < len(norms):
-            norms = torch.stack([norms.select(0, i) for i in indices])
+        if indices is not None:
+            norms = chosen(norms, indices)
         expected = 1 if joint else norms.numel()
         if started.dtype != torch.bool or started.numel() != expected:
             got = f"{started.dtype} of shape {tuple(started.shape)}"

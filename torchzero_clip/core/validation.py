@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchzero_clip.core.chain import Chain
-from torchzero_clip.core.kinds import FinalRule, Gate, UpdateRule
+from torchzero_clip.core.kinds import FinalRule, Gate
+from torchzero_clip.core.learning_rate import update_rules
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.types import State
@@ -69,8 +70,7 @@ def warn_of_slips(nodes: Nodes, params: Sequence[NamedParam]) -> None:
     """Warn of patterns that match no parameter, and of parameters that no update rule acts on, or two."""
     for node in nodes:
         node.transform.scope.warn_of_idle_names(node.transform, params)
-    chained = [node for node in nodes if all(isinstance(outer, Chain) for outer in node.outer)]
-    scopes = [node.scope for node in chained if isinstance(node.transform, UpdateRule)]
+    scopes = [node.scope for node, _ in update_rules(nodes)]
     if not scopes:
         return
     counts = [sum(scope.has(named) for scope in scopes) for named in params]
@@ -100,16 +100,19 @@ def check_shapes(
         if isinstance(value, Tensor) and value.ndim and value.shape != param.shape:
             place = (key, param.shape)
             if known.get(place) != value.shape:  # not in the cache, or different from it
-                named = next(n for n in named_params(group) if n.param is param)
-                expected = nodes.possible_state(named, group).get(key)
+                expected = nodes.possible_state(_named(param, group), group).get(key)
                 known[place] = expected.shape if isinstance(expected, Tensor) else value.shape
             if known[place] != value.shape:
                 raise RuntimeError(_shape_message(f"state {key!r}", value, param, group))
 
 
+def _named(param: Tensor, group: Group) -> NamedParam:
+    return next(named for named in named_params(group) if named.param is param)
+
+
 def _shape_message(what: str, value: Tensor, param: Tensor, group: Group) -> str:
-    named = next(n for n in named_params(group) if n.param is param)
+    name = _named(param, group).name or "a parameter"
     return (
-        f"the {what} of {named.name or 'a parameter'} has shape {tuple(value.shape)}, and the parameter has "
-        f"{tuple(param.shape)}. After changing its shape, set its .grad to None and delete its entry in optimizer.state"
+        f"the {what} of {name} has shape {tuple(value.shape)}, and the parameter has {tuple(param.shape)}. After "
+        "changing its shape, set its .grad to None and delete its entry in optimizer.state"
     )

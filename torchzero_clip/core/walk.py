@@ -18,7 +18,7 @@ from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import measure, scale_, summary
 from torchzero_clip.functional.norms import p_norms
-from torchzero_clip.functional.shards import pack, whole
+from torchzero_clip.functional.shards import chosen, pack, whole
 from torchzero_clip.types import Setting, State, Target
 
 Group: TypeAlias = dict[str, Any]
@@ -206,7 +206,7 @@ class Walk:
             self.gradient_norms = measured.tensor_norms  # the updates are the gradients: see `_measures_gradients`
             self.measure_gradients()
         if transform.keeps_statistics:
-            step.gradient_norms = self._gradient_norms_of(rows)
+            step.gradient_norms = chosen(self.measure_gradients(), rows)
         factors = transform.factors(measured, updates, step)
         count = sum(norms.numel() for norms in measured.norms)
         if getattr(factors, "shape", None) != (count,):
@@ -228,7 +228,7 @@ class Walk:
             settings,
             node.global_state(self.chain_state),
             {},
-            self._gradient_norms_of(rows) if known else None,
+            chosen(self.measure_gradients(), rows) if known else None,
             partial(self._apply_child, node, rows) if node.children else None,
         )
 
@@ -242,10 +242,6 @@ class Walk:
                 state = node.state(self.states[i])
                 found[param] = node.transform.init_state(param, setting) if begins and not state else state
         return [found[param] for param in params]
-
-    def _gradient_norms_of(self, rows: list[int]) -> Tensor:
-        norms = self.measure_gradients()
-        return norms if len(rows) == len(norms) else torch.stack([norms.select(0, i) for i in rows])
 
     def store(self, node: Node, rows: list[int], step: Step) -> None:
         """Keep the state and the metrics of a transform."""

@@ -132,6 +132,11 @@ def pack(values: Sequence[Tensor]) -> Tensor:
     return torch.cat([value.reshape(-1).to(device, torch.float64) for value in values])
 
 
+def chosen(vector: Tensor, indices: Sequence[int]) -> Tensor:
+    """Some elements of a vector, in order; no index goes to the device."""
+    return vector if len(indices) == len(vector) else torch.stack([vector.select(0, i) for i in indices])
+
+
 def all_reduce(parts: Sequence[Part], values: list[Tensor], op: ReduceOp.RedOpType) -> list[Tensor]:
     """Combine one value per slice with the processes that hold the rest of it: one collective per process group."""
     indices_of: dict[ProcessGroup, list[int]] = {}
