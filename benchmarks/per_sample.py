@@ -3,6 +3,8 @@
 Three models; every method runs forward, backward, clipping and an SGD step. Times are medians over rounds of the ratio
 to plain training in the same round; memory is the peak above what is held before the step, each method in a process of
 its own. Peers that are not installed are left out. Use the ratios; absolute times on a shared machine drift.
+
+    python -m benchmarks.per_sample --models mlp cnn gpt
 """
 
 import argparse
@@ -11,7 +13,6 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
+from benchmarks.timing import Step, Timed, interleaved, ratios
 from torchzero_clip import (
     ConstantFlatClipper,
     GradSampleModuleFastGradientClipping,
@@ -29,7 +31,6 @@ from torchzero_clip import (
     per_example_global_norm_clip,
 )
 
-Step = Callable[[], object]
 Batch = tuple[Tensor, Tensor]
 
 LIMIT = 1.0
@@ -241,19 +242,9 @@ def made(model: str, method: str) -> Step:
 
 def times(model: str, methods: list[str], rounds: int) -> dict[str, float]:
     """The median over rounds of each method's time, relative to the first."""
-    steps = {method: made(model, method) for method in methods}
-    for step in steps.values():
-        step()
-    ratios: dict[str, list[float]] = {method: [] for method in methods}
-    for _ in range(rounds):
-        taken: dict[str, float] = {}
-        for method, step in steps.items():
-            start = time.perf_counter()
-            step()
-            taken[method] = time.perf_counter() - start
-        for method in methods:
-            ratios[method].append(taken[method] / taken[methods[0]])
-    return {method: statistics.median(values) for method, values in ratios.items()}
+    runs = {method: Timed(made(model, method)) for method in methods}
+    seconds = interleaved(runs, rounds, warm_up=1)
+    return {method: statistics.median(ratios(own, seconds[methods[0]])) for method, own in seconds.items()}
 
 
 def peak(model: str, method: str) -> float:
@@ -273,13 +264,18 @@ def memory(line: str) -> float:
 
 def peak_of(model: str, method: str) -> float:
     """The median of three processes: how an allocator places things differs from one to the next."""
-    command = [sys.executable, __file__, "--peak", model, method]
-    runs = [subprocess.run(command, check=True, capture_output=True, text=True) for _ in range(3)]
+    command = [sys.executable, "-m", "benchmarks.per_sample", "--peak", model, method]
+    root = Path(__file__).parents[1]
+    runs = [subprocess.run(command, check=True, capture_output=True, text=True, cwd=root) for _ in range(3)]
     return statistics.median(float(run.stdout) for run in runs)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.per_sample",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--models", nargs="+", default=["mlp", "cnn", "gpt"], choices=list(MODELS))
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--rounds", type=int, default=7)

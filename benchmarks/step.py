@@ -1,125 +1,100 @@
-"""Time of one optimizer step against torch's clip + AdamW(fused=True), interleaved in one run.
+"""Time and memory of an optimizer step, against torch's clip and its fused AdamW in the same run.
 
-Prints, for each set of parameters, the median over rounds of the ratio to torch; below 1 is faster. Gradients are
-refilled before every step and every step clips. Use the ratios; absolute times on a shared machine drift.
+Each row of a table has parameters of its own, and the rows take turns. Before each step the gradients are refilled,
+larger than in the step before, so that every clip is active. A number is the median over rounds of the ratio to the
+base in the same round, with the 10th and the 90th percentile: below 1 is faster. Use the ratios; absolute times on a
+shared machine drift.
+
+    python -m benchmarks.step --threads 1                    # whole steps
+    python -m benchmarks.step --what memory --set small      # or transforms, functions
+    python -m benchmarks.step --peers --plot step_time.png   # by the number of parameters and of tensors
 """
 
 import argparse
 import json
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 
-from torchzero_clip import (
-    Adam,
-    Centralize,
-    ClipNorm,
-    ClipNormByEMA,
-    ClipNormGrowth,
-    ClipValue,
-    ClipValueByEMA,
-    ClipValueGrowth,
-    Modular,
-    Normalize,
-    Transform,
-    WeightDecay,
-)
-
-Shapes = list[tuple[int, ...]]
+from benchmarks import plot, report
+from benchmarks.cases import CASES
+from benchmarks.memory import measure_memory
+from benchmarks.peers import installed_peers
+from benchmarks.progress import progress
+from benchmarks.sets import SETS
+from benchmarks.timing import Case, measure, turns
 
 
-def resnet_like() -> Shapes:
-    """400 small tensors, 1.0M parameters."""
-    channels = [16, 24, 32, 40]
-    blocks = [[(c, c, 3, 3), (c,), (c,)] for c in (channels[i % 4] for i in range(133))]
-    return [shape for block in blocks for shape in block] + [(10, 40)]
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--what", choices=[*CASES, "memory"], default="steps")
+    parser.add_argument("--set", "--sets", nargs="+", choices=SETS, default=["small", "gpt"], dest="sets")
+    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each row")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--peers", action="store_true", help="also measure other packages, where installed")
+    parser.add_argument("--json", type=Path, help="where to save the numbers")
+    parser.add_argument("--plot", type=Path, help="where to draw the time of steps by their size, instead of a table")
+    args = parser.parse_args()
+    if args.rounds < 1 or args.threads < 1:
+        parser.error("--rounds and --threads must be >= 1")
+    if args.peers and args.what not in ("steps", "memory"):
+        parser.error("--peers needs --what steps or --what memory, because peers are measured as whole steps")
+    if args.plot and args.what != "steps":
+        parser.error("--plot needs --what steps")
+    return args
 
 
-def gpt_like() -> Shapes:
-    """100 tensors of GPT-2's shapes, 51.5M parameters."""
-    d = 512
-    block: Shapes = [(d,), (d,), (3 * d, d), (3 * d,), (d, d), (d,), (d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,)]
-    return [(50257, d), (1024, d), *block * 8, (d,), (d,)]
+def time_of_steps(cases: Sequence[Case], args: argparse.Namespace) -> tuple[str, Any]:
+    """The table, and the numbers for JSON."""
+    sets = {name: SETS[name]() for name in args.sets}
+    with progress(sum(turns(cases, shapes, args.rounds) for shapes in sets.values())) as tick:
+        times = {name: measure(cases, shapes, args.rounds, args.device, tick) for name, shapes in sets.items()}
+    return report.time_tables(times, cases), report.times_as_json(times)
 
 
-SETS: dict[str, Callable[[], Shapes]] = {"small": resnet_like, "gpt": gpt_like}
+def memory_of_steps(cases: Sequence[Case], args: argparse.Namespace) -> tuple[str, Any]:
+    """The table, and the numbers for JSON."""
+    sets = {name: SETS[name]() for name in args.sets}
+    with progress(len(cases) * len(sets)) as tick:
+        memories = {name: measure_memory(cases, shapes, args.device, tick) for name, shapes in sets.items()}
+    return report.memory_table(memories), report.memories_as_json(memories)
 
 
-def torch_step(params: list[nn.Parameter], *, fused: bool) -> Callable[[], object]:
-    optimizer = torch.optim.AdamW(params, fused=fused, foreach=not fused)
-
-    def step() -> None:
-        torch.nn.utils.clip_grad_norm_(params, 1.0)
-        optimizer.step()
-
-    return step
-
-
-def ours(*transforms: Transform, fused: bool = False) -> Callable[[list[nn.Parameter]], Callable[[], object]]:
-    return lambda params: Modular(params, *transforms, Adam(fused=fused), WeightDecay(0.01)).step
-
-
-STEPS: dict[str, Callable[[list[nn.Parameter]], Callable[[], object]]] = {
-    "torch clip + AdamW(fused=True)": lambda p: torch_step(p, fused=True),
-    "torch clip + AdamW(foreach=True)": lambda p: torch_step(p, fused=False),
-    'ClipNorm(1, dim="global"), AdamW(fused=True)': ours(ClipNorm(1, dim="global"), fused=True),
-    'ClipNorm(1, dim="global"), AdamW': ours(ClipNorm(1, dim="global")),
-    "ClipNorm(1), AdamW": ours(ClipNorm(1)),
-    "ClipValue(1e-3), AdamW": ours(ClipValue(1e-3)),
-    "Normalize(), AdamW": ours(Normalize()),
-    "Centralize(), AdamW": ours(Centralize()),
-    "ClipNormByEMA(), AdamW": ours(ClipNormByEMA()),
-    "ClipNormGrowth(), AdamW": ours(ClipNormGrowth()),
-    "ClipValueByEMA(), AdamW": ours(ClipValueByEMA()),
-    "ClipValueGrowth(), AdamW": ours(ClipValueGrowth()),
-}
-
-
-def measure(shapes: Shapes, rounds: int) -> dict[str, list[float]]:
-    generator = torch.Generator().manual_seed(0)
-    source = [torch.randn(shape, generator=generator) * 0.01 for shape in shapes]
-    params = {name: [nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes] for name in STEPS}
-    steps = {name: make(params[name]) for name, make in STEPS.items()}
-    times: dict[str, list[float]] = {name: [] for name in STEPS}
-    for round_number in range(rounds + 2):
-        for name, step in steps.items():
-            for param, grad in zip(params[name], source, strict=True):
-                param.grad = grad.clone() if param.grad is None else param.grad.copy_(grad)
-            start = time.perf_counter()
-            step()
-            if round_number >= 2:  # after state is made and caches are warm
-                times[name].append(time.perf_counter() - start)
-    return times
+def lines_of_steps(peers: Sequence[Case], args: argparse.Namespace, title: str) -> tuple[str, Any]:
+    """Where the plot is, and the numbers for JSON."""
+    panels = plot.sweep(peers, args.rounds, args.device)
+    plot.draw(panels, args.plot, title)
+    return f"drawn: {args.plot}", panels
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path, help="where to save the ratios")
-    args = parser.parse_args()
+    args = parsed()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("nothing measured: this machine has no CUDA device")
+        return
     torch.set_num_threads(args.threads)
-
-    ratios: dict[str, dict[str, float]] = {}
-    for name in args.sets:
-        times = measure(SETS[name](), args.rounds)
-        base = times[next(iter(STEPS))]
-        ratios[name] = {
-            step: statistics.median(t / b for t, b in zip(own, base, strict=True)) for step, own in times.items()
-        }
-    print(
-        f"time of a step / time of torch's, torch {torch.__version__}, {args.threads} threads, {args.rounds} rounds\n"
-    )
-    print(f"{'':46}" + "".join(f"{name:>9}" for name in ratios))
-    for step in STEPS:
-        print(f"{step:46}" + "".join(f"{ratios[name][step]:9.2f}" for name in ratios))
+    machine = report.machine(args.device)
+    about = "{processor}, threads: {threads}, torch {torch}".format(**machine)
+    peers = installed_peers(args.device) if args.peers else {}
+    cases = CASES["steps" if args.what == "memory" else args.what]() + list(chain(*peers.values()))
+    if args.plot:
+        text, results = lines_of_steps([own[0] for own in peers.values()], args, about)
+    elif args.what == "memory":
+        text, results = memory_of_steps(cases, args)
+        about = f"memory beyond parameters and gradients, x the gradients; {about}"
+    else:
+        text, results = time_of_steps(cases, args)
+        about = f"time of {args.what}: median of {args.rounds} rounds (10th - 90th percentile); {about}"
+    print(f"{about}\n\n{text}")
     if args.json:
-        args.json.write_text(json.dumps(ratios, indent=2))
+        what = "plot" if args.plot else args.what
+        args.json.write_text(json.dumps({**machine, "what": what, "rounds": args.rounds, "results": results}))
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def gradients(size: int, spikes: dict[int, float], steps: int = 60) -> list[Tens
 
 
 def draw_per_sample(name: str) -> None:
-    """Time and memory of per-sample clipping, as ``benchmarks/per_sample.py --json`` wrote them."""
+    """Time and memory of per-sample clipping, as ``python -m benchmarks.per_sample --json`` wrote them."""
     results = json.loads((Path(__file__).parents[1] / "benchmarks" / "per_sample.json").read_text())["results"]
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     for axes, (model, rows) in zip(figure.subplots(1, len(results)), results.items(), strict=True):

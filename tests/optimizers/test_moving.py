@@ -1,4 +1,7 @@
-"""A run moves from an optimizer of torch to a chain and back, and takes the same steps to the last bit."""
+"""A run moves from an optimizer of torch to a chain and back, and takes the same steps to the last bit.
+
+Runs of torch's fused optimizers do so with the default, runs of torch's loop with ``fused=False`` in the chain.
+"""
 
 import copy
 
@@ -29,24 +32,40 @@ from torchzero_clip import (
 PAIRS = {
     "AdamW": (
         lambda p: optim.AdamW(p, 0.1, betas=(0.5, 0.9), eps=1e-4, weight_decay=0.2),
+        lambda: [Adam(fused=False), WeightDecay(0.0), LR(1.0)],
+    ),
+    "Adam": (lambda p: optim.Adam(p, 0.1), lambda: Adam(fused=False)),
+    "Adam foreach": (lambda p: optim.Adam(p, 0.1, foreach=True), lambda: Adam(fused=False)),
+    "Adam L2": (lambda p: optim.Adam(p, 0.1, weight_decay=0.2), lambda: [WeightDecay(0.0), Adam(fused=False)]),
+    "SGD": (lambda p: optim.SGD(p, 0.1), lambda: SGD(fused=False)),
+    "SGD momentum": (
+        lambda p: optim.SGD(p, 0.1, 0.9, dampening=0.3, weight_decay=0.2),
+        lambda: [WeightDecay(0.0), SGD(fused=False)],
+    ),
+    "SGD nesterov": (
+        lambda p: optim.SGD(p, 0.1, 0.9, nesterov=True),
+        lambda: SGD(momentum=0.5, nesterov=True, fused=False),
+    ),
+    "Wrap": (lambda p: optim.NAdam(p, 0.1, weight_decay=0.2), lambda: Wrap(optim.NAdam)),
+    "Wrap AdamW": (lambda p: optim.AdamW(p, 0.1, amsgrad=True), lambda: Wrap(optim.AdamW, amsgrad=True)),
+    "AdamW fused": (
+        lambda p: optim.AdamW(p, 0.1, betas=(0.5, 0.9), eps=1e-4, weight_decay=0.2, fused=True),
         lambda: [Adam(), WeightDecay(0.0), LR(1.0)],
     ),
     "AdamW fused amsgrad": (
         lambda p: optim.AdamW(p, fused=True, amsgrad=True),
         lambda: AdamW(amsgrad=True, fused=True),
     ),
-    "Adam": (lambda p: optim.Adam(p, 0.1), lambda: Adam()),
-    "Adam L2": (lambda p: optim.Adam(p, 0.1, weight_decay=0.2), lambda: [WeightDecay(0.0), Adam()]),
-    "SGD": (lambda p: optim.SGD(p, 0.1), lambda: SGD()),
-    "SGD momentum": (
-        lambda p: optim.SGD(p, 0.1, 0.9, dampening=0.3, weight_decay=0.2),
-        lambda: [WeightDecay(0.0), SGD()],
+    "Adam fused": (lambda p: optim.Adam(p, 0.1, fused=True), lambda: Adam()),
+    "SGD fused": (lambda p: optim.SGD(p, 0.1, fused=True), lambda: SGD()),
+    "SGD fused momentum": (lambda p: optim.SGD(p, 0.1, 0.9, dampening=0.3, fused=True), lambda: SGD()),
+    "SGD fused nesterov": (
+        lambda p: optim.SGD(p, 0.1, 0.9, nesterov=True, fused=True),
+        lambda: SGD(momentum=0.5, nesterov=True),
     ),
-    "SGD nesterov": (lambda p: optim.SGD(p, 0.1, 0.9, nesterov=True), lambda: SGD(momentum=0.5, nesterov=True)),
-    "Wrap": (lambda p: optim.NAdam(p, 0.1, weight_decay=0.2), lambda: Wrap(optim.NAdam)),
-    "Wrap AdamW": (lambda p: optim.AdamW(p, 0.1, amsgrad=True), lambda: Wrap(optim.AdamW, amsgrad=True)),
 }
-each_pair = pytest.mark.parametrize("name", PAIRS)
+# the chain's SGD takes the loop in bfloat16, where torch's kernel is wrong
+CASES = [(n, d) for n in PAIRS for d in (torch.float32, torch.bfloat16) if "SGD fused" not in n or d == torch.float32]
 
 
 def groups_of(params):
@@ -58,8 +77,7 @@ def twin(params):
 
 
 @pytest.mark.parametrize("clip", [lambda: ClipNorm(1e9, dim="global"), lambda: ClipNormGrowth(mul=1e9)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@each_pair
+@pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 def test_goes_on_bit_for_bit_where_clipping_is_inactive(name, dtype, clip):
     make, chain = PAIRS[name]
     params = parameters(dtype)
@@ -90,7 +108,8 @@ def test_goes_on_bit_for_bit_where_clipping_is_inactive(name, dtype, clip):
     if name == "Wrap" and dtype == torch.bfloat16:
         return  # torch's own loading rounds NAdam's mu_product
     torch.testing.assert_close(back.state_dict()["state"], old.state_dict()["state"], rtol=0, atol=0)
-    assert [g["lr"] for g in back.param_groups] == [g["lr"] for g in old.param_groups]
+    for key in ("lr", "fused") if "fused" in old.param_groups[0] else ("lr",):
+        assert [g[key] for g in back.param_groups] == [g[key] for g in old.param_groups]
     for row in grads[6:]:
         train(old, params, [row])
         train(back, back_params, [row])
@@ -123,6 +142,34 @@ def test_others_go_on_within_rounding(make, chain):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)  # Muon orthogonalizes in bfloat16
 
 
+OPTIMIZERS = {"Adam": (optim.Adam, Adam), "AdamW": (optim.AdamW, AdamW), "SGD": (optim.SGD, SGD)}
+
+
+@pytest.mark.parametrize("in_chain", [{}, {"fused": True}, {"fused": False}], ids=["default", "fused", "loop"])
+@pytest.mark.parametrize("before", [None, True], ids=["from loop", "from fused"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fused_is_part_of_the_chain_and_not_of_the_checkpoint(name, before, in_chain):
+    torchs, ours = OPTIMIZERS[name]
+    numbers = {"momentum": 0.9} if name == "SGD" else {}
+    params = parameters()
+    old = torchs(params, 0.1, **numbers, fused=before)
+    grads = gradients(params, 8)
+    train(old, params, grads[:3])
+
+    moved, other = twin(params), twin(params)
+    optimizer = Modular(moved, ClipNorm(1e9, dim="global"), ours(**in_chain))
+    optimizer.load_state_dict(from_torch_optim(through_file(old.state_dict()), optimizer))
+    assert "fused" not in optimizer.param_groups[0]
+    reference = torchs(other, 0.1, **numbers)
+    reference.load_state_dict(through_file(old.state_dict()))
+    reference.param_groups[0]["fused"] = in_chain.get("fused", True)
+    for row in grads[3:]:
+        train(optimizer, moved, [row])
+        train(reference, other, [row])
+        assert_equal(moved, other)
+    assert to_torch_optim(optimizer, old)["param_groups"][0]["fused"] is before
+
+
 def test_what_the_rest_of_the_chain_remembers_begins_anew():
     params = parameters()
     old = optim.AdamW(params, 0.1)
@@ -152,20 +199,23 @@ def test_what_the_rest_of_the_chain_remembers_begins_anew():
     assert used.state[used_params[0]]["adam/step"].item() == 4
 
 
-def test_a_momentum_that_has_not_begun_begins_as_in_torch():
+@pytest.mark.parametrize(
+    ("chain", "fused"),
+    [(SGD(fused=False), None), (Wrap(optim.SGD), None), (SGD(), True)],
+    ids=["loop", "Wrap", "fused"],
+)
+def test_a_momentum_that_has_not_begun_begins_as_in_torch(chain, fused):
     params = parameters()
     old = optim.SGD(params, 0.1, 0.9, dampening=0.5)
     saved = old.state_dict()
     saved["state"] = {i: {"momentum_buffer": None} for i in range(len(params))}
     rows = gradients(params, 2)
-    for chain in (SGD(), Wrap(optim.SGD)):
-        moved = twin(params)
-        optimizer = Modular(moved, chain)
-        optimizer.load_state_dict(from_torch_optim(saved, optimizer))
-        same = twin(params)
-        train(optimizer, moved, rows)
-        train(optim.SGD(same, 0.1, 0.9, dampening=0.5), same, rows)
-        assert_equal(moved, same)
+    moved, same = twin(params), twin(params)
+    optimizer = Modular(moved, chain)
+    optimizer.load_state_dict(from_torch_optim(saved, optimizer))
+    train(optimizer, moved, rows)
+    train(optim.SGD(same, 0.1, 0.9, dampening=0.5, fused=fused), same, rows)
+    assert_equal(moved, same)
 
 
 def test_nothing_is_changed_by_converting():
@@ -375,16 +425,17 @@ def test_all_decay_is_that_of_the_checkpoint_whatever_the_constructors_say(make,
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_the_usual_two_groups_move_and_come_back():
+@pytest.mark.parametrize(("fused", "in_chain"), [(None, {"fused": False}), (True, {})], ids=["loop", "fused"])
+def test_the_usual_two_groups_move_and_come_back(fused, in_chain):
     params, other = parameters(), parameters()
 
     def groups(given):
         return [{"params": given[:1], "weight_decay": 0.3}, {"params": given[1:], "weight_decay": 0.0}]
 
-    old = optim.AdamW(groups(params), 0.1)
+    old = optim.AdamW(groups(params), 0.1, fused=fused)
     rows = gradients(params, 4)
     train(old, params, rows[:2])
-    optimizer = Modular(groups(other), ClipNorm(1e9), AdamW())
+    optimizer = Modular(groups(other), ClipNorm(1e9), AdamW(**in_chain))
     for a, b in zip(other, params, strict=True):
         a.data.copy_(b)
     optimizer.load_state_dict(from_torch_optim(old.state_dict(), optimizer))

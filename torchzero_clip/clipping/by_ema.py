@@ -10,13 +10,14 @@ from typing_extensions import override
 from torchzero_clip.checks import boolean, non_negative, one_of, optional, positive, unit_interval
 from torchzero_clip.clipping.statistics import NormStatistics, Tracked, numbers
 from torchzero_clip.core.chain import Chain, Composite, Transforms
+from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.foreach import reals, wide_dtype
-from torchzero_clip.functional.measure import measure, scale_, share
-from torchzero_clip.functional.shards import pack
-from torchzero_clip.types import Ord, Schedule, Setting, State, Target
+from torchzero_clip.functional.measure import scale_, share
+from torchzero_clip.functional.scratch import Scratch
+from torchzero_clip.types import Ord, Schedule, Setting, Target
 
 EMAInit = Literal["zeros", "update"]
 EMA_INITS = ("zeros", "update")
@@ -128,9 +129,9 @@ class ClipNormByEMA(NormStatistics):
         return {"ema": ema} | super().possible_state(param, setting)
 
     @override
-    def limit(self, tracked: Tracked, updates: list[Tensor], states: list[State]) -> Tensor:
+    def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
         """Compare the updates with their averages, once these have followed."""
-        averages = [states[i]["ema"] for i in tracked.indices]
+        averages = tracked.column("ema")
         self._follow([updates[i] for i in tracked.indices], averages, tracked)
         size = self._grown(averages, tracked)
 
@@ -143,13 +144,15 @@ class ClipNormByEMA(NormStatistics):
     def _follow(self, updates: Sequence[Tensor], averages: Sequence[Tensor], tracked: Tracked) -> None:
         """Move the averages towards the updates."""
         if self.ema_init == "update":
-            foreach.lerp_where_(tracked.per_tensor(tracked.starting), averages, updates, [1.0] * len(updates))
-        weights = [1 - setting["beta"] for setting in tracked.settings_of_tensors]
-        foreach.lerp_where_(tracked.per_tensor(tracked.usable), averages, updates, weights)
+            foreach.lerp_rows_(tracked.per_tensor(tracked.starting), averages, updates, 1.0)
+        usable = tracked.per_tensor(tracked.usable)
+        for setting, own in tracked.shared:
+            chosen = usable.narrow(0, own.start, own.stop - own.start)
+            foreach.lerp_rows_(chosen, averages[own], updates[own], 1 - setting["beta"])
 
     def _grown(self, averages: Sequence[Tensor], tracked: Tracked) -> Tensor:
         """Keep the averages from growing too fast, and return their norms."""
-        found = measure(averages, self.slicing)
+        found = tracked.measure(averages, self.slicing)
         size = tracked.metric(tracked.of(found))
         largest = torch.where(tracked.started, tracked.by_setting(_largest, tracked["prev"]), torch.inf)
         shrink = torch.where(size > largest, (largest / size) ** (1 / tracked.degree), 1.0)
@@ -204,7 +207,7 @@ class NormalizeByEMA(ClipNormByEMA):
     NORMALIZE = True
 
 
-class ClipValueByEMA(Composite):
+class ClipValueByEMA(Elementwise, Composite):
     """Clips every element of the updates to the average of its past magnitudes.
 
         ema ← ema + (1 - beta) · (|u| - ema)        (first ema = 0, or |u| with ema_init="update")
@@ -259,6 +262,7 @@ class ClipValueByEMA(Composite):
 
     checks = {"beta": unit_interval}
     keeps_statistics = True
+    keys = ("ema",)
 
     def __init__(
         self,
@@ -290,32 +294,53 @@ class ClipValueByEMA(Composite):
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
         """Clip every element, in place."""
-        averages: list[Tensor] = [state["ema"] for state in step.states]
-        usable = step.usable(pack([state["started"] for state in step.states]) > 0)
-        chosen = [flag.to(update.device) for flag, update in zip(usable.unbind(), updates, strict=True)]
-        for row in zip(updates, step.states, step.settings, chosen, strict=True):
-            self._follow(*row)
-        bounds = averages
-        if step.apply_child is not None:
-            bounds = step.apply_child("ema_tfm", foreach.clone(averages))
-        counts = [_clip_(*row) for row in zip(updates, bounds, chosen, strict=True)]
+        if step.apply_child is None:
+            return super().apply_tensors(updates, step)
+        averages = step.column("ema")
+        rows = list(
+            zip(updates, averages, step.settings, *(flag.unbind() for flag in self.flags(step, None)), strict=True)
+        )
+        for update, average, setting, usable, started in rows:
+            self._follow(reals(update), reals(average), setting, usable.to(update.device), started.to(update.device))
+        bounds = step.apply_child("ema_tfm", foreach.clone(averages))
+        pairs = zip(rows, bounds, strict=True)
+        counts = [_clip_(reals(row[0]), reals(bound), row[3].to(row[0].device)) for row, bound in pairs]
         step.metrics["clipped"] = share(updates, counts)
         return updates
 
-    def _follow(self, update: Tensor, state: State, setting: Setting, usable: Tensor) -> None:
-        """Move an average towards the magnitudes of an update."""
-        started = state["started"] > 0
-        average, sizes = reals(state["ema"]), reals(update).abs()
-        chosen = usable & sizes.isfinite()  # an earlier transform may have made an inf of a finite gradient
+    @override
+    def change_(self, x: Tensor, state: Sequence[Tensor], setting: Setting, usable: Tensor, started: Tensor) -> Tensor:
+        """Clip the elements to their averages, once these have followed."""
+        (ema,) = state
+        self._follow(x, ema, setting, usable, started)
+        return _clip_(x, ema, usable)
+
+    def _follow(self, x: Tensor, ema: Tensor, setting: Setting, usable: Tensor, started: Tensor) -> None:
+        """Move averages towards the magnitudes of updates."""
+        size = x.abs()
+        chosen = usable & size.isfinite()  # an earlier transform may have made an inf of a finite gradient
         if self.ema_init == "update":
-            foreach.lerp_where_([chosen & started.logical_not()], [average], [sizes], [1.0])
-        foreach.lerp_where_([chosen], [average], [sizes], [1 - setting["beta"]])
-        foreach.copy_([state["started"]], [usable | started])
+            foreach.lerp_where_(chosen & started.logical_not(), ema, size, 1.0)
+        foreach.lerp_where_(chosen, ema, size, 1 - setting["beta"])
+
+    @override
+    def change_usual_(
+        self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, scratch: Scratch
+    ) -> Tensor | None:
+        """Clip the elements to their averages, once these have followed."""
+        (ema,) = state
+        if self.transforms:
+            return None
+        size = torch.abs(x, out=scratch.memory("size", x.numel(), ema))
+        ema.lerp_(size, 1 - setting["beta"])
+        count = torch.gt(size, ema, out=size).sum()  # written as numbers: several times faster than booleans
+        torch.clamp(x, torch.neg(ema, out=size), ema, out=result)
+        return count
 
 
-def _clip_(tensor: Tensor, bound: Tensor, usable: Tensor) -> Tensor:
+def _clip_(x: Tensor, bound: Tensor, usable: Tensor) -> Tensor:
     """Clip to the magnitudes of ``bound`` where that is usable, in place; return how many elements changed."""
-    x, limit = reals(tensor), reals(bound).abs()
+    limit = bound.abs()
     chosen = usable & (x.abs() > limit)
     foreach.copy_([x], [torch.where(chosen, torch.copysign(limit, x), x)])
     return chosen.count_nonzero()

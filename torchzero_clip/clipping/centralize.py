@@ -2,17 +2,19 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
+from torchzero_clip.core.kinds import Shifting
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional.clip import centralize_
 from torchzero_clip.functional.measure import Slicing
+from torchzero_clip.functional.norms import whole_sums
 from torchzero_clip.types import Dim, Target
 
 
-class Centralize(Transform):
+class Centralize(Shifting):
     """Subtracts from updates their mean, so that the elements of each add up to 0.
 
         u ← u - mean(u)
@@ -72,6 +74,17 @@ class Centralize(Transform):
         self.inverse_dims = inverse_dims
         self.min_size = min_size
         self._slicing = Slicing.checked(1, dim, inverse_dims, min_size)
+
+    @override
+    def shifts(self, updates: list[Tensor], step: Step) -> Tensor | None:
+        """The means of whole tensors."""
+        sizes = [update.numel() for update in updates]
+        is_whole = self.dim is None and not self.inverse_dims and type(self).apply_tensors is Centralize.apply_tensors
+        if not is_whole or step.scratch is None or not updates[0].is_cpu:
+            return None
+        means = whole_sums(updates, step.scratch) / torch.tensor(sizes, dtype=torch.float64)
+        has_slices = [u.ndim > 0 and size >= max(self.min_size, 1) for u, size in zip(updates, sizes, strict=True)]
+        return means if all(has_slices) else torch.where(torch.tensor(has_slices), means, 0.0)
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:

@@ -2,18 +2,18 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import non_negative
-from torchzero_clip.core.step import Step
-from torchzero_clip.core.transform import Transform
+from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.clip import share_above
-from torchzero_clip.types import Schedule, Target
+from torchzero_clip.functional.scratch import Scratch
+from torchzero_clip.types import Schedule, Setting, Target
 
 
-class ClipValue(Transform):
+class ClipValue(Elementwise):
     """Clamps every element of the updates to [-value, value].
 
         u ← min(max(u, -value), value)
@@ -58,9 +58,22 @@ class ClipValue(Transform):
         super().__init__({"value": value}, target=target, name=name)
 
     @override
-    def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
-        """Clamp, in place."""
-        step.metrics["clipped"] = share_above(updates, [setting["value"] for setting in step.settings])
-        for setting, own in step.by_setting():
-            foreach.clamp_(updates[own], setting["value"])
-        return updates
+    def change_(self, x: Tensor, state: Sequence[Tensor], setting: Setting, usable: Tensor, started: Tensor) -> Tensor:
+        """Clamp the elements."""
+        value = setting["value"]
+        count = (x > value).count_nonzero() + (x < -value).count_nonzero()
+        foreach.clamp_([x], value)
+        return count
+
+    @override
+    def change_usual_(
+        self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, scratch: Scratch
+    ) -> Tensor | None:
+        """Clamp the elements."""
+        value = setting["value"]
+        if value > torch.finfo(x.dtype).max:
+            return None
+        size = torch.abs(x, out=scratch.memory("size", x.numel(), x))
+        count = torch.gt(size, value, out=size).sum()  # written as numbers: several times faster than booleans
+        torch.clamp(x, -value, value, out=result)
+        return count

@@ -9,12 +9,12 @@ from typing_extensions import override
 
 from torchzero_clip.checks import at_least_one, boolean, non_negative, optional, positive
 from torchzero_clip.clipping.statistics import NormStatistics, Tracked, numbers
+from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.transform import TensorwiseTransform
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.foreach import reals, wide_dtype
-from torchzero_clip.functional.measure import Measured, share
-from torchzero_clip.functional.shards import pack
+from torchzero_clip.functional.foreach import wide_dtype
+from torchzero_clip.functional.measure import Measured
+from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Ord, Schedule, Setting, State, Target
 
 CHECKS = {
@@ -25,7 +25,7 @@ CHECKS = {
 }
 
 
-class ClipValueGrowth(TensorwiseTransform):
+class ClipValueGrowth(Elementwise):
     """Limits how fast the magnitude of every element may grow from step to step.
 
         a     = min(|u|, prev + add)
@@ -80,6 +80,7 @@ class ClipValueGrowth(TensorwiseTransform):
 
     checks = CHECKS
     keeps_statistics = True
+    keys = ("prev",)
 
     def __init__(
         self,
@@ -106,51 +107,72 @@ class ClipValueGrowth(TensorwiseTransform):
         return {"prev": prev, **numbers("started", device=param.device)}
 
     @override
-    def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
-        """Limit every element, in place."""
-        rows = [i for i, setting in enumerate(step.settings) if _limits(setting)]
-        for state, setting in zip(step.states, step.settings, strict=True):
-            if not _limits(setting):
-                _end(state)
-        if rows:
-            started = pack([step.states[i]["started"] for i in rows]) > 0
-            usable = step.usable(started, indices=rows)
-            counts = [torch.zeros((), dtype=torch.int64, device=update.device) for update in updates]
-            for i, chosen in zip(rows, usable.unbind(), strict=True):
-                counts[i] = _limit_(updates[i], step.states[i], step.settings[i], chosen.to(updates[i].device))
-            step.metrics["clipped"] = share(updates, counts)
-        return updates
+    def acts_with(self, setting: Setting) -> bool:
+        """True if there is a limit."""
+        return _limits(setting)
 
     @override
-    def apply_tensor(
-        self, tensor: Tensor, param: Tensor, grad: Tensor, loss: Tensor | float | None, state: State, setting: Setting
-    ) -> Tensor:
-        """Limit every element of one update, whose gradient is taken to be finite, in place."""
-        if _limits(setting):
-            _limit_(tensor, state, setting, torch.ones((), dtype=torch.bool, device=tensor.device))
-        return tensor
+    def rows_of(self, step: Step) -> list[int] | None:
+        """The parameters with a limit; what was tracked of the others is forgotten."""
+        for setting, own in step.by_setting():
+            if not _limits(setting):
+                for state in step.states[own]:
+                    _end(state)
+        return super().rows_of(step)
 
+    @override
+    def change_(self, x: Tensor, state: Sequence[Tensor], setting: Setting, usable: Tensor, started: Tensor) -> Tensor:
+        """Limit the elements."""
+        (prev,) = state
+        add, mul, low, decay = (setting[key] for key in ("add", "mul", "min_value", "max_decay"))
+        usable = usable & x.isfinite()  # an earlier transform may have made an inf of a finite gradient
+        floor = prev if low is None else prev.clamp(min=low)
+        size = x.abs().to(prev.dtype)
+        grown = size if add is None else torch.minimum(size, prev + add)
+        limited = grown if mul is None else torch.minimum(grown, floor * mul)
+        limited = torch.where(started, limited, size)
+        tracked = limited
+        if decay is not None:
+            tracked = torch.where(started & (grown < floor / decay), prev / decay, limited)
+        count = (usable & (limited < size)).count_nonzero()
+        foreach.copy_([prev], [torch.where(usable, tracked, prev)])
+        foreach.copy_([x], [torch.where(usable, torch.copysign(limited, x), x)])
+        return count
 
-def _limit_(tensor: Tensor, state: State, setting: Setting, chosen: Tensor) -> Tensor:
-    """Limit every element of one update in place, if its gradient is ``chosen``; return how many changed."""
-    x, prev = reals(tensor), reals(state["prev"])
-    started = state["started"] > 0
-    usable = chosen & x.isfinite()  # an earlier transform may have made an inf of a finite gradient
-
-    floor = prev if setting["min_value"] is None else prev.clamp(min=setting["min_value"])
-    size = x.abs().to(prev.dtype)
-    grown = size if setting["add"] is None else torch.minimum(size, prev + setting["add"])
-    limited = grown if setting["mul"] is None else torch.minimum(grown, floor * setting["mul"])
-    limited = torch.where(started, limited, size)
-    tracked = limited
-    if setting["max_decay"] is not None:
-        dropped = started & (grown < floor / setting["max_decay"])
-        tracked = torch.where(dropped, prev / setting["max_decay"], limited)
-
-    count = (usable & (limited < size)).count_nonzero()
-    foreach.copy_([state["started"], prev], [chosen | started, torch.where(usable, tracked, prev)])
-    foreach.copy_([x], [torch.where(usable, torch.copysign(limited, x), x)])
-    return count
+    @override
+    def change_usual_(
+        self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, scratch: Scratch
+    ) -> Tensor | None:
+        """Limit the elements."""
+        (prev,) = state
+        add, mul, low, decay = (setting[key] for key in ("add", "mul", "min_value", "max_decay"))
+        size, limit, other = (scratch.memory(name, x.numel(), prev) for name in ("size", "limit", "other"))
+        torch.abs(x, out=size)
+        # comparisons are written as numbers, which is several times faster than booleans
+        if mul is None:
+            torch.add(prev, add, out=limit)
+        else:
+            floor = prev if low is None else torch.clamp(prev, min=low, out=limit)
+            torch.mul(floor, mul, out=limit)
+            if add is not None:
+                torch.minimum(limit, torch.add(prev, add, out=other), out=limit)
+        count = torch.gt(size, limit, out=other).sum()
+        if decay is None:
+            torch.minimum(size, limit, out=prev)
+        else:
+            # what dropped below floor / decay is tracked at prev / decay
+            torch.clamp(prev, min=low, out=other).div_(decay) if low is not None else torch.div(prev, decay, out=other)
+            grown = (
+                size
+                if add is None
+                else torch.minimum(size, scratch.memory("grown", x.numel(), prev).copy_(prev).add_(add))
+            )
+            torch.ge(grown, other, out=other)
+            torch.minimum(size, limit, out=size)
+            prev.div_(decay)
+            torch.lerp(prev, size, other, out=prev)
+        torch.clamp(x, torch.neg(limit, out=other), limit, out=result)
+        return count
 
 
 class ClipNormGrowth(NormStatistics):
@@ -242,13 +264,14 @@ class ClipNormGrowth(NormStatistics):
     @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
         """The factor of each tensor. Tensors without a limit are not tracked."""
-        for state, setting in zip(step.states, step.settings, strict=True):
+        for setting, own in step.by_setting():
             if not _limits(setting):
-                _end(step.global_state if self.joint else state)
+                for state in [step.global_state] if self.joint else step.states[own]:
+                    _end(state)
         return super().factors(measured, updates, step)
 
     @override
-    def limit(self, tracked: Tracked, updates: list[Tensor], states: list[State]) -> Tensor:
+    def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
         """Bring each norm to the largest that is allowed."""
         size, prev = tracked.metric(tracked.norms), tracked["prev"]
         allowed = torch.where(tracked.started, tracked.by_setting(_allowed, prev), torch.inf)

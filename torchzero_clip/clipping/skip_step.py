@@ -103,7 +103,7 @@ class SkipStep(Gate):
         setting, state = step.settings[0], step.global_state
         started = state["started"] > 0
         usable = (norm > 0) | started
-        foreach.lerp_where_([usable & started.logical_not()], [state["mean"]], [norm], [1.0])
-        foreach.lerp_where_([usable], [state["mean"]], [norm], [1 - setting["beta"]])
+        foreach.lerp_where_(usable & started.logical_not(), state["mean"], norm, 1.0)
+        foreach.lerp_where_(usable, state["mean"], norm, 1 - setting["beta"])
         foreach.copy_([state["started"]], [usable])
         step.metrics["mean"] = state["mean"].clone()

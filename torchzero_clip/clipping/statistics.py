@@ -11,9 +11,9 @@ from typing_extensions import override
 from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.measure import Measured, by_setting
-from torchzero_clip.functional.shards import pack
-from torchzero_clip.types import Ord, Setting, State, Target
+from torchzero_clip.functional.measure import Measured, Slicing, by_setting, measure
+from torchzero_clip.functional.shards import chosen, pack
+from torchzero_clip.types import Ord, Setting, Target
 
 
 def numbers(*keys: str, device: torch.device | None = None) -> dict[str, Tensor]:
@@ -48,16 +48,21 @@ class Tracked:
     def __init__(self, measured: Measured, step: Step, joint: bool, takes_part: Callable[[Setting], bool]) -> None:
         self.degree = measured.metric.degree
         self.joint = joint
+        self._step = step
         self._count = len(measured.indices)
-        self._taken = [k for k, i in enumerate(measured.indices) if joint or takes_part(step.settings[i])]
-        self.indices = [measured.indices[k] for k in self._taken]
+        everybody = joint or all(takes_part(setting) for setting, _ in step.by_setting())
+        numbered = enumerate(measured.indices)
+        self._taken = None if everybody else [k for k, i in numbered if takes_part(step.settings[i])]
+        """The places of tensors with a statistic among the measured ones; None for all."""
+        self.indices = measured.indices if self._taken is None else [measured.indices[k] for k in self._taken]
         """The index of each tensor with a statistic."""
-        self.settings_of_tensors = [step.settings[i] for i in self.indices]
-        self._settings = step.settings[:1] if joint else self.settings_of_tensors
-        self._states: list[State] = [step.global_state] if joint else [step.states[i] for i in self.indices]
+        self._rows = None if len(self.indices) == len(step.params) else self.indices
+        settings = step.settings if self._rows is None else [step.settings[i] for i in self._rows]
+        self.shared = by_setting(settings)
+        """Each setting with the range of the tensors with a statistic that share it."""
         self.norms = self.of(measured)
         self.started = self["started"] > 0
-        usable = step.usable(self.started, indices=None if joint else self.indices, joint=joint)
+        usable = step.usable(self.started, indices=None if joint else self._rows, joint=joint)
         self.usable = usable & self.norms.isfinite()
         """The norm is finite too: no transform before this one has made an inf of a finite gradient."""
         self.starting = self.usable & self.started.logical_not()
@@ -66,20 +71,31 @@ class Tracked:
     def of(self, measured: Measured) -> Tensor:
         """The norms that `measure` found in the tensors of this step, or in others of the same shapes."""
         if self.joint:
-            return pack(measured.norms[:1]).narrow(0, 0, 1)
-        return pack(
-            [measured.norms[k] for k in self._taken] if len(measured.norms) > len(self._taken) else measured.norms
-        )
+            return measured.vector.narrow(0, 0, 1)
+        is_subset = self._taken is not None and len(measured.indices) > len(self._taken)
+        return chosen(measured.vector, self._taken or []) if is_subset else measured.vector
+
+    def measure(self, tensors: Sequence[Tensor], slicing: Slicing) -> Measured:
+        """The norms of other tensors of the same shapes."""
+        is_plain = self._step.scratch is not None and foreach.are_plain(tensors)
+        return measure(tensors, slicing, scratch=self._step.scratch if is_plain else None)
 
     def __getitem__(self, key: str) -> Tensor:
         """One of the remembered numbers."""
-        return pack([state[key] for state in self._states])
+        return pack([self._step.global_state[key]]) if self.joint else self._step.numbers(key, self._rows)
+
+    def column(self, key: str) -> list[Tensor]:
+        """State of the tensors with a statistic."""
+        return self._step.column(key, self._rows)
 
     def keep(self, **values: Tensor) -> None:
         """Remember numbers of usable norms. A statistic has started with that."""
         for key, value in {**values, "started": torch.ones_like(self.norms)}.items():
-            kept = [state[key] for state in self._states]
-            foreach.copy_(kept, list(torch.where(self.usable, value, pack(kept)).unbind()))
+            kept = torch.where(self.usable, value, self[key])
+            if self.joint:
+                foreach.copy_([self._step.global_state[key]], [kept.squeeze(0)])
+            else:
+                self._step.keep(key, kept, self._rows)
 
     def metric(self, norms: Tensor) -> Tensor:
         """The metric of norms: for 'var' their squares, clamped to the range of float64; else the norms themselves."""
@@ -87,21 +103,22 @@ class Tracked:
 
     def by_setting(self, rule: Callable[..., Tensor], *vectors: Tensor) -> Tensor:
         """What ``rule`` makes of each setting and the elements of the vectors that share it."""
-        shared = by_setting(self._settings)
-        columns = [vector.split([own.stop - own.start for _, own in shared]) for vector in vectors]
+        if self.joint or len(self.shared) == 1:
+            return rule(self.shared[0][0], *vectors)
+        columns = [vector.split([own.stop - own.start for _, own in self.shared]) for vector in vectors]
         rows = zip(*columns, strict=True)
-        return torch.cat([rule(setting, *row) for (setting, _), row in zip(shared, rows, strict=True)])
+        return torch.cat([rule(setting, *row) for (setting, _), row in zip(self.shared, rows, strict=True)])
 
-    def per_tensor(self, vector: Tensor) -> list[Tensor]:
+    def per_tensor(self, vector: Tensor) -> Tensor:
         """The element of a vector that belongs to each tensor with a statistic."""
-        return [vector.select(0, 0)] * len(self.indices) if self.joint else list(vector.unbind())
+        return vector.expand(len(self.indices)) if self.joint else vector
 
     def factors(self, vector: Tensor) -> Tensor:
         """One factor per measured tensor, from those of the statistics; 1 where the norm is not usable."""
         vector = torch.where(self.usable, vector, 1.0)
         if self.joint:
             return vector.expand(self._count)
-        if len(self._taken) == self._count:
+        if self._taken is None:
             return vector
         own, one = dict(zip(self._taken, vector.unbind(), strict=True)), torch.ones_like(vector.select(0, 0))
         return torch.stack([own.get(k, one) for k in range(self._count)])
@@ -127,7 +144,7 @@ class NormStatistics(Scaling):
         self.joint = joint
 
     @abstractmethod
-    def limit(self, tracked: Tracked, updates: list[Tensor], states: list[State]) -> Tensor:
+    def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
         """Return the factor of each norm, and remember what the next step needs."""
 
     def common_settings(self) -> Sequence[str]:
@@ -162,7 +179,7 @@ class NormStatistics(Scaling):
     @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
         """The factor of each tensor."""
-        if not any(self.takes_part(step.settings[i]) for i in measured.indices):
-            return torch.ones_like(pack(measured.norms))
+        if not measured.indices or not any(self.takes_part(setting) for setting, _ in step.by_setting()):
+            return torch.ones_like(measured.vector)
         tracked = Tracked(measured, step, self.joint, self.takes_part)
-        return tracked.factors(self.limit(tracked, updates, step.states))
+        return tracked.factors(self.limit(tracked, updates)) if tracked.indices else torch.ones_like(measured.vector)

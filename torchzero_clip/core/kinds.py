@@ -1,13 +1,14 @@
 """Kinds of transforms that the optimizer treats in a way of its own: scalings, update rules and gates."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import learning_rate
+from torchzero_clip.core.kernels import Fused
 from torchzero_clip.core.schedules import at
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
@@ -115,6 +116,19 @@ class Scaling(NeverApplied):
         """
 
 
+class Shifting(Transform):
+    """Subtracts numbers from updates, as `Centralize` does; `shifts` returns them if there is one for each update."""
+
+    @abstractmethod
+    def shifts(self, updates: list[Tensor], step: Step) -> Tensor | None:
+        """Return what is subtracted from each update: a float64 vector; None if that is more than a number each.
+
+        Args:
+            updates: Plain real tensors of one dtype on one device, not to be modified.
+            step: As in `Transform.apply_tensors`.
+        """
+
+
 class UpdateRule(Transform):
     """Turns gradients into steps, as the optimizers of torch do, and names the learning rate of the chain.
 
@@ -171,6 +185,21 @@ class UpdateRule(Transform):
             rest: The transforms after this one that act on these parameters. Their settings are in ``step.settings``.
             updates: The updates, not to be modified except by a rule that never returns None.
             step: As in `Transform.apply_tensors`.
+        """
+        return None
+
+    def variant(self, setting: Setting) -> Hashable:
+        """Return what `kernel` needs to be the same for all parameters of a call; others get calls of their own."""
+        return None
+
+    def kernel(self, rest: Sequence[Transform], step: Step) -> Fused | None:
+        """Return the same as one operation in one pass over memory, which multiplies the updates as well; or None.
+
+        It is not asked in `torch.compile`, where the compiler makes one pass of what it finds.
+
+        Args:
+            rest: As in `fuse`.
+            step: As in `fuse`.
         """
         return None
 

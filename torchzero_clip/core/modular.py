@@ -1,5 +1,6 @@
 """The optimizer: a chain of transforms between the gradients and the parameters."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, overload
 
@@ -14,15 +15,18 @@ from torchzero_clip.core.chain import Chain, Transforms, as_written, flatten
 from torchzero_clip.core.chain_state import COUNTERS, SCHEDULE_STEP, SKIPPED, ChainState
 from torchzero_clip.core.checkpoint import agreed, fitted
 from torchzero_clip.core.described import described
+from torchzero_clip.core.gathering import alike, taking_part
 from torchzero_clip.core.identity import IDENTITY, members_of, written
 from torchzero_clip.core.learning_rate import with_learning_rate
 from torchzero_clip.core.nonfinite import Nonfinite, StepPolicy
 from torchzero_clip.core.param_groups import normalized, split
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
+from torchzero_clip.core.states import own_numbers
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.core.validation import check_not_local, check_params, check_places, check_shapes, warn_of_slips
 from torchzero_clip.core.walk import Walk
+from torchzero_clip.core.workspace import Workspace
 from torchzero_clip.functional.gradients import own_gradients
 from torchzero_clip.types import Setting, State
 
@@ -57,6 +61,7 @@ class Modular(Optimizer):
             state as they were; for that they wait for the device once a step, and under FSDP2 they decide alike on
             all ranks.
         max_consecutive_skips: Raise if more steps than this in a row were skipped; None for any number.
+        fast: Take steps the fast way where there is one. False is for comparisons: the results differ by rounding.
 
     Raises:
         ValueError: If there are no transforms or no parameters, for an unknown or invalid setting in a group, for a
@@ -89,8 +94,10 @@ class Modular(Optimizer):
         keep_grads: bool = False,
         nonfinite: Nonfinite = "propagate",
         max_consecutive_skips: int | None = None,
+        fast: bool = True,
     ) -> None:
         boolean("maximize", maximize)
+        boolean("fast", fast)
         boolean("keep_grads", keep_grads)
         if isinstance(params, Transform):
             raise TypeError(f"params come first, as in Modular(model.parameters(), {params!r}, ...)")
@@ -101,6 +108,8 @@ class Modular(Optimizer):
             )
         self.maximize = maximize
         self.keep_grads = keep_grads
+        self.fast = fast
+        self._workspace = Workspace()
         self.chain = Chain(*with_learning_rate(given))
         self._written = list(as_written(transforms))
         self._nodes = self.chain.nodes()
@@ -215,31 +224,28 @@ class Modular(Optimizer):
 
     def _walk(self, settings: dict[str, list[Setting]], loss: Any) -> Walk:
         """Start a walk with the parameters that have a gradient. Raise before any change if one cannot be used."""
-        params: list[Tensor] = []
-        group_of: list[int] = []
-        for g, group in enumerate(self.param_groups):
-            for param in group["params"]:
-                if param.is_meta and param.requires_grad:
-                    raise RuntimeError(_meta_message(param, group))
-                if param.grad is not None and param.requires_grad:
-                    if param.grad.layout != torch.strided:
-                        raise RuntimeError(f"{_name(param, group)} has a sparse gradient, which Modular does not take")
-                    params.append(param)
-                    group_of.append(g)
+        params, grads, group_of = taking_part(self.param_groups)
+        # new ones are not in self.state before the step is allowed; one for a parameter that is listed twice
+        new: dict[Tensor, State] = {}
         kept: Any = self.state
-        fresh: dict[
-            Tensor, State
-        ] = {}  # not in self.state before the step is allowed; one for a parameter listed twice
-        states: list[State] = [kept[p] if p in kept else fresh.setdefault(p, {}) for p in params]
-        for param, state, g in zip(params, states, group_of, strict=True):
-            check_shapes(self._nodes, self.param_groups[g], param, state, self._shapes)
+        pairs = zip(params, map(kept.get, params), strict=True)
+        states: list[State] = [new.setdefault(p, {}) if state is None else state for p, state in pairs]
+        # the compiler makes a step fast by itself
+        workspace = self._workspace if self.fast and not torch.compiler.is_compiling() else None
+        plain = None
+        if params and workspace is not None:
+            plain = alike(params, grads, states, workspace.checked)
+        if plain is None:
+            check_shapes(self._nodes, self.param_groups, params, states, group_of, self._shapes)
         self._move_chain_state()
-        listed_twice = len({id(param) for param in params}) < len(params)
+        listed_twice = len(set(map(id, params))) < len(params)
         keep_grads = self.keep_grads or "grad" in self._nodes.targets or listed_twice
-        grads = own_gradients(params)
+        if plain is None or len(set(map(id, grads))) < len(grads):
+            grads = own_gradients(params)
         lists = (params, grads, states, group_of)
-        shared = (self._chain_state.values, loss, self.maximize, keep_grads)
-        return Walk(self._nodes, self.param_groups, settings, *lists, *shared)
+        may_fuse = not (listed_twice or torch.compiler.is_compiling())
+        shared = (self._chain_state.values, loss, self.maximize, keep_grads, may_fuse, workspace)
+        return Walk(self._nodes, self.param_groups, settings, *lists, *shared, plain, new)
 
     def _run(self, walk: Walk) -> None:
         """Send the gradients down the chain and subtract what comes out."""
@@ -248,7 +254,7 @@ class Modular(Optimizer):
                 walk.change_closure_gradients(self.chain)
             walk.run(self.chain, "", list(range(len(walk.params))), to_params=True)
         finally:
-            for param, state in zip(walk.params, walk.states, strict=True):
+            for param, state in walk.new_states.items():
                 if state:  # stateless chains add no entry to optimizer.state
                     self.state[param] = state  # pyright: ignore[reportArgumentType]
         self._metrics.clear()
@@ -308,6 +314,7 @@ class Modular(Optimizer):
         def complete(_: Optimizer, state_dict: dict[str, Any]) -> None:
             self._chain_state.take_counters(self.param_groups)
             self._chain_state.show_copies(state_dict["param_groups"])
+            state_dict["state"] = {i: own_numbers(state) for i, state in state_dict["state"].items()}
 
         hook = self.register_state_dict_post_hook(complete, prepend=True)
         try:
@@ -373,27 +380,22 @@ class Modular(Optimizer):
             self._chain_state.move(param)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("maximize", "keep_grads", "chain", "storage_keys", "_written", "_nodes", "_policy", "_schedules")
+        own = ("maximize", "keep_grads", "fast", "chain", "storage_keys", "_written", "_nodes", "_policy", "_schedules")
         own += ("_chain_state", "_metrics", "_shapes", "_is_complete")
-        return super().__getstate__() | {name: self.__dict__[name] for name in own}
+        given = super().__getstate__()
+        state: Any = defaultdict(dict, {param: own_numbers(state) for param, state in self.state.items()})
+        return given | {"state": state} | {name: self.__dict__[name] for name in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._workspace = Workspace()
 
     def __repr__(self) -> str:
         lines = described(self._written, self._nodes, self.param_groups)
         lines += [f"{flag}=True" for flag in ("maximize", "keep_grads") if getattr(self, flag)]
+        lines += [] if self.fast else ["fast=False"]
         lines += self._policy.described()
         return "\n    ".join([f"{type(self).__name__}(", *(f"{line}," for line in lines)]) + "\n)"
-
-
-def _name(param: Tensor, group: dict[str, Any]) -> str:
-    number, named = next((i, n) for i, n in enumerate(named_params(group)) if n.param is param)
-    return named.name or f"parameter {number} of its group, of shape {tuple(param.shape)},"
-
-
-def _meta_message(param: Tensor, group: dict[str, Any]) -> str:
-    return (
-        f"{_name(param, group)} is on the meta device and has no values: calls that allocate them, such as to_empty, "
-        "may replace the parameters of a module. Build Modular after such a call"
-    )
 
 
 def adapt_state_dict(

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from torchzero_clip.core.scope import NamedParam, Scope
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.types import Schedule, Setting, State
@@ -98,11 +100,18 @@ class Nodes:
         return {key: value for n in self for key, value in n.qualified(n.transform.init_global_state()).items()}
 
     def checked_settings(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, list[Setting]]:
-        """The settings of each transform by its path, one dict per param group. Raises if one is out of range."""
+        """The settings of each transform by its path, one dict per param group. Raises if one is out of range.
+
+        Neighbours with equal settings share one, so that they are treated together.
+        """
         found: dict[str, list[Setting]] = {}
         for path, node in self.by_path.items():
-            found[path] = [node.settings(group) for group in groups]
-            node.transform.check_groups(found[path])
+            settings: list[Setting] = []
+            for group in groups:
+                own = node.settings(group)
+                settings.append(settings[-1] if settings and _same(own, settings[-1]) else own)
+            node.transform.check_groups(settings)
+            found[path] = settings
         return found
 
     def init_state(self, named: NamedParam, group: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -115,3 +124,9 @@ class Nodes:
     def possible_state(self, named: NamedParam, group: Mapping[str, Any]) -> dict[str, Any]:
         """All that the state of a parameter may come to hold."""
         return {key: value for n in self for key, value in n.possible_state(named, n.settings(group)).items()}
+
+
+def _same(one: Setting, other: Setting) -> bool:
+    """Whether settings are equal. Tensors are so if they are one object: a comparison would wait for the device."""
+    pairs = [(value, other[key]) for key, value in one.items()]
+    return all(a is b or (not (isinstance(a, Tensor) or isinstance(b, Tensor)) and a == b) for a, b in pairs)

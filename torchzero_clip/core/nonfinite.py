@@ -81,7 +81,7 @@ class StepPolicy:
             rows = walk.rows_of(node.path)
             step = walk.step_for(node, rows)
             self._gates[node.path].accept(norm, step)
-            walk.store(node, rows, step)
+            walk.store(node, step)
         return True
 
     def _judge(self, name: str, walk: Walk, norms: Tensor) -> tuple[Node, Tensor, Tensor]:

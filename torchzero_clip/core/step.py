@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchzero_clip.core.states import States
 from torchzero_clip.functional.measure import by_setting
+from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import chosen
 from torchzero_clip.types import Setting, State
 
@@ -19,13 +22,15 @@ class Step:
         params: The parameters, not to be modified.
         grads: Their gradients, not to be modified; a norm clip before an update rule may have scaled them.
         loss: What the closure returned; None without a closure.
-        states: The state of each parameter: plain dicts, which the optimizer stores after the call.
+        states: The state of each parameter: plain dicts, which the optimizer stores after the call. `column`, `numbers`
+            and `keep` read and write one key of all of them in few operations.
         settings: The settings of each parameter: plain dicts; parameters of one group share one.
         global_state: The state that belongs to no single parameter, first made by `Transform.init_global_state`.
         metrics: What `Modular.metrics` will show under the name of this transform: 0-d tensors.
         gradient_norms: A p-norm of each gradient before any transform, from which `finite` and `nonzero` are read, for
             transforms that declare ``keeps_statistics``; None for others. Its p depends on the chain.
         apply_child: Applies a child of a composite, by its name, to tensors that it may write to.
+        scratch: Memory of the optimizer for intermediate results; None to do without.
 
     Examples:
         >>> import torch
@@ -39,12 +44,56 @@ class Step:
     params: list[Tensor]
     grads: list[Tensor]
     loss: Tensor | float | None
-    states: list[State]
+    states: Sequence[State]
     settings: list[Setting]
     global_state: State = field(default_factory=dict)
     metrics: MutableMapping[str, Tensor] = field(default_factory=dict)
     gradient_norms: Tensor | None = None
     apply_child: Callable[[str, list[Tensor]], list[Tensor]] | None = None
+    scratch: Scratch | None = None
+
+    def __post_init__(self) -> None:
+        self._states = self.states if isinstance(self.states, States) else States.of(self.states)
+        self.states = self._states
+
+    def column(self, key: str, indices: Sequence[int] | None = None) -> list[Any]:
+        """Return the state of all parameters, or of those with some indices, under one key."""
+        return self._states.column(key, indices)
+
+    def has(self, key: str) -> bool:
+        """Return True if all parameters have state under one key, which some transforms make later than others."""
+        return self._states.has(key)
+
+    def numbers(self, key: str, indices: Sequence[int] | None = None) -> Tensor:
+        """Return state that is one number for each parameter: a float64 vector, not to be modified.
+
+        Args:
+            key: The key of the state, whose values are 0-d tensors.
+            indices: The indices of the parameters; None for all.
+        """
+        return self._states.numbers(key, indices)
+
+    def keep(self, key: str, values: Tensor, indices: Sequence[int] | None = None) -> None:
+        """Replace state that is one number for each parameter.
+
+        Args:
+            key: As in `numbers`.
+            values: A vector with the new numbers.
+            indices: As in `numbers`.
+        """
+        self._states.keep(key, values, indices)
+
+    def add(self, key: str, number: float) -> None:
+        """Add a number to state that is one number for each parameter, for example to count steps."""
+        self._states.add(key, number)
+
+    def store_states(self) -> None:
+        """Store what was changed in ``states``. The optimizer calls this."""
+        self._states.write()
+
+    def touched_states(self) -> Sequence[State]:
+        """The states if they were looked at one by one, else none."""
+        return self._states.touched
 
     def by_setting(self) -> list[tuple[Setting, slice]]:
         """Return each setting with the range of the lists that it belongs to: one operation serves the range."""

@@ -88,22 +88,29 @@ def _warn_of_params(slip: str, found: Sequence[NamedParam], consequence: str) ->
 
 
 def check_shapes(
-    nodes: Nodes, group: Group, param: Tensor, state: State, known: dict[tuple[str, torch.Size], torch.Size]
+    nodes: Nodes,
+    groups: Sequence[Group],
+    params: Sequence[Tensor],
+    states: Sequence[State],
+    group_of: Sequence[int],
+    known: dict[tuple[str, torch.Size], torch.Size],
 ) -> None:
     """Raise if the gradient or the state of a parameter has another shape than it needs.
 
     ``known`` is a cache: expected shapes of state that is not shaped like its parameter, by key and parameter shape.
     """
-    if param.grad is not None and param.grad.shape != param.shape:
-        raise RuntimeError(_shape_message("gradient", param.grad, param, group))
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.ndim and value.shape != param.shape:
-            place = (key, param.shape)
-            if known.get(place) != value.shape:  # not in the cache, or different from it
-                expected = nodes.possible_state(_named(param, group), group).get(key)
-                known[place] = expected.shape if isinstance(expected, Tensor) else value.shape
-            if known[place] != value.shape:
-                raise RuntimeError(_shape_message(f"state {key!r}", value, param, group))
+    for i, (param, state) in enumerate(zip(params, states, strict=True)):
+        group, shape = groups[group_of[i]], param.shape
+        if param.grad is not None and param.grad.shape != shape:
+            raise RuntimeError(_shape_message("gradient", param.grad, param, group))
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.ndim and value.shape != shape:
+                place = (key, shape)
+                if known.get(place) != value.shape:  # not in the cache, or different from it
+                    expected = nodes.possible_state(_named(param, group), group).get(key)
+                    known[place] = expected.shape if isinstance(expected, Tensor) else value.shape
+                if known[place] != value.shape:
+                    raise RuntimeError(_shape_message(f"state {key!r}", value, param, group))
 
 
 def _named(param: Tensor, group: Group) -> NamedParam:

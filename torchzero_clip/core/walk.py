@@ -9,16 +9,22 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.core.chain import Chain
-from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, UpdateRule
+from torchzero_clip.core.elementwise import Elementwise
+from torchzero_clip.core.kernels import Fused, call_kernel, run_kernel
+from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, Shifting, UpdateRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.nodes import Node, Nodes
+from torchzero_clip.core.pieces import Stage, run_pieces
 from torchzero_clip.core.scope import NamedParam, named_params
+from torchzero_clip.core.states import States
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
+from torchzero_clip.core.updates import Pending, Updates
+from torchzero_clip.core.workspace import Workspace
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.measure import measure, scale_, summary
-from torchzero_clip.functional.norms import p_norms
-from torchzero_clip.functional.shards import chosen, pack, whole
+from torchzero_clip.functional.measure import Measured, effect, measure, scale_, summary
+from torchzero_clip.functional.norms import p_norms, whole_norms
+from torchzero_clip.functional.shards import chosen, locals_of, pack, whole
 from torchzero_clip.types import Setting, State, Target
 
 Group: TypeAlias = dict[str, Any]
@@ -42,6 +48,10 @@ class Walk:
         loss: What the closure returned.
         maximize: Updates start as the negative gradients.
         keep_grads: Norm clips never write over gradients.
+        may_fuse: The rest of a chain may be one operation on lists.
+        workspace: What the optimizer keeps to be fast; None to take every step the readable way.
+        plain: The keys of state that is like the parameters, if parameters and gradients are plain: see `alike`.
+        new_states: The states of parameters that had none.
     """
 
     nodes: Nodes
@@ -55,15 +65,16 @@ class Walk:
     loss: Tensor | float | None
     maximize: bool
     keep_grads: bool
+    may_fuse: bool = False
+    workspace: Workspace | None = None
+    plain: set[str] | None = None
+    new_states: dict[Tensor, State] = field(default_factory=dict)
     metrics: dict[str, Tensor] = field(default_factory=dict)
     gradient_norms: Tensor | None = None
     """A norm of each gradient as it entered the chain, once it was measured."""
 
     def __post_init__(self) -> None:
-        self.updates: list[Tensor | None] = [None] * len(self.params)
-        """The update of each parameter, once a transform has returned one; until then it is the gradient."""
-        self.borrowed = [True] * len(self.params)
-        """True for updates whose memory is that of a gradient, a parameter or state."""
+        self.updates = Updates(self.params, self.grads, self.states, self.chain_state, self.maximize, self.workspace)
         self._scopes: dict[str, set[int]] = {}
 
     @property
@@ -92,7 +103,10 @@ class Walk:
     def measure_gradients(self) -> Tensor:
         """The L2 norm of each gradient: a vector of float64, equal on all ranks."""
         if self.gradient_norms is None:
-            self.gradient_norms = pack(p_norms([whole(grad) for grad in self.grads], 2.0))
+            if self.workspace is not None and (self.plain is not None or foreach.are_plain(self.grads)):
+                self.gradient_norms = whole_norms(self.grads, self.workspace.scratch)
+            else:
+                self.gradient_norms = pack(p_norms([whole(grad) for grad in self.grads], 2.0))
         return self.gradient_norms
 
     def change_closure_gradients(self, chain: Chain) -> None:
@@ -117,80 +131,86 @@ class Walk:
             if not rows:
                 return
             if to_params and not rest and self._is_subtracted(transform):
-                transform.subtract(self.current(rows), self.step_for(node, rows))
+                transform.subtract(self.updates.current(rows), self.step_for(node, rows))
                 return
             if own and not isinstance(transform, Gate):
                 if self.nodes.keeps_statistics and not _measures_gradients(transform):
                     self.measure_gradients()
+                if transform.target != "update":
+                    self.updates.catch_up(own)
                 if "grad" in self.nodes.targets:
-                    self.keep_updates(own)
+                    self.updates.keep(own)
                 over_grads = to_params and isinstance(transform, Scaling) and self._may_write_grads(rest)
                 TARGETS[transform.target](self, node, own, over_grads)
         if to_params:
-            foreach.subtract_([self.params[i] for i in rows], self.current(rows))
+            foreach.subtract_([self.params[i] for i in rows], self.updates.current(rows))
 
     def _is_subtracted(self, transform: Transform) -> TypeGuard[LR]:
         """True for a learning rate that is applied when updates are subtracted. The compiler fuses by itself."""
         is_lr = isinstance(transform, LR) and type(transform).apply_tensors is LR.apply_tensors
         return is_lr and transform.target == "update" and not torch.compiler.is_compiling()
 
-    def current(self, rows: list[int], *, writable: bool = False, over_grads: bool = False) -> list[Tensor]:
-        """The updates of some rows.
-
-        ``writable`` ones share no memory with gradients, parameters or state; with ``over_grads`` they may be the
-        gradients themselves.
-        """
-        found: list[Tensor] = []
-        for i in rows:
-            update, borrowed, grad = self.updates[i], self.borrowed[i], self.grads[i]
-            if update is None:
-                update, borrowed = (-grad, False) if self.maximize else (grad, True)
-            found.append(update.clone() if writable and borrowed and not (over_grads and update is grad) else update)
-        return found
-
-    def put(self, rows: list[int], updates: Sequence[Tensor]) -> None:
-        """Store the updates that a transform returned: new tensors, or gradients, parameters and state themselves."""
-        values = [*self.chain_state.values(), *(value for state in self.states for value in state.values())]
-        others = {*self.grads, *self.params, *(value for value in values if isinstance(value, Tensor))}
-        counts: dict[Tensor, int] = {}
-        for update in updates:
-            counts[update] = counts.get(update, 0) + 1
-        for i, update in zip(rows, updates, strict=True):
-            self.updates[i], self.borrowed[i] = update, update in others or counts[update] > 1
-
-    def keep_updates(self, rows: list[int]) -> None:
-        """Copy updates that share a tensor with ``.grad``, because a ``target="grad"`` transform will write to it."""
-        for i in rows:
-            if self.updates[i] is self.grads[i]:
-                self.updates[i], self.borrowed[i] = self.grads[i].clone(), False
-
     def apply(self, node: Node, rows: list[int], updates: list[Tensor]) -> list[Tensor]:
         """What one transform makes of tensors. It may write to them, unless it is an update rule."""
         transform = node.transform
         if isinstance(transform, Chain):
             return self._apply_chain(node, transform, rows, updates)
+        if isinstance(transform, Scaling):
+            scale_(*self._measured(node, transform, rows, updates))
+            return updates
         step = self.step_for(node, rows)
         try:
-            if isinstance(transform, Scaling):
-                self._scale(transform, updates, step, rows)
-                result = updates
-            else:
-                result = transform.apply_tensors(updates, step)
-                _check_result(node, result, updates)
+            result = transform.apply_tensors(updates, step)
+            _check_result(node, result, updates)
             _check_state(node, step)
             return list(result)
         finally:
-            self.store(node, rows, step)
+            self.store(node, step)
+
+    def scale(self, node: Node, transform: Scaling, rows: list[int], over_grads: bool) -> None:
+        """Measure the updates, and have them multiplied once somebody asks for them."""
+        measured, factors = self._measured(node, transform, rows, self.updates.current(rows))
+        self.updates.pend(Pending(rows, measured, factors, over_grads))
+
+    def shift(self, node: Node, transform: Shifting, rows: list[int]) -> bool:
+        """Have numbers subtracted from updates once somebody asks for them. False if that is not possible."""
+        if self.workspace is None or self.plain is None:
+            return False
+        updates = self.updates.current(rows)
+        if not self.updates.untouched or not foreach.is_real_and_wide(updates[0].dtype):
+            return False
+        shifts = transform.shifts(updates, self.step_for(node, rows))
+        if shifts is not None:
+            self.updates.pend(Pending(rows, shifts=shifts))
+        return shifts is not None
+
+    def postpone(self, node: Node, transform: Elementwise, rows: list[int]) -> bool:
+        """Have an elementwise transform applied once somebody asks for the updates. False if that is not possible."""
+        if self.workspace is None or self.plain is None or not self.updates.untouched or node.children:
+            return False
+        if not foreach.is_real_and_wide(self.params[0].dtype) or not transform.is_elementwise():
+            return False
+        step = self.step_for(node, rows)
+        acting = transform.rows_of(step)
+        rows = rows if acting is None else [rows[k] for k in acting]
+        if not rows:
+            return False
+        step = step if acting is None else self.step_for(node, rows)
+        state = [step.column(key) for key in transform.keys]
+        is_known = self.plain.issuperset(f"{node.path}/{key}" for key in transform.keys)
+        if not is_known and not foreach.are_alike([step.params, *state]):
+            return False
+        flags = transform.flags(step, None)
+        settings = step.settings
+        is_safe = self.updates.are_safe(rows)
+        stage = Stage(transform, settings, state, flags, is_safe, step, partial(self.store, node, step))
+        self.updates.pend(Pending(rows, stage=stage))
+        return True
 
     def _apply_chain(self, node: Node, chain: Chain, rows: list[int], updates: list[Tensor]) -> list[Tensor]:
-        outside = self.updates, self.borrowed
-        self.updates, self.borrowed = list(self.updates), list(self.borrowed)
-        for i, update in zip(rows, updates, strict=True):
-            self.updates[i], self.borrowed[i] = update, False
-        self.run(chain, f"{node.path}/", rows)
-        result = self.current(rows, writable=True)
-        self.updates, self.borrowed = outside
-        return result
+        with self.updates.inside(rows, updates):
+            self.run(chain, f"{node.path}/", rows)
+            return self.updates.current(rows, writable=True)
 
     def _apply_child(self, node: Node, rows: list[int], name: str, updates: list[Tensor]) -> list[Tensor]:
         child = self.nodes.by_path[f"{node.path}/{name}"]
@@ -200,55 +220,65 @@ class Walk:
             result.update(zip(own, self.apply(child, own, [result[i] for i in own]), strict=True))
         return [result[i] for i in rows]
 
-    def _scale(self, transform: Scaling, updates: list[Tensor], step: Step, rows: list[int]) -> None:
-        measured = measure(updates, transform.slicing, transform.slice_dims)
-        if self.nodes.keeps_statistics and self.gradient_norms is None:
-            self.gradient_norms = measured.tensor_norms  # the updates are the gradients: see `_measures_gradients`
-            self.measure_gradients()
-        if transform.keeps_statistics:
-            step.gradient_norms = chosen(self.measure_gradients(), rows)
-        factors = transform.factors(measured, updates, step)
-        count = sum(norms.numel() for norms in measured.norms)
-        if getattr(factors, "shape", None) != (count,):
-            got = f"shape {tuple(factors.shape)}" if isinstance(factors, Tensor) else type(factors).__name__  # pyright: ignore
-            raise RuntimeError(f"{transform!r} returned factors of {got} for {count} slices: see Measured.joined")
-        step.metrics.update(summary(measured, scale_(measured, factors)))
+    def _measured(
+        self, node: Node, transform: Scaling, rows: list[int], updates: list[Tensor]
+    ) -> tuple[Measured, Tensor]:
+        """The norms of updates, and the factors that a scaling finds in them."""
+        step = self.step_for(node, rows)
+        scratch = None
+        if self.workspace is not None and (
+            (self.plain is not None and self.updates.untouched) or foreach.are_plain(updates)
+        ):
+            scratch = self.workspace.scratch
+        dims_of = None if type(transform).slice_dims is Scaling.slice_dims else transform.slice_dims
+        try:
+            measured = measure(updates, transform.slicing, dims_of, scratch)
+            if self.nodes.keeps_statistics and self.gradient_norms is None:
+                self.gradient_norms = measured.tensor_norms  # they are the gradients: see `_measures_gradients`
+                self.measure_gradients()
+            if transform.keeps_statistics:
+                step.gradient_norms = chosen(self.measure_gradients(), rows)
+            factors = transform.factors(measured, updates, step)
+            count = len(measured.vector)
+            if getattr(factors, "shape", None) != (count,):
+                got = f"shape {tuple(factors.shape)}" if isinstance(factors, Tensor) else type(factors).__name__  # pyright: ignore
+                raise RuntimeError(f"{transform!r} returned factors of {got} for {count} slices: see Measured.joined")
+            step.metrics.update(summary(measured, effect(measured, factors)))
+            _check_state(node, step)
+        finally:
+            self.store(node, step)
+        return measured, factors
 
     def step_for(self, node: Node, rows: list[int]) -> Step:
         """What a transform sees of the step, with the state that it begins with."""
         transform = node.transform
+        own_settings = self.settings[node.path]
+        settings = [own_settings[self.group_of[i]] for i in rows]
         params = [self.params[i] for i in rows]
-        settings = [self.settings[node.path][self.group_of[i]] for i in rows]
         known = transform.keeps_statistics and self.gradient_norms is not None
         return Step(
             params,
             [self.grads[i] for i in rows],
             self.loss,
-            self._states_for(node, rows, params, settings),
+            States(
+                [self.states[i] for i in rows],
+                node.path,
+                node.state,
+                partial(_begin, transform, params, settings),
+                None if self.workspace is None else self.workspace.vectors,
+            ),
             settings,
             node.global_state(self.chain_state),
             {},
             chosen(self.measure_gradients(), rows) if known else None,
             partial(self._apply_child, node, rows) if node.children else None,
+            None if self.workspace is None else self.workspace.scratch,
         )
 
-    def _states_for(self, node: Node, rows: list[int], params: list[Tensor], settings: list[Setting]) -> list[State]:
-        if not node.has_state:
-            return [{} for _ in rows]
-        begins = not isinstance(node.transform, FinalRule)
-        found: dict[Tensor, State] = {}  # a parameter that is listed twice has one state
-        for i, param, setting in zip(rows, params, settings, strict=True):
-            if param not in found:
-                state = node.state(self.states[i])
-                found[param] = node.transform.init_state(param, setting) if begins and not state else state
-        return [found[param] for param in params]
-
-    def store(self, node: Node, rows: list[int], step: Step) -> None:
+    def store(self, node: Node, step: Step) -> None:
         """Keep the state and the metrics of a transform."""
         if node.has_state:
-            for i, own in zip(rows, step.states, strict=True):
-                for key, value in own.items():
-                    self.states[i][f"{node.path}/{key}"] = value
+            step.store_states()
         self.chain_state.update(node.qualified(step.global_state))
         self.metrics.update(node.qualified(step.metrics))
 
@@ -261,18 +291,28 @@ class Walk:
     def _fuse(self, node: Node, rows: list[int], own: list[int], rest: Sequence[Node]) -> tuple[list[int], list[int]]:
         """Let an update rule do the rest of the chain where it can. Return the rows still to process: all, its own."""
         rest = [n for n in rest if n.transform.target != "closure" and not isinstance(n.transform, Gate)]
-        acting = [set(self._in_scope(n, own)) for n in rest]
-        alike: dict[Any, list[int]] = {}  # rows that the rest of the chain treats alike
-        for i in own:
-            later = tuple(k for k, chosen in enumerate(acting) if i in chosen)
-            alike.setdefault((later, self.params[i].dtype), []).append(i)
         done: set[int] = set()
-        for (later, _), part in alike.items():
-            if self._take_step(node, part, [rest[k] for k in later]):
+        for later, part in self._alike(node, own, rest):
+            if self._take_step(node, part, later):
                 done.update(part)
         if not done:
             return rows, own
         return [i for i in rows if i not in done], [i for i in own if i not in done]
+
+    def _alike(self, node: Node, rows: list[int], rest: Sequence[Node]) -> list[tuple[list[Node], list[int]]]:
+        """Rows that the rest of the chain treats alike, with the transforms that act on them."""
+        rule: Any = node.transform
+        variants = list(map(rule.variant, self.settings[node.path]))
+        acting = [self._in_scope(n, rows) for n in rest]
+        same_dtype = len({self.params[i].dtype for i in rows}) == 1
+        if same_dtype and len(set(variants)) == 1 and all(own is rows for own in acting):
+            return [(list(rest), rows)]
+        chosen = list(map(set, acting))
+        alike: dict[Any, list[int]] = {}
+        for i in rows:
+            later = tuple(k for k, own in enumerate(chosen) if i in own)
+            alike.setdefault((later, self.params[i].dtype, variants[self.group_of[i]]), []).append(i)
+        return [([rest[k] for k in later], part) for (later, *_), part in alike.items()]
 
     def _take_step(self, node: Node, rows: list[int], rest: Sequence[Node]) -> bool:
         rule: Any = node.transform
@@ -282,15 +322,53 @@ class Walk:
             for g in range(len(self.groups))
         ]
         step.settings = [merged[self.group_of[i]] for i in rows]
+        transforms = [n.transform for n in rest]
         try:
-            updates = self.current(rows, writable=isinstance(rule, FinalRule))
-            take_step = rule.fuse([n.transform for n in rest], updates, step)
+            fused = rule.kernel(transforms, step) if self.may_fuse else None
+            if fused is not None and self._fits(node, fused, rows, step):
+                self._run_kernel(fused, rows, step)
+                return True
+            updates = self.updates.current(rows, writable=isinstance(rule, FinalRule))
+            take_step = rule.fuse(transforms, updates, step)
             if take_step is not None:
                 take_step()
             _check_state(node, step)
         finally:
-            self.store(node, rows, step)
+            self.store(node, step)
         return take_step is not None
+
+    def _fits(self, node: Node, fused: Fused, rows: list[int], step: Step) -> bool:
+        """Whether parameters, updates and state are laid out as a kernel needs them."""
+        keys = [f"{node.path}/{key}" for key in fused.state]
+        if self.plain is not None and self.plain.issuperset(keys) and self.updates.untouched:
+            return True
+        return foreach.are_alike([step.params, self.updates.before_pending(rows), *map(step.column, fused.state)])
+
+    def _run_kernel(self, fused: Fused, rows: list[int], step: Step) -> None:
+        """Do what is pending, and the rest of the chain, in one pass over memory."""
+        for key in fused.counters:
+            step.add(key, 1)
+        pending = self.updates.take(rows)
+        stages = [item.stage for item in pending if item.stage is not None]
+        factors = next((item.factor for item in pending if item.factors is not None), None)
+        params = locals_of(step.params)
+        state = [locals_of(step.column(key)) for key in (*fused.state, *fused.counters)]
+        shifts = next((item.shifts for item in pending if item.shifts is not None), None)
+        over_grads = all(item.over_grads for item in pending)
+        if self.workspace is not None and self.plain is not None and not over_grads:
+            sink = partial(call_kernel, fused.kernel, params, state, step.settings)
+            updates = self.updates.current(rows)
+            run_pieces(stages, updates, step.settings, (factors, shifts), self.workspace.scratch, sink)
+            for stage in stages:
+                stage.finish()
+            return
+        updates = locals_of(self.updates.current(rows, writable=factors is not None, over_grads=over_grads))
+        run_kernel(fused.kernel, params, updates, state, step.settings, factors)
+
+
+def _begin(transform: Transform, params: Sequence[Tensor], settings: Sequence[Setting], i: int) -> State:
+    """The state of a parameter before its first step; none if the rule makes it itself."""
+    return {} if isinstance(transform, FinalRule) else transform.init_state(params[i], settings[i])
 
 
 def _measures_gradients(transform: Transform) -> bool:
@@ -303,8 +381,9 @@ def _measures_gradients(transform: Transform) -> bool:
 
 
 def _has_own_fuse(kind: type[Transform]) -> bool:
-    """True unless a subclass overrides ``apply_tensors`` below the class that implements ``fuse``."""
-    return next(name for base in kind.__mro__ for name in ("fuse", "apply_tensors") if name in vars(base)) == "fuse"
+    """True unless a subclass overrides ``apply_tensors`` below the class that implements ``fuse`` or ``kernel``."""
+    names = ("fuse", "kernel", "apply_tensors")
+    return next(name for base in kind.__mro__ for name in names if name in vars(base)) != "apply_tensors"
 
 
 def _check_result(node: Node, result: Any, given: Sequence[Tensor]) -> None:
@@ -325,7 +404,7 @@ def _check_result(node: Node, result: Any, given: Sequence[Tensor]) -> None:
 def _check_state(node: Node, step: Step) -> None:
     """Raise if a transform has state of parameters that it did not declare, and that would be lost."""
     if not node.has_state:
-        for state in step.states:
+        for state in step.touched_states():
             if len(state) > 0:
                 keys = list(state)
                 raise RuntimeError(f"{node.transform!r} keeps state {keys} that its init_state does not return")
@@ -335,8 +414,15 @@ def _check_state(node: Node, step: Step) -> None:
 
 
 def _change_updates(walk: Walk, node: Node, rows: list[int], over_grads: bool) -> None:
+    if isinstance(node.transform, Scaling):
+        walk.scale(node, node.transform, rows, over_grads)
+        return
+    if isinstance(node.transform, Shifting) and walk.shift(node, node.transform, rows):
+        return
+    if isinstance(node.transform, Elementwise) and walk.postpone(node, node.transform, rows):
+        return
     only_reads = isinstance(node.transform, UpdateRule)
-    walk.put(rows, walk.apply(node, rows, walk.current(rows, writable=not only_reads, over_grads=over_grads)))
+    walk.updates.put(rows, walk.apply(node, rows, walk.updates.current(rows, writable=not only_reads)))
 
 
 def _change_gradients(walk: Walk, node: Node, rows: list[int], over_grads: bool) -> None:
@@ -355,12 +441,12 @@ def _change_params(walk: Walk, node: Node, rows: list[int], over_grads: bool) ->
 
 def _pass_params_difference(walk: Walk, node: Node, rows: list[int], over_grads: bool) -> None:
     params = [walk.params[i] for i in rows]
-    walk.put(rows, foreach.subtract(params, walk.apply(node, rows, foreach.clone(params))))
+    walk.updates.put(rows, foreach.subtract(params, walk.apply(node, rows, foreach.clone(params))))
 
 
 def _pass_update_difference(walk: Walk, node: Node, rows: list[int], over_grads: bool) -> None:
-    updates = walk.current(rows, writable="grad" in walk.nodes.targets)
-    walk.put(rows, foreach.subtract(updates, walk.apply(node, rows, foreach.clone(updates))))
+    updates = walk.updates.current(rows, writable="grad" in walk.nodes.targets)
+    walk.updates.put(rows, foreach.subtract(updates, walk.apply(node, rows, foreach.clone(updates))))
 
 
 TARGETS: Mapping[Target, Callable[[Walk, Node, list[int], bool], None]] = {

@@ -6,14 +6,22 @@ imaginary part of a complex number are elements of their own, as in torch's opti
 """
 
 from collections.abc import Sequence
+from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from torchzero_clip.functional.shards import distributed_like, local, locals_of
 
-_foreach: Any = torch  # the _foreach functions are not in torch's type stubs
+PLAIN = {Tensor, nn.Parameter, FakeTensor}
+"""Types of tensors whose memory is all that there is to them; fake tensors stand for such ones."""
+
+_DTYPE_AND_PLACE = attrgetter("dtype", "is_cpu")
+
+_foreach: Any = torch  # the _foreach and _fused functions are not in torch's type stubs
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -40,9 +48,97 @@ def alike(*tensors: Tensor) -> bool:
     return dense and all(_strides(other) == _strides(first) for other in others)
 
 
+def are_alike(columns: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether lists of tensors fit torch's fused kernels, which go through memory without looking at strides.
+
+    All tensors are plain, of one dtype and on one device, and in each row laid out alike; shapes are taken to be equal.
+    """
+    kinds = {kind(column) for column in columns}
+    if len(kinds) != 1 or None in kinds:
+        return False
+    if all(all_contiguous(column) for column in columns):
+        return True
+    return all(alike(*row) for row in zip(*columns, strict=True))
+
+
+def fused_adamw_(
+    params: list[Tensor],
+    updates: list[Tensor],
+    averages: Sequence[list[Tensor]],
+    steps: list[Tensor],
+    *,
+    lr: float | Tensor,
+    scale: Tensor | None,
+    **options: Any,
+) -> None:
+    """Take a step of AdamW by torch's fused kernel. ``scale`` divides the updates, in place; ``steps`` are the new."""
+    first, second, *largest = averages
+    largest = largest[0] if largest else []
+    lists = (params, updates, first, second, largest, steps)
+    _foreach._fused_adamw_(
+        *lists, lr=_beside_params(lr, params), maximize=False, grad_scale=scale, found_inf=None, **options
+    )
+
+
+def fused_sgd_(
+    params: list[Tensor],
+    updates: list[Tensor],
+    buffers: list[Tensor],
+    *,
+    lr: float | Tensor,
+    scale: Tensor | None,
+    **options: Any,
+) -> None:
+    """Take a step of SGD by torch's fused kernel. ``scale`` divides the updates, in place."""
+    rate = _beside_params(lr, params)
+    options |= {"weight_decay": 0.0, "maximize": False, "is_first_step": False}
+    _foreach._fused_sgd_(params, updates, buffers, lr=rate, grad_scale=scale, found_inf=None, **options)
+
+
+def _beside_params(lr: float | Tensor, params: Sequence[Tensor]) -> float | Tensor:
+    """A learning rate where the kernels take it: on CPU, or on the device of the parameters."""
+    return lr.to(params[0].device) if isinstance(lr, Tensor) and not lr.is_cpu else lr
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one run of memory, in whatever order."""
+    expected = 1
+    for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if n != 1 and stride != expected:
+            return False
+        expected *= n
+    return True
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """All elements as a vector in the order of memory: a view, or a copy if they do not fill one run of it."""
+    if tensor.is_contiguous() or not is_dense(tensor):
+        return tensor.reshape(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 def _strides(tensor: Tensor) -> list[int]:
     """The strides that say anything: those of dimensions of more than one element."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
+def are_plain(tensors: Sequence[Tensor], min_size: int = 1) -> bool:
+    """Whether all are plain real tensors of one dtype, on one device, and of at least so many elements."""
+    return kind(tensors) is not None and min(map(Tensor.numel, tensors)) >= min_size
+
+
+def kind(tensors: Sequence[Tensor]) -> tuple[torch.dtype, bool, torch.device] | None:
+    """The dtype and the device of plain real tensors, if all have the same."""
+    if not PLAIN.issuperset(map(type, tensors)) or len(set(map(_DTYPE_AND_PLACE, tensors))) != 1:
+        return None
+    first = tensors[0]
+    one_device = first.is_cpu or len({tensor.device for tensor in tensors}) == 1
+    return (first.dtype, first.is_cpu, first.device) if one_device and first.is_floating_point() else None
+
+
+def all_contiguous(tensors: Sequence[Tensor]) -> bool:
+    """Whether all are contiguous."""
+    return all(map(Tensor.is_contiguous, tensors))
 
 
 def norms(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> list[Tensor]:
@@ -58,6 +154,40 @@ def scale_(tensors: Sequence[Tensor], factors: Sequence[Tensor], *, exact: bool 
     """
     for tensor, factor in zip(locals_of(tensors), factors, strict=True):
         tensor.mul_(_beside(tensor, factor, torch.float64 if exact else wide_dtype(tensor.dtype)))
+
+
+def multiply_each_(tensors: Sequence[Tensor], factors: Tensor) -> None:
+    """Multiply each of some plain tensors of one dtype by its factor, in place.
+
+    Args:
+        tensors: The tensors.
+        factors: A float64 vector; one that was expanded from a single number counts as that.
+    """
+    wide = wide_dtype(tensors[0].dtype)
+    factors = as_factors(factors, wide)
+    if is_one_number(factors) and tensors[0].dtype == wide:
+        _foreach._foreach_mul_(tensors, factors.select(0, 0))
+        return
+    values = factors.unbind()
+    if tensors[0].dtype != wide:
+        values = [v.view(1) if t.ndim else v for v, t in zip(values, tensors, strict=True)]  # see `scale_`
+    _foreach._foreach_mul_(tensors, values)
+
+
+def as_factors(factors: Tensor, dtype: torch.dtype) -> Tensor:
+    """Factors in a dtype, clamped to its range: on CUDA nobody may look whether it holds them."""
+    largest = torch.finfo(dtype).max
+    return (factors if dtype == torch.float64 else factors.clamp(min=-largest, max=largest)).to(dtype)
+
+
+def is_real_and_wide(dtype: torch.dtype) -> bool:
+    """Whether state is kept in this dtype, rather than in a wider one."""
+    return dtype in (torch.float32, torch.float64)
+
+
+def is_one_number(vector: Tensor) -> bool:
+    """Whether a vector was expanded from a single number."""
+    return vector.numel() == 1 or vector.stride() == (0,)
 
 
 def subtract_slices_(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -114,6 +244,26 @@ def subtract(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor
     return result
 
 
+def multiply_plain_(tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+    """Multiply plain tensors by a 0-d tensor each, in place."""
+    _foreach._foreach_mul_(tensors, factors)
+
+
+def subtract_plain_(tensors: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
+    """Subtract a 0-d tensor from each of some plain tensors, in place."""
+    _foreach._foreach_sub_(tensors, numbers)
+
+
+def subtract_each_(tensors: Sequence[Tensor], numbers: Tensor) -> None:
+    """Subtract its number from each of some plain tensors of float32 or float64, in place."""
+    subtract_plain_(tensors, numbers.to(tensors[0].dtype).unbind())
+
+
+def copy_plain_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """Copy plain tensors."""
+    _foreach._foreach_copy_(tensors, others)
+
+
 def copy_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
     if tensors:
         _foreach._foreach_copy_(locals_of(tensors), locals_of(others))
@@ -133,15 +283,24 @@ def lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> N
     _foreach._foreach_lerp_(locals_of(tensors), locals_of(ends), weight)
 
 
-def lerp_where_(
-    chosen: Sequence[Tensor], tensors: Sequence[Tensor], ends: Sequence[Tensor], weights: Sequence[float]
-) -> None:
-    """``tensors += weights * (ends - tensors)`` where ``chosen``, in place; other ends may hold anything, NaN too.
+def lerp_rows_(chosen: Tensor, tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
+    """``tensors += weight * (ends - tensors)`` for ``chosen`` ones, in place; other ends may hold anything."""
+    if not (chosen.is_cpu and not torch.compiler.is_compiling()):
+        for flag, tensor, end in zip(chosen.unbind(), locals_of(tensors), locals_of(ends), strict=True):
+            lerp_where_(flag.to(tensor.device), tensor, end, weight)
+        return
+    flags, tensors, ends = chosen.tolist(), locals_of(tensors), locals_of(ends)
+    if not all(flags):
+        tensors, ends = [list(compress(column, flags)) for column in (tensors, ends)]
+    if any(tensor.dtype != end.dtype for tensor, end in zip(tensors, ends, strict=True)):
+        ends = [end.to(tensor.dtype) for tensor, end in zip(tensors, ends, strict=True)]
+    if tensors:
+        _foreach._foreach_lerp_(tensors, ends, weight)
 
-    What is chosen is said for each tensor, or for each of its elements.
-    """
-    for mask, tensor, end, weight in zip(chosen, locals_of(tensors), locals_of(ends), weights, strict=True):
-        tensor.lerp_(torch.where(mask.to(tensor.device), end, tensor).to(tensor.dtype), weight)
+
+def lerp_where_(chosen: Tensor, tensor: Tensor, end: Tensor, weight: float) -> None:
+    """``tensor += weight * (end - tensor)`` where ``chosen``, in place; other elements of ``end`` may be anything."""
+    local(tensor).lerp_(torch.where(chosen, local(end), local(tensor)).to(tensor.dtype), weight)
 
 
 def decay_squares_(tensors: Sequence[Tensor], values: Sequence[Tensor], beta: float) -> None:

@@ -1,6 +1,7 @@
 """Measure lists of tensors, slice by slice or joined, and scale what was measured."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -13,16 +14,21 @@ from torchzero_clip.functional.metric import Metric, parse_ord
 from torchzero_clip.functional.norms import (
     all_ones,
     beyond_float32,
+    combine,
     joint_metric,
+    may_look,
     means_over_ranks,
     p_norms,
     slice_metrics,
     total_norm,
+    whole_norms,
 )
+from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import Part, all_reduce, memory, pack, part, summed, whole
 from torchzero_clip.types import Dim, Ord
 
 S = TypeVar("S")
+L2 = Metric("norm", 2.0)
 
 
 class Slicing(NamedTuple):
@@ -52,7 +58,8 @@ class Slicing(NamedTuple):
         return tuple(d for d in range(ndim) if (d in named) != self.inverse_dims)
 
 
-class Measured(NamedTuple):
+@dataclass
+class Measured:
     """The norms of the slices of a list of tensors.
 
     Tensors that are left alone have no slices. ``indices``, ``norms`` and ``dims`` have one entry for each of the
@@ -63,23 +70,58 @@ class Measured(NamedTuple):
     """The metric that ``ord`` names."""
     indices: list[int]
     """The index of each tensor that has slices."""
-    norms: list[Tensor]
-    """The norm of each slice (for 'var' the standard deviation): per tensor a float64 tensor in which the dimensions of
-    a slice have size 1. Under FSDP2 they are the slices of which this process holds a part."""
+    vector: Tensor
+    """The norm of each slice (for 'var' the standard deviation), of all tensors one after the other: float64."""
     total: Tensor
     """The metric of all tensors together, those left alone included: 0-d."""
-    parts: list[Part]
-    """The tensors that were measured: the same memory, or a copy of distributed tensors with partial placements."""
     targets: list[Tensor]
     """The memory of the tensors, to be scaled."""
+    joint: bool = False
+    """All slices have one norm."""
     tensor_norms: Tensor | None = None
     """The p-norm of each tensor if p > 0 and each is one slice, else None. It is inf or NaN for tensors that are not
     finite, and 0 for tensors of zeros."""
+    _parts: list[Part] | None = None
+    """The tensors that were measured: the same memory, or a copy of distributed tensors with partial placements. None
+    if each is a plain tensor and one slice."""
+
+    @property
+    def parts(self) -> list[Part]:
+        """The tensors that were measured, with their slices."""
+        return [whole(target) for target in self.targets] if self._parts is None else self._parts
+
+    @property
+    def counts(self) -> list[int]:
+        """How many slices each tensor has."""
+        return [1] * len(self.targets) if self._parts is None else [p.slice_count for p in self._parts]
+
+    @property
+    def norms(self) -> list[Tensor]:
+        """The norms per tensor: dimensions of a slice have size 1.
+
+        Under FSDP2 they are those of the slices of which this process holds a part.
+        """
+        return self.shaped(self.vector)
 
     @property
     def dims(self) -> list[tuple[int, ...]]:
         """The dimensions that one slice of each tensor spans."""
         return [p.dims for p in self.parts]
+
+    @property
+    def is_plain(self) -> bool:
+        """True if each is a plain tensor and one slice."""
+        return self._parts is None
+
+    @property
+    def spread(self) -> bool:
+        """True if other processes hold other slices."""
+        return self._parts is not None and any(p.spread for p in self._parts)
+
+    def shaped(self, vector: Tensor) -> list[Tensor]:
+        """A vector with a number per slice as one tensor for each measured one, in the shape of its norms."""
+        pairs = zip(vector.split(self.counts), self.parts, strict=True)
+        return [chunk.view(p.slice_shape).to(p.tensor.device) for chunk, p in pairs]
 
     def joined(self, values: Sequence[Tensor]) -> Tensor:
         """Concatenate ``values``, which are shaped like ``norms``, into one vector with a number per slice."""
@@ -93,9 +135,15 @@ class Measured(NamedTuple):
                 together.
             rule: From a vector of norms and a setting to a vector of the same length.
         """
-        own = [settings[i] for i in self.indices]
-        vectors = [rule(pack(self.norms[part]), setting) for setting, part in by_setting(own)]
-        return torch.cat(vectors) if vectors else pack([])
+        own = settings if len(self.indices) == len(settings) else [settings[i] for i in self.indices]
+        shared = by_setting(own)
+        if self.joint and len(shared) == 1:
+            return rule(self.vector.narrow(0, 0, 1), shared[0][0]).expand(len(self.vector))
+        counts = self.counts
+        chunks = self.vector.split([sum(counts[part]) for _, part in shared])
+        return torch.cat(
+            [rule(chunk, setting) for chunk, (setting, _) in zip(chunks, shared, strict=True)] or [self.vector]
+        )
 
 
 class Scaled(NamedTuple):
@@ -141,7 +189,10 @@ def _checked_dims(tensor: Tensor, dims: Sequence[int]) -> tuple[int, ...]:
 
 
 def measure(
-    tensors: Sequence[Tensor], slicing: Slicing, dims_of: Callable[[Tensor], tuple[int, ...]] | None = None
+    tensors: Sequence[Tensor],
+    slicing: Slicing,
+    dims_of: Callable[[Tensor], tuple[int, ...]] | None = None,
+    scratch: Scratch | None = None,
 ) -> Measured:
     """Measure every slice.
 
@@ -149,15 +200,21 @@ def measure(
         tensors: The tensors.
         slicing: The metric and the slices.
         dims_of: The dimensions that one slice of a tensor spans, if they are not those of ``slicing``.
+        scratch: Memory with which norms of whole tensors are taken in few operations, if all tensors are plain.
     """
-    metric = slicing.metric
-    if slicing.dim == "global":
+    metric, joint = slicing.metric, slicing.dim == "global"
+    whole_tensors = joint or (slicing.dim is None and not slicing.inverse_dims and dims_of is None)
+    smallest = 1 if joint else max(slicing.min_size, 1)
+    may_be_fast = whole_tensors and metric == L2 and len(tensors) > 0
+    if scratch is not None and may_be_fast and min(map(Tensor.numel, tensors)) >= smallest:
+        return _measure_plain(tensors, joint, scratch)
+    if joint:
         return _measure_jointly(tensors, metric)
     indices, parts = cut(tensors, slicing, dims_of)
     targets = [memory(tensors[i]) for i in indices]
     if not metric.is_power:
         total = joint_metric([whole(tensor) for tensor in tensors], metric) ** metric.degree
-        return Measured(metric, indices, slice_metrics(parts, metric), total, parts, targets)
+        return Measured(metric, indices, pack(slice_metrics(parts, metric)), total, targets, _parts=parts)
 
     values = p_norms(parts, metric.p)
     kept = set(indices)
@@ -167,8 +224,18 @@ def measure(
     # by dimensions, not by what this process holds: all ranks have to agree
     whole_tensors = metric.p > 0 and not rest and all(len(p.dims) == p.tensor.ndim for p in parts)
     rows = zip(values, parts, strict=True)
-    norms = [metric.of_norm(value, p.size) for value, p in rows] if metric.kind == "mad" else values
-    return Measured(metric, indices, norms, total, parts, targets, pack(values) if whole_tensors else None)
+    norms = pack([metric.of_norm(value, p.size) for value, p in rows] if metric.kind == "mad" else values)
+    tensor_norms = (norms if metric.kind == "norm" else pack(values)) if whole_tensors else None
+    return Measured(metric, indices, norms, total, targets, tensor_norms=tensor_norms, _parts=parts)
+
+
+def _measure_plain(tensors: Sequence[Tensor], joint: bool, scratch: Scratch) -> Measured:
+    """The L2 norms of plain tensors, each one slice."""
+    norms = whole_norms(tensors, scratch)
+    wide = tensors[0].dtype == torch.float64  # the squares of other dtypes are in the range of float64
+    total = combine(norms, 2.0) if wide else torch.linalg.vector_norm(norms)
+    vector = total.expand(len(norms)) if joint else norms
+    return Measured(L2, list(range(len(tensors))), vector, total, list(tensors), joint, norms)
 
 
 def _measure_jointly(tensors: Sequence[Tensor], metric: Metric) -> Measured:
@@ -177,25 +244,42 @@ def _measure_jointly(tensors: Sequence[Tensor], metric: Metric) -> Measured:
     kept = [parts[i] for i in indices]
     norms = pack(p_norms(kept, metric.p)) if metric.is_power else None
     root = joint_metric(kept, metric, norms)
-    shaped = [root.to(p.tensor.device).expand((1,) * p.tensor.ndim) for p in kept]
     targets = [memory(tensors[i]) for i in indices]
     whole_tensors = norms if metric.p > 0 and len(kept) == len(parts) else None
-    return Measured(metric, indices, shaped, root**metric.degree, kept, targets, whole_tensors)
+    total, vector = root**metric.degree, root.expand(len(kept))
+    return Measured(metric, indices, vector, total, targets, True, whole_tensors, kept)
 
 
-def scale_(measured: Measured, factors: Tensor) -> Scaled:
-    """Multiply every slice by its factor, in place."""
-    if not measured.parts:
+def scale_(measured: Measured, factors: Tensor) -> None:
+    """Multiply every slice by its factor, in place.
+
+    Args:
+        measured: What was measured.
+        factors: A vector with a number per slice; one that was expanded from a single number counts as that.
+    """
+    if not measured.targets or all_ones(factors):
+        return
+    if measured.is_plain and not (factors.is_cpu and beyond_float32(factors)):
+        foreach.multiply_each_(measured.targets, factors)
+        return
+    foreach.scale_(measured.targets, measured.shaped(factors), exact=beyond_float32(factors))
+
+
+def effect(measured: Measured, factors: Tensor) -> Scaled:
+    """What factors do to the slices, whether or not these were multiplied by them yet."""
+    if not measured.targets:
         return Scaled(torch.ones_like(measured.total), torch.zeros_like(measured.total))
-    counts = [norms.numel() for norms in measured.norms]
-    if not all_ones(factors):
-        rows = zip(factors.split(counts), measured.norms, strict=True)
-        shaped = [factor.view(norms.shape) for factor, norms in rows]
-        foreach.scale_(measured.targets, shaped, exact=beyond_float32(factors))
-
     # the mean of 1 - factor, so that a rank without slices reports a factor of 1
-    lost, changed = means_over_ranks(measured.parts, counts, [1 - factors, (factors != 1).double()])
-    return Scaled(1 - lost, changed)
+    if measured.spread:
+        columns = [1 - factors, (factors != 1).double()]
+        lost, changed = means_over_ranks(measured.parts, measured.counts, columns)
+        return Scaled(1 - lost, changed)
+    if foreach.is_one_number(factors) and may_look(factors):
+        factor = factors.select(0, 0).item()
+        return Scaled(*(torch.tensor(value, dtype=torch.float64) for value in (factor, float(factor != 1))))
+    factors = factors.narrow(0, 0, 1) if foreach.is_one_number(factors) else factors
+    count = max(factors.numel(), 1)
+    return Scaled(1 - (1 - factors).sum() / count, (factors != 1).sum(dtype=torch.float64) / count)
 
 
 def summary(measured: Measured, scaled: Scaled) -> dict[str, Tensor]:

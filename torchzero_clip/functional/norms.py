@@ -14,7 +14,9 @@ from torch.distributed import ReduceOp
 from torchzero_clip.checks import boolean
 from torchzero_clip.checks import dims as check_dims
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.blocks import LARGEST, SMALLEST, block_norms, block_sums
 from torchzero_clip.functional.metric import Metric, parse_ord
+from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import Part, all_reduce, pack, summed, whole
 from torchzero_clip.functional.shards import part as part_of
 from torchzero_clip.functional.shards import replicated as replicated
@@ -152,15 +154,28 @@ def total_norm(parts: Sequence[Part], norms: Sequence[Tensor], others: Sequence[
 
 def all_ones(factors: Tensor) -> bool:
     """True if all factors are 1. Always False on CUDA and under compile, where reading would wait for the device."""
-    return _may_look(factors) and bool((factors == 1).all())
+    return may_look(factors) and extent(factors) == (1.0, 1.0)
 
 
 def beyond_float32(factors: Tensor) -> bool:
     """True if float32 cannot hold some factor. Always True on CUDA and under compile, where reading would wait."""
-    if not _may_look(factors):
+    if not may_look(factors):
         return True
     limits = torch.finfo(torch.float32)
-    return bool(((factors > 0) & ((factors < limits.tiny) | (factors > limits.max))).any())
+    smallest, largest = extent(factors)
+    if smallest <= 0:
+        return largest > limits.max or bool(((factors > 0) & (factors < limits.tiny)).any())
+    return smallest < limits.tiny or largest > limits.max
+
+
+def extent(vector: Tensor) -> tuple[float, float]:
+    """The smallest and the largest number; NaN if one is, and 1 for none."""
+    if not vector.numel():
+        return 1.0, 1.0
+    smallest, largest = (
+        vector.aminmax() if vector.ndim and vector.stride() != (0,) else (vector.reshape(-1).select(0, 0),) * 2
+    )
+    return smallest.item(), largest.item()
 
 
 def means_over_ranks(parts: Sequence[Part], counts: Sequence[int], columns: Sequence[Tensor]) -> list[Tensor]:
@@ -173,6 +188,42 @@ def means_over_ranks(parts: Sequence[Part], counts: Sequence[int], columns: Sequ
     return [total / count.clamp(min=1) for total in sums]
 
 
+def whole_norms(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
+    """The L2 norm of each of some plain real tensors of one dtype on one device: a float64 vector.
+
+    It is what `p_norms` returns but for rounding, in a number of operations that does not depend on their number.
+    """
+    first = tensors[0]
+    if not may_look(first):
+        if first.dtype == torch.float64:
+            return pack(p_norms([whole(tensor) for tensor in tensors], 2.0))
+        return torch.stack(foreach.norms(tensors, 2.0, torch.float64))
+    if first.dtype not in (torch.float32, torch.float64):
+        return pack(p_norms([whole(tensor) for tensor in tensors], 2.0))
+    norms = block_norms(tensors, scratch)
+    smallest, largest = extent(norms)
+    if not (smallest > SMALLEST and largest < LARGEST):  # also NaN
+        indices = ((norms > SMALLEST) & (norms < LARGEST)).logical_not_().nonzero().flatten()
+        again = p_norms([whole(tensors[i]) for i in indices.tolist()], 2.0)
+        norms[indices] = pack(again)
+    return norms
+
+
+def whole_sums(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
+    """The sum of each of some plain real tensors of one dtype on one device: a float64 vector.
+
+    It is what `slice_sums` returns but for the rounding of sums of 1024 elements to the dtype.
+    """
+    if not may_look(tensors[0]) or tensors[0].dtype not in (torch.float32, torch.float64):
+        return pack(slice_sums([whole(tensor) for tensor in tensors]))
+    sums = block_sums(tensors, scratch)
+    odd = sums.isfinite().logical_not_()
+    if bool(odd.any()):
+        indices = odd.nonzero().flatten()
+        sums[indices] = pack(slice_sums([whole(tensors[i]) for i in indices.tolist()]))
+    return sums
+
+
 def p_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
     """The p-norm of every slice, float64: one tensor per part; magnitudes of complex numbers."""
     if any(part.tensor.is_complex() for part in parts):
@@ -180,7 +231,7 @@ def p_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
     norms = _merged(parts, _local_norms(parts, p), p)
     if p == 0 or math.isinf(p) or not parts:
         return norms
-    if not _may_look(*(part.tensor for part in parts)):
+    if not may_look(*(part.tensor for part in parts)):
         risky = [i for i, part in enumerate(parts) if part.tensor.dtype == torch.float64 or abs(p) > 6]
         return _redone(parts, norms, risky, p)
     # float32 powers leave their range far from 1; what lies beyond 10^(+-30/p) is taken again on rescaled values
@@ -251,8 +302,8 @@ def _local_norm(part: Part, p: float) -> Tensor:
     dtype = _accumulation_dtype(x)
     if dtype == torch.float64:
         return torch.linalg.vector_norm(x, p, dims, keepdim=True, dtype=dtype)
-    if len(dims) == x.ndim and x.numel() > BLOCK and _is_dense(x):
-        x, dims = x.as_strided((x.numel(),), (1,)), (0,)
+    if len(dims) == x.ndim and x.numel() > BLOCK and foreach.is_dense(x):
+        x, dims = foreach.flat(x), (0,)
     for d in sorted(dims, key=x.stride):
         x = _norm_along(x, p, d)
     return x.view(part.slice_shape)
@@ -295,21 +346,11 @@ def _usable_scale(largest: Tensor) -> Tensor:
     return torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
 
 
-def _may_look(*tensors: Tensor) -> bool:
+def may_look(*tensors: Tensor) -> bool:
     """Whether reading a result here costs nothing: elsewhere it would wait for the device, or break a graph."""
     return all(tensor.is_cpu for tensor in tensors) and not torch.compiler.is_compiling()
 
 
 def _accumulation_dtype(x: Tensor) -> torch.dtype:
     """Float64 everywhere but in eager mode on CPU, where it costs ten times as much as float32."""
-    return foreach.wide_dtype(x.dtype) if _may_look(x) else torch.float64
-
-
-def _is_dense(x: Tensor) -> bool:
-    """Whether the elements fill one run of memory, in whatever order."""
-    expected = 1
-    for stride, n in sorted(zip(x.stride(), x.shape, strict=True)):
-        if n != 1 and stride != expected:
-            return False
-        expected *= n
-    return True
+    return foreach.wide_dtype(x.dtype) if may_look(x) else torch.float64

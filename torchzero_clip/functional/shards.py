@@ -30,6 +30,11 @@ class Part(NamedTuple):
         """The shape of one number per slice, with dimensions kept."""
         return [1 if d in self.dims else n for d, n in enumerate(self.tensor.shape)]
 
+    @property
+    def slice_count(self) -> int:
+        """How many slices this process holds a part of."""
+        return math.prod(self.slice_shape)
+
 
 def local(tensor: Tensor) -> Tensor:
     """The plain tensor under a distributed one, sharing its memory."""
@@ -37,6 +42,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    if not any(issubclass(kind, DTensor) for kind in set(map(type, tensors))):
+        return list(tensors)
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 

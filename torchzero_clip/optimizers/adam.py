@@ -10,7 +10,8 @@ from torch.optim.adam import adam
 from typing_extensions import override
 
 from torchzero_clip.checks import betas as check_betas
-from torchzero_clip.checks import boolean, floating_dtype, non_negative
+from torchzero_clip.checks import boolean, floating_dtype, non_negative, optional
+from torchzero_clip.core.kernels import Fused
 from torchzero_clip.core.kinds import TakeStep, UpdateRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.step import Step
@@ -22,6 +23,9 @@ from torchzero_clip.types import Schedule, Setting, State, Target
 
 TORCHS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128)
 """Dtypes for which `Adam.fuse` calls torch's own code. Float16 is left out, because ``eps`` rounds to 0 there."""
+
+KERNELS_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+"""Dtypes for which torch's fused kernel is right."""
 
 
 class Adam(UpdateRule):
@@ -39,9 +43,9 @@ class Adam(UpdateRule):
         betas: Decay rates of the two averages, each in [0, 1); a setting of the param groups.
         eps: Added to the denominator after the bias correction, in units of the gradient; a setting.
         amsgrad: Divide by the largest of all past averages of squares.
-        fused: Take the step by torch's fused kernel, in one pass over memory, where the rest of the chain is at most
-            `WeightDecay` and `LR`, parameters are real, and averages have their dtype. It rounds otherwise than the
-            default.
+        fused: Take the step by torch's fused kernel, in one pass over memory, which rounds otherwise than torch's loop.
+            None for wherever it is right: the rest of the chain is at most `WeightDecay` and `LR`, parameters are real,
+            and averages are laid out like them and have their dtype. False for torch's loop, bit for bit.
         state_dtype: The dtype of the averages, of their parts if they are complex; that of the parameter if None.
         target: What it acts on, see `Transform`.
         name: The name in the chain and in checkpoints; the class name in snake case if None.
@@ -77,13 +81,13 @@ class Adam(UpdateRule):
         *,
         eps: float | Schedule = 1e-8,
         amsgrad: bool = False,
-        fused: bool = False,
+        fused: bool | None = None,
         state_dtype: torch.dtype | None = None,
         target: Target = "update",
         name: str | None = None,
     ) -> None:
         boolean("amsgrad", amsgrad)
-        boolean("fused", fused)
+        optional(boolean)("fused", fused)
         if state_dtype is not None:
             floating_dtype("state_dtype", state_dtype)
         super().__init__({"betas": betas, "eps": eps}, lr=lr, target=target, name=name)
@@ -130,19 +134,48 @@ class Adam(UpdateRule):
         foreach.scale_(updates, _bias_corrections(steps, beta1, -1.0))
         return [update.to(t.dtype) for update, t in zip(updates, tensors, strict=True)]
 
+    def _ends_as_torchs(self, rest: Sequence[Transform]) -> bool:
+        """True if this and the rest of the chain are `torch.optim.AdamW`."""
+        kinds = [type(transform) for transform in rest]
+        only_updates = all(t.target == "update" for t in (self, *rest))
+        return only_updates and kinds in ([LR], [WeightDecay, LR])
+
+    @override
+    def kernel(self, rest: Sequence[Transform], step: Step) -> Fused | None:
+        """Return torch's fused kernel, if it is right."""
+        if self.fused is False or not self._ends_as_torchs(rest) or step.params[0].dtype not in KERNELS_DTYPES:
+            return None
+        return Fused(self._kernel, self._keys, ("step",))
+
+    def _kernel(
+        self, params: list[Tensor], updates: list[Tensor], state: list[list[Tensor]], setting: Setting, scale: Any
+    ) -> None:
+        beta1, beta2 = setting["betas"]
+        *averages, steps = state
+        foreach.fused_adamw_(
+            params,
+            updates,
+            averages,
+            steps,
+            amsgrad=self.amsgrad,
+            beta1=beta1,
+            beta2=beta2,
+            lr=setting["lr"],
+            weight_decay=setting.get("weight_decay", 0.0),
+            eps=setting["eps"],
+            scale=scale,
+        )
+
     @override
     def fuse(self, rest: Sequence[Transform], updates: list[Tensor], step: Step) -> TakeStep | None:
         """Return a step by torch's functions if this and the rest of the chain are `torch.optim.AdamW`; else None."""
-        kinds = [type(transform) for transform in rest]
-        if any(t.target != "update" for t in (self, *rest)) or kinds not in ([LR], [WeightDecay, LR]):
+        if not self._ends_as_torchs(rest) or torch.compiler.is_compiling():
             return None
-        if torch.compiler.is_compiling():  # the compiler has its own ways to make one pass of it
-            return None
-        zipped = zip(updates, step.params, step.states, strict=True)
-        rows = [(update, param, *[state[key] for key in self._keys]) for update, param, state in zipped]
+        columns = [step.column(key) for key in self._keys]
+        rows = list(zip(updates, step.params, *columns, strict=True))
         if not all(self._is_torchs(*row) for row in rows):
             return None
-        uses_kernel = [self._uses_kernel(*row) for row in rows] if self.fused else [False] * len(rows)
+        uses_kernel = [False] * len(rows) if self.fused is False else [self._uses_kernel(*row) for row in rows]
         return partial(self._take_torchs_step, updates, step, uses_kernel)
 
     def _is_torchs(self, update: Tensor, param: Tensor, *averages: Tensor) -> bool:
@@ -151,7 +184,7 @@ class Adam(UpdateRule):
         # elsewhere the step count is on the device, and torch's other implementations would wait for it
         if param.is_cpu:
             return True
-        return param.device.type == "cuda" and self.fused and self._uses_kernel(update, param, *averages)
+        return param.device.type == "cuda" and self.fused is not False and self._uses_kernel(update, param, *averages)
 
     def _uses_kernel(self, *alike: Tensor) -> bool:
         """True if torch's fused kernel can be used, which goes through memory without looking at strides."""

@@ -51,7 +51,7 @@ class AdamW(Chain):
         eps: float | Schedule = 1e-8,
         weight_decay: float | Schedule = 1e-2,
         amsgrad: bool = False,
-        fused: bool = False,
+        fused: bool | None = None,
         state_dtype: torch.dtype | None = None,
         name: str | None = None,
     ) -> None:

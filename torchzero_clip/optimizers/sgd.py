@@ -5,12 +5,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from typing_extensions import override
 
-from torchzero_clip.checks import boolean, non_negative, number
+from torchzero_clip.checks import boolean, non_negative, number, optional
+from torchzero_clip.core.kernels import Fused
 from torchzero_clip.core.kinds import UpdateRule
+from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.step import Step
+from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.shards import locals_of
 from torchzero_clip.types import Schedule, Setting, State, Target
 
 
@@ -27,6 +32,9 @@ class SGD(UpdateRule):
         momentum: The decay rate of the buffer, >= 0; a setting of the param groups.
         dampening: The share of each update that does not enter the buffer; a setting.
         nesterov: Look ahead by one step. It needs momentum and no dampening.
+        fused: Take the step by torch's fused kernel, in one pass over memory, which rounds otherwise than torch's loop.
+            None for wherever it is right: the rest of the chain is the `LR`, parameters are real and of float32 or
+            float64, and buffers are laid out like them and have their dtype. False for torch's loop, bit for bit.
         target: What it acts on, see `Transform`.
         name: The name in the chain and in checkpoints; the class name in snake case if None.
 
@@ -59,10 +67,13 @@ class SGD(UpdateRule):
         *,
         dampening: float | Schedule = 0.0,
         nesterov: bool = False,
+        fused: bool | None = None,
         target: Target = "update",
         name: str | None = None,
     ) -> None:
         boolean("nesterov", nesterov)
+        optional(boolean)("fused", fused)
+        self.fused = fused
         self.nesterov = nesterov
         super().__init__({"momentum": momentum, "dampening": dampening}, lr=lr, target=target, name=name)
 
@@ -77,6 +88,45 @@ class SGD(UpdateRule):
     def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
         """The buffer. It is made of the first update that momentum is used for, as in torch."""
         return {"momentum_buffer": torch.zeros_like(param)}
+
+    @override
+    def variant(self, setting: Setting) -> bool:
+        """Whether there are buffers."""
+        return setting["momentum"] != 0
+
+    @override
+    def kernel(self, rest: Sequence[Transform], step: Step) -> Fused | None:
+        """Return torch's fused kernel, if it is right."""
+        if self.fused is False or [type(t) for t in rest] != [LR] or any(t.target != "update" for t in (self, *rest)):
+            return None
+        # in torch 2.13, the kernel leaves bfloat16 parameters as they are on CPU, and has no version for fake tensors
+        if step.params[0].dtype not in (torch.float32, torch.float64) or isinstance(step.params[0], FakeTensor):
+            return None
+        settings = [setting for setting, _ in step.by_setting()]
+        if not self.variant(settings[0]):
+            return Fused(self._kernel, ())
+        if not step.has("momentum_buffer"):
+            # a buffer of zeros becomes the update, as in torch, unless the update is dampened
+            is_dampened = any(setting["dampening"] for setting in settings)
+            if is_dampened or not foreach.are_alike([locals_of(step.params), locals_of(step.grads)]):
+                return None
+            for state, param in zip(step.states, step.params, strict=True):
+                state.setdefault("momentum_buffer", torch.zeros_like(param))
+        return Fused(self._kernel, ("momentum_buffer",))
+
+    def _kernel(
+        self, params: list[Tensor], updates: list[Tensor], state: list[list[Tensor]], setting: Setting, scale: Any
+    ) -> None:
+        foreach.fused_sgd_(
+            params,
+            updates,
+            state[0] if state else [],
+            momentum=setting["momentum"],
+            dampening=setting["dampening"],
+            nesterov=self.nesterov,
+            lr=setting["lr"],
+            scale=scale,
+        )
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:

@@ -1,0 +1,216 @@
+"""The rows of the tables: torch, the bare calls, and this package as a user writes it."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_ as torch_clip_grad_norm_
+from torch.nn.utils import clip_grad_value_ as torch_clip_grad_value_
+
+from benchmarks.timing import Case, Params, Timed
+from torchzero_clip import (
+    AdamW,
+    Centralize,
+    ClipNorm,
+    ClipNormByEMA,
+    ClipNormGrowth,
+    ClipValue,
+    ClipValueByEMA,
+    ClipValueGrowth,
+    Modular,
+    Normalize,
+    NormalizeByEMA,
+    Transform,
+    clip_grad_norm_,
+    clip_grad_value_,
+    normalize_grads_,
+)
+
+_torch: Any = torch  # functions that are not in torch's type stubs
+Make = Callable[[Params], Timed]
+Clip = Callable[[Params], object]
+
+CLIP_AND_FUSED = "torch clip_grad_norm_, AdamW(fused=True)"
+CLIP_EACH_AND_FUSED = "torch clip_grad_norm_ per tensor, AdamW(fused=True)"
+CLIP_AND_FOREACH = "torch clip_grad_norm_, AdamW(foreach=True)"
+GLOBAL_CLIP = 'ClipNorm(1, dim="global"), AdamW()'
+COPY = "copy of the gradients"
+TORCH_NORM, TORCH_EACH = "torch clip_grad_norm_(params, 1)", "torch clip_grad_norm_(param, 1) per tensor"
+TORCH_VALUE = "torch clip_grad_value_(params, 1e-3)"
+
+
+def clip_jointly(params: Params) -> None:
+    torch_clip_grad_norm_(params, 1)
+
+
+def clip_each(params: Params) -> None:
+    for param in params:
+        torch_clip_grad_norm_(param, 1)
+
+
+def clip_values(params: Params) -> None:
+    torch_clip_grad_value_(params, 1e-3)
+
+
+def by_torch(clip: Clip | None, *, fused: bool) -> Make:
+    """A clip, then torch's AdamW: the fused one or the foreach one."""
+
+    def make(params: Params) -> Timed:
+        optimizer = torch.optim.AdamW(params, fused=fused, foreach=not fused)
+
+        def step() -> None:
+            if clip is not None:
+                clip(params)
+            optimizer.step()
+
+        return Timed(step)
+
+    return make
+
+
+def bare_calls(params: Params) -> Timed:
+    """The same arithmetic in two calls; dividing by ``grad_scale`` clips inside of the fused kernel."""
+    averages, squares = ([torch.zeros_like(param) for param in params] for _ in range(2))
+    count = torch.zeros((), device=params[0].device)
+    counts = [count] * len(params)
+
+    @torch.no_grad()
+    def step() -> None:
+        grads = grads_of(params)
+        norm = torch.linalg.vector_norm(torch.stack(_torch._foreach_norm(grads)))
+        count.add_(1)
+        _torch._fused_adamw_(
+            params,
+            grads,
+            averages,
+            squares,
+            [],
+            counts,
+            lr=1e-3,
+            beta1=0.9,
+            beta2=0.999,
+            weight_decay=1e-2,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=norm.add_(1e-6).clamp_(min=1),
+        )
+
+    return Timed(step)
+
+
+def ours(*transforms: Callable[[], Transform]) -> Make:
+    return lambda params: Timed(Modular(params, *(made() for made in transforms)).step)
+
+
+def two_groups(params: Params) -> Timed:
+    """Weight decay for the matrices, none for the vectors."""
+    vectors = [param for param in params if param.ndim < 2]
+    matrices = [param for param in params if param.ndim >= 2]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return Timed(Modular(groups, ClipNorm(1, dim="global"), AdamW()).step)
+
+
+def scheduled(every: int) -> Make:
+    """A scheduler that steps each time, and metrics that are read every so many steps."""
+
+    def make(params: Params) -> Timed:
+        optimizer = Modular(params, ClipNorm(1, dim="global"), AdamW())
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
+        steps = 0
+
+        def step() -> None:
+            nonlocal steps
+            optimizer.step()
+            scheduler.step()
+            steps += 1
+            if steps % every == 0:
+                for value in optimizer.metrics().values():
+                    value.item()
+
+        return Timed(step)
+
+    return make
+
+
+def function(clip: Clip) -> Make:
+    return lambda params: Timed(lambda: clip(params))
+
+
+def copied(params: Params) -> Timed:
+    copies = [torch.empty_like(param, requires_grad=False) for param in params]
+    return Timed(lambda: _torch._foreach_copy_(copies, grads_of(params)))
+
+
+def grads_of(params: Params) -> list[Tensor]:
+    return [param.grad for param in params if param.grad is not None]
+
+
+CLIP_EACH = partial(ClipNorm, 1)
+TRANSFORMS: list[Callable[[], Transform]] = [
+    CLIP_EACH,
+    partial(ClipValue, 1e-3),
+    Normalize,
+    Centralize,
+    ClipNormByEMA,
+    NormalizeByEMA,
+    ClipNormGrowth,
+    ClipValueByEMA,
+    ClipValueGrowth,
+]
+
+
+def written(made: Callable[[], Transform]) -> str:
+    return repr(made()).replace("'", '"')
+
+
+def step_cases() -> list[Case]:
+    """Whole optimizer steps."""
+    makes: dict[str, Make] = {
+        CLIP_AND_FUSED: by_torch(clip_jointly, fused=True),
+        CLIP_EACH_AND_FUSED: by_torch(clip_each, fused=True),
+        "torch clip_grad_value_, AdamW(fused=True)": by_torch(clip_values, fused=True),
+        "torch AdamW(fused=True), no clip": by_torch(None, fused=True),
+        CLIP_AND_FOREACH: by_torch(clip_jointly, fused=False),
+        "bare _foreach_norm, _fused_adamw_(grad_scale=...)": bare_calls,
+        GLOBAL_CLIP: ours(partial(ClipNorm, 1, dim="global"), AdamW),
+        "  and two param groups": two_groups,
+        "  and a scheduler, metrics() every 10 steps": scheduled(10),
+        "  and a scheduler, metrics() every step": scheduled(1),
+    }
+    makes |= {f"{written(transform)}, AdamW()": ours(transform, AdamW) for transform in TRANSFORMS}
+    by_tensor = (CLIP_EACH_AND_FUSED, f"{written(CLIP_EACH)}, AdamW()")
+    bases = dict.fromkeys(by_tensor, (CLIP_AND_FUSED, CLIP_EACH_AND_FUSED))
+    return [Case(name, make, bases.get(name, (CLIP_AND_FUSED,))) for name, make in makes.items()]
+
+
+def transform_cases() -> list[Case]:
+    """Transforms without an optimizer: gradients in, parameters updated."""
+    transforms = [partial(ClipNorm, 1, dim="global"), partial(ClipNorm, 1, dim=0), *TRANSFORMS]
+    return [Case(COPY, copied, (COPY,)), *(Case(written(made), ours(made), (COPY,)) for made in transforms)]
+
+
+def function_cases() -> list[Case]:
+    """The functions for training loops with an optimizer of their own."""
+    return [
+        Case(TORCH_NORM, function(clip_jointly), (TORCH_NORM,)),
+        Case(
+            'clip_grad_norm_(params, 1, dim="global")',
+            function(lambda p: clip_grad_norm_(p, 1, dim="global")),
+            (TORCH_NORM,),
+        ),
+        Case(TORCH_EACH, function(clip_each), (TORCH_EACH,)),
+        Case("clip_grad_norm_(params, 1)", function(lambda p: clip_grad_norm_(p, 1)), (TORCH_EACH,)),
+        Case("normalize_grads_(params, 1)", function(lambda p: normalize_grads_(p, 1)), (TORCH_EACH,)),
+        Case(TORCH_VALUE, function(clip_values), (TORCH_VALUE,)),
+        Case("clip_grad_value_(params, 1e-3)", function(lambda p: clip_grad_value_(p, 1e-3)), (TORCH_VALUE,)),
+    ]
+
+
+CASES: dict[str, Callable[[], list[Case]]] = {
+    "steps": step_cases,
+    "transforms": transform_cases,
+    "functions": function_cases,
+}

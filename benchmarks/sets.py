@@ -1,0 +1,32 @@
+"""Shapes of the parameters that are stepped."""
+
+from collections.abc import Callable
+
+Shapes = list[tuple[int, ...]]
+
+
+def resnet_like() -> Shapes:
+    """400 small tensors, 1.0M parameters."""
+    channels = [16, 24, 32, 40]
+    blocks = [[(c, c, 3, 3), (c,), (c,)] for c in (channels[i % 4] for i in range(133))]
+    return [shape for block in blocks for shape in block] + [(10, 40)]
+
+
+def gpt_like() -> Shapes:
+    """100 tensors of GPT-2's shapes, 51.5M parameters."""
+    d = 512
+    block: Shapes = [(d,), (d,), (3 * d, d), (3 * d,), (d, d), (d,), (d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,)]
+    return [(50257, d), (1024, d), *block * 8, (d,), (d,)]
+
+
+def big() -> Shapes:
+    """4 tensors, 67M parameters."""
+    return [(4096, 4096)] * 4
+
+
+def equal(parameters: int, tensors: int) -> Shapes:
+    """Tensors of one dimension and of equal length."""
+    return [(parameters // tensors,)] * tensors
+
+
+SETS: dict[str, Callable[[], Shapes]] = {"small": resnet_like, "gpt": gpt_like, "big": big}

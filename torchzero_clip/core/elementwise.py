@@ -1,0 +1,123 @@
+"""Transforms that act on each element alone, and so may run on parts of tensors, or on several joined."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torchzero_clip.core.step import Step
+from torchzero_clip.core.transform import TensorwiseTransform
+from torchzero_clip.functional.foreach import reals
+from torchzero_clip.functional.measure import share
+from torchzero_clip.functional.scratch import Scratch
+from torchzero_clip.types import Setting, State
+
+
+class Flags(NamedTuple):
+    """What statistics do in this step: vectors of booleans with one element for each parameter."""
+
+    usable: Tensor
+    """They learn from the update, and change it."""
+    started: Tensor
+    """They have learned from an update before."""
+
+
+class Elementwise(TensorwiseTransform):
+    """Acts on each element alone, knowing only state of the same shape: subclasses implement `change_`.
+
+    The optimizer calls it with whole tensors, with parts of them, or with several joined. It reports one metric,
+    ``clipped``: the share of elements that changed.
+    """
+
+    keys: ClassVar[Sequence[str]] = ()
+    """The keys of the state that is shaped like the parameter."""
+
+    @abstractmethod
+    def change_(self, x: Tensor, state: Sequence[Tensor], setting: Setting, usable: Tensor, started: Tensor) -> Tensor:
+        """Change elements and their state in place, and return how many elements changed.
+
+        Args:
+            x: Real elements.
+            state: State of the same shape.
+            setting: The settings.
+            usable: As in `Flags`: one boolean for all elements, or one for each.
+            started: As ``usable``.
+        """
+
+    def change_usual_(
+        self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, scratch: Scratch
+    ) -> Tensor | None:
+        """Do the same in fewer operations where all is usable, has started and is finite; None if there is no such way.
+
+        Args:
+            x: Real elements in a vector, not to be modified unless ``result`` is the same.
+            result: Where the changed elements go.
+            state: As in `change_`.
+            setting: As in `change_`.
+            scratch: Memory for intermediate results.
+        """
+        return None
+
+    def is_elementwise(self) -> bool:
+        """Whether `change_` is all that this transform does: a subclass may override ``apply_tensors`` below it."""
+        names = ("change_", "apply_tensors", "apply_tensor")
+        return next(name for base in type(self).__mro__ for name in names if name in vars(base)) == "change_"
+
+    def acts_with(self, setting: Setting) -> bool:
+        """Whether anything is done to parameters with this setting."""
+        return True
+
+    def flags(self, step: Step, rows: Sequence[int] | None) -> Flags:
+        """What statistics do in this step, which counts as begun for them after this call.
+
+        Args:
+            step: The step.
+            rows: The indices of the parameters that it acts on; None for all.
+        """
+        count = len(step.params) if rows is None else len(rows)
+        all_true = torch.ones((), dtype=torch.bool, device=step.params[0].device).expand(count)
+        if not self.keeps_statistics:
+            return Flags(all_true, all_true)
+        started = step.numbers("started", rows) > 0
+        usable = step.usable(started, indices=rows)
+        step.keep("started", (usable | started).double(), rows)
+        return Flags(usable, started)
+
+    def rows_of(self, step: Step) -> list[int] | None:
+        """The indices of the parameters that it acts on; None for all."""
+        if all(self.acts_with(setting) for setting, _ in step.by_setting()):
+            return None
+        return [i for i, setting in enumerate(step.settings) if self.acts_with(setting)]
+
+    @override
+    def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
+        """Change every tensor, in place."""
+        rows = self.rows_of(step)
+        counts = [torch.zeros((), dtype=torch.int64, device=update.device) for update in updates]
+        indices = range(len(updates)) if rows is None else rows
+        if indices:
+            usable, started = self.flags(step, rows)
+            columns = [step.column(key, rows) for key in self.keys]
+            for k, i in enumerate(indices):
+                x = reals(updates[i])
+                state = [reals(column[k]) for column in columns]
+                flags = [flag.select(0, k).to(x.device) for flag in (usable, started)]
+                counts[i] = self.change_(x, state, step.settings[i], *flags)
+            step.metrics["clipped"] = share(updates, counts)
+        return updates
+
+    @override
+    def apply_tensor(
+        self, tensor: Tensor, param: Tensor, grad: Tensor, loss: Tensor | float | None, state: State, setting: Setting
+    ) -> Tensor:
+        """Change every element of one update, whose gradient is taken to be finite, in place."""
+        if self.acts_with(setting):
+            true = torch.ones((), dtype=torch.bool, device=tensor.device)
+            started = state["started"] > 0 if self.keeps_statistics else true
+            self.change_(reals(tensor), [reals(state[key]) for key in self.keys], setting, true, started)
+            if self.keeps_statistics:
+                state["started"].fill_(1)
+        return tensor

@@ -1,0 +1,133 @@
+"""The end of a chain in one pass over memory: a kernel that takes the factors of the last scaling with it."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.functional import foreach
+from torchzero_clip.functional.measure import by_setting
+from torchzero_clip.types import Setting
+
+LONG = 65536
+"""Tensors of more elements get a factor of their own in a call of their own; shorter ones are multiplied together."""
+
+
+class Kernel(Protocol):
+    """Changes parameters and state as the rest of a chain would."""
+
+    def __call__(
+        self, params: list[Tensor], updates: list[Tensor], state: list[list[Tensor]], setting: Setting, scale: Any
+    ) -> None:
+        """Take the step of some parameters, or of parts of them.
+
+        Args:
+            params: The parameters.
+            updates: Their updates.
+            state: Tensors of the same shapes, one list for each key, and after them lists of 0-d tensors.
+            setting: Their settings.
+            scale: A 0-d float32 tensor that the updates are divided by first, in their memory; None for 1.
+        """
+        ...
+
+
+class Fused(NamedTuple):
+    """The rest of a chain as one operation on lists of plain tensors."""
+
+    kernel: Kernel
+    state: Sequence[str]
+    """The keys of state shaped like the parameters, which the kernel changes."""
+    counters: Sequence[str] = ()
+    """The keys of numbers that count the steps, this one included."""
+
+
+def run_kernel(
+    kernel: Kernel,
+    params: list[Tensor],
+    updates: list[Tensor],
+    state: list[list[Tensor]],
+    settings: Sequence[Setting],
+    factors: Tensor | None,
+) -> None:
+    """Multiply updates by their factors, and take the step.
+
+    Args:
+        kernel: The rest of the chain.
+        params: The parameters.
+        updates: Their updates; with factors they are written to.
+        state: State of theirs, one list for each key.
+        settings: Their settings.
+        factors: One number for each update, or a 0-d tensor for all; None for 1.
+    """
+    alone: dict[int, Tensor] = {}
+    scale = None
+    if factors is not None:
+        if params[0].dtype == torch.float64 or (factors.ndim and not factors.is_cpu):
+            foreach.multiply_each_(updates, factors.expand(len(updates)))  # the kernels divide in float32
+        elif not factors.ndim:
+            scale = inverse(factors)
+        else:
+            alone = _multiply_short_(updates, factors)
+    for setting, own in by_setting(settings):
+        rows = range(own.start, own.stop)
+        together = [i for i in rows if i not in alone] if alone else own
+        _call(kernel, together, params, updates, state, setting, scale)
+        for i in rows if alone else ():
+            if i in alone:
+                _call(kernel, [i], params, updates, state, setting, alone[i])
+
+
+def _call(
+    kernel: Kernel,
+    rows: slice | list[int],
+    params: list[Tensor],
+    updates: list[Tensor],
+    state: list[list[Tensor]],
+    setting: Setting,
+    scale: Tensor | None,
+) -> None:
+    lists = [
+        column[rows] if isinstance(rows, slice) else [column[i] for i in rows] for column in (params, updates, *state)
+    ]
+    if lists[0]:
+        kernel(lists[0], lists[1], lists[2:], setting, scale)
+
+
+def call_kernel(
+    kernel: Kernel,
+    params: list[Tensor],
+    state: list[list[Tensor]],
+    settings: Sequence[Setting],
+    rows: list[int],
+    cut: slice | None,
+    updates: list[Tensor],
+) -> None:
+    """Take the step of some parameters that share a setting; ``cut`` says which elements, None for all."""
+    lists = [[column[i] for i in rows] for column in (params, *state)]
+    if cut is not None:
+        lists = [[t.view(-1)[cut] if t.ndim else t for t in column] for column in lists]
+    kernel(lists[0], updates, lists[1:], settings[rows[0]], None)
+
+
+def _multiply_short_(updates: Sequence[Tensor], factors: Tensor) -> dict[int, Tensor]:
+    """Multiply short updates by their factors, on CPU; return the inverse factors of the others by index."""
+    changed = (factors != 1).tolist()
+    long = [i for i, update in enumerate(updates) if changed[i] and update.numel() > LONG]
+    kept = set(long)
+    short = [i for i in range(len(updates)) if changed[i] and i not in kept]
+    if short:
+        own = factors if len(short) == len(updates) else factors[torch.tensor(short)]
+        foreach.multiply_each_([updates[i] for i in short], own)
+    inverses = inverse(factors).unbind()
+    return {i: inverses[i] for i in long}
+
+
+def inverse(factors: Tensor) -> Tensor:
+    """What the kernels divide by; a factor of 0 stays one."""
+    largest = torch.finfo(torch.float32).max
+    if factors.is_cpu and not factors.ndim:
+        factor = factors.item()
+        return torch.tensor(min(max(1 / factor, -largest), largest) if factor else torch.inf)
+    exact = factors.reciprocal()
+    return torch.where(factors == 0, exact, exact.clamp(min=-largest, max=largest)).float()

@@ -1,0 +1,17 @@
+"""What an optimizer keeps from step to step to be fast; nothing of it is state."""
+
+from torchzero_clip.core.gathering import Checked
+from torchzero_clip.core.states import Vectors
+from torchzero_clip.functional.scratch import Scratch
+
+
+class Workspace:
+    """Memory for intermediate results, and numbers of state as vectors.
+
+    It is never saved or copied with an optimizer, because a new one is as good.
+    """
+
+    def __init__(self) -> None:
+        self.scratch = Scratch()
+        self.vectors = Vectors()
+        self.checked: dict[str, Checked] = {}

@@ -1,0 +1,119 @@
+"""Norms and sums of many tensors at once, in few operations."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.functional import foreach
+from torchzero_clip.functional.scratch import Scratch
+
+SHORT = 65536
+"""Tensors of at most this many elements are copied to be measured together."""
+
+BLOCK = 1024
+"""Elements of a long tensor whose norm is taken in float32; the norms of blocks are combined in float64."""
+
+ROW = 512
+"""Elements of a row of copies."""
+
+ROWS = 512
+"""Rows in the memory for copies, 1 MiB of float32: it stays in the cache."""
+
+SMALLEST, LARGEST = 1e-12, 1e30
+"""Beyond these float32 squares may vanish or overflow."""
+
+
+class _Chunk(NamedTuple):
+    """Tensors that are copied at a time: each fills whole rows, the rest of its last row is 0."""
+
+    own: slice
+    views: list[Tensor]
+    rows: Tensor
+
+
+class _Plan(NamedTuple):
+    short: list[int]
+    long: list[int]
+    chunks: list[_Chunk]
+    owner: Tensor
+    """The tensor that each measured block belongs to."""
+
+
+def block_norms(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
+    """The L2 norm of each tensor: a float64 vector. Those beyond `SMALLEST` and `LARGEST` may be wrong.
+
+    Args:
+        tensors: Plain tensors of one dtype, float32 or float64, on CPU.
+        scratch: Memory for copies of short tensors.
+    """
+    return _reduced(tensors, scratch, partial(torch.linalg.vector_norm, dim=1), torch.square).sqrt_()
+
+
+def block_sums(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
+    """The sum of each tensor: a float64 vector. Those that are not finite may be wrong.
+
+    Args:
+        tensors: As in `block_norms`.
+        scratch: As in `block_norms`.
+    """
+    return _reduced(tensors, scratch, partial(torch.sum, dim=1), torch.positive)
+
+
+def _reduced(
+    tensors: Sequence[Tensor],
+    scratch: Scratch,
+    reduce: Callable[[Tensor], Tensor],
+    weigh: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Reduce rows in the dtype of the tensors; the sum over the rows of each tensor, in float64, of what they weigh."""
+    shapes = [tensor.shape for tensor in tensors]
+    like = tensors[0]
+    plan = scratch.plan("blocks", (*shapes, like.dtype), lambda: _planned(tensors, scratch))
+    short = tensors if not plan.long else [tensors[i] for i in plan.short]
+    found: list[Tensor] = []
+    for chunk in plan.chunks:
+        if len(plan.chunks) > 1:
+            chunk.rows.zero_()  # the chunks share their memory
+        foreach.copy_plain_(chunk.views, short[chunk.own])
+        found.append(reduce(chunk.rows))
+    for i in plan.long:
+        found += [reduce(rows) for rows in _rows_of(tensors[i])]
+    values = weigh(torch.cat(found).double())
+    return torch.zeros(len(tensors), dtype=torch.float64).index_add_(0, plan.owner, values)
+
+
+def _planned(tensors: Sequence[Tensor], scratch: Scratch) -> _Plan:
+    sizes = [tensor.numel() for tensor in tensors]
+    short = [i for i, size in enumerate(sizes) if size <= SHORT]
+    long = [i for i, size in enumerate(sizes) if size > SHORT]
+    counts = [-(-sizes[i] // ROW) for i in short]
+    bounds, total = [0], 0
+    for k, count in enumerate(counts):
+        if total + count > ROWS and total:
+            bounds.append(k)
+            total = 0
+        total += count
+    spans = [slice(a, b) for a, b in zip(bounds, [*bounds[1:], len(short)], strict=True) if a < b]
+    most = max((sum(counts[own]) for own in spans), default=0)
+    memory = scratch.memory("blocks", most * ROW, tensors[0]).zero_()
+    chunks: list[_Chunk] = []
+    for own in spans:
+        used = memory.narrow(0, 0, sum(counts[own]) * ROW)
+        parts = used.split([count * ROW for count in counts[own]])
+        pairs = zip(parts, [tensors[i] for i in short[own]], strict=True)
+        chunks.append(_Chunk(own, [part[: t.numel()].view(t.shape) for part, t in pairs], used.view(-1, ROW)))
+    blocks = [*counts, *(-(-sizes[i] // BLOCK) for i in long)]
+    owner = torch.repeat_interleave(torch.tensor([*short, *long]), torch.tensor(blocks))
+    return _Plan(short, long, chunks, owner)
+
+
+def _rows_of(tensor: Tensor) -> list[Tensor]:
+    """The elements of one tensor in rows of one block each, and the rest in a shorter row."""
+    flat = foreach.flat(tensor)
+    count = flat.numel()
+    even = count - count % BLOCK
+    rows = [flat[:even].view(-1, BLOCK)]
+    return rows if even == count else [*rows, flat[even:].view(1, -1)]
