@@ -135,14 +135,18 @@ class ClipNormByEMA(NormStatistics):
         self._follow([updates[i] for i in tracked.indices], averages, tracked)
         size = self._grown(averages, tracked)
 
-        ratio = tracked.norms / tracked.by_setting(_at_least_eps, size) ** (1 / tracked.degree)
-        smallest = 1.0
-        if self.NORMALIZE:
-            smallest = tracked.by_setting(_at_least_eps, torch.zeros_like(ratio)) ** (1 / tracked.degree)
-        return torch.where(tracked.norms > 0, 1 / ratio.clamp(min=smallest), 1.0)
+        ratio = tracked.norms / tracked.root(tracked.by_setting(_at_least_eps, size))
+        largest = tracked.by_setting(self._bounded, ratio).reciprocal()
+        return torch.where(tracked.norms > 0, largest, 1.0)
+
+    def _bounded(self, setting: Setting, ratio: Tensor) -> Tensor:
+        """The ratios by which updates are divided."""
+        return ratio.clamp(min=self.slicing.metric.root(setting["eps"]) if self.NORMALIZE else 1.0)
 
     def _follow(self, updates: Sequence[Tensor], averages: Sequence[Tensor], tracked: Tracked) -> None:
         """Move the averages towards the updates."""
+        if tracked.average_(averages, updates, self.ema_init == "update"):
+            return
         if self.ema_init == "update":
             foreach.lerp_rows_(tracked.per_tensor(tracked.starting), averages, updates, 1.0)
         usable = tracked.per_tensor(tracked.usable)
@@ -155,7 +159,7 @@ class ClipNormByEMA(NormStatistics):
         found = tracked.measure(averages, self.slicing)
         size = tracked.metric(tracked.of(found))
         largest = torch.where(tracked.started, tracked.by_setting(_largest, tracked["prev"]), torch.inf)
-        shrink = torch.where(size > largest, (largest / size) ** (1 / tracked.degree), 1.0)
+        shrink = torch.where(size > largest, tracked.root(largest / size), 1.0)
         scale_(found, tracked.factors(shrink))
         size = torch.minimum(size, largest)
         tracked.keep(prev=size)

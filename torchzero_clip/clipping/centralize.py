@@ -80,11 +80,18 @@ class Centralize(Shifting):
         """The means of whole tensors."""
         sizes = [update.numel() for update in updates]
         is_whole = self.dim is None and not self.inverse_dims and type(self).apply_tensors is Centralize.apply_tensors
-        if not is_whole or step.scratch is None or not updates[0].is_cpu:
+        if not is_whole or step.scratch is None:
             return None
-        means = whole_sums(updates, step.scratch) / torch.tensor(sizes, dtype=torch.float64)
         has_slices = [u.ndim > 0 and size >= max(self.min_size, 1) for u, size in zip(updates, sizes, strict=True)]
-        return means if all(has_slices) else torch.where(torch.tensor(has_slices), means, 0.0)
+        device = updates[0].device
+        key = (*sizes, *has_slices, device)
+        counts, acts = step.scratch.plan(
+            "means",
+            key,
+            lambda: (torch.tensor(sizes, dtype=torch.float64, device=device), torch.tensor(has_slices, device=device)),
+        )
+        means = whole_sums(updates, step.scratch) / counts
+        return means if all(has_slices) else torch.where(acts, means, 0.0)
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:

@@ -278,7 +278,7 @@ class ClipNormGrowth(NormStatistics):
         limited = torch.minimum(size, allowed)
         slowest = tracked.by_setting(_slowest, prev)
         tracked.keep(prev=torch.where(tracked.started & (size < slowest), slowest, limited))
-        return torch.where(size > allowed, (allowed / size) ** (1 / tracked.degree), 1.0)
+        return torch.where(size > allowed, tracked.root(allowed / size), 1.0)
 
 
 def _limits(setting: Setting) -> bool:

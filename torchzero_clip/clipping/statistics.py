@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from torchzero_clip.core.elementwise import Elementwise, Flags
 from torchzero_clip.core.kinds import Scaling
+from torchzero_clip.core.pieces import Stage, run_pieces
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Measured, Slicing, by_setting, measure
@@ -30,6 +32,22 @@ def same_in_all_groups(owner: object, groups: Sequence[Setting], keys: Iterable[
                 f"{key} must be the same in every param group for {owner!r}, which has one statistic for all "
                 f"tensors; got {found[0]} and {others[0]}"
             )
+
+
+class _Average(Elementwise):
+    """Moves an average towards updates, which stay as they are."""
+
+    def __init__(self, begins_with_update: bool) -> None:
+        super().__init__({})
+        self.begins_with_update = begins_with_update
+
+    @override
+    def change_(self, x: Tensor, state: Sequence[Tensor], setting: Setting, usable: Tensor, started: Tensor) -> Tensor:
+        (average,) = state
+        if self.begins_with_update:
+            foreach.lerp_where_(usable & started.logical_not(), average, x, 1.0)
+        foreach.lerp_where_(usable, average, x, 1 - setting["beta"])
+        return usable
 
 
 class Tracked:
@@ -63,10 +81,13 @@ class Tracked:
         self.norms = self.of(measured)
         self.started = self["started"] > 0
         usable = step.usable(self.started, indices=None if joint else self._rows, joint=joint)
-        self.usable = usable & self.norms.isfinite()
+        self.usable = usable & (self.norms < torch.inf)
         """The norm is finite too: no transform before this one has made an inf of a finite gradient."""
-        self.starting = self.usable & self.started.logical_not()
+
+    @property
+    def starting(self) -> Tensor:
         """This is the first gradient that is not all zero."""
+        return self.usable & self.started.logical_not()
 
     def of(self, measured: Measured) -> Tensor:
         """The norms that `measure` found in the tensors of this step, or in others of the same shapes."""
@@ -79,6 +100,17 @@ class Tracked:
         """The norms of other tensors of the same shapes."""
         is_plain = self._step.scratch is not None and foreach.are_plain(tensors)
         return measure(tensors, slicing, scratch=self._step.scratch if is_plain else None)
+
+    def average_(self, averages: Sequence[Tensor], updates: Sequence[Tensor], begins_with_update: bool) -> bool:
+        """Move averages of ``beta`` towards updates in few operations, where looking would wait. False if it cannot."""
+        scratch = self._step.scratch
+        if scratch is None or averages[0].is_cpu or not foreach.are_alike([averages, updates]):
+            return False
+        settings = [setting for setting, own in self.shared for _ in range(own.start, own.stop)]
+        flags = Flags(self.per_tensor(self.usable), self.per_tensor(self.started))
+        stage = Stage(_Average(begins_with_update), settings, [list(averages)], flags, False, self._step, lambda: None)
+        run_pieces([stage], updates, settings, (None, None), scratch, lambda rows, cut, views: None)
+        return True
 
     def __getitem__(self, key: str) -> Tensor:
         """One of the remembered numbers."""
@@ -96,6 +128,10 @@ class Tracked:
                 foreach.copy_([self._step.global_state[key]], [kept.squeeze(0)])
             else:
                 self._step.keep(key, kept, self._rows)
+
+    def root(self, ratios: Tensor) -> Tensor:
+        """Ratios of metrics as ratios of norms."""
+        return ratios ** (1 / self.degree) if self.degree > 1 else ratios
 
     def metric(self, norms: Tensor) -> Tensor:
         """The metric of norms: for 'var' their squares, clamped to the range of float64; else the norms themselves."""

@@ -112,15 +112,14 @@ def call_kernel(
 
 def _multiply_short_(updates: Sequence[Tensor], factors: Tensor) -> dict[int, Tensor]:
     """Multiply short updates by their factors, on CPU; return the inverse factors of the others by index."""
-    changed = (factors != 1).tolist()
-    long = [i for i, update in enumerate(updates) if changed[i] and update.numel() > LONG]
-    kept = set(long)
-    short = [i for i in range(len(updates)) if changed[i] and i not in kept]
-    if short:
-        own = factors if len(short) == len(updates) else factors[torch.tensor(short)]
-        foreach.multiply_each_([updates[i] for i in short], own)
-    inverses = inverse(factors).unbind()
-    return {i: inverses[i] for i in long}
+    changed, sizes = (factors != 1).tolist(), list(map(Tensor.numel, updates))
+    short = [i for i, size in enumerate(sizes) if changed[i] and size <= LONG]
+    long = [i for i, size in enumerate(sizes) if changed[i] and size > LONG]
+    if len(short) == len(updates):
+        foreach.multiply_each_(updates, factors)
+    elif short:
+        foreach.multiply_each_([updates[i] for i in short], factors[torch.tensor(short)])
+    return {i: inverse(factors[i]) for i in long}
 
 
 def inverse(factors: Tensor) -> Tensor:

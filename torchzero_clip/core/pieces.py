@@ -15,9 +15,9 @@ from torchzero_clip.functional.measure import by_setting
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Setting
 
-ON_CPU = 32768
-"""Elements of a piece on CPU: it stays in the cache. Other kernels would change last bits at cuts that are no multiple
-of 64."""
+ON_CPU = 131072
+"""Elements of a piece on CPU, 512 KiB of float32: fewer cost calls, more the cache. It is a multiple of 64, because the
+kernels would change last bits at other cuts."""
 
 ELSEWHERE = 2**24
 """Elements of a piece elsewhere, where each operation has to be worth its launch: 64 MiB of float32."""
@@ -65,6 +65,8 @@ class _Piece(NamedTuple):
     cut: slice | None
     owner: Tensor | None
     """The place in ``rows`` that each element belongs to; None for one tensor."""
+    state: list[tuple[Tensor, list[Tensor]]]
+    """Memory for state of several tensors: a vector for each key, and its views in their shapes."""
 
 
 def run_pieces(
@@ -89,54 +91,72 @@ def run_pieces(
     first = updates[0]
     shapes = [update.shape for update in updates]
     groups = [own for _, own in by_setting(settings)]
-    key = (*shapes, *[group.stop for group in groups], first.dtype, first.device)
-    pieces = scratch.plan("pieces", key, lambda: _planned(updates, groups, scratch))
+    depth = max([len(stage.state) for stage in stages], default=0)
+    key = (*shapes, *[group.stop for group in groups], first.dtype, first.device, depth)
+    pieces = scratch.plan("pieces", key, lambda: _planned(updates, groups, depth, scratch))
     usual = [stage.usual() for stage in stages]
     factors, shifts = numbers
     means = [] if shifts is None else list(shifts.to(first.dtype).unbind())
     for piece in pieces:
-        chosen = [updates[i] for i in piece.rows]
-        if piece.cut is None:
-            foreach.copy_plain_(piece.views, chosen)
-        else:
-            piece.flat.copy_(chosen[0].view(-1)[piece.cut])
-        if factors is not None:
-            _multiply(piece, factors, [updates[i].numel() for i in piece.rows])
-        if means:
-            foreach.subtract_plain_(piece.views, [means[i] for i in piece.rows])
+        source = _read(piece, updates, factors, means)
         for stage, is_usual in zip(stages, usual, strict=True):
-            _run(stage, piece, is_usual, scratch)
+            _run(stage, piece, source, is_usual, scratch)
+            source = piece.flat
+        if source is not piece.flat:
+            piece.flat.copy_(source)
         sink(piece.rows, piece.cut, piece.views)
 
 
-def _multiply(piece: _Piece, factors: Tensor, sizes: Sequence[int]) -> None:
-    """Multiply a piece by the factors of its updates, with the same rounding as `run_kernel`."""
-    divides = piece.flat.dtype != torch.float64 and (not factors.ndim or (factors.is_cpu and max(sizes) > LONG))
-    if divides:
-        own = factors if not factors.ndim else factors.select(0, piece.rows[0])
-        piece.flat.div_(inverse(own))
-    elif not factors.ndim:
-        piece.flat.mul_(factors)
+def _read(piece: _Piece, updates: Sequence[Tensor], factors: Tensor | None, means: Sequence[Tensor]) -> Tensor:
+    """The elements of a piece as a vector, multiplied or shifted in its memory, or as they are in the update."""
+    if piece.cut is None:
+        foreach.copy_plain_(piece.views, [updates[i] for i in piece.rows])
+        if factors is not None:
+            _multiply(piece, factors)
+        if means:
+            foreach.subtract_plain_(piece.views, [means[i] for i in piece.rows])
+        return piece.flat
+    row = piece.rows[0]
+    source = updates[row].view(-1)[piece.cut]
+    if factors is not None:
+        own = factors if not factors.ndim else factors.select(0, row)
+        if piece.flat.dtype != torch.float64 and (not factors.ndim or (own.is_cpu and updates[row].numel() > LONG)):
+            source = torch.div(source, inverse(own), out=piece.flat)
+        else:
+            source = torch.mul(source, foreach.as_factors(own, piece.flat.dtype), out=piece.flat)
+    return torch.sub(source, means[row], out=piece.flat) if means else source
+
+
+def _multiply(piece: _Piece, factors: Tensor) -> None:
+    """Multiply whole tensors by their factors, with the same rounding as `run_kernel`."""
+    if not factors.ndim:
+        if piece.flat.dtype == torch.float64:
+            piece.flat.mul_(factors)
+        else:
+            piece.flat.div_(inverse(factors))
     else:
         own = factors.narrow(0, piece.rows[0], len(piece.rows))
         foreach.multiply_plain_(piece.views, list(foreach.as_factors(own, piece.flat.dtype).unbind()))
 
 
-def _run(stage: Stage, piece: _Piece, usual: Sequence[bool], scratch: Scratch) -> None:
-    """Send one piece through one transform."""
+def _run(stage: Stage, piece: _Piece, source: Tensor, usual: Sequence[bool], scratch: Scratch) -> None:
+    """Send one piece through one transform, from ``source`` to the memory of the piece."""
     columns = [[column[i] for i in piece.rows] for column in stage.state]
     setting, change = stage.settings[piece.rows[0]], stage.transform.change_
     if piece.cut is not None or len(piece.rows) == 1:
         state = [column[0].view(-1) if piece.cut is None else column[0].view(-1)[piece.cut] for column in columns]
-        stage.counts.append(_change(stage, piece.flat, state, setting, piece.rows[0], usual, scratch))
+        stage.counts.append(_change(stage, source, piece.flat, state, setting, piece.rows[0], usual, scratch))
         return
     flags = [usual[i] for i in piece.rows]
     if piece.flat.is_cpu and not all(flags):
         for k, (i, view) in enumerate(zip(piece.rows, piece.views, strict=True)):
             state = [column[k].view(-1) for column in columns]
-            stage.counts.append(_change(stage, view.view(-1), state, setting, i, usual, scratch))
+            x = view.view(-1)
+            stage.counts.append(_change(stage, x, x, state, setting, i, usual, scratch))
         return
-    joined = [_joined(column, piece, f"state {n}", scratch) for n, column in enumerate(columns)]
+    joined = piece.state[: len(columns)]
+    for (_, views), column in zip(joined, columns, strict=True):
+        foreach.copy_plain_(views, column)
     count = None
     if all(flags):
         count = stage.transform.change_usual_(piece.flat, piece.flat, [flat for flat, _ in joined], setting, scratch)
@@ -149,23 +169,23 @@ def _run(stage: Stage, piece: _Piece, usual: Sequence[bool], scratch: Scratch) -
 
 
 def _change(
-    stage: Stage, x: Tensor, state: list[Tensor], setting: Setting, row: int, usual: Sequence[bool], scratch: Scratch
+    stage: Stage,
+    source: Tensor,
+    result: Tensor,
+    state: list[Tensor],
+    setting: Setting,
+    row: int,
+    usual: Sequence[bool],
+    scratch: Scratch,
 ) -> Tensor:
     """Change elements of one tensor."""
-    count = stage.transform.change_usual_(x, x, state, setting, scratch) if usual[row] else None
+    count = stage.transform.change_usual_(source, result, state, setting, scratch) if usual[row] else None
     if count is None:
+        if source is not result:
+            result.copy_(source)
         usable, started = (flag.select(0, row) for flag in stage.flags)
-        count = stage.transform.change_(x, state, setting, usable, started)
+        count = stage.transform.change_(result, state, setting, usable, started)
     return count
-
-
-def _joined(column: list[Tensor], piece: _Piece, name: str, scratch: Scratch) -> tuple[Tensor, list[Tensor]]:
-    """State of several tensors in one vector, and its views in their shapes."""
-    flat = scratch.memory(name, piece.flat.numel(), column[0])
-    parts = flat.split([tensor.numel() for tensor in column])
-    views = [part.view(tensor.shape) for part, tensor in zip(parts, column, strict=True)]
-    foreach.copy_plain_(views, column)
-    return flat, views
 
 
 def _of_elements(flag: Tensor, piece: _Piece) -> Tensor:
@@ -175,7 +195,7 @@ def _of_elements(flag: Tensor, piece: _Piece) -> Tensor:
     return own.index_select(0, piece.owner)
 
 
-def _planned(updates: Sequence[Tensor], groups: Sequence[slice], scratch: Scratch) -> list[_Piece]:
+def _planned(updates: Sequence[Tensor], groups: Sequence[slice], depth: int, scratch: Scratch) -> list[_Piece]:
     """Pieces of memory: neighbours with equal settings together while they are short, long tensors cut."""
     most = ON_CPU if updates[0].is_cpu else ELSEWHERE
     runs: list[tuple[list[int], list[int], slice | None]] = []
@@ -187,27 +207,31 @@ def _planned(updates: Sequence[Tensor], groups: Sequence[slice], scratch: Scratc
             if size > most:
                 runs += [([i], [b - a], slice(a, b)) for a, b in _cuts(size, most)]
                 continue
-            if rows and (sum(sizes) + size > 2 * most or rows[-1] != i - 1):
+            if rows and (sum(sizes) + size > most or rows[-1] != i - 1):
                 runs.append((rows, sizes, None))
                 rows, sizes = [], []
             rows.append(i)
             sizes.append(size)
         if rows:
             runs.append((rows, sizes, None))
-    memory = scratch.memory("updates", max(sum(sizes) for _, sizes, _ in runs), updates[0])
-    return [_piece(rows, sizes, cut, memory, updates) for rows, sizes, cut in runs]
+    longest = max(sum(sizes) for _, sizes, _ in runs)
+    memory = [scratch.memory(f"piece {k}", longest, updates[0]) for k in range(1 + depth)]
+    return [_piece(rows, sizes, cut, memory, [updates[i].shape for i in rows]) for rows, sizes, cut in runs]
 
 
 def _cuts(size: int, most: int) -> list[tuple[int, int]]:
     return [(a, min(a + most, size)) for a in range(0, size, most)]
 
 
-def _piece(rows: list[int], sizes: list[int], cut: slice | None, memory: Tensor, updates: Sequence[Tensor]) -> _Piece:
-    flat = memory.narrow(0, 0, sum(sizes))
+def _piece(
+    rows: list[int], sizes: list[int], cut: slice | None, memory: list[Tensor], shapes: list[torch.Size]
+) -> _Piece:
+    flats = [vector.narrow(0, 0, sum(sizes)) for vector in memory]
     if cut is not None:
-        return _Piece(rows, [flat], flat, cut, None)
-    views = [part.view(updates[i].shape) for part, i in zip(flat.split(sizes), rows, strict=True)]
-    counts = torch.tensor(sizes, device=flat.device)
-    places = torch.arange(len(sizes), device=flat.device)
-    owner = torch.repeat_interleave(places, counts, output_size=sum(sizes)) if len(rows) > 1 else None
-    return _Piece(rows, views, flat, None, owner)
+        return _Piece(rows, flats[:1], flats[0], cut, None, [])
+    shaped = [[part.view(s) for part, s in zip(flat.split(sizes), shapes, strict=True)] for flat in flats]
+    owner = None
+    if len(rows) > 1:
+        counts, places = torch.tensor(sizes, device=flats[0].device), torch.arange(len(sizes), device=flats[0].device)
+        owner = torch.repeat_interleave(places, counts, output_size=sum(sizes))
+    return _Piece(rows, shaped[0], flats[0], None, owner, list(zip(flats[1:], shaped[1:], strict=True)))

@@ -40,6 +40,7 @@ class States(Sequence[State]):
         self._vectors = vectors
         self._dicts: list[State] | None = None
         self._has_begun = False
+        self._found: dict[str, Tensor | None] = {}
 
     @classmethod
     def of(cls, dicts: Sequence[State]) -> "States":
@@ -119,30 +120,31 @@ class States(Sequence[State]):
 
     def numbers(self, key: str, indices: Sequence[int] | None = None) -> Tensor:
         """The numbers of one key, of all parameters or of some: a float64 vector, not to be modified."""
-        column = self.column(key, indices)
-        vector = self._vector(key, column, indices)
-        return pack(column) if vector is None else vector.double()
+        vector = self._vector(key, indices)
+        return pack(self.column(key, indices)) if vector is None else vector.double()
 
     def keep(self, key: str, values: Tensor, indices: Sequence[int] | None = None) -> None:
         """Replace the numbers of one key."""
-        column = self.column(key, indices)
-        vector = self._vector(key, column, indices)
+        vector = self._vector(key, indices)
         if vector is None:
-            foreach.copy_(column, list(values.unbind()))
+            foreach.copy_(self.column(key, indices), list(values.unbind()))
         else:
             foreach.copy_([vector], [values])
 
     def add(self, key: str, number: float) -> None:
         """Add to the numbers of one key."""
-        column = self.column(key)
-        vector = self._vector(key, column, None)
-        foreach.add_number_(column if vector is None else [vector], number)
+        vector = self._vector(key, None)
+        foreach.add_number_(self.column(key) if vector is None else [vector], number)
 
-    def _vector(self, key: str, column: list[Tensor], indices: Sequence[int] | None) -> Tensor | None:
+    def _vector(self, key: str, indices: Sequence[int] | None) -> Tensor | None:
         if self._vectors is None or self._dicts is not None:
             return None
-        rows = self._stored if indices is None else [self._stored[i] for i in indices]
-        return self._vectors.vector(f"{self._path}/{key}", column, rows)
+        if indices is not None:
+            rows = [self._stored[i] for i in indices]
+            return self._vectors.vector(f"{self._path}/{key}", self.column(key, indices), rows)
+        if key not in self._found:
+            self._found[key] = self._vectors.vector(f"{self._path}/{key}", self.column(key), self._stored)
+        return self._found[key]
 
 
 class _Kept(NamedTuple):

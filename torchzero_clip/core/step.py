@@ -131,7 +131,7 @@ class Step:
         if started.dtype != torch.bool or started.numel() != expected:
             got = f"{started.dtype} of shape {tuple(started.shape)}"
             raise ValueError(f"started must be booleans, {expected} of them, got {got}")
-        finite, nonzero = norms.isfinite(), norms != 0
+        finite, nonzero = norms < torch.inf, norms != 0  # also False for NaN
         if joint:
             finite, nonzero = finite.all(), nonzero.any()
         return finite & (nonzero | started)

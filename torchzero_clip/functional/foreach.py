@@ -124,7 +124,7 @@ def _strides(tensor: Tensor) -> list[int]:
 
 def are_plain(tensors: Sequence[Tensor], min_size: int = 1) -> bool:
     """Whether all are plain real tensors of one dtype, on one device, and of at least so many elements."""
-    return kind(tensors) is not None and min(map(Tensor.numel, tensors)) >= min_size
+    return len(tensors) > 0 and kind(tensors) is not None and min(map(Tensor.numel, tensors)) >= min_size
 
 
 def kind(tensors: Sequence[Tensor]) -> tuple[torch.dtype, bool, torch.device] | None:

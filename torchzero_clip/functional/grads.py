@@ -9,7 +9,7 @@ from torchzero_clip.checks import boolean, finite, non_negative
 from torchzero_clip.functional.clip import centralize_, clip_factors, normalize_factors
 from torchzero_clip.functional.foreach import clamp_
 from torchzero_clip.functional.gradients import as_reported, check_finite, gradients, opened, values_tell_all
-from torchzero_clip.functional.measure import Slicing, measure, scale_
+from torchzero_clip.functional.measure import Slicing, measure, scale_, scratch_for
 from torchzero_clip.types import Dim, Ord, Tensors
 
 
@@ -90,7 +90,7 @@ def clip_grad_norm_(
 
     grads = gradients(params)
     with opened(grads, values_tell_all(slicing)) as tensors:
-        measured = measure(tensors, slicing)
+        measured = measure(tensors, slicing, scratch=scratch_for(tensors))
         if error_if_nonfinite:
             check_finite(measured.total, grads, tensors)
         limit, floor = math.inf if max_norm is None else max_norm, min_norm or 0.0
@@ -176,7 +176,7 @@ def normalize_grads_(
     slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
     grads = gradients(params)
     with opened(grads, values_tell_all(slicing)) as tensors:
-        measured = measure(tensors, slicing)
+        measured = measure(tensors, slicing, scratch=scratch_for(tensors))
         scale_(measured, normalize_factors(slicing.metric, measured.joined(measured.norms), norm_value))
     return as_reported(measured.total, grads)
 

@@ -229,6 +229,11 @@ def measure(
     return Measured(metric, indices, norms, total, targets, tensor_norms=tensor_norms, _parts=parts)
 
 
+def scratch_for(tensors: Sequence[Tensor]) -> Scratch | None:
+    """Memory for one call on some tensors, if they are plain. None in `torch.compile`, which needs none."""
+    return Scratch() if foreach.are_plain(tensors) and not torch.compiler.is_compiling() else None
+
+
 def _measure_plain(tensors: Sequence[Tensor], joint: bool, scratch: Scratch) -> Measured:
     """The L2 norms of plain tensors, each one slice."""
     norms = whole_norms(tensors, scratch)
