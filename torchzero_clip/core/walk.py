@@ -24,7 +24,8 @@ from torchzero_clip.core.workspace import Workspace
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Measured, effect, measure, scale_, summary
 from torchzero_clip.functional.norms import p_norms, whole_norms
-from torchzero_clip.functional.shards import chosen, locals_of, pack, whole
+from torchzero_clip.functional.scratch import Scratch
+from torchzero_clip.functional.shards import chosen, is_partial, locals_of, pack, whole
 from torchzero_clip.types import Setting, State, Target
 
 Group: TypeAlias = dict[str, Any]
@@ -225,11 +226,7 @@ class Walk:
     ) -> tuple[Measured, Tensor]:
         """The norms of updates, and the factors that a scaling finds in them."""
         step = self.step_for(node, rows)
-        scratch = None
-        if self.workspace is not None and (
-            (self.plain is not None and self.updates.untouched) or foreach.are_plain(updates)
-        ):
-            scratch = self.workspace.scratch
+        scratch = self._scratch_for(updates)
         dims_of = None if type(transform).slice_dims is Scaling.slice_dims else transform.slice_dims
         try:
             measured = measure(updates, transform.slicing, dims_of, scratch)
@@ -248,6 +245,13 @@ class Walk:
         finally:
             self.store(node, step)
         return measured, factors
+
+    def _scratch_for(self, updates: Sequence[Tensor]) -> Scratch | None:
+        """Memory for norms in few operations, if the local parts of updates are plain and none is a pending sum."""
+        if self.workspace is None or (self.plain is not None and self.updates.untouched):
+            return None if self.workspace is None else self.workspace.scratch
+        is_plain = foreach.are_plain(locals_of(updates), 0) and not any(map(is_partial, updates))
+        return self.workspace.scratch if is_plain else None
 
     def step_for(self, node: Node, rows: list[int]) -> Step:
         """What a transform sees of the step, with the state that it begins with."""
@@ -342,7 +346,8 @@ class Walk:
         keys = [f"{node.path}/{key}" for key in fused.state]
         if self.plain is not None and self.plain.issuperset(keys) and self.updates.untouched:
             return True
-        return foreach.are_alike([step.params, self.updates.before_pending(rows), *map(step.column, fused.state)])
+        columns = [step.params, self.updates.before_pending(rows), *map(step.column, fused.state)]
+        return foreach.are_alike([locals_of(column) for column in columns])
 
     def _run_kernel(self, fused: Fused, rows: list[int], step: Step) -> None:
         """Do what is pending, and the rest of the chain, in one pass over memory."""

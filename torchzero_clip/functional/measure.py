@@ -18,13 +18,14 @@ from torchzero_clip.functional.norms import (
     joint_metric,
     may_look,
     means_over_ranks,
+    merged,
     p_norms,
     slice_metrics,
     total_norm,
     whole_norms,
 )
 from torchzero_clip.functional.scratch import Scratch
-from torchzero_clip.functional.shards import Part, all_reduce, memory, pack, part, summed, whole
+from torchzero_clip.functional.shards import Part, all_reduce, locals_of, memory, pack, part, summed, whole
 from torchzero_clip.types import Dim, Ord
 
 S = TypeVar("S")
@@ -200,7 +201,8 @@ def measure(
         tensors: The tensors.
         slicing: The metric and the slices.
         dims_of: The dimensions that one slice of a tensor spans, if they are not those of ``slicing``.
-        scratch: Memory with which norms of whole tensors are taken in few operations, if all tensors are plain.
+        scratch: Memory with which norms of whole tensors are taken in few operations, if all local parts are plain and
+            none is a pending sum.
     """
     metric, joint = slicing.metric, slicing.dim == "global"
     whole_tensors = joint or (slicing.dim is None and not slicing.inverse_dims and dims_of is None)
@@ -235,12 +237,15 @@ def scratch_for(tensors: Sequence[Tensor]) -> Scratch | None:
 
 
 def _measure_plain(tensors: Sequence[Tensor], joint: bool, scratch: Scratch) -> Measured:
-    """The L2 norms of plain tensors, each one slice."""
-    norms = whole_norms(tensors, scratch)
+    """The L2 norms of tensors, each one slice, whose local parts are plain."""
+    targets = locals_of(tensors)
+    norms = whole_norms(targets, scratch)
+    if any(target is not tensor for target, tensor in zip(targets, tensors, strict=True)):
+        norms = merged([whole(tensor) for tensor in tensors], norms)
     wide = tensors[0].dtype == torch.float64  # the squares of other dtypes are in the range of float64
     total = combine(norms, 2.0) if wide else torch.linalg.vector_norm(norms)
     vector = total.expand(len(norms)) if joint else norms
-    return Measured(L2, list(range(len(tensors))), vector, total, list(tensors), joint, norms)
+    return Measured(L2, list(range(len(tensors))), vector, total, targets, joint, norms)
 
 
 def _measure_jointly(tensors: Sequence[Tensor], metric: Metric) -> Measured:

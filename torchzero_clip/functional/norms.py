@@ -270,6 +270,11 @@ def _merged(parts: Sequence[Part], norms: list[Tensor], p: float) -> list[Tensor
     return [n ** (1 / p) if part.groups else n for n, part in zip(powers, parts, strict=True)]
 
 
+def merged(parts: Sequence[Part], norms: Tensor) -> Tensor:
+    """The L2 norms of tensors from those of their local parts: a vector."""
+    return pack(_merged(parts, list(norms.unbind()), 2.0)) if any(part.groups for part in parts) else norms
+
+
 def _local_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
     """The norm of every local slice; whole tensors are taken together where that is as accurate."""
     norms: list[Tensor | None] = [None] * len(parts)

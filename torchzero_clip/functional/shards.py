@@ -62,9 +62,14 @@ def aligned(grad: Tensor, param: Tensor) -> Tensor:
     return grad.resolve_conj() if grad.is_complex() else grad
 
 
+def is_partial(tensor: Tensor) -> bool:
+    """Whether a tensor holds pending sums."""
+    return isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
+
+
 def summed(tensor: Tensor) -> Tensor:
     """The same tensor without pending sums: a norm is not linear, so they have to be carried out before it."""
-    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+    if isinstance(tensor, DTensor) and is_partial(tensor):
         whole = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
         return tensor.redistribute(placements=whole)
     return tensor
