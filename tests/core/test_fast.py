@@ -1,12 +1,13 @@
 """The fast way of a step: it equals the readable one, to rounding, whatever the chain, the tensors and what happens."""
 
 import copy
+import io
 import pickle
 from typing import Any
 
 import pytest
 import torch
-from contract.training import through_file
+from contract.training import set_grads, through_file, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -240,3 +241,92 @@ def compare(
         fast.step(number, event, readable)
         readable.step(number, event, fast)
         assert_same(fast, readable, dtype)
+
+
+@pytest.mark.parametrize("name", ["global", "per tensor", "norm ema", "value ema", "value growth", "norm growth"])
+def test_rounding_does_not_add_up(name):
+    runs = [
+        Run(lambda: [CLIPS[name](), AdamW(1e-3)], [(3, 5), (7,), (40, 30)], torch.float32, fast)
+        for fast in (True, False)
+    ]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(1000):
+        grads = [torch.randn(p.shape, generator=generator) for p in runs[0].params]
+        for run in runs:
+            set_grads(run.params, grads)
+            run.optimizer.step()
+    fast, readable = (nn.utils.parameters_to_vector(run.params).double() for run in runs)
+    assert (fast - readable).norm() <= 1e-5 * readable.norm()
+
+
+@pytest.mark.parametrize("save", [torch.save, pickle.dump], ids=["torch.save", "pickle"])
+def test_a_saved_state_is_no_larger(save):
+    sizes = []
+    for fast in (True, False):
+        run = Run(lambda: [ClipNormGrowth(), AdamW()], [(3, 5)] * 200, torch.float32, fast)
+        train(run.optimizer, run.params, [[torch.ones_like(p) for p in run.params]] * 2)
+        for saved in (run.optimizer.state_dict(), run.optimizer):
+            file = io.BytesIO()
+            save(saved, file)
+            sizes.append(file.tell())
+    assert sizes[0] <= sizes[2]
+    assert sizes[1] <= sizes[3]
+
+
+def test_a_state_that_was_handed_out_does_not_change():
+    params = made([(3,), (2,)], torch.float32)
+    optimizer = Modular(params, ClipNormGrowth(), AdamW())
+    train(optimizer, params, [[torch.ones_like(p) for p in params]])
+    saved = optimizer.state_dict()["state"]
+    numbers = {i: float(state["adam/step"]) for i, state in saved.items()}
+    saved[0]["adam/step"].fill_(9.0)  # as loaders do that write in place
+    train(optimizer, params, [[torch.ones_like(p) for p in params]])
+    assert numbers == {0: 1.0, 1: 1.0}
+    assert [float(optimizer.state[p]["adam/step"]) for p in params] == [2.0, 2.0]
+    assert float(saved[1]["adam/step"]) == 1.0
+
+
+def test_parameters_drop_out_one_by_one():
+    def make() -> list[Transform]:
+        return [ClipNormByEMA(0.5), ClipValueGrowth(), AdamW(0.01)]
+
+    fast, readable = (
+        Run(make, [(3, 5), (7,), (2, 3, 4, 5), (70001,)], torch.float32, is_fast) for is_fast in (True, False)
+    )
+    for number in range(6):
+        for run in (fast, readable):
+            set_gradients(run.params, number, "none")
+            for param in run.params[: number % 4]:
+                param.grad = None
+            run.optimizer.step()
+        assert_same(fast, readable, torch.float32)
+
+
+def test_the_fast_way_takes_no_memory_of_the_size_of_the_parameters():
+    params = [nn.Parameter(torch.randn(2048, 1024)) for _ in range(4)]  # 32 MiB
+    for transform in (ClipNorm(1, dim="global"), ClipValue(0.1), ClipValueByEMA(), Centralize(), ClipNormGrowth()):
+        optimizer = Modular(params, transform, AdamW())
+        for _ in range(2):
+            set_grads(params, [torch.randn_like(p) for p in params])
+            optimizer.step()
+        set_grads(params, [torch.randn_like(p) for p in params])
+        with torch.profiler.profile(profile_memory=True) as profiler:
+            optimizer.step()
+        allocated = [event.cpu_memory_usage for event in profiler.events() or [] if event.cpu_memory_usage > 0]
+        assert max(allocated, default=0) < 2 * 2**20, transform
+
+
+def test_a_compiled_step_is_one_graph_and_follows_a_schedule():
+    params = made([(3, 5), (7,)], torch.float32)
+    optimizer = Modular(params, ClipNorm(0.3, dim="global"), AdamW(torch.tensor(0.01)))
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    optimizer.step()  # makes the state
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    step = torch.compile(optimizer.step, backend="eager", fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for number in range(20):
+            set_gradients(params, number, "none")
+            optimizer.param_groups[0]["lr"].fill_(0.01 / (number + 1))
+            step()
