@@ -89,7 +89,7 @@ class Updates:
     def before_pending(self, rows: list[int], writable: bool = False, over_grads: bool = False) -> list[Tensor]:
         """The same before what is pending."""
         if self.untouched and not self._maximize and (over_grads or not writable):
-            return [self._grads[i] for i in rows]
+            return list(self._grads) if len(rows) == len(self._grads) else [self._grads[i] for i in rows]
         found: list[Tensor] = []
         for i in rows:
             update, borrowed, grad = self._updates[i], self._borrowed[i], self._grads[i]

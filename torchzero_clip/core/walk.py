@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import chosen, is_partial, locals_of, pack, whole
 from torchzero_clip.types import Setting, State, Target
 
+T = TypeVar("T")
 Group: TypeAlias = dict[str, Any]
 
 
@@ -253,19 +254,23 @@ class Walk:
         is_plain = foreach.are_plain(locals_of(updates), 0) and not any(map(is_partial, updates))
         return self.workspace.scratch if is_plain else None
 
+    def _picked(self, column: list[T], rows: list[int]) -> list[T]:
+        """Some rows of a list with one entry per parameter, as a new list; rows are in order."""
+        return list(column) if len(rows) == len(column) else [column[i] for i in rows]
+
     def step_for(self, node: Node, rows: list[int]) -> Step:
         """What a transform sees of the step, with the state that it begins with."""
         transform = node.transform
         own_settings = self.settings[node.path]
-        settings = [own_settings[self.group_of[i]] for i in rows]
-        params = [self.params[i] for i in rows]
+        settings = [own_settings[g] for g in self._picked(self.group_of, rows)]
+        params = self._picked(self.params, rows)
         known = transform.keeps_statistics and self.gradient_norms is not None
         return Step(
             params,
-            [self.grads[i] for i in rows],
+            self._picked(self.grads, rows),
             self.loss,
             States(
-                [self.states[i] for i in rows],
+                self._picked(self.states, rows),
                 node.path,
                 node.state,
                 partial(_begin, transform, params, settings),
@@ -301,6 +306,8 @@ class Walk:
                 done.update(part)
         if not done:
             return rows, own
+        if len(done) == len(rows):
+            return [], []
         return [i for i in rows if i not in done], [i for i in own if i not in done]
 
     def _alike(self, node: Node, rows: list[int], rest: Sequence[Node]) -> list[tuple[list[Node], list[int]]]:
@@ -325,7 +332,7 @@ class Walk:
             {key: value for n in (*rest[::-1], node) for key, value in self.settings[n.path][g].items()}
             for g in range(len(self.groups))
         ]
-        step.settings = [merged[self.group_of[i]] for i in rows]
+        step.settings = [merged[g] for g in self._picked(self.group_of, rows)]
         transforms = [n.transform for n in rest]
         try:
             fused = rule.kernel(transforms, step) if self.may_fuse else None
