@@ -67,6 +67,7 @@ class Tracked:
         self.degree = measured.metric.degree
         self.joint = joint
         self._step = step
+        self._is_plain = measured.is_plain
         self._count = len(measured.indices)
         everybody = joint or all(takes_part(setting) for setting, _ in step.by_setting())
         numbered = enumerate(measured.indices)
@@ -98,8 +99,8 @@ class Tracked:
 
     def measure(self, tensors: Sequence[Tensor], slicing: Slicing) -> Measured:
         """The norms of other tensors of the same shapes."""
-        is_plain = self._step.scratch is not None and foreach.are_plain(tensors)
-        return measure(tensors, slicing, scratch=self._step.scratch if is_plain else None)
+        is_plain = self._is_plain and self._step.scratch is not None and foreach.are_plain(tensors)
+        return measure(tensors, slicing, scratch=self._step.scratch, plain=is_plain)
 
     def average_(self, averages: Sequence[Tensor], updates: Sequence[Tensor], begins_with_update: bool) -> bool:
         """Move averages of ``beta`` towards updates in few operations, where looking would wait. False if it cannot."""
@@ -114,7 +115,7 @@ class Tracked:
 
     def __getitem__(self, key: str) -> Tensor:
         """One of the remembered numbers."""
-        return pack([self._step.global_state[key]]) if self.joint else self._step.numbers(key, self._rows)
+        return pack([self._step.global_state[key]]) if self.joint else self._step.live_numbers(key, self._rows)
 
     def column(self, key: str) -> list[Tensor]:
         """State of the tensors with a statistic."""

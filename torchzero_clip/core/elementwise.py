@@ -61,6 +61,17 @@ class Elementwise(TensorwiseTransform):
         """
         return None
 
+    def has_usual_way(self) -> bool:
+        """Whether `change_usual_` does what `change_` does: a subclass may override that alone."""
+        names = ("change_usual_", "change_")
+        return next(name for base in type(self).__mro__ for name in names if name in vars(base)) == "change_usual_"
+
+    def may_wait(self, step: Step) -> bool:
+        """Whether nothing can fail later: all settings are numbers that the dtype holds."""
+        largest = torch.finfo(step.params[0].dtype).max
+        values = [value for setting, _ in step.by_setting() for value in setting.values() if value is not None]
+        return all(abs(value) <= largest for value in values)
+
     def is_elementwise(self) -> bool:
         """Whether `change_` is all that this transform does: a subclass may override ``apply_tensors`` below it."""
         names = ("change_", "apply_tensors", "apply_tensor")
@@ -81,7 +92,7 @@ class Elementwise(TensorwiseTransform):
         all_true = torch.ones((), dtype=torch.bool, device=step.params[0].device).expand(count)
         if not self.keeps_statistics:
             return Flags(all_true, all_true)
-        started = step.numbers("started", rows) > 0
+        started = step.live_numbers("started", rows) > 0
         usable = step.usable(started, indices=rows)
         step.keep("started", (usable | started).double(), rows)
         return Flags(usable, started)
@@ -95,6 +106,9 @@ class Elementwise(TensorwiseTransform):
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
         """Change every tensor, in place."""
+        names = ("change_", "apply_tensor")
+        if next(name for base in type(self).__mro__ for name in names if name in vars(base)) == "apply_tensor":
+            return super().apply_tensors(updates, step)
         rows = self.rows_of(step)
         counts = [torch.zeros((), dtype=torch.int64, device=update.device) for update in updates]
         indices = range(len(updates)) if rows is None else rows

@@ -4,6 +4,7 @@ import operator
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -44,14 +45,17 @@ class Checked(NamedTuple):
     """Tensors that were plain, contiguous and alike. They still are while each is the same, in the same memory."""
 
     facts: list[Any]
-    tensors: list[Tensor]
+    tensors: list[ref[Tensor]]
+    """References that keep no tensor alive: a user may move state to other memory."""
     places: list[int]
-    """Where the memory of each begins, and how many elements it has."""
+    """See `_places`."""
 
     def holds(self, facts: list[Any], tensors: list[Tensor]) -> bool:
         """Whether these are the same tensors, and should still look the same."""
-        same = len(tensors) == len(self.tensors) and all(map(operator.is_, tensors, self.tensors))
-        return same and (facts is self.facts or facts == self.facts) and _places(tensors) == self.places
+        same = len(tensors) == len(self.tensors) and all(map(operator.is_, tensors, [kept() for kept in self.tensors]))
+        if not same or not (facts is self.facts or facts == self.facts):
+            return False
+        return _places(tensors) == self.places
 
 
 def alike(
@@ -73,7 +77,7 @@ def alike(
     if not kept or facts is not kept.facts:
         if foreach.kind(params) is None or not foreach.all_contiguous(params):
             return None
-        known["params"] = Checked(facts, params, _places(params))
+        known["params"] = Checked(facts, list(map(ref, params)), _places(params))
     if not _are_like(facts, grads) or len(set(map(len, states))) > 1:
         return None
     found: set[str] = set()
@@ -85,7 +89,7 @@ def alike(
                 if not (key in known and known[key].holds(facts, column)):
                     if not _are_like(facts, column):
                         return None
-                    known[key] = Checked(facts, column, _places(column))
+                    known[key] = Checked(facts, list(map(ref, column)), _places(column))
             elif any(map(_SHAPE, column)):  # shapes of single numbers are false
                 return None
     except (AttributeError, KeyError):  # parameters have different state, or some that is no tensor
@@ -94,7 +98,8 @@ def alike(
 
 
 def _places(tensors: list[Tensor]) -> list[int]:
-    return [*pointers(tensors), *map(Tensor.numel, tensors)]
+    """Where the memory of each begins, how many elements it has, and whether it is contiguous."""
+    return [*pointers(tensors), *map(Tensor.numel, tensors), *map(Tensor.is_contiguous, tensors)]
 
 
 def _are_like(facts: list[Any], tensors: Sequence[Tensor]) -> bool:

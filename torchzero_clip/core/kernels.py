@@ -118,7 +118,7 @@ def _multiply_short_(updates: Sequence[Tensor], factors: Tensor) -> dict[int, Te
     if len(short) == len(updates):
         foreach.multiply_each_(updates, factors)
     elif short:
-        foreach.multiply_each_([updates[i] for i in short], factors[torch.tensor(short)])
+        foreach.multiply_each_([updates[i] for i in short], factors[torch.tensor(short, device=factors.device)])
     return {i: inverse(factors[i]) for i in long}
 
 
@@ -127,6 +127,7 @@ def inverse(factors: Tensor) -> Tensor:
     largest = torch.finfo(torch.float32).max
     if factors.is_cpu and not factors.ndim:
         factor = factors.item()
-        return torch.tensor(min(max(1 / factor, -largest), largest) if factor else torch.inf)
+        exact = min(max(1 / factor, -largest), largest) if factor else torch.inf
+        return torch.tensor(exact, dtype=torch.float32, device=factors.device)
     exact = factors.reciprocal()
     return torch.where(factors == 0, exact, exact.clamp(min=-largest, max=largest)).float()

@@ -230,8 +230,11 @@ class Modular(Optimizer):
         kept: Any = self.state
         pairs = zip(params, map(kept.get, params), strict=True)
         states: list[State] = [new.setdefault(p, {}) if state is None else state for p, state in pairs]
-        # the compiler makes a step fast by itself
+        # the compiler makes a step fast by itself; memory that is made in inference mode cannot be used outside of it;
+        # and what is pending would have to know of changes to the gradients
         workspace = self._workspace if self.fast and not torch.compiler.is_compiling() else None
+        if workspace is not None and ("grad" in self._nodes.targets or torch.is_inference_mode_enabled()):
+            workspace = None
         plain = None
         if params and workspace is not None:
             plain = alike(params, grads, states, workspace.checked)

@@ -45,13 +45,13 @@ class Stage:
     def usual(self) -> list[bool]:
         """Where `Elementwise.change_usual_` is right; nowhere on CUDA, where looking would wait for the device."""
         usable, started = self.flags
-        if not usable.is_cpu or not self.follows_safe:
+        if not usable.is_cpu or not self.follows_safe or not self.transform.has_usual_way():
             return [False] * len(self.settings)
         return (usable & started).tolist()
 
     def finish(self) -> None:
         """Report the share of elements that changed."""
-        elements = sum(param.numel() for param in self.step.params)
+        elements = max(sum(param.numel() for param in self.step.params), 1)
         self.step.metrics["clipped"] = torch.stack(self.counts).double().sum() / elements
         self.done()
 

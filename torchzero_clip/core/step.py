@@ -65,12 +65,16 @@ class Step:
         return self._states.has(key)
 
     def numbers(self, key: str, indices: Sequence[int] | None = None) -> Tensor:
-        """Return state that is one number for each parameter: a float64 vector, not to be modified.
+        """Return state that is one number for each parameter: a float64 vector.
 
         Args:
             key: The key of the state, whose values are 0-d tensors.
             indices: The indices of the parameters; None for all.
         """
+        return self._states.numbers(key, indices).clone()
+
+    def live_numbers(self, key: str, indices: Sequence[int] | None = None) -> Tensor:
+        """Return the same without a copy: not to be modified, and not to be used after `keep`."""
         return self._states.numbers(key, indices)
 
     def keep(self, key: str, values: Tensor, indices: Sequence[int] | None = None) -> None:

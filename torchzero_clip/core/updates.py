@@ -136,9 +136,14 @@ class Updates:
 
     def are_safe(self, rows: Sequence[int]) -> bool:
         """Whether the updates of some rows are finite where gradients are. Always False where looking would wait."""
-        kept = [item for item in self._pending if item.stage is None]
-        shrink = all(item.factors is not None and bool((item.factors.abs() <= 1).all()) for item in kept)
-        return self.untouched and self._grads[0].is_cpu and shrink
+        if not self.untouched or not self._grads[0].is_cpu:
+            return False
+        return all(
+            bool((item.factors.abs() <= 1).all())
+            if item.factors is not None
+            else item.stage is not None and item.stage.transform.has_usual_way()
+            for item in self._pending
+        )
 
     def catch_up(self, rows: Sequence[int]) -> None:
         """Do what is pending for some rows."""
@@ -151,10 +156,18 @@ class Updates:
                 self._run_alone(item.stage, self._own(item.rows, False))
             elif item.shifts is not None:
                 foreach.subtract_each_(self._own(item.rows, False), item.shifts)
-            elif item.measured is not None and item.factors is not None and not all_ones(item.factors):
+            elif item.measured is None or item.factors is None or all_ones(item.factors):
+                self._mark(item.rows)
+            else:
                 updates = self._own(item.rows, item.over_grads)
                 targets = [memory(updates[i]) for i in item.measured.indices]
                 scale_(replace(item.measured, targets=targets), item.factors)
+
+    def _mark(self, rows: Sequence[int]) -> None:
+        """Note that a transform has acted on updates, which are the gradients still."""
+        for i in rows if self._workspace is None and not self._maximize else ():
+            if self._updates[i] is None:
+                self._updates[i] = self._grads[i]
 
     def _own(self, rows: list[int], over_grads: bool) -> list[Tensor]:
         """The updates of some rows before what is pending, to be written to."""

@@ -190,14 +190,13 @@ class Walk:
         """Have an elementwise transform applied once somebody asks for the updates. False if that is not possible."""
         if self.workspace is None or self.plain is None or not self.updates.untouched or node.children:
             return False
+        if not self.may_fuse:  # a parameter is listed twice
+            return False
         if not foreach.is_real_and_wide(self.params[0].dtype) or not transform.is_elementwise():
             return False
         step = self.step_for(node, rows)
-        acting = transform.rows_of(step)
-        rows = rows if acting is None else [rows[k] for k in acting]
-        if not rows:
+        if transform.rows_of(step) is not None or not transform.may_wait(step):
             return False
-        step = step if acting is None else self.step_for(node, rows)
         state = [step.column(key) for key in transform.keys]
         is_known = self.plain.issuperset(f"{node.path}/{key}" for key in transform.keys)
         if not is_known and not foreach.are_alike([step.params, *state]):
@@ -230,7 +229,7 @@ class Walk:
         scratch = self._scratch_for(updates)
         dims_of = None if type(transform).slice_dims is Scaling.slice_dims else transform.slice_dims
         try:
-            measured = measure(updates, transform.slicing, dims_of, scratch)
+            measured = measure(updates, transform.slicing, dims_of, scratch, plain=scratch is not None)
             if self.nodes.keeps_statistics and self.gradient_norms is None:
                 self.gradient_norms = measured.tensor_norms  # they are the gradients: see `_measures_gradients`
                 self.measure_gradients()
@@ -367,7 +366,8 @@ class Walk:
         state = [locals_of(step.column(key)) for key in (*fused.state, *fused.counters)]
         shifts = next((item.shifts for item in pending if item.shifts is not None), None)
         over_grads = all(item.over_grads for item in pending)
-        if self.workspace is not None and self.plain is not None and not over_grads:
+        is_wide = foreach.is_real_and_wide(step.params[0].dtype)
+        if self.workspace is not None and self.plain is not None and is_wide and not over_grads:
             sink = partial(call_kernel, fused.kernel, params, state, step.settings)
             updates = self.updates.current(rows)
             run_pieces(stages, updates, step.settings, (factors, shifts), self.workspace.scratch, sink)

@@ -123,7 +123,12 @@ def _strides(tensor: Tensor) -> list[int]:
 
 
 def are_plain(tensors: Sequence[Tensor], min_size: int = 1) -> bool:
-    """Whether all are plain real tensors of one dtype, on one device, and of at least so many elements."""
+    """Whether all are plain real tensors of one dtype, on one device, and of at least so many elements.
+
+    Always False in `torch.compile`, which makes its own few operations.
+    """
+    if torch.compiler.is_compiling():
+        return False
     return len(tensors) > 0 and kind(tensors) is not None and min(map(Tensor.numel, tensors)) >= min_size
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchzero_clip.functional.foreach import wide_dtype
+from torchzero_clip.functional.foreach import all_contiguous, are_plain, wide_dtype
 from torchzero_clip.functional.measure import Slicing
 from torchzero_clip.functional.shards import aligned
 from torchzero_clip.types import Tensors
@@ -37,6 +37,10 @@ def own_gradients(params: Sequence[Tensor]) -> list[Tensor]:
     Three kinds of gradients are replaced for that, in ``.grad`` too: distributed ones with partial placements, expanded
     ones, whose elements share memory, and one that another parameter has as well.
     """
+    found: list[Any] = [param.grad for param in params]
+    strided = {torch.strided}.issuperset([grad.layout for grad in found])
+    if strided and are_plain(found, 0) and all_contiguous(found) and len(set(map(id, found))) == len(found):
+        return found
     owners: dict[Tensor, Tensor] = {}
     grads: list[Tensor] = []
     for param in params:
@@ -102,8 +106,8 @@ def values_tell_all(slicing: Slicing) -> Callable[[Tensor], bool]:
 def as_reported(total: Tensor, grads: list[Tensor]) -> Tensor:
     """A joint metric as the functions return it: float32, or wider if a gradient is."""
     dtype = torch.float32
-    for grad in grads:
-        dtype = torch.promote_types(dtype, wide_dtype(grad.dtype).to_real())
+    for given in {grad.dtype for grad in grads}:
+        dtype = torch.promote_types(dtype, wide_dtype(given).to_real())
     largest = torch.finfo(dtype).max
     return torch.where(total.isfinite(), total.clamp(max=largest), total).to(dtype)
 

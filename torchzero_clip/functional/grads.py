@@ -7,9 +7,9 @@ from torch import Tensor
 
 from torchzero_clip.checks import boolean, finite, non_negative
 from torchzero_clip.functional.clip import centralize_, clip_factors, normalize_factors
-from torchzero_clip.functional.foreach import clamp_
+from torchzero_clip.functional.foreach import are_plain, clamp_
 from torchzero_clip.functional.gradients import as_reported, check_finite, gradients, opened, values_tell_all
-from torchzero_clip.functional.measure import Slicing, measure, scale_, scratch_for
+from torchzero_clip.functional.measure import Slicing, measure, scale_
 from torchzero_clip.types import Dim, Ord, Tensors
 
 
@@ -90,11 +90,11 @@ def clip_grad_norm_(
 
     grads = gradients(params)
     with opened(grads, values_tell_all(slicing)) as tensors:
-        measured = measure(tensors, slicing, scratch=scratch_for(tensors))
+        measured = measure(tensors, slicing, plain=are_plain(tensors))
         if error_if_nonfinite:
             check_finite(measured.total, grads, tensors)
         limit, floor = math.inf if max_norm is None else max_norm, min_norm or 0.0
-        scale_(measured, clip_factors(slicing.metric, measured.joined(measured.norms), limit, floor))
+        scale_(measured, measured.by_norm(lambda norms: clip_factors(slicing.metric, norms, limit, floor)))
     return as_reported(measured.total, grads)
 
 
@@ -176,8 +176,8 @@ def normalize_grads_(
     slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
     grads = gradients(params)
     with opened(grads, values_tell_all(slicing)) as tensors:
-        measured = measure(tensors, slicing, scratch=scratch_for(tensors))
-        scale_(measured, normalize_factors(slicing.metric, measured.joined(measured.norms), norm_value))
+        measured = measure(tensors, slicing, plain=are_plain(tensors))
+        scale_(measured, measured.by_norm(lambda norms: normalize_factors(slicing.metric, norms, norm_value)))
     return as_reported(measured.total, grads)
 
 

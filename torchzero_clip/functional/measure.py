@@ -128,6 +128,12 @@ class Measured:
         """Concatenate ``values``, which are shaped like ``norms``, into one vector with a number per slice."""
         return pack(values)
 
+    def by_norm(self, rule: Callable[[Tensor], Tensor]) -> Tensor:
+        """Apply ``rule`` to the norms, once if all slices have one; a vector with a number per slice."""
+        if self.joint and len(self.vector) > 0:
+            return rule(self.vector.narrow(0, 0, 1)).expand(len(self.vector))
+        return rule(self.vector)
+
     def by_setting(self, settings: Sequence[S], rule: Callable[[Tensor, S], Tensor]) -> Tensor:
         """Apply ``rule`` to the norms of each setting, and concatenate into one vector with a number per slice.
 
@@ -138,8 +144,8 @@ class Measured:
         """
         own = settings if len(self.indices) == len(settings) else [settings[i] for i in self.indices]
         shared = by_setting(own)
-        if self.joint and len(shared) == 1:
-            return rule(self.vector.narrow(0, 0, 1), shared[0][0]).expand(len(self.vector))
+        if len(shared) == 1:
+            return self.by_norm(lambda norms: rule(norms, shared[0][0]))
         counts = self.counts
         chunks = self.vector.split([sum(counts[part]) for _, part in shared])
         return torch.cat(
@@ -194,6 +200,8 @@ def measure(
     slicing: Slicing,
     dims_of: Callable[[Tensor], tuple[int, ...]] | None = None,
     scratch: Scratch | None = None,
+    *,
+    plain: bool = False,
 ) -> Measured:
     """Measure every slice.
 
@@ -201,14 +209,14 @@ def measure(
         tensors: The tensors.
         slicing: The metric and the slices.
         dims_of: The dimensions that one slice of a tensor spans, if they are not those of ``slicing``.
-        scratch: Memory with which norms of whole tensors are taken in few operations, if all local parts are plain and
-            none is a pending sum.
+        scratch: Memory with which norms of whole tensors are taken faster, if they are ``plain``.
+        plain: All local parts are plain, and none is a pending sum: norms of whole tensors take few operations.
     """
     metric, joint = slicing.metric, slicing.dim == "global"
     whole_tensors = joint or (slicing.dim is None and not slicing.inverse_dims and dims_of is None)
     smallest = 1 if joint else max(slicing.min_size, 1)
     may_be_fast = whole_tensors and metric == L2 and len(tensors) > 0
-    if scratch is not None and may_be_fast and min(map(Tensor.numel, tensors)) >= smallest:
+    if plain and may_be_fast and min(map(Tensor.numel, tensors)) >= smallest:
         return _measure_plain(tensors, joint, scratch)
     if joint:
         return _measure_jointly(tensors, metric)
@@ -231,12 +239,7 @@ def measure(
     return Measured(metric, indices, norms, total, targets, tensor_norms=tensor_norms, _parts=parts)
 
 
-def scratch_for(tensors: Sequence[Tensor]) -> Scratch | None:
-    """Memory for one call on some tensors, if they are plain. None in `torch.compile`, which needs none."""
-    return Scratch() if foreach.are_plain(tensors) and not torch.compiler.is_compiling() else None
-
-
-def _measure_plain(tensors: Sequence[Tensor], joint: bool, scratch: Scratch) -> Measured:
+def _measure_plain(tensors: Sequence[Tensor], joint: bool, scratch: Scratch | None) -> Measured:
     """The L2 norms of tensors, each one slice, whose local parts are plain."""
     targets = locals_of(tensors)
     norms = whole_norms(targets, scratch)
@@ -286,7 +289,8 @@ def effect(measured: Measured, factors: Tensor) -> Scaled:
         return Scaled(1 - lost, changed)
     if foreach.is_one_number(factors) and may_look(factors):
         factor = factors.select(0, 0).item()
-        return Scaled(*(torch.tensor(value, dtype=torch.float64) for value in (factor, float(factor != 1))))
+        changed = torch.full_like(factors.select(0, 0), float(factor != 1))
+        return Scaled(torch.full_like(changed, factor), changed)
     factors = factors.narrow(0, 0, 1) if foreach.is_one_number(factors) else factors
     count = max(factors.numel(), 1)
     return Scaled(1 - (1 - factors).sum() / count, (factors != 1).sum(dtype=torch.float64) / count)

@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 from torchzero_clip.checks import boolean
 from torchzero_clip.checks import dims as check_dims
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.blocks import LARGEST, SMALLEST, block_norms, block_sums
+from torchzero_clip.functional.blocks import LARGEST, SMALLEST, block_norms, block_sums, direct_norms
 from torchzero_clip.functional.metric import Metric, parse_ord
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import Part, all_reduce, pack, summed, whole
@@ -188,8 +188,10 @@ def means_over_ranks(parts: Sequence[Part], counts: Sequence[int], columns: Sequ
     return [total / count.clamp(min=1) for total in sums]
 
 
-def whole_norms(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
+def whole_norms(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor:
     """The L2 norm of each of some plain real tensors of one dtype on one device: a float64 vector.
+
+    With ``scratch``, short tensors are copied there, which is faster from the second call on.
 
     It is what `p_norms` returns but for rounding, in a number of operations that does not depend on their number.
     """
@@ -200,7 +202,7 @@ def whole_norms(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
         return torch.stack(foreach.norms(tensors, 2.0, torch.float64))
     if first.dtype not in (torch.float32, torch.float64):
         return pack(p_norms([whole(tensor) for tensor in tensors], 2.0))
-    norms = block_norms(tensors, scratch)
+    norms = direct_norms(tensors) if scratch is None else block_norms(tensors, scratch)
     smallest, largest = extent(norms)
     if not (smallest > SMALLEST and largest < LARGEST):  # also NaN
         indices = ((norms > SMALLEST) & (norms < LARGEST)).logical_not_().nonzero().flatten()

@@ -5,8 +5,9 @@ from torch import Tensor
 
 from torchzero_clip.checks import boolean, non_negative
 from torchzero_clip.functional.clip import clip_by_
+from torchzero_clip.functional.foreach import are_plain
 from torchzero_clip.functional.gradients import as_reported, check_finite, gradients, listed, opened, values_tell_all
-from torchzero_clip.functional.measure import Slicing, measure, scratch_for
+from torchzero_clip.functional.measure import Slicing, measure
 from torchzero_clip.functional.metric import parse_ord
 from torchzero_clip.functional.shards import replicated
 from torchzero_clip.types import Ord, Tensors
@@ -43,7 +44,7 @@ def get_total_norm(tensors: Tensors, ord: Ord = 2, *, error_if_nonfinite: bool =
     boolean("error_if_nonfinite", error_if_nonfinite)
     given = listed("tensors", tensors)
     with opened(given, values_tell_all(slicing), write=False) as dense:
-        total = measure(dense, slicing, scratch=scratch_for(dense)).total
+        total = measure(dense, slicing, plain=are_plain(dense)).total
         if error_if_nonfinite:
             check_finite(total, given, dense)
     return as_reported(total, given)

@@ -1,0 +1,188 @@
+"""Ways in which the fast way of a step was wrong once."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from contract.training import assert_equal, set_grads, train
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from typing_extensions import override
+
+from torchzero_clip import (
+    SGD,
+    AdamW,
+    ClipNorm,
+    ClipNormGrowth,
+    ClipValue,
+    ClipValueByEMA,
+    ClipValueGrowth,
+    Modular,
+    NormalizeByEMA,
+)
+
+
+def both(make, shapes, dtype=torch.float32):
+    """Parameters and optimizers of the fast and of the readable way."""
+    for fast in (True, False):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes]
+        yield params, Modular(params, *make(), fast=fast)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_another_default_dtype(default):
+    params = [nn.Parameter(torch.ones(3, dtype=torch.float32))]
+    optimizer = Modular(params, ClipNorm(0.1, dim="global"), AdamW(0.1))
+    torch.set_default_dtype(default)
+    try:
+        train(optimizer, params, [[torch.ones(3, dtype=torch.float32)]] * 2)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert params[0].tolist() == pytest.approx([0.8] * 3, abs=0.01)
+
+
+@pytest.mark.parametrize("limit", [100.0, 1.0])
+def test_a_clip_that_does_nothing_has_acted_all_the_same(limit):
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = Modular([weight], ClipNorm(limit), ClipValue(0.02, target="grad"), SGD(1.0))
+    train(optimizer, [weight], [[torch.tensor([3.0, 4.0, 0.0])]])
+    expected = [-3.0, -4.0, 0.0] if limit == 100.0 else [-0.6, -0.8, 0.0]
+    assert weight.tolist() == pytest.approx(expected)
+
+
+class Halves(ClipValue):
+    @override
+    def change_(self, x, state, setting, usable, started):
+        x.mul_(0.5)
+        return torch.zeros(())
+
+
+class Negates(ClipValueGrowth):
+    @override
+    def apply_tensor(self, tensor, param, grad, loss, state, setting):
+        return -tensor
+
+
+@pytest.mark.parametrize(
+    ("transform", "expected"), [(Halves(1.0), -1.5), (Negates(), 3.0)], ids=["change_", "apply_tensor"]
+)
+@pytest.mark.parametrize("fast", [True, False])
+def test_what_a_subclass_overrides_is_used(transform, expected, fast):
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = Modular([weight], transform, SGD(1.0), fast=fast)
+    train(optimizer, [weight], [[torch.full((2,), 3.0)]])
+    assert weight.tolist() == [expected] * 2
+
+
+@pytest.mark.parametrize("clip", [ClipValue(1), ClipValueByEMA(), ClipValueGrowth()], ids=repr)
+def test_an_elementwise_clip_behind_a_norm_clip_does_not_wait_for_the_device(clip):
+    with FakeTensorMode():
+        params = [nn.Parameter(torch.empty(3, device="cuda"))]
+        optimizer = Modular(params, ClipNorm(1), clip, AdamW())
+        for _ in range(2):
+            params[0].grad = torch.empty(3, device="cuda")
+            optimizer.step()
+
+
+def test_parameters_that_get_other_strides_in_the_same_memory():
+    results = []
+    for params, optimizer in both(lambda: [ClipValue(0.5), AdamW(0.1)], [(4, 4)]):
+        train(optimizer, params, [[torch.ones(4, 4)]])
+        params[0].data = params[0].data.t()
+        train(optimizer, params, [[torch.arange(16.0).view(4, 4)]])
+        results.append(params[0].detach())
+    torch.testing.assert_close(*results)
+
+
+def test_a_parameter_that_becomes_a_part_of_its_buffer():
+    buffer = torch.zeros(20)
+    param = nn.Parameter(buffer[:10])
+    optimizer = Modular([param], AdamW(0.1))
+    train(optimizer, [param], [[torch.ones(10)]])
+    param.data = buffer[::2]
+    before = buffer[1::2].clone()
+    train(optimizer, [param], [[torch.ones(10)]])
+    assert_equal([buffer[1::2]], [before])
+
+
+@pytest.mark.parametrize("clip", [ClipValueByEMA(), ClipValueGrowth()], ids=repr)
+def test_a_parameter_that_is_listed_twice_has_one_statistic(clip):
+    states = []
+    for fast in (True, False):
+        weight = nn.Parameter(torch.ones(3))
+        with pytest.warns(UserWarning, match="duplicate parameters"):
+            optimizer = Modular([weight, weight], clip, AdamW(), fast=fast)
+        train(optimizer, [weight], [[torch.tensor([1.0, 2.0, 3.0]) * k] for k in (1, 2)])
+        states.append({key: value for key, value in optimizer.state[weight].items() if value.ndim})
+    torch.testing.assert_close(*states)
+
+
+def test_state_that_is_moved_away_frees_its_memory():
+    params = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    optimizer = Modular(params, ClipNormGrowth(), AdamW())
+    train(optimizer, params, [[torch.ones(3)] * 3] * 3)
+    kept = [weakref.ref(optimizer.state[p]["adam/exp_avg"]) for p in params]
+    for param in params:
+        optimizer.state[param]["adam/exp_avg"] = optimizer.state[param]["adam/exp_avg"].clone()
+    gc.collect()
+    assert [reference() for reference in kept] == [None] * 3
+
+
+def test_a_setting_that_the_dtype_cannot_hold_changes_nothing():
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+    groups = [{"params": params[:1]}, {"params": params[1:]}]
+    optimizer = Modular(groups, ClipValueGrowth(), AdamW())
+    train(optimizer, params, [[torch.ones(3), torch.ones(2)]] * 2)
+    optimizer.param_groups[1]["min_value"] = 1e39
+    before = [p.detach().clone() for p in params]
+    set_grads(params, [torch.ones(3), torch.ones(2)])
+    with pytest.raises(RuntimeError):
+        optimizer.step()
+    assert_equal(params, before)
+    assert {float(optimizer.state[p]["adam/step"]) for p in params} == {2.0}
+
+
+def test_numbers_of_a_step_do_not_change_when_new_ones_are_kept():
+    class Counts(ClipNormGrowth):
+        @override
+        def factors(self, measured, updates, step):
+            before = step.numbers("prev")
+            step.keep("prev", before + 1)
+            assert before.tolist() == [0.0]
+            return torch.ones_like(measured.vector)
+
+    weight = nn.Parameter(torch.ones(2))
+    train(Modular([weight], Counts(), AdamW()), [weight], [[torch.ones(2)]])
+
+
+def test_a_step_in_inference_mode_does_not_break_those_after_it():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = Modular([weight], ClipNorm(1), AdamW())
+    with torch.inference_mode():
+        weight.grad = torch.ones(2)
+        optimizer.step()
+    train(optimizer, [weight], [[torch.ones(2)]] * 2)
+
+
+def test_another_default_device():
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(70001))]
+    optimizer = Modular(params, ClipNormGrowth(), ClipNorm(1, dim="global"), AdamW())
+    torch.set_default_device("meta")
+    try:
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.ones(param.shape, device="cpu")
+            optimizer.step()
+    finally:
+        torch.set_default_device(None)
+
+
+def test_the_first_update_of_mixed_dtypes_passes_unchanged():
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]
+    optimizer = Modular(params, NormalizeByEMA(ema_init="update"), SGD(1.0))
+    grads = [torch.tensor([1.0, 0.3, 0.7]), torch.tensor([0.1, 0.7], dtype=torch.bfloat16)]
+    train(optimizer, params, [grads])
+    assert_equal([p.grad for p in params], grads)
+    assert float(optimizer.metrics()["normalize_by_ema/clipped"]) == 0
