@@ -125,8 +125,10 @@ class Updates:
         outside = self._updates, self._borrowed, self.untouched, self._pending
         self._updates, self._borrowed, self._pending = list(self._updates), list(self._borrowed), []
         self._put_own(rows, updates)
-        yield
-        self._updates, self._borrowed, self.untouched, self._pending = outside
+        try:
+            yield
+        finally:
+            self._updates, self._borrowed, self.untouched, self._pending = outside
 
     def pend(self, pending: Pending) -> None:
         """Note what is to be done to updates, once somebody asks for them."""
@@ -138,12 +140,12 @@ class Updates:
         """Whether the updates of some rows are finite where gradients are. Always False where looking would wait."""
         if not self.untouched or not self._grads[0].is_cpu:
             return False
-        return all(
-            bool((item.factors.abs() <= 1).all())
-            if item.factors is not None
-            else item.stage is not None and item.stage.transform.has_usual_way()
-            for item in self._pending
-        )
+        for item in self._pending:
+            shrinks = item.factors is not None and bool((item.factors.abs() <= 1).all())
+            clips = item.stage is not None and item.stage.transform.has_usual_way()
+            if not (shrinks or clips):
+                return False
+        return True
 
     def catch_up(self, rows: Sequence[int]) -> None:
         """Do what is pending for some rows."""
