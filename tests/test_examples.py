@@ -50,6 +50,11 @@ def test_a_moved_run_takes_the_same_steps():
     assert example("move_a_run").move(20) == (True, True, False, 20)
 
 
+def test_two_calls_and_a_chain_train_alike():
+    results = example("from_two_calls_to_a_chain").train(10)
+    assert results["chain"][0] == pytest.approx(results["two calls"][0], rel=1e-4)
+
+
 @pytest.mark.slow
 def test_skipping_survives_what_clipping_does_not():
     skip = example("skip_bad_steps")

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.foreach import reals_of
-from torchzero_clip.functional.measure import Slicing, cut, share
+from torchzero_clip.functional.measure import Slicing, cut
 from torchzero_clip.functional.metric import Metric
 from torchzero_clip.functional.norms import all_ones, beyond_float32, joint_sum, slice_sums
 from torchzero_clip.functional.shards import whole
@@ -36,12 +35,6 @@ def centralize_(tensors: Sequence[Tensor], slicing: Slicing) -> None:
     _, parts = cut([tensor for tensor in tensors if tensor.ndim], slicing)
     means = [total / p.size for total, p in zip(slice_sums(parts), parts, strict=True)]
     foreach.subtract_slices_([p.tensor for p in parts], means)
-
-
-def share_above(tensors: Sequence[Tensor], limits: Sequence[float]) -> Tensor:
-    """The share of elements whose magnitude exceeds the limit of their tensor: a 0-d tensor, equal on every rank."""
-    pairs = zip(reals_of(tensors), limits, strict=True)
-    return share(tensors, [(x > limit).count_nonzero() + (x < -limit).count_nonzero() for x, limit in pairs])
 
 
 def clip_factors(metric: Metric, norms: Tensor, limit: float, floor: float = 0.0) -> Tensor:

@@ -278,11 +278,6 @@ def clone(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.clone() for tensor in tensors]
 
 
-def negative(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """``-tensors``, as new tensors."""
-    return _wrap(_foreach._foreach_neg(locals_of(tensors)), tensors) if tensors else []
-
-
 def lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
     """``tensors += weight * (ends - tensors)``, in place."""
     _foreach._foreach_lerp_(locals_of(tensors), locals_of(ends), weight)
