@@ -1,4 +1,4 @@
-"""How many operations a step on CUDA dispatches: not more for more tensors. Counted on fake tensors, without a GPU."""
+"""The number of operations of a step on CUDA does not grow with that of tensors. Counted on fake tensors."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""The fast way of a step: it equals the readable one, to rounding, whatever the chain, the tensors and what happens."""
+"""The fast way of a step equals the readable one up to rounding, on random chains, tensors and events."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""Ways in which the fast way of a step was wrong once."""
+"""Cases in which the fast way of a step gave another result than the readable way once."""
 
 import gc
 import weakref

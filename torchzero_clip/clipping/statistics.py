@@ -47,7 +47,7 @@ class _Average(Elementwise):
         if self.begins_with_update:
             foreach.lerp_where_(usable & started.logical_not(), average, x, 1.0)
         foreach.lerp_where_(usable, average, x, 1 - setting["beta"])
-        return usable
+        return usable  # nobody reads this count
 
 
 class Tracked:

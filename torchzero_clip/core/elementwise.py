@@ -20,7 +20,7 @@ class Flags(NamedTuple):
     """What statistics do in this step: vectors of booleans with one element for each parameter."""
 
     usable: Tensor
-    """They learn from the update, and change it."""
+    """True if the statistic learns from the update and limits it."""
     started: Tensor
     """They have learned from an update before."""
 
@@ -62,12 +62,12 @@ class Elementwise(TensorwiseTransform):
         return None
 
     def has_usual_way(self) -> bool:
-        """Whether `change_usual_` does what `change_` does: a subclass may override that alone."""
+        """False if a subclass overrides `change_` but not `change_usual_`, which would then compute something else."""
         names = ("change_usual_", "change_")
         return next(name for base in type(self).__mro__ for name in names if name in vars(base)) == "change_usual_"
 
     def may_wait(self, step: Step) -> bool:
-        """Whether nothing can fail later: all settings are numbers that the dtype holds."""
+        """True if the dtype can hold all settings, so that a postponed call cannot raise."""
         largest = torch.finfo(step.params[0].dtype).max
         values = [value for setting, _ in step.by_setting() for value in setting.values() if value is not None]
         return all(abs(value) <= largest for value in values)
@@ -82,7 +82,7 @@ class Elementwise(TensorwiseTransform):
         return True
 
     def flags(self, step: Step, rows: Sequence[int] | None) -> Flags:
-        """What statistics do in this step, which counts as begun for them after this call.
+        """Which statistics are usable and have started. It marks the usable ones as started.
 
         Args:
             step: The step.

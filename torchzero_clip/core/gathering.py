@@ -42,7 +42,10 @@ def taking_part(groups: Sequence[Group]) -> tuple[list[Tensor], list[Any], list[
 
 
 class Checked(NamedTuple):
-    """Tensors that were plain, contiguous and alike. They still are while each is the same, in the same memory."""
+    """Tensors that were found plain, contiguous and alike.
+
+    While each is the same object in the same memory, the checks need not be repeated.
+    """
 
     facts: list[Any]
     tensors: list[ref[Tensor]]
@@ -63,8 +66,8 @@ def alike(
 ) -> set[str] | None:
     """The keys of state that is like the parameters, if parameters and gradients are plain and alike; else None.
 
-    Alike are plain contiguous tensors of one dtype, on one device, and in each row of one shape. If something is
-    returned, all other state consists of single numbers.
+    Alike are plain contiguous tensors of one dtype, on one device, and in each row of one shape. If the result is not
+    None, the state under all other keys is 0-d.
 
     Args:
         params: The parameters, at least one.

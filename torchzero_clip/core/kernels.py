@@ -123,7 +123,7 @@ def _multiply_short_(updates: Sequence[Tensor], factors: Tensor) -> dict[int, Te
 
 
 def inverse(factors: Tensor) -> Tensor:
-    """What the kernels divide by; a factor of 0 stays one."""
+    """The inverse factors, which the kernels divide by. For a factor of 0 it is inf, so that the quotient is 0."""
     largest = torch.finfo(torch.float32).max
     if factors.is_cpu and not factors.ndim:
         factor = factors.item()

@@ -193,9 +193,9 @@ class UpdateRule(Transform):
         return None
 
     def kernel(self, rest: Sequence[Transform], step: Step) -> Fused | None:
-        """Return the same as one operation in one pass over memory, which multiplies the updates as well; or None.
+        """Return the rule and the rest of the chain as one operation, which also multiplies by pending factors.
 
-        It is not asked in `torch.compile`, where the compiler makes one pass of what it finds.
+        Return None if there is none. The optimizer does not call this under `torch.compile`.
 
         Args:
             rest: As in `fuse`.

@@ -61,7 +61,8 @@ class Modular(Optimizer):
             state as they were; for that they wait for the device once a step, and under FSDP2 they decide alike on
             all ranks.
         max_consecutive_skips: Raise if more steps than this in a row were skipped; None for any number.
-        fast: Take steps the fast way where there is one. False is for comparisons: the results differ by rounding.
+        fast: Combine transforms into few passes over memory where possible. False makes one pass for each transform, to
+            compare results; they differ by rounding.
 
     Raises:
         ValueError: If there are no transforms or no parameters, for an unknown or invalid setting in a group, for a
@@ -225,13 +226,13 @@ class Modular(Optimizer):
     def _walk(self, settings: dict[str, list[Setting]], loss: Any) -> Walk:
         """Start a walk with the parameters that have a gradient. Raise before any change if one cannot be used."""
         params, grads, group_of = taking_part(self.param_groups)
-        # new ones are not in self.state before the step is allowed; one for a parameter that is listed twice
+        # new state enters self.state only after the step was allowed; a parameter that is listed twice shares one
         new: dict[Tensor, State] = {}
         kept: Any = self.state
         pairs = zip(params, map(kept.get, params), strict=True)
         states: list[State] = [new.setdefault(p, {}) if state is None else state for p, state in pairs]
         # the compiler makes a step fast by itself; memory that is made in inference mode cannot be used outside of it;
-        # and what is pending would have to know of changes to the gradients
+        # and a target="grad" transform would change gradients that postponed operations still have to read
         workspace = self._workspace if self.fast and not torch.compiler.is_compiling() else None
         if workspace is not None and ("grad" in self._nodes.targets or torch.is_inference_mode_enabled()):
             workspace = None

@@ -16,8 +16,8 @@ from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Setting
 
 ON_CPU = 131072
-"""Elements of a piece on CPU, 512 KiB of float32: fewer cost calls, more the cache. It is a multiple of 64, because the
-kernels would change last bits at other cuts."""
+"""Elements of a piece on CPU, 512 KiB of float32: smaller pieces need more calls, and larger ones leave the cache. It
+is a multiple of 64, because a cut elsewhere changes last bits of the kernels' results."""
 
 ELSEWHERE = 2**24
 """Elements of a piece elsewhere, where each operation has to be worth its launch: 64 MiB of float32."""

@@ -156,8 +156,8 @@ class _Kept(NamedTuple):
 class Vectors:
     """Numbers of many parameters as elements of vectors, so that one operation changes all of one key.
 
-    The state of each parameter holds a view of its element. Whatever replaces one (a checkpoint, a user, another set of
-    parameters) is seen, because it is no longer the view that was handed out, or does not point into the vector.
+    The state of each parameter holds a view of its element. A checkpoint or a user may replace a number. `vector`
+    notices, because the number is then another tensor or in other memory, and builds a new vector.
     """
 
     def __init__(self) -> None:

@@ -61,7 +61,7 @@ class Step:
         return self._states.column(key, indices)
 
     def has(self, key: str) -> bool:
-        """Return True if all parameters have state under one key, which some transforms make later than others."""
+        """Return True if all parameters have state under this key. Some keys appear only after a few steps."""
         return self._states.has(key)
 
     def numbers(self, key: str, indices: Sequence[int] | None = None) -> Tensor:
@@ -74,7 +74,7 @@ class Step:
         return self._states.numbers(key, indices).clone()
 
     def live_numbers(self, key: str, indices: Sequence[int] | None = None) -> Tensor:
-        """Return the same without a copy: not to be modified, and not to be used after `keep`."""
+        """Return `numbers` without a copy. Do not modify it, and do not use it after `keep`."""
         return self._states.numbers(key, indices)
 
     def keep(self, key: str, values: Tensor, indices: Sequence[int] | None = None) -> None:

@@ -39,7 +39,7 @@ class Pending:
 
     @property
     def fits_kernels(self) -> bool:
-        """Whether it can be done together with a kernel. On CUDA nobody may look at factors, which are clamped."""
+        """Whether it can be done together with a kernel. On CUDA, reading factors would wait, so they are clamped."""
         if self.factors is None or self.measured is None:
             return True
         return self.measured.is_plain and not (self.factors.is_cpu and beyond_float32(self.factors))
@@ -87,7 +87,7 @@ class Updates:
         return self.before_pending(rows, writable, over_grads)
 
     def before_pending(self, rows: list[int], writable: bool = False, over_grads: bool = False) -> list[Tensor]:
-        """The same before what is pending."""
+        """The updates of some rows, without what is pending."""
         if self.untouched and not self._maximize and (over_grads or not writable):
             return list(self._grads) if len(rows) == len(self._grads) else [self._grads[i] for i in rows]
         found: list[Tensor] = []
@@ -121,7 +121,7 @@ class Updates:
 
     @contextmanager
     def inside(self, rows: list[int], updates: Sequence[Tensor]) -> Generator[None]:
-        """Take other tensors as the updates of some rows for a while: a chain that stays a unit works on them."""
+        """Use other tensors as the updates of some rows within the block, for a chain inside a composite."""
         outside = self._updates, self._borrowed, self.untouched, self._pending
         self._updates, self._borrowed, self._pending = list(self._updates), list(self._borrowed), []
         self._put_own(rows, updates)
@@ -131,7 +131,7 @@ class Updates:
             self._updates, self._borrowed, self.untouched, self._pending = outside
 
     def pend(self, pending: Pending) -> None:
-        """Note what is to be done to updates, once somebody asks for them."""
+        """Postpone an operation until the updates are read."""
         self._pending.append(pending)
         if self._workspace is None:
             self.catch_up(pending.rows)
@@ -190,7 +190,10 @@ class Updates:
         stage.finish()
 
     def take(self, rows: list[int]) -> list[Pending]:
-        """What is pending for some rows, to be done by the caller; nothing if it concerns others as well."""
+        """Remove and return what is pending for exactly these rows, for the caller to do.
+
+        If it cannot be combined with the kernel, or belongs to other rows too, it is done here.
+        """
         concerned = [item for item in self._pending if item.rows == rows or not set(rows).isdisjoint(item.rows)]
         kinds = [item.stage is not None for item in concerned]
         # a scaling or a shift, then elementwise transforms

@@ -1,4 +1,4 @@
-"""What an optimizer keeps from step to step to be fast; nothing of it is state."""
+"""Buffers and caches that an optimizer uses again from step to step; none of them is state."""
 
 from torchzero_clip.core.gathering import Checked
 from torchzero_clip.core.states import Vectors

@@ -14,7 +14,7 @@ SHORT = 65536
 """Tensors of at most this many elements are copied to be measured together."""
 
 BLOCK = 1024
-"""Elements of a long tensor whose norm is taken in float32; the norms of blocks are combined in float64."""
+"""Elements of a block of a long tensor. It is measured in the dtype of the tensor; squares are added in float64."""
 
 ROW = 512
 """Elements of a row of copies."""
@@ -79,9 +79,9 @@ def _reduced(
     tensors: Sequence[Tensor],
     scratch: Scratch,
     reduce: Callable[[Tensor], Tensor],
-    weigh: Callable[[Tensor], Tensor],
+    of_row: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Reduce rows in the dtype of the tensors; the sum over the rows of each tensor, in float64, of what they weigh."""
+    """Reduce each row in the dtype of the tensors, apply ``of_row`` in float64, and sum per tensor."""
     shapes = [tensor.shape for tensor in tensors]
     like = tensors[0]
     plan = scratch.plan("blocks", (*shapes, like.dtype), lambda: _planned(tensors, scratch))
@@ -94,7 +94,7 @@ def _reduced(
         found.append(reduce(chunk.rows))
     for i in plan.long:
         found += [reduce(rows) for rows in _rows_of(tensors[i])]
-    values = weigh(torch.cat(found).double())
+    values = of_row(torch.cat(found).double())
     return torch.zeros(len(tensors), dtype=torch.float64, device=like.device).index_add_(0, plan.owner, values)
 
 

@@ -180,7 +180,7 @@ def multiply_each_(tensors: Sequence[Tensor], factors: Tensor) -> None:
 
 
 def as_factors(factors: Tensor, dtype: torch.dtype) -> Tensor:
-    """Factors in a dtype, clamped to its range: on CUDA nobody may look whether it holds them."""
+    """Factors in a dtype, clamped to its range. On CUDA, looking whether it holds them would wait for the device."""
     largest = torch.finfo(dtype).max
     return (factors if dtype == torch.float64 else factors.clamp(min=-largest, max=largest)).to(dtype)
 

@@ -129,7 +129,7 @@ class Measured:
         return pack(values)
 
     def by_norm(self, rule: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply ``rule`` to the norms, once if all slices have one; a vector with a number per slice."""
+        """Apply ``rule`` to the norm of every slice. If all slices share one norm, ``rule`` gets only that one."""
         if self.joint and len(self.vector) > 0:
             return rule(self.vector.narrow(0, 0, 1)).expand(len(self.vector))
         return rule(self.vector)
@@ -279,7 +279,7 @@ def scale_(measured: Measured, factors: Tensor) -> None:
 
 
 def effect(measured: Measured, factors: Tensor) -> Scaled:
-    """What factors do to the slices, whether or not these were multiplied by them yet."""
+    """The mean factor and the share of changed slices, computed from the factors alone."""
     if not measured.targets:
         return Scaled(torch.ones_like(measured.total), torch.zeros_like(measured.total))
     # the mean of 1 - factor, so that a rank without slices reports a factor of 1

@@ -169,7 +169,7 @@ def beyond_float32(factors: Tensor) -> bool:
 
 
 def extent(vector: Tensor) -> tuple[float, float]:
-    """The smallest and the largest number; NaN if one is, and 1 for none."""
+    """The smallest and the largest number: NaN if one is NaN, and 1 if there are none."""
     if not vector.numel():
         return 1.0, 1.0
     smallest, largest = (
@@ -193,7 +193,8 @@ def whole_norms(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor:
 
     With ``scratch``, short tensors are copied there, which is faster from the second call on.
 
-    It is what `p_norms` returns but for rounding, in a number of operations that does not depend on their number.
+    Equal to `p_norms` but for rounding. Short tensors are measured together on CPU, and all tensors in one call on
+    CUDA, except in float64.
     """
     first = tensors[0]
     if not may_look(first):

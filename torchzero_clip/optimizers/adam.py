@@ -43,9 +43,9 @@ class Adam(UpdateRule):
         betas: Decay rates of the two averages, each in [0, 1); a setting of the param groups.
         eps: Added to the denominator after the bias correction, in units of the gradient; a setting.
         amsgrad: Divide by the largest of all past averages of squares.
-        fused: Take the step by torch's fused kernel, in one pass over memory, which rounds otherwise than torch's loop.
-            None for wherever it is right: the rest of the chain is at most `WeightDecay` and `LR`, parameters are real,
-            and averages are laid out like them and have their dtype. False for torch's loop, bit for bit.
+        fused: None or True for torch's fused kernel, which makes one pass over memory, if the rest of the chain is at
+            most `WeightDecay` and `LR`, parameters are real, and averages are laid out like them and have their dtype.
+            Otherwise, and with False, torch's loop. The two differ by rounding.
         state_dtype: The dtype of the averages, of their parts if they are complex; that of the parameter if None.
         target: What it acts on, see `Transform`.
         name: The name in the chain and in checkpoints; the class name in snake case if None.

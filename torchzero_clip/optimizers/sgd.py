@@ -32,9 +32,9 @@ class SGD(UpdateRule):
         momentum: The decay rate of the buffer, >= 0; a setting of the param groups.
         dampening: The share of each update that does not enter the buffer; a setting.
         nesterov: Look ahead by one step. It needs momentum and no dampening.
-        fused: Take the step by torch's fused kernel, in one pass over memory, which rounds otherwise than torch's loop.
-            None for wherever it is right: the rest of the chain is the `LR`, parameters are real and of float32 or
-            float64, and buffers are laid out like them and have their dtype. False for torch's loop, bit for bit.
+        fused: None or True for torch's fused kernel, which makes one pass over memory, if the rest of the chain is the
+            `LR`, parameters are of float32 or float64, and buffers are laid out like them and have their dtype.
+            Otherwise, and with False, torch's loop. The two differ by rounding.
         target: What it acts on, see `Transform`.
         name: The name in the chain and in checkpoints; the class name in snake case if None.
 
