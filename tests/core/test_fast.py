@@ -331,3 +331,5 @@ def test_a_compiled_step_is_one_graph_and_follows_a_schedule():
             set_gradients(params, number, "none")
             optimizer.param_groups[0]["lr"].fill_(0.01 / (number + 1))
             step()
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert [float(optimizer.state[param]["adam/step"]) for param in params] == [21.0, 21.0]

@@ -84,6 +84,7 @@ def test_an_elementwise_clip_behind_a_norm_clip_does_not_wait_for_the_device(cli
         for _ in range(2):
             params[0].grad = torch.empty(3, device="cuda")
             optimizer.step()
+        assert all(value.device.type == "cuda" for value in optimizer.metrics().values())
 
 
 def test_parameters_that_get_other_strides_in_the_same_memory():
@@ -164,6 +165,7 @@ def test_a_step_in_inference_mode_does_not_break_those_after_it():
         weight.grad = torch.ones(2)
         optimizer.step()
     train(optimizer, [weight], [[torch.ones(2)]] * 2)
+    assert weight.tolist() == pytest.approx([1 - 3e-3] * 2, abs=1e-4)
 
 
 def test_another_default_device():
@@ -177,6 +179,7 @@ def test_another_default_device():
             optimizer.step()
     finally:
         torch.set_default_device(None)
+    assert all(param.isfinite().all() and (param < 1).all() for param in params)
 
 
 def test_the_first_update_of_mixed_dtypes_passes_unchanged():

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.transform import TensorwiseTransform
+from torchzero_clip.core.transform import TensorwiseTransform, overridden_last
 from torchzero_clip.functional.foreach import reals
 from torchzero_clip.functional.measure import share
 from torchzero_clip.functional.scratch import Scratch
@@ -17,12 +17,12 @@ from torchzero_clip.types import Setting, State
 
 
 class Flags(NamedTuple):
-    """What statistics do in this step: vectors of booleans with one element for each parameter."""
+    """Which statistics take part in this step: two vectors of booleans, with one element for each parameter."""
 
     usable: Tensor
     """True if the statistic learns from the update and limits it."""
     started: Tensor
-    """They have learned from an update before."""
+    """True if the statistic has learned from an update before this one."""
 
 
 class Elementwise(TensorwiseTransform):
@@ -63,8 +63,7 @@ class Elementwise(TensorwiseTransform):
 
     def has_usual_way(self) -> bool:
         """False if a subclass overrides `change_` but not `change_usual_`, which would then compute something else."""
-        names = ("change_usual_", "change_")
-        return next(name for base in type(self).__mro__ for name in names if name in vars(base)) == "change_usual_"
+        return overridden_last(type(self), "change_usual_", "change_") == "change_usual_"
 
     def may_wait(self, step: Step) -> bool:
         """True if the dtype can hold all settings, so that a postponed call cannot raise."""
@@ -73,9 +72,8 @@ class Elementwise(TensorwiseTransform):
         return all(abs(value) <= largest for value in values)
 
     def is_elementwise(self) -> bool:
-        """Whether `change_` is all that this transform does: a subclass may override ``apply_tensors`` below it."""
-        names = ("change_", "apply_tensors", "apply_tensor")
-        return next(name for base in type(self).__mro__ for name in names if name in vars(base)) == "change_"
+        """False if a subclass overrides ``apply_tensors`` or ``apply_tensor``, and so may do more than `change_`."""
+        return overridden_last(type(self), "change_", "apply_tensors", "apply_tensor") == "change_"
 
     def acts_with(self, setting: Setting) -> bool:
         """Whether anything is done to parameters with this setting."""
@@ -106,8 +104,7 @@ class Elementwise(TensorwiseTransform):
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
         """Change every tensor, in place."""
-        names = ("change_", "apply_tensor")
-        if next(name for base in type(self).__mro__ for name in names if name in vars(base)) == "apply_tensor":
+        if overridden_last(type(self), "change_", "apply_tensor") == "apply_tensor":
             return super().apply_tensors(updates, step)
         rows = self.rows_of(step)
         counts = [torch.zeros((), dtype=torch.int64, device=update.device) for update in updates]

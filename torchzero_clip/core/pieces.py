@@ -142,7 +142,7 @@ def _multiply(piece: _Piece, factors: Tensor) -> None:
 def _run(stage: Stage, piece: _Piece, source: Tensor, usual: Sequence[bool], scratch: Scratch) -> None:
     """Send one piece through one transform, from ``source`` to the memory of the piece."""
     columns = [[column[i] for i in piece.rows] for column in stage.state]
-    setting, change = stage.settings[piece.rows[0]], stage.transform.change_
+    setting = stage.settings[piece.rows[0]]
     if piece.cut is not None or len(piece.rows) == 1:
         state = [column[0].view(-1) if piece.cut is None else column[0].view(-1)[piece.cut] for column in columns]
         stage.counts.append(_change(stage, source, piece.flat, state, setting, piece.rows[0], usual, scratch))
@@ -155,14 +155,13 @@ def _run(stage: Stage, piece: _Piece, source: Tensor, usual: Sequence[bool], scr
             stage.counts.append(_change(stage, x, x, state, setting, i, usual, scratch))
         return
     joined = piece.state[: len(columns)]
+    state = [flat for flat, _ in joined]
     for (_, views), column in zip(joined, columns, strict=True):
         foreach.copy_plain_(views, column)
-    count = None
-    if all(flags):
-        count = stage.transform.change_usual_(piece.flat, piece.flat, [flat for flat, _ in joined], setting, scratch)
+    count = stage.transform.change_usual_(piece.flat, piece.flat, state, setting, scratch) if all(flags) else None
     if count is None:
         usable, started = (_of_elements(flag, piece) for flag in stage.flags)
-        count = change(piece.flat, [flat for flat, _ in joined], setting, usable, started)
+        count = stage.transform.change_(piece.flat, state, setting, usable, started)
     stage.counts.append(count)
     for (_, views), column in zip(joined, columns, strict=True):
         foreach.copy_plain_(column, views)

@@ -317,6 +317,11 @@ def snake_case(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
+def overridden_last(kind: type, *names: str) -> str:
+    """Which of some methods the most derived class defines that defines any; of one class, the first that is listed."""
+    return next(name for base in kind.__mro__ for name in names if name in vars(base))
+
+
 def override_groups(param_groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:
     """The parameters and the settings of each group given to `set_param_groups`."""
     if isinstance(param_groups, Mapping):

@@ -136,8 +136,8 @@ class Updates:
         if self._workspace is None:
             self.catch_up(pending.rows)
 
-    def are_safe(self, rows: Sequence[int]) -> bool:
-        """Whether the updates of some rows are finite where gradients are. Always False where looking would wait."""
+    def are_safe(self) -> bool:
+        """Whether updates are finite where gradients are. Always False where looking would wait for the device."""
         if not self.untouched or not self._grads[0].is_cpu:
             return False
         for item in self._pending:

@@ -18,7 +18,7 @@ from torchzero_clip.core.pieces import Stage, run_pieces
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.states import States
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.transform import Transform
+from torchzero_clip.core.transform import Transform, overridden_last
 from torchzero_clip.core.updates import Pending, Updates
 from torchzero_clip.core.workspace import Workspace
 from torchzero_clip.functional import foreach
@@ -30,6 +30,9 @@ from torchzero_clip.types import Setting, State, Target
 
 T = TypeVar("T")
 Group: TypeAlias = dict[str, Any]
+
+FUSED = ("fuse", "kernel", "apply_tensors")
+"""A rule may do the rest of a chain, unless a subclass overrides ``apply_tensors`` below what implements the others."""
 
 
 @dataclass
@@ -128,7 +131,8 @@ class Walk:
         for i, node in enumerate(nodes):
             transform, rest = node.transform, nodes[i + 1 :]
             own = self._in_scope(node, rows)
-            if to_params and isinstance(transform, UpdateRule) and _has_own_fuse(type(transform)):
+            is_rule = to_params and isinstance(transform, UpdateRule)
+            if is_rule and overridden_last(type(transform), *FUSED) != "apply_tensors":
                 rows, own = self._fuse(node, rows, own, rest)
             if not rows:
                 return
@@ -201,10 +205,8 @@ class Walk:
         is_known = self.plain.issuperset(f"{node.path}/{key}" for key in transform.keys)
         if not is_known and not foreach.are_alike([step.params, *state]):
             return False
-        flags = transform.flags(step, None)
-        settings = step.settings
-        is_safe = self.updates.are_safe(rows)
-        stage = Stage(transform, settings, state, flags, is_safe, step, partial(self.store, node, step))
+        flags, done = transform.flags(step, None), partial(self.store, node, step)
+        stage = Stage(transform, step.settings, state, flags, self.updates.are_safe(), step, done)
         self.updates.pend(Pending(rows, stage=stage))
         return True
 
@@ -248,9 +250,11 @@ class Walk:
 
     def _scratch_for(self, updates: Sequence[Tensor]) -> Scratch | None:
         """Memory for norms in few operations, if the local parts of updates are plain and none is a pending sum."""
-        if self.workspace is None or (self.plain is not None and self.updates.untouched):
-            return None if self.workspace is None else self.workspace.scratch
-        is_plain = foreach.are_plain(locals_of(updates), 0) and not any(map(is_partial, updates))
+        if self.workspace is None:
+            return None
+        is_plain = self.plain is not None and self.updates.untouched
+        if not is_plain:
+            is_plain = foreach.are_plain(locals_of(updates), 0) and not any(map(is_partial, updates))
         return self.workspace.scratch if is_plain else None
 
     def _picked(self, column: list[T], rows: list[int]) -> list[T]:
@@ -390,12 +394,6 @@ def _measures_gradients(transform: Transform) -> bool:
     if isinstance(transform, Chain):
         return _measures_gradients(next(iter(transform.transforms.values())))
     return isinstance(transform, Scaling)
-
-
-def _has_own_fuse(kind: type[Transform]) -> bool:
-    """True unless a subclass overrides ``apply_tensors`` below the class that implements ``fuse`` or ``kernel``."""
-    names = ("fuse", "kernel", "apply_tensors")
-    return next(name for base in kind.__mro__ for name in names if name in vars(base)) != "apply_tensors"
 
 
 def _check_result(node: Node, result: Any, given: Sequence[Tensor]) -> None:

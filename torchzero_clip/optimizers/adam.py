@@ -150,21 +150,20 @@ class Adam(UpdateRule):
     def _kernel(
         self, params: list[Tensor], updates: list[Tensor], state: list[list[Tensor]], setting: Setting, scale: Any
     ) -> None:
-        beta1, beta2 = setting["betas"]
         *averages, steps = state
-        foreach.fused_adamw_(
-            params,
-            updates,
-            averages,
-            steps,
-            amsgrad=self.amsgrad,
-            beta1=beta1,
-            beta2=beta2,
-            lr=setting["lr"],
-            weight_decay=setting.get("weight_decay", 0.0),
-            eps=setting["eps"],
-            scale=scale,
-        )
+        foreach.fused_adamw_(params, updates, averages, steps, scale=scale, **self._options(setting))
+
+    def _options(self, setting: Setting) -> dict[str, Any]:
+        """The settings as torch's functions name them."""
+        beta1, beta2 = setting["betas"]
+        return {
+            "amsgrad": self.amsgrad,
+            "beta1": beta1,
+            "beta2": beta2,
+            "lr": setting["lr"],
+            "weight_decay": setting.get("weight_decay", 0.0),
+            "eps": setting["eps"],
+        }
 
     @override
     def fuse(self, rest: Sequence[Transform], updates: list[Tensor], step: Step) -> TakeStep | None:
@@ -200,7 +199,6 @@ class Adam(UpdateRule):
 
     def _torchs_step(self, rows: Sequence[tuple[Tensor, Tensor, State]], setting: Setting, *, fused: bool) -> None:
         params, tensors, states = [p for p, _, _ in rows], [t for _, t, _ in rows], [state for _, _, state in rows]
-        beta1, beta2 = setting["betas"]
         adam(
             locals_of(params),
             locals_of(tensors),
@@ -212,13 +210,8 @@ class Adam(UpdateRule):
             fused=fused,
             has_complex=params[0].is_complex(),
             decoupled_weight_decay=True,
-            amsgrad=self.amsgrad,
-            beta1=beta1,
-            beta2=beta2,
-            lr=setting["lr"],
-            weight_decay=setting.get("weight_decay", 0.0),
-            eps=setting["eps"],
             maximize=False,
+            **self._options(setting),
         )
 
 
