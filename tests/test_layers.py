@@ -1,4 +1,4 @@
-"""Imports go one way, at the top of files: clipping, optimizers -> core -> functional -> types, checks."""
+"""Imports go one way, at the top of files: clipping, optimizers -> core -> functional -> types, checks, compat."""
 
 import ast
 from pathlib import Path
@@ -8,12 +8,13 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "torchzero_clip"
 FILES = sorted(PACKAGE.rglob("*.py"))
 BELOW = {
-    "clipping": {"clipping", "core", "functional", "types", "checks"},
-    "optimizers": {"optimizers", "core", "functional", "types", "checks"},
-    "core": {"core", "functional", "types", "checks"},
-    "per_sample": {"per_sample", "functional", "types", "checks"},
-    "functional": {"functional", "types", "checks"},
+    "clipping": {"clipping", "core", "functional", "types", "checks", "compat"},
+    "optimizers": {"optimizers", "core", "functional", "types", "checks", "compat"},
+    "core": {"core", "functional", "types", "checks", "compat"},
+    "per_sample": {"per_sample", "functional", "types", "checks", "compat"},
+    "functional": {"functional", "types", "checks", "compat"},
     "checks": set(),
+    "compat": set(),
     "types": set(),
 }
 

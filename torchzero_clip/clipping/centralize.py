@@ -78,20 +78,18 @@ class Centralize(Shifting):
     @override
     def shifts(self, updates: list[Tensor], step: Step) -> Tensor | None:
         """The means of whole tensors."""
-        sizes = [update.numel() for update in updates]
         is_whole = self.dim is None and not self.inverse_dims and type(self).apply_tensors is Centralize.apply_tensors
         if not is_whole or step.scratch is None:
             return None
-        has_slices = [u.ndim > 0 and size >= max(self.min_size, 1) for u, size in zip(updates, sizes, strict=True)]
-        device = updates[0].device
-        key = (*sizes, *has_slices, device)
-        counts, acts = step.scratch.plan(
-            "means",
-            key,
-            lambda: (torch.tensor(sizes, dtype=torch.float64, device=device), torch.tensor(has_slices, device=device)),
-        )
+        counts, acts, all_act = step.scratch.plan("means", updates, lambda: self._counted(updates), self.min_size)
         means = whole_sums(updates, step.scratch) / counts
-        return means if all(has_slices) else torch.where(acts, means, 0.0)
+        return means if all_act else torch.where(acts, means, 0.0)
+
+    def _counted(self, updates: Sequence[Tensor]) -> tuple[Tensor, Tensor, bool]:
+        """The numbers of elements, which updates have a mean to subtract, and whether all have."""
+        sizes, device = list(map(Tensor.numel, updates)), updates[0].device
+        acts = [u.ndim > 0 and size >= max(self.min_size, 1) for u, size in zip(updates, sizes, strict=True)]
+        return torch.tensor(sizes, dtype=torch.float64, device=device), torch.tensor(acts, device=device), all(acts)
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:

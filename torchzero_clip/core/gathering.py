@@ -1,114 +1,123 @@
 """The parameters that take part in a step, gathered anew each time."""
 
-import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
-from weakref import ref
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from torchzero_clip.compat import SameLayout, same_layout
 from torchzero_clip.core.scope import named_params
-from torchzero_clip.core.states import pointers
 from torchzero_clip.functional import foreach
 from torchzero_clip.types import State
 
 Group: TypeAlias = dict[str, Any]
 
-_SHAPE, _FACTS = attrgetter("shape"), attrgetter("dtype", "is_cpu", "shape")
+_FACTS = attrgetter("dtype", "is_cpu", "shape")
 
 
 def taking_part(groups: Sequence[Group]) -> tuple[list[Tensor], list[Any], list[int]]:
-    """The parameters that have a gradient and are not frozen, their gradients, and the index of the group of each.
-
-    Raises:
-        RuntimeError: If a gradient is sparse, or a parameter is on the meta device.
-    """
+    """The parameters that have a gradient and are not frozen, their gradients, and the index of the group of each."""
     params: list[Tensor] = []
     grads: list[Any] = []
     group_of: list[int] = []
     for g, group in enumerate(groups):
-        if True in [param.is_meta for param in group["params"]]:
-            _refuse_meta(group)
-        own = [param for param in group["params"] if param.grad is not None and param.requires_grad]
+        own: list[Tensor] = group["params"]
         found = [param.grad for param in own]
-        if not {torch.strided}.issuperset([grad.layout for grad in found]):
-            _refuse_sparse(own, group)
+        if type(None) in set(map(type, found)) or False in [param.requires_grad for param in own]:
+            if True in [param.is_meta for param in own]:
+                _refuse_meta(group)
+            own = [param for param in own if param.grad is not None and param.requires_grad]
+            found = [param.grad for param in own]
         params += own
         grads += found
         group_of += [g] * len(own)
     return params, grads, group_of
 
 
-class Checked(NamedTuple):
-    """Tensors that were found plain, contiguous and alike.
-
-    While each is the same object in the same memory, the checks need not be repeated.
-    """
-
-    facts: list[Any]
-    tensors: list[ref[Tensor]]
-    """References that keep no tensor alive: a user may move state to other memory."""
-    places: list[int]
-    """See `_places`."""
-
-    def holds(self, facts: list[Any], tensors: list[Tensor]) -> bool:
-        """Whether these are the same tensors, and should still look the same."""
-        same = len(tensors) == len(self.tensors) and all(map(operator.is_, tensors, [kept() for kept in self.tensors]))
-        if not same or not (facts is self.facts or facts == self.facts):
-            return False
-        return _places(tensors) == self.places
+def refuse_unusable(groups: Sequence[Group]) -> None:
+    """Raise a RuntimeError if a gradient is sparse, or a parameter is on the meta device."""
+    for group in groups:
+        if True in [param.is_meta for param in group["params"]]:
+            _refuse_meta(group)
+        own = [param for param in group["params"] if param.grad is not None and param.requires_grad]
+        if not {torch.strided}.issuperset([param.grad.layout for param in own]):
+            _refuse_sparse(own, group)
 
 
-def alike(
-    params: list[Tensor], grads: list[Tensor], states: Sequence[State], known: dict[str, Checked]
-) -> set[str] | None:
-    """The keys of state that is like the parameters, if parameters and gradients are plain and alike; else None.
+@dataclass
+class Alike:
+    """The state of parameters that are plain and alike."""
 
-    Alike are plain contiguous tensors of one dtype, on one device, and in each row of one shape. If the result is not
-    None, the state under all other keys is 0-d.
+    columns: dict[str, list[Tensor]]
+    """The state of all parameters under each key."""
+    like: Set[str]
+    """The keys of state that is like the parameters. State under the others is 0-d."""
+
+    def has(self, keys: Iterable[str]) -> bool:
+        """Whether the state under all these keys is like the parameters."""
+        return all(key in self.like and key in self.columns for key in keys)
+
+
+class Layouts:
+    """How parameters, gradients and state looked that passed a check, for the check not to be made in every step."""
+
+    def __init__(self) -> None:
+        self.keys: Set[str] = set()
+        """The keys of state."""
+        self.like: dict[str, SameLayout] = {}
+        """A check for the parameters and whatever is like them."""
+
+    def hold(self, columns: Mapping[str, list[Tensor]]) -> bool:
+        """Whether lists of tensors look as they did. Numbers are not looked at: see `Vectors`."""
+        return self.keys == columns.keys() and all(fits(columns[key]) for key, fits in self.like.items())
+
+
+def alike(params: list[Tensor], grads: list[Tensor], states: Sequence[State], layouts: Layouts) -> Alike | None:
+    """The state by key, if parameters, gradients and state are plain and alike; else None.
+
+    Alike are plain contiguous tensors of one dtype, on one device, and in each row of one shape; none is there twice.
+    State may also be 0-d.
 
     Args:
         params: The parameters, at least one.
         grads: Their gradients.
         states: Their states.
-        known: What was found the last time, by key. It is changed.
+        layouts: What was found the last time. It is changed.
     """
-    kept = known.get("params")
-    facts = kept.facts if kept and kept.holds(kept.facts, params) else list(map(_FACTS, params))
-    if not kept or facts is not kept.facts:
-        if foreach.kind(params) is None or not foreach.all_contiguous(params):
-            return None
-        known["params"] = Checked(facts, list(map(ref, params)), _places(params))
-    if not _are_like(facts, grads) or len(set(map(len, states))) > 1:
+    if len(set(map(len, states))) > 1:
         return None
-    found: set[str] = set()
     try:
-        for key in states[0]:
-            column = [state[key] for state in states]
-            if column[0].ndim:
-                found.add(key)
-                if not (key in known and known[key].holds(facts, column)):
-                    if not _are_like(facts, column):
-                        return None
-                    known[key] = Checked(facts, list(map(ref, column)), _places(column))
-            elif any(map(_SHAPE, column)):  # shapes of single numbers are false
-                return None
-    except (AttributeError, KeyError):  # parameters have different state, or some that is no tensor
+        columns = {key: [state[key] for state in states] for key in states[0]}
+    except KeyError:  # parameters have different state
         return None
-    return found
-
-
-def _places(tensors: list[Tensor]) -> list[int]:
-    """Where the memory of each begins, how many elements it has, and whether it is contiguous."""
-    return [*pointers(tensors), *map(Tensor.numel, tensors), *map(Tensor.is_contiguous, tensors)]
+    tensors = {"params": params, "grads": grads, **columns}
+    if not layouts.hold(tensors):
+        if foreach.kind(params) is None or not foreach.all_contiguous(params) or _repeated(params):
+            return None
+        facts = list(map(_FACTS, params))
+        like = {key for key, column in columns.items() if _are_like(facts, column)}
+        if not _are_like(facts, grads) or not all(key in like or _are_numbers(columns[key]) for key in columns):
+            return None
+        layouts.keys = set(tensors)
+        layouts.like = {key: same_layout(tensors[key]) for key in ("params", "grads", *like)}
+    return Alike(columns, layouts.like.keys())
 
 
 def _are_like(facts: list[Any], tensors: Sequence[Tensor]) -> bool:
     is_plain = foreach.PLAIN.issuperset(map(type, tensors)) and list(map(_FACTS, tensors)) == facts
     one_device = is_plain and (tensors[0].is_cpu or len({tensor.device for tensor in tensors}) == 1)
-    return one_device and foreach.all_contiguous(tensors)
+    return one_device and not _repeated(tensors) and foreach.all_contiguous(tensors)
+
+
+def _repeated(tensors: Sequence[Tensor]) -> bool:
+    return len(set(map(id, tensors))) < len(tensors)
+
+
+def _are_numbers(column: Sequence[Any]) -> bool:
+    return all(isinstance(number, Tensor) and number.ndim == 0 for number in column)
 
 
 def _refuse_meta(group: Group) -> None:

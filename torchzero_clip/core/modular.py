@@ -15,7 +15,7 @@ from torchzero_clip.core.chain import Chain, Transforms, as_written, flatten
 from torchzero_clip.core.chain_state import COUNTERS, SCHEDULE_STEP, SKIPPED, ChainState
 from torchzero_clip.core.checkpoint import agreed, fitted
 from torchzero_clip.core.described import described
-from torchzero_clip.core.gathering import alike, taking_part
+from torchzero_clip.core.gathering import alike, refuse_unusable, taking_part
 from torchzero_clip.core.identity import IDENTITY, members_of, written
 from torchzero_clip.core.learning_rate import with_learning_rate
 from torchzero_clip.core.nonfinite import Nonfinite, StepPolicy
@@ -229,23 +229,22 @@ class Modular(Optimizer):
         # new state enters self.state only after the step was allowed; a parameter that is listed twice shares one
         new: dict[Tensor, State] = {}
         kept: Any = self.state
-        pairs = zip(params, map(kept.get, params), strict=True)
-        states: list[State] = [new.setdefault(p, {}) if state is None else state for p, state in pairs]
+        states: list[Any] = list(map(kept.get, params))
+        if None in states:
+            states = [new.setdefault(p, {}) if s is None else s for p, s in zip(params, states, strict=True)]
         # the compiler makes a step fast by itself; memory that is made in inference mode cannot be used outside of it;
         # and a target="grad" transform would change gradients that postponed operations still have to read
         workspace = self._workspace if self.fast and not torch.compiler.is_compiling() else None
         if workspace is not None and ("grad" in self._nodes.targets or torch.is_inference_mode_enabled()):
             workspace = None
-        plain = None
-        if params and workspace is not None:
-            plain = alike(params, grads, states, workspace.checked)
+        plain = alike(params, grads, states, workspace.layouts) if params and workspace is not None else None
+        listed_twice = plain is None and len(set(map(id, params))) < len(params)
         if plain is None:
+            refuse_unusable(self.param_groups)
             check_shapes(self._nodes, self.param_groups, params, states, group_of, self._shapes)
-        self._move_chain_state()
-        listed_twice = len(set(map(id, params))) < len(params)
-        keep_grads = self.keep_grads or "grad" in self._nodes.targets or listed_twice
-        if plain is None or len(set(map(id, grads))) < len(grads):
             grads = own_gradients(params)
+        self._move_chain_state()
+        keep_grads = self.keep_grads or "grad" in self._nodes.targets or listed_twice
         lists = (params, grads, states, group_of)
         may_fuse = not (listed_twice or torch.compiler.is_compiling())
         shared = (self._chain_state.values, loss, self.maximize, keep_grads, may_fuse, workspace)

@@ -89,11 +89,10 @@ def run_pieces(
         sink: Takes the results.
     """
     first = updates[0]
-    shapes = [update.shape for update in updates]
     groups = [own for _, own in by_setting(settings)]
     depth = max([len(stage.state) for stage in stages], default=0)
-    key = (*shapes, *[group.stop for group in groups], first.dtype, first.device, depth)
-    pieces = scratch.plan("pieces", key, lambda: _planned(updates, groups, depth, scratch))
+    key = (*[group.stop for group in groups], depth)
+    pieces = scratch.plan("pieces", updates, lambda: _planned(updates, groups, depth, scratch), key)
     usual = [stage.usual() for stage in stages]
     factors, shifts = numbers
     means = [] if shifts is None else list(shifts.to(first.dtype).unbind())

@@ -23,6 +23,7 @@ class States(Sequence[State]):
         own: Picks what belongs to this transform, without the prefix.
         begin: Makes the state of a parameter that has none, from its index.
         vectors: Keeps numbers as elements of vectors; None to read and write them one by one.
+        known: Columns of state by qualified key, if they were collected before. Those that are replaced are removed.
     """
 
     def __init__(
@@ -32,12 +33,14 @@ class States(Sequence[State]):
         own: Callable[[State], State],
         begin: Callable[[int], State],
         vectors: "Vectors | None" = None,
+        known: dict[str, list[Tensor]] | None = None,
     ) -> None:
         self._stored = stored
         self._path = path
         self._own = own
         self._begin = begin
         self._vectors = vectors
+        self._known: dict[str, list[Tensor]] = {} if known is None else known
         self._dicts: list[State] | None = None
         self._has_begun = False
         self._found: dict[str, Tensor | None] = {}
@@ -97,10 +100,16 @@ class States(Sequence[State]):
 
     def _store(self, stored: State, own: State) -> None:
         for key, value in own.items():
-            stored[f"{self._path}/{key}"] = value
+            name = f"{self._path}/{key}"
+            if name in self._known and stored.get(name) is not value:
+                del self._known[name]
+            stored[name] = value
 
     def column(self, key: str, indices: Sequence[int] | None = None) -> list[Any]:
         """The values of one key: of all parameters, or of some."""
+        if indices is None and self._dicts is None and f"{self._path}/{key}" in self._known:
+            self._has_begun = True
+            return self._known[f"{self._path}/{key}"]
         rows = self._stored if self._dicts is None else self._dicts
         if indices is not None:
             rows = [rows[i] for i in indices]
@@ -141,6 +150,7 @@ class States(Sequence[State]):
             return None
         if indices is not None:
             rows = [self._stored[i] for i in indices]
+            self._known.pop(f"{self._path}/{key}", None)
             return self._vectors.vector(f"{self._path}/{key}", self.column(key, indices), rows)
         if key not in self._found:
             self._found[key] = self._vectors.vector(f"{self._path}/{key}", self.column(key), self._stored)
@@ -168,8 +178,8 @@ class Vectors:
 
         Args:
             name: The qualified key.
-            column: The numbers as they are now.
-            rows: The states, in which the numbers are replaced by views of the vector.
+            column: The numbers as they are now, to be replaced by views of the vector.
+            rows: The states, in which they are replaced too.
         """
         kept = self._kept.get(name)
         same = kept and len(column) == len(kept.views) and all(map(operator.is_, column, kept.views))
@@ -183,6 +193,7 @@ class Vectors:
         views = list(vector.unbind())
         for row, view in zip(rows, views, strict=True):
             row[name] = view
+        column[:] = views
         self._kept[name] = _Kept(vector, views, pointers(views))
         return vector
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.elementwise import Elementwise
+from torchzero_clip.core.gathering import Alike
 from torchzero_clip.core.kernels import Fused, call_kernel, run_kernel
 from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, Shifting, UpdateRule
 from torchzero_clip.core.learning_rate import LR
@@ -55,7 +56,7 @@ class Walk:
         keep_grads: Norm clips never write over gradients.
         may_fuse: The rest of a chain may be one operation on lists.
         workspace: What the optimizer keeps to be fast; None to take every step the readable way.
-        plain: The keys of state that is like the parameters, if parameters and gradients are plain: see `alike`.
+        plain: The state by key, if parameters, gradients and state are plain and alike; else None.
         new_states: The states of parameters that had none.
     """
 
@@ -72,7 +73,7 @@ class Walk:
     keep_grads: bool
     may_fuse: bool = False
     workspace: Workspace | None = None
-    plain: set[str] | None = None
+    plain: Alike | None = None
     new_states: dict[Tensor, State] = field(default_factory=dict)
     metrics: dict[str, Tensor] = field(default_factory=dict)
     gradient_norms: Tensor | None = None
@@ -132,7 +133,7 @@ class Walk:
             transform, rest = node.transform, nodes[i + 1 :]
             own = self._in_scope(node, rows)
             is_rule = to_params and isinstance(transform, UpdateRule)
-            if is_rule and overridden_last(type(transform), *FUSED) != "apply_tensors":
+            if is_rule and own and overridden_last(type(transform), *FUSED) != "apply_tensors":
                 rows, own = self._fuse(node, rows, own, rest)
             if not rows:
                 return
@@ -194,15 +195,13 @@ class Walk:
         """Have an elementwise transform applied once somebody asks for the updates. False if that is not possible."""
         if self.workspace is None or self.plain is None or not self.updates.untouched or node.children:
             return False
-        if not self.may_fuse:  # a parameter is listed twice
-            return False
         if not foreach.is_real_and_wide(self.params[0].dtype) or not transform.is_elementwise():
             return False
         step = self.step_for(node, rows)
         if transform.rows_of(step) is not None or not transform.may_wait(step):
             return False
         state = [step.column(key) for key in transform.keys]
-        is_known = self.plain.issuperset(f"{node.path}/{key}" for key in transform.keys)
+        is_known = self.plain.has(f"{node.path}/{key}" for key in transform.keys)
         if not is_known and not foreach.are_alike([step.params, *state]):
             return False
         flags, done = transform.flags(step, None), partial(self.store, node, step)
@@ -231,8 +230,9 @@ class Walk:
         scratch = self._scratch_for(updates)
         dims_of = None if type(transform).slice_dims is Scaling.slice_dims else transform.slice_dims
         try:
-            measured = measure(updates, transform.slicing, dims_of, scratch, plain=scratch is not None)
-            if self.nodes.keeps_statistics and self.gradient_norms is None:
+            each = self.nodes.keeps_statistics
+            measured = measure(updates, transform.slicing, dims_of, scratch, plain=scratch is not None, each=each)
+            if each and self.gradient_norms is None:
                 self.gradient_norms = measured.tensor_norms  # they are the gradients: see `_measures_gradients`
                 self.measure_gradients()
             if transform.keeps_statistics:
@@ -261,11 +261,17 @@ class Walk:
         """Some rows of a list with one entry per parameter, as a new list; rows are in order."""
         return list(column) if len(rows) == len(column) else [column[i] for i in rows]
 
+    def _by_group(self, settings: Sequence[Setting], rows: list[int]) -> list[Setting]:
+        """The setting of each row, from one for each group."""
+        if len(settings) == 1:
+            return [settings[0]] * len(rows)
+        return [settings[g] for g in self._picked(self.group_of, rows)]
+
     def step_for(self, node: Node, rows: list[int]) -> Step:
         """What a transform sees of the step, with the state that it begins with."""
         transform = node.transform
         own_settings = self.settings[node.path]
-        settings = [own_settings[g] for g in self._picked(self.group_of, rows)]
+        settings = self._by_group(own_settings, rows)
         params = self._picked(self.params, rows)
         known = transform.keeps_statistics and self.gradient_norms is not None
         return Step(
@@ -278,6 +284,7 @@ class Walk:
                 node.state,
                 partial(_begin, transform, params, settings),
                 None if self.workspace is None else self.workspace.vectors,
+                self.plain.columns if self.plain is not None and len(rows) == len(self.params) else None,
             ),
             settings,
             node.global_state(self.chain_state),
@@ -318,7 +325,7 @@ class Walk:
         rule: Any = node.transform
         variants = list(map(rule.variant, self.settings[node.path]))
         acting = [self._in_scope(n, rows) for n in rest]
-        same_dtype = len({self.params[i].dtype for i in rows}) == 1
+        same_dtype = self.plain is not None or len({self.params[i].dtype for i in rows}) == 1
         if same_dtype and len(set(variants)) == 1 and all(own is rows for own in acting):
             return [(list(rest), rows)]
         chosen = list(map(set, acting))
@@ -335,7 +342,7 @@ class Walk:
             {key: value for n in (*rest[::-1], node) for key, value in self.settings[n.path][g].items()}
             for g in range(len(self.groups))
         ]
-        step.settings = [merged[g] for g in self._picked(self.group_of, rows)]
+        step.settings = self._by_group(merged, rows)
         transforms = [n.transform for n in rest]
         try:
             fused = rule.kernel(transforms, step) if self.may_fuse else None
@@ -354,7 +361,7 @@ class Walk:
     def _fits(self, node: Node, fused: Fused, rows: list[int], step: Step) -> bool:
         """Whether parameters, updates and state are laid out as a kernel needs them."""
         keys = [f"{node.path}/{key}" for key in fused.state]
-        if self.plain is not None and self.plain.issuperset(keys) and self.updates.untouched:
+        if self.plain is not None and self.plain.has(keys) and self.updates.untouched:
             return True
         columns = [step.params, self.updates.before_pending(rows), *map(step.column, fused.state)]
         return foreach.are_alike([locals_of(column) for column in columns])
@@ -366,8 +373,9 @@ class Walk:
         pending = self.updates.take(rows)
         stages = [item.stage for item in pending if item.stage is not None]
         factors = next((item.factor for item in pending if item.factors is not None), None)
-        params = locals_of(step.params)
-        state = [locals_of(step.column(key)) for key in (*fused.state, *fused.counters)]
+        params, *state = (step.params, *map(step.column, (*fused.state, *fused.counters)))
+        if self.plain is None:
+            params, *state = map(locals_of, (params, *state))
         shifts = next((item.shifts for item in pending if item.shifts is not None), None)
         over_grads = all(item.over_grads for item in pending)
         is_wide = foreach.is_real_and_wide(step.params[0].dtype)

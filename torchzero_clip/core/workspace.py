@@ -1,6 +1,6 @@
 """Buffers and caches that an optimizer uses again from step to step; none of them is state."""
 
-from torchzero_clip.core.gathering import Checked
+from torchzero_clip.core.gathering import Layouts
 from torchzero_clip.core.states import Vectors
 from torchzero_clip.functional.scratch import Scratch
 
@@ -14,4 +14,4 @@ class Workspace:
     def __init__(self) -> None:
         self.scratch = Scratch()
         self.vectors = Vectors()
-        self.checked: dict[str, Checked] = {}
+        self.layouts = Layouts()

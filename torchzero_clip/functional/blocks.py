@@ -1,12 +1,15 @@
 """Norms and sums of many tensors at once, in few operations."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchzero_clip.compat import flatten
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.scratch import Scratch
 
@@ -65,6 +68,28 @@ def direct_norms(tensors: Sequence[Tensor]) -> Tensor:
     return norms if not long else torch.empty_like(norms).index_copy_(0, torch.tensor([*short, *long]), norms)
 
 
+def joint_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """The L2 norm of all tensors together: a 0-d float64 tensor. Beyond `SMALLEST` and `LARGEST` it may be wrong.
+
+    Args:
+        tensors: As in `block_norms`, at least one.
+    """
+    sizes = list(map(Tensor.numel, tensors))
+    short, found = tensors, list[Tensor]()
+    if max(sizes) > SHORT:
+        short = [tensor for tensor, size in zip(tensors, sizes, strict=True) if size <= SHORT]
+        long = [tensor for tensor, size in zip(tensors, sizes, strict=True) if size > SHORT]
+        found += [torch.linalg.vector_norm(rows, dim=1) for tensor in long for rows in _rows_of(tensor)]
+        sizes = [size for size in sizes if size <= SHORT]
+    ends, begin = list(accumulate(sizes, initial=0)), 0
+    while begin < len(short):
+        end = max(bisect_right(ends, ends[begin] + ROWS * ROW) - 1, begin + 1)
+        together = flatten(short[begin:end])
+        found += [torch.linalg.vector_norm(rows, dim=1) for rows in _rows_of(together)]
+        begin = end
+    return torch.linalg.vector_norm(torch.cat(found), dtype=torch.float64)
+
+
 def block_sums(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
     """The sum of each tensor: a float64 vector. Those that are not finite may be wrong.
 
@@ -82,9 +107,8 @@ def _reduced(
     of_row: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Reduce each row in the dtype of the tensors, apply ``of_row`` in float64, and sum per tensor."""
-    shapes = [tensor.shape for tensor in tensors]
     like = tensors[0]
-    plan = scratch.plan("blocks", (*shapes, like.dtype), lambda: _planned(tensors, scratch))
+    plan = scratch.plan("blocks", tensors, lambda: _planned(tensors, scratch))
     short = tensors if not plan.long else [tensors[i] for i in plan.short]
     found: list[Tensor] = []
     for chunk in plan.chunks:
@@ -129,5 +153,7 @@ def _rows_of(tensor: Tensor) -> list[Tensor]:
     flat = foreach.flat(tensor)
     count = flat.numel()
     even = count - count % BLOCK
+    if not even:
+        return [flat.view(1, -1)]
     rows = [flat[:even].view(-1, BLOCK)]
     return rows if even == count else [*rows, flat[even:].view(1, -1)]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Slicing, cut
 from torchzero_clip.functional.metric import Metric
-from torchzero_clip.functional.norms import all_ones, beyond_float32, joint_sum, slice_sums
+from torchzero_clip.functional.norms import all_ones, beyond_float32, joint_sum, may_look, slice_sums
 from torchzero_clip.functional.shards import whole
 
 TINY = 1e-12  # normalizing leaves slices of this size and less alone: what remains of them is noise
@@ -49,6 +49,10 @@ def clip_factors(metric: Metric, norms: Tensor, limit: float, floor: float = 0.0
     high, low = metric.root(limit), metric.root(floor)
     if high == math.inf and not low:
         return torch.ones_like(norms)
+    if norms.numel() == 1 and may_look(norms):  # arithmetic on tensors of one number takes five times as long
+        norm = norms.item()  # tensors divide by multiplying with the inverse
+        factor = 1.0 if norm <= high else high * (1 / norm)
+        return torch.full_like(norms, low * (1 / norm) if 0 < norm < low else factor)
     factor = torch.where(norms <= high, 1.0, high / norms)
     return torch.where((norms > 0) & (norms < low), low / norms, factor) if low else factor
 

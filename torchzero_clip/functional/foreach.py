@@ -19,6 +19,7 @@ from torchzero_clip.functional.shards import distributed_like, local, locals_of
 PLAIN = {Tensor, nn.Parameter, FakeTensor}
 """Types of tensors whose memory is all that there is to them; fake tensors stand for such ones."""
 
+_DTYPE = attrgetter("dtype")
 _DTYPE_AND_PLACE = attrgetter("dtype", "is_cpu")
 
 _foreach: Any = torch  # the _foreach and _fused functions are not in torch's type stubs
@@ -292,7 +293,7 @@ def lerp_rows_(chosen: Tensor, tensors: Sequence[Tensor], ends: Sequence[Tensor]
     flags, tensors, ends = chosen.tolist(), locals_of(tensors), locals_of(ends)
     if not all(flags):
         tensors, ends = [list(compress(column, flags)) for column in (tensors, ends)]
-    if any(tensor.dtype != end.dtype for tensor, end in zip(tensors, ends, strict=True)):
+    if list(map(_DTYPE, tensors)) != list(map(_DTYPE, ends)):
         ends = [end.to(tensor.dtype) for tensor, end in zip(tensors, ends, strict=True)]
     if tensors:
         _foreach._foreach_lerp_(tensors, ends, weight)

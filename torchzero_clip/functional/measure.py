@@ -1,5 +1,6 @@
 """Measure lists of tensors, slice by slice or joined, and scale what was measured."""
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -22,6 +23,7 @@ from torchzero_clip.functional.norms import (
     p_norms,
     slice_metrics,
     total_norm,
+    whole_norm,
     whole_norms,
 )
 from torchzero_clip.functional.scratch import Scratch
@@ -80,8 +82,8 @@ class Measured:
     joint: bool = False
     """All slices have one norm."""
     tensor_norms: Tensor | None = None
-    """The p-norm of each tensor if p > 0 and each is one slice, else None. It is inf or NaN for tensors that are not
-    finite, and 0 for tensors of zeros."""
+    """The p-norm of each tensor if p > 0, each is one slice, and they were measured one by one; else None. It is inf or
+    NaN for tensors that are not finite, and 0 for tensors of zeros."""
     _parts: list[Part] | None = None
     """The tensors that were measured: the same memory, or a copy of distributed tensors with partial placements. None
     if each is a plain tensor and one slice."""
@@ -164,6 +166,8 @@ class Scaled(NamedTuple):
 
 def by_setting(settings: Sequence[S]) -> list[tuple[S, slice]]:
     """Each setting with the slice of neighbours that share this one object, so that one operation serves them."""
+    if len(set(map(id, settings))) == 1:
+        return [(settings[0], slice(0, len(settings)))]
     # a plain loop: `itertools.groupby` breaks the graphs of `torch.compile`
     starts = [i for i, setting in enumerate(settings) if i == 0 or setting is not settings[i - 1]]
     ends = [*starts[1:], len(settings)][: len(starts)]
@@ -202,6 +206,7 @@ def measure(
     scratch: Scratch | None = None,
     *,
     plain: bool = False,
+    each: bool = False,
 ) -> Measured:
     """Measure every slice.
 
@@ -211,13 +216,14 @@ def measure(
         dims_of: The dimensions that one slice of a tensor spans, if they are not those of ``slicing``.
         scratch: Memory with which norms of whole tensors are taken faster, if they are ``plain``.
         plain: All local parts are plain, and none is a pending sum: norms of whole tensors take few operations.
+        each: `Measured.tensor_norms` is wanted also where slices are joined.
     """
     metric, joint = slicing.metric, slicing.dim == "global"
     whole_tensors = joint or (slicing.dim is None and not slicing.inverse_dims and dims_of is None)
     smallest = 1 if joint else max(slicing.min_size, 1)
     may_be_fast = whole_tensors and metric == L2 and len(tensors) > 0
     if plain and may_be_fast and min(map(Tensor.numel, tensors)) >= smallest:
-        return _measure_plain(tensors, joint, scratch)
+        return _measure_plain(tensors, joint, each, scratch)
     if joint:
         return _measure_jointly(tensors, metric)
     indices, parts = cut(tensors, slicing, dims_of)
@@ -239,16 +245,20 @@ def measure(
     return Measured(metric, indices, norms, total, targets, tensor_norms=tensor_norms, _parts=parts)
 
 
-def _measure_plain(tensors: Sequence[Tensor], joint: bool, scratch: Scratch | None) -> Measured:
+def _measure_plain(tensors: Sequence[Tensor], joint: bool, each: bool, scratch: Scratch | None) -> Measured:
     """The L2 norms of tensors, each one slice, whose local parts are plain."""
-    targets = locals_of(tensors)
+    targets, indices = locals_of(tensors), list(range(len(tensors)))
+    are_local = all(map(operator.is_, targets, tensors))
+    total = whole_norm(targets) if joint and not each and are_local else None
+    if total is not None:
+        return Measured(L2, indices, total.expand(len(targets)), total, targets, True)
     norms = whole_norms(targets, scratch)
-    if any(target is not tensor for target, tensor in zip(targets, tensors, strict=True)):
+    if not are_local:
         norms = merged([whole(tensor) for tensor in tensors], norms)
     wide = tensors[0].dtype == torch.float64  # the squares of other dtypes are in the range of float64
     total = combine(norms, 2.0) if wide else torch.linalg.vector_norm(norms)
     vector = total.expand(len(norms)) if joint else norms
-    return Measured(L2, list(range(len(tensors))), vector, total, targets, joint, norms)
+    return Measured(L2, indices, vector, total, targets, joint, norms)
 
 
 def _measure_jointly(tensors: Sequence[Tensor], metric: Metric) -> Measured:

@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 from torchzero_clip.checks import boolean
 from torchzero_clip.checks import dims as check_dims
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.blocks import LARGEST, SMALLEST, block_norms, block_sums, direct_norms
+from torchzero_clip.functional.blocks import LARGEST, SMALLEST, block_norms, block_sums, direct_norms, joint_norm
 from torchzero_clip.functional.metric import Metric, parse_ord
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import Part, all_reduce, pack, summed, whole
@@ -172,9 +172,10 @@ def extent(vector: Tensor) -> tuple[float, float]:
     """The smallest and the largest number: NaN if one is NaN, and 1 if there are none."""
     if not vector.numel():
         return 1.0, 1.0
-    smallest, largest = (
-        vector.aminmax() if vector.ndim and vector.stride() != (0,) else (vector.reshape(-1).select(0, 0),) * 2
-    )
+    if not vector.ndim or vector.stride() == (0,):
+        number = (vector.select(0, 0) if vector.ndim else vector).item()
+        return number, number
+    smallest, largest = vector.aminmax()
     return smallest.item(), largest.item()
 
 
@@ -210,6 +211,17 @@ def whole_norms(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor:
         again = p_norms([whole(tensors[i]) for i in indices.tolist()], 2.0)
         norms[indices] = pack(again)
     return norms
+
+
+def whole_norm(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The L2 norm of all tensors together, each as in `whole_norms`: a 0-d float64 tensor.
+
+    None where the norms of each are as quick, or where they are needed because the total is extreme or not finite.
+    """
+    if not may_look(tensors[0]) or tensors[0].dtype not in (torch.float32, torch.float64):
+        return None
+    total = joint_norm(tensors)
+    return total if SMALLEST < total.item() < LARGEST else None
 
 
 def whole_sums(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:

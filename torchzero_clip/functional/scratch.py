@@ -1,12 +1,20 @@
 """Memory that is used again from step to step."""
 
-from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from torchzero_clip.compat import SameLayout, same_layout
+
 T = TypeVar("T")
+
+
+class _Plan(NamedTuple):
+    key: Hashable
+    fits: SameLayout
+    result: Any
 
 
 class Scratch:
@@ -18,7 +26,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._memory: dict[Hashable, Tensor] = {}
-        self._plans: dict[str, tuple[Hashable, Any]] = {}
+        self._plans: dict[str, _Plan] = {}
 
     def memory(self, name: str, count: int, like: Tensor) -> Tensor:
         """A vector of ``count`` elements, of the dtype and on the device of ``like``, with any values."""
@@ -28,9 +36,16 @@ class Scratch:
             kept = self._memory[key] = torch.empty(count, dtype=like.dtype, device=like.device)
         return kept.narrow(0, 0, count)
 
-    def plan(self, name: str, key: Hashable, make: Callable[[], T]) -> T:
-        """What ``make`` returns, made again if ``key`` is another one than in the last call with this name."""
+    def plan(self, name: str, tensors: Sequence[Tensor], make: Callable[[], T], key: Hashable = None) -> T:
+        """What ``make`` returns for tensors, made again if they look otherwise than in the last call with this name.
+
+        Args:
+            name: The name.
+            tensors: The tensors, none of them twice.
+            make: Called without arguments. The result may depend on the layout of the tensors and on ``key`` alone.
+            key: What else the result depends on.
+        """
         kept = self._plans.get(name)
-        if kept is None or kept[0] != key:
-            kept = self._plans[name] = key, make()
-        return kept[1]
+        if kept is None or kept.key != key or not kept.fits(tensors):
+            kept = self._plans[name] = _Plan(key, same_layout(tensors), make())
+        return kept.result

@@ -1,0 +1,50 @@
+"""Everything that depends on the version of torch, each piece with its reason."""
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SameLayout = Callable[[Sequence[Tensor]], bool]
+"""Whether each tensor has the type, dtype, device, shape and strides of the one that it stands for."""
+
+_LAYOUT = attrgetter("dtype", "device", "layout", "shape")
+
+
+def same_layout(tensors: Sequence[Tensor]) -> SameLayout:
+    """A check that later tensors look like these, and that none is there twice.
+
+    The check is that of `torch.compile`, in C++ and private to torch. Without it, or where it wants other arguments,
+    one in Python takes its place. That takes about ten times as long, and a step of many small tensors a tenth longer.
+    """
+    shapes, strides = ([list(of(tensor)) for tensor in tensors] for of in (Tensor.size, Tensor.stride))
+    check: Callable[..., bool]
+    try:
+        guards: Any = torch._C._dynamo.guards  # pyright: ignore
+        check = guards.TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+    except (AttributeError, TypeError, RuntimeError, ValueError):
+        return _in_python(tensors)
+    count = len(tensors)
+
+    def fits(others: Sequence[Tensor]) -> bool:
+        return len(others) == count and check(*others)
+
+    return fits
+
+
+def _in_python(tensors: Sequence[Tensor]) -> SameLayout:
+    types, layouts, strides = list(map(type, tensors)), list(map(_LAYOUT, tensors)), list(map(Tensor.stride, tensors))
+
+    def fits(others: Sequence[Tensor]) -> bool:
+        if list(map(type, others)) != types or list(map(_LAYOUT, others)) != layouts:
+            return False
+        return list(map(Tensor.stride, others)) == strides and len(set(map(id, others))) == len(others)
+
+    return fits
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """The elements of all tensors, one after the other: a new vector. torch has no public name for it."""
+    return torch._C._nn.flatten_dense_tensors(tensors)  # pyright: ignore
