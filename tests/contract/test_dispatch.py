@@ -90,8 +90,10 @@ def test_operations_of_a_step_do_not_grow_with_the_number_of_tensors(make, most)
         (lambda: [Centralize(), AdamW()], 1),
         (lambda: [ClipNorm(1, dim=0), AdamW()], 2),
         (lambda: [ClipNorm(1, "mad"), AdamW()], 2),
+        (lambda: [ClipNorm(1, "std"), AdamW()], 2),
+        (lambda: [ClipNorm(1, "var", dim="global"), AdamW()], 3),
     ],
-    ids=["Centralize", "dim=0", "mad"],
+    ids=["Centralize", "dim=0", "mad", "std", "var of all"],
 )
 def test_operations_for_each_tensor_where_no_operation_takes_lists(make, each):
     few, many = (operations_of_a_step(make, count) for count in (20, 40))

@@ -147,6 +147,11 @@ def all_contiguous(tensors: Sequence[Tensor]) -> bool:
     return all(map(Tensor.is_contiguous, tensors))
 
 
+def times(tensors: Sequence[Tensor], numbers: Sequence[float]) -> list[Tensor]:
+    """Each tensor times its number: new plain tensors."""
+    return list(_foreach._foreach_mul(list(tensors), list(numbers)))
+
+
 def norms(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> list[Tensor]:
     """The p-norm of each plain tensor, accumulated in ``dtype``; none may be empty."""
     return list(_foreach._foreach_norm(list(tensors), p, dtype=dtype))

@@ -20,6 +20,7 @@ from torchzero_clip.functional.norms import (
     may_look,
     means_over_ranks,
     merged,
+    moments,
     p_norms,
     slice_metrics,
     total_norm,
@@ -228,9 +229,13 @@ def measure(
         return _measure_jointly(tensors, metric)
     indices, parts = cut(tensors, slicing, dims_of)
     targets = [memory(tensors[i]) for i in indices]
+    whole_tensors = plain and len(parts) == len(tensors) and all(len(p.dims) == p.tensor.ndim for p in parts)
     if not metric.is_power:
-        total = joint_metric([whole(tensor) for tensor in tensors], metric) ** metric.degree
-        return Measured(metric, indices, pack(slice_metrics(parts, metric)), total, targets, _parts=parts)
+        known = moments(parts, metric) if len(parts) == len(tensors) else None
+        whole_parts = [whole(tensor) for tensor in tensors] if known is None else parts
+        total = joint_metric(whole_parts, metric, known=known) ** metric.degree
+        norms = pack(slice_metrics(parts, metric, known))
+        return Measured(metric, indices, norms, total, targets, _parts=None if whole_tensors else parts)
 
     values = p_norms(parts, metric.p)
     kept = set(indices)

@@ -6,6 +6,7 @@ A metric is computed as its *root*, the quantity of degree 1 that scales with th
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,10 +84,34 @@ def rms(tensor: Tensor) -> Tensor:
     return norm(tensor) / math.sqrt(max(tensor.numel(), 1))
 
 
-def slice_metrics(parts: Sequence[Part], metric: Metric) -> list[Tensor]:
+class Moments(NamedTuple):
+    """The variance and the mean of every slice, one tensor per part; the variance of a single element is 0."""
+
+    variances: list[Tensor]
+    means: list[Tensor]
+
+
+def moments(parts: Sequence[Part], metric: Metric) -> Moments | None:
+    """The moments of slices, if ``metric`` needs them and float64 can hold squares of all elements."""
+    narrow = all(not (p.tensor.is_complex() or p.tensor.dtype == torch.float64) for p in parts)
+    if (
+        not parts
+        or metric.kind not in ("std", "var")
+        or not narrow
+        or any(p.groups or p.spread or not p.tensor.numel() for p in parts)
+    ):
+        return None
+    found = [torch.var_mean(p.tensor.double(), p.dims, correction=min(p.size - 1, 1), keepdim=True) for p in parts]
+    return Moments([variance for variance, _ in found], [mean for _, mean in found])
+
+
+def slice_metrics(parts: Sequence[Part], metric: Metric, known: Moments | None = None) -> list[Tensor]:
     """The root of the metric of every slice: one tensor per part, of the part's ``slice_shape``."""
     if metric.is_power:
         return [metric.of_norm(value, p.size) for value, p in zip(p_norms(parts, metric.p), parts, strict=True)]
+    known = known or moments(parts, metric)
+    if known is not None:
+        return foreach.square_roots(known.variances)
     sums = slice_sums(parts)
     if metric.kind == "sum":
         return [value.abs() for value in sums]
@@ -96,14 +121,20 @@ def slice_metrics(parts: Sequence[Part], metric: Metric) -> list[Tensor]:
     return [_deviation(spread, mean, p.size) for spread, mean, p in rows]
 
 
-def joint_metric(parts: Sequence[Part], metric: Metric, norms: Tensor | None = None) -> Tensor:
+def joint_metric(
+    parts: Sequence[Part], metric: Metric, norms: Tensor | None = None, known: Moments | None = None
+) -> Tensor:
     """The root of the metric of whole tensors as one vector: a 0-d tensor.
 
     Args:
-        parts: The tensors, each as one slice.
+        parts: The tensors, each as one slice; with ``known`` in any slices.
         metric: What to measure.
         norms: The p-norms of the tensors that have elements, if they are known.
+        known: The moments of the slices, if they are known.
     """
+    known = known or moments(parts, metric)
+    if known is not None:
+        return _joint_deviation(parts, known)
     count = sum(p.size for p in parts)
     if metric.is_power:
         if norms is None:
@@ -340,6 +371,16 @@ def _norm_along(x: Tensor, p: float, d: int) -> Tensor:
     if even < length:
         levels.append(_norm_along(x.narrow(d, even, length - even), p, d))
     return torch.linalg.vector_norm(torch.cat(levels, d), p, d, keepdim=True)
+
+
+def _joint_deviation(parts: Sequence[Part], known: Moments) -> Tensor:
+    """The standard deviation of all elements together, from the moments of slices."""
+    sizes = [p.size for p in parts]
+    count = sum(p.size * p.slice_count for p in parts)
+    mean = pack(foreach.times(known.means, sizes)).sum() / count
+    between = (pack(known.means) - mean).square_().split([p.slice_count for p in parts])
+    squares = [*foreach.times(known.variances, [size - 1 for size in sizes]), *foreach.times(between, sizes)]
+    return _deviation(pack(squares).sum().sqrt(), mean, count)
 
 
 def _deviations(parts: Sequence[Part], means: Sequence[Tensor]) -> list[Part]:
