@@ -1,14 +1,24 @@
 """Everything that depends on the version of torch, each piece with its reason."""
 
+import importlib
+import sys
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from typing_extensions import TypeIs
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 SameLayout = Callable[[Sequence[Tensor]], bool]
 """Whether each tensor has the type, dtype, device, shape and strides of the one that it stands for."""
+
+never_compiled = _disable_dynamo
+"""`torch.compiler.disable` as torch itself uses it: the public one imports the compiler at once, which takes 0.5 s."""
 
 _LAYOUT = attrgetter("dtype", "device", "layout", "shape")
 
@@ -48,3 +58,27 @@ def _in_python(tensors: Sequence[Tensor]) -> SameLayout:
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """The elements of all tensors, one after the other: a new vector. torch has no public name for it."""
     return torch._C._nn.flatten_dense_tensors(tensors)  # pyright: ignore
+
+
+def is_distributed(tensor: object) -> "TypeIs[DTensor]":
+    """Whether a tensor is distributed; does not import `torch.distributed.tensor`, which takes 0.7 s."""
+    return type(tensor) not in _ORDINARY and issubclass(type(tensor), _distributed_types())
+
+
+def any_distributed(tensors: Sequence[object]) -> bool:
+    """Whether a tensor in a list is distributed."""
+    kinds = set(map(type, tensors))
+    return not kinds <= _ORDINARY and any(issubclass(kind, _distributed_types()) for kind in kinds)
+
+
+def dtensors() -> Any:
+    """The module `torch.distributed.tensor`, for code that has a distributed tensor already."""
+    return importlib.import_module("torch.distributed.tensor")
+
+
+def _distributed_types() -> tuple[type, ...]:
+    module = sys.modules.get("torch.distributed.tensor")
+    return () if module is None else (module.DTensor,)
+
+
+_ORDINARY = {Tensor, nn.Parameter}

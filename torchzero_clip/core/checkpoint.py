@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchzero_clip.checks import count
+from torchzero_clip.compat import is_distributed
 from torchzero_clip.core.chain_state import CONSECUTIVE, COUNTERS, SCHEDULE_STEP, saved_chain_state
 from torchzero_clip.core.identity import IDENTITY
 from torchzero_clip.core.kinds import FinalRule
@@ -192,7 +192,7 @@ def _check_value(what: str, value: Any, expected: Any, *, finite: bool) -> None:
             f"{what} has {_describe(value)} in the checkpoint and {_describe(expected)} in this chain: "
             "build the optimizer on a model of the same shapes and dtypes, and with the same state_dtype"
         )
-    if isinstance(expected, DTensor) != isinstance(value, DTensor):
+    if is_distributed(expected) != is_distributed(value):
         raise ValueError(f"{what}: sharded and whole tensors do not mix; load through torch.distributed.checkpoint")
 
 

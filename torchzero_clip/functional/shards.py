@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
-from torch.distributed.tensor import DTensor, Replicate
+
+from torchzero_clip.compat import any_distributed, dtensors, is_distributed
 
 
 class Part(NamedTuple):
@@ -38,39 +39,39 @@ class Part(NamedTuple):
 
 def local(tensor: Tensor) -> Tensor:
     """The plain tensor under a distributed one, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_distributed(tensor) else tensor
 
 
 def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    if not any(issubclass(kind, DTensor) for kind in set(map(type, tensors))):
-        return list(tensors)
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return list(map(local, tensors)) if any_distributed(tensors) else list(tensors)
 
 
 def distributed_like(part: Tensor, like: Tensor) -> Tensor:
     """The inverse of `local`: a distributed tensor around ``part``, laid out as ``like``."""
-    if not isinstance(like, DTensor):
+    if not is_distributed(like):
         return part
     mesh, placements = like.device_mesh, like.placements
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    return dtensors().DTensor.from_local(
+        part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def aligned(grad: Tensor, param: Tensor) -> Tensor:
     """A gradient laid out as its parameter; gradients may come as pending sums, or as conjugates yet to be taken."""
-    if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
+    if is_distributed(grad) and is_distributed(param) and grad.placements != param.placements:
         return grad.redistribute(param.device_mesh, param.placements)
     return grad.resolve_conj() if grad.is_complex() else grad
 
 
 def is_partial(tensor: Tensor) -> bool:
     """Whether a tensor holds pending sums."""
-    return isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
+    return is_distributed(tensor) and any(placement.is_partial() for placement in tensor.placements)
 
 
 def summed(tensor: Tensor) -> Tensor:
     """The same tensor without pending sums: a norm is not linear, so they have to be carried out before it."""
-    if isinstance(tensor, DTensor) and is_partial(tensor):
-        whole = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+    if is_distributed(tensor) and is_partial(tensor):
+        whole = [dtensors().Replicate() if placement.is_partial() else placement for placement in tensor.placements]
         return tensor.redistribute(placements=whole)
     return tensor
 
@@ -90,21 +91,21 @@ def replicated(value: Tensor) -> Tensor:
         >>> replicated(torch.tensor([1.0, 2.0]).mean())
         tensor(1.5000)
     """
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return value.full_tensor() if is_distributed(value) else value
 
 
 def laid_out_as(whole: Tensor, like: Tensor) -> Tensor:
     """A plain tensor that is whole on every rank, laid out as another one; needs no communication."""
-    if not isinstance(like, DTensor):
+    if not is_distributed(like):
         return whole
     mesh = like.device_mesh
-    replicas = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    replicas = dtensors().DTensor.from_local(whole, mesh, [dtensors().Replicate()] * mesh.ndim, run_check=False)
     return replicas.redistribute(mesh, like.placements)
 
 
 def memory(tensor: Tensor) -> Tensor:
     """The local part of ``tensor``, to be written to; a scalar as a vector of one element."""
-    data = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    data = tensor.to_local() if is_distributed(tensor) else tensor
     return data if data.ndim else data.view(1)
 
 
@@ -116,7 +117,7 @@ def part(tensor: Tensor, dims: Sequence[int]) -> Part:
         size *= shape[d]
     groups: list[ProcessGroup] = []
     spread: list[ProcessGroup] = []
-    if isinstance(tensor, DTensor):
+    if is_distributed(tensor):
         for mesh_dim, placement in enumerate(tensor.placements):
             # Shard and the strided shards of FSDP + TP have no common base class; both name their dimension.
             sharded = getattr(placement, "dim", None)
@@ -127,7 +128,7 @@ def part(tensor: Tensor, dims: Sequence[int]) -> Part:
 
 def whole(tensor: Tensor) -> Part:
     """The local part of ``tensor`` as one slice."""
-    if isinstance(tensor, DTensor):
+    if is_distributed(tensor):
         tensor = summed(tensor)
         return part(tensor, range(max(tensor.ndim, 1)))
     plain = tensor if tensor.ndim else tensor.view(1)
@@ -168,7 +169,7 @@ def largest_on_all_ranks(values: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     """The largest of each value on all processes of the meshes of distributed tensors; NaN if one is NaN."""
     groups: dict[ProcessGroup, torch.device] = {}
     for tensor in tensors:
-        if isinstance(tensor, DTensor):
+        if is_distributed(tensor):
             for mesh_dim in range(tensor.device_mesh.ndim):
                 groups[tensor.device_mesh.get_group(mesh_dim)] = tensor.device
     for group, device in groups.items():

@@ -13,6 +13,7 @@ from torch.optim import SGD, Optimizer, SparseAdam
 from typing_extensions import override
 
 from torchzero_clip.checks import is_numeric, plain
+from torchzero_clip.compat import never_compiled
 from torchzero_clip.core.kinds import FinalRule, TakeStep
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.schedules import at
@@ -157,7 +158,7 @@ class Wrap(FinalRule):
         """A step of the optimizer."""
         return partial(self._take_step, updates, step)  # pyright: ignore[reportAttributeAccessIssue]
 
-    @torch.compiler.disable
+    @never_compiled
     def _take_step(self, updates: list[Tensor], step: Step) -> None:
         template = self.template
         optimizer = object.__new__(self.optimizer_class)

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
+from torchzero_clip.compat import is_distributed
 from torchzero_clip.per_sample.hooks import Notice, Outside
 from torchzero_clip.per_sample.rules.registry import GENERIC, WHOLE, refusal, rule_for, rules
 from torchzero_clip.per_sample.site import CapturedForward, Recorder, Rule, Site
@@ -169,7 +169,7 @@ def _check_model(model: nn.Module, params: dict[str, nn.Parameter]) -> None:
     for name, param in params.items():
         if isinstance(param, UninitializedParameter):
             raise ValueError(f"module must have all its parameters, but {name!r} is lazy: run a forward first")
-        if isinstance(param, DTensor):
+        if is_distributed(param):
             raise ValueError(f"module must hold plain tensors, but {name!r} is a DTensor: clip before fully_shard")
         if param.is_complex():
             raise ValueError(f"module must hold real parameters, but {name!r} is {param.dtype}")

@@ -12,6 +12,7 @@ from torch._C._functorch import get_interpreter_stack
 from torch.autograd.function import FunctionCtx
 from typing_extensions import override
 
+from torchzero_clip.compat import never_compiled
 from torchzero_clip.per_sample.allowance import Allowance
 from torchzero_clip.per_sample.contributions import Contribution
 from torchzero_clip.per_sample.shared import anchor, each, is_shared, shared
@@ -112,7 +113,7 @@ def _called(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-uncompiled: Callable[..., Any] = torch.compiler.disable(_called)  # where torch.compile does not follow
+uncompiled: Callable[..., Any] = never_compiled(_called)  # where torch.compile does not follow
 
 
 class CapturedForward:

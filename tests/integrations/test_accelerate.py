@@ -1,0 +1,52 @@
+"""Accelerate: runs resume bit for bit, and metrics are found under its wrapper."""
+
+import pytest
+import torch
+from torch import nn
+
+from torchzero_clip import AdamW, ClipNorm, ClipNormGrowth, Modular
+from torchzero_clip.integrations import metrics
+
+accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+pytestmark = [pytest.mark.peers, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+class Run:
+    """Two micro-batches for each step."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = Modular(model, ClipNorm(0.1, dim="global"), ClipNormGrowth(), AdamW(0.1))
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        self.model, self.optimizer, self.schedule = self.accelerator.prepare(model, optimizer, schedule)
+
+    def train(self, steps):
+        for step in steps:
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward((self.model(x).squeeze(-1) - x.sum(1).sin()).square().mean())
+                self.optimizer.step()
+                self.schedule.step()
+                self.optimizer.zero_grad()
+
+
+def test_it_resumes_bit_for_bit(tmp_path):
+    whole, half, resumed = Run(), Run(), Run()
+    whole.train(range(16))
+    half.train(range(8))
+    half.accelerator.save_state(str(tmp_path))
+    resumed.accelerator.load_state(str(tmp_path))
+    resumed.train(range(8, 16))
+    for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert resumed.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
+
+
+def test_metrics_are_found_under_the_wrapper():
+    run = Run()
+    run.train(range(4))
+    assert not hasattr(run.optimizer, "metrics")
+    assert metrics(run.optimizer) == run.optimizer.optimizer.metrics()
+    assert metrics(run.optimizer)["clip_norm/factor"].item() < 1

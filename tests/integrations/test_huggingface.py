@@ -1,0 +1,116 @@
+"""The Trainer of Hugging Face: runs resume bit for bit, and the callback logs and refuses."""
+
+import importlib
+import os
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from torchzero_clip import Adam, ClipNorm, ClipNormGrowth, Modular, adapt_state_dict
+
+pytestmark = [pytest.mark.peers, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, i):
+        x = torch.randn(3, generator=torch.Generator().manual_seed(i))
+        return {"x": x, "labels": x.sum().sin()}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x, labels):
+        found = self.layers(x).squeeze(-1)
+        return {"loss": nn.functional.mse_loss(found, labels), "logits": found}
+
+
+def trained(directory, steps, chain, resume=None, hook=None, callbacks=(), **given):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = Net()
+    optimizer = Modular(model, *chain)
+    if hook is not None:
+        optimizer.register_load_state_dict_pre_hook(hook)
+    usual = {"max_grad_norm": 0, "report_to": [], "logging_steps": 1000, "save_steps": 4, "max_steps": steps}
+    arguments = transformers.TrainingArguments(
+        str(directory), per_device_train_batch_size=8, use_cpu=True, disable_tqdm=True, **(usual | given)
+    )
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    both = (optimizer, schedule)
+    trainer = transformers.Trainer(model, arguments, train_dataset=Data(), optimizers=both, callbacks=list(callbacks))
+    trainer.train(resume_from_checkpoint=resume)
+    return model, optimizer, trainer
+
+
+def test_it_resumes_bit_for_bit(tmp_path):
+    chain = [ClipNorm(0.1, dim="global"), ClipNormGrowth(), Adam(0.1)]
+    model, optimizer, _ = trained(tmp_path / "whole", 8, chain)
+    trained(tmp_path / "parts", 4, chain)
+    again, resumed, _ = trained(tmp_path / "parts", 8, chain, resume=os.fspath(tmp_path / "parts" / "checkpoint-4"))
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def test_it_resumes_into_another_chain_by_a_hook(tmp_path):
+    _, old, _ = trained(tmp_path, 4, [ClipNorm(0.1), Adam(0.1)])
+    hook = partial(adapt_state_dict, new=["clip_norm_growth"])
+    checkpoint = os.fspath(tmp_path / "checkpoint-4")
+    with pytest.raises(ValueError, match="belongs to another chain"):
+        trained(tmp_path, 4, [ClipNormGrowth(), ClipNorm(9.0), Adam()], resume=checkpoint)
+    _, new, _ = trained(tmp_path, 5, [ClipNormGrowth(), ClipNorm(9.0), Adam()], resume=checkpoint, hook=hook)
+    assert new.param_groups[0]["max_norm"] == 0.1
+    assert next(iter(new.state.values()))["adam/step"].item() == next(iter(old.state.values()))["adam/step"].item() + 1
+
+
+def callback():
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    return importlib.import_module("torchzero_clip.integrations").TrainerCallback()
+
+
+def test_metrics_are_in_the_history_and_on_tensorboard(tmp_path):
+    events = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
+    )
+    os.environ["TENSORBOARD_LOGGING_DIR"] = str(tmp_path / "logs")
+    try:
+        chain = [ClipNorm(0.1, dim="global"), Adam(0.1)]
+        given = {"report_to": ["tensorboard"], "logging_steps": 2, "save_steps": 100}
+        _, optimizer, trainer = trained(tmp_path, 6, chain, callbacks=[callback()], **given)
+    finally:
+        del os.environ["TENSORBOARD_LOGGING_DIR"]
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert [log["step"] for log in logs] == [2, 4, 6]
+    for log in logs:  # the Trainer's own norm is the one before clipping
+        assert log["clip_norm/norm"] == pytest.approx(log["grad_norm"], rel=1e-5)
+        assert log["clip_norm/factor"] == pytest.approx(0.1 / log["clip_norm/norm"], rel=1e-6)
+        assert log["clip_norm/clipped"] == 1.0
+    assert logs[-1]["clip_norm/norm"] == optimizer.metrics()["clip_norm/norm"].item()
+    written = events.EventAccumulator(str(next((tmp_path / "logs").rglob("events*")))).Reload()
+    scalars = written.Scalars("train/clip_norm/norm")
+    assert [scalar.step for scalar in scalars] == [2, 4, 6]
+    assert [scalar.value for scalar in scalars] == pytest.approx([log["clip_norm/norm"] for log in logs])
+
+
+def test_a_trainer_that_clips_as_well_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"max_grad_norm=1\.0 before .* write TrainingArguments\(max_grad_norm=0\)"):
+        trained(tmp_path, 1, [ClipNorm(5), Adam()], callbacks=[callback()], max_grad_norm=1.0)
+    trained(tmp_path, 1, [ClipNorm(5), Adam()], callbacks=[callback()])
+
+
+def test_an_optimizer_without_a_chain_is_refused(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    model = Net()
+    arguments = transformers.TrainingArguments(str(tmp_path), max_grad_norm=0, report_to=[], use_cpu=True)
+    trainer = transformers.Trainer(model, arguments, train_dataset=Data(), callbacks=[callback()])
+    with pytest.raises(TypeError, match="optimizer must be a Modular or a wrapper of one, got AdamW"):
+        trainer.train()

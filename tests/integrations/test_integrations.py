@@ -1,0 +1,69 @@
+"""What the integrations do without any trainer installed."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from torchzero_clip import ClipNorm, Modular, integrations
+from torchzero_clip.integrations import metrics, unwrapped
+
+
+class Wrapper:
+    def __init__(self, inner, name):
+        setattr(self, name, inner)
+
+
+def test_the_optimizer_is_found_under_wrappers():
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = Modular([weight], ClipNorm(1))
+    wrapped = Wrapper(Wrapper(optimizer, "_optimizer"), "optimizer")
+    weight.grad = torch.tensor([3.0, 4.0])
+    optimizer.step()
+    assert unwrapped(wrapped) is unwrapped(optimizer) is optimizer
+    assert {name: value.item() for name, value in metrics(wrapped).items()} == pytest.approx(
+        {"clip_norm/norm": 5.0, "clip_norm/factor": 0.2, "clip_norm/clipped": 1.0}
+    )
+
+
+def test_a_wrapper_that_passes_for_a_modular_is_opened():
+    """Lightning's wrapper is of a class derived from that of the optimizer, without its attributes."""
+    optimizer = Modular([nn.Parameter(torch.zeros(2))], ClipNorm(1))
+    fake = object.__new__(type("LightningModular", (Modular,), {}))
+    vars(fake)["_optimizer"] = optimizer
+    assert unwrapped(fake) is optimizer
+
+
+def test_other_optimizers_are_refused():
+    adam = torch.optim.Adam([nn.Parameter(torch.zeros(2))])
+    with pytest.raises(TypeError, match="optimizer must be a Modular or a wrapper of one, got Adam"):
+        metrics(Wrapper(adam, "optimizer"))
+    with pytest.raises(TypeError, match="got int"):
+        metrics(3)
+
+
+@pytest.mark.parametrize(("name", "package"), [("TrainerCallback", "transformers"), ("LightningCallback", "lightning")])
+def test_a_missing_package_is_named(name, package, monkeypatch):
+    missing = {package, *(name for name in sys.modules if name.startswith(f"{package}."))}
+    for module in missing | ({"pytorch_lightning"} if package == "lightning" else set()):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, f"torchzero_clip.integrations.{integrations._PLACES[name][0]}", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=f"{name} needs {package}: pip install {package}"):
+        getattr(integrations, name)
+
+
+def test_unknown_names_are_attribute_errors():
+    with pytest.raises(AttributeError, match="has no attribute 'Callback'"):
+        integrations.Callback  # noqa: B018
+
+
+def test_importing_the_package_imports_neither_the_compiler_nor_trainers():
+    code = (
+        "import sys, torch, torchzero_clip, torchzero_clip.integrations; "
+        "heavy = {'torch._dynamo', 'torch.distributed.tensor', 'transformers', 'lightning', 'accelerate'}; "
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,103 @@
+"""The Trainer of Lightning: runs resume bit for bit, and the callback logs and refuses."""
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from torchzero_clip import AdamW, ClipNorm, ClipNormGrowth, Modular
+
+lightning = pytest.importorskip("lightning", reason="lightning is not installed")
+pytestmark = [pytest.mark.peers, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def training_step(self, batch, index):
+        x, y = batch
+        return nn.functional.mse_loss(self.net(x).squeeze(-1), y)
+
+    def configure_optimizers(self):
+        optimizer = Modular(self, ClipNorm(0.1, dim="global"), ClipNormGrowth(), AdamW(0.1))
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
+
+
+class Two(Module):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, index))
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return Modular(self.net[0], ClipNorm(0.1), AdamW(0.1)), torch.optim.AdamW(self.net[2].parameters())
+
+
+class ClipsItself(Module):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
+def callback():
+    return importlib.import_module("torchzero_clip.integrations").LightningCallback()
+
+
+def fitted(directory, epochs, module=Module, resume=None, logger=False, **given):
+    x = torch.randn(32, 3, generator=torch.Generator().manual_seed(1))
+    module = module()
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "logger": logger}
+    trainer = lightning.Trainer(
+        default_root_dir=directory, max_epochs=epochs, callbacks=[callback()], log_every_n_steps=2, **quiet, **given
+    )
+    trainer.fit(module, DataLoader(TensorDataset(x, x.sum(1).sin()), 8), ckpt_path=resume)
+    return module, trainer
+
+
+def test_it_resumes_bit_for_bit(tmp_path):
+    module, _ = fitted(tmp_path, 4)
+    _, trainer = fitted(tmp_path, 2)
+    trainer.save_checkpoint(tmp_path / "half.ckpt", weights_only=False)
+    resumed, _ = fitted(tmp_path, 4, resume=tmp_path / "half.ckpt")
+    for a, b in zip(module.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_metrics_are_on_the_trainer_and_on_tensorboard(tmp_path):
+    events = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
+    )
+    logger = lightning.pytorch.loggers.TensorBoardLogger(tmp_path)
+    module, trainer = fitted(tmp_path, 2, logger=logger)
+    integrations = importlib.import_module("torchzero_clip.integrations")
+    found = integrations.metrics(module.optimizers())
+    assert found == trainer.optimizers[0].metrics()
+    for name in ("clip_norm/norm", "clip_norm/factor", "clip_norm_growth/factor"):
+        assert trainer.callback_metrics[name].item() == pytest.approx(found[name].item())
+    assert found["clip_norm/factor"].item() == pytest.approx(0.1 / found["clip_norm/norm"].item())
+    written = events.EventAccumulator(str(next(tmp_path.rglob("events*")))).Reload()
+    scalars = written.Scalars("clip_norm/norm")
+    assert [scalar.step for scalar in scalars] == [1, 3, 5, 7]
+    assert scalars[-1].value == pytest.approx(found["clip_norm/norm"].item())
+
+
+def test_with_two_optimizers_names_begin_with_the_index(tmp_path):
+    _, trainer = fitted(tmp_path, 1, Two)
+    assert {"0/clip_norm/norm", "0/clip_norm/factor", "0/clip_norm/clipped"} == set(trainer.callback_metrics)
+
+
+def test_a_trainer_that_clips_as_well_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"gradient_clip_val=0\.5 before .* write Trainer\(gradient_clip_val=None\)"):
+        fitted(tmp_path, 1, gradient_clip_val=0.5)
+    with pytest.raises(ValueError, match=r"ClipsItself\.configure_gradient_clipping .* remove the method"):
+        fitted(tmp_path, 1, ClipsItself)
+    fitted(tmp_path, 1, gradient_clip_val=0)

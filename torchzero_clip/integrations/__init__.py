@@ -1,0 +1,73 @@
+"""Callbacks for trainers, and the metrics of an optimizer that a trainer has wrapped."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from torchzero_clip.core.modular import Modular
+
+if TYPE_CHECKING:
+    from torchzero_clip.integrations.huggingface import TrainerCallback as TrainerCallback
+    from torchzero_clip.integrations.lightning import LightningCallback as LightningCallback
+
+_PLACES = {"TrainerCallback": ("huggingface", "transformers"), "LightningCallback": ("lightning", "lightning")}
+_WRAPPED = ("optimizer", "_optimizer")
+
+
+def unwrapped(optimizer: Any) -> Modular:
+    """Return the `Modular` inside the wrappers of trainers, such as those of Accelerate and Lightning.
+
+    Args:
+        optimizer: A `Modular`, or an object that has one as its ``optimizer`` or ``_optimizer``, at any depth.
+
+    Raises:
+        TypeError: If there is none.
+    """
+    found = optimizer
+    while True:  # Lightning's wrapper passes isinstance(found, Modular), so what is inside comes first
+        inner = next(
+            (value for name in _WRAPPED if (value := getattr(found, "__dict__", {}).get(name)) is not None), None
+        )
+        if inner is None:
+            break
+        found = inner
+    if not isinstance(found, Modular):
+        raise TypeError(f"optimizer must be a Modular or a wrapper of one, got {type(found).__name__}")
+    return found
+
+
+def metrics(optimizer: Any) -> dict[str, Tensor]:
+    """Return `Modular.metrics` of an optimizer that a trainer may have wrapped.
+
+    Args:
+        optimizer: As in `unwrapped`: for example what ``accelerator.prepare`` or ``self.optimizers()`` returns.
+
+    Raises:
+        TypeError: If there is no `Modular` inside.
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import ClipNorm, Modular
+        >>> from torchzero_clip.integrations import metrics
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = Modular([weight], ClipNorm(1.0))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> optimizer.step()
+        >>> metrics(optimizer)["clip_norm/norm"].item()
+        5.0
+    """
+    return unwrapped(optimizer).metrics()
+
+
+def __getattr__(name: str) -> Any:
+    """Import a callback, and the trainer's package with it, when it is first asked for."""
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, package = _PLACES[name]
+    try:
+        return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    except ModuleNotFoundError as error:
+        if error.name and error.name.partition(".")[0] in (package, "pytorch_lightning"):
+            raise ModuleNotFoundError(f"{name} needs {package}: pip install {package}", name=error.name) from error
+        raise

@@ -1,0 +1,68 @@
+"""A callback for the Trainer of Hugging Face."""
+
+import inspect
+from typing import Any
+
+import torch
+import transformers
+from transformers.trainer_callback import CallbackHandler
+from typing_extensions import override
+
+from torchzero_clip.integrations import metrics
+
+
+class TrainerCallback(transformers.TrainerCallback):
+    """Logs what the transforms of a `Modular` measured, and stops a run that the Trainer would clip as well.
+
+        Trainer(model, TrainingArguments(..., max_grad_norm=0), callbacks=[TrainerCallback()],
+                optimizers=(optimizer, scheduler))
+
+    The metrics join the logs of every ``logging_steps``: ``trainer.state.log_history``, and whatever the Trainer
+    reports to, such as TensorBoard and Weights & Biases. They are those of the last step before the log.
+
+    ``TrainingArguments.max_grad_norm`` is 1.0 by default. The Trainer then scales the gradients before the optimizer
+    gets them, so that a limit above 1 never acts and statistics learn clipped norms. The ``grad_norm`` in its logs is
+    the norm before that.
+
+    Raises:
+        ValueError: When training begins, if ``max_grad_norm`` is above 0.
+        TypeError: When training begins, if the optimizer is no `Modular`.
+    """
+
+    @override
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Check that only one side clips."""
+        if args.max_grad_norm is not None and args.max_grad_norm > 0:
+            raise ValueError(
+                f"the Trainer clips gradients to max_grad_norm={args.max_grad_norm} before the optimizer gets them: "
+                'write TrainingArguments(max_grad_norm=0), and ClipNorm(1.0, dim="global") in the chain for a limit '
+                "like the Trainer's"
+            )
+        metrics(kwargs["optimizer"])
+        self._come_first()
+
+    @override
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Add the metrics to the logs of training."""
+        if logs is None or "loss" not in logs or kwargs.get("optimizer") is None:
+            return
+        found = metrics(kwargs["optimizer"])
+        numbers = torch.stack([value.double().cpu() for value in found.values()]).tolist() if found else []
+        named = dict(zip(found, numbers, strict=True))
+        logs.update(named)
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(named)
+
+    def _come_first(self) -> None:
+        """Move to the front of the Trainer's callbacks, where `on_log` runs before those that write logs.
+
+        A callback gets neither the Trainer nor the other callbacks, so the caller's frames are searched.
+        """
+        frame = inspect.currentframe()
+        while frame is not None:
+            handler = frame.f_locals.get("self")
+            if isinstance(handler, CallbackHandler):
+                handler.callbacks.remove(self)
+                handler.callbacks.insert(0, self)
+                return
+            frame = frame.f_back

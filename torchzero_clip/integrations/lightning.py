@@ -1,0 +1,53 @@
+"""A callback for the Trainer of Lightning."""
+
+from typing import Any
+
+from typing_extensions import override
+
+from torchzero_clip.integrations import metrics, unwrapped
+
+try:  # one library under two names
+    from lightning.pytorch import Callback
+except ModuleNotFoundError:
+    from pytorch_lightning import Callback  # pyright: ignore
+
+
+class LightningCallback(Callback):
+    """Logs what the transforms of a `Modular` measured, and stops a run that the Trainer would clip as well.
+
+        Trainer(callbacks=[LightningCallback()])
+
+    The metrics are logged as by ``self.log`` in the module: in ``trainer.callback_metrics``, and every
+    ``log_every_n_steps`` in the Trainer's logger, such as TensorBoard. With several optimizers their names begin with
+    the index of the optimizer, as in ``"1/clip_norm/norm"``. Optimizers that are no `Modular` are left out.
+
+    Raises:
+        ValueError: When fitting begins, if ``Trainer(gradient_clip_val=...)`` is above 0, or the module overrides
+            ``configure_gradient_clipping``: the gradients would be clipped before the optimizer gets them.
+    """
+
+    @override
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Check that only one side clips."""
+        limit = trainer.gradient_clip_val
+        if limit is not None and limit > 0:
+            raise ValueError(
+                f"the Trainer clips gradients by gradient_clip_val={limit} before the optimizer gets them: write "
+                'Trainer(gradient_clip_val=None), and ClipNorm(1.0, dim="global") in the chain for such a limit'
+            )
+        if not type(pl_module).configure_gradient_clipping.__module__.endswith(".core.module"):
+            raise ValueError(
+                f"{type(pl_module).__name__}.configure_gradient_clipping may change gradients before the optimizer "
+                "gets them: remove the method, and put what it does into the chain"
+            )
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        """Log the metrics of the last step."""
+        for i, optimizer in enumerate(trainer.optimizers):
+            prefix = f"{i}/" if len(trainer.optimizers) > 1 else ""
+            try:
+                unwrapped(optimizer)
+            except TypeError:
+                continue
+            pl_module.log_dict({f"{prefix}{name}": value.float() for name, value in metrics(optimizer).items()})
