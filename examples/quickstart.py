@@ -1,4 +1,4 @@
-"""Train a small transformer on real text, with and without clipping, while a few batches are corrupted.
+"""Train a small transformer on real text without clipping and with three ways to limit it, while batches are corrupted.
 
 The text is the reference manual of Python, which ships inside Python itself. A corrupted batch has shuffled targets and
 a loss that was summed instead of averaged, as happens in real pipelines: its gradient is a thousand times too large.
@@ -6,7 +6,7 @@ a loss that was summed instead of averaged, as happens in real pipelines: its gr
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data import topics
@@ -17,10 +17,17 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from torchzero_clip import Adam, ClipNorm, Modular, norm
+from torchzero_clip import Adam, ClipNorm, Modular, SkipStep, get_total_norm
 
 CONTEXT, BATCH, WIDTH, HEADS, LAYERS = 64, 16, 64, 4, 2
 MAX_NORM = 1.0
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Modular]] = {
+    "no clipping": lambda model: Modular(model, Adam()),
+    "ClipNorm(1)": lambda model: Modular(model, ClipNorm(MAX_NORM), Adam()),
+    'ClipNorm(1, dim="global")': lambda model: Modular(model, ClipNorm(MAX_NORM, dim="global"), Adam()),
+    "SkipStep(max_ratio=10)": lambda model: Modular(model, SkipStep(max_ratio=10.0), Adam()),
+}
 
 
 @dataclass
@@ -28,9 +35,11 @@ class Run:
     """What happened during one training run."""
 
     name: str
+    seed: int
     losses: list[float] = field(default_factory=list[float])
-    largest_norms: list[float] = field(default_factory=list[float])
-    clipped: list[float] = field(default_factory=list[float])
+    norms: list[float] = field(default_factory=list[float])
+    acted: int = 0
+    """The number of steps that were clipped or skipped."""
     held_out: float = float("nan")
 
 
@@ -73,14 +82,15 @@ def corrupted_steps(steps: int) -> set[int]:
     return {steps // 4, steps // 2, 3 * steps // 4}
 
 
-def train(run: Run, make_optimizer: Callable[[nn.Module], Modular], steps: int, seed: int) -> None:
+def train(name: str, steps: int, seed: int) -> Run:
+    run = Run(name, seed)
     data, held_out, characters = load_text()
     torch.manual_seed(seed)
     model = CharTransformer(characters)
-    optimizer = make_optimizer(model)
+    optimizer = OPTIMIZERS[name](model)
     generator = torch.Generator().manual_seed(seed)
     corrupted = corrupted_steps(steps)
-    for step in tqdm(range(steps), desc=f"{run.name:>13}", unit="step"):
+    for step in tqdm(range(steps), desc=f"{name}, seed {seed}", unit="step"):
         text, target = sample(data, generator)
         logits = model(text).flatten(0, 1)
         loss = F.cross_entropy(logits, target.flatten())
@@ -90,10 +100,12 @@ def train(run: Run, make_optimizer: Callable[[nn.Module], Modular], steps: int, 
             loss = F.cross_entropy(logits, shuffled, reduction="sum")
         optimizer.zero_grad()
         loss.backward()
-        run.largest_norms.append(max(norm(p.grad).item() for p in model.parameters() if p.grad is not None))
+        run.norms.append(get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item())
         optimizer.step()
-        run.clipped.append(optimizer.metrics().get("clip_norm/clipped", torch.zeros(())).item())
+        run.acted += int(optimizer.metrics().get("clip_norm/clipped", torch.zeros(())) > 0)
+    run.acted += int(optimizer.metrics().get("skipped_steps", torch.zeros(())))
     run.held_out = evaluate(model, held_out, seed)
+    return run
 
 
 @torch.no_grad()
@@ -104,55 +116,64 @@ def evaluate(model: nn.Module, data: Tensor, seed: int) -> float:
     return torch.stack(losses).mean().item()
 
 
-def print_table(runs: list[Run], steps: int) -> None:
-    first, *_, last = sorted(corrupted_steps(steps))
+def print_table(runs: Sequence[Run], steps: int, seeds: int) -> None:
     blind = math.log(load_text()[2])
-    print(f"\nCross-entropy per character, in nats (a blind guess costs {blind:.2f}):\n")
-    print(f"{'':>13}  {'before the first':>17}  {'after the last':>15}  {'held-out':>9}  {'clipped':>8}")
-    print(f"{'':>13}  {'corrupted batch':>17}  {'corrupted batch':>15}  {'text':>9}  {'tensors':>8}")
-    for run in runs:
-        before, after = torch.tensor(run.losses[:first])[-10:].mean(), torch.tensor(run.losses[last + 1 :])[-10:].mean()
-        share = torch.tensor(run.clipped).mean()
-        print(f"{run.name:>13}  {before:17.3f}  {after:15.3f}  {run.held_out:9.3f}  {share:8.1%}")
+    print(f"\nHeld-out cross-entropy per character, in nats (a blind guess costs {blind:.2f}):\n")
+    headings = "".join(f"{f'seed {seed}':>9}" for seed in range(seeds))
+    print(f"{'':>26}{headings}{'steps clipped or skipped':>27}")
+    for name in OPTIMIZERS:
+        own = [run for run in runs if run.name == name]
+        acted = sum(run.acted for run in own) / (steps * len(own))
+        print(f"{name:>26}{''.join(f'{run.held_out:9.3f}' for run in own)}{acted:27.1%}")
 
 
-def plot(runs: list[Run], steps: int, path: Path) -> None:
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for run in runs:
-        left.plot(run.losses, label=run.name, linewidth=1)
-        right.plot(run.largest_norms, label=run.name, linewidth=1)
-    for axes in (left, right):
-        for step in corrupted_steps(steps):
-            axes.axvline(
-                step, color="0.8", linewidth=4, zorder=0, label="corrupted batch" if step == steps // 4 else None
-            )
-        axes.set_xlabel("step")
-    right.axhline(MAX_NORM, color="black", linestyle="--", linewidth=1, label=f"limit, {MAX_NORM:g}")
-    right.set_yscale("log")
-    left.set_ylabel("loss, nats per character")
-    right.set_ylabel("largest gradient norm of a tensor, before clipping")
-    left.legend()
-    right.legend(loc="upper left", framealpha=1)
+def plot(runs: Sequence[Run], steps: int, path: Path) -> None:
+    """Losses on the left, one axis of gradient norms for each way on the right, so that none hides another."""
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    axes_of = figure.subplot_mosaic([["losses", name] for name in OPTIMIZERS], sharex=True)
+    losses = axes_of["losses"]
+    corrupted = sorted(corrupted_steps(steps))
+    window = max(steps // 50, 1)
+    for k, run in enumerate(run for run in runs if run.seed == 0):
+        smooth = torch.tensor(run.losses).unfold(0, window, 1).mean(1)
+        style = "--" if k % 2 else "-"  # two of the lines lie on each other
+        losses.plot(range(window - 1, steps), smooth, style, label=run.name, color=f"C{k}", linewidth=1.2)
+        axes = axes_of[run.name]
+        axes.plot(run.norms, color=f"C{k}", linewidth=0.8)
+        axes.plot(corrupted, [run.norms[step] for step in corrupted], "v", color="black", markersize=5)
+        axes.axhline(MAX_NORM, color="black", linestyle="--", linewidth=0.8)
+        axes.set_title(run.name, fontsize=9, loc="left")
+        axes.set_yscale("log")
+        axes.set_ylim(0.1, 2 * max(max(run.norms) for run in runs))
+        axes.set_xlabel("step (triangles: corrupted batches; dashed: a norm of 1)" * (k == len(OPTIMIZERS) - 1))
+        axes.set_ylabel("norm", fontsize=9)
+    for step in corrupted:
+        losses.axvline(step, color="0.85", linewidth=4, zorder=0, label="corrupted batch" * (step == corrupted[0]))
+    losses.set_xlabel("step")
+    losses.set_ylabel(f"loss, nats per character, mean of {window} steps")
+    losses.legend()
+    axes_of["no clipping"].set_title(
+        "Norm of all gradients as they enter the chain\n\nno clipping", fontsize=9, loc="left"
+    )
     figure.savefig(path, dpi=120)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500, help="training steps of each run (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=2, help="runs with each optimizer (default: %(default)s)")
     parser.add_argument("--figure", type=Path, default=Path("quickstart.png"), help="where to save it (%(default)s)")
     args = parser.parse_args()
     if args.steps < 8:
         parser.error("--steps must be at least 8")
+    if args.seeds < 1:
+        parser.error("--seeds must be at least 1")
 
     torch.set_num_threads(1)  # so small a model gains nothing from more, and loses much on a busy machine
-    runs = [Run("no clipping"), Run("ClipNorm(1)")]
-    train(runs[0], lambda model: Modular(model.parameters(), Adam()), args.steps, args.seed)
-    train(runs[1], lambda model: Modular(model.parameters(), ClipNorm(MAX_NORM), Adam()), args.steps, args.seed)
-    print_table(runs, args.steps)
+    runs = [train(name, args.steps, seed) for name in OPTIMIZERS for seed in range(args.seeds)]
+    print_table(runs, args.steps, args.seeds)
     plot(runs, args.steps, args.figure)
-    print(f"\nLoss and gradient norms, with the limit drawn in: {args.figure}")
+    print(f"\nLosses and gradient norms: {args.figure}")
 
 
 if __name__ == "__main__":

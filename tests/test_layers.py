@@ -44,8 +44,7 @@ def test_imports_point_down(path):
     assert layers <= BELOW[layer(path)]
     assert not [name for name in names if name.startswith(".")]
     blocks = [n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
-    blocks += [n for n in tree.body if isinstance(n, ast.Try)]
-    top = {id(node) for node in [*tree.body, *(n for block in blocks for n in ast.walk(block))]}
+    top = {id(node) for node in [*tree.body, *(n for block in blocks for n in block.body)]}
     nested = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) and id(n) not in top]
     assert not nested, "imports stand at the top of a file"
 

@@ -1,6 +1,6 @@
 """Checks of arguments and settings; each raises an error that names the argument.
 
-Comparisons are written so that NaN fails them. A check that transforms list in ``checks`` takes the name and the value.
+Comparisons are written so that NaN fails them. The checks in `Transform.checks` take the name and the value.
 """
 
 import math
@@ -14,21 +14,21 @@ Check: TypeAlias = Callable[[str, Any], None]
 
 
 def plain(value: Any) -> Any:
-    """The value as checkpoints can hold it: NumPy's float64 passes for a float, but not for `weights_only` loading."""
+    """The value with NumPy's float64 as float, which ``weights_only`` loading needs, and lists as tuples."""
     if isinstance(value, float) and type(value) is not float:
         return float(value)
     return tuple(map(plain, value)) if isinstance(value, tuple | list) else value  # pyright: ignore[reportUnknownVariableType]
 
 
 def is_numeric(value: Any) -> bool:
-    """Whether a value is a number, or a tuple of numbers and Nones."""
+    """True for a number, and for a tuple or list of numbers and Nones with at least one number."""
     items = value if isinstance(value, tuple | list) else (value,)
     numbers = [isinstance(item, int | float) and not isinstance(item, bool) for item in items]
     return any(numbers) and all(given or item is None for given, item in zip(numbers, items, strict=True))
 
 
 def setting_name(key: str) -> None:
-    """Refuse names that torch or the qualified keys of a chain need for something else."""
+    """Raise if param groups use the name for something else, or if it would break qualified keys."""
     taken = ("params", "param_names", "chain", "skipped_steps", "consecutive_skips", "schedule_step")
     if key in taken or "." in key or ":" in key or key.startswith("/"):
         raise ValueError(f"{key!r} cannot be the name of a setting")
@@ -97,7 +97,7 @@ def betas(name: str, value: Any) -> None:
 
 
 def learning_rate(name: str, value: Any) -> None:
-    """A number >= 0, or a tensor of one element, whose value is not looked at (that would wait for the device)."""
+    """A number >= 0, or a tensor of one element. The tensor is not read, because this would wait for the device."""
     if not isinstance(value, Tensor):
         non_negative(name, value)
     elif value.numel() != 1 or value.layout != torch.strided or not value.is_floating_point() or value.is_meta:

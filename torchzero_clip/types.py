@@ -1,4 +1,4 @@
-"""Names for the values that pass between the layers."""
+"""Types of the values that pass between the layers of this package."""
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Literal, TypeAlias
@@ -12,7 +12,7 @@ State: TypeAlias = MutableMapping[str, Any]
 """The state of one transform for one parameter: tensors and numbers."""
 
 Schedule: TypeAlias = Callable[[int], Any]
-"""A setting as a function of the number of steps taken before."""
+"""A setting as a function of the number of steps that were taken before."""
 
 Ord: TypeAlias = float | Tensor | Literal["l0", "l1", "l2", "l3", "l4", "linf", "mad", "std", "var", "sum"]
 Dim: TypeAlias = int | Sequence[int] | Literal["global"] | None

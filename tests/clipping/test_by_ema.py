@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference.statistics import NormByEMA, ValueByEMA
 from torch import nn
+from versions import needs_grad_dtype
 
 from torchzero_clip import (
     LR,
@@ -206,6 +207,7 @@ def test_an_inf_that_an_earlier_transform_made_is_no_statistic(transform):
     assert all(v.isfinite().all() for v in optimizer.state[param].values())
 
 
+@needs_grad_dtype
 def test_gradients_of_another_dtype_than_the_parameter():
     param = nn.Parameter(torch.zeros(2))
     param.grad_dtype = None

@@ -19,6 +19,7 @@ from contract.training import (
 )
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
+from versions import needs_compiler
 
 from torchzero_clip import LR, SGD, Adam, ClipNorm, Modular
 
@@ -210,6 +211,7 @@ def test_optimizer_in_backward(entry):
     assert_equal(params, plain)
 
 
+@needs_compiler
 @pytest.mark.parametrize(
     "entry", [e if e.name in COMPILED_QUICKLY else pytest.param(e, marks=pytest.mark.slow) for e in ENTRIES], ids=str
 )
@@ -240,6 +242,7 @@ def test_compiled_step(entry):
     torch.testing.assert_close(*states, rtol=1e-12, atol=1e-12)
 
 
+@needs_compiler
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_inductor_compiles_a_whole_step_once_it_has_state():

@@ -11,6 +11,7 @@ from contract.training import set_grads, through_file, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from versions import needs_compiler
 
 from torchzero_clip import (
     SGD,
@@ -317,6 +318,7 @@ def test_the_fast_way_takes_no_memory_of_the_size_of_the_parameters():
         assert max(allocated, default=0) < 2 * 2**20, transform
 
 
+@needs_compiler
 def test_a_compiled_step_is_one_graph_and_follows_a_schedule():
     params = made([(3, 5), (7,)], torch.float32)
     optimizer = Modular(params, ClipNorm(0.3, dim="global"), AdamW(torch.tensor(0.01)))

@@ -8,6 +8,7 @@ import torch
 from contract.entries import ClipRMS, Mul, TrackJointNorm
 from contract.training import gradients, parameters, train
 from torch import nn
+from versions import needs_grad_dtype
 
 from torchzero_clip import LR, SGD, Adam, AdamW, Chain, ClipNorm, ClipValue, Modular, WeightDecay
 from torchzero_clip.core.transform import snake_case
@@ -368,6 +369,7 @@ def test_sgd_keeps_no_reference_to_grad():
     assert optimizer.state[param]["sgd/momentum_buffer"].tolist() == [3, 4]
 
 
+@needs_grad_dtype
 def test_gradients_wider_than_their_parameter_resume():
     param = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     param.grad_dtype = torch.float32

@@ -18,6 +18,7 @@ from contract.training import (
 )
 from torch import nn
 from torch.optim import lr_scheduler
+from versions import TORCH
 
 from torchzero_clip import (
     LR,
@@ -192,6 +193,8 @@ def test_repr_shows_the_function():
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_torchs_schedulers_take_any_setting(name):
     """The limit goes the way that the learning rate of torch's SGD goes; and on from a checkpoint."""
+    if name == "SWALR" and TORCH < (2, 11):
+        pytest.skip("this torch has functions in the state_dict of SWALR, which weights_only=True refuses")
 
     def build():
         params = parameters()

@@ -12,6 +12,7 @@ import torch
 from contract.entries import Mul
 from contract.training import assert_equal, gradients, parameters, set_grads, train, values
 from torch import nn
+from versions import needs_grad_dtype
 
 import torchzero_clip
 from torchzero_clip import (
@@ -72,8 +73,8 @@ def calls_of_a_step(tensors, *, builtin=False):
 def test_the_walk_is_short():
     calls = calls_of_a_step(2)
     assert 50 < len(calls) <= 165
-    assert len(set(calls)) <= 100
-    assert len({code.co_filename for code in calls}) <= 21
+    assert len(set(calls)) <= 105
+    assert len({code.co_filename for code in calls}) <= 22
 
 
 def test_the_walk_is_short_for_each_additional_tensor():
@@ -250,6 +251,7 @@ def test_a_chain_on_meta_parameters_works_if_they_are_given_values_in_place():
     assert_equal(model.parameters(), other.parameters())
 
 
+@needs_grad_dtype
 @pytest.mark.parametrize("name", ["Adagrad", "NAdam", "SGD"])
 def test_wrap_takes_gradients_of_another_dtype(name):
     param, plain = (nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2))

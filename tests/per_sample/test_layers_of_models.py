@@ -4,6 +4,7 @@ import pytest
 import torch
 from per_sample.harness import assert_close, assert_matches_loop, frozen, losses_of
 from torch import nn
+from versions import TORCH
 
 from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
 
@@ -160,6 +161,7 @@ def test_bilinear_and_bags_with_weights_take_several_inputs():
     assert_matches_loop(nn.EmbeddingBag(6, 3, mode="sum"), tokens(7), None, x(7), modes=("auto", "low", "kept"))
 
 
+@pytest.mark.skipif(TORCH < (2, 11), reason="this torch reads beyond the offsets in embedding_bag, and may crash")
 @pytest.mark.parametrize("include_last", [False, True])
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 def test_bags_of_different_sizes_are_samples(mode, include_last):

@@ -25,23 +25,23 @@ SMALLEST_GROWN = 1e-6  # an average of norm 0 may grow to this, whatever max_ema
 
 
 class ClipNormByEMA(NormStatistics):
-    """Scales updates so that the norm of each is at most that of the average of past updates.
+    """Scales updates so that the norm of each is at most the norm of the average of past updates.
 
         ema ← ema + (1 - beta) · (u - ema)          (first ema = 0, or u with ema_init="update")
         ema ← ema · min(1, allowed / ‖ema‖)         (from the second step on:
                                                      allowed = max(growth · ‖ema of the step before‖, 1e-6))
         u   ← u / max(1, ‖u‖ / max(‖ema‖, eps))
 
-    The average is one of vectors, not of norms: updates that point in changing directions cancel in it, and are cut;
-    what keeps its direction passes. The current update is part of the average before it is compared with it. A limit on
-    the growth of the average keeps one spike from lifting the limit of all steps after it.
+    The average is one of vectors, not of norms. Updates that change their direction cancel in it and are clipped;
+    updates that keep their direction pass. The current update enters the average before the two are compared. A limit
+    on the growth of the average keeps one spike from raising the limit of all later steps.
 
-    By default each tensor has a norm of its own; with ``tensorwise=False`` one norm of all tensors of all groups.
+    By default each tensor has its own norm; with ``tensorwise=False`` all tensors of all groups have one joint norm.
 
-    **Guarantees.** The average is fed what comes in, not what the clip lets through. A non-finite gradient leaves the
-    average as it was, and its update passes unchanged. The average starts at the first gradient that is not all zero;
-    until then updates pass unchanged. Finite and non-zero are decided on the gradients before the first transform, for
-    each tensor, or jointly with ``tensorwise=False``, and alike on all ranks.
+    **Guarantees.** The average takes updates as they are before the clip. A non-finite gradient does not change the
+    average, and its update passes unchanged. The average starts at the first gradient that is not all zero; until then
+    updates pass unchanged. Finite and non-zero are decided on the gradients before the first transform, for each
+    tensor, or jointly with ``tensorwise=False``, and alike on all ranks.
 
     Args:
         beta: The decay rate of the average, in [0, 1]; a setting of the param groups.
@@ -64,13 +64,13 @@ class ClipNormByEMA(NormStatistics):
     | update | result |
     | --- | --- |
     | norm 0 | unchanged |
-    | all gradients so far were 0 | unchanged; no trace in the average |
-    | inf or NaN in the gradient | unchanged; no trace in the average |
-    | ``beta=1`` with zeros | norm ``eps``: the average never moves |
+    | all gradients so far were 0 | unchanged; so is the average |
+    | inf or NaN in the gradient | unchanged; so is the average |
+    | ``beta=1`` with ``ema_init="zeros"`` | norm at most ``eps``, because the average stays 0 |
     | one element with 'std' or 'var' | unchanged |
 
-    The average is float32 for half-precision parameters: in bfloat16 one with ``beta=0.99`` would stall at 0.8 of a
-    constant.
+    For half-precision parameters the average is float32. In bfloat16 an average with ``beta=0.99`` of a constant would
+    stop at 0.8 of it.
 
     Examples:
         >>> import torch
@@ -91,7 +91,7 @@ class ClipNormByEMA(NormStatistics):
     """
 
     NORMALIZE: ClassVar[bool] = False
-    """Bring smaller updates up to the limit too."""
+    """Scale smaller updates up to the limit too."""
 
     checks = {"beta": unit_interval, "eps": non_negative, "max_ema_growth": optional(positive)}
 
@@ -130,7 +130,7 @@ class ClipNormByEMA(NormStatistics):
 
     @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
-        """Compare the updates with their averages, once these have followed."""
+        """Move the averages towards the updates, and compare the updates with them."""
         averages = tracked.column("ema")
         self._follow([updates[i] for i in tracked.indices], averages, tracked)
         size = self._grown(averages, tracked)
@@ -167,19 +167,19 @@ class ClipNormByEMA(NormStatistics):
 
 
 class NormalizeByEMA(ClipNormByEMA):
-    """Scales updates so that the norm of each is that of the average of past updates.
+    """Scales updates so that the norm of each is the norm of the average of past updates.
 
         u ← u · min(max(‖ema‖, eps) / ‖u‖, 1 / eps)
 
     The average and its rules are those of `ClipNormByEMA`; here smaller updates are scaled up too. Zeros stay zeros.
-    The step no longer jumps with the size of single gradients, and still grows and shrinks with them over time.
+    The length of a step does not jump with single gradients, but follows their size over time.
 
     Args:
         beta: The decay rate of the average, in [0, 1]; a setting of the param groups.
         ord: The metric, as in `ClipNorm`.
         eps: The smallest norm to scale to, in units of the metric, >= 0, and the inverse of the largest factor; a
             setting.
-        tensorwise: Each tensor has a norm of its own. If False, ``eps`` and ``max_ema_growth`` must be the same in all
+        tensorwise: Each tensor has its own norm. If False, ``eps`` and ``max_ema_growth`` must be the same in all
             param groups.
         max_ema_growth: The factor by which the norm of the average may grow from step to step, > 0; None for no limit;
             a setting.
@@ -217,22 +217,21 @@ class ClipValueByEMA(Elementwise, Composite):
         ema ← ema + (1 - beta) · (|u| - ema)        (first ema = 0, or |u| with ema_init="update")
         u   ← min(max(u, -ema), ema)
 
-    Each element has a limit of its own, which the current update is part of. Of steady random gradients about two
-    elements in five are above their average; an ``ema_tfm`` that multiplies the average leaves room for them.
+    Each element has its own limit: the average, in which the current update is included. If gradients are random and
+    steady, about two elements in five exceed their average. An ``ema_tfm`` that multiplies the average lets them pass.
 
-    **Guarantees.** The average is fed what comes in, not what the clip lets through. A non-finite gradient leaves the
-    average of its tensor as it was, and its update passes unchanged. The average starts at the first gradient that is
-    not all zero; until then updates pass unchanged. Finite and non-zero are decided on the gradients before the first
-    transform, alike on all ranks. No finite element exceeds its limit, but for the rounding of the limit to the dtype
-    of the update.
+    **Guarantees.** The average takes updates as they are before the clip. A non-finite gradient does not change the
+    average of its tensor, and its update passes unchanged. The average starts at the first gradient that is not all
+    zero; until then updates pass unchanged. Finite and non-zero are decided on the gradients before the first
+    transform, alike on all ranks. No finite element exceeds its limit, as rounded to the dtype of the update.
 
     Args:
         beta: The decay rate of the average, in [0, 1]; a setting of the param groups.
         ema_init: Start the average at "zeros", which cuts the first update to (1 - beta) of its size, or at the first
             "update", which then passes unchanged.
-        ema_tfm: A transform, or a list of them, that makes the limits of a copy of the average, with state of its own
-            and settings under qualified names; the magnitude of what it returns is the limit. The average itself is
-            not changed.
+        ema_tfm: A transform, or a list of them, that is applied to a copy of the average; the magnitude of the result
+            is the limit. It has its own state, and its settings have qualified names. The average itself does not
+            change.
         target: What it acts on, see `Transform`.
         name: The name in the chain and in checkpoints; the class name in snake case if None.
 
@@ -243,9 +242,9 @@ class ClipValueByEMA(Elementwise, Composite):
 
     | element | result |
     | --- | --- |
-    | all gradients of the tensor so far were 0 | unchanged; no trace in the average |
-    | inf or NaN anywhere in the gradient of the tensor | unchanged; no trace in the average |
-    | complex | the real and the imaginary part are elements of their own |
+    | all gradients of the tensor so far were 0 | unchanged; so is the average |
+    | inf or NaN anywhere in the gradient of the tensor | unchanged; so is the average |
+    | complex | the real and the imaginary part are clipped separately |
 
     Examples:
         >>> import torch
@@ -314,7 +313,7 @@ class ClipValueByEMA(Elementwise, Composite):
 
     @override
     def change_(self, x: Tensor, state: Sequence[Tensor], setting: Setting, usable: Tensor, started: Tensor) -> Tensor:
-        """Clip the elements to their averages, once these have followed."""
+        """Move the averages towards the magnitudes, and clip the elements to them."""
         (ema,) = state
         self._follow(x, ema, setting, usable, started)
         return _clip_(x, ema, usable)
@@ -331,19 +330,19 @@ class ClipValueByEMA(Elementwise, Composite):
     def change_usual_(
         self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, scratch: Scratch
     ) -> Tensor | None:
-        """Clip the elements to their averages, once these have followed."""
+        """Move the averages towards the magnitudes, and clip the elements to them."""
         (ema,) = state
         if self.transforms:
             return None
         size = torch.abs(x, out=scratch.memory("size", x.numel(), ema))
         ema.lerp_(size, 1 - setting["beta"])
-        count = torch.gt(size, ema, out=size).sum()  # written as numbers: several times faster than booleans
+        count = torch.gt(size, ema, out=size).sum()  # writing numbers is several times faster than booleans
         torch.clamp(x, torch.neg(ema, out=size), ema, out=result)
         return count
 
 
 def _clip_(x: Tensor, bound: Tensor, usable: Tensor) -> Tensor:
-    """Clip to the magnitudes of ``bound`` where that is usable, in place; return how many elements changed."""
+    """Clip to the magnitudes of ``bound`` where ``usable``, in place; return how many elements changed."""
     limit = bound.abs()
     chosen = usable & (x.abs() > limit)
     foreach.copy_([x], [torch.where(chosen, torch.copysign(limit, x), x)])

@@ -15,23 +15,23 @@ from torchzero_clip.types import Dim, Target
 
 
 class Centralize(Shifting):
-    """Subtracts from updates their mean, so that the elements of each add up to 0.
+    """Subtracts the mean from every update, so that its elements add up to 0.
 
         u ← u - mean(u)
 
-    By default each tensor has a mean of its own. Gradient centralization as published takes one mean per output
+    By default each tensor has its own mean. Gradient centralization as published takes one mean per output
     channel, over all dimensions but the first: ``Centralize(dim=0, inverse_dims=True)``.
 
-    **Guarantees.** Means are summed in float64, so that the mean that remains is no larger than the rounding of single
-    elements. Tensors do not influence each other, but with ``dim="global"``.
+    **Guarantees.** Sums of more than 1024 elements are added up in float64, so the mean of the result is no larger than
+    the rounding of single elements. Tensors do not influence each other, except with ``dim="global"``.
 
     Args:
-        dim: The dimensions that one slice spans: None for all, an int or several (negative ones count from the end of
-            each tensor), or "global" for all tensors of all param groups joined. A tensor that has none of them is left
-            alone.
+        dim: The dimensions that one slice spans: None for all, one int or several (negative ones count from the end of
+            each tensor), or "global" for all tensors of all param groups joined. A tensor whose slices span no
+            dimension is left alone.
         inverse_dims: Slices span the dimensions that ``dim`` does not list.
-        min_size: Slices of fewer elements are left alone; by default those of one element, which would become 0. Not
-            for "global".
+        min_size: Slices of fewer elements are left alone. The default leaves out slices of one element, which would
+            become 0. It has no effect with "global".
         target: What it acts on, see `Transform`.
         name: The name in the chain and in checkpoints; the class name in snake case if None.
 
@@ -41,9 +41,9 @@ class Centralize(Shifting):
 
     | update | result |
     | --- | --- |
-    | a scalar | unchanged, but with ``dim="global"`` |
+    | a scalar | unchanged, except with ``dim="global"`` |
     | one element, with ``min_size=1`` | 0 |
-    | an inf or a NaN in the slice | the whole slice inf or NaN |
+    | an inf or a NaN in the slice | all elements become inf or NaN |
 
     Examples:
         >>> import torch
@@ -77,7 +77,7 @@ class Centralize(Shifting):
 
     @override
     def shifts(self, updates: list[Tensor], step: Step) -> Tensor | None:
-        """The means of whole tensors."""
+        """The means of the updates, if each is one slice; else None."""
         is_whole = self.dim is None and not self.inverse_dims and type(self).apply_tensors is Centralize.apply_tensors
         if not is_whole or step.scratch is None:
             return None
@@ -86,7 +86,7 @@ class Centralize(Shifting):
         return means if all_act else torch.where(acts, means, 0.0)
 
     def _counted(self, updates: Sequence[Tensor]) -> tuple[Tensor, Tensor, bool]:
-        """The numbers of elements, which updates have a mean to subtract, and whether all have."""
+        """The number of elements of each update, whether it has a mean to subtract, and whether all have one."""
         sizes, device = list(map(Tensor.numel, updates)), updates[0].device
         acts = [u.ndim > 0 and size >= max(self.min_size, 1) for u, size in zip(updates, sizes, strict=True)]
         return torch.tensor(sizes, dtype=torch.float64, device=device), torch.tensor(acts, device=device), all(acts)

@@ -16,22 +16,22 @@ class ClipNorm(Scaling):
 
         u ← u · min(1, max_norm / ‖u‖)
 
-    By default each tensor has a norm and a limit of its own; ``dim="global"`` takes one norm of all tensors of all
-    param groups, which is what `torch.nn.utils.clip_grad_norm_` does. Before an optimizer it clips gradients, after it
-    updates.
+    By default each tensor has its own norm. With ``dim="global"`` all tensors of all param groups have one joint norm,
+    as in `torch.nn.utils.clip_grad_norm_`. Placed before an optimizer it clips gradients; placed after one, it clips
+    the updates of that optimizer.
 
-    **Guarantees.** Updates within the limit pass bitwise unchanged; directions are kept; the norm of a finite update
-    never overflows or vanishes, whatever its dtype; nothing is added to the norm. Rounding can leave a norm above the
-    limit by a relative 1e-6 in float32, and by half a unit in the last place in half precision (4e-3 in bfloat16, 5e-4
-    in float16).
+    **Guarantees.** Updates within the limit are bitwise unchanged, and directions do not change. The norm of a finite
+    update neither overflows nor underflows, whatever its dtype, and no epsilon is added to it. Rounding can leave a
+    norm above the limit by a relative 1e-6 in float32, and by half a unit in the last place in half precision (4e-3 in
+    bfloat16, 5e-4 in float16).
 
     Args:
-        max_norm: The limit, a setting of the param groups. With ``dim="global"`` the norm is one, and each group is
-            scaled to its own limit.
+        max_norm: The limit, a setting of the param groups. With ``dim="global"`` all groups share the norm, and each is
+            scaled by its own limit.
         ord: The metric: a number p for the p-norm (also 0, inf, -inf and negative numbers), or one of 'l0', 'l1', 'l2',
             'l3', 'l4', 'linf', 'mad' (mean absolute value), 'std', 'var', 'sum' (magnitude of the signed sum).
-        dim: The dimensions that one slice spans: None for all, an int or several (negative ones count from the end of
-            each tensor), or "global" for all tensors joined. A tensor that has none of them is left alone.
+        dim: The dimensions that one slice spans: None for all, one int or several (negative ones count from the end of
+            each tensor), or "global" for all tensors joined. A tensor whose slices span no dimension is left alone.
         inverse_dims: Slices span the dimensions that ``dim`` does not list.
         min_size: Slices of fewer elements are left alone. Not for "global".
         target: What it acts on, see `Transform`.
@@ -46,8 +46,8 @@ class ClipNorm(Scaling):
     | norm 0 | unchanged |
     | ``max_norm=0`` | zeros |
     | ``max_norm=inf`` | unchanged |
-    | an inf in the slice | its finite elements become 0, the inf NaN |
-    | a NaN in the slice | all NaN |
+    | an inf in the slice | finite elements become 0, infinite ones NaN |
+    | a NaN in the slice | all elements become NaN |
 
     Examples:
         >>> import torch
@@ -88,7 +88,7 @@ class ClipNorm(Scaling):
 
     @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
-        """Bring every slice to at most ``max_norm``."""
+        """The factors that bring every slice to at most ``max_norm``."""
 
         def rule(norms: Tensor, setting: Setting) -> Tensor:
             return clip_factors(measured.metric, norms, setting["max_norm"])

@@ -18,10 +18,10 @@ class ClipValue(Elementwise):
 
         u ← min(max(u, -value), value)
 
-    Unlike a norm clip it changes directions: elements within the limit keep their size while others lose theirs.
+    Unlike a norm clip it changes the direction of an update, because it shortens only the elements above the limit.
 
-    **Guarantees.** Elements within the limit pass bitwise unchanged, and no finite element exceeds it, but for the
-    rounding of the limit itself to the dtype of the update.
+    **Guarantees.** Elements within the limit are bitwise unchanged. No finite element exceeds the limit, as rounded to
+    the dtype of the update.
 
     Args:
         value: The largest magnitude allowed, a setting of the param groups.
@@ -74,6 +74,6 @@ class ClipValue(Elementwise):
         if value > torch.finfo(x.dtype).max:
             return None
         size = torch.abs(x, out=scratch.memory("size", x.numel(), x))
-        count = torch.gt(size, value, out=size).sum()  # written as numbers: several times faster than booleans
+        count = torch.gt(size, value, out=size).sum()  # writing numbers is several times faster than booleans
         torch.clamp(x, -value, value, out=result)
         return count

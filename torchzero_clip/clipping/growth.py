@@ -32,22 +32,22 @@ class ClipValueGrowth(Elementwise):
         u     ← sign(u) · min(a, max(prev, min_value) · mul)
         prev  ← the new |u|, but at least prev / max_decay
 
-    where ``prev`` is what was let through in the step before; a limit of None is absent. A change of sign is no growth:
-    1, -1, -3 becomes 1, -1, -1.5. The first update passes unchanged.
+    where ``prev`` is the tracked magnitude of the step before. A limit of None does not apply. A change of sign does
+    not count as growth: 1, -1, -3 becomes 1, -1, -1.5. The first update passes unchanged.
 
-    **Guarantees.** Elements that do not grow faster pass bitwise unchanged. A non-finite gradient leaves the tracked
-    magnitudes of its tensor as they were, and its update passes unchanged; otherwise one inf would let anything follow.
-    Tracking starts at the first gradient that is not all zero. Finite and non-zero are decided on the gradients before
-    the first transform, alike on all ranks.
+    **Guarantees.** Elements that do not grow faster are bitwise unchanged. A non-finite gradient does not change the
+    tracked magnitudes of its tensor, and its update passes unchanged; a tracked inf would be no limit for later
+    updates. Tracking starts at the first gradient that is not all zero. Finite and non-zero are decided on the
+    gradients before the first transform, alike on all ranks.
 
     Args:
         add: The most that a magnitude may grow by in a step, in units of the update, >= 0; None for no such limit. A
             setting of the param groups, as are the next three.
-        mul: The largest factor by which a magnitude may grow in a step, > 0; None for no such limit. With neither, the
-            updates pass unchanged and nothing is tracked.
-        min_value: Growth by ``mul`` counts from this at least, so that elements leave 0; None for no such floor.
-        max_decay: The largest factor by which what is tracked shrinks in a step, >= 1, so that one small update does
-            not hold back those after it; None for no limit.
+        mul: The largest factor by which a magnitude may grow in a step, > 0; None for no such limit. Without ``add``
+            and ``mul`` updates pass unchanged and no magnitude is tracked.
+        min_value: The smallest magnitude that ``mul`` multiplies, so that elements can grow from 0; None for no floor.
+        max_decay: The largest factor by which a tracked magnitude may shrink in a step, >= 1, so that one small update
+            does not limit the updates after it; None for no limit.
         target: What it acts on, see `Transform`.
         name: The name in the chain and in checkpoints; the class name in snake case if None.
 
@@ -58,8 +58,8 @@ class ClipValueGrowth(Elementwise):
     | element | result |
     | --- | --- |
     | 0 before, 1 now | 1.5e-4 by default: ``min_value * mul`` |
-    | inf or NaN anywhere in the gradient of the tensor | unchanged; nothing is tracked in this step |
-    | complex | the real and the imaginary part are elements of their own |
+    | inf or NaN anywhere in the gradient of the tensor | unchanged; so are the tracked magnitudes |
+    | complex | the real and the imaginary part are limited separately |
 
     Examples:
         >>> import torch
@@ -75,7 +75,7 @@ class ClipValueGrowth(Elementwise):
         [-1.0, 0.5]
         [-1.5, 0.75]
 
-    Source: not published; the limit of `ClipNormGrowth`, for single elements.
+    Source: not published. It is the limit of `ClipNormGrowth`, applied to single elements.
     """
 
     checks = CHECKS
@@ -98,7 +98,7 @@ class ClipValueGrowth(Elementwise):
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        """The tracked magnitudes, float32 or wider; none where there is no limit."""
+        """The tracked magnitudes, float32 or wider; empty without a limit."""
         return self.possible_state(param, setting) if _limits(setting) else {}
 
     @override
@@ -113,7 +113,7 @@ class ClipValueGrowth(Elementwise):
 
     @override
     def rows_of(self, step: Step) -> list[int] | None:
-        """The parameters with a limit; what was tracked of the others is forgotten."""
+        """The indices of the parameters with a limit; None for all. The tracking of the others ends."""
         for setting, own in step.by_setting():
             if not _limits(setting):
                 for state in step.states[own]:
@@ -148,7 +148,7 @@ class ClipValueGrowth(Elementwise):
         add, mul, low, decay = (setting[key] for key in ("add", "mul", "min_value", "max_decay"))
         size, limit, other = (scratch.memory(name, x.numel(), prev) for name in ("size", "limit", "other"))
         torch.abs(x, out=size)
-        # comparisons are written as numbers, which is several times faster than booleans
+        # comparisons write numbers, which is several times faster than writing booleans
         if mul is None:
             torch.add(prev, add, out=limit)
         else:
@@ -182,23 +182,23 @@ class ClipNormGrowth(NormStatistics):
         u       ← u · min(1, allowed / ‖u‖)
         prev    ← the new ‖u‖, but at least prev / max_decay
 
-    where ``prev`` is the norm that was let through in the step before; a limit of None is absent. The first update
-    passes unchanged. By default each tensor has a norm of its own; with ``parameterwise=False`` all tensors of all
-    groups have one.
+    where ``prev`` is the tracked norm of the step before. A limit of None does not apply. The first update passes
+    unchanged. By default each tensor has its own norm; with ``parameterwise=False`` all tensors of all groups have one
+    joint norm.
 
-    **Guarantees.** Updates whose norm does not grow faster pass bitwise unchanged, and directions are kept. A
-    non-finite gradient leaves the tracked norm as it was, and its update passes unchanged; otherwise one inf would let
-    anything follow. Tracking starts at the first gradient that is not all zero. Finite and non-zero are decided on
-    the gradients before the first transform, alike on all ranks.
+    **Guarantees.** Updates whose norm does not grow faster are bitwise unchanged, and directions do not change. A
+    non-finite gradient does not change the tracked norm, and its update passes unchanged; a tracked inf would be no
+    limit for later updates. Tracking starts at the first gradient that is not all zero. Finite and non-zero are decided
+    on the gradients before the first transform, alike on all ranks.
 
     Args:
         add: The most that the norm may grow by in a step, in units of the metric, >= 0; None for no such limit. A
             setting of the param groups, as are the next three.
-        mul: The largest factor by which the norm may grow in a step, > 0; None for no such limit. With neither, the
-            updates pass unchanged and nothing is tracked.
-        min_value: Growth by ``mul`` counts from this at least, so that a norm of 0 can grow; None for no such floor.
-        max_decay: The largest factor by which what is tracked shrinks in a step, >= 1, so that one small update does
-            not hold back those after it; None for no limit.
+        mul: The largest factor by which the norm may grow in a step, > 0; None for no such limit. Without ``add`` and
+            ``mul`` updates pass unchanged and no norm is tracked.
+        min_value: The smallest norm that ``mul`` multiplies, so that a norm of 0 can grow; None for no floor.
+        max_decay: The largest factor by which the tracked norm may shrink in a step, >= 1, so that one small update
+            does not limit the updates after it; None for no limit.
         ord: The metric, as in `ClipNorm`.
         parameterwise: Each tensor has a norm of its own. If False, all settings must be the same in all param groups.
         target: What it acts on, see `Transform`.
@@ -211,9 +211,9 @@ class ClipNormGrowth(NormStatistics):
 
     | update | result |
     | --- | --- |
-    | norm 0 | unchanged; what is tracked shrinks by ``max_decay`` |
+    | norm 0 | unchanged; the tracked norm shrinks by ``max_decay`` |
     | norm 0, with ``min_value=None, max_decay=None`` | unchanged; all later updates become 0 |
-    | inf or NaN in the gradient | unchanged; nothing is tracked in this step |
+    | inf or NaN in the gradient | unchanged; so is the tracked norm |
     | one element with 'std' or 'var' | unchanged |
 
     Examples:
@@ -272,7 +272,7 @@ class ClipNormGrowth(NormStatistics):
 
     @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
-        """Bring each norm to the largest that is allowed."""
+        """The factors that bring each norm to the largest that is allowed."""
         size, prev = tracked.metric(tracked.norms), tracked["prev"]
         allowed = torch.where(tracked.started, tracked.by_setting(_allowed, prev), torch.inf)
         limited = torch.minimum(size, allowed)
@@ -286,7 +286,7 @@ def _limits(setting: Setting) -> bool:
 
 
 def _end(state: State) -> None:
-    """Forget what was tracked: should there be a limit again, it starts anew."""
+    """End the tracking, so that it starts anew if the tensor gets a limit again."""
     if state:
         state["started"].zero_()
 
@@ -303,5 +303,5 @@ def _allowed(setting: Setting, prev: Tensor) -> Tensor:
 
 
 def _slowest(setting: Setting, prev: Tensor) -> Tensor:
-    """What is tracked after a norm that dropped by more than ``max_decay``."""
+    """The smallest norm that may be tracked after ``prev``, see ``max_decay``."""
     return torch.zeros_like(prev) if setting["max_decay"] is None else prev / setting["max_decay"]

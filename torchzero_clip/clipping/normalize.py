@@ -16,20 +16,20 @@ class Normalize(Scaling):
 
         u ← u · norm_value / ‖u‖
 
-    By default each tensor has a norm of its own; ``dim="global"`` takes one norm of all tensors of all param groups.
-    The size of the gradient no longer matters, only its direction: the learning rate alone says how far a step goes.
+    By default each tensor has its own norm. With ``dim="global"`` all tensors of all param groups have one joint norm.
+    Only the direction of an update remains, so the learning rate alone sets the length of a step.
 
-    **Guarantees.** Zeros stay zeros, and directions are kept; the norm of a finite update never overflows or vanishes,
-    whatever its dtype. Rounding leaves the norm within a relative 1e-6 of ``norm_value`` in float32, and within half a
-    unit in the last place of the elements in half precision (4e-3 in bfloat16, 5e-4 in float16).
+    **Guarantees.** Zeros stay zeros, and directions do not change. The norm of a finite update neither overflows nor
+    underflows, whatever its dtype. Rounding leaves the norm within a relative 1e-6 of ``norm_value`` in float32, and
+    within half a unit in the last place of the elements in half precision (4e-3 in bfloat16, 5e-4 in float16).
 
     Args:
-        norm_value: The norm to scale to, >= 0; a setting of the param groups. With ``dim="global"`` the norm is one,
-            and each group is scaled by its own value.
-        ord: The metric, as in `ClipNorm`; that of 'l0' cannot be brought to a value by scaling, and the plain ratio is
-            used.
-        dim: The dimensions that one slice spans: None for all, an int or several (negative ones count from the end of
-            each tensor), or "global" for all tensors joined. A tensor that has none of them is left alone.
+        norm_value: The norm to scale to, >= 0; a setting of the param groups. With ``dim="global"`` all groups share
+            the norm, and each is scaled by its own value.
+        ord: The metric, as in `ClipNorm`. Scaling cannot change 'l0', the number of non-zero elements: updates are
+            multiplied by ``norm_value`` / l0.
+        dim: The dimensions that one slice spans: None for all, one int or several (negative ones count from the end of
+            each tensor), or "global" for all tensors joined. A tensor whose slices span no dimension is left alone.
         inverse_dims: Slices span the dimensions that ``dim`` does not list.
         min_size: Slices of fewer elements are left alone. Not for "global".
         target: What it acts on, see `Transform`.
@@ -44,8 +44,8 @@ class Normalize(Scaling):
     | norm 0, or up to 1e-12 | unchanged |
     | ``norm_value=0`` | zeros |
     | one element with 'std' or 'var' | unchanged |
-    | an inf in the slice | its finite elements become 0, the inf NaN |
-    | a NaN in the slice | all NaN |
+    | an inf in the slice | finite elements become 0, infinite ones NaN |
+    | a NaN in the slice | all elements become NaN |
 
     Examples:
         >>> import torch
@@ -86,7 +86,7 @@ class Normalize(Scaling):
 
     @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
-        """Bring every slice to ``norm_value``."""
+        """The factors that bring every slice to ``norm_value``."""
 
         def rule(norms: Tensor, setting: Setting) -> Tensor:
             return normalize_factors(measured.metric, norms, setting["norm_value"])

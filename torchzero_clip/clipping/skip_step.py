@@ -19,26 +19,27 @@ class SkipStep(Gate):
     """Skips the whole step when the joint norm of the gradients is too large.
 
         skipped if  ‖g‖ > max_norm  or  ‖g‖ > max_ratio · mean  or  ‖g‖ is not finite
-        mean ← mean + (1 - beta) · (‖g‖ - mean)          (first mean = ‖g‖; not moved by skipped steps)
+        mean ← mean + (1 - beta) · (‖g‖ - mean)          (first mean = ‖g‖; skipped steps do not change it)
 
-    It decides before anything happens: a skipped step changes no parameter and no state of any transform, wherever in
-    the chain it stands. Clipping keeps the direction of a bad gradient; this throws it away.
+    The decision is made before the first transform, wherever in the chain this one stands. A skipped step changes no
+    parameter and no state of any transform. A clipped step still follows the direction of a bad gradient; a skipped
+    step does not.
 
     Args:
-        max_norm: The largest L2 norm of all gradients together that is let through; None for no such limit. A setting,
-            the same in all param groups, as are the next two.
-        max_ratio: The largest multiple of the running mean that is let through, >= 1; None for no such limit. The first
-            gradient that is not all zero always passes it.
+        max_norm: The largest L2 norm of all gradients together for which a step is taken; None for no such limit. A
+            setting that must be the same in all param groups, like the next two.
+        max_ratio: The largest multiple of the running mean for which a step is taken, >= 1; None for no such limit. The
+            first gradient that is not all zero always passes this limit.
         beta: The decay rate of the running mean, in [0, 1].
-        target: The gradients are judged before any transform, so only "update".
+        target: Must be "update", because gradients are judged before any transform.
         name: The name in the chain and in checkpoints; the class name in snake case if None.
 
     Raises:
         ValueError: If neither limit is given, or for a setting out of range.
         TypeError: For a setting of the wrong type.
 
-    Each step waits for the device once. The norm is that of the gradients before any transform, of the parameters in
-    the scope of `only` and `without`; ``metrics()["skipped_steps"]`` counts, and is part of checkpoints.
+    Each step waits for the device once. The norm covers the gradients of the parameters that `only` and `without`
+    select, before any transform. ``metrics()["skipped_steps"]`` is the number of skipped steps; checkpoints store it.
 
     Examples:
         >>> import torch
@@ -99,7 +100,7 @@ class SkipStep(Gate):
 
     @override
     def accept(self, norm: Tensor, step: Step) -> None:
-        """Let the running mean follow; it starts with the first norm that is not 0."""
+        """Move the running mean towards the norm; it starts at the first norm that is not 0."""
         setting, state = step.settings[0], step.global_state
         started = state["started"] > 0
         usable = (norm > 0) | started

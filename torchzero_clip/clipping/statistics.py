@@ -1,4 +1,4 @@
-"""Scalings that remember norms: those of single tensors, or one of all tensors together."""
+"""Scalings that store norms: one for each tensor, or one of all tensors together."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +19,7 @@ from torchzero_clip.types import Ord, Setting, Target
 
 
 def numbers(*keys: str, device: torch.device | None = None) -> dict[str, Tensor]:
-    """Zeros, one 0-d tensor for each key, in which norms can be kept exactly whatever the dtype of the gradients."""
+    """A 0-d float64 zero for each key. Float64 holds norms exactly, whatever the dtype of the gradients."""
     return {key: torch.zeros((), dtype=torch.float64, device=device) for key in keys}
 
 
@@ -35,7 +35,7 @@ def same_in_all_groups(owner: object, groups: Sequence[Setting], keys: Iterable[
 
 
 class _Average(Elementwise):
-    """Moves an average towards updates, which stay as they are."""
+    """Moves an average towards updates, and leaves the updates unchanged."""
 
     def __init__(self, begins_with_update: bool) -> None:
         super().__init__({})
@@ -47,19 +47,19 @@ class _Average(Elementwise):
         if self.begins_with_update:
             foreach.lerp_where_(usable & started.logical_not(), average, x, 1.0)
         foreach.lerp_where_(usable, average, x, 1 - setting["beta"])
-        return usable  # nobody reads this count
+        return usable  # this count is not used
 
 
 class Tracked:
-    """The norms of a step and the numbers remembered of those before: vectors of one element per tensor, or of one.
+    """The norms of a step, and numbers stored in earlier steps: one for each tensor, or one for all if ``joint``.
 
     A statistic starts with the first gradient that is finite and not all zero. From then on, a norm is `usable` if
-    it and its gradient are finite. Other updates pass unchanged, and do not change the statistic.
+    it and its gradient are finite. Other updates pass unchanged and do not change the statistic.
 
     Args:
         measured: The norms of the tensors.
         step: The step.
-        joint: All tensors have one norm, and its numbers are state of the whole chain.
+        joint: All tensors have one norm, and the stored numbers are state of the whole chain.
         takes_part: Returns True for settings with which a tensor has a statistic.
     """
 
@@ -72,26 +72,26 @@ class Tracked:
         everybody = joint or all(takes_part(setting) for setting, _ in step.by_setting())
         numbered = enumerate(measured.indices)
         self._taken = None if everybody else [k for k, i in numbered if takes_part(step.settings[i])]
-        """The places of tensors with a statistic among the measured ones; None for all."""
+        """Which of the measured tensors have a statistic, by position; None for all."""
         self.indices = measured.indices if self._taken is None else [measured.indices[k] for k in self._taken]
         """The index of each tensor with a statistic."""
         self._rows = None if len(self.indices) == len(step.params) else self.indices
         settings = step.settings if self._rows is None else [step.settings[i] for i in self._rows]
         self.shared = by_setting(settings)
-        """Each setting with the range of the tensors with a statistic that share it."""
+        """Each setting, with the range of ``indices`` that share it."""
         self.norms = self.of(measured)
         self.started = self["started"] > 0
         usable = step.usable(self.started, indices=None if joint else self._rows, joint=joint)
         self.usable = usable & (self.norms < torch.inf)
-        """The norm is finite too: no transform before this one has made an inf of a finite gradient."""
+        """True where gradient and norm are usable. An earlier transform may make an inf of a finite gradient."""
 
     @property
     def starting(self) -> Tensor:
-        """This is the first gradient that is not all zero."""
+        """True where this is the first gradient that is not all zero."""
         return self.usable & self.started.logical_not()
 
     def of(self, measured: Measured) -> Tensor:
-        """The norms that `measure` found in the tensors of this step, or in others of the same shapes."""
+        """The norms of the tensors with a statistic, from what `measure` returned."""
         if self.joint:
             return measured.vector.narrow(0, 0, 1)
         is_subset = self._taken is not None and len(measured.indices) > len(self._taken)
@@ -103,7 +103,10 @@ class Tracked:
         return measure(tensors, slicing, scratch=self._step.scratch, plain=is_plain)
 
     def average_(self, averages: Sequence[Tensor], updates: Sequence[Tensor], begins_with_update: bool) -> bool:
-        """Move averages of ``beta`` towards updates in few operations, where looking would wait. False if it cannot."""
+        """Move averages towards updates in few operations, where reading flags would wait for the device.
+
+        Return False without changing the averages if that is not possible, or if reading does not wait.
+        """
         scratch = self._step.scratch
         if scratch is None or averages[0].is_cpu or not foreach.are_alike([averages, updates]):
             return False
@@ -114,15 +117,15 @@ class Tracked:
         return True
 
     def __getitem__(self, key: str) -> Tensor:
-        """One of the remembered numbers."""
+        """The stored numbers under one key."""
         return pack([self._step.global_state[key]]) if self.joint else self._step.live_numbers(key, self._rows)
 
     def column(self, key: str) -> list[Tensor]:
-        """State of the tensors with a statistic."""
+        """The state of the tensors with a statistic, under one key."""
         return self._step.column(key, self._rows)
 
     def keep(self, **values: Tensor) -> None:
-        """Remember numbers of usable norms. A statistic has started with that."""
+        """Where the norm is usable, store numbers and mark the statistic as started."""
         for key, value in {**values, "started": torch.ones_like(self.norms)}.items():
             kept = torch.where(self.usable, value, self[key])
             if self.joint:
@@ -131,7 +134,7 @@ class Tracked:
                 self._step.keep(key, kept, self._rows)
 
     def root(self, ratios: Tensor) -> Tensor:
-        """Ratios of metrics as ratios of norms."""
+        """Ratios of norms, from ratios of metrics."""
         return ratios ** (1 / self.degree) if self.degree > 1 else ratios
 
     def metric(self, norms: Tensor) -> Tensor:
@@ -139,7 +142,7 @@ class Tracked:
         return (norms**self.degree).clamp(max=torch.finfo(torch.float64).max) if self.degree > 1 else norms
 
     def by_setting(self, rule: Callable[..., Tensor], *vectors: Tensor) -> Tensor:
-        """What ``rule`` makes of each setting and the elements of the vectors that share it."""
+        """Apply ``rule`` to each setting and the elements of the vectors that share it, and concatenate."""
         if self.joint or len(self.shared) == 1:
             return rule(self.shared[0][0], *vectors)
         columns = [vector.split([own.stop - own.start for _, own in self.shared]) for vector in vectors]
@@ -151,7 +154,7 @@ class Tracked:
         return vector.expand(len(self.indices)) if self.joint else vector
 
     def factors(self, vector: Tensor) -> Tensor:
-        """One factor per measured tensor, from those of the statistics; 1 where the norm is not usable."""
+        """One factor for each measured tensor, from one for each statistic; 1 where the norm is not usable."""
         vector = torch.where(self.usable, vector, 1.0)
         if self.joint:
             return vector.expand(self._count)
@@ -162,7 +165,7 @@ class Tracked:
 
 
 class NormStatistics(Scaling):
-    """Remembers norms, of single tensors or of all as one vector, and scales by them: subclasses implement `limit`.
+    """Stores norms, of each tensor or of all together, and scales updates by them: subclasses implement `limit`.
 
     Args:
         defaults: As in `Transform`.
@@ -182,7 +185,7 @@ class NormStatistics(Scaling):
 
     @abstractmethod
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
-        """Return the factor of each norm, and remember what the next step needs."""
+        """Return the factor of each norm, and store what the next step needs."""
 
     def common_settings(self) -> Sequence[str]:
         """The settings that must be the same in all groups if all tensors have one norm."""
@@ -194,14 +197,14 @@ class NormStatistics(Scaling):
 
     @override
     def check_groups(self, settings: Sequence[Setting]) -> None:
-        """Raise if a setting is out of range, or groups differ in what has to be one value for all."""
+        """Raise if a setting is out of range, or differs between groups where it must be the same."""
         super().check_groups(settings)
         if self.joint:
             same_in_all_groups(self, settings, self.common_settings())
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        """The norm of the step before; none without a limit, or with one norm for all tensors."""
+        """The norm of the step before. Empty for a tensor without a statistic, and if all tensors share a norm."""
         return self.possible_state(param, setting) if self.takes_part(setting) else {}
 
     @override

@@ -1,4 +1,4 @@
-"""Checkpoints of one chain for another, when transforms were added, taken out or renamed."""
+"""Converts the checkpoint of one chain for another, in which transforms were added, removed or renamed."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ def adapted(
     new: Iterable[str],
     dropped: Iterable[str],
 ) -> dict[str, Any]:
-    """A checkpoint of another chain as one of this chain; the same checkpoint if it is one of this chain.
+    """Convert a checkpoint of another chain into one of this chain. One of this chain is returned as it is.
 
     Args:
         state_dict: The checkpoint.
@@ -27,7 +27,7 @@ def adapted(
         dropped: Names of transforms of the saved chain that this chain lacks.
 
     Raises:
-        ValueError: If the other transforms do not match.
+        ValueError: If the remaining transforms do not match.
     """
     saved_ones = saved_groups(state_dict, groups)
     own = members_of(nodes)
@@ -55,7 +55,7 @@ def adapted(
 
 
 class _Keys:
-    """The keys of this chain for those of the saved chain.
+    """Replaces the keys of the saved chain by those of this chain.
 
     Args:
         saved: The transforms of the saved chain.
@@ -74,7 +74,7 @@ class _Keys:
             self._settings |= {old.settings[key]: member.settings[key] for key in old.settings}
 
     def of_group(self, group: Mapping[str, Any]) -> Group:
-        """A saved group: settings, what schedulers keep of them, and state of the whole chain."""
+        """Convert a saved group: settings, the values that schedulers add to them, and state of the whole chain."""
         result: Group = {}
         for key, value in group.items():
             setting, colon, rest = key.partition(":")  # as_lr keeps "max_norm:initial_lr"
@@ -89,7 +89,7 @@ class _Keys:
         return result
 
     def of_state(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """State, without that of transforms that are left out."""
+        """Convert state, without that of dropped transforms."""
         result: dict[str, Any] = {}
         for key, value in values.items():
             name, slash, rest = str(key).partition("/")

@@ -69,9 +69,9 @@ class Composite(Transform):
 class Chain(Composite):
     """Applies transforms one after the other, as one transform.
 
-    A plain chain inside another (or inside `Modular`) is the same as its transforms written there. One with a target of
-    its own stays a unit: ``Chain(ClipNorm(1), ClipValue(0.1), target="update_difference")`` passes on what both
-    together removed.
+    A plain chain inside another (or inside `Modular`) is the same as its transforms written there. A chain with another
+    target stays a unit: ``Chain(ClipNorm(1), ClipValue(0.1), target="update_difference")`` passes on what both
+    transforms together removed.
 
     Args:
         transforms: Transforms, or lists of them.
@@ -79,8 +79,8 @@ class Chain(Composite):
         name: The name of a chain that stays a unit.
 
     Raises:
-        TypeError: If something is not a transform.
-        ValueError: If ``target="closure"`` is asked for inside a chain with another target.
+        TypeError: If an argument is not a transform.
+        ValueError: If a transform has ``target="closure"`` and the chain has another target than "update".
 
     Examples:
         >>> from torchzero_clip import Chain, ClipNorm, ClipValue

@@ -18,14 +18,14 @@ COUNTERS = (SKIPPED, CONSECUTIVE, SCHEDULE_STEP)
 
 
 class ChainState:
-    """State that belongs to the optimizer, and that every param group shows.
+    """State of the whole chain, which every param group holds too.
 
-    Each group shows all of it because loaders reorder, drop and merge groups. What groups show is written anew after
-    each step, each load, and whenever a checkpoint is made.
+    Each group has all of it, because loaders reorder, drop and merge groups. It is written to the groups after each
+    step and each load, and whenever a checkpoint is made.
 
     Args:
         values: Plain 0-d tensors and numbers, by qualified keys.
-        identity: What groups show besides: which chain they belong to. It is never read back from them.
+        identity: The description of the chain, which is written to the groups too, and never read back from them.
     """
 
     def __init__(self, values: Mapping[str, Any], identity: Mapping[str, str]) -> None:
@@ -33,12 +33,12 @@ class ChainState:
         self.identity = dict(identity)
 
     def show(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Write it to param groups."""
+        """Write the state to param groups."""
         for group in groups:
             group.update({**self.values, **self.identity})
 
     def show_copies(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Write copies of it to the param groups of a checkpoint, into which loaders may write."""
+        """Write copies of the tensors to the param groups of a checkpoint, because loaders may write to them."""
         for group in groups:
             copies = {key: v.clone() if isinstance(v, Tensor) else v for key, v in self.values.items()}
             group.update({**copies, **self.identity})
@@ -58,7 +58,7 @@ class ChainState:
     def move(self, param: Tensor) -> None:
         """Keep tensors on the device of a parameter, which trainers move after construction."""
         for key, value in self.values.items():
-            if isinstance(value, Tensor) and not param.is_meta:  # parameters without values stay there
+            if isinstance(value, Tensor) and not param.is_meta:  # meta parameters have no values
                 self.values[key] = value.to(param.device)
 
 

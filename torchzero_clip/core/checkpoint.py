@@ -1,4 +1,4 @@
-"""Checks a checkpoint before an optimizer takes anything from it."""
+"""Checks a checkpoint before an optimizer loads any part of it."""
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from torchzero_clip.functional.shards import largest_on_all_ranks, local
 
 Group = dict[str, Any]
 
-# settings by which a checkpoint of a torch.optim optimizer is known, even if it has no state yet
+# settings by which a checkpoint of a torch.optim optimizer is recognized, even if it has no state yet
 OPTIMIZER_KEYS = frozenset(
     {"amsgrad", "betas", "dampening", "eps", "foreach", "fused", "maximize", "momentum", "nesterov", "weight_decay"}
 )
@@ -28,7 +28,7 @@ OPTIMIZER_KEYS = frozenset(
 def fitted(
     state_dict: Mapping[str, Any], groups: list[Group], nodes: Nodes, schedules: Schedules, own: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A checkpoint with settings that it lacks filled in, and the state of the whole chain in it.
+    """The checkpoint, checked and completed from the param groups, and its state of the whole chain.
 
     Args:
         state_dict: The checkpoint.
@@ -47,10 +47,10 @@ def fitted(
     found = saved_chain_state(all_saved, own)
     for key in COUNTERS:
         count(key, found.get(key, 0))
-    begins = {key: 0 for key in (CONSECUTIVE, SCHEDULE_STEP) if key in own}  # a schedule that is new starts
+    begins = {key: 0 for key in (CONSECUTIVE, SCHEDULE_STEP) if key in own}  # a schedule that the checkpoint lacks starts at 0
     for key, expected in own.items():
         if key in COUNTERS:
-            continue  # nonfinite= is not part of the chain: a count that the checkpoint lacks stays
+            continue  # nonfinite= is not part of the chain, so the checkpoint may lack the counts
         if key not in found:
             raise ValueError(
                 f"the checkpoint lacks the state {key!r} of the chain: load it into the chain that wrote it"
@@ -81,7 +81,7 @@ def fitted(
 
 @contextmanager
 def agreed(groups: Sequence[Group]) -> Generator[None]:
-    """Make errors ValueErrors, and raise on all ranks if one of them does; sharded parameters are loaded by all."""
+    """Turn errors into ValueErrors, and raise on all ranks if one rank does, because they load together."""
     error: Exception | None = None
     try:
         yield
@@ -94,11 +94,11 @@ def agreed(groups: Sequence[Group]) -> Generator[None]:
     if error is not None:
         raise error
     if refused.item() > 0:
-        raise ValueError("the checkpoint does not fit on another rank, whose error says why. It was loaded on no rank")
+        raise ValueError("the checkpoint does not fit on another rank, whose error says why. No rank has loaded it")
 
 
 def _merged(group: Group, saved: Group) -> Group:
-    """A saved group with what it lacks. Names stay those of the optimizer, because wrappers change names."""
+    """A saved group, completed from the group of the optimizer, whose names stay: wrappers change names."""
     names, saved_names = group.get("param_names"), saved.get("param_names")
     if saved_names is not None:
         is_list = isinstance(saved_names, list | tuple) and len(saved_names) == len(saved["params"])
@@ -117,12 +117,12 @@ def _merged(group: Group, saved: Group) -> Group:
 
 
 def _beside(value: Any, fresh: Any) -> Any:
-    """A saved value on the device of a fresh one, in memory of its own: torch's optimizers count steps on the CPU."""
+    """A copy of a saved value on the device of a fresh one: torch's optimizers count steps on the CPU."""
     return value.detach().to(fresh.device, copy=True) if isinstance(value, Tensor) else value
 
 
 def saved_groups(state_dict: Any, groups: list[Group]) -> list[Group]:
-    """The param groups of a checkpoint; raises if it is none, or has others than an optimizer."""
+    """The param groups of a checkpoint. Raises if it is not a checkpoint, or if its groups have other sizes."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         got = f"the keys {list(state_dict)[:5]}" if isinstance(state_dict, Mapping) else type(state_dict).__name__
         raise ValueError(
@@ -146,7 +146,7 @@ def saved_groups(state_dict: Any, groups: list[Group]) -> list[Group]:
 
 
 def _check_keys(saved: Group, known: set[str]) -> None:
-    """Settings of another optimizer would have no effect here; keys that only schedulers and trainers know may stay."""
+    """Raise for settings of another optimizer, which would have no effect. Keys of schedulers and trainers may stay."""
     # as_lr lets schedulers keep "clip_norm_2/max_norm:initial_lr"
     others = [key for key in saved if key not in known and key.partition(":")[0] not in known]
     foreign = [key for key in others if key in OPTIMIZER_KEYS or "/" in key]
@@ -158,10 +158,10 @@ def _check_keys(saved: Group, known: set[str]) -> None:
 
 
 def _check_state(number: Any, saved: Any, nodes: Nodes, named: NamedParam, group: Group) -> dict[str, Any]:
-    """Return the state that a parameter may have. Raises if another was saved."""
+    """Return the state that a parameter may have. Raises if the saved state does not fit it."""
     if not isinstance(saved, Mapping):
         raise ValueError(f"the state of parameter {number} is a dict, got {type(saved).__name__}")
-    # what has state may depend on settings, and these may have changed since the last step
+    # the keys of state may depend on settings, which may have changed since the last step
     now, at_first = nodes.init_state(named, group), nodes.init_state(named)
     expected = {**nodes.possible_state(named, group), **at_first, **now}
     final = [f"{node.path}/" for node in nodes if isinstance(node.transform, FinalRule)]

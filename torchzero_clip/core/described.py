@@ -1,4 +1,4 @@
-"""The text of an optimizer: what was written, with the numbers that its param groups use."""
+"""The repr of an optimizer: the transforms as the user wrote them, with the settings of its param groups."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ def described(written: Sequence[Transform], nodes: Nodes, groups: Sequence[dict[
 
 
 class _Used:
-    """Transforms with numbers that param groups use."""
+    """Copies of transforms, with the settings that param groups use."""
 
     def __init__(self, nodes: Nodes, groups: Sequence[dict[str, Any]]) -> None:
         self._nodes = nodes
@@ -33,8 +33,8 @@ class _Used:
     def copy(self, transform: Transform, names: Iterator[str], prefix: str = "", *, is_unit: bool = False) -> Transform:
         """A copy of a transform that was written, with the settings that param groups use.
 
-        ``names`` are those of the transforms that follow in the chain, in which plain chains are replaced by theirs;
-        a chain that is the child of another composite is a unit.
+        ``names`` yields the names of the transforms in order, where plain chains are replaced by their transforms. A
+        chain that is the child of another composite is a unit.
         """
         used = copy.copy(transform)
         if isinstance(used, Chain) and not is_unit and used.target == "update":
@@ -63,21 +63,21 @@ class _Used:
         return {stored: self._value(node, stored, node.transform.defaults[key]) for node, key, stored in rows}
 
     def _value(self, node: Node, stored: str, value: Any) -> Any:
-        """A number of the constructor if some param group uses it, else that of the first group."""
+        """The value of the constructor if some param group uses it, else that of the first group."""
         groups = [group for group in self._groups if any(node.scope.has(named) for named in named_params(group))]
         values = [group[stored] for group in groups if stored in group]
         return value if not values or any(found is value or found == value for found in values) else values[0]
 
 
 def _like(given: Any, child: Transform) -> Any:
-    """A chain that was made of an argument, as the argument was written."""
+    """The child of a composite in the form of its argument: a chain, a list or one transform."""
     if not isinstance(child, Chain):
         return given
     return child.written if isinstance(given, list | tuple) else child.written[0]
 
 
 def _groups_line(groups: Iterable[Mapping[str, Any]], shown: Mapping[str, Any]) -> str:
-    """How many parameters there are, by group, with the settings that the transforms do not show."""
+    """The number of parameters in each group, with the settings that the transforms do not show."""
     rows: list[str] = []
     for group in groups:
         params = group["params"]

@@ -1,4 +1,4 @@
-"""Transforms that act on each element alone, and so may run on parts of tensors, or on several joined."""
+"""Transforms that act on each element alone, so that they may run on parts of tensors or on several joined."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ class Flags(NamedTuple):
     """Which statistics take part in this step: two vectors of booleans, with one element for each parameter."""
 
     usable: Tensor
-    """True if the statistic learns from the update and limits it."""
+    """True if the update enters the statistic, which then limits it."""
     started: Tensor
-    """True if the statistic has learned from an update before this one."""
+    """True if an earlier update has entered the statistic."""
 
 
 class Elementwise(TensorwiseTransform):
-    """Acts on each element alone, knowing only state of the same shape: subclasses implement `change_`.
+    """Acts on each element alone, with state of the same shape: subclasses implement `change_`.
 
     The optimizer calls it with whole tensors, with parts of them, or with several joined. It reports one metric,
     ``clipped``: the share of elements that changed.
@@ -50,7 +50,7 @@ class Elementwise(TensorwiseTransform):
     def change_usual_(
         self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, scratch: Scratch
     ) -> Tensor | None:
-        """Do the same in fewer operations where all is usable, has started and is finite; None if there is no such way.
+        """Do the same in fewer operations, or return None. Elements are finite, statistics are usable and have started.
 
         Args:
             x: Real elements in a vector, not to be modified unless ``result`` is the same.
@@ -62,7 +62,7 @@ class Elementwise(TensorwiseTransform):
         return None
 
     def has_usual_way(self) -> bool:
-        """False if a subclass overrides `change_` but not `change_usual_`, which would then compute something else."""
+        """False if a subclass overrides `change_` without `change_usual_`, so that the two compute different results."""
         return overridden_last(type(self), "change_usual_", "change_") == "change_usual_"
 
     def may_wait(self, step: Step) -> bool:
@@ -76,11 +76,11 @@ class Elementwise(TensorwiseTransform):
         return overridden_last(type(self), "change_", "apply_tensors", "apply_tensor") == "change_"
 
     def acts_with(self, setting: Setting) -> bool:
-        """Whether anything is done to parameters with this setting."""
+        """False for settings with which updates pass unchanged."""
         return True
 
     def flags(self, step: Step, rows: Sequence[int] | None) -> Flags:
-        """Which statistics are usable and have started. It marks the usable ones as started.
+        """Return which statistics are usable and have started, and mark the usable ones as started.
 
         Args:
             step: The step.
@@ -124,7 +124,7 @@ class Elementwise(TensorwiseTransform):
     def apply_tensor(
         self, tensor: Tensor, param: Tensor, grad: Tensor, loss: Tensor | float | None, state: State, setting: Setting
     ) -> Tensor:
-        """Change every element of one update, whose gradient is taken to be finite, in place."""
+        """Change every element of one update in place. Its gradient is assumed to be finite."""
         if self.acts_with(setting):
             true = torch.ones((), dtype=torch.bool, device=tensor.device)
             started = state["started"] > 0 if self.keeps_statistics else true

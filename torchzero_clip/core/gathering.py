@@ -1,4 +1,4 @@
-"""The parameters that take part in a step, gathered anew each time."""
+"""Gathers the parameters that take part in a step."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -54,15 +54,15 @@ class Alike:
     columns: dict[str, list[Tensor]]
     """The state of all parameters under each key."""
     like: Set[str]
-    """The keys of state that is like the parameters. State under the others is 0-d."""
+    """The keys of state that is like the parameters. State under other keys is 0-d."""
 
     def has(self, keys: Iterable[str]) -> bool:
-        """Whether the state under all these keys is like the parameters."""
+        """True if the state under all these keys is like the parameters."""
         return all(key in self.like and key in self.columns for key in keys)
 
 
 class Layouts:
-    """How parameters, gradients and state looked that passed a check, for the check not to be made in every step."""
+    """The layouts of parameters, gradients and state that passed the check of `alike`, so that it is not repeated."""
 
     def __init__(self) -> None:
         self.keys: Set[str] = set()
@@ -71,21 +71,21 @@ class Layouts:
         """A check for the parameters and whatever is like them."""
 
     def hold(self, columns: Mapping[str, list[Tensor]]) -> bool:
-        """Whether lists of tensors look as they did. Numbers are not looked at: see `Vectors`."""
+        """True if lists of tensors have these layouts. 0-d state is not compared: see `Vectors`."""
         return self.keys == columns.keys() and all(fits(columns[key]) for key, fits in self.like.items())
 
 
 def alike(params: list[Tensor], grads: list[Tensor], states: Sequence[State], layouts: Layouts) -> Alike | None:
     """The state by key, if parameters, gradients and state are plain and alike; else None.
 
-    Alike are plain contiguous tensors of one dtype, on one device, and in each row of one shape; none is there twice.
-    State may also be 0-d.
+    Tensors are alike if they are plain and contiguous, of one dtype, on one device, and in each row of one shape. No
+    tensor may be listed twice. State may also be 0-d.
 
     Args:
         params: The parameters, at least one.
         grads: Their gradients.
         states: Their states.
-        layouts: What was found the last time. It is changed.
+        layouts: The layouts of the last successful check, updated in place.
     """
     if len(set(map(len, states))) > 1:
         return None

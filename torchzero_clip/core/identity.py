@@ -1,4 +1,4 @@
-"""Which chain a checkpoint belongs to, and what it means for another one."""
+"""Which chain wrote a checkpoint, and how its transforms match those of another chain."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,7 +38,7 @@ class Member:
 
     @property
     def likeness(self) -> str:
-        """What two transforms have in common that may have each other's settings and state."""
+        """Equal for two transforms that may take each other's settings and state."""
         return json.dumps([self.kind, sorted(self.structure.items()), list(self.inside.items())])
 
     def __str__(self) -> str:
@@ -72,12 +72,12 @@ def _kind_and_structure(transform: Transform) -> tuple[str, dict[str, str]]:
 
 
 def written(members: Iterable[Member]) -> str:
-    """What a checkpoint says of its chain."""
+    """The description of a chain, as checkpoints store it."""
     return json.dumps({"format": FORMAT, "chain": [asdict(member) for member in members]})
 
 
 def read(text: Any) -> list[Member]:
-    """Parse the description of a chain. Raises ValueError if it is none."""
+    """Parse the description of a chain. Raises ValueError if the text is not one."""
     try:
         content: Any = json.loads(text)
         version = content["format"]
@@ -119,12 +119,12 @@ def matched(
     Args:
         saved: The chain that wrote the checkpoint.
         own: The chain that loads it.
-        new: Names of transforms of this chain that begin anew.
+        new: Names of transforms of this chain that start with fresh state.
         dropped: Names of transforms of the saved chain that are left out.
 
     Raises:
-        ValueError: If the others do not match in order, by kind, structure, and names that were given by hand. A name
-            may have been changed if no other name of the same kind and structure was.
+        ValueError: If the remaining ones do not match in order, by kind, structure, and names that were given by hand.
+            One transform of each kind and structure may have another name.
     """
     new, dropped = _names("new", new, own, "this chain"), _names("dropped", dropped, saved, "the saved chain")
     old_ones = [member for member in saved if member.name not in dropped]
@@ -144,7 +144,7 @@ def _names(argument: str, names: Iterable[str], members: Sequence[Member], where
 
 
 def _fit(saved: Sequence[Member], own: Sequence[Member]) -> bool:
-    """True if two chains are alike, and it is clear which name became which."""
+    """True if two chains are alike, and changed names leave no doubt about which transform is which."""
     if [a.likeness for a in saved] != [b.likeness for b in own]:
         return False
     changed = [(a, b) for a, b in zip(saved, own, strict=True) if a.given != b.given]

@@ -1,4 +1,4 @@
-"""The end of a chain in one pass over memory: a kernel that takes the factors of the last scaling with it."""
+"""The end of a chain in one pass over memory: a kernel that also applies the factors of the last scaling."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -11,7 +11,7 @@ from torchzero_clip.functional.measure import by_setting
 from torchzero_clip.types import Setting
 
 LONG = 65536
-"""Tensors of more elements get a factor of their own in a call of their own; shorter ones are multiplied together."""
+"""Longer tensors are passed to a kernel one by one, with their factors; shorter ones are multiplied together before."""
 
 
 class Kernel(Protocol):
@@ -27,7 +27,7 @@ class Kernel(Protocol):
             updates: Their updates.
             state: Tensors of the same shapes, one list for each key, and after them lists of 0-d tensors.
             setting: Their settings.
-            scale: A 0-d float32 tensor that the updates are divided by first, in their memory; None for 1.
+            scale: A 0-d float32 tensor by which the updates are first divided, in place; None for 1.
         """
         ...
 
@@ -55,8 +55,8 @@ def run_kernel(
     Args:
         kernel: The rest of the chain.
         params: The parameters.
-        updates: Their updates; with factors they are written to.
-        state: State of theirs, one list for each key.
+        updates: Their updates, which are modified if there are factors.
+        state: Their state, one list for each key.
         settings: Their settings.
         factors: One number for each update, or a 0-d tensor for all; None for 1.
     """

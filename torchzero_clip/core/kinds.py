@@ -1,4 +1,4 @@
-"""Kinds of transforms that the optimizer treats in a way of its own: scalings, update rules and gates."""
+"""Kinds of transforms on which the optimizer calls special methods: scalings, update rules and gates."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
@@ -20,7 +20,7 @@ TakeStep: TypeAlias = Callable[[], None]
 
 
 class NeverApplied(Transform):
-    """A transform of which the optimizer asks something else than new updates."""
+    """A transform on which the optimizer calls other methods than ``apply_tensors``."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -38,7 +38,7 @@ class NeverApplied(Transform):
 
 
 class Scaling(NeverApplied):
-    """Multiplies the slices of updates by factors computed from their norms: subclasses implement `factors`.
+    """Multiplies each slice of the updates by a factor computed from its norm: subclasses implement `factors`.
 
     The optimizer measures the slices, multiplies them, and reports three metrics: ``norm`` (of all slices together,
     before scaling), ``factor`` (the mean) and ``clipped`` (the share of slices that changed).
@@ -95,7 +95,7 @@ class Scaling(NeverApplied):
         self.slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
 
     def slice_dims(self, tensor: Tensor) -> tuple[int, ...]:
-        """Return the dimensions that one slice of a tensor spans; none to leave the tensor alone.
+        """Return the dimensions that one slice of a tensor spans; an empty tuple to leave the tensor alone.
 
         By default they are those of ``dim`` and ``inverse_dims``. Override this method if they depend on the tensor. It
         is not called with ``dim="global"``.
@@ -121,7 +121,7 @@ class Shifting(Transform):
 
     @abstractmethod
     def shifts(self, updates: list[Tensor], step: Step) -> Tensor | None:
-        """Return what is subtracted from each update: a float64 vector; None if that is more than a number each.
+        """Return the number to subtract from each update: a float64 vector; None if an update needs more than one.
 
         Args:
             updates: Plain real tensors of one dtype on one device, not to be modified.
@@ -137,7 +137,7 @@ class UpdateRule(Transform):
 
     Args:
         defaults: As in `Transform`.
-        lr: The learning rate that the user gave; it becomes that of the chain. None for ``default_lr``.
+        lr: The learning rate that the user gave, which the chain takes over. None for ``default_lr``.
         target: As in `Transform`.
         name: As in `Transform`.
 
@@ -189,7 +189,7 @@ class UpdateRule(Transform):
         return None
 
     def variant(self, setting: Setting) -> Hashable:
-        """Return what `kernel` needs to be the same for all parameters of a call; others get calls of their own."""
+        """Return a key. One call of `kernel` gets only parameters whose keys are equal."""
         return None
 
     def kernel(self, rest: Sequence[Transform], step: Step) -> Fused | None:
@@ -261,7 +261,7 @@ class Gate(NeverApplied):
 
     @abstractmethod
     def accept(self, norm: Tensor, step: Step) -> None:
-        """Learn from a step that no gate refused: change ``step.global_state``, set ``step.metrics``.
+        """Record a step that no gate refused: change ``step.global_state``, set ``step.metrics``.
 
         Args:
             norm: As in `refuses`.

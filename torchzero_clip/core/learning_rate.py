@@ -19,7 +19,7 @@ class LR(Transform):
     """Multiplies updates by the learning rate, at this place in the chain.
 
     The learning rate is the setting ``lr`` of the param groups, where torch's schedulers read and write it. A chain has
-    exactly one ``LR``: if it is given none, `Modular` appends one.
+    exactly one ``LR``; `Modular` appends one if it is missing.
 
     Args:
         lr: A number >= 0, or a tensor of one element.
@@ -31,7 +31,7 @@ class LR(Transform):
         TypeError: If ``lr`` is neither a number nor a tensor.
 
     Examples:
-        Clips the step that is finally taken, in units of the parameters:
+        `ClipNorm` after ``LR`` clips the step itself, in units of the parameters:
 
         >>> import torch
         >>> from torchzero_clip import LR, Adam, ClipNorm, Modular
@@ -70,7 +70,7 @@ class LR(Transform):
 def with_learning_rate(transforms: Sequence[Transform]) -> list[Transform]:
     """The same transforms with exactly one `LR`, appended if it is missing.
 
-    If several update rules name a learning rate, that of the appended `LR` is the first: see `rates_of`.
+    If several update rules name a learning rate, the appended `LR` has the first: see `rates_of`.
     """
     leaves = list(_leaves(transforms))
     for transform in leaves:
@@ -100,9 +100,9 @@ def with_learning_rate(transforms: Sequence[Transform]) -> list[Transform]:
 
 
 def rates_of(nodes: Nodes) -> list[tuple[Node, float | Tensor | Schedule | None]]:
-    """The learning rate of each update rule, if several of them name one; none if one rate serves all.
+    """The learning rate of each update rule, if several of them name one; else an empty list.
 
-    It is None for a rule that has neither a rate nor a default.
+    The rate of a rule is None if it has neither a rate nor a default.
     """
     rules = update_rules(nodes)
     if sum(rule.lr is not None for _, rule in rules) < 2:

@@ -34,40 +34,40 @@ T = TypeVar("T")
 
 
 class Modular(Optimizer):
-    """Chains transforms into an optimizer: what comes out of the last one is subtracted from the parameters.
+    """Chains transforms into an optimizer, which subtracts the result of the last one from the parameters.
 
         p ← p - (tₙ ∘ … ∘ t₁)(g)
 
     It is a `torch.optim.Optimizer`: torch's schedulers, GradScaler, hooks and checkpoints work with it as with torch's
-    own. Settings such as ``max_norm`` and ``betas`` are in the param groups, where they may differ and be scheduled. Of
-    several transforms with the same setting the first has the bare key, later ones ``"clip_norm_2/max_norm"``.
+    own. Settings such as ``max_norm`` and ``betas`` are in the param groups, where they may differ and be scheduled. If
+    several transforms have the same setting, the first stores it under the bare key ``"max_norm"``, the next one under
+    ``"clip_norm_2/max_norm"``.
 
     Each param group has exactly one learning rate, ``param_groups[i]["lr"]``. Without an `LR` in the chain, updates are
     multiplied by it last. Its value comes from the chain's optimizer (``Adam(lr=...)``, or that optimizer's default in
     torch), and is 1 in a chain without an optimizer. If several optimizers name rates, param groups are split so that
-    each parameter has that of its optimizer.
+    each parameter has the rate of its optimizer.
 
-    Parameters without a gradient, and frozen ones, take no part in a step. After a step ``.grad`` holds the gradient.
-    Norm clips directly before an optimizer scale ``.grad`` in place, as `torch.nn.utils.clip_grad_norm_` does.
+    A step skips parameters that have no gradient or are frozen. After a step ``.grad`` holds the gradient, except that
+    norm clips directly before an optimizer scale ``.grad`` in place, as `torch.nn.utils.clip_grad_norm_` does.
 
     Args:
         params: Parameters, param groups, named parameters, or a module, whose named parameters are taken.
         *transforms: What to do with the gradients, in this order; nested lists are accepted.
         maximize: Go up the gradient instead of down.
-        keep_grads: Leave ``.grad`` bitwise as it was, but for transforms with ``target="grad"`` or ``"closure"``; norm
-            clips before an optimizer then work on a copy.
-        nonfinite: What to do if a gradient has an inf or a NaN: "propagate" passes it on, "skip" skips the step and
+        keep_grads: Leave ``.grad`` bitwise unchanged, except by transforms with ``target="grad"`` or ``"closure"``.
+            Norm clips before an optimizer then work on a copy.
+        nonfinite: What happens if a gradient has an inf or a NaN: "propagate" passes it on, "skip" skips the step and
             counts it, "raise" raises a RuntimeError that names the parameters. The last two leave parameters and all
-            state as they were; for that they wait for the device once a step, and under FSDP2 they decide alike on
-            all ranks.
+            state unchanged. They wait for the device once a step, and under FSDP2 they decide alike on all ranks.
         max_consecutive_skips: Raise if more steps than this in a row were skipped; None for any number.
         fast: Combine transforms into few passes over memory where possible. False makes one pass for each transform, to
             compare results; they differ by rounding.
 
     Raises:
-        ValueError: If there are no transforms or no parameters, for an unknown or invalid setting in a group, for a
-            parameter with two learning rates, or for one in two groups.
-        TypeError: If something is not a transform, or ``params`` is a single tensor.
+        ValueError: If there are no transforms or no parameters, for an unknown or invalid setting in a group, or for a
+            parameter that has two learning rates or is in two groups.
+        TypeError: If an argument of ``transforms`` is not a transform, or ``params`` is a single tensor.
 
     Examples:
         >>> import torch
@@ -145,15 +145,15 @@ class Modular(Optimizer):
         return key in self._schedules
 
     def metrics(self) -> dict[str, Tensor]:
-        """What the transforms measured, as 0-d tensors on the device; reading one waits for it.
+        """Return what the transforms measured, as 0-d tensors on the device; reading a value waits for the device.
 
-        The metrics are those of the last step that was taken: not of steps that were skipped, nor of steps in which no
-        parameter had a gradient.
+        The metrics are those of the last step that was taken. A step that was skipped, or in which no parameter had a
+        gradient, does not change them.
 
         Returns:
             For example ``"clip_norm/norm"`` (before clipping), ``"clip_norm/factor"`` (mean over tensors or slices) and
                 ``"clip_norm/clipped"`` (the share of tensors, slices or elements that were clipped); and
-                ``"skipped_steps"`` where steps may be skipped.
+                ``"skipped_steps"``, if steps may be skipped.
 
         Examples:
             >>> import torch
@@ -187,15 +187,15 @@ class Modular(Optimizer):
         Raises:
             ValueError: If a setting in a param group is out of range, or a transform has ``target="closure"`` and there
                 is no closure.
-            RuntimeError: If a gradient is sparse, a gradient or state has another shape than its parameter needs, or a
+            RuntimeError: If a gradient is sparse, the shape of a gradient or of state does not fit its parameter, or a
                 parameter is on the meta device; if a gradient is not finite and ``nonfinite="raise"``; if more than
                 ``max_consecutive_skips`` steps in a row were skipped.
 
-        When one of these is raised, parameters, gradients and state are as they were; skipped steps have been counted.
+        These errors leave parameters, gradients and state unchanged, except that skipped steps are counted.
         """
         if closure is None and "closure" in self._nodes.targets:
             raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
-        if hasattr(self.step, "_wrapped_by_lr_sched") and "lr" in self._schedules:
+        if "lr" in self._schedules and hasattr(self.step, "_wrapped_by_lr_sched"):
             raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
         state = self._chain_state.values
         if state:
@@ -224,7 +224,7 @@ class Modular(Optimizer):
         return loss
 
     def _walk(self, settings: dict[str, list[Setting]], loss: Any) -> Walk:
-        """Start a walk with the parameters that have a gradient. Raise before any change if one cannot be used."""
+        """Start a walk with the parameters that have a gradient. Raise before any change if a parameter is unusable."""
         params, grads, group_of = taking_part(self.param_groups)
         # new state enters self.state only after the step was allowed; a parameter that is listed twice shares one
         new: dict[Tensor, State] = {}
@@ -251,7 +251,7 @@ class Modular(Optimizer):
         return Walk(self._nodes, self.param_groups, settings, *lists, *shared, plain, new)
 
     def _run(self, walk: Walk) -> None:
-        """Send the gradients down the chain and subtract what comes out."""
+        """Send the gradients down the chain, and subtract the result from the parameters."""
         try:
             if "closure" in self._nodes.targets:
                 walk.change_closure_gradients(self.chain)
@@ -267,11 +267,12 @@ class Modular(Optimizer):
         """Add parameters with settings of their own, for example layers that are unfrozen later.
 
         Args:
-            param_group: ``"params"`` and any settings of the chain; those that it lacks are the chain's.
+            param_group: ``"params"`` and any settings of the chain. Missing settings get the values of the chain.
 
         Raises:
             ValueError: For a key that is no setting of the chain, a value out of range, or a parameter that is in a
-                group already. No group has been added then.
+                group already. Then no group is added.
+            TypeError: If ``param_group`` is not a dict.
         """
         if not isinstance(param_group, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
@@ -310,8 +311,8 @@ class Modular(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the settings and the state, as `torch.optim.Optimizer.state_dict` does.
 
-        State of the whole chain is in every param group, in tensors of their own: torch.distributed.checkpoint loads in
-        place into what this returns, and may take a step on zero gradients after that.
+        Every param group has its own copy of the state of the whole chain, because torch.distributed.checkpoint loads
+        in place into the result, and may take a step on zero gradients after that.
         """
 
         def complete(_: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -328,7 +329,7 @@ class Modular(Optimizer):
     def load_state_dict(
         self, state_dict: dict[str, Any], *, new: str | Iterable[str] = (), dropped: str | Iterable[str] = ()
     ) -> None:
-        """Resume from a checkpoint. Everything is checked before anything is changed.
+        """Load a checkpoint. It is checked completely before the first change.
 
         A checkpoint belongs to its chain: it loads into the same transforms in the same order. State keeps the dtype it
         was saved in. Keys that schedulers added to the groups stay if the checkpoint lacks them.
@@ -336,12 +337,12 @@ class Modular(Optimizer):
         Args:
             state_dict: What `state_dict` returned, for the same parameters.
             new: Names of transforms of this chain that the saved chain lacks. They start with the settings of this
-                optimizer and fresh state. All others are matched with the saved ones in order.
+                optimizer and fresh state. The other transforms are matched with the saved ones in order.
             dropped: Names of transforms of the saved chain that this chain lacks.
 
         Raises:
-            ValueError: If the checkpoint belongs to another chain; the message names the difference and the arguments
-                that resolve it. If a key, shape, dtype or setting does not fit; the message names it.
+            ValueError: If the checkpoint belongs to another chain: the message names the difference and the arguments
+                that resolve it. If a key, shape, dtype or setting does not fit: the message names it.
 
         ``new`` and ``dropped`` have no effect on a checkpoint of this very chain, so a script may keep them.
         """
@@ -368,7 +369,7 @@ class Modular(Optimizer):
             self._move_chain_state()
             self._chain_state.show(self.param_groups)
 
-        # after the caller's hooks have made the checkpoint what it is to be, and before they see the result
+        # pre-hooks of the caller may change the checkpoint before the check; post-hooks see the restored state
         before = self.register_load_state_dict_pre_hook(check)
         after = self.register_load_state_dict_post_hook(restore, prepend=True)
         try:
@@ -410,9 +411,9 @@ def adapt_state_dict(
 ) -> dict[str, Any]:
     """Return a checkpoint of another chain as one of this optimizer's chain.
 
-    For trainers that load checkpoints themselves: with its last two arguments bound it is a hook for
-    ``optimizer.register_load_state_dict_pre_hook``. A checkpoint of this very chain is returned as it is, so the hook
-    may stay. Copies of the optimizer (deepcopy, pickle) do not have the hook.
+    It serves trainers that call ``load_state_dict`` themselves: with ``new`` and ``dropped`` bound it is a hook for
+    ``optimizer.register_load_state_dict_pre_hook``. A checkpoint of this very chain does not change, so the hook may
+    stay. Copies of the optimizer (deepcopy, pickle) do not have the hook.
 
     Args:
         optimizer: The optimizer that will load the result; it is not changed.
@@ -424,7 +425,7 @@ def adapt_state_dict(
         What ``optimizer.load_state_dict`` takes.
 
     Raises:
-        ValueError: If the other transforms do not match in order, by kind and structure.
+        ValueError: If the remaining transforms do not match in order, by kind and structure.
 
     Examples:
         >>> import torch

@@ -35,7 +35,7 @@ class Node:
 
     @property
     def scope(self) -> Scope:
-        """The parameters that it acts on, which are in the scopes of all composites around it too."""
+        """The parameters that it acts on: those in its own scope and in the scopes of all composites around it."""
         scope = self.transform.scope
         for transform in reversed(self.outer):
             scope = scope.within(transform.scope)
@@ -62,11 +62,11 @@ class Node:
         return {f"{self.path}/{key}": value for key, value in values.items()}
 
     def init_state(self, named: NamedParam, setting: Setting) -> dict[str, Any]:
-        """The state of a parameter before its first step, by qualified keys; none out of scope."""
+        """The state of a parameter before its first step, by qualified keys; empty out of scope."""
         return self.qualified(self.transform.init_state(named.param, setting)) if self.scope.has(named) else {}
 
     def possible_state(self, named: NamedParam, setting: Setting) -> dict[str, Any]:
-        """All that the state of a parameter may come to hold, by qualified keys; none out of scope."""
+        """Every entry that the state of a parameter may ever have, by qualified keys; empty out of scope."""
         return self.qualified(self.transform.possible_state(named.param, setting)) if self.scope.has(named) else {}
 
 
@@ -100,9 +100,9 @@ class Nodes:
         return {key: value for n in self for key, value in n.qualified(n.transform.init_global_state()).items()}
 
     def checked_settings(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, list[Setting]]:
-        """The settings of each transform by its path, one dict per param group. Raises if one is out of range.
+        """The settings of each transform by its path, one dict per param group. Raises if a setting is out of range.
 
-        Neighbours with equal settings share one, so that they are treated together.
+        Neighbouring groups with equal settings share one dict, so that one operation serves both.
         """
         found: dict[str, list[Setting]] = {}
         for path, node in self.by_path.items():
@@ -122,11 +122,11 @@ class Nodes:
         return state
 
     def possible_state(self, named: NamedParam, group: Mapping[str, Any]) -> dict[str, Any]:
-        """All that the state of a parameter may come to hold."""
+        """Every entry that the state of a parameter may ever have."""
         return {key: value for n in self for key, value in n.possible_state(named, n.settings(group)).items()}
 
 
 def _same(one: Setting, other: Setting) -> bool:
-    """Whether settings are equal. Tensors are so if they are one object: a comparison would wait for the device."""
+    """True if settings are equal. Tensors have to be one object, because comparing them would wait for the device."""
     pairs = [(value, other[key]) for key, value in one.items()]
     return all(a is b or (not (isinstance(a, Tensor) or isinstance(b, Tensor)) and a == b) for a, b in pairs)

@@ -24,8 +24,8 @@ class StepPolicy:
     """Decides whether a step is taken.
 
     Args:
-        nonfinite: What to do about gradients that are not finite: "propagate" passes them on, "raise" raises, "skip"
-            skips the step.
+        nonfinite: What happens if a gradient is not finite: "propagate" passes it on, "raise" raises, "skip" skips the
+            step.
         max_consecutive_skips: How many steps in a row may be skipped; None for any number.
         transforms: The transforms of the chain by name, some of which may be gates.
     """
@@ -46,17 +46,17 @@ class StepPolicy:
             raise ValueError("max_consecutive_skips needs nonfinite='skip' or a gate in the chain, such as SkipStep")
 
     def described(self) -> list[str]:
-        """The arguments that are not their defaults."""
+        """The arguments that differ from their defaults, for the repr."""
         most = self.max_consecutive_skips
         lines = [] if self.nonfinite == "propagate" else [f"nonfinite={self.nonfinite!r}"]
         return lines if most is None else [*lines, f"max_consecutive_skips={most}"]
 
     def counts(self) -> dict[str, int]:
-        """The counters that it needs, at their start."""
+        """The counters that this policy needs, at 0."""
         return {SKIPPED: 0, CONSECUTIVE: 0} if self.may_skip else {}
 
     def allows(self, walk: Walk, counts: MutableMapping[str, Any]) -> bool:
-        """Return True if the step is to be taken. This waits for the device once.
+        """Return True if the step is to be taken. It waits for the device once.
 
         Raises:
             RuntimeError: For a non-finite gradient with ``nonfinite="raise"``, or after too many skips in a row.
@@ -67,7 +67,7 @@ class StepPolicy:
         judged = [self._judge(gate, walk, norms) for gate in self._gates if walk.rows_of(gate)]
         refused = [refusal.to(total.device) for _, _, refusal in judged]
         bad = torch.stack([x.double() for x in (total, all_finite.logical_not(), *refused)])
-        # a rank may hold plain gradients of its own beside sharded ones, and one that skips alone would hang the others
+        # a rank may have plain gradients beside sharded ones, and all would hang if it skipped the step alone
         joint, nonfinite, *refusals = largest_on_all_ranks(bad, walk.all_params()).tolist()
         finite = not nonfinite
         self._norms = [*self._norms, joint][-REMEMBERED:]

@@ -11,7 +11,7 @@ from torchzero_clip.core.learning_rate import rates_of
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.scope import NamedParam
 
-# what torch's schedulers, its optimizers and trainers keep beside the settings
+# keys that torch's optimizers and schedulers, and trainers, keep beside the settings
 HOST_KEYS = frozenset(
     {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
 )
@@ -30,7 +30,7 @@ def normalized(group: Mapping[str, Any], nodes: Nodes) -> dict[str, Any]:
             raise ValueError(f"the setting {target!r} is given twice, also as {key!r}")
         result[target] = plain(value) if target in stored else value
     params = result.get("params")
-    if params is not None and not isinstance(params, set):  # torch refuses sets, and says why
+    if params is not None and not isinstance(params, set):  # torch raises for sets, and its message says why
         params = result["params"] = [params] if isinstance(params, Tensor) else list(params)
     if params is not None and (names := result.get("param_names")) is not None:  # as in groups of an optimizer
         if len(names) != len(params):

@@ -1,4 +1,4 @@
-"""Elementwise transforms and the kernel after them, piece by piece: what one leaves is in the cache of the next."""
+"""Runs elementwise transforms and the kernel after them piece by piece, so that pieces stay in the cache."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +16,11 @@ from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Setting
 
 ON_CPU = 131072
-"""Elements of a piece on CPU, 512 KiB of float32: smaller pieces need more calls, and larger ones leave the cache. It
-is a multiple of 64, because a cut elsewhere changes last bits of the kernels' results."""
+"""Elements of a piece on CPU, 512 KiB of float32. Smaller pieces need more calls, and larger ones leave the cache. It
+is a multiple of 64, because cuts at other places change the last bits of the kernels' results."""
 
 ELSEWHERE = 2**24
-"""Elements of a piece elsewhere, where each operation has to be worth its launch: 64 MiB of float32."""
+"""Elements of a piece on other devices, 64 MiB of float32: every operation has to be worth its launch."""
 
 Sink = Callable[[list[int], "slice | None", list[Tensor]], None]
 """Takes the updates of some parameters: their indices, which of their elements (None for all), and the updates."""
@@ -28,7 +28,7 @@ Sink = Callable[[list[int], "slice | None", list[Tensor]], None]
 
 @dataclass
 class Stage:
-    """An elementwise transform in this step, of parameters that are plain and alike."""
+    """An elementwise transform in this step. Parameters, gradients and state are plain and alike."""
 
     transform: Elementwise
     settings: Sequence[Setting]
@@ -43,7 +43,7 @@ class Stage:
     """How many elements of each piece changed."""
 
     def usual(self) -> list[bool]:
-        """Where `Elementwise.change_usual_` is right; nowhere on CUDA, where looking would wait for the device."""
+        """For each parameter, True if `Elementwise.change_usual_` fits. False on CUDA, where reading would wait."""
         usable, started = self.flags
         if not usable.is_cpu or not self.follows_safe or not self.transform.has_usual_way():
             return [False] * len(self.settings)
@@ -59,7 +59,7 @@ class Stage:
 class _Piece(NamedTuple):
     rows: list[int]
     views: list[Tensor]
-    """Memory for whole tensors, in their shapes; or for elements of one, as a vector."""
+    """Memory for whole tensors, in their shapes; or for a part of one tensor, as a vector."""
     flat: Tensor
     """The same memory as a vector."""
     cut: slice | None
@@ -77,14 +77,14 @@ def run_pieces(
     scratch: Scratch,
     sink: Sink,
 ) -> None:
-    """Multiply or shift updates, send them through elementwise transforms, and pass on what comes out.
+    """Multiply or shift updates, send them through elementwise transforms, and pass the results to ``sink``.
 
     Args:
         stages: The transforms, in order.
-        updates: The updates, which are not written to.
+        updates: The updates, not to be modified.
         settings: A setting for each update; neighbours that share one are taken together.
-        numbers: What updates are multiplied by, one for each or a 0-d tensor for all, or None; and what is subtracted
-            from each, or None.
+        numbers: The factors of the updates (one for each, a 0-d tensor for all, or None), and the numbers to subtract
+            from them (one for each, or None).
         scratch: Memory for pieces.
         sink: Takes the results.
     """
@@ -107,7 +107,7 @@ def run_pieces(
 
 
 def _read(piece: _Piece, updates: Sequence[Tensor], factors: Tensor | None, means: Sequence[Tensor]) -> Tensor:
-    """The elements of a piece as a vector, multiplied or shifted in its memory, or as they are in the update."""
+    """The elements of a piece as a vector: a view of the update, or changed elements in the memory of the piece."""
     if piece.cut is None:
         foreach.copy_plain_(piece.views, [updates[i] for i in piece.rows])
         if factors is not None:
@@ -194,7 +194,7 @@ def _of_elements(flag: Tensor, piece: _Piece) -> Tensor:
 
 
 def _planned(updates: Sequence[Tensor], groups: Sequence[slice], depth: int, scratch: Scratch) -> list[_Piece]:
-    """Pieces of memory: neighbours with equal settings together while they are short, long tensors cut."""
+    """Pieces of memory. Short neighbours with equal settings share a piece, and long tensors are cut."""
     most = ON_CPU if updates[0].is_cpu else ELSEWHERE
     runs: list[tuple[list[int], list[int], slice | None]] = []
     for group in groups:

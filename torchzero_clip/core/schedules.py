@@ -14,10 +14,10 @@ Group = dict[str, Any]
 class Schedules:
     """The functions behind settings, per param group. The groups hold the values that the next step will use.
 
-    A function may have no value for the step after the last one: that is an error only if this step is taken.
+    A function may have no value for the step after the last one. Its error is raised only if that step is taken.
 
     Args:
-        defaults: Those of the chain, by the keys under which groups store settings.
+        defaults: The functions of the chain, by the keys under which groups store settings.
     """
 
     def __init__(self, defaults: Mapping[str, Schedule]) -> None:
@@ -36,7 +36,7 @@ class Schedules:
         Args:
             group: The group.
             step: How many steps were taken.
-            was_at: How many the optimizer had taken that the group comes from, if it had schedules.
+            was_at: How many steps the optimizer that the group comes from had taken, if it had schedules.
         """
         own = {key: value for key, value in group.items() if key != "params" and callable(value)}
         own |= {key: schedule for key, schedule in self._defaults.items() if key not in group}
@@ -45,7 +45,7 @@ class Schedules:
         return {**group, **{key: at(schedule, step) for key, schedule in own.items()}}, own
 
     def add(self, group: Group, own: dict[str, Schedule]) -> None:
-        """Remember the functions of a group that the optimizer has now."""
+        """Store the functions of a group that was added to the optimizer."""
         self._of_groups.append((group["params"], own))
 
     def __contains__(self, key: str) -> bool:
@@ -72,7 +72,7 @@ class Schedules:
             group.update(changed)
 
     def applied(self, groups: Sequence[Group], saved: Sequence[Group], step: int) -> list[Group]:
-        """Saved groups with the values of a step, if there are any.
+        """Saved groups with the scheduled values of a step.
 
         Args:
             groups: The param groups of the optimizer.
@@ -93,7 +93,7 @@ class Schedules:
         return [{key: at(schedule, step) for key, schedule in self._of(group).items()} for group in groups]
 
     def _of(self, group: Group) -> dict[str, Schedule]:
-        """The functions of a group, which may have been copied or moved to another place."""
+        """The functions of a group. The group may be a copy, or may have another index than before."""
         own = self._find(group)
         if own is None and SCHEDULE_STEP in group:  # of a copy of this optimizer, as Lightning's finetuning puts it in
             own = _in_use(self._defaults, group, group[SCHEDULE_STEP])
@@ -107,7 +107,7 @@ class Schedules:
     def _find(self, group: Group) -> dict[str, Schedule] | None:
         first = next(iter(group["params"]), None)
         first = first[1] if isinstance(first, tuple) else first
-        for params, own in reversed(self._of_groups):  # a group may have been taken out, and its parameters added anew
+        for params, own in reversed(self._of_groups):  # a group may have been removed, and its parameters added again
             if group["params"] is params or (params and first is params[0]):
                 return own
         return None
@@ -117,14 +117,14 @@ def _in_use(schedules: Mapping[str, Schedule], group: Group, step: int) -> dict[
     """The functions that gave the values of a group after so many steps; other values are constant."""
     found: dict[str, Schedule] = {}
     for key, schedule in schedules.items():
-        with suppress(Exception):  # it has no value for the step after the last
+        with suppress(Exception):  # a function may have no value for the step after the last
             if key in group and not callable(group[key]) and group[key] == at(schedule, step):
                 found[key] = schedule
     return found
 
 
 def at(value: Any, step: int) -> Any:
-    """A setting, or what its schedule gives after so many steps."""
+    """A setting, or the value of its schedule after so many steps."""
     if not callable(value):
         return value
     try:

@@ -14,11 +14,11 @@ Where: TypeAlias = str | Callable[[Tensor], bool]
 
 
 PART = re.compile(r"^ \(\d+\)$")
-"""What follows the name of a group in the names of its parts."""
+"""The suffix in the names of the second and later parts of a group that was split."""
 
 
 class NamedParam(NamedTuple):
-    """A parameter, and what a scope may know it by."""
+    """A parameter, and the names by which a scope may select it."""
 
     param: Tensor
     name: str | None = None
@@ -37,7 +37,7 @@ def named_params(group: dict[str, Any]) -> list[NamedParam]:
 
 @dataclass(frozen=True)
 class Condition:
-    """Some parameters, to be kept or to be left out."""
+    """The arguments of one call of `only`, or with ``keep=False`` of `without`."""
 
     keep: bool
     where: tuple[Where, ...]
@@ -75,7 +75,7 @@ class Scope:
                 hint = ": write them one after the other" if isinstance(item, list | tuple) else ""
                 hint = ": write its name" if isinstance(item, nn.Module) else hint
                 raise TypeError(
-                    f"a scope is given by patterns for names and by functions of a parameter, got {kind}{hint}"
+                    f"only and without take patterns for names and functions of a parameter, got {kind}{hint}"
                 )
         named = (groups,) if isinstance(groups, str) else tuple(groups)
         if not all(isinstance(name, str) for name in named):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -99,7 +99,7 @@ class Scope:
         return [where for condition in self.conditions for where in condition.where if isinstance(where, str)]
 
     def check_names(self, owner: object, params: Sequence[NamedParam]) -> None:
-        """Raise if the scope goes by names, and parameters have none."""
+        """Raise if the scope selects by name and a parameter has none."""
         if self._patterns() and any(named.name is None for named in params):
             raise ValueError(
                 f"{owner!r} chooses parameters by name, and these have none: give Modular the module, or "
@@ -107,7 +107,7 @@ class Scope:
             )
 
     def warn_of_idle_names(self, owner: object, params: Sequence[NamedParam]) -> None:
-        """Warn of patterns that match no parameter. They may be mistyped, or wait for parameters that come later."""
+        """Warn of patterns that match no parameter: mistyped ones, or ones for parameters that are added later."""
         names = [named.name for named in params if named.name is not None]
         groups = {named.group for named in params}
         for pattern in self._patterns():
@@ -118,7 +118,7 @@ class Scope:
 
 
 def matches_name(pattern: str, name: str) -> bool:
-    """True if a pattern is the name of a parameter, of a module it is in, or a wildcard for its name."""
+    """True if a pattern is the name of a parameter or of a module that holds it, or a wildcard for its name."""
     return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
 
 

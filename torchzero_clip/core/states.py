@@ -15,15 +15,15 @@ from torchzero_clip.types import State
 
 
 class States(Sequence[State]):
-    """The state of one transform: a plain dict for each parameter, made when it is asked for.
+    """The state of one transform: a plain dict for each parameter, made when it is first read.
 
     Args:
-        stored: The whole state of each parameter, by qualified keys.
+        stored: The state of each parameter for all transforms, by qualified keys.
         path: The prefix of the keys of this transform.
-        own: Picks what belongs to this transform, without the prefix.
+        own: Returns the entries of this transform, without the prefix.
         begin: Makes the state of a parameter that has none, from its index.
-        vectors: Keeps numbers as elements of vectors; None to read and write them one by one.
-        known: Columns of state by qualified key, if they were collected before. Those that are replaced are removed.
+        vectors: Stores numbers as elements of vectors; None to read and write them one by one.
+        known: Columns of state by qualified key, if they were collected before. Outdated ones are removed.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class States(Sequence[State]):
 
     @classmethod
     def of(cls, dicts: Sequence[State]) -> "States":
-        """The same for dicts that are nowhere else, for a `Step` that was made by hand."""
+        """The states in dicts that the optimizer does not store, for a `Step` that was made by hand."""
         states = cls(dicts, "", dict, lambda i: {})
         states._dicts, states._has_begun = list(dicts), True
         return states
@@ -81,7 +81,7 @@ class States(Sequence[State]):
 
     @property
     def touched(self) -> list[State]:
-        """The dicts, if they were asked for."""
+        """The dicts, if they were read; else empty."""
         return self._dicts or []
 
     def begin(self) -> None:
@@ -199,10 +199,10 @@ class Vectors:
 
 
 def own_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a parameter; numbers that are elements of a vector are copied, so that they can be saved alone."""
+    """The state of a parameter, with copies of numbers that are elements of a vector, so that they are saved alone."""
     return {key: v.clone() if isinstance(v, Tensor) and not v.ndim else v for key, v in state.items()}
 
 
 def pointers(tensors: Sequence[Tensor]) -> list[int]:
-    """Where the memory of tensors begins; fake ones have none."""
+    """The address of each tensor's memory; empty for fake tensors, which have none."""
     return [] if isinstance(tensors[0], FakeTensor) else list(map(Tensor.data_ptr, tensors))

@@ -23,14 +23,14 @@ class Step:
         grads: Their gradients, not to be modified; a norm clip before an update rule may have scaled them.
         loss: What the closure returned; None without a closure.
         states: The state of each parameter: plain dicts, which the optimizer stores after the call. `column`, `numbers`
-            and `keep` read and write one key of all of them in few operations.
-        settings: The settings of each parameter: plain dicts; parameters of one group share one.
-        global_state: The state that belongs to no single parameter, first made by `Transform.init_global_state`.
+            and `keep` read and write one key of all parameters in few operations.
+        settings: The settings of each parameter: plain dicts; parameters of one group share one dict.
+        global_state: The state for all parameters together; `Transform.init_global_state` creates it.
         metrics: What `Modular.metrics` will show under the name of this transform: 0-d tensors.
-        gradient_norms: A p-norm of each gradient before any transform, from which `finite` and `nonzero` are read, for
-            transforms that declare ``keeps_statistics``; None for others. Its p depends on the chain.
+        gradient_norms: A p-norm of each gradient before any transform, for transforms that declare
+            ``keeps_statistics``; None for others. `finite` and `nonzero` read it. Its p depends on the chain.
         apply_child: Applies a child of a composite, by its name, to tensors that it may write to.
-        scratch: Memory of the optimizer for intermediate results; None to do without.
+        scratch: Memory of the optimizer for intermediate results; None if there is none.
 
     Examples:
         >>> import torch
@@ -57,7 +57,7 @@ class Step:
         self.states = self._states
 
     def column(self, key: str, indices: Sequence[int] | None = None) -> list[Any]:
-        """Return the state of all parameters, or of those with some indices, under one key."""
+        """Return the state of all parameters, or of those at ``indices``, under one key."""
         return self._states.column(key, indices)
 
     def has(self, key: str) -> bool:
@@ -96,11 +96,11 @@ class Step:
         self._states.write()
 
     def touched_states(self) -> Sequence[State]:
-        """The states if they were looked at one by one, else none."""
+        """The states if they were read as dicts; else empty."""
         return self._states.touched
 
     def by_setting(self) -> list[tuple[Setting, slice]]:
-        """Return each setting with the range of the lists that it belongs to: one operation serves the range."""
+        """Return each setting with the range of the lists that it applies to. One operation can serve the range."""
         return by_setting(self.settings)
 
     @property
@@ -120,13 +120,12 @@ class Step:
         be non-finite, because an earlier transform may make an inf of a finite gradient.
 
         Args:
-            started: A vector of booleans, True for statistics that have learned from a gradient; one element if
-                ``joint``.
+            started: A vector of booleans, True for statistics that have been updated before; one element if ``joint``.
             indices: The indices of the parameters that the statistics belong to; None for all.
             joint: All gradients count as one.
 
         Raises:
-            ValueError: If ``started`` is no vector of booleans, or has another length.
+            ValueError: If ``started`` is not a vector of booleans, or has another length.
         """
         norms = self._declared_norms()
         if indices is not None:
@@ -143,7 +142,7 @@ class Step:
     def _declared_norms(self) -> Tensor:
         if self.gradient_norms is None:
             raise RuntimeError(
-                "a transform that asks what gradients were before the chain has to declare it: write "
-                "keeps_statistics = True in its class"
+                "finite, nonzero and usable need the norms of gradients before the chain: write "
+                "keeps_statistics = True in the class of the transform"
             )
         return self.gradient_norms

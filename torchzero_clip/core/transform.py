@@ -27,16 +27,16 @@ class Transform(ABC):
     state between steps, so one instance may serve several optimizers, also in several threads.
 
     Args:
-        defaults: The settings: numbers, tuples of numbers or None, which param groups and schedules may change, or
-            functions that return them for a number of steps. Everything else (``ord``, ``dim``) is structure, and is
-            kept in attributes.
+        defaults: The settings, which param groups and schedulers may change: numbers, tuples of numbers, None, or
+            functions that return these for a number of steps. All other arguments (``ord``, ``dim``) are structure,
+            and are stored in attributes.
         target: What the transform acts on: ``"update"`` (what flows down the chain), ``"grad"`` (the ``.grad``
             itself), ``"closure"`` (the gradients that a closure leaves), ``"params_direct"``, ``"params_difference"``
             or ``"update_difference"`` (what the transform removed).
         name: The name in the chain and in checkpoints; the class name in snake case if None.
 
     Raises:
-        ValueError: For an unknown target, a default that fails its check, or a check of a setting that does not exist.
+        ValueError: For an unknown target, a default that fails its check, or a check of an unknown setting.
 
     Examples:
         A joint transform, with one number of state for the whole chain:
@@ -65,7 +65,7 @@ class Transform(ABC):
     """The check of each setting. It runs at construction, on every param group, on load and once in every step."""
 
     keeps_statistics: ClassVar[bool] = False
-    """Set it to read `Step.finite`, `Step.nonzero` and `Step.usable`: the optimizer then measures the gradients."""
+    """If True, the optimizer measures the gradients, which `Step.finite`, `Step.nonzero` and `Step.usable` need."""
 
     def __init__(self, defaults: Setting, *, target: Target = "update", name: str | None = None) -> None:
         one_of("target", target, get_args(Target))
@@ -88,7 +88,7 @@ class Transform(ABC):
         """Return the new updates, of the same shapes and dtypes.
 
         Args:
-            updates: The updates (or what ``target`` names). They may be modified in place and returned.
+            updates: The updates (or the tensors that ``target`` names). They may be modified in place and returned.
             step: The parameters, gradients, states and settings that belong to them.
         """
 
@@ -96,17 +96,16 @@ class Transform(ABC):
         """Return the state of one parameter before its first step.
 
         Args:
-            param: The parameter. Buffers of its shape are ``torch.zeros_like(param)``, scalars
-                ``torch.zeros((), device=param.device)``, so that both are right under FSDP2.
+            param: The parameter. Create buffers of its shape by ``torch.zeros_like(param)``, and scalars by
+                ``torch.zeros((), device=param.device)``: both are right under FSDP2.
             setting: The settings of this parameter.
         """
         return {}
 
     def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        """Return all that the state of one parameter may come to hold, if that is more than `init_state` returns.
+        """Return every entry that the state of one parameter may ever have. Checkpoints are compared with it.
 
-        A transform that adds state later, or whose state depends on settings, overrides this. Checkpoints are compared
-        with it.
+        Override this method if the transform adds state later, or if its state depends on settings.
         """
         return self.init_state(param, setting)
 
@@ -132,11 +131,11 @@ class Transform(ABC):
                 check(key, setting[key])
 
     def check_groups(self, settings: Sequence[Setting]) -> None:
-        """Raise if a setting of some param group is out of range, or groups differ where they must not."""
+        """Raise if a setting is out of range, or differs between groups where it must be the same."""
         for setting in settings:
             self.check(setting)
 
-    def check_parameter(self, name: str, param: Tensor) -> None:  # noqa: B027  most can act on any
+    def check_parameter(self, name: str, param: Tensor) -> None:  # noqa: B027  most transforms act on any parameter
         """Raise if this transform cannot act on a parameter. It is called when the parameter is added."""
 
     def check_chain(self, before: Sequence["Transform"], after: Sequence["Transform"]) -> None:  # noqa: B027
@@ -149,8 +148,8 @@ class Transform(ABC):
     def set_param_groups(self, param_groups: Iterable[Mapping[str, Any]]) -> Self:
         """Give some parameters settings of their own, before `Modular` takes this transform.
 
-        A param group of the optimizer that holds parameters of several kinds is split. The new groups stand where the
-        old one stood, in the order of their first parameters: schedulers that take a list need to know.
+        A param group is split if its parameters get different settings. The new groups take the place of the old one,
+        in the order of their first parameters; a scheduler that takes a list needs one entry for each of them.
 
         Args:
             param_groups: Mappings with ``"params"`` (a tensor or an iterable of tensors) and settings of this
@@ -160,7 +159,7 @@ class Transform(ABC):
             The transform itself.
 
         Raises:
-            ValueError: For a key that is no setting of this transform, or a value out of range.
+            ValueError: For a key that is not a setting of this transform, or a value out of range.
 
         Examples:
             >>> import torch
@@ -184,22 +183,22 @@ class Transform(ABC):
         return self
 
     def only(self, *where: Where, groups: str | Iterable[str] = ()) -> Self:
-        """Let this transform act on some parameters only; for the others it is as if it were not there.
+        """Let this transform act on selected parameters only. The updates of the others skip it.
 
-        Called again, it narrows the choice further.
+        A second call narrows the selection further.
 
         Args:
-            *where: The parameters, by any of these: names of parameters or of modules they are in, patterns for names
-                such as ``"*.bias"``, or functions of a parameter such as ``lambda p: p.ndim >= 2``. Names need a
-                module or named parameters in `Modular`.
-            groups: Also the parameters of the param groups whose ``"name"`` is one of these.
+            *where: Any of these select parameters: names of parameters or of modules that hold them, patterns for
+                names such as ``"*.bias"``, or functions of a parameter such as ``lambda p: p.ndim >= 2``. Names need
+                a module or named parameters in `Modular`.
+            groups: Param groups by their ``"name"``. Their parameters are selected too.
 
         Returns:
             The transform itself.
 
         Raises:
-            ValueError: If nothing is given.
-            TypeError: If something is neither a string nor callable.
+            ValueError: Without an argument.
+            TypeError: If an argument is neither a string nor callable.
 
         Examples:
             >>> import torch
@@ -214,18 +213,18 @@ class Transform(ABC):
         return self
 
     def without(self, *where: Where, groups: str | Iterable[str] = ()) -> Self:
-        """Let this transform act on all parameters but some.
+        """Let this transform act on all parameters except selected ones.
 
         Args:
-            *where: What is left out, as in `only`.
-            groups: Param groups that are left out, as in `only`.
+            *where: The parameters to leave out, selected as in `only`.
+            groups: The param groups to leave out, as in `only`.
 
         Returns:
             The transform itself.
 
         Raises:
-            ValueError: If nothing is given.
-            TypeError: If something is neither a string nor callable.
+            ValueError: Without an argument.
+            TypeError: If an argument is neither a string nor callable.
         """
         self.scope = self.scope.narrowed(False, where, groups)
         return self
@@ -234,14 +233,14 @@ class Transform(ABC):
         return f"{type(self).__name__}({', '.join(self._arguments())}){self.scope}"
 
     def _arguments(self) -> Iterator[str]:
-        """The constructor's arguments that are not its defaults, as they would be written."""
+        """The arguments of the constructor that differ from their defaults, as in a call."""
         for name, parameter in inspect.signature(type(self)).parameters.items():
             value = self.schedules.get(name) or self.defaults.get(name, getattr(self, name, parameter.default))
             is_shown = name != "name" or self.name != snake_case(type(self).__name__)
             if not is_shown or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
             if value is parameter.empty:
-                continue  # the class keeps this argument under another name
+                continue  # the class stores this argument under another name
             if parameter.default is parameter.empty and parameter.kind is not parameter.KEYWORD_ONLY:
                 yield repr(value)
             elif as_text(value) != as_text(parameter.default):
@@ -260,8 +259,8 @@ class TensorwiseTransform(Transform):
         ValueError: As in `Transform`.
 
     Examples:
-        A whole transform. Its setting is validated, may differ by param group, can be scheduled, and is part of
-        checkpoints; `rms` is safe from overflow and right under FSDP2.
+        A complete transform. Its setting is validated, may differ between param groups, can be scheduled, and is part
+        of checkpoints; `rms` is safe from overflow and right under FSDP2.
 
         >>> import torch
         >>> from torchzero_clip import Modular, TensorwiseTransform, rms
@@ -318,7 +317,7 @@ def snake_case(name: str) -> str:
 
 
 def overridden_last(kind: type, *names: str) -> str:
-    """Which of some methods the most derived class defines that defines any; of one class, the first that is listed."""
+    """The first of ``names`` that the most derived class defines, among the classes that define one of them."""
     return next(name for base in kind.__mro__ for name in names if name in vars(base))
 
 
@@ -336,10 +335,10 @@ def override_groups(param_groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple
 
 
 def as_text(value: Any) -> str:
-    """A value as it would be written, the same in every process."""
+    """The text of a value in code, the same in every process."""
     value = plain(value)
     if isinstance(value, float) and value.is_integer():
-        value = int(value)  # 2.0 is 2
+        value = int(value)  # 2.0 and 2 have the same text
     if isinstance(value, set | frozenset):
         return f"{{{', '.join(sorted(map(as_text, value)))}}}"  # pyright: ignore[reportUnknownArgumentType]
     text = repr(value)

@@ -1,4 +1,4 @@
-"""The updates of one step: what memory they are in, and what is yet to be done to them."""
+"""The updates of one step: the memory that they are in, and the operations on them that are pending."""
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from torchzero_clip.types import State
 
 @dataclass(eq=False)
 class Pending:
-    """Something that is yet to be done to the updates of some rows: a scaling, a shift, or an elementwise transform."""
+    """A postponed operation on the updates of some rows: a scaling, a shift, or an elementwise transform."""
 
     rows: list[int]
     measured: Measured | None = None
@@ -26,7 +26,7 @@ class Pending:
     over_grads: bool = False
     """A scaling may write over the gradients."""
     shifts: Tensor | None = None
-    """What is to be subtracted from each update."""
+    """The number to subtract from each update."""
     stage: Stage | None = None
 
     @property
@@ -39,7 +39,7 @@ class Pending:
 
     @property
     def fits_kernels(self) -> bool:
-        """Whether it can be done together with a kernel. On CUDA, reading factors would wait, so they are clamped."""
+        """True if a kernel can apply it. On CUDA factors are clamped instead of checked: reading them would wait."""
         if self.factors is None or self.measured is None:
             return True
         return self.measured.is_plain and not (self.factors.is_cpu and beyond_float32(self.factors))
@@ -54,7 +54,7 @@ class Updates:
         states: Their states.
         chain_state: The state of the whole chain.
         maximize: Updates start as the negative gradients.
-        workspace: Memory of the optimizer; None to do everything at once.
+        workspace: Memory of the optimizer; without it, operations are not postponed.
     """
 
     def __init__(
@@ -74,20 +74,20 @@ class Updates:
         """True for updates whose memory is that of a gradient, a parameter or state."""
         self._pending: list[Pending] = []
         self.untouched = True
-        """All updates are still the gradients, or their negatives, but for what is pending."""
+        """True while all updates are the gradients or their negatives, apart from pending operations."""
 
     def current(self, rows: list[int], *, writable: bool = False, over_grads: bool = False) -> list[Tensor]:
         """The updates of some rows.
 
-        ``writable`` ones share no memory with gradients, parameters or state; with ``over_grads`` they may be the
-        gradients themselves.
+        With ``writable`` they share no memory with gradients, parameters or state, except that with ``over_grads`` they
+        may be the gradients themselves.
         """
         if self._pending:
             self.catch_up(rows)
         return self.before_pending(rows, writable, over_grads)
 
     def before_pending(self, rows: list[int], writable: bool = False, over_grads: bool = False) -> list[Tensor]:
-        """The updates of some rows, without what is pending."""
+        """The updates of some rows, without the pending operations."""
         if self.untouched and not self._maximize and (over_grads or not writable):
             return list(self._grads) if len(rows) == len(self._grads) else [self._grads[i] for i in rows]
         found: list[Tensor] = []
@@ -137,7 +137,7 @@ class Updates:
             self.catch_up(pending.rows)
 
     def are_safe(self) -> bool:
-        """Whether updates are finite where gradients are. Always False where looking would wait for the device."""
+        """True if updates are finite where gradients are. Always False where reading would wait for the device."""
         if not self.untouched or not self._grads[0].is_cpu:
             return False
         for item in self._pending:
@@ -148,7 +148,7 @@ class Updates:
         return True
 
     def catch_up(self, rows: Sequence[int]) -> None:
-        """Do what is pending for some rows."""
+        """Apply the pending operations on some rows."""
         asked = set(rows)
         pending, self._pending = self._pending, []
         for item in pending:
@@ -166,13 +166,13 @@ class Updates:
                 scale_(replace(item.measured, targets=targets), item.factors)
 
     def _mark(self, rows: Sequence[int]) -> None:
-        """Note that a transform has acted on updates, which are the gradients still."""
+        """Note that a transform has acted on updates without changing them: they are the gradients still."""
         for i in rows if self._workspace is None and not self._maximize else ():
             if self._updates[i] is None:
                 self._updates[i] = self._grads[i]
 
     def _own(self, rows: list[int], over_grads: bool) -> list[Tensor]:
-        """The updates of some rows before what is pending, to be written to."""
+        """The updates of some rows, without the pending operations, in memory that may be written to."""
         updates = self.before_pending(rows, True, over_grads)
         if not (over_grads and self.untouched and not self._maximize):
             pairs = zip(rows, updates, strict=True)
@@ -190,9 +190,9 @@ class Updates:
         stage.finish()
 
     def take(self, rows: list[int]) -> list[Pending]:
-        """Remove and return what is pending for exactly these rows, for the caller to do.
+        """Remove the pending operations on exactly these rows, and return them for the caller to apply.
 
-        If it cannot be combined with the kernel, or belongs to other rows too, it is done here.
+        If one cannot be combined with the kernel, or concerns other rows too, all are applied here instead.
         """
         concerned = [item for item in self._pending if item.rows == rows or not set(rows).isdisjoint(item.rows)]
         kinds = [item.stage is not None for item in concerned]

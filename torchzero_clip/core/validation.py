@@ -1,4 +1,4 @@
-"""Checks that a chain and its parameters fit together: errors, and warnings of slips."""
+"""Checks that a chain and its parameters fit together, which raise errors or warn of likely mistakes."""
 
 import inspect
 import warnings
@@ -20,7 +20,7 @@ Group: TypeAlias = dict[str, Any]
 
 
 def check_params(nodes: Nodes, params: Sequence[NamedParam]) -> None:
-    """Raise if a transform chooses by names that parameters do not have, or cannot act on one in its scope."""
+    """Raise if a transform selects by name and parameters have none, or cannot act on one in its scope."""
     for node in nodes:
         scope = node.scope
         scope.check_names(node.transform, params)
@@ -30,7 +30,7 @@ def check_params(nodes: Nodes, params: Sequence[NamedParam]) -> None:
 
 
 def check_not_local(params: Sequence[NamedParam]) -> None:
-    """Raise if parameters are shards that do not say so: norms, and decisions about steps, would be those of a process.
+    """Raise if parameters are shards but not DTensors: norms and skipped steps would be those of one process.
 
     FSDP1 flattens parameters and keeps a part of them; `ZeroRedundancyOptimizer` gives each process some of them.
     """
@@ -51,7 +51,7 @@ def check_not_local(params: Sequence[NamedParam]) -> None:
 
 
 def check_places(chain: Chain, nodes: Nodes, params: Sequence[NamedParam]) -> None:
-    """Raise if a transform cannot stand where it does."""
+    """Raise if a transform cannot stand at its place in the chain."""
     for node in nodes:
         if node.outer and isinstance(node.transform, Gate):
             raise ValueError(f"{node.transform!r} decides about whole steps: it cannot stand inside another transform")
@@ -67,7 +67,7 @@ def check_places(chain: Chain, nodes: Nodes, params: Sequence[NamedParam]) -> No
 
 
 def warn_of_slips(nodes: Nodes, params: Sequence[NamedParam]) -> None:
-    """Warn of patterns that match no parameter, and of parameters that no update rule acts on, or two."""
+    """Warn of patterns that match no parameter, and of parameters on which no update rule acts, or several."""
     for node in nodes:
         node.transform.scope.warn_of_idle_names(node.transform, params)
     scopes = [node.scope for node, _ in update_rules(nodes)]
@@ -95,7 +95,7 @@ def check_shapes(
     group_of: Sequence[int],
     known: dict[tuple[str, torch.Size], torch.Size],
 ) -> None:
-    """Raise if the gradient or the state of a parameter has another shape than it needs.
+    """Raise if the shape of a gradient or of state does not fit its parameter.
 
     ``known`` is a cache: expected shapes of state that is not shaped like its parameter, by key and parameter shape.
     """

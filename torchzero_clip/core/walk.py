@@ -1,4 +1,4 @@
-"""The way of one step down a chain: from the gradients to the parameters."""
+"""One step through a chain, from the gradients to the parameters."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,12 +33,12 @@ T = TypeVar("T")
 Group: TypeAlias = dict[str, Any]
 
 FUSED = ("fuse", "kernel", "apply_tensors")
-"""A rule may do the rest of a chain, unless a subclass overrides ``apply_tensors`` below what implements the others."""
+"""If a subclass overrides only ``apply_tensors``, the other two are not called, because they would ignore it."""
 
 
 @dataclass
 class Walk:
-    """One step on its way down a chain.
+    """One step through a chain.
 
     Lists have one entry, a row, per parameter that has a gradient.
 
@@ -55,7 +55,7 @@ class Walk:
         maximize: Updates start as the negative gradients.
         keep_grads: Norm clips never write over gradients.
         may_fuse: The rest of a chain may be one operation on lists.
-        workspace: What the optimizer keeps to be fast; None to take every step the readable way.
+        workspace: Buffers and caches of the optimizer; None to apply transforms one by one.
         plain: The state by key, if parameters, gradients and state are plain and alike; else None.
         new_states: The states of parameters that had none.
     """
@@ -77,7 +77,7 @@ class Walk:
     new_states: dict[Tensor, State] = field(default_factory=dict)
     metrics: dict[str, Tensor] = field(default_factory=dict)
     gradient_norms: Tensor | None = None
-    """A norm of each gradient as it entered the chain, once it was measured."""
+    """A norm of each gradient before the first transform, once it was measured."""
 
     def __post_init__(self) -> None:
         self.updates = Updates(self.params, self.grads, self.states, self.chain_state, self.maximize, self.workspace)
@@ -127,7 +127,7 @@ class Walk:
                 self.gradient_norms = None
 
     def run(self, chain: Chain, prefix: str, rows: list[int], *, to_params: bool = False) -> None:
-        """Send the updates of some rows down a chain; ``to_params`` subtracts what comes out from the parameters."""
+        """Send the updates of some rows down a chain; ``to_params`` subtracts the result from the parameters."""
         nodes = [self.nodes.by_path[prefix + name] for name in chain.transforms]
         for i, node in enumerate(nodes):
             transform, rest = node.transform, nodes[i + 1 :]
@@ -153,12 +153,12 @@ class Walk:
             foreach.subtract_([self.params[i] for i in rows], self.updates.current(rows))
 
     def _is_subtracted(self, transform: Transform) -> TypeGuard[LR]:
-        """True for a learning rate that is applied when updates are subtracted. The compiler fuses by itself."""
+        """True for an `LR` that can be applied in the subtraction. The compiler fuses the two by itself."""
         is_lr = isinstance(transform, LR) and type(transform).apply_tensors is LR.apply_tensors
         return is_lr and transform.target == "update" and not torch.compiler.is_compiling()
 
     def apply(self, node: Node, rows: list[int], updates: list[Tensor]) -> list[Tensor]:
-        """What one transform makes of tensors. It may write to them, unless it is an update rule."""
+        """Return the result of one transform for tensors. It may write to them, unless it is an update rule."""
         transform = node.transform
         if isinstance(transform, Chain):
             return self._apply_chain(node, transform, rows, updates)
@@ -175,12 +175,12 @@ class Walk:
             self.store(node, step)
 
     def scale(self, node: Node, transform: Scaling, rows: list[int], over_grads: bool) -> None:
-        """Measure the updates, and have them multiplied once somebody asks for them."""
+        """Measure the updates, and postpone their multiplication until they are read."""
         measured, factors = self._measured(node, transform, rows, self.updates.current(rows))
         self.updates.pend(Pending(rows, measured, factors, over_grads))
 
     def shift(self, node: Node, transform: Shifting, rows: list[int]) -> bool:
-        """Have numbers subtracted from updates once somebody asks for them. False if that is not possible."""
+        """Postpone the subtraction of numbers until the updates are read. Return False if that is not possible."""
         if self.workspace is None or self.plain is None:
             return False
         updates = self.updates.current(rows)
@@ -192,7 +192,7 @@ class Walk:
         return shifts is not None
 
     def postpone(self, node: Node, transform: Elementwise, rows: list[int]) -> bool:
-        """Have an elementwise transform applied once somebody asks for the updates. False if that is not possible."""
+        """Postpone an elementwise transform until the updates are read. Return False if that is not possible."""
         if self.workspace is None or self.plain is None or not self.updates.untouched or node.children:
             return False
         if not foreach.is_real_and_wide(self.params[0].dtype) or not transform.is_elementwise():
@@ -225,7 +225,7 @@ class Walk:
     def _measured(
         self, node: Node, transform: Scaling, rows: list[int], updates: list[Tensor]
     ) -> tuple[Measured, Tensor]:
-        """The norms of updates, and the factors that a scaling finds in them."""
+        """The norms of updates, and the factors that a scaling computes from them."""
         step = self.step_for(node, rows)
         scratch = self._scratch_for(updates)
         dims_of = None if type(transform).slice_dims is Scaling.slice_dims else transform.slice_dims
@@ -233,7 +233,7 @@ class Walk:
             each = self.nodes.keeps_statistics
             measured = measure(updates, transform.slicing, dims_of, scratch, plain=scratch is not None, each=each)
             if each and self.gradient_norms is None:
-                self.gradient_norms = measured.tensor_norms  # they are the gradients: see `_measures_gradients`
+                self.gradient_norms = measured.tensor_norms  # updates are gradients here: see `_measures_gradients`
                 self.measure_gradients()
             if transform.keeps_statistics:
                 step.gradient_norms = chosen(self.measure_gradients(), rows)
@@ -249,7 +249,7 @@ class Walk:
         return measured, factors
 
     def _scratch_for(self, updates: Sequence[Tensor]) -> Scratch | None:
-        """Memory for norms in few operations, if the local parts of updates are plain and none is a pending sum."""
+        """Memory for norms in few operations; None unless local parts are plain and none is a pending sum."""
         if self.workspace is None:
             return None
         is_plain = self.plain is not None and self.updates.untouched
@@ -258,7 +258,7 @@ class Walk:
         return self.workspace.scratch if is_plain else None
 
     def _picked(self, column: list[T], rows: list[int]) -> list[T]:
-        """Some rows of a list with one entry per parameter, as a new list; rows are in order."""
+        """Some rows, in order, of a list with one entry per parameter, as a new list."""
         return list(column) if len(rows) == len(column) else [column[i] for i in rows]
 
     def _by_group(self, settings: Sequence[Setting], rows: list[int]) -> list[Setting]:
@@ -268,7 +268,7 @@ class Walk:
         return [settings[g] for g in self._picked(self.group_of, rows)]
 
     def step_for(self, node: Node, rows: list[int]) -> Step:
-        """What a transform sees of the step, with the state that it begins with."""
+        """The `Step` for one transform, with its state before the step."""
         transform = node.transform
         own_settings = self.settings[node.path]
         settings = self._by_group(own_settings, rows)
@@ -295,20 +295,20 @@ class Walk:
         )
 
     def store(self, node: Node, step: Step) -> None:
-        """Keep the state and the metrics of a transform."""
+        """Store the state and the metrics of a transform."""
         if node.has_state:
             step.store_states()
         self.chain_state.update(node.qualified(step.global_state))
         self.metrics.update(node.qualified(step.metrics))
 
     def _may_write_grads(self, rest: Sequence[Node]) -> bool:
-        """True if an update rule follows, after scalings only: it only reads, so gradients may be scaled in place."""
+        """True if only scalings stand before the next update rule, which does not write to its updates."""
         acting = (n.transform for n in rest if n.transform.target == "update")
         following = next((t for t in acting if not isinstance(t, Scaling | Gate)), None)
         return not self.keep_grads and isinstance(following, UpdateRule) and not isinstance(following, FinalRule)
 
     def _fuse(self, node: Node, rows: list[int], own: list[int], rest: Sequence[Node]) -> tuple[list[int], list[int]]:
-        """Let an update rule do the rest of the chain where it can. Return the rows still to process: all, its own."""
+        """Let an update rule do the rest of the chain where it can. Return the rows that remain: all, and its own."""
         rest = [n for n in rest if n.transform.target != "closure" and not isinstance(n.transform, Gate)]
         done: set[int] = set()
         for later, part in self._alike(node, own, rest):
@@ -359,7 +359,7 @@ class Walk:
         return take_step is not None
 
     def _fits(self, node: Node, fused: Fused, rows: list[int], step: Step) -> bool:
-        """Whether parameters, updates and state are laid out as a kernel needs them."""
+        """True if parameters, updates and state are laid out as a kernel needs them."""
         keys = [f"{node.path}/{key}" for key in fused.state]
         if self.plain is not None and self.plain.has(keys) and self.updates.untouched:
             return True
@@ -367,7 +367,7 @@ class Walk:
         return foreach.are_alike([locals_of(column) for column in columns])
 
     def _run_kernel(self, fused: Fused, rows: list[int], step: Step) -> None:
-        """Do what is pending, and the rest of the chain, in one pass over memory."""
+        """Apply pending operations and the rest of the chain in one pass over memory."""
         for key in fused.counters:
             step.add(key, 1)
         pending = self.updates.take(rows)
@@ -391,7 +391,7 @@ class Walk:
 
 
 def _begin(transform: Transform, params: Sequence[Tensor], settings: Sequence[Setting], i: int) -> State:
-    """The state of a parameter before its first step; none if the rule makes it itself."""
+    """The state of a parameter before its first step; empty if a final rule makes it itself."""
     return {} if isinstance(transform, FinalRule) else transform.init_state(params[i], settings[i])
 
 
@@ -420,7 +420,7 @@ def _check_result(node: Node, result: Any, given: Sequence[Tensor]) -> None:
 
 
 def _check_state(node: Node, step: Step) -> None:
-    """Raise if a transform has state of parameters that it did not declare, and that would be lost."""
+    """Raise if a transform stored state of a parameter without declaring it, because the state would be lost."""
     if not node.has_state:
         for state in step.touched_states():
             if len(state) > 0:
@@ -428,7 +428,8 @@ def _check_state(node: Node, step: Step) -> None:
                 raise RuntimeError(f"{node.transform!r} keeps state {keys} that its init_state does not return")
 
 
-# What a transform is applied to, and where its result goes. ``over_grads``: a scaling may write over the gradients.
+# One function for each target: it chooses the tensors that a transform gets, and where the result goes. With
+# ``over_grads`` a scaling may write over the gradients.
 
 
 def _change_updates(walk: Walk, node: Node, rows: list[int], over_grads: bool) -> None:

@@ -1,4 +1,4 @@
-"""Buffers and caches that an optimizer uses again from step to step; none of them is state."""
+"""Buffers and caches that the steps of an optimizer reuse. They are not state."""
 
 from torchzero_clip.core.gathering import Layouts
 from torchzero_clip.core.states import Vectors
@@ -6,9 +6,9 @@ from torchzero_clip.functional.scratch import Scratch
 
 
 class Workspace:
-    """Memory for intermediate results, and numbers of state as vectors.
+    """Memory for intermediate results, numbers of state as vectors, and layouts that passed a check.
 
-    It is never saved or copied with an optimizer, because a new one is as good.
+    It is never saved or copied with an optimizer, because a new one serves as well.
     """
 
     def __init__(self) -> None:

@@ -17,20 +17,20 @@ SHORT = 65536
 """Tensors of at most this many elements are copied to be measured together."""
 
 BLOCK = 1024
-"""Elements of a block of a long tensor. It is measured in the dtype of the tensor; squares are added in float64."""
+"""Elements of a block of a long tensor. Blocks are reduced in the dtype of the tensor, and added up in float64."""
 
 ROW = 512
-"""Elements of a row of copies."""
+"""Elements of a row in the memory for copies of short tensors."""
 
 ROWS = 512
-"""Rows in the memory for copies, 1 MiB of float32: it stays in the cache."""
+"""Rows in the memory for copies: 1 MiB of float32, which stays in the cache."""
 
 SMALLEST, LARGEST = 1e-12, 1e30
-"""Beyond these float32 squares may vanish or overflow."""
+"""Outside of these, squares in float32 may underflow or overflow."""
 
 
 class _Chunk(NamedTuple):
-    """Tensors that are copied at a time: each fills whole rows, the rest of its last row is 0."""
+    """Tensors that are copied together. Each fills whole rows; the rest of its last row is 0."""
 
     own: slice
     views: list[Tensor]
@@ -46,7 +46,7 @@ class _Plan(NamedTuple):
 
 
 def block_norms(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
-    """The L2 norm of each tensor: a float64 vector. Those beyond `SMALLEST` and `LARGEST` may be wrong.
+    """The L2 norm of each tensor: a float64 vector. Norms outside of `SMALLEST` to `LARGEST` may be wrong.
 
     Args:
         tensors: Plain tensors of one dtype, float32 or float64, on CPU.
@@ -56,7 +56,7 @@ def block_norms(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
 
 
 def direct_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """The same as `block_norms` without memory for copies, for a single call: float32 norms of up to 16 blocks."""
+    """The norms of `block_norms` for a single call. Tensors of up to 16 blocks are reduced at once in their dtype."""
     short = [i for i, tensor in enumerate(tensors) if tensor.numel() <= 16 * BLOCK]
     kept = set(short)
     long = [i for i in range(len(tensors)) if i not in kept]
@@ -69,7 +69,7 @@ def direct_norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def joint_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The L2 norm of all tensors together: a 0-d float64 tensor. Beyond `SMALLEST` and `LARGEST` it may be wrong.
+    """The L2 norm of all tensors together: a 0-d float64 tensor. Outside of `SMALLEST` to `LARGEST` it may be wrong.
 
     Args:
         tensors: As in `block_norms`, at least one.
@@ -91,7 +91,7 @@ def joint_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def block_sums(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
-    """The sum of each tensor: a float64 vector. Those that are not finite may be wrong.
+    """The sum of each tensor: a float64 vector. A sum that is not finite may be wrong.
 
     Args:
         tensors: As in `block_norms`.
@@ -149,7 +149,7 @@ def _planned(tensors: Sequence[Tensor], scratch: Scratch) -> _Plan:
 
 
 def _rows_of(tensor: Tensor) -> list[Tensor]:
-    """The elements of one tensor in rows of one block each, and the rest in a shorter row."""
+    """The elements of one tensor in rows of one block each, and the remaining ones in a shorter row."""
     flat = foreach.flat(tensor)
     count = flat.numel()
     even = count - count % BLOCK

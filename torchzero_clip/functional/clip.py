@@ -1,4 +1,4 @@
-"""Clip, normalize and centralize lists of tensors: what the transforms and the in-place functions share."""
+"""Clip, normalize and centralize lists of tensors, for the transforms and for the in-place functions."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from torchzero_clip.functional.metric import Metric
 from torchzero_clip.functional.norms import all_ones, beyond_float32, joint_sum, may_look, slice_sums
 from torchzero_clip.functional.shards import whole
 
-TINY = 1e-12  # normalizing leaves slices of this size and less alone: what remains of them is noise
+TINY = 1e-12  # slices with a norm up to this are not normalized, because only noise is left of them
 
 
 def clip_by_(tensors: Sequence[Tensor], limit: float, norm: Tensor) -> None:
@@ -25,7 +25,7 @@ def clip_by_(tensors: Sequence[Tensor], limit: float, norm: Tensor) -> None:
 def centralize_(tensors: Sequence[Tensor], slicing: Slicing) -> None:
     """Subtract from every slice its mean, in place; a scalar has no slices.
 
-    None of the tensors may hold pending sums, from each of which the mean would be subtracted.
+    The tensors must not hold pending sums, because the mean would be subtracted from every summand.
     """
     if slicing.dim == "global":
         parts = [p for p in map(whole, tensors) if p.size]
@@ -42,7 +42,7 @@ def clip_factors(metric: Metric, norms: Tensor, limit: float, floor: float = 0.0
 
     Args:
         metric: What was measured.
-        norms: A vector, of 'var' the roots.
+        norms: A vector of metrics; for 'var' their roots.
         limit: In units of the metric.
         floor: In units of the metric.
     """
@@ -50,7 +50,7 @@ def clip_factors(metric: Metric, norms: Tensor, limit: float, floor: float = 0.0
     if high == math.inf and not low:
         return torch.ones_like(norms)
     if norms.numel() == 1 and may_look(norms):  # arithmetic on tensors of one number takes five times as long
-        norm = norms.item()  # tensors divide by multiplying with the inverse
+        norm = norms.item()  # rounded below as tensors do, which multiply by the inverse
         factor = 1.0 if norm <= high else high * (1 / norm)
         return torch.full_like(norms, low * (1 / norm) if 0 < norm < low else factor)
     factor = torch.where(norms <= high, 1.0, high / norms)

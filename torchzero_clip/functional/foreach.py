@@ -1,8 +1,8 @@
 """Operations on lists of tensors; the only file that touches ``torch._foreach_*``.
 
-Lists may hold plain and distributed tensors, several devices and dtypes. Each function works on the local parts:
-all operations here are elementwise, and tensors that meet have the same layout. Where it matters, the real and the
-imaginary part of a complex number are elements of their own, as in torch's optimizers.
+Lists may hold plain and distributed tensors, several devices and dtypes. Functions work on the local parts, which is
+right because all operations here are elementwise, and tensors of one operation have the same layout. Where it matters,
+the real and the imaginary part of a complex number are separate elements, as in torch's optimizers.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torchzero_clip.functional.shards import distributed_like, local, locals_of
 
 PLAIN = {Tensor, nn.Parameter, FakeTensor}
-"""Types of tensors whose memory is all that there is to them; fake tensors stand for such ones."""
+"""Types of tensors without a structure beyond their memory. Fake tensors stand for such ones."""
 
 _DTYPE = attrgetter("dtype")
 _DTYPE_AND_PLACE = attrgetter("dtype", "is_cpu")
@@ -41,7 +41,7 @@ def reals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def alike(*tensors: Tensor) -> bool:
-    """Whether elements with the same index stand at the same place in memory, without gaps."""
+    """True if elements with the same index are at the same place in memory, without gaps."""
     first, *others = locals_of(tensors)
     if all(tensor.is_contiguous() for tensor in (first, *others)):
         return True
@@ -52,7 +52,8 @@ def alike(*tensors: Tensor) -> bool:
 def are_alike(columns: Sequence[Sequence[Tensor]]) -> bool:
     """Whether lists of tensors fit torch's fused kernels, which go through memory without looking at strides.
 
-    All tensors are plain, of one dtype and on one device, and in each row laid out alike; shapes are taken to be equal.
+    They fit if all tensors are plain, of one dtype and on one device, and laid out alike in each row. Shapes are
+    assumed to be equal.
     """
     kinds = {kind(column) for column in columns}
     if len(kinds) != 1 or None in kinds:
@@ -72,7 +73,7 @@ def fused_adamw_(
     scale: Tensor | None,
     **options: Any,
 ) -> None:
-    """Take a step of AdamW by torch's fused kernel. ``scale`` divides the updates, in place; ``steps`` are the new."""
+    """Take a step of AdamW by torch's fused kernel. ``scale`` divides updates in place; ``steps`` include this one."""
     first, second, *largest = averages
     largest = largest[0] if largest else []
     lists = (params, updates, first, second, largest, steps)
@@ -97,7 +98,7 @@ def fused_sgd_(
 
 
 def _beside_params(lr: float | Tensor, params: Sequence[Tensor]) -> float | Tensor:
-    """A learning rate where the kernels take it: on CPU, or on the device of the parameters."""
+    """A learning rate on a device where the kernels accept it: CPU, or that of the parameters."""
     return lr.to(params[0].device) if isinstance(lr, Tensor) and not lr.is_cpu else lr
 
 
@@ -119,14 +120,14 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def _strides(tensor: Tensor) -> list[int]:
-    """The strides that say anything: those of dimensions of more than one element."""
+    """The strides that matter: those of dimensions of more than one element."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
 def are_plain(tensors: Sequence[Tensor], min_size: int = 1) -> bool:
     """Whether all are plain real tensors of one dtype, on one device, and of at least so many elements.
 
-    Always False in `torch.compile`, which makes its own few operations.
+    Always False under `torch.compile`, which combines operations by itself.
     """
     if torch.compiler.is_compiling():
         return False
@@ -172,7 +173,7 @@ def multiply_each_(tensors: Sequence[Tensor], factors: Tensor) -> None:
 
     Args:
         tensors: The tensors.
-        factors: A float64 vector; one that was expanded from a single number counts as that.
+        factors: A float64 vector. If it was expanded from a single number, that number is the factor of all tensors.
     """
     wide = wide_dtype(tensors[0].dtype)
     factors = as_factors(factors, wide)
@@ -186,13 +187,13 @@ def multiply_each_(tensors: Sequence[Tensor], factors: Tensor) -> None:
 
 
 def as_factors(factors: Tensor, dtype: torch.dtype) -> Tensor:
-    """Factors in a dtype, clamped to its range. On CUDA, looking whether it holds them would wait for the device."""
+    """Factors in a dtype, clamped to its range, because on CUDA a check of the range would wait for the device."""
     largest = torch.finfo(dtype).max
     return (factors if dtype == torch.float64 else factors.clamp(min=-largest, max=largest)).to(dtype)
 
 
 def is_real_and_wide(dtype: torch.dtype) -> bool:
-    """Whether state is kept in this dtype, rather than in a wider one."""
+    """True for float32 and float64: statistics of such tensors have the same dtype, not a wider one."""
     return dtype in (torch.float32, torch.float64)
 
 
@@ -290,7 +291,7 @@ def lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> N
 
 
 def lerp_rows_(chosen: Tensor, tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
-    """``tensors += weight * (ends - tensors)`` for ``chosen`` ones, in place; other ends may hold anything."""
+    """``tensors += weight * (ends - tensors)`` for ``chosen`` rows, in place; the ends of others may hold anything."""
     if not (chosen.is_cpu and not torch.compiler.is_compiling()):
         for flag, tensor, end in zip(chosen.unbind(), locals_of(tensors), locals_of(ends), strict=True):
             lerp_where_(flag.to(tensor.device), tensor, end, weight)
@@ -321,7 +322,7 @@ def maximum_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
 
 
 def square_roots(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """As new tensors."""
+    """The square root of each element, as new tensors."""
     return _wrap(_foreach._foreach_sqrt(reals_of(tensors)), tensors)
 
 
@@ -338,7 +339,7 @@ def clamp_(tensors: Sequence[Tensor], limit: float) -> None:
     for tensor in reals_of(tensors):
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for dtype, group in by_dtype.items():
-        # torch raises for a limit that the dtype cannot represent; nothing finite exceeds it
+        # torch raises for a limit that the dtype cannot represent; finite elements do not exceed such a limit
         bound = limit if limit <= torch.finfo(dtype).max else float("inf")
         _foreach._foreach_clamp_max_(group, bound)
         _foreach._foreach_clamp_min_(group, -bound)

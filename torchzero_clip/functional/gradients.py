@@ -1,4 +1,4 @@
-"""What the in-place functions take and return: parameters in many forms, gradients of many layouts."""
+"""Arguments and results of the in-place functions: parameters in many forms, gradients of many layouts."""
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ def listed(name: str, tensors: Tensors) -> list[Tensor]:
 
 
 def gradients(params: Tensors) -> list[Tensor]:
-    """The gradients of those parameters that have one, as `own_gradients` gives them."""
+    """The gradients of those parameters that have one, as `own_gradients` returns them."""
     once = {id(param): param for param in listed("params", params)}  # shared ones are listed several times
     return own_gradients([param for param in once.values() if param.grad is not None])
 
@@ -34,8 +34,8 @@ def gradients(params: Tensors) -> list[Tensor]:
 def own_gradients(params: Sequence[Tensor]) -> list[Tensor]:
     """The gradients of parameters that have one, each laid out like its parameter and in memory of its own.
 
-    Three kinds of gradients are replaced for that, in ``.grad`` too: distributed ones with partial placements, expanded
-    ones, whose elements share memory, and one that another parameter has as well.
+    Four kinds of gradients are replaced, in ``.grad`` too: those with other placements than their parameter, complex
+    ones whose conjugation is pending, expanded ones (their elements share memory), and those of two parameters.
     """
     found: list[Any] = [param.grad for param in params]
     strided = {torch.strided}.issuperset([grad.layout for grad in found])
@@ -60,13 +60,13 @@ def own_gradients(params: Sequence[Tensor]) -> list[Tensor]:
 def opened(
     tensors: list[Tensor], values_suffice: Callable[[Tensor], bool], *, write: bool = True
 ) -> Generator[list[Tensor]]:
-    """Dense tensors in place of sparse ones, which have the new values in the end.
+    """Yield dense tensors in place of sparse ones, and write their values back to the sparse ones.
 
     Args:
         tensors: Dense and sparse tensors; dense ones are passed on as they are.
-        values_suffice: Whether the values of a sparse tensor can stand for it. Otherwise a dense copy does, with all
-            the zeros that are not stored.
-        write: Whether the dense tensors will be written to.
+        values_suffice: Returns True if the stored values of a sparse tensor are enough. Otherwise a dense copy is used,
+            with the zeros that are not stored.
+        write: Whether values are written back.
     """
     opened_ = [_Opened(tensor, values_suffice) if tensor.layout != torch.strided else None for tensor in tensors]
     yield [tensor if own is None else own.dense for tensor, own in zip(tensors, opened_, strict=True)]
@@ -96,7 +96,7 @@ class _Opened:
 
 
 def values_tell_all(slicing: Slicing) -> Callable[[Tensor], bool]:
-    """Whether the stored values of a sparse tensor have its metric: slices are whole, and zeros do not count."""
+    """A function: True if a sparse tensor has the metric of its stored values, so that zeros do not count."""
     metric, joint = slicing.metric, slicing.dim == "global"
     whole = joint or (slicing.dim is None and not slicing.inverse_dims)
     blind_to_zeros = metric.kind == "sum" or (metric.kind == "norm" and metric.p > 0)
@@ -104,7 +104,7 @@ def values_tell_all(slicing: Slicing) -> Callable[[Tensor], bool]:
 
 
 def as_reported(total: Tensor, grads: list[Tensor]) -> Tensor:
-    """A joint metric as the functions return it: float32, or wider if a gradient is."""
+    """A joint metric as the functions return it: float32, or float64 if a gradient has that width."""
     dtype = torch.float32
     for given in {grad.dtype for grad in grads}:
         dtype = torch.promote_types(dtype, wide_dtype(given).to_real())

@@ -1,4 +1,4 @@
-"""In-place functions on the gradients of parameters, for training loops with an optimizer of their own."""
+"""In-place functions on the gradients of parameters, for training loops with another optimizer than `Modular`."""
 
 import math
 
@@ -27,25 +27,26 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradient of every parameter so that its norm is at most ``max_norm``, in place.
 
-    By default each gradient has a norm and a limit of its own. The meaning of `torch.nn.utils.clip_grad_norm_`, one
-    norm of all gradients together, is ``dim="global"``. Gradients of one element are left alone unless ``min_size=1``;
-    the transform `ClipNorm` clips them.
+    By default each gradient has its own norm. With ``dim="global"`` all gradients have one joint norm, as in
+    `torch.nn.utils.clip_grad_norm_`. Gradients of one element are left alone unless ``min_size=1``; the transform
+    `ClipNorm` clips them.
 
         g ← g · min(1, max_norm / ‖g‖)
 
-    for every slice g: the whole gradient, or what ``dim`` says. The limit is exact at every magnitude: nothing is
-    added to the norm.
+    for every slice g, which is the whole gradient by default. The limit is exact at every magnitude, because no epsilon
+    is added to the norm.
 
     Args:
-        params: A tensor or an iterable of tensors. Those without a gradient are skipped; having none is no error.
+        params: A tensor or an iterable of tensors. Those without a gradient are skipped, even if all are.
         max_norm: The limit of every slice; None for no upper limit.
         ord: The metric: a number p for the p-norm (also 0, inf, -inf and negative numbers), or one of 'l0', 'l1', 'l2',
             'l3', 'l4', 'linf', 'mad' (mean absolute value), 'std', 'var', 'sum' (magnitude of the signed sum).
-        dim: The dimensions that one slice spans: None for all, an int or several (negative ones count from the end of
-            each gradient), or "global" for all gradients joined. A gradient that has none of them is left alone.
+        dim: The dimensions that one slice spans: None for all, one int or several (negative ones count from the end of
+            each gradient), or "global" for all gradients joined. A gradient whose slices span no dimension is left
+            alone.
         inverse_dims: Slices span the dimensions that ``dim`` does not list.
-        min_size: Slices of fewer elements are left alone; by default gradients of one element. Not for "global".
-        min_norm: Slices with a smaller norm, but not of norm 0, are scaled up to it.
+        min_size: Slices of fewer elements are left alone; by default slices of one element. Not for "global".
+        min_norm: Slices with a smaller norm, except norm 0, are scaled up to it; None for no lower limit.
         error_if_nonfinite: Raise if the norm of all gradients together is inf or NaN, before anything is changed.
 
     Returns:
@@ -61,8 +62,8 @@ def clip_grad_norm_(
     | --- | --- |
     | norm 0 | unchanged |
     | ``max_norm=0`` | zeros |
-    | an inf in the slice | its finite elements become 0, the inf NaN, as in torch |
-    | a NaN in the slice | all NaN, as in torch |
+    | an inf in the slice | finite elements become 0, infinite ones NaN, as in torch |
+    | a NaN in the slice | all elements become NaN, as in torch |
     | float16 of norm 128000, float32 of norm 1e21 | clipped; the norm does not overflow |
 
     Rounding can leave a norm above the limit by a relative 1e-6 in float32, and by half a unit in the last place in
@@ -103,7 +104,7 @@ def clip_grad_value_(params: Tensors, value: float) -> None:
     """Clamp every element of the gradients to [-value, value], in place.
 
     Args:
-        params: A tensor or an iterable of tensors. Those without a gradient are skipped; having none is no error.
+        params: A tensor or an iterable of tensors. Those without a gradient are skipped, even if all are.
         value: The largest magnitude allowed, in units of the gradient.
 
     Raises:
@@ -140,10 +141,10 @@ def normalize_grads_(
 
         g ← g · norm_value / ‖g‖
 
-    for every slice g: the whole gradient, or what ``dim`` says; ``dim="global"`` for one norm of all gradients.
+    for every slice g, which is the whole gradient by default. With ``dim="global"`` all gradients have one joint norm.
 
     Args:
-        params: A tensor or an iterable of tensors. Those without a gradient are skipped; having none is no error.
+        params: A tensor or an iterable of tensors. Those without a gradient are skipped, even if all are.
         norm_value: The norm to scale to, >= 0.
         ord: The metric, as in `clip_grad_norm_`.
         dim: The dimensions that one slice spans, as in `clip_grad_norm_`.
@@ -151,7 +152,7 @@ def normalize_grads_(
         min_size: Slices of fewer elements are left alone. Not for "global".
 
     Returns:
-        The metric of all gradients together before, as `clip_grad_norm_` returns it.
+        The metric of all gradients together before normalization, as `clip_grad_norm_` returns it.
 
     Raises:
         ValueError: For a value that is negative, infinite or NaN, or an unknown ``ord`` or ``dim``.
@@ -161,8 +162,8 @@ def normalize_grads_(
     | --- | --- |
     | norm 0, or up to 1e-12 | unchanged |
     | one element with 'std' or 'var' | unchanged |
-    | an inf in the slice | its finite elements become 0, the inf NaN |
-    | a NaN in the slice | all NaN |
+    | an inf in the slice | finite elements become 0, infinite ones NaN |
+    | a NaN in the slice | all elements become NaN |
 
     Examples:
         >>> weight = torch.tensor([3.0, 4.0], requires_grad=True)
@@ -183,15 +184,15 @@ def normalize_grads_(
 
 @torch.no_grad()
 def centralize_grads_(params: Tensors, dim: Dim = None, inverse_dims: bool = False, min_size: int = 2) -> None:
-    """Subtract from the gradient of every parameter its mean, in place.
+    """Subtract its mean from the gradient of every parameter, in place.
 
         g ← g - mean(g)
 
-    for every slice g: the whole gradient, or what ``dim`` says. Gradient centralization as published takes one mean per
+    for every slice g, which is the whole gradient by default. Gradient centralization as published takes one mean per
     output channel: ``dim=0, inverse_dims=True``.
 
     Args:
-        params: A tensor or an iterable of tensors. Those without a gradient are skipped; having none is no error.
+        params: A tensor or an iterable of tensors. Those without a gradient are skipped, even if all are.
         dim: The dimensions that one slice spans, as in `clip_grad_norm_`. Scalars change only with "global".
         inverse_dims: Slices span the dimensions that ``dim`` does not list.
         min_size: Slices of fewer elements are left alone. Not for "global".
@@ -200,7 +201,7 @@ def centralize_grads_(params: Tensors, dim: Dim = None, inverse_dims: bool = Fal
         ValueError: For an unknown ``dim``, or a negative ``min_size``.
         TypeError: For an argument of the wrong type.
 
-    A sparse gradient keeps its layout, but has a value for every element afterwards.
+    A sparse gradient keeps its layout, but stores a value for every element afterwards.
 
     Examples:
         >>> weight = torch.tensor([3.0, 5.0], requires_grad=True)

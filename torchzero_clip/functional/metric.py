@@ -9,7 +9,7 @@ from torchzero_clip.types import Ord
 
 
 class Metric(NamedTuple):
-    """What ``ord`` stands for."""
+    """The metric that ``ord`` names."""
 
     kind: Literal["norm", "mad", "std", "var", "sum"]
     p: float = 2.0
@@ -34,7 +34,7 @@ class Metric(NamedTuple):
         return norm / max(count, 1) if self.kind == "mad" else norm
 
     def root(self, value: float) -> float:
-        """The root of a limit."""
+        """A limit of the metric as a limit of its root, the quantity that scales with the tensor."""
         return math.sqrt(value) if self.degree == 2 else value
 
 
@@ -53,7 +53,7 @@ _NAMED: dict[str, Metric] = {
 
 
 def parse_ord(ord: Ord) -> Metric:
-    """The metric that ``ord`` names; a 0-d tensor is read once, here."""
+    """Parse ``ord``. A 0-d tensor is read once, here."""
     if isinstance(ord, str):
         if ord not in _NAMED:
             hint = "; joint norms are dim='global'" if str(ord) == "global" else ""

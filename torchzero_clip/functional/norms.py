@@ -1,7 +1,7 @@
-"""Norms and other metrics of tensors: float64 numbers, safe from overflow and underflow, whole on every rank.
+"""Norms and other metrics of full tensors in float64, safe from overflow and underflow, alike on all ranks.
 
-A metric is computed as its *root*, the quantity of degree 1 that scales with the tensor (the standard deviation for
-``'var'``), so that one rule turns it into a factor: ``limit_root / root``.
+Each metric is computed as its *root*, which scales with the tensor (for ``'var'`` the standard deviation), so that one
+rule serves all metrics: the factor is ``limit_root / root``.
 """
 
 import math
@@ -23,15 +23,15 @@ from torchzero_clip.functional.shards import part as part_of
 from torchzero_clip.functional.shards import replicated as replicated
 from torchzero_clip.types import Ord
 
-BLOCK = 1024  # float32 sums over more elements are taken in two levels: plain ones lose 6e-4 at 16M elements
+BLOCK = 1024  # float32 sums of more elements are taken in two levels; a plain sum of 16M elements is off by 6e-4
 
 
 def norm(tensor: Tensor, ord: Ord = 2, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """Return the norm of one tensor, or of each of its slices, in float64.
 
-    It is for authors of transforms. A finite tensor has a finite norm and a non-zero one a non-zero norm, in every
-    dtype. Under FSDP2 it is the norm of the full tensor, equal on every rank. With ``dim`` a rank gets the norms of
-    the slices of which it holds a part, each taken over all ranks, like the ``norms`` that a `Scaling` gets.
+    For authors of transforms. In every dtype a finite tensor has a finite norm, and a non-zero tensor a non-zero norm.
+    Under FSDP2 it is the norm of the full tensor, equal on every rank. With ``dim`` a rank gets the norms of those
+    slices of which it holds a part, each taken over all ranks, like the ``norms`` that a `Scaling` gets.
 
     Args:
         tensor: A tensor of any shape and floating point dtype.
@@ -70,7 +70,9 @@ def norm(tensor: Tensor, ord: Ord = 2, dim: int | Sequence[int] | None = None, k
 
 
 def rms(tensor: Tensor) -> Tensor:
-    """The root of the mean square of one tensor, as safe as `norm`; 0 for a tensor without elements.
+    """Return the root mean square of one tensor, in float64; 0 for a tensor without elements.
+
+    It is as safe from overflow and underflow as `norm`, and like it the value of the full tensor on every rank.
 
     Args:
         tensor: A tensor of any shape and floating point dtype.
@@ -92,7 +94,7 @@ class Moments(NamedTuple):
 
 
 def moments(parts: Sequence[Part], metric: Metric) -> Moments | None:
-    """The moments of slices, if ``metric`` needs them and float64 can hold squares of all elements."""
+    """The moments of slices; None if ``metric`` does not need them, or if they cannot be taken directly in float64."""
     narrow = all(not (p.tensor.is_complex() or p.tensor.dtype == torch.float64) for p in parts)
     if (
         not parts
@@ -127,7 +129,7 @@ def joint_metric(
     """The root of the metric of whole tensors as one vector: a 0-d tensor.
 
     Args:
-        parts: The tensors, each as one slice; with ``known`` in any slices.
+        parts: The tensors, each as one slice. If ``known`` is given, they may have any slices.
         metric: What to measure.
         norms: The p-norms of the tensors that have elements, if they are known.
         known: The moments of the slices, if they are known.
@@ -173,7 +175,7 @@ def combine(norms: Tensor, p: float) -> Tensor:
 
 
 def total_norm(parts: Sequence[Part], norms: Sequence[Tensor], others: Sequence[Tensor], p: float) -> Tensor:
-    """The p-norm of all tensors together, from the norms of all slices of some of them and those of the others."""
+    """The p-norm of all tensors together, from the norms of the slices of ``parts`` and of the ``others``."""
     spread = [i for i, part in enumerate(parts) if part.spread]
     values = list(norms)
     if spread:
@@ -200,7 +202,7 @@ def beyond_float32(factors: Tensor) -> bool:
 
 
 def extent(vector: Tensor) -> tuple[float, float]:
-    """The smallest and the largest number: NaN if one is NaN, and 1 if there are none."""
+    """The smallest and the largest number: NaN if one is NaN, and 1 for an empty vector."""
     if not vector.numel():
         return 1.0, 1.0
     if not vector.ndim or vector.stride() == (0,):
@@ -223,10 +225,8 @@ def means_over_ranks(parts: Sequence[Part], counts: Sequence[int], columns: Sequ
 def whole_norms(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor:
     """The L2 norm of each of some plain real tensors of one dtype on one device: a float64 vector.
 
-    With ``scratch``, short tensors are copied there, which is faster from the second call on.
-
-    Equal to `p_norms` but for rounding. Short tensors are measured together on CPU, and all tensors in one call on
-    CUDA, except in float64.
+    They are those of `p_norms` up to rounding. On CPU short tensors are measured together, on CUDA all tensors in one
+    call, except in float64. With ``scratch``, short tensors are copied there, which is faster from the second call on.
     """
     first = tensors[0]
     if not may_look(first):
@@ -247,7 +247,7 @@ def whole_norms(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor:
 def whole_norm(tensors: Sequence[Tensor]) -> Tensor | None:
     """The L2 norm of all tensors together, each as in `whole_norms`: a 0-d float64 tensor.
 
-    None where the norms of each are as quick, or where they are needed because the total is extreme or not finite.
+    None where measuring each tensor is as fast, or where that is needed because the total is extreme or not finite.
     """
     if not may_look(tensors[0]) or tensors[0].dtype not in (torch.float32, torch.float64):
         return None
@@ -258,7 +258,7 @@ def whole_norm(tensors: Sequence[Tensor]) -> Tensor | None:
 def whole_sums(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
     """The sum of each of some plain real tensors of one dtype on one device: a float64 vector.
 
-    It is what `slice_sums` returns but for the rounding of sums of 1024 elements to the dtype.
+    They are those of `slice_sums` up to the rounding of sums of up to 1024 elements to the dtype.
     """
     if not may_look(tensors[0]) or tensors[0].dtype not in (torch.float32, torch.float64):
         return pack(slice_sums([whole(tensor) for tensor in tensors]))
@@ -271,7 +271,7 @@ def whole_sums(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
 
 
 def p_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
-    """The p-norm of every slice, float64: one tensor per part; magnitudes of complex numbers."""
+    """The p-norm of every slice, float64: one tensor per part. Complex numbers count by their magnitude."""
     if any(part.tensor.is_complex() for part in parts):
         parts = [part._replace(tensor=_magnitudes(part.tensor)) for part in parts]
     norms = _merged(parts, _local_norms(parts, p), p)
@@ -280,7 +280,7 @@ def p_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
     if not may_look(*(part.tensor for part in parts)):
         risky = [i for i, part in enumerate(parts) if part.tensor.dtype == torch.float64 or abs(p) > 6]
         return _redone(parts, norms, risky, p)
-    # float32 powers leave their range far from 1; what lies beyond 10^(+-30/p) is taken again on rescaled values
+    # powers in float32 may overflow or underflow: norms beyond 10^(+-30/p) are taken again on rescaled values
     vector = pack(norms)
     tiny = 10.0 ** max(-30 / abs(p), -300)
     huge = 10.0 ** min(30 / -p, 300) if p < 0 else math.inf
@@ -291,7 +291,7 @@ def p_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
 
 
 def _redone(parts: Sequence[Part], norms: list[Tensor], indices: Sequence[int], p: float) -> list[Tensor]:
-    """Take some of the norms again, in float64 on values divided by that of their slice which counts most."""
+    """Take some norms again, in float64, of slices divided by their largest magnitude (the smallest if p < 0)."""
     risky = [parts[i] for i in indices]
     extreme = math.copysign(math.inf, p)
     scales = [_usable_scale(n) for n in _merged(risky, [_local_norm(part, extreme) for part in risky], extreme)]
@@ -322,7 +322,7 @@ def merged(parts: Sequence[Part], norms: Tensor) -> Tensor:
 
 
 def _local_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
-    """The norm of every local slice; whole tensors are taken together where that is as accurate."""
+    """The norm of every local slice. Whole tensors are measured together where that is as accurate."""
     norms: list[Tensor | None] = [None] * len(parts)
     alike: dict[tuple[torch.dtype, bool], list[int]] = {}
     for i, part in enumerate(parts):
@@ -408,7 +408,7 @@ def _usable_scale(largest: Tensor) -> Tensor:
 
 
 def may_look(*tensors: Tensor) -> bool:
-    """Whether reading a result here costs nothing: elsewhere it would wait for the device, or break a graph."""
+    """True if values can be read at no cost. Otherwise reading would wait for the device, or break a graph."""
     return all(tensor.is_cpu for tensor in tensors) and not torch.compiler.is_compiling()
 
 

@@ -10,7 +10,7 @@ def orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], ste
     """A matrix with the singular vectors of ``matrix`` and singular values near 1, in bfloat16.
 
     The quintic iteration X ← a X + (b A + c A²) X with A = X Xᵀ, from X scaled to a norm of at most 1. With the
-    coefficients that Muon uses singular values end between 0.5 and 1.5, which is as good there as exactly 1.
+    coefficients of Muon the singular values end between 0.5 and 1.5, which works as well for Muon as exactly 1.
 
     Args:
         matrix: A matrix, distributed or not; the result is laid out alike.
@@ -25,7 +25,7 @@ def orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], ste
     tall = x.size(0) > x.size(1)
     if tall:
         x = x.T
-    # by a power of 2, which changes no digit, to where squares neither overflow nor vanish
+    # scaling by a power of 2 is exact; after it, squares neither overflow nor underflow
     exponent = torch.frexp(x.abs().amax().float()).exponent
     x = torch.ldexp(x, -exponent)
     smallest = torch.ldexp(torch.full_like(x.select(0, 0).select(0, 0), eps), -exponent)

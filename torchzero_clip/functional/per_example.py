@@ -20,20 +20,20 @@ def per_example_global_norm_clip(grads: Any, l2_norm_clip: float) -> tuple[Any, 
 
         mᵢ = min(1, l2_norm_clip / ‖gᵢ‖)        sum = Σᵢ mᵢ · gᵢ
 
-    The norm of an example covers all leaves: what one example adds to the sum has at most this norm.
+    The norm of an example covers all leaves. What one example adds to the sum has a norm of at most ``l2_norm_clip``.
 
     Args:
-        grads: A list, dict, tuple or any other tree of tensors of shape (B, ...), with the same number B of examples;
-            `torch.func.vmap` of `torch.func.grad` makes one.
+        grads: A list, dict, tuple or any other tree of tensors of shape (B, ...), with the same number B of examples,
+            such as the result of `torch.func.vmap` of `torch.func.grad`.
         l2_norm_clip: The limit C, >= 0, in units of the gradient.
 
     Returns:
-        The sums, as the tree with leaves of shape (...), of the dtype of each leaf, and the number of examples that
+        The sums, as the same tree with leaves of shape (...) and of the same dtypes, and the number of examples that
             were clipped: a 0-d tensor of integers.
 
     Raises:
         ValueError: If the leaves do not have the same number of examples, or for a negative or NaN limit.
-        TypeError: If a leaf is no floating point tensor, or the limit no number.
+        TypeError: If a leaf is not a floating point tensor, or the limit is not a number.
 
     | example | result |
     | --- | --- |
@@ -41,10 +41,10 @@ def per_example_global_norm_clip(grads: Any, l2_norm_clip: float) -> tuple[Any, 
     | norm exactly C | unchanged, not counted |
     | C = 0 | adds zeros |
     | C = inf | unchanged |
-    | an inf | NaN there, 0 elsewhere, and counted; unchanged with C = inf |
+    | an inf | adds NaN there and 0 elsewhere, and is counted; unchanged with C = inf |
     | a NaN | unchanged, not counted |
-    | no examples at all | sums of zeros, count 0 |
-    | no leaves | the tree as it is, count 0 |
+    | B = 0 | sums of zeros, count 0 |
+    | a tree without leaves | returned as it is, count 0 |
 
     Examples:
         >>> import torch
@@ -66,28 +66,28 @@ def per_example_global_norm_clip(grads: Any, l2_norm_clip: float) -> tuple[Any, 
 
 @torch.no_grad()
 def per_example_layer_norm_clip(grads: Any, global_l2_norm_clip: float, uniform: bool = True) -> tuple[Any, Any]:
-    """Clip the gradient of every example, each leaf by itself, so that all leaves together keep a limit, and sum.
+    """Clip the gradient of every example, each leaf by itself, so that all leaves together meet a limit, and sum.
 
         Cₖ = C / √K        (uniform, K leaves)
         Cₖ = C · √(Dₖ / D) (otherwise: leaf k has Dₖ of the D elements of an example)
 
-    Each leaf k is clipped to Cₖ as `per_example_global_norm_clip` would clip it alone, and the squares of all Cₖ add up
-    to that of C: what one example adds to the sums has at most the norm C.
+    Each leaf k is clipped to Cₖ as `per_example_global_norm_clip` would clip it alone. The squares of all Cₖ add up to
+    C², so what one example adds to the sums has a norm of at most C.
 
     Args:
         grads: A list, dict, tuple or any other tree of tensors of shape (B, ...), with the same number B of examples.
         global_l2_norm_clip: The limit C of all leaves together, >= 0, in units of the gradient.
-        uniform: Give every leaf the same limit, instead of one that goes by its number of elements.
+        uniform: Give every leaf the same limit, instead of one that depends on its number of elements.
 
     Returns:
-        The sums, as the tree with leaves of shape (...), and the numbers of examples that were clipped, as the tree
-            with 0-d tensors of integers.
+        The sums, as the same tree with leaves of shape (...), and the numbers of examples that were clipped, as the
+            same tree with 0-d tensors of integers.
 
     Raises:
         ValueError: If the leaves do not have the same number of examples, or for a negative or NaN limit.
-        TypeError: If a leaf is no floating point tensor, or an argument of the wrong type.
+        TypeError: If a leaf is not a floating point tensor, or an argument has the wrong type.
 
-    What happens to single examples is as in `per_example_global_norm_clip`, for each leaf.
+    For each leaf, single examples are treated as in `per_example_global_norm_clip`.
 
     Examples:
         >>> import torch
@@ -141,7 +141,7 @@ def _joined(norms: Sequence[Tensor]) -> Tensor:
 
 def _factors(norms: Tensor, limit: float) -> Tensor:
     factors = (limit / norms).clamp(max=1.0)
-    return torch.where(factors.isnan(), 1.0, factors)  # 0 / 0 and inf / inf: nothing to clip
+    return torch.where(factors.isnan(), 1.0, factors)  # 0 / 0 and inf / inf: within the limit
 
 
 def _weighted_sum(factors: Tensor, leaf: Tensor) -> Tensor:

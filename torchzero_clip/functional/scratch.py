@@ -1,4 +1,4 @@
-"""Memory that is used again from step to step."""
+"""Memory that steps reuse."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -20,8 +20,8 @@ class _Plan(NamedTuple):
 class Scratch:
     """Memory for intermediate results, and plans of how to use it.
 
-    What the memory holds has no meaning after a call. It belongs to one optimizer: two threads that shared it would
-    write over each other's numbers.
+    The contents are undefined after a call. Every optimizer has its own, because two threads that shared one would
+    overwrite each other's numbers.
     """
 
     def __init__(self) -> None:
@@ -37,11 +37,11 @@ class Scratch:
         return kept.narrow(0, 0, count)
 
     def plan(self, name: str, tensors: Sequence[Tensor], make: Callable[[], T], key: Hashable = None) -> T:
-        """What ``make`` returns for tensors, made again if they look otherwise than in the last call with this name.
+        """What ``make`` returns. It is called only if the tensors or the key differ from the last call with this name.
 
         Args:
-            name: The name.
-            tensors: The tensors, none of them twice.
+            name: The name of the plan.
+            tensors: The tensors, each listed once.
             make: Called without arguments. The result may depend on the layout of the tensors and on ``key`` alone.
             key: What else the result depends on.
         """

@@ -1,4 +1,4 @@
-"""What a distributed tensor is made of: its local part, and the process groups that hold the other parts."""
+"""The parts of a distributed tensor: the local one, and the process groups that hold the others."""
 
 import math
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from torchzero_clip.compat import any_distributed, dtensors, is_distributed
 class Part(NamedTuple):
     """The part of a tensor that this process holds, cut into slices that are measured one by one.
 
-    A slice has a fixed index in the dimensions outside ``dims``. ``groups`` hold the rest of each slice, ``spread``
-    the other slices; both are empty for a tensor that is not sharded.
+    A slice has a fixed index in the dimensions outside ``dims``. The processes of ``groups`` hold the rest of each
+    slice, those of ``spread`` hold other slices; both are empty for a tensor that is not sharded.
     """
 
     tensor: Tensor
@@ -57,7 +57,7 @@ def distributed_like(part: Tensor, like: Tensor) -> Tensor:
 
 
 def aligned(grad: Tensor, param: Tensor) -> Tensor:
-    """A gradient laid out as its parameter; gradients may come as pending sums, or as conjugates yet to be taken."""
+    """A gradient laid out like its parameter, after carrying out pending sums and conjugations."""
     if is_distributed(grad) and is_distributed(param) and grad.placements != param.placements:
         return grad.redistribute(param.device_mesh, param.placements)
     return grad.resolve_conj() if grad.is_complex() else grad
@@ -69,7 +69,7 @@ def is_partial(tensor: Tensor) -> bool:
 
 
 def summed(tensor: Tensor) -> Tensor:
-    """The same tensor without pending sums: a norm is not linear, so they have to be carried out before it."""
+    """The same tensor after carrying out pending sums, which a norm needs because it is not linear."""
     if is_distributed(tensor) and is_partial(tensor):
         whole = [dtensors().Replicate() if placement.is_partial() else placement for placement in tensor.placements]
         return tensor.redistribute(placements=whole)
@@ -77,13 +77,13 @@ def summed(tensor: Tensor) -> Tensor:
 
 
 def replicated(value: Tensor) -> Tensor:
-    """A reduction's result as a plain tensor, whole on every rank.
+    """Return the result of a reduction as a plain tensor, with the full value on every rank.
 
-    For a single reduction of a transform's author that neither `norm` nor `rms` is. Formatting a reduction that is not
-    whole yet, or ``.item()`` on it, silently gives the value of one rank.
+    For authors of transforms that reduce a tensor by another function than `norm` and `rms`. The result for a
+    distributed tensor may be a pending sum; ``.item()``, and formatting it, silently give the value of one rank.
 
     Args:
-        value: What a reduction of a plain or a distributed tensor returned.
+        value: The result of a reduction of a plain or a distributed tensor.
 
     Examples:
         >>> import torch
@@ -95,7 +95,7 @@ def replicated(value: Tensor) -> Tensor:
 
 
 def laid_out_as(whole: Tensor, like: Tensor) -> Tensor:
-    """A plain tensor that is whole on every rank, laid out as another one; needs no communication."""
+    """A plain tensor with the full value on every rank, laid out like another one, without communication."""
     if not is_distributed(like):
         return whole
     mesh = like.device_mesh
@@ -146,7 +146,7 @@ def pack(values: Sequence[Tensor]) -> Tensor:
 
 
 def chosen(vector: Tensor, indices: Sequence[int]) -> Tensor:
-    """Some elements of a vector, in order; no index goes to the device."""
+    """The elements of a vector at some indices, in order, without a tensor of indices on the device."""
     return vector if len(indices) == len(vector) else torch.stack([vector.select(0, i) for i in indices])
 
 
@@ -181,7 +181,7 @@ def _all_reduced(vector: Tensor, op: ReduceOp.RedOpType, group: ProcessGroup) ->
     if op == ReduceOp.SUM:
         dist.all_reduce(vector, op, group=group)
         return vector
-    # the extreme of a NaN and a number is whichever comes first, differently on each rank: NaN travels beside
+    # MAX and MIN of a NaN and a number depend on their order, which differs between ranks: NaNs are sent beside them
     neutral = -math.inf if op == ReduceOp.MAX else math.inf
     missing = vector.isnan()
     both = torch.cat([torch.where(missing, neutral, vector), torch.where(missing, -neutral, neutral)])

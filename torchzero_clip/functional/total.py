@@ -1,4 +1,4 @@
-"""The two halves of a global clip: the norm of all gradients together, and clipping by a norm that is known."""
+"""The two halves of a global clip: the norm of all gradients together, and clipping by a given norm."""
 
 import torch
 from torch import Tensor
@@ -19,11 +19,12 @@ def get_total_norm(tensors: Tensors, ord: Ord = 2, *, error_if_nonfinite: bool =
 
         ‖(t₁, t₂, …)‖
 
-    It is what `torch.nn.utils.get_total_norm` returns, and whole on every rank also for distributed tensors with empty
-    parts, for mixes with plain ones and for several meshes. A finite non-zero input never gives inf or 0.
+    It is what `torch.nn.utils.get_total_norm` returns. Every rank gets the full norm, also for distributed tensors with
+    empty parts, for distributed and plain tensors together, and for several meshes. A finite non-zero input never gives
+    inf or 0.
 
     Args:
-        tensors: A tensor or an iterable of tensors, for example gradients; of any dtypes and devices, sparse ones too.
+        tensors: A tensor or an iterable of tensors, for example gradients; of any dtypes and devices, dense or sparse.
         ord: The metric, as in `clip_grad_norm_`.
         error_if_nonfinite: Raise if the result is inf or NaN.
 
@@ -56,13 +57,13 @@ def clip_grads_with_norm_(params: Tensors, max_norm: float, total_norm: Tensor |
 
         g ← g · min(1, max_norm / total_norm)
 
-    With `get_total_norm` before it, it is ``clip_grad_norm_(params, max_norm, dim="global")`` in two steps, between
-    which the norm can be looked at, logged or combined with that of other processes. Unlike torch's it adds nothing to
-    the norm.
+    `get_total_norm` and this function together do what ``clip_grad_norm_(params, max_norm, dim="global")`` does. In
+    between, the norm can be read, logged or combined with that of other processes. Unlike torch's function, this one
+    adds no epsilon to the norm.
 
     Args:
-        params: A tensor or an iterable of tensors. Those without a gradient are skipped; having none is no error.
-        max_norm: The limit.
+        params: A tensor or an iterable of tensors. Those without a gradient are skipped, even if all are.
+        max_norm: The limit of ``total_norm``, >= 0.
         total_norm: The norm of all gradients together: a tensor of one element, or a number >= 0.
 
     Raises:
@@ -73,7 +74,7 @@ def clip_grads_with_norm_(params: Tensors, max_norm: float, total_norm: Tensor |
     | --- | --- |
     | 0 | unchanged |
     | inf | zeros; infinite elements become NaN |
-    | NaN | all NaN |
+    | NaN | all elements become NaN |
 
     Examples:
         >>> weight = torch.tensor([3.0, 4.0], requires_grad=True)

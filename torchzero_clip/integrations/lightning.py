@@ -1,15 +1,19 @@
 """A callback for the Trainer of Lightning."""
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from torchzero_clip.integrations import metrics, unwrapped
 
-try:  # one library under two names
+if TYPE_CHECKING:
     from lightning.pytorch import Callback
-except ModuleNotFoundError:
-    from pytorch_lightning import Callback  # pyright: ignore
+else:  # one library under two names
+    try:
+        Callback = importlib.import_module("lightning.pytorch").Callback
+    except ModuleNotFoundError:
+        Callback = importlib.import_module("pytorch_lightning").Callback
 
 
 class LightningCallback(Callback):

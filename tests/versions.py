@@ -1,0 +1,14 @@
+"""What some versions of torch lack."""
+
+import pytest
+import torch
+
+TORCH = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
+
+needs_grad_dtype = pytest.mark.skipif(
+    not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no gradients of another dtype (grad_dtype)"
+)
+
+needs_compiler = pytest.mark.skipif(
+    TORCH < (2, 11), reason="the compiler of this torch cannot trace a step: it loses the types of named tuples"
+)
