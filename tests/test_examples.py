@@ -81,3 +81,47 @@ def test_a_changed_chain_goes_on_with_what_it_keeps():
     assert "load_state_dict(state_dict, new=['clip_norm_growth'])" in report["a plain load"]
     assert report["with new="] == "max_norm 0.5, averages kept: True"
     assert report["with dropped="] == "clip_norm_growth, adam, lr"
+
+
+@pytest.mark.slow
+def test_a_loop_like_nanogpts_learns_and_resumes_bit_for_bit():
+    results, same = example("nanogpt_loop").run(60)
+    assert same
+    losses = torch.tensor([loss for loss, _ in results])
+    assert losses[0] == pytest.approx(math.log(256), rel=0.03)
+    assert losses[-10:].mean() < 3.3
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
+def test_accelerate_resumes_bit_for_bit():
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    loss, norms, same = example("accelerate_loop").run(60)
+    assert same
+    assert loss < 0.06
+    assert len(norms) == 60
+    assert 0 < sum(norm > 1 for norm in norms) < 30
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_resumes_bit_for_bit(caplog):
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    found, same = example("lightning_trainer").run(4)
+    assert same
+    assert found["clip_norm/factor"] == pytest.approx(min(1 / found["clip_norm/norm"], 1))
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
+def test_the_trainer_of_hugging_face_resumes_bit_for_bit():
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    logs, same = example("huggingface_trainer").run(20)
+    assert same
+    assert [log["step"] for log in logs] == list(range(2, 21, 2))
+    for log in logs:
+        assert log["clip_norm/factor"] == pytest.approx(min(1 / log["clip_norm/norm"], 1))

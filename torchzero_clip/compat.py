@@ -1,4 +1,8 @@
-"""Everything that depends on the version of torch, each piece with its reason."""
+"""Everything that may change with the version of torch: its private names, each with the reason why it is needed.
+
+`FakeTensor` is what the compiler and tests use instead of tensors with memory. The functions of functorch tell inside
+which transformation, such as vmap, the forward of a module runs; torch has no public way to ask.
+"""
 
 import importlib
 import sys
@@ -8,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
+from torch._C import _current_graph_task_id  # pyright: ignore
+from torch._C._functorch import get_interpreter_stack as get_interpreter_stack
+from torch._C._functorch import get_unwrapped as get_unwrapped
+from torch._C._functorch import is_batchedtensor as is_batchedtensor
+from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped_tensor
+from torch._C._functorch import maybe_get_bdim as maybe_get_bdim
 from torch._compile import _disable_dynamo
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from typing_extensions import TypeIs
 
 if TYPE_CHECKING:
@@ -19,6 +31,9 @@ SameLayout = Callable[[Sequence[Tensor]], bool]
 
 never_compiled = _disable_dynamo
 """`torch.compiler.disable` as torch itself uses it: the public one imports the compiler at once, which takes 0.5 s."""
+
+current_graph_task_id: Callable[[], int] = _current_graph_task_id
+"""The number of the backward that is running in this thread, -1 for none: tells two backwards apart."""
 
 _LAYOUT = attrgetter("dtype", "device", "layout", "shape")
 

@@ -201,7 +201,7 @@ def test_groups_that_are_added_later_need_names_too():
     ("call", "error", "message"),
     [
         (lambda: ClipNorm(1).only(), ValueError, "needs at least one pattern"),
-        (lambda: ClipNorm(1).only(3), TypeError, "patterns for names and by functions of a parameter, got int"),
+        (lambda: ClipNorm(1).only(3), TypeError, "patterns for names and functions of a parameter, got int"),
         (lambda: ClipNorm(1).only(nn.Linear(1, 1)), TypeError, "got Linear"),
         (lambda: ClipNorm(1).only(nn.ReLU), TypeError, "got type"),
         (lambda: ClipNorm(1).only(groups=[None]), TypeError, "groups must be the names of param groups"),

@@ -366,7 +366,7 @@ def test_gradient_statistics_have_to_be_declared():
             return [update * step.finite.sum() for update in updates]
 
     params = parameters()
-    with pytest.raises(RuntimeError, match="write keeps_statistics = True in its class"):
+    with pytest.raises(RuntimeError, match="write keeps_statistics = True in the class of the transform"):
         train(Modular(params, Undeclared()), params, gradients(params, 1))
 
 

@@ -126,7 +126,7 @@ class Centered(nn.Module):
 def test_modules_that_mix_samples_are_refused_where_they_draw_random_numbers_too(draw):
     model = Centered(draw)
     _clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
-    with pytest.raises(ValueError, match="Centered gives a sample another output alone"):
+    with pytest.raises(ValueError, match="the output of Centered for a sample alone differs"):
         model(torch.randn(4, 5))
 
 
@@ -235,7 +235,7 @@ class Gated(nn.Module):
 @pytest.mark.parametrize("shape", [(4, 5), (4, 4, 5)])
 def test_modules_that_mix_samples_are_refused_whatever_values_they_see_first(gate, scale, shape):
     model, x = Gated(gate, lambda x, _: x + x.mean(0, keepdim=True)), scale * torch.randn(shape)
-    refused = pytest.raises(ValueError, match="Gated gives a sample another output alone than in the batch")
+    refused = pytest.raises(ValueError, match="the output of Gated for a sample alone differs")
     with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)), refused:
         model(x, torch.randn(3))
 
@@ -243,7 +243,7 @@ def test_modules_that_mix_samples_are_refused_whatever_values_they_see_first(gat
 @pytest.mark.parametrize("gate", [0.0, 1.0])
 def test_positions_of_all_samples_that_are_as_many_as_samples_are_refused(gate):
     model, x = Gated(gate, lambda _, position: position), torch.randn(4, 4, 5)
-    refused = pytest.raises(ValueError, match="an input without a batch dimension has the size of one")
+    refused = pytest.raises(ValueError, match="an input without a batch dimension has the size of a batch")
     with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)), refused:
         model(x, torch.randn(4, 5))
 
@@ -291,7 +291,7 @@ def test_modules_that_begin_to_mix_samples_are_refused_then(name):
     with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
         clipper.backward(model(x, False).sum(1))
         switch(model)
-        with pytest.raises(ValueError, match="Switched gives a sample another output alone than in the batch"):
+        with pytest.raises(ValueError, match="the output of Switched for a sample alone differs"):
             model(x, False if other is None else other)
 
 
@@ -312,7 +312,7 @@ def test_no_way_of_mixing_samples_is_missed(name):
         def forward(self, x):
             return MIXING[name](self, x)
 
-    refused = pytest.raises(ValueError, match="Mixing gives a sample another output alone than in the batch")
+    refused = pytest.raises(ValueError, match="the output of Mixing for a sample alone differs")
     with PerSampleGradientClipper(model := Mixing(), ConstantFlatClipper(1.0)), refused:
         model(torch.randn(4, 3))
 
@@ -338,7 +338,7 @@ def test_integers_that_are_all_the_same_say_nothing_about_mixing():
     model = Table()
     with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)):
         model(torch.zeros(4, 2, dtype=torch.int64))
-        with pytest.raises(ValueError, match=r"'inner' \(Mixing\) gives a sample another output alone"):
+        with pytest.raises(ValueError, match=r"the output of 'inner' \(Mixing\) for a sample alone differs"):
             model(torch.randint(0, 6, (4, 2)))
 
 
@@ -351,7 +351,7 @@ def test_masks_of_positions_are_not_taken_for_samples():
         def forward(self, x, keep):
             return F.dropout(x, 0.1) * self.scale * keep[:, None]
 
-    refused = pytest.raises(ValueError, match="an input without a batch dimension has the size of one")
+    refused = pytest.raises(ValueError, match="an input without a batch dimension has the size of a batch")
     with PerSampleGradientClipper(model := Masked(), ConstantFlatClipper(1.0)), refused:
         model(torch.randn(4, 4, 3), torch.tensor([True] * 4))
 
@@ -418,7 +418,7 @@ def test_modules_are_compared_once_for_all_lengths_and_not_by_one_sample():
     model.mixes = [1]
     with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)):
         model(torch.randn(1, 3))
-        with pytest.raises(ValueError, match="Counted gives a sample another output alone"):
+        with pytest.raises(ValueError, match="the output of Counted for a sample alone differs"):
             model(torch.randn(4, 3))
 
 

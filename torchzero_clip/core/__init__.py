@@ -1,1 +1,1 @@
-"""Layer 2: the mechanism that chains transforms into an optimizer. It names no transform but the learning rate."""
+"""Layer 2: the mechanism that chains transforms into an optimizer. `LR` is the only transform that it uses by name."""

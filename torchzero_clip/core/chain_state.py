@@ -44,7 +44,7 @@ class ChainState:
             group.update({**copies, **self.identity})
 
     def take_counters(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Take over a counter that a user wrote into a param group."""
+        """Adopt a number that a user has written to a param group."""
         for key, value in self.values.items():
             if isinstance(value, Tensor):
                 continue

@@ -47,7 +47,7 @@ def fitted(
     found = saved_chain_state(all_saved, own)
     for key in COUNTERS:
         count(key, found.get(key, 0))
-    begins = {key: 0 for key in (CONSECUTIVE, SCHEDULE_STEP) if key in own}  # a schedule that the checkpoint lacks starts at 0
+    begins = {key: 0 for key in (CONSECUTIVE, SCHEDULE_STEP) if key in own}  # a new schedule starts at 0
     for key, expected in own.items():
         if key in COUNTERS:
             continue  # nonfinite= is not part of the chain, so the checkpoint may lack the counts

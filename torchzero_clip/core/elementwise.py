@@ -50,7 +50,7 @@ class Elementwise(TensorwiseTransform):
     def change_usual_(
         self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, scratch: Scratch
     ) -> Tensor | None:
-        """Do the same in fewer operations, or return None. Elements are finite, statistics are usable and have started.
+        """Do the same in fewer operations, or return None. Elements are finite, statistics usable and started.
 
         Args:
             x: Real elements in a vector, not to be modified unless ``result`` is the same.
@@ -62,7 +62,7 @@ class Elementwise(TensorwiseTransform):
         return None
 
     def has_usual_way(self) -> bool:
-        """False if a subclass overrides `change_` without `change_usual_`, so that the two compute different results."""
+        """False if a subclass overrides `change_` without `change_usual_`, so that their results may differ."""
         return overridden_last(type(self), "change_usual_", "change_") == "change_usual_"
 
     def may_wait(self, step: Step) -> bool:

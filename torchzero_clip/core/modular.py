@@ -44,9 +44,9 @@ class Modular(Optimizer):
     ``"clip_norm_2/max_norm"``.
 
     Each param group has exactly one learning rate, ``param_groups[i]["lr"]``. Without an `LR` in the chain, updates are
-    multiplied by it last. Its value comes from the chain's optimizer (``Adam(lr=...)``, or that optimizer's default in
-    torch), and is 1 in a chain without an optimizer. If several optimizers name rates, param groups are split so that
-    each parameter has the rate of its optimizer.
+    multiplied by it after the last transform. Its initial value is that of the chain's optimizer (``Adam(lr=...)``, or
+    the default of that optimizer in torch), and 1 in a chain without an optimizer. If several optimizers name rates,
+    param groups are split so that each parameter has the rate of its optimizer.
 
     A step skips parameters that have no gradient or are frozen. After a step ``.grad`` holds the gradient, except that
     norm clips directly before an optimizer scale ``.grad`` in place, as `torch.nn.utils.clip_grad_norm_` does.
@@ -141,7 +141,7 @@ class Modular(Optimizer):
         return self.chain.transforms
 
     def is_scheduled(self, key: str) -> bool:
-        """Whether a setting, by its key in the param groups, is a function of the step in some group."""
+        """Return True if a setting, by its key in the param groups, is a function of the step in some group."""
         return key in self._schedules
 
     def metrics(self) -> dict[str, Tensor]:
@@ -270,7 +270,7 @@ class Modular(Optimizer):
             param_group: ``"params"`` and any settings of the chain. Missing settings get the values of the chain.
 
         Raises:
-            ValueError: For a key that is no setting of the chain, a value out of range, or a parameter that is in a
+            ValueError: For a key that is not a setting of the chain, a value out of range, or a parameter that is in a
                 group already. Then no group is added.
             TypeError: If ``param_group`` is not a dict.
         """
@@ -303,7 +303,7 @@ class Modular(Optimizer):
         return key in self._chain_state.values or key in (*COUNTERS, IDENTITY)
 
     def _start_schedules(self) -> None:
-        """Count steps if a setting is a function of them, and show the state of the whole chain in all groups."""
+        """Count steps if a setting is a function of them, and write the state of the whole chain to all groups."""
         if self._schedules.any:
             self._chain_state.values.setdefault(SCHEDULE_STEP, 0)
         self._chain_state.show(self.param_groups)
@@ -409,7 +409,7 @@ def adapt_state_dict(
     new: str | Iterable[str] = (),
     dropped: str | Iterable[str] = (),
 ) -> dict[str, Any]:
-    """Return a checkpoint of another chain as one of this optimizer's chain.
+    """Return a checkpoint of another chain, converted for the chain of this optimizer.
 
     It serves trainers that call ``load_state_dict`` themselves: with ``new`` and ``dropped`` bound it is a hook for
     ``optimizer.register_load_state_dict_pre_hook``. A checkpoint of this very chain does not change, so the hook may

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from typing_extensions import override
 
+from torchzero_clip.compat import FakeTensor
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.shards import pack
 from torchzero_clip.types import State

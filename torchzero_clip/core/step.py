@@ -105,12 +105,12 @@ class Step:
 
     @property
     def finite(self) -> Tensor:
-        """Where gradients were finite before any transform: a vector of booleans, equal on all ranks."""
+        """True where gradients were finite before any transform: a vector of booleans, equal on all ranks."""
         return self._declared_norms().isfinite()
 
     @property
     def nonzero(self) -> Tensor:
-        """Where gradients had a non-zero element before any transform: a vector of booleans, equal on all ranks."""
+        """True where gradients were not all zero before any transform: a vector of booleans, equal on all ranks."""
         return self._declared_norms() != 0
 
     def usable(self, started: Tensor, *, indices: Sequence[int] | None = None, joint: bool = False) -> Tensor:

@@ -1,1 +1,1 @@
-"""Layer 1: tensors in, tensors out; no classes of ours, no state."""
+"""Layer 1: functions on tensors, without state."""

@@ -41,7 +41,7 @@ def clip_factors(metric: Metric, norms: Tensor, limit: float, floor: float = 0.0
     """The factors that bring metrics to at most ``limit``, and those that are not 0 to at least ``floor``.
 
     Args:
-        metric: What was measured.
+        metric: The metric.
         norms: A vector of metrics; for 'var' their roots.
         limit: In units of the metric.
         floor: In units of the metric.

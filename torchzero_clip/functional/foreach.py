@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from torchzero_clip.compat import FakeTensor
 from torchzero_clip.functional.shards import distributed_like, local, locals_of
 
 PLAIN = {Tensor, nn.Parameter, FakeTensor}
@@ -26,7 +26,7 @@ _foreach: Any = torch  # the _foreach and _fused functions are not in torch's ty
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which factors for tensors of ``dtype`` are kept: float32 or wider."""
+    """The dtype of factors and statistics for tensors of ``dtype``: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -50,7 +50,7 @@ def alike(*tensors: Tensor) -> bool:
 
 
 def are_alike(columns: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether lists of tensors fit torch's fused kernels, which go through memory without looking at strides.
+    """True if lists of tensors fit torch's fused kernels, which ignore strides.
 
     They fit if all tensors are plain, of one dtype and on one device, and laid out alike in each row. Shapes are
     assumed to be equal.

@@ -45,14 +45,14 @@ class Slicing(NamedTuple):
 
     @classmethod
     def checked(cls, ord: Ord, dim: Dim, inverse_dims: bool, min_size: int) -> "Slicing":
-        """From arguments of a user, which may be wrong."""
+        """Check the arguments of a user, and store them."""
         dims("dim", dim)
         boolean("inverse_dims", inverse_dims)
         count("min_size", min_size)
         return cls(parse_ord(ord), dim, inverse_dims, min_size)
 
     def reduced_dims(self, tensor: Tensor) -> tuple[int, ...]:
-        """The dimensions that a slice of ``tensor`` spans; none if the tensor is to be left alone."""
+        """The dimensions that a slice of ``tensor`` spans; empty if the tensor is to be left alone."""
         ndim = max(tensor.ndim, 1)
         if self.dim is None or isinstance(self.dim, str):
             named = set(range(ndim))
@@ -83,8 +83,8 @@ class Measured:
     joint: bool = False
     """All slices have one norm."""
     tensor_norms: Tensor | None = None
-    """The p-norm of each tensor if p > 0, each is one slice, and they were measured one by one; else None. It is inf or
-    NaN for tensors that are not finite, and 0 for tensors of zeros."""
+    """The p-norm of each tensor, if p > 0, each tensor is one slice, and each was measured; else None. A norm is inf or
+    NaN if the tensor is not finite, and 0 if it is all zero."""
     _parts: list[Part] | None = None
     """The tensors that were measured: the same memory, or a copy of distributed tensors with partial placements. None
     if each is a plain tensor and one slice."""
@@ -123,7 +123,7 @@ class Measured:
         return self._parts is not None and any(p.spread for p in self._parts)
 
     def shaped(self, vector: Tensor) -> list[Tensor]:
-        """A vector with a number per slice as one tensor for each measured one, in the shape of its norms."""
+        """Split a vector with a number per slice into one tensor for each measured one, in the shape of its norms."""
         pairs = zip(vector.split(self.counts), self.parts, strict=True)
         return [chunk.view(p.slice_shape).to(p.tensor.device) for chunk, p in pairs]
 
@@ -141,8 +141,8 @@ class Measured:
         """Apply ``rule`` to the norms of each setting, and concatenate into one vector with a number per slice.
 
         Args:
-            settings: The setting of every tensor, with slices or without; neighbours that share one object are taken
-                together.
+            settings: The setting of every tensor, with slices or without. Neighbours that share one object are passed
+                to one call of ``rule``.
             rule: From a vector of norms and a setting to a vector of the same length.
         """
         own = settings if len(self.indices) == len(settings) else [settings[i] for i in self.indices]
@@ -166,7 +166,7 @@ class Scaled(NamedTuple):
 
 
 def by_setting(settings: Sequence[S]) -> list[tuple[S, slice]]:
-    """Each setting with the slice of neighbours that share this one object, so that one operation serves them."""
+    """Each setting with the range of neighbours that share this object, so that one operation serves the range."""
     if len(set(map(id, settings))) == 1:
         return [(settings[0], slice(0, len(settings)))]
     # a plain loop: `itertools.groupby` breaks the graphs of `torch.compile`
@@ -214,10 +214,10 @@ def measure(
     Args:
         tensors: The tensors.
         slicing: The metric and the slices.
-        dims_of: The dimensions that one slice of a tensor spans, if they are not those of ``slicing``.
-        scratch: Memory with which norms of whole tensors are taken faster, if they are ``plain``.
-        plain: All local parts are plain, and none is a pending sum: norms of whole tensors take few operations.
-        each: `Measured.tensor_norms` is wanted also where slices are joined.
+        dims_of: Returns the dimensions that one slice of a tensor spans, if they are not those of ``slicing``.
+        scratch: Memory with which norms of whole ``plain`` tensors are taken faster.
+        plain: All local parts are plain and none is a pending sum, so that norms of whole tensors take few operations.
+        each: Compute `Measured.tensor_norms` also where slices are joined.
     """
     metric, joint = slicing.metric, slicing.dim == "global"
     whole_tensors = joint or (slicing.dim is None and not slicing.inverse_dims and dims_of is None)
@@ -242,7 +242,7 @@ def measure(
     rest = [whole(tensor) for i, tensor in enumerate(tensors) if i not in kept]
     left_alone = p_norms([p for p in rest if p.size], metric.p)
     total = metric.of_norm(total_norm(parts, values, left_alone, metric.p), sum(t.numel() for t in tensors))
-    # by dimensions, not by what this process holds: all ranks have to agree
+    # decided by dimensions, not by what this process holds, because all ranks have to agree
     whole_tensors = metric.p > 0 and not rest and all(len(p.dims) == p.tensor.ndim for p in parts)
     rows = zip(values, parts, strict=True)
     norms = pack([metric.of_norm(value, p.size) for value, p in rows] if metric.kind == "mad" else values)
@@ -283,7 +283,7 @@ def scale_(measured: Measured, factors: Tensor) -> None:
 
     Args:
         measured: What was measured.
-        factors: A vector with a number per slice; one that was expanded from a single number counts as that.
+        factors: A vector with a number per slice. If it was expanded from a single number, all slices have that factor.
     """
     if not measured.targets or all_ones(factors):
         return
@@ -297,7 +297,7 @@ def effect(measured: Measured, factors: Tensor) -> Scaled:
     """The mean factor and the share of changed slices, computed from the factors alone."""
     if not measured.targets:
         return Scaled(torch.ones_like(measured.total), torch.zeros_like(measured.total))
-    # the mean of 1 - factor, so that a rank without slices reports a factor of 1
+    # the mean is taken of 1 - factor, so that a rank without slices reports a factor of 1
     if measured.spread:
         columns = [1 - factors, (factors != 1).double()]
         lost, changed = means_over_ranks(measured.parts, measured.counts, columns)
@@ -312,7 +312,7 @@ def effect(measured: Measured, factors: Tensor) -> Scaled:
 
 
 def summary(measured: Measured, scaled: Scaled) -> dict[str, Tensor]:
-    """What a transform reports: the joint metric before, the mean factor, and the share of slices that changed."""
+    """What a scaling reports: the joint metric before it, the mean factor, and the share of slices that changed."""
     return {"norm": measured.total, "factor": scaled.factor, "clipped": scaled.changed}
 
 

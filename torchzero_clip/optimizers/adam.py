@@ -22,10 +22,10 @@ from torchzero_clip.optimizers.weight_decay import WeightDecay
 from torchzero_clip.types import Schedule, Setting, State, Target
 
 TORCHS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128)
-"""Dtypes for which `Adam.fuse` calls torch's own code. Float16 is left out, because ``eps`` rounds to 0 there."""
+"""Dtypes for which `Adam.fuse` calls torch's own code. Float16 is not among them, because ``eps`` rounds to 0."""
 
 KERNELS_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-"""Dtypes for which torch's fused kernel is right."""
+"""Dtypes for which torch's fused kernel computes right results."""
 
 
 class Adam(UpdateRule):
@@ -43,10 +43,11 @@ class Adam(UpdateRule):
         betas: Decay rates of the two averages, each in [0, 1); a setting of the param groups.
         eps: Added to the denominator after the bias correction, in units of the gradient; a setting.
         amsgrad: Divide by the largest of all past averages of squares.
-        fused: None or True for torch's fused kernel, which makes one pass over memory, if the rest of the chain is at
-            most `WeightDecay` and `LR`, parameters are real, and averages are laid out like them and have their dtype.
-            Otherwise, and with False, torch's loop. The two differ by rounding.
-        state_dtype: The dtype of the averages, of their parts if they are complex; that of the parameter if None.
+        fused: None or True allows torch's fused kernel, which makes one pass over memory. It is used if the rest of the
+            chain is at most `WeightDecay` and `LR`, parameters are float32, float64 or bfloat16, and averages are laid
+            out like them and have their dtype. With False it is never used. Results differ by rounding.
+        state_dtype: The dtype of the averages; for complex parameters that of their parts. If None, that of the
+            parameter.
         target: What it acts on, see `Transform`.
         name: The name in the chain and in checkpoints; the class name in snake case if None.
 
@@ -98,7 +99,7 @@ class Adam(UpdateRule):
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        """Zero averages and a step count."""
+        """Averages of zeros, and a step count."""
         dtype = self.state_dtype and (self.state_dtype.to_complex() if param.is_complex() else self.state_dtype)
         averages = {key: torch.zeros_like(param, dtype=dtype) for key in self._keys}
         return {"step": torch.zeros((), dtype=torch.float32, device=param.device), **averages}
@@ -126,7 +127,7 @@ class Adam(UpdateRule):
 
         steps = [state["step"] for state in states]
         foreach.add_number_(steps, 1)
-        # eps would vanish in float16, and 0 / 0 follow
+        # in float16 eps rounds to 0, which gives 0 / 0
         denominators = foreach.square_roots([square.to(foreach.wide_dtype(square.dtype)) for square in squares])
         foreach.scale_(denominators, _bias_corrections(steps, beta2, -0.5))
         foreach.add_number_(denominators, setting["eps"])
@@ -142,7 +143,7 @@ class Adam(UpdateRule):
 
     @override
     def kernel(self, rest: Sequence[Transform], step: Step) -> Fused | None:
-        """Return torch's fused kernel, if it is right."""
+        """Return torch's fused kernel, if it computes this step."""
         if self.fused is False or not self._ends_as_torchs(rest) or step.params[0].dtype not in KERNELS_DTYPES:
             return None
         return Fused(self._kernel, self._keys, ("step",))
@@ -180,13 +181,13 @@ class Adam(UpdateRule):
     def _is_torchs(self, update: Tensor, param: Tensor, *averages: Tensor) -> bool:
         if param.dtype not in TORCHS_DTYPES or any(value.dtype != param.dtype for value in (update, *averages)):
             return False
-        # elsewhere the step count is on the device, and torch's other implementations would wait for it
+        # on other devices the step count is there too, and torch's other implementations would wait for it
         if param.is_cpu:
             return True
         return param.device.type == "cuda" and self.fused is not False and self._uses_kernel(update, param, *averages)
 
     def _uses_kernel(self, *alike: Tensor) -> bool:
-        """True if torch's fused kernel can be used, which goes through memory without looking at strides."""
+        """True if torch's fused kernel can be used. It ignores strides, so tensors must be laid out alike."""
         return not alike[0].is_complex() and foreach.alike(*alike)
 
     def _take_torchs_step(self, updates: list[Tensor], step: Step, uses_kernel: Sequence[bool]) -> None:

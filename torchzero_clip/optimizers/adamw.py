@@ -15,7 +15,7 @@ from torchzero_clip.types import Schedule
 class AdamW(Chain):
     """The chain ``Adam(...), WeightDecay(...)``, as `torch.optim.AdamW` computes it.
 
-    In a longer chain it is the same as the two written there: `Modular.transforms` lists them as ``adam`` and
+    In a longer chain it is the same as these two written there: `Modular.transforms` lists them as ``adam`` and
     ``weight_decay``.
 
     Args:
@@ -27,7 +27,8 @@ class AdamW(Chain):
         amsgrad: As in `Adam`.
         fused: As in `Adam`.
         state_dtype: As in `Adam`.
-        name: The name of the Adam in the chain and in checkpoints; the weight decay is ``"<name>_weight_decay"``.
+        name: The name of the Adam in the chain and in checkpoints; that of the weight decay is
+            ``"<name>_weight_decay"``.
 
     Raises:
         ValueError: For a setting out of range.

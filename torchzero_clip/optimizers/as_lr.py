@@ -10,21 +10,21 @@ from torchzero_clip.core.modular import Modular
 
 
 def as_lr(optimizer: Optimizer, key: str) -> Optimizer:
-    """The optimizer as torch's schedulers see it, with another setting in the place of the learning rate.
+    """Return a view of the optimizer for torch's schedulers, in which another setting takes the place of ``lr``.
 
-    The schedulers of `torch.optim.lr_scheduler` take it (`OneCycleLR` and `CyclicLR` with ``cycle_momentum=False``),
-    and change that setting in all param groups of the optimizer, where each starts from its own value. They are stepped
-    and saved like any other scheduler. Schedulers that are chained need the same view: call this once for each setting.
+    The schedulers of `torch.optim.lr_scheduler` take the view (`OneCycleLR` and `CyclicLR` with
+    ``cycle_momentum=False``). They change the setting in all param groups, each from its own value, and are stepped and
+    saved like any other scheduler. Chained schedulers must share one view: call this function once for each setting.
 
     Args:
         optimizer: A `Modular`, or any other optimizer.
         key: A setting that is a number in every param group, such as ``"max_norm"``.
 
     Returns:
-        A view for schedulers; it has no parameters of its own and cannot take steps.
+        A view for schedulers, without parameters; it cannot take steps.
 
     Raises:
-        ValueError: If a group has no such setting, or it is no number, or a function of the step.
+        ValueError: If a group lacks the setting, or the setting is not a number, or is a function of the step.
         TypeError: If an argument has the wrong type.
 
     Examples:
@@ -43,7 +43,7 @@ def as_lr(optimizer: Optimizer, key: str) -> Optimizer:
             known = ", ".join(sorted(k for k, value in group.items() if is_numeric(value)))
             raise ValueError(f"param group {i} has no setting {key!r}; it has: {known}")
         if isinstance(group[key], tuple | list) or not is_numeric(group[key]):
-            raise ValueError(f"{key!r} is {group[key]!r} in param group {i}: only numbers have schedulers of torch")
+            raise ValueError(f"{key!r} is {group[key]!r} in param group {i}: schedulers of torch change only numbers")
     if isinstance(optimizer, Modular) and optimizer.is_scheduled(key):
         raise ValueError(f"{key!r} is a function of the step already: a scheduler beside it would have no effect")
     return _View(optimizer, key)
@@ -53,10 +53,10 @@ class _View(Optimizer):
     """Shows a setting as ``lr``."""
 
     def __init__(self, optimizer: Optimizer, key: str) -> None:
-        # no call of the constructor of Optimizer, which wants parameters
+        # the constructor of Optimizer is not called, because it needs parameters
         self._optimizer = optimizer
         self._key = key
-        self._opt_called = True  # schedulers watch for a step before theirs, and warn
+        self._opt_called = True  # schedulers warn if they find no step before theirs
         self.defaults = {"lr": optimizer.param_groups[0][key]}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -78,7 +78,7 @@ class _View(Optimizer):
 
 
 class _Group(MutableMapping[str, Any]):
-    """A param group in which ``lr`` is another setting, and what schedulers keep beside it has keys of its own."""
+    """A param group in which ``lr`` is another setting, and ``initial_lr`` and the like have qualified keys."""
 
     def __init__(self, group: dict[str, Any], key: str) -> None:
         self._group = group

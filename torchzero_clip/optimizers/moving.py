@@ -1,4 +1,4 @@
-"""Checkpoints of torch's optimizers for chains, and of chains for torch's optimizers."""
+"""Converts checkpoints of torch's optimizers for chains, and those of chains for torch's optimizers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,24 +21,23 @@ from torchzero_clip.types import State
 
 
 def from_torch_optim(state_dict: Mapping[str, Any], optimizer: Modular) -> dict[str, Any]:
-    """Return a checkpoint for a chain that goes on where an optimizer of `torch.optim` stopped.
+    """Return a checkpoint with which a chain continues where an optimizer of `torch.optim` stopped.
 
     The chain needs the same optimizer at its end, for the same parameters in the same groups: `Adam` and a
-    `WeightDecay` after it for `torch.optim.AdamW`, before it for the ``weight_decay`` of `torch.optim.Adam`; `SGD`,
-    `RMSprop` and `Muon` for their namesakes, `Wrap` for all others. Moments, step counts, learning rates, settings and
-    what schedulers keep in the groups come from the checkpoint. Everything else is as in a chain that has not taken a
-    step.
+    `WeightDecay` after it for `torch.optim.AdamW`, or before it for the ``weight_decay`` of `torch.optim.Adam`; `SGD`,
+    `RMSprop` and `Muon` for their namesakes; `Wrap` for all others. Moments, step counts, learning rates, settings and
+    the values that schedulers store in the groups come from the checkpoint. All other state is fresh.
 
     Args:
         state_dict: The ``state_dict()`` of the old optimizer. It is not changed, and shares tensors with the result.
-        optimizer: The one that will load the result; it is not changed.
+        optimizer: The chain that will load the result; it is not changed.
 
     Returns:
         What ``optimizer.load_state_dict`` takes.
 
     Raises:
         ValueError: If the groups have other sizes, if a parameter has no optimizer in the chain or several, if state or
-            settings are those of another optimizer, or if the checkpoint decays weights and the chain does not.
+            settings belong to another optimizer, or if the checkpoint decays weights and the chain does not.
         TypeError: If an argument has the wrong type.
 
     Examples:
@@ -77,20 +76,21 @@ def from_torch_optim(state_dict: Mapping[str, Any], optimizer: Modular) -> dict[
 
 
 def to_torch_optim(optimizer: Modular, target: Optimizer) -> dict[str, Any]:
-    """Return a checkpoint for an optimizer of `torch.optim` that goes on where a chain stopped.
+    """Return a checkpoint with which an optimizer of `torch.optim` continues where a chain stopped.
 
-    What the rest of the chain does (clipping, above all) and remembers is left out.
+    The other transforms of the chain, such as clipping, and their state are left out.
 
     Args:
         optimizer: The chain, with one optimizer for all its parameters.
-        target: The one that will load the result, with the same parameters in the same groups; it is not changed.
+        target: The optimizer that will load the result, with the same parameters in the same groups; it is not
+            changed.
 
     Returns:
         What ``target.load_state_dict`` takes; it shares no memory with the chain.
 
     Raises:
-        ValueError: If the groups have other sizes, if the chain's optimizer is another than ``target``, or if weights
-            decay in another way.
+        ValueError: If the groups have other sizes, if the optimizer of the chain is not of the kind of ``target``, or
+            if weights decay in another way.
         TypeError: If an argument has the wrong type.
 
     Examples:
@@ -124,7 +124,7 @@ def to_torch_optim(optimizer: Modular, target: Optimizer) -> dict[str, Any]:
             mine = {k.removeprefix(f"{name}/"): v for k, v in own.items() if k.startswith(f"{name}/")}
             if mine:
                 _check_dtypes(mine, named)
-                # RMSprop counts steps, and does not use it
+                # RMSprop counts steps, and does not use the count
                 state[i] = {"step": torch.zeros(())} if isinstance(target, optim.RMSprop) else {}
                 state[i].update({key: copied(value) for key, value in mine.items()})
     return {"state": state, "param_groups": groups}
@@ -162,9 +162,9 @@ def _state_from(
     result: dict[str, Any] = {}
     for key, value in saved.items():
         if f"{name}/{key}" in possible:
-            if value is not None:  # a momentum that has not begun
+            if value is not None:  # torch stores None for a momentum that was not used yet
                 result[f"{name}/{key}"] = _counted(value) if key == "step" else value
-        elif key != "step":  # RMSprop counts, and does not use it
+        elif key != "step":  # RMSprop counts steps, and does not use the count
             raise ValueError(f"the checkpoint has the state {key!r}, which {transform!r} does not: load it with Wrap")
     needed = [] if isinstance(transform, FinalRule) else list(node.init_state(named, setting))
     if missing := [key for key in needed if key not in result]:
@@ -174,5 +174,5 @@ def _state_from(
 
 
 def _counted(step: float | Tensor) -> Tensor:
-    """Step counts were numbers in older versions."""
+    """The step count as a tensor: in older versions of torch it was a number."""
     return step.float() if isinstance(step, Tensor) else torch.tensor(float(step))

@@ -27,28 +27,28 @@ class Muon(UpdateRule):
         u ← momentum · b + (1 - momentum) · u      (b without Nesterov)
         u ← orthogonalized(u) · √max(1, rows / columns)
 
-    It is for the matrices of hidden layers. Limit it to them, and give the rest (embeddings, heads, vectors) to another
-    optimizer of the same chain. Weight decay is a transform of its own: `WeightDecay` after Muon.
+    It is for the matrices of hidden layers. Limit it to them with `only`, and use another optimizer of the same chain
+    for the rest (embeddings, heads, vectors). Weight decay is a transform of its own: `WeightDecay` after Muon.
 
-    Clip before Muon, not after it: its updates have a norm that goes by their shape alone.
+    Clip before Muon, not after it, because the norms of its updates depend on their shapes alone.
 
     Args:
         lr: The learning rate of the chain: a number >= 0 or a tensor of one element. None for torch's default, 1e-3.
         momentum: The decay rate of the buffer, >= 0; a setting of the param groups.
         nesterov: Look ahead by one step.
         ns_coefficients: The three coefficients of the Newton-Schulz iteration.
-        ns_steps: How many iterations.
+        ns_steps: The number of iterations.
         eps: The smallest norm that the iteration divides by.
         adjust_lr_fn: "original" (or None) scales by √max(1, rows / columns), "match_rms_adamw" by
-            0.2 · √max(rows, columns), with which learning rates of AdamW fit.
+            0.2 · √max(rows, columns), so that learning rates of AdamW fit.
         target: What it acts on, see `Transform`.
         name: The name in the chain and in checkpoints; the class name in snake case if None.
 
     Raises:
-        ValueError: For a setting out of range, or in `Modular` for a parameter in its scope that is no matrix.
+        ValueError: For a setting out of range, or in `Modular` for a parameter in its scope that is not a real matrix.
         TypeError: For an argument of the wrong type.
 
-    The iteration runs in bfloat16. Under FSDP2 each rank gathers the matrices one by one and orthogonalizes all.
+    The iteration runs in bfloat16. Under FSDP2 every rank gathers the matrices one by one and orthogonalizes them all.
 
     Examples:
         >>> import torch
@@ -96,7 +96,7 @@ class Muon(UpdateRule):
 
     @override
     def check_parameter(self, name: str, param: Tensor) -> None:
-        """Raise if the parameter is no real matrix."""
+        """Raise if the parameter is not a real matrix."""
         if param.ndim != 2 or param.is_complex():
             raise ValueError(
                 f"Muon takes real matrices, got {name} of shape {tuple(param.shape)} and {param.dtype}: limit it, for "
@@ -105,7 +105,7 @@ class Muon(UpdateRule):
 
     @override
     def check_chain(self, before: Sequence[Transform], after: Sequence[Transform]) -> None:
-        """Warn of norm clips after it."""
+        """Warn of norm clips after this transform."""
         for later in after:
             if isinstance(later, Scaling):
                 warnings.warn(

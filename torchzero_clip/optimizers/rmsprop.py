@@ -69,12 +69,12 @@ class RMSprop(UpdateRule):
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        """Zero averages."""
+        """Averages of zeros."""
         return {key: torch.zeros_like(param) for key in ("square_avg", *(["grad_avg"] if self.centered else []))}
 
     @override
     def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        """Also the buffer, which is made when momentum is first used."""
+        """The averages and the buffer, which is made when momentum is first used."""
         return {**self.init_state(param, setting), "momentum_buffer": torch.zeros_like(param)}
 
     @override

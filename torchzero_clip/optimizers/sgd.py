@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from typing_extensions import override
 
 from torchzero_clip.checks import boolean, non_negative, number, optional
+from torchzero_clip.compat import FakeTensor
 from torchzero_clip.core.kernels import Fused
 from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.learning_rate import LR
@@ -32,9 +32,9 @@ class SGD(UpdateRule):
         momentum: The decay rate of the buffer, >= 0; a setting of the param groups.
         dampening: The share of each update that does not enter the buffer; a setting.
         nesterov: Look ahead by one step. It needs momentum and no dampening.
-        fused: None or True for torch's fused kernel, which makes one pass over memory, if the rest of the chain is the
-            `LR`, parameters are of float32 or float64, and buffers are laid out like them and have their dtype.
-            Otherwise, and with False, torch's loop. The two differ by rounding.
+        fused: None or True allows torch's fused kernel, which makes one pass over memory. It is used if the rest of the
+            chain is the `LR`, parameters are float32 or float64, and buffers are laid out like them and have their
+            dtype. With False it is never used. Results differ by rounding.
         target: What it acts on, see `Transform`.
         name: The name in the chain and in checkpoints; the class name in snake case if None.
 
@@ -86,17 +86,17 @@ class SGD(UpdateRule):
 
     @override
     def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        """The buffer. It is made of the first update that momentum is used for, as in torch."""
+        """The buffer, which is a copy of the first update to which momentum is applied, as in torch."""
         return {"momentum_buffer": torch.zeros_like(param)}
 
     @override
     def variant(self, setting: Setting) -> bool:
-        """Whether there are buffers."""
+        """True if there are buffers."""
         return setting["momentum"] != 0
 
     @override
     def kernel(self, rest: Sequence[Transform], step: Step) -> Fused | None:
-        """Return torch's fused kernel, if it is right."""
+        """Return torch's fused kernel, if it computes this step."""
         if self.fused is False or [type(t) for t in rest] != [LR] or any(t.target != "update" for t in (self, *rest)):
             return None
         # in torch 2.13, the kernel leaves bfloat16 parameters as they are on CPU, and has no version for fake tensors

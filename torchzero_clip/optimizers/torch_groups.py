@@ -1,4 +1,4 @@
-"""Param groups of torch's optimizers as those of chains, and back."""
+"""Converts param groups of torch's optimizers to those of chains, and back."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,13 +28,13 @@ TORCHS: dict[type[Transform], type[Optimizer]] = {Adam: optim.Adam, SGD: optim.S
 TORCHS[Muon] = optim.Muon
 
 HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""What torch's groups say of how a step is computed; not of what it computes."""
+"""Keys of torch's groups that choose an implementation, and do not change the result of a step."""
 
 KNOWN = OPTIMIZER_KEYS | {
     *("adjust_lr_fn", "alpha", "beta2_decay", "centered", "d", "decoupled_weight_decay", "etas", "lambd", "lr_decay"),
     *("initial_accumulator_value", "momentum_decay", "ns_coefficients", "ns_steps", "rho", "step_sizes", "t0"),
 }
-"""Keys by which an optimizer of torch is known."""
+"""Keys by which a checkpoint of torch's optimizers is recognized."""
 
 
 def optimizer_of(optimizer: Modular, known: Sequence[NamedParam]) -> str:
@@ -57,7 +57,7 @@ def _template(transform: Transform) -> Optimizer:
 
 
 def settings_from(old: Group, optimizer: Modular, name: str, known: Sequence[NamedParam]) -> Group:
-    """A group of torch's optimizer, with the chain's keys."""
+    """Convert a group of torch's optimizer to the keys of the chain."""
     transform = optimizer.transforms[name]
     template = _template(transform)
     usual = template.param_groups[0].keys()
@@ -77,12 +77,12 @@ def settings_from(old: Group, optimizer: Modular, name: str, known: Sequence[Nam
         elif key in usual:
             _check_same(key, value, optimizer, transform)
         else:
-            result[key] = value  # of schedulers and trainers
+            result[key] = value  # keys of schedulers and trainers
     return result | _decay_from(old, optimizer, name, known) | {"lr": old["lr"]}
 
 
 def settings_to(group: Group, new: Group, optimizer: Modular, name: str, known: Sequence[NamedParam]) -> Group:
-    """A group of the chain, with the keys of torch's optimizer."""
+    """Convert a group of the chain to the keys of torch's optimizer."""
     transform = optimizer.transforms[name]
     _check_same("maximize", new.get("maximize", False), optimizer, transform)
     result: Group = {"weight_decay": _decay_to(group, new, optimizer, name, known)} if "weight_decay" in new else {}
@@ -103,7 +103,7 @@ def settings_to(group: Group, new: Group, optimizer: Modular, name: str, known: 
 
 
 def _check_same(key: str, theirs: Any, optimizer: Modular, transform: Transform) -> None:
-    """Raise if what is part of the optimizer in torch is not the same part of the transform, or of the chain."""
+    """Raise if an argument of torch's optimizer has another value in the transform or in the chain."""
     usual = _template(transform).param_groups[0]
     if key == "maximize":
         ours, owner = optimizer.maximize, "Modular"
@@ -121,7 +121,7 @@ def _check_same(key: str, theirs: Any, optimizer: Modular, transform: Transform)
 
 
 def _decays(optimizer: Modular, name: str, known: Sequence[NamedParam], group: Group) -> tuple[list[str], list[str]]:
-    """The transforms that decay these weights, those where torch's optimizer does and those elsewhere."""
+    """The transforms that decay these weights: those at the place where torch's optimizer does, and the others."""
     transforms = optimizer.transforms
     acting = [n for n, t in transforms.items() if isinstance(t, WeightDecay) and any(map(t.scope.has, known))]
     names = list(transforms)
@@ -142,7 +142,7 @@ def _decays(optimizer: Modular, name: str, known: Sequence[NamedParam], group: G
 
 
 def _decay_from(old: Group, optimizer: Modular, name: str, known: Sequence[NamedParam]) -> Group:
-    """All decay of the group: that of the checkpoint, at the place of torch's, and none elsewhere."""
+    """The decays of the group: that of the checkpoint where torch's optimizer decays, and 0 elsewhere."""
     there, elsewhere = _decays(optimizer, name, known, old)
     value = 0.0 if isinstance(optimizer.transforms[name], Wrap) else old.get("weight_decay", 0.0)
     whole = [n for n in there if all(map(optimizer.transforms[n].scope.has, known))]
@@ -163,8 +163,8 @@ def _decay_to(group: Group, new: Group, optimizer: Modular, name: str, known: Se
     partial = not all(map(optimizer.transforms[used[0]].scope.has, known))
     if len(used) > 1 or used[0] in elsewhere or partial:
         raise ValueError(
-            f"weights decay in the chain as they cannot in torch's optimizer: {optimizer.chain!r}. There all "
-            "parameters of a group decay alike: before the optimizer WeightDecay is torch.optim.Adam's, after it "
+            f"torch's optimizer cannot decay weights as this chain does: {optimizer.chain!r}. In torch all "
+            "parameters of a group decay alike: WeightDecay before the optimizer is torch.optim.Adam's, after it "
             "torch.optim.AdamW's"
         )
     return values[used[0]]

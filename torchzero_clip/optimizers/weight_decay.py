@@ -17,9 +17,9 @@ class WeightDecay(Transform):
 
         u ← u + weight_decay · p
 
-    Its place says which kind it is: before an optimizer it is L2 regularization (the ``weight_decay`` of
-    `torch.optim.Adam` and `SGD`), after it decoupled weight decay (that of `torch.optim.AdamW`). The learning rate
-    scales it in both.
+    Its place decides which kind it is. Before an optimizer it is L2 regularization (the ``weight_decay`` of
+    `torch.optim.Adam` and `SGD`); after one it is decoupled weight decay (that of `torch.optim.AdamW`). The learning
+    rate scales both.
 
     Args:
         weight_decay: The share of a parameter that is taken off per unit of learning rate; a setting of the param

@@ -25,24 +25,24 @@ REMEMBERED = 16  # settings that the optimizer has accepted
 
 
 class Wrap(FinalRule):
-    """Hands the updates to an optimizer of `torch.optim`, as the gradients of its step.
+    """Takes the step with an optimizer of `torch.optim`, which gets the updates as its gradients.
 
-    It ends the chain: nothing but the chain's `LR` may follow for its parameters. Numbers among the arguments
-    (``betas``, ``weight_decay``) become settings of the param groups; the learning rate is that of the groups, and the
-    state of the optimizer is in checkpoints under ``"wrap/<key>"``. What is here as a transform (`Adam`, `SGD`,
-    `RMSprop`, `Muon`) can stand anywhere and is part of compiled steps; this is for the others.
+    It ends the chain: for its parameters only the chain's `LR` may follow. Numbers among the arguments (``betas``,
+    ``weight_decay``) become settings of the param groups. The learning rate is that of the groups. Checkpoints have the
+    state of the optimizer under ``"wrap/<key>"``. `Adam`, `SGD`, `RMSprop` and `Muon` are transforms, which can stand
+    anywhere and are part of compiled steps; ``Wrap`` is for all other optimizers.
 
     Args:
         optimizer_class: A subclass of `torch.optim.Optimizer` that steps on dense gradients without a closure.
         name: The name in the chain and in checkpoints; the class name in snake case if None.
-        **kwargs: Its arguments, but for the parameters; its defaults otherwise.
+        **kwargs: The arguments of the optimizer except the parameters. Missing ones get the defaults of the optimizer.
 
     Raises:
-        TypeError: If ``optimizer_class`` is no such class, or does not take an argument.
-        ValueError: If it refuses an argument, needs a closure (``LBFGS``) or sparse gradients (``SparseAdam``), or
-            keeps anything outside of the state of its parameters.
+        TypeError: If ``optimizer_class`` is not such a class, or does not take an argument.
+        ValueError: If the optimizer raises for an argument, needs a closure (``LBFGS``) or sparse gradients
+            (``SparseAdam``), or changes anything in a step besides parameters and their state.
 
-    ``.grad`` is as it was after a step. The hooks of `torch.optim.Optimizer.step` run once, those of `Modular`.
+    A step leaves ``.grad`` unchanged. Step hooks run once, around the step of `Modular`.
 
     Examples:
         >>> import torch
@@ -96,30 +96,30 @@ class Wrap(FinalRule):
 
     @property
     def template(self) -> Optimizer:
-        """The optimizer, with a parameter of its own."""
+        """An optimizer of the class, on a parameter of its own."""
         if self._built is None:
             self._built = constructed(self.optimizer_class, self.kwargs)
         return self._built
 
     def _with(self, settings: Setting) -> dict[str, Any]:
-        """The arguments, with settings that are not those of the constructor."""
+        """The arguments of the constructor, with the settings that differ from them."""
         given = {key: plain(settings[key]) for key in self._settings if key in settings}
         return self.kwargs | {key: value for key, value in given.items() if value != self._settings[key]}
 
     @override
     def check(self, setting: Setting) -> None:
-        """Raise if the optimizer refuses a setting."""
+        """Raise if the optimizer raises for a setting."""
         for key in self._settings:
             if isinstance(setting.get(key), Tensor):
                 raise TypeError(f"{key} must be a number, got a tensor")
         arguments = self._with(setting)
-        if arguments not in self._checked:  # those of every group, step after step
+        if arguments not in self._checked:  # every group is checked in every step
             constructed(self.optimizer_class, arguments)
             self._checked = [*self._checked[1 - REMEMBERED :], arguments]
 
     @override
     def check_parameter(self, name: str, param: Tensor) -> None:
-        """Raise if the optimizer refuses the parameter."""
+        """Raise if the optimizer raises for the parameter."""
         try:
             self._on(param, {})
         except (TypeError, ValueError) as error:
@@ -127,7 +127,7 @@ class Wrap(FinalRule):
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        """What the optimizer keeps after a step on a gradient of zeros."""
+        """The state of the optimizer after a step on a gradient of zeros."""
         twin = nn.Parameter(param.detach().clone())
         optimizer = self._on(twin, setting)
         twin.grad = torch.zeros_like(twin)
@@ -136,7 +136,7 @@ class Wrap(FinalRule):
 
     @override
     def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        """A momentum that is 0 now may have been used before."""
+        """The state with and without momentum, which may have been used before it was set to 0."""
         ever = {**setting, "momentum": 0.5} if setting.get("momentum") == 0 else setting
         return self.init_state(param, setting) | self.init_state(param, ever)
 
@@ -172,7 +172,7 @@ class Wrap(FinalRule):
         ]
         optimizer.state = defaultdict(dict)
         for param, state, setting in zip(params, step.states, step.settings, strict=True):
-            if template.state and not state:  # Adagrad begins with some
+            if template.state and not state:  # Adagrad has state before its first step
                 state.update(self._on(param, setting).state[param])
             optimizer.state[param] = state  # pyright: ignore[reportArgumentType]
         for param, update in zip(params, updates, strict=True):
@@ -204,7 +204,7 @@ class Wrap(FinalRule):
 
 
 def constructed(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any]) -> Optimizer:
-    """The optimizer on a parameter of its own; raises if it refuses the arguments."""
+    """An optimizer on a parameter of its own. Raises if the optimizer raises for the arguments."""
     try:
         return optimizer_class([nn.Parameter(torch.zeros(1, 1))], **kwargs)
     except (TypeError, ValueError) as error:
@@ -214,21 +214,21 @@ def constructed(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any]) -> 
 
 
 def _state_elsewhere(optimizer: Optimizer) -> list[str]:
-    """What a step changes besides the state of parameters: counters in groups, attributes."""
+    """The keys that a step changes besides the state of parameters: counters in groups, attributes."""
     before = [copy.deepcopy(kept) for kept in _kept(optimizer)]
     param = optimizer.param_groups[0]["params"][0]
     param.grad = torch.ones_like(param)
     try:
         with torch.no_grad():
             _step(optimizer)
-    except Exception:  # it wants a device, for example
+    except Exception:  # it may need a device, for example
         return []
     pairs = zip(before, _kept(optimizer), strict=True)
     return sorted(key for old, new in pairs for key in new if repr(old.get(key)) != repr(new[key]))
 
 
 def _kept(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Values of the param group, and attributes that are not of every optimizer."""
+    """The values of the param group, and the attributes that only this kind of optimizer has."""
     group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     base = {"state", "param_groups", "defaults", *vars(SGD([torch.zeros(1)]))}
     own = {key: value for key, value in vars(optimizer).items() if key not in base}
@@ -236,7 +236,7 @@ def _kept(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _is_schedule(value: Any, usual: Any) -> bool:
-    """Whether an argument is a function where a number is expected, or anything may be."""
+    """True if an argument is a function where a number may be expected."""
     expected = usual is None or usual is inspect.Parameter.empty or is_numeric(usual)
     return callable(value) and not isinstance(value, type) and expected
 

@@ -1,4 +1,4 @@
-"""Which gradients of single samples are kept in memory."""
+"""Decides which per-sample gradients are stored."""
 
 from typing import Literal, TypeAlias
 
@@ -6,12 +6,12 @@ Memory: TypeAlias = Literal["auto", "low"]
 
 
 class Allowance:
-    """Lets gradients of samples take the place of what they are made of, as long as that takes no more memory.
+    """Lets per-sample gradients replace the tensors that they are computed from, if that takes no more memory.
 
-    It looks at all layers of one backward together: what one of them saves, a later one may spend.
+    It counts over all layers of one backward: a later layer may use the memory that an earlier one has saved.
 
     Args:
-        memory: "low" grants none.
+        memory: With "low", it never does.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -19,11 +19,11 @@ class Allowance:
         self._saved = 0
 
     def grants(self, formed: int, made_of: int) -> bool:
-        """Whether gradients are kept; of no samples there are none.
+        """Reserve memory for per-sample gradients. Return False if it does not suffice, or if the batch is empty.
 
         Args:
-            formed: The bytes that they take.
-            made_of: The bytes of inputs and output gradients, which are kept otherwise.
+            formed: The bytes of the per-sample gradients.
+            made_of: The bytes of the inputs and output gradients that are stored otherwise.
         """
         saved = self._saved + made_of - formed
         if self._memory == "low" or not formed or saved < 0:

@@ -1,4 +1,4 @@
-"""What the layers have contributed in the backwards since the last clipping."""
+"""Stores the contributions of layers in the backwards since the last clipping."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torchzero_clip.per_sample.site import Site
 
 @dataclass
 class Arrival:
-    """What one call of a layer contributed to one parameter; its squared norms are taken at once where it is alone."""
+    """The contribution of one call of a layer to one parameter. Squared norms are taken at once if it is alone."""
 
     site: Site
     contribution: Contribution
@@ -31,7 +31,7 @@ class Arrivals:
 
     @property
     def batch_size(self) -> int:
-        """How many samples there were in the first."""
+        """The number of samples in the first contribution."""
         return next(iter(self._of.values()))[0].contribution.batch_size
 
     def keep(
@@ -45,10 +45,10 @@ class Arrivals:
         """Take one contribution.
 
         Args:
-            site: Where it comes from.
-            part: What it is.
-            is_shared: Whether other layers have the same parameter, so that more may come.
-            formed: Gets the gradients of all samples, if they are to be formed.
+            site: The layer.
+            part: The contribution.
+            is_shared: Whether other layers have the same parameter, so that more contributions may come.
+            formed: Called with the per-sample gradients in full; None if they are not needed.
         """
         earlier = self._of.setdefault(id(part.param), [])
         if formed is not None:
@@ -56,14 +56,14 @@ class Arrivals:
             formed(part.param, part.grads)
         last = earlier[-1].contribution if earlier else None
         if isinstance(part, Dense) and isinstance(last, Dense) and part.batch_size == last.batch_size:
-            earlier[-1] = Arrival(site, last.joined(part), None)  # of many calls, one gradient of each sample is kept
+            earlier[-1] = Arrival(site, last.joined(part), None)  # one gradient of each sample for many calls
         elif earlier or site.calls > 1 or is_shared:
             earlier.append(Arrival(site, part, None))
         else:
             earlier.append(Arrival(site, *part.measured()))
 
     def gathered(self) -> dict[int, tuple[Contribution, Tensor]]:
-        """What each parameter got, by its id, and the squared norms."""
+        """The contribution to each parameter, by its id, and the squared norms."""
         result: dict[int, tuple[Contribution, Tensor]] = {}
         for key, arrivals in self._of.items():
             if len(arrivals) > 1 or arrivals[0].squares is None:
@@ -75,7 +75,7 @@ class Arrivals:
         return result
 
     def check_counts(self, count: int | None, *, batch_first: bool) -> None:
-        """Compare the numbers of samples, with a given one or with each other.
+        """Compare the numbers of samples in all contributions with ``count``, or with each other if it is None.
 
         Raises:
             ValueError: If they differ.

@@ -1,4 +1,4 @@
-"""Puts the captured forwards into a model, and takes them out again."""
+"""Installs captured forwards in a model, and removes them."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -17,11 +17,11 @@ from torchzero_clip.per_sample.site import CapturedForward, Recorder, Rule, Site
 
 
 class Attachment:
-    """What capturing changes in a model, all of it.
+    """All changes to a model by which its layers are captured.
 
     Args:
         model: The model.
-        recorder: Gets what the layers contribute.
+        recorder: Gets the contributions of the layers.
         began: Called with the arguments of every forward of the model.
         force_generic: Run every layer by the generic rule.
     """
@@ -44,7 +44,7 @@ class Attachment:
         """Capture every layer with trainable parameters.
 
         Raises:
-            ValueError: If the samples cannot be told apart in this model, or something else captures it.
+            ValueError: If per-sample gradients of this model would be wrong, or something else captures it.
         """
         params = trainable(self._model)
         _check_model(self._model, params)
@@ -61,7 +61,7 @@ class Attachment:
             site.module.__dict__["forward"] = CapturedForward(site)
 
     def detach(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
         for handle in self._handles:
             handle.remove()
         for site in self._sites:
@@ -71,10 +71,10 @@ class Attachment:
         self._handles, self._sites = [], []
 
     def refresh(self) -> bool:
-        """Capture the parameters that train now, where layers were frozen, freed or exchanged since, or got a rule.
+        """Capture the model again, if layers were frozen, unfrozen or replaced since, or got a rule.
 
         Returns:
-            Whether the model itself is captured from now on, which comes too late for a forward that has begun.
+            True if the model itself is captured now and was not before, which is too late for the current forward.
         """
         if not self.is_outdated():
             return False
@@ -86,34 +86,34 @@ class Attachment:
         return any(site.module is self._model for site in self._sites)
 
     def is_outdated(self) -> bool:
-        """Whether the model is not what is captured."""
+        """True if the model has changed since it was captured."""
         seen = _held(self._model)
         lent = any(isinstance(x, Tensor) and not isinstance(x, nn.Parameter) for x, _ in seen)
         if lent:
-            return False  # functional_call lends the model other tensors, for this forward alone
+            return False  # functional_call replaces the parameters by other tensors, for this forward only
         if len(seen) != len(self._seen) or self._rules != rules():
             return True
         return any(a is not b or p != q for (a, p), (b, q) in zip(seen, self._seen, strict=True))
 
     def is_shared(self, param: Tensor) -> bool:
-        """Whether several layers have it."""
+        """True if several layers have the parameter."""
         return self._owners[id(param)] > 1
 
     def reset_counts(self) -> None:
-        """Count the calls of layers from here."""
+        """Count the calls of layers from 0 again."""
         for site in self._sites:
             site.calls = 0
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a module that take gradients, by name."""
+    """The trainable parameters of a module, by name."""
     return {name: param for name, param in module.named_parameters() if param.requires_grad}
 
 
 def _held(model: nn.Module) -> list[tuple[object, bool]]:
-    """What tells one state of a model from another: its modules, its parameters, and which of these train.
+    """The modules and parameters of a model, and which parameters are trainable, to detect changes.
 
-    It is asked in every forward, and reads the dictionaries, which is faster than names.
+    It runs in every forward, so it reads the dictionaries, which is faster than `named_parameters`.
     """
     held: list[tuple[object, bool]] = []
     for module in model.modules():
@@ -123,7 +123,7 @@ def _held(model: nn.Module) -> list[tuple[object, bool]]:
 
 
 def _sites(model: nn.Module, recorder: Recorder, *, force_generic: bool) -> Iterator[Site]:
-    """The layers to capture: those with a rule, and whatever has parameters of its own, with all that is in it."""
+    """The layers to capture: those with a rule, and other modules with own parameters, submodules included."""
     seen: set[int] = set()
     inside: set[int] = set()
     for name, module in model.named_modules():
@@ -148,7 +148,7 @@ def _sites(model: nn.Module, recorder: Recorder, *, force_generic: bool) -> Iter
 
 
 def _replaced(module: nn.Module, recorder: Recorder) -> bool:
-    """Whether the instance has a forward that is not that of its class, which copies of attached models have."""
+    """True if the instance has another forward than its class. Copies of attached models have that of their class."""
     own = module.__dict__.get("forward")
     if isinstance(own, CapturedForward) and own.site.recorder is recorder:
         return False

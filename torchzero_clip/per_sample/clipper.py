@@ -19,29 +19,29 @@ LossReduction: TypeAlias = Literal["mean", "sum"]
 
 
 class PerSampleGradientClipper:
-    """Makes ``.grad`` the sum or mean of the gradients of single samples, each scaled to a limit before it is added.
+    """Makes ``.grad`` the sum or mean of per-sample gradients, each of which is first scaled to a limit.
 
         grad = Σᵢ cᵢ · gᵢ   (mean: divided by B),   cᵢ = min(1, C / (‖gᵢ‖ + 1e-6))
 
-    One forward and one backward, of the user's own module: no wrapper around it, any optimizer behind it. While the
-    backward runs, each layer hands over its input and the gradient of its output, of which the norms of the samples are
-    made; no gradient of a weight is computed until the factors are known.
+    It needs one forward and one backward of the module, which is not wrapped, and works with any optimizer. While the
+    backward runs, the norms of the samples are computed from the input of each layer and the gradient of its output.
+    The clipped sums are computed after that, when the factors are known.
 
     It acts on every forward of the module with gradients enabled, in training and in eval mode, until `detach()`, the
-    end of a ``with`` block, or the clipper's own end. Nothing but the parameters of the module is clipped.
+    end of a ``with`` block, or the deletion of the clipper. Parameters outside of the module are not clipped.
 
     Args:
-        module: The model. Layers that mix samples, such as BatchNorm, are refused by name.
+        module: The model. For layers that mix samples, such as BatchNorm, an error names the layer.
         norm_clipper: How norms become factors: `ConstantFlatClipper`, `ConstantPerLayerClipper`, or one of your own.
         batch_first: Whether sequences have shape (B, T, ...) rather than (T, B, ...).
-        loss_reduction: "mean": ``.grad`` is the mean over samples; with `clip_and_accumulate`, the loss was one too.
-            "sum": the same with sums.
-        memory: "low" keeps no gradients of single samples for linear layers, convolutions and embeddings, at the cost
-            of a second matmul in some.
-        nonfinite: What to do about samples with a gradient that is inf or NaN: "zero" leaves them out and reports them,
+        loss_reduction: With "mean", ``.grad`` is the mean over samples, and the loss before `clip_and_accumulate` must
+            be a mean over samples too. "sum" is the same with sums.
+        memory: With "low", linear layers, convolutions and embeddings store no per-sample gradients. Some of them then
+            need a second matmul.
+        nonfinite: What happens to samples with a gradient that is inf or NaN: "zero" leaves them out and reports them,
             "raise" raises.
-        keep_grad_samples: Form the gradients of all samples, ``p.grad_sample`` of shape (B, *p.shape), from the
-            backward until `clip_and_accumulate` or the next forward. They take B times the memory of the model.
+        keep_grad_samples: Store the per-sample gradients as ``p.grad_sample`` of shape (B, *p.shape), from the backward
+            until `clip_and_accumulate` or the next forward. They take B times the memory of the model.
 
     Raises:
         ValueError: If a layer mixes samples or cannot be captured, or an argument has a value it cannot have.
@@ -51,9 +51,9 @@ class PerSampleGradientClipper:
     | --- | --- |
     | norm 0 | factor 1 |
     | norm just above the limit C | scaled to C · (1 - 1e-6 / C): at most C · (1 + 1e-6), rounding included |
-    | an inf or a NaN | left out, in `nonfinite` of the result; or RuntimeError |
-    | finite, however large or small | its norm is finite, and not 0 |
-    | a layer that took no part | it contributes nothing |
+    | an inf or a NaN | the sample is left out and marked in ``result.nonfinite``; or RuntimeError |
+    | finite and not 0, however large or small | its norm is finite and not 0 |
+    | a layer that the forward did not use | counts as a gradient of 0 |
     | B = 0 | gradients of zeros |
 
     Examples:
@@ -71,7 +71,7 @@ class PerSampleGradientClipper:
 
     Source: Abadi et al., [Deep learning with differential privacy](https://arxiv.org/abs/1607.00133), 2016; Bu et al.,
     [Differentially private optimization on large model at small cost](https://arxiv.org/abs/2210.00038), 2022. No noise
-    is added here: by itself, clipping gives no privacy.
+    is added here; clipping without noise gives no privacy.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class PerSampleGradientClipper:
 
     @property
     def norm_clipper(self) -> NormClipper:
-        """How norms become factors; it may be another one from some step on."""
+        """Turns norms into factors. It may be replaced between steps."""
         return self._norm_clipper
 
     @norm_clipper.setter
@@ -126,9 +126,9 @@ class PerSampleGradientClipper:
 
         Raises:
             ValueError: If the losses do not have that shape, or a layer saw another number of samples.
-            TypeError: If they are no tensor.
+            TypeError: If ``losses`` is not a tensor.
             RuntimeError: If the forward ran before the clipper was attached, if a parameter was used outside the call
-                of its layer, or for a sample that is not finite and is to raise. ``.grad`` is as it was.
+                of its layer, or for a non-finite sample with ``nonfinite="raise"``. ``.grad`` does not change.
         """
         self._losses_given = True
         try:
@@ -138,10 +138,10 @@ class PerSampleGradientClipper:
             self._losses_given = False
 
     def clip_and_accumulate(self) -> ClippingResult:
-        """After ``loss.backward()``: clip what it left, and add it to the sums that `pre_step` hands out.
+        """Clip the gradients of the last ``loss.backward()``, and add them to the sums for `pre_step`.
 
         Raises:
-            RuntimeError: If there was no backward, or for a sample that is not finite and is to raise.
+            RuntimeError: If there was no backward, or for a non-finite sample with ``nonfinite="raise"``.
             ValueError: If a layer saw another number of samples than the others.
         """
         if not self._engine.waits:
@@ -162,13 +162,13 @@ class PerSampleGradientClipper:
         return result
 
     def pre_step(self) -> tuple[Tensor, int]:
-        """Set ``.grad`` to what was accumulated, divided by the number of samples for "mean", and begin anew.
+        """Set ``.grad`` to the accumulated sums, for "mean" divided by the number of samples, and reset the sums.
 
         Returns:
-            The norm of all limits together, once for each parameter that trains, and the number of samples.
+            The norm of all limits together, repeated for each trainable parameter, and the number of samples.
 
         Raises:
-            ValueError: If nothing was accumulated.
+            ValueError: If there was no `clip_and_accumulate` since the last `pre_step`.
         """
         if self._thresholds is None:
             raise ValueError("nothing was accumulated: call clip_and_accumulate() after loss.backward() first")
@@ -191,12 +191,12 @@ class PerSampleGradientClipper:
         return max_norm, count
 
     def discard(self) -> None:
-        """Forget the gradients of a backward that are not to be clipped."""
+        """Drop the gradients of the last backward without clipping them."""
         self._engine.clear()
         self._shown.clear()
 
     def detach(self) -> None:
-        """Leave the module as it was before. What was accumulated can still be handed out."""
+        """Stop clipping, and restore the module. `pre_step` still works for accumulated sums."""
         self._engine.detach()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""What one use of a parameter adds to the gradient of every sample, kept in the form that is cheapest for its layer."""
+"""The per-sample gradients from one use of a parameter, stored in the form that is cheapest for its layer."""
 
 import math
 from abc import ABC, abstractmethod
@@ -10,15 +10,15 @@ from typing_extensions import override
 
 from torchzero_clip.per_sample.squares import memory_order, squared_norms
 
-PIECE = 1 << 20  # bytes of gradients of samples that are formed at a time, so that their norm reads them from cache
+PIECE = 1 << 20  # bytes of per-sample gradients that are formed at a time, so that their norms read them from the cache
 
 
 class Contribution(ABC):
-    """The gradients of B samples with respect to one parameter, from one use of it or from several.
+    """The per-sample gradients of one parameter, from one use of it or from several.
 
     Args:
         param: The parameter.
-        batch_size: B.
+        batch_size: The number B of samples.
     """
 
     def __init__(self, param: Tensor, batch_size: int) -> None:
@@ -27,27 +27,27 @@ class Contribution(ABC):
 
     @abstractmethod
     def measured(self) -> tuple["Contribution", Tensor]:
-        """What to keep for the sum, and the squared norm of each sample: (B,), float64."""
+        """Return the contribution to store for the sum, and the squared norms of the samples: (B,), float64."""
 
     @abstractmethod
     def weighted_sum(self, factors: Tensor) -> Tensor:
-        """The sum over samples of factor times gradient, with the shape of the parameter."""
+        """Return the sum over samples of factor times gradient, in the shape of the parameter."""
 
     @abstractmethod
     def dense(self, start: int, stop: int) -> Tensor:
-        """The gradients of the samples from ``start`` to ``stop``: (stop - start, *shape)."""
+        """Return the gradients of the samples from ``start`` to ``stop``: (stop - start, *shape)."""
 
     @abstractmethod
     def zero_(self, samples: Tensor) -> None:
-        """Forget the gradients of some samples, given as a mask: a factor of 0 would leave a NaN what it is."""
+        """Set the gradients of masked samples to 0. A factor of 0 cannot do that, because 0 times NaN is NaN."""
 
 
 class Dense(Contribution):
-    """Gradients in full: small parameters, or layers for which nothing is cheaper.
+    """Gradients in full, for small parameters and for layers without a cheaper form.
 
     Args:
         param: The parameter.
-        grads: Its gradients, (B, *shape).
+        grads: Its per-sample gradients, (B, *shape).
         squares: Their squared norms, if known: (B,), float64.
     """
 
@@ -78,7 +78,7 @@ class Dense(Contribution):
 
 
 class Runs(Contribution):
-    """Gradients in full, as a list of runs of samples: joining them would be a copy.
+    """Gradients in full, as a list of runs of samples, because joining the runs would copy them.
 
     Args:
         param: The parameter.
@@ -108,11 +108,11 @@ class Runs(Contribution):
 
 
 class Tied(Contribution):
-    """Several uses of one parameter, of which no two have a common form.
+    """Several uses of one parameter, no two of which can be joined.
 
     Args:
         parts: The uses.
-        inner_products: What gives twice the inner products of all pairs of parts, sample by sample; without it,
+        inner_products: Returns the sum over pairs of parts of twice their inner product, for each sample. If None,
             gradients are formed.
     """
 
@@ -148,11 +148,11 @@ class Tied(Contribution):
             part.zero_(samples)
 
 
-CANCELLED = 1e-4  # a squared norm below this share of its parts has lost digits to rounding in float32
+CANCELLED = 1e-4  # a squared norm below this share of its parts has lost digits by cancellation in float32
 
 
 def weighted_rows(factors: Tensor, runs: Sequence[Tensor]) -> Tensor:
-    """The sum of factor times row, over rows in one tensor or more."""
+    """The sum of factor times row, over the rows of one tensor or several."""
     factors = factors.to(runs[0].device, runs[0].dtype)
     order = memory_order(runs[0])
     shape = runs[0].permute(order).shape[1:]
@@ -166,13 +166,13 @@ def weighted_rows(factors: Tensor, runs: Sequence[Tensor]) -> Tensor:
 
 
 def pieces(count: int, bytes_each: int, *, limit: int = PIECE) -> list[tuple[int, int]]:
-    """Bounds of runs of samples, each run of at most ``limit`` bytes or one sample."""
+    """The bounds of runs of samples, each of at most ``limit`` bytes, or of one sample."""
     step = max(1, min(count, limit // max(bytes_each, 1)))
     return [(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def piecewise_squared_norms(contribution: Contribution) -> Tensor:
-    """The squared norms of gradients that are formed a few samples at a time, and dropped."""
+    """The squared norms of gradients, which are formed for a few samples at a time and then dropped."""
     param = contribution.param
     bounds = pieces(contribution.batch_size, param.numel() * 4)
     norms = [squared_norms(contribution.dense(start, stop)) for start, stop in bounds]
@@ -180,7 +180,7 @@ def piecewise_squared_norms(contribution: Contribution) -> Tensor:
 
 
 def total(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum, in one new tensor; of one alone, that tensor itself."""
+    """The sum, in one new tensor; the tensor itself if there is only one."""
     if len(tensors) == 1:
         return tensors[0]
     result = tensors[0] + tensors[1]
@@ -190,5 +190,5 @@ def total(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def zeroed(rows: Tensor, samples: Tensor) -> Tensor:
-    """The rows, with zeros for the samples of a mask."""
+    """The rows, with zeros in those of masked samples."""
     return rows.masked_fill(samples.to(rows.device).view(-1, *[1] * (rows.ndim - 1)), 0)

@@ -1,4 +1,4 @@
-"""Listens to the layers of a model during a backward, and knows what the gradient of every sample was."""
+"""Captures the layers of a model, and collects their per-sample gradients during a backward."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from torchzero_clip.checks import boolean, instance, one_of
+from torchzero_clip.compat import current_graph_task_id
 from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.per_sample.allowance import Allowance, Memory
 from torchzero_clip.per_sample.arrivals import Arrivals
@@ -20,12 +21,12 @@ from torchzero_clip.per_sample.site import Site
 
 
 class Engine:
-    """Listens to the layers of a model.
+    """Captures the layers of a model, and collects their per-sample gradients.
 
     Args:
         model: The model.
         batch_first: Whether samples are in the first dimension of sequences.
-        memory: "low" keeps no gradients of samples, whatever that costs.
+        memory: With "low", layers with a cheaper form store no per-sample gradients.
         force_generic: Run every layer by the generic rule.
     """
 
@@ -59,26 +60,26 @@ class Engine:
 
     @property
     def listens(self) -> bool:
-        """Whether forwards are captured, and their gradients told apart."""
+        """True if forwards are captured for per-sample gradients."""
         return self.enabled and self._attached
 
     @property
     def attached(self) -> bool:
-        """Whether the model is captured."""
+        """True until `detach`."""
         return self._attached
 
     @property
     def params(self) -> dict[str, nn.Parameter]:
-        """The parameters that train, by name."""
+        """The trainable parameters, by name."""
         return self._attachment.params
 
     @property
     def waits(self) -> bool:
-        """Whether gradients have arrived that nobody has asked for."""
+        """True if gradients have arrived that were not clipped yet."""
         return bool(self._arrivals)
 
     def detach(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
         self._attachment.detach()
         self._end.remove()
         self._attached = False
@@ -87,13 +88,13 @@ class Engine:
             self.forgotten()
 
     def clear(self) -> None:
-        """Forget what has arrived."""
+        """Drop all gradients that have arrived."""
         self._arrivals, self._ordinary, self._running, self._consumed = Arrivals(), {}, set(), False
         self.allowance = Allowance(self._memory)
         self._attachment.reset_counts()
 
     def is_only_input(self, tensor: Tensor) -> bool:
-        """Whether the forward has no other tensor as input: it is the batch then."""
+        """True if this tensor is the only input of the model, which must be the batch then."""
         known = None if self._only_input is None else self._only_input()
         return known is not None and (tensor is known or tensor._base is known)
 
@@ -101,7 +102,7 @@ class Engine:
         """Note that a layer runs.
 
         Raises:
-            RuntimeError: If gradients wait that nobody has asked for.
+            RuntimeError: If gradients have arrived that were not clipped yet.
         """
         if not _in_backward():
             self._forget_unfinished()
@@ -119,10 +120,10 @@ class Engine:
         site.calls += 1
 
     def add(self, site: Site, contributions: Sequence[Contribution]) -> None:
-        """Take what one call of a layer contributed."""
+        """Store the contributions of one call of a layer."""
         if not self._attached:
             raise RuntimeError(f"the clipper was detached before the backward of {site}; run the forward again")
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task not in self._running:
             self._running.add(task)
             engine: Any = torch.autograd.Variable
@@ -141,10 +142,10 @@ class Engine:
         """The contribution of each parameter, by id, and its squared norms.
 
         Args:
-            count: How many samples there are; None for as many as the inputs of the model have.
+            count: The number of samples; None for that of the inputs of the model.
 
         Raises:
-            ValueError: If the samples of some layer are not those of the batch.
+            ValueError: If a layer has another number of samples.
             RuntimeError: If the backward did not end.
         """
         if self._attachment.is_outdated():
@@ -160,16 +161,16 @@ class Engine:
         return self._arrivals.gathered()
 
     def consume(self) -> None:
-        """Forget what has arrived, but not the activations: the same graph may run again, for ordinary gradients."""
+        """Drop the gradients that have arrived. The same graph may run again, for ordinary gradients."""
         self._arrivals, self._consumed = Arrivals(), True
 
     def measured(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """The squared norms of what has arrived, by parameter."""
+        """The squared norms of the gradients that have arrived, by parameter."""
         gathered = self.gathered(None)
         return [(param, gathered[id(param)][1]) for param in self.params.values() if id(param) in gathered]
 
     def arrived_count(self) -> int:
-        """How many samples there were in what has arrived."""
+        """The number of samples in the gradients that have arrived."""
         return self._arrivals.batch_size
 
     def norm_dtype(self) -> torch.dtype:
@@ -192,10 +193,10 @@ class Engine:
         self._in_forward = False
 
     def _forget_shown(self) -> None:
-        """What the end of the backward has shown the user may have been all that was asked for.
+        """Drop gradients when a new forward starts, if their norms were shown after the backward.
 
         Raises:
-            RuntimeError: If norms had been asked for before that backward, which then gave no gradients.
+            RuntimeError: If norms were read before that backward, which should have given ordinary gradients.
         """
         if self._consumed and self.waits:
             self.clear()
@@ -236,11 +237,11 @@ class Engine:
 
 
 def _in_backward() -> bool:
-    """Whether a backward runs, in which checkpointing repeats forwards."""
-    return torch._C._current_graph_task_id() != -1
+    """True during a backward, in which checkpointing repeats forwards."""
+    return current_graph_task_id() != -1
 
 
 def _batch_size(inputs: Sequence[Tensor], dim: int) -> int | None:
-    """The size that all inputs have where samples are; None if they differ."""
+    """The size of all inputs in the batch dimension; None if they differ."""
     sizes = {x.shape[min(dim, x.ndim - 1)] for x in inputs}
     return sizes.pop() if len(sizes) == 1 else None

@@ -1,4 +1,4 @@
-"""Norms and clipping coefficients of samples as a wrapper around the model, for loops that were written for one."""
+"""Per-sample norms and clipping coefficients by a wrapper around the model, for loops that use such a wrapper."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,37 +22,38 @@ OWN = {"loss_reduction", "max_grad_norm", "_settings", "_engine", "_norms", "_sh
 
 
 class GradSampleModuleFastGradientClipping(nn.Module):
-    """A model that knows, after a backward, the norm of each sample's gradient and the coefficient that clips it.
+    """A wrapper that has, after a backward, the norm of each per-sample gradient and the coefficient that clips it.
 
         coef = min(1, max_grad_norm / (norm + 1e-6))
 
-    It calls through to the model, whose attributes, parameters and state_dict it shows as its own. Clipping takes one
-    pass, ``module.backward(losses)``, or two, for loops written that way:
+    It calls the model, and has the model's attributes, parameters and state_dict. Clipping takes one backward,
+    ``module.backward(losses)``, or two, in loops of this form:
 
-        losses.mean().backward(retain_graph=True)      leaves .grad as it is
+        losses.mean().backward(retain_graph=True)      leaves .grad unchanged
         coef = module.get_clipping_coef()
         module.disable_hooks()
         (coef * losses).mean().backward()              ordinary gradients, of the same graph
         module.enable_hooks()
 
-    `PerSampleGradientClipper` does the same without a wrapper; both are views of one engine.
+    `PerSampleGradientClipper` does the same without a wrapper; both use the same engine.
 
     Args:
         m: The model.
         batch_first: Whether sequences have shape (B, T, ...) rather than (T, B, ...).
-        loss_reduction: "mean" or "sum": what the loss of the backward is over the samples.
-        strict: Refuse models with buffers, which may carry something from one sample to another.
-        force_functorch: Run every layer by the generic rule, which is vmap.
+        loss_reduction: "mean" or "sum": how the loss of the backward is reduced over the samples.
+        strict: Raise for models with buffers, by which samples may influence each other.
+        force_functorch: Run every layer by the generic rule, which uses vmap.
         max_grad_norm: The limit, >= 0, in units of the gradient.
-        use_ghost_clipping: Take norms without gradients of samples, as ``memory="low"``; False lets layers keep them
-            where that is faster. The numbers are the same.
+        use_ghost_clipping: Compute norms without storing per-sample gradients, as ``memory="low"`` of
+            `PerSampleGradientClipper`. With False, layers store them where that is faster; results are the same.
 
     Raises:
         NotImplementedError: If strict and there is a buffer.
         ValueError: If a layer mixes samples or cannot be captured, or an argument has a value it cannot have.
         TypeError: If an argument has the wrong type.
 
-    Norms at the edges are treated as in `PerSampleGradientClipper`.
+    ``module.backward`` treats norms of 0, inf and NaN as `PerSampleGradientClipper` does. `get_clipping_coef` returns
+    1, 0 and NaN for them, and a second backward gives NaN gradients for inf and NaN.
 
     Examples:
         >>> import torch
@@ -91,7 +92,7 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         boolean("use_ghost_clipping", use_ghost_clipping)
         if strict:
             _refuse_buffers(m, batch_first=batch_first)
-        for shown in ("_parameters", "_buffers", "_modules"):  # the same dicts: what m gets later, this has too
+        for shown in ("_parameters", "_buffers", "_modules"):  # the same dicts: what m gets later, this module has too
             self.__dict__[shown] = m.__dict__[shown]
         self.__dict__["_module"] = m
         self.loss_reduction: LossReduction = loss_reduction
@@ -144,12 +145,12 @@ class GradSampleModuleFastGradientClipping(nn.Module):
 
     @override
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the model."""
+        """Return the ``state_dict`` of the model."""
         return self.__dict__["_module"].state_dict(*args, **kwargs)
 
     @override
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load it into the model."""
+        """Load a ``state_dict`` into the model."""
         return self.__dict__["_module"].load_state_dict(*args, **kwargs)
 
     @override
@@ -158,15 +159,15 @@ class GradSampleModuleFastGradientClipping(nn.Module):
 
     @override
     def train(self, mode: bool = True) -> "GradSampleModuleFastGradientClipping":
-        """Set the mode of the model, and of this."""
+        """Set the mode of the model and of this wrapper."""
         self.__dict__["_module"].train(mode)
         return super().train(mode)
 
     def get_norm_sample(self) -> Tensor:
-        """The norm of each sample's gradient over all trainable parameters, of the last backward: (B,).
+        """Return the norms of the per-sample gradients of the last backward, over all trainable parameters: (B,).
 
         Raises:
-            RuntimeError: If there was none since the last forward.
+            RuntimeError: If there was no backward since the last forward.
         """
         if self._engine.waits:
             gathered = self._engine.gathered(None)
@@ -178,7 +179,7 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         return self._norms
 
     def get_clipping_coef(self) -> Tensor:
-        """What each sample's loss is to be multiplied by: (B,), at most 1.
+        """Return the factors for the losses of the samples in the second backward: (B,), at most 1.
 
         Raises:
             RuntimeError: If there was no backward since the last forward.
@@ -186,15 +187,15 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         return (self.max_grad_norm / (self.get_norm_sample() + STABILITY)).clamp(max=1.0)
 
     def backward(self, losses: Tensor) -> ClippingResult:
-        """Add the clipped gradients to ``.grad``, in one pass: their sum, divided by B for "mean".
+        """Add the sum of the clipped gradients, for "mean" divided by B, to ``.grad``, in one backward.
 
         Args:
             losses: One loss for each sample, of shape (B,).
 
         Raises:
             ValueError: If the losses do not have that shape, or a layer saw another number of samples.
-            TypeError: If they are no tensor.
-            RuntimeError: As `PerSampleGradientClipper.backward`.
+            TypeError: If ``losses`` is not a tensor.
+            RuntimeError: As in `PerSampleGradientClipper.backward`.
         """
         self._in_one_pass = True
         try:
@@ -213,20 +214,19 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         loss_reduction: LossReduction,
         batch_first: bool,
     ) -> None:
-        """Take the gradient of an output by hand, for a call that was not captured; the module is run by vmap.
+        """Pass the gradient of an output by hand, for a call that was not captured; vmap runs the module again.
 
-        Calls that were captured, which are all in a forward of this module, must not be given again: they would count
-        twice.
+        All calls in a forward of this wrapper are captured. Do not pass them again, because they would count twice.
 
         Args:
             module: A module of the model.
-            _forward_input: What it was called with.
-            forward_output: The gradient of its output, the only item.
-            loss_reduction: What the loss of this gradient is over the samples.
-            batch_first: As this module has it.
+            _forward_input: The inputs of the call.
+            forward_output: A sequence of one item: the gradient of the output of the call.
+            loss_reduction: How the loss of this gradient is reduced over the samples.
+            batch_first: The ``batch_first`` of this wrapper.
 
         Raises:
-            ValueError: If ``batch_first`` is not what this module has, or the inputs have no batch dimension.
+            ValueError: If ``batch_first`` is not that of this wrapper, or the inputs have no batch dimension.
         """
         one_of("loss_reduction", loss_reduction, ("mean", "sum"))
         if batch_first != self._engine.batch_first:
@@ -240,15 +240,15 @@ class GradSampleModuleFastGradientClipping(nn.Module):
             torch.autograd.backward(GENERIC.run(site, inputs, {}), grad * scale)
 
     def disable_hooks(self) -> None:
-        """Let backwards give ordinary gradients, and forwards run as they are."""
+        """Stop capturing: backwards give ordinary gradients."""
         self._engine.enabled = False
 
     def enable_hooks(self) -> None:
-        """Listen to forwards and backwards again."""
+        """Capture forwards and backwards again."""
         self._engine.enabled = True
 
     def detach(self) -> None:
-        """Leave the model as it was before."""
+        """Stop capturing for good, and restore the model."""
         self._norms = None
         self._engine.detach()
 

@@ -1,4 +1,4 @@
-"""The hooks that are put into a model, and those of its user that are run."""
+"""Hooks that capturing installs in a model, and the calls of the user's own hooks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,11 +11,11 @@ from torchzero_clip.per_sample.site import Recorder, uncompiled
 
 
 class Notice:
-    """Tells somebody that a forward begins, or ends; a copy of it, in a copy of the model, tells nobody.
+    """A hook that calls a function when a forward starts or ends. In copies of the model it has no effect.
 
     Args:
-        told: Gets what the hook got after the module.
-        only_with_gradients: Whether forwards without gradients are kept quiet about.
+        told: The function. It gets the arguments of the hook except the module.
+        only_with_gradients: Do not call the function in forwards without gradients.
     """
 
     def __init__(self, told: Callable[..., None], *, only_with_gradients: bool = False) -> None:
@@ -36,7 +36,7 @@ def _nobody(*args: Any) -> None:
 
 
 class Outside:
-    """Refuses a gradient that did not come through a captured layer."""
+    """A hook of a parameter that raises for a gradient from outside of the captured layers."""
 
     def __init__(self, name: str, recorder: Recorder) -> None:
         self._name = name
@@ -54,9 +54,9 @@ class Outside:
 
 
 def accumulate(values: Sequence[tuple[Any, Tensor]]) -> None:
-    """Add to the gradients of parameters, as a backward does: through the hooks of their user.
+    """Add to the gradients of parameters as a backward does, calling the hooks that users have registered.
 
-    A hook that raises leaves all gradients as they were; one that is called after accumulation comes too late for that.
+    If a hook raises, no gradient changes, except if it is a hook that runs after accumulation.
     """
     changed: list[tuple[Any, Tensor]] = []
     for param, value in values:
@@ -69,7 +69,7 @@ def accumulate(values: Sequence[tuple[Any, Tensor]]) -> None:
             raise RuntimeError(
                 f"a hook of a parameter of shape {tuple(param.shape)} returned a gradient of shape {tuple(value.shape)}"
             )
-        changed.append((param, value.clone() if hooks else value))  # what a hook has seen, its user may have kept
+        changed.append((param, value.clone() if hooks else value))  # a user may have stored the tensor that a hook got
     for param, value in changed:
         if param.grad is None:
             param.grad = value

@@ -1,4 +1,4 @@
-"""Several uses of one parameter as one contribution."""
+"""Merges several uses of one parameter into one contribution."""
 
 import functools
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torchzero_clip.per_sample.rows import Rows
 
 
 def merged(parts: Sequence[Contribution]) -> Contribution:
-    """The uses of one parameter as one: uses of one kind joined, those of different kinds side by side."""
+    """Merge the uses of one parameter: those of one kind are joined, and different kinds are combined in `Tied`."""
     joined = [*_reduced(Products, parts), *_reduced(Rows, parts), *_reduced(Dense, parts)]
     joined += [part for part in parts if not isinstance(part, Products | Rows | Dense)]
     if len(joined) == 1:

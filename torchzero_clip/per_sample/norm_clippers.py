@@ -1,4 +1,4 @@
-"""How the norms of the samples become factors."""
+"""Rules that turn the norms of samples into factors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -10,13 +10,13 @@ from typing_extensions import override
 
 from torchzero_clip.checks import instance, non_negative
 
-STABILITY = 1e-6  # added to the norm, as privacy libraries do: the limit is kept, a zero norm needs no case of its own
+STABILITY = 1e-6  # added to norms, as in privacy libraries: the limit still holds, and norm 0 is no special case
 
 
 class NormClipper(ABC):
-    """Turns the norms of B samples into factors, that bring what they scale to a limit.
+    """Turns the norms of B samples into factors that bring their gradients to a limit.
 
-    Subclass it for a limit of your own; `PerSampleGradientClipper` takes any.
+    Subclass it for a limit of your own: `PerSampleGradientClipper` takes any subclass.
 
     Examples:
         >>> import torch
@@ -34,22 +34,22 @@ class NormClipper(ABC):
 
     @abstractmethod
     def calc_clipping_factors(self, norms: Sequence[Tensor]) -> Iterable[Tensor]:
-        """One tensor of factors, of shape (B,), per parameter tensor.
+        """Return one tensor of factors, of shape (B,), for each parameter tensor.
 
         Args:
-            norms: The norms, each of shape (B,): one tensor of all parameters together, or one per parameter tensor
-                where `is_per_layer`.
+            norms: Tensors of shape (B,): one for each parameter tensor if `is_per_layer`, else a single one with the
+                norms over all parameters.
         """
 
     @property
     @abstractmethod
     def is_per_layer(self) -> bool:
-        """Whether it takes norms per parameter tensor."""
+        """True if `calc_clipping_factors` takes the norms of each parameter tensor."""
 
     @property
     @abstractmethod
     def thresholds(self) -> Tensor:
-        """The limits: a vector of one, or one per parameter tensor."""
+        """The limits, as a vector: a single one, or one for each parameter tensor."""
 
 
 class ConstantFlatClipper(NormClipper):
@@ -62,7 +62,7 @@ class ConstantFlatClipper(NormClipper):
 
     Raises:
         ValueError: If the limit is negative or NaN.
-        TypeError: If it is no number.
+        TypeError: If it is not a number.
 
     | norm | factor |
     | --- | --- |
@@ -86,13 +86,13 @@ class ConstantFlatClipper(NormClipper):
 
     @override
     def calc_clipping_factors(self, norms: Sequence[Tensor]) -> Iterable[Tensor]:
-        """The same factors for every parameter tensor: an endless iterator.
+        """Return an endless iterator over one tensor: all parameter tensors have the same factors.
 
         Args:
             norms: One tensor of shape (B,): the norms over all parameters.
 
         Raises:
-            ValueError: If it is not exactly one, of that shape.
+            ValueError: If ``norms`` is not exactly one tensor of that shape.
         """
         if len(norms) != 1 or norms[0].ndim != 1:
             shapes = [tuple(norm.shape) for norm in norms]
@@ -122,17 +122,17 @@ class ConstantPerLayerClipper(NormClipper):
 
         factorₖ = min(1, flat_values[k] / (normₖ + 1e-6))
 
-    What one sample adds to the sum then has at most the L2 norm of all limits. Weight and bias are tensors of their
-    own; frozen ones do not count.
+    What one sample adds to the sum then has an L2 norm of at most that of the vector of limits. The weight and the bias
+    of a layer are two parameter tensors; frozen ones have no limit.
 
     Args:
-        flat_values: The limits, each >= 0, in the order of the trainable parameters; a list of one is repeated for all.
+        flat_values: The limits, each >= 0, in the order of the trainable parameters. One limit is repeated for all.
 
     Raises:
-        ValueError: If a limit is negative or NaN, or there is none.
-        TypeError: If one is no number.
+        ValueError: If a limit is negative or NaN, or the list is empty.
+        TypeError: If a limit is not a number.
 
-    Single norms are treated as in `ConstantFlatClipper`.
+    Norms of 0, inf and NaN are treated as in `ConstantFlatClipper`.
 
     Examples:
         >>> import torch
@@ -156,13 +156,13 @@ class ConstantPerLayerClipper(NormClipper):
 
     @override
     def calc_clipping_factors(self, norms: Sequence[Tensor]) -> list[Tensor]:
-        """The factors of each parameter tensor.
+        """Return the factors of each parameter tensor.
 
         Args:
-            norms: One tensor of shape (B,) per parameter tensor.
+            norms: One tensor of shape (B,) for each parameter tensor.
 
         Raises:
-            ValueError: If their number is not that of the limits.
+            ValueError: If there are several limits, and another number of norms.
         """
         values = self.flat_values
         if len(values) not in (1, len(norms)):

@@ -1,4 +1,4 @@
-"""Norms of samples as an attribute of their parameter."""
+"""Per-sample norms as an attribute of the parameter."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from torchzero_clip.per_sample.squares import squared_norms
 
 
 def create_norm_sample(*, param: Tensor, grad_sample: Tensor, max_batch_len: int) -> None:
-    """Put the norms of a parameter's per-sample gradients on it, as ``param.norm_sample``; frozen ones get none.
+    """Set ``param.norm_sample`` to the norms of the per-sample gradients; a frozen parameter gets no attribute.
 
     Args:
         param: The parameter.
-        grad_sample: Its gradients, (B, *param.shape).
-        max_batch_len: The length of what is put there: zeros follow the B norms where it is larger.
+        grad_sample: Its per-sample gradients, (B, *param.shape).
+        max_batch_len: The length of the attribute, at least B: the norms are followed by zeros.
 
     Raises:
         ValueError: If the shapes do not fit, or B is above ``max_batch_len``.
@@ -44,7 +44,7 @@ def create_norm_sample(*, param: Tensor, grad_sample: Tensor, max_batch_len: int
 
 
 def norm_sample(param: Tensor, norms: Tensor, length: int) -> Tensor:
-    """The norms as they are put on the parameter, with zeros behind them up to the length."""
+    """The norms as the parameter gets them, followed by zeros up to the length."""
     padded = norms.new_zeros(length, dtype=torch.promote_types(param.dtype, torch.float32))
     padded[: len(norms)] = norms
     return padded

@@ -1,4 +1,4 @@
-"""What a clipper puts into a model leaves it again, at the latest when nobody holds the clipper any more."""
+"""Removes everything that a clipper has put into a model, at the latest when the clipper is deleted."""
 
 import weakref
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from torchzero_clip.per_sample.engine import Engine
 
 
 class Shown:
-    """Values that users read off parameters.
+    """Values that users read as attributes of parameters.
 
     Args:
-        names: The attributes.
+        names: The names of the attributes; all get the same value.
     """
 
     def __init__(self, *names: str) -> None:
@@ -27,7 +27,7 @@ class Shown:
         self._params.append(param)
 
     def clear(self) -> None:
-        """Take them off again."""
+        """Delete the attributes."""
         for param in self._params:
             for name in self._names:
                 vars(param).pop(name, None)
@@ -35,7 +35,7 @@ class Shown:
 
 
 def weak(method: Any) -> Callable[..., None]:
-    """A bound method as long as its object lives, which this does not keep alive: the model holds the engine."""
+    """A bound method that does nothing once its object is deleted. It holds no reference to the object."""
     reference: weakref.WeakMethod[Callable[..., None]] = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:
@@ -47,7 +47,7 @@ def weak(method: Any) -> Callable[..., None]:
 
 
 def release_with(owner: object, engine: Engine, shown: Shown) -> None:
-    """Leave the model as it was when the owner of the engine is gone, and the model is not."""
+    """Restore the model when the owner of the engine is deleted before the model."""
     engine.forgotten = shown.clear
     weakref.finalize(owner, _release, weakref.ref(engine)).atexit = False
 

@@ -1,4 +1,4 @@
-"""Gradients that are products of a layer's inputs and its output gradients: the weights of linear layers."""
+"""Per-sample gradients that are products of inputs and output gradients: those of the weights of linear layers."""
 
 import math
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from torchzero_clip.per_sample.contributions import (
 from torchzero_clip.per_sample.squares import odd, squared_norms
 
 GRAM_BYTES = 2 << 20
-RUN = 4 << 20  # bytes of gradients in one tensor: of that size, allocators reuse what the backward has freed
-STRIP = 128  # rows of a Gram matrix that are taken at a time, at most; a quarter of it in small ones
+RUN = 4 << 20  # bytes of gradients in one tensor: allocators reuse memory of this size that the backward has freed
+STRIP = 128  # the most rows of a Gram matrix that are computed at a time; in small ones a quarter of the rows
 
 
 class Products(Contribution):
@@ -31,7 +31,7 @@ class Products(Contribution):
         inputs: a, of shape (B, T, d).
         outputs: b, of shape (B, T, p), the gradients of the outputs.
         squares: The squared norms of b, if known: (B,), float64.
-        allowance: Tells whether gradients of samples may be kept.
+        allowance: Decides whether per-sample gradients are stored.
 
     Source: Goodfellow, [Efficient per-example gradient computations](https://arxiv.org/abs/1510.01799), 2015, for
     T = 1; Li et al., [Large language models can be strong differentially private
@@ -57,7 +57,7 @@ class Products(Contribution):
             return self, squared_norms(self.inputs) * squares
         sides, area = width + height, width * height
         formed, made_of = self.batch_size * area * self.inputs.element_size(), self.inputs.nbytes + self.outputs.nbytes
-        # kept, the gradients take the place of inputs and outputs, and save a second matmul
+        # stored gradients replace inputs and outputs, and save a second matmul
         if 30 * area < length**2 * sides and self.allowance.grants(formed, made_of):
             return self._formed()
         if 2 * area < length * sides:
@@ -83,13 +83,13 @@ class Products(Contribution):
         self.inputs, self.outputs = zeroed(self.inputs, samples), zeroed(self.outputs, samples)
 
     def joined(self, other: "Products") -> "Products":
-        """Both uses as one, of more positions."""
+        """Both uses as one with the positions of both."""
         inputs = torch.cat([self.inputs, other.inputs], 1)
         outputs = torch.cat([self.outputs, other.outputs], 1)
         return Products(self.param, inputs, outputs, allowance=self.allowance)
 
     def _formed(self) -> tuple[Contribution, Tensor]:
-        """The gradients in full; their norms are taken while they are in cache."""
+        """The gradients in full, with their norms, which are taken while the gradients are in the cache."""
         runs: list[Tensor] = []
         norms: list[Tensor] = []
         shape = self.outputs.shape[2], self.inputs.shape[2]
@@ -114,10 +114,10 @@ class Products(Contribution):
 def norms_of_products(
     inner: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], inputs: Tensor, outputs: Tensor
 ) -> Tensor:
-    """The squared norms by Gram matrices, in float64 for samples that lose digits in float32.
+    """The squared norms of products by Gram matrices, in float64 for samples that lose digits in float32.
 
     Args:
-        inner: Gives the squared norms, and those of the inputs and of the output gradients.
+        inner: Returns the squared norms of the products, of the inputs and of the output gradients.
         inputs: (B, ...).
         outputs: (B, ...).
     """
@@ -130,9 +130,9 @@ def norms_of_products(
 
 
 def gram_norms(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The squared norms, as inner products of Gram matrices, and the squared norms of the factors.
+    """The squared norms of the products, as inner products of Gram matrices, and those of inputs and output gradients.
 
-    The matrices are symmetric: a strip of rows begins at the diagonal, and what is right of its square counts twice.
+    The matrices are symmetric: a strip of rows starts at the diagonal, and its part right of the square counts twice.
     """
     length = inputs.shape[1]
     if length < STRIP // 2:
@@ -150,6 +150,6 @@ def gram_norms(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def inner_products(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for Gram matrices in full, of which the left one is used up."""
+    """The results of `gram_norms` from full Gram matrices. The left one is overwritten."""
     traces = [gram.diagonal(dim1=1, dim2=2).sum(1).double() for gram in (left, right)]
     return left.mul_(right).sum((1, 2)).double().clamp(min=0), traces[0], traces[1]

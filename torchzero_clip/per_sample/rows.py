@@ -1,4 +1,4 @@
-"""Gradients that are a few rows of a table: the weights of embeddings."""
+"""Per-sample gradients with a few non-zero rows: those of the weights of embeddings."""
 
 import torch
 from torch import Tensor
@@ -10,14 +10,14 @@ from torchzero_clip.per_sample.squares import squared_norms
 
 
 class Rows(Contribution):
-    """The gradient of sample i has, in row v, the sum of its values at index v.
+    """Row v of the gradient of sample i is the sum of the values of sample i that have the index v.
 
     Args:
         param: The table, (rows, width).
-        batch_size: B.
+        batch_size: The number B of samples.
         samples: The sample that each value belongs to, (N,).
         index: The row of each value, (N,).
-        values: (N, width).
+        values: The values, (N, width).
     """
 
     def __init__(self, param: Tensor, batch_size: int, samples: Tensor, index: Tensor, values: Tensor) -> None:
@@ -28,7 +28,7 @@ class Rows(Contribution):
 
     @override
     def measured(self) -> tuple[Contribution, Tensor]:
-        # adding up the rows first, instead of a Gram matrix, loses nothing where they cancel
+        # rows are added up first, because a Gram matrix would lose digits where they cancel
         cells, inverse = (self.samples * self.param.shape[0] + self.index).unique(return_inverse=True)
         rows = self.values.new_zeros(len(cells), self.values.shape[1]).index_add_(0, inverse, self.values)
         norms = torch.zeros(self.batch_size, dtype=torch.float64, device=rows.device)
@@ -51,12 +51,12 @@ class Rows(Contribution):
         self.values = self.values.masked_fill(samples.to(self.values.device)[self.samples][:, None], 0)
 
     def joined(self, other: "Rows") -> "Rows":
-        """Both uses as one, of more values."""
+        """Both uses as one with the values of both."""
         pairs = ((self.samples, other.samples), (self.index, other.index), (self.values, other.values))
         return Rows(self.param, self.batch_size, *(torch.cat(pair) for pair in pairs))
 
     def inner_products(self, products: Products) -> Tensor:
-        """With the gradients of a linear layer of the same weight, sample by sample."""
+        """The inner products with the gradients of a linear layer that has the same weight, for each sample."""
         result = torch.zeros(self.batch_size, dtype=torch.float64, device=self.values.device)
         for i in range(self.batch_size):
             mine = self.samples == i

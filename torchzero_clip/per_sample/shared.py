@@ -1,4 +1,4 @@
-"""Outputs of one row that stands for all samples, such as embeddings of positions."""
+"""Outputs with one row for all samples, such as embeddings of positions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,15 +8,17 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
+from torchzero_clip.compat import DisableTorchFunctionSubclass
+
 ARITHMETIC = {f"{side}{name}" for name in ("add", "sub", "mul", "div", "truediv") for side in ("", "r", "i")}
 EXPANSIONS = {"expand", "expand_as", "broadcast_to"}
 CONVERSIONS = {"to", "type", "float", "double", "half", "bfloat16"}
 
 
 class Shared(Tensor):
-    """One row, which arithmetic with a tensor of the batch takes as one for each sample.
+    """One row for all samples, which arithmetic with a tensor of the batch replaces by one row for each sample.
 
-    That tells the gradients of the samples apart. Any other use would add them up, and is refused in the backward.
+    So the gradient has a row for each sample. Any other use would sum it over samples, and raises in the backward.
     """
 
     _each: Tensor
@@ -29,7 +31,7 @@ class Shared(Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         kind = name.strip("_")
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if kind in ARITHMETIC and any(_goes_with(x, args) for x in args):
                 in_place = name.endswith("_") and (not name.startswith("__") or kind.startswith("i"))
                 first = args[:1] if in_place else (each(args[0]),)
@@ -47,22 +49,22 @@ class Shared(Tensor):
 
 
 def each(value: Any) -> Any:
-    """A row of its own for each sample, of one for all; anything else as it is."""
+    """One row for each sample if the value is one row for all; any other value as it is."""
     return value._each if isinstance(value, Shared) and _unchanged(value) else value
 
 
 def is_shared(value: Any) -> bool:
-    """Whether it is one row for all samples."""
+    """True if the value is one row for all samples."""
     return isinstance(value, Shared) and _unchanged(value)
 
 
 def shared(output: Any, dim: Callable[[int], int], refuse: Callable[[], None]) -> Any:
-    """The output of a layer that ran for each sample, as the one row that it would have given.
+    """Return the output of a layer that ran for each sample as one row, the output for its real input.
 
     Args:
-        output: Of the layer: tensors in any structure.
-        dim: Where the samples are in the tensor of this number.
-        refuse: Raises, in a backward that reaches the row itself.
+        output: The output of the layer: tensors in any structure.
+        dim: Returns the batch dimension of the tensor at an index.
+        refuse: Raises, if a backward reaches the row itself.
     """
     leaves, structure = pytree.tree_flatten(output)
     rows = [
@@ -85,7 +87,7 @@ def _unchanged(row: Shared) -> bool:
 
 
 def _goes_with(row: Any, args: tuple[Any, ...]) -> bool:
-    """Whether the operation makes one row for each sample of a row for all."""
+    """True if an operation on these arguments turns the row into one row for each sample."""
     if not isinstance(row, Shared) or not _unchanged(row):
         return False
     count = row._each.shape[row._dim]
@@ -94,12 +96,12 @@ def _goes_with(row: Any, args: tuple[Any, ...]) -> bool:
 
 
 def anchor() -> Tensor:
-    """A tensor without elements that makes a graph begin."""
+    """A tensor without elements that requires a gradient, so that a graph is recorded."""
     return torch.empty(0, requires_grad=True)
 
 
 class _Row(torch.autograd.Function):
-    """A row the gradient of which would be that of all samples together."""
+    """A row whose gradient would be summed over all samples, so its backward raises."""
 
     @staticmethod
     @override

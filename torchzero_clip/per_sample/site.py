@@ -1,4 +1,4 @@
-"""One layer of the model whose calls are captured, and one such call."""
+"""A layer of the model whose calls are captured, and a captured call."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
@@ -8,18 +8,17 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import get_interpreter_stack
 from torch.autograd.function import FunctionCtx
 from typing_extensions import override
 
-from torchzero_clip.compat import never_compiled
+from torchzero_clip.compat import get_interpreter_stack, never_compiled
 from torchzero_clip.per_sample.allowance import Allowance
 from torchzero_clip.per_sample.contributions import Contribution
 from torchzero_clip.per_sample.shared import anchor, each, is_shared, shared
 
 
 class Recorder(Protocol):
-    """What a layer needs to know of the engine that listens to it."""
+    """The part of the engine that layers use."""
 
     allowance: Allowance
     batch_first: bool
@@ -39,25 +38,25 @@ class Recorder(Protocol):
 
 
 class Rule(ABC):
-    """How a kind of layer is run so that the gradients of its samples can be told apart."""
+    """Runs a kind of layer so that its gradients can be computed for each sample."""
 
     def refusal(self, module: nn.Module) -> str | None:
-        """Why this layer cannot be right, and the way out."""
+        """The reason why per-sample gradients of this layer would be wrong, and the way out; None if there is none."""
         return None
 
     @abstractmethod
     def run(self, site: "Site", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of the layer. Its parameters take no part in the graph."""
+        """Return the output of the layer. The graph must not contain its parameters."""
 
 
 class Site:
     """A layer in a model.
 
     Args:
-        recorder: Gets what the layer contributes.
+        recorder: Gets the contributions of the layer.
         name: The name in the model.
         module: The layer.
-        rule: How it is run.
+        rule: Runs the layer.
         params: Its trainable parameters, by their names in the layer.
     """
 
@@ -73,7 +72,7 @@ class Site:
         paths = [(name.rpartition("."), param) for name, param in params.items()]
         self._owners = [(module.get_submodule(path[0]), path[2], param) for path, param in paths]
         self.agreed: dict[Hashable, Any] = {}
-        self.awaits: Hashable = None  # what has agreed once the backward has passed
+        self.awaits: Hashable = None  # the key of `agreed` that a successful backward sets
         self.stores = False
 
     @override
@@ -82,17 +81,17 @@ class Site:
 
     @property
     def lent(self) -> bool:
-        """Whether `torch.func.functional_call` has put other tensors in the place of the parameters."""
+        """True while `torch.func.functional_call` replaces the parameters by other tensors."""
         return any(owner._parameters.get(key) is not param for owner, key, param in self._owners)
 
     def batch_dim(self, leading: int) -> int:
-        """Where the samples are in a tensor with so many dimensions before those of a single position."""
+        """The batch dimension of a tensor that has ``leading`` dimensions before those of a single position."""
         if leading == 0:
             raise ValueError(f"the input of {self} has no batch dimension: per-sample gradients need one")
         return 0 if self.recorder.batch_first or leading == 1 else 1
 
     def expanded(self, tensor: Tensor, dim: int) -> tuple[Tensor, bool]:
-        """The tensor with all samples in ``dim``, if it had one row for all of them."""
+        """The tensor with a row for each sample in ``dim``, and whether it had one row for all of them before."""
         count = self.recorder.batch_size
         if is_shared(tensor):
             return each(tensor), True
@@ -101,11 +100,11 @@ class Site:
         return tensor.expand(*tensor.shape[:dim], count, *tensor.shape[dim + 1 :]), True
 
     def refuse_row(self) -> None:
-        """Refuse a gradient that does not tell samples apart."""
+        """Raise for a gradient that is summed over samples."""
         self.recorder.clear()
         raise RuntimeError(
-            f"{self} had one row of input for all samples, and its output was used for more than to be added to, or "
-            "multiplied with, tensors of the batch: give each sample a row, with x.expand(batch_size, ...)"
+            f"{self} had one row of input for all samples, and its output was used for more than additions to, and "
+            "products with, tensors of the batch: give each sample a row, with x.expand(batch_size, ...)"
         )
 
 
@@ -113,11 +112,11 @@ def _called(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-uncompiled: Callable[..., Any] = never_compiled(_called)  # where torch.compile does not follow
+uncompiled: Callable[..., Any] = never_compiled(_called)  # calls a function outside of torch.compile
 
 
 class CapturedForward:
-    """Stands in for the forward of one layer while it is captured."""
+    """Replaces the forward of one layer while it is captured."""
 
     def __init__(self, site: Site) -> None:
         self.site = site
@@ -132,7 +131,7 @@ class CapturedForward:
             return type(site.module).forward(site.module, *args, **kwargs)
         recorder.called(site)
         now = site.module.__dict__.get("forward")
-        if isinstance(now, CapturedForward) and now is not self:  # the layer was attached anew as this call began
+        if isinstance(now, CapturedForward) and now is not self:  # this call of the model has attached the layer anew
             return now(*args, **kwargs)
         if (reason := site.rule.refusal(site.module)) is not None:
             raise ValueError(f"{site} cannot be clipped per sample: {reason}")
@@ -140,7 +139,7 @@ class CapturedForward:
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        # copies of an attached model are models as any other
+        # copies of an attached model are ordinary models
         return _class_forward, (self.site.module,)
 
 
@@ -149,12 +148,12 @@ def _class_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 class Call:
-    """One call of a layer, waiting for the gradient of its output.
+    """One call of a layer, until the gradient of its output arrives.
 
     Args:
         site: The layer.
-        inputs: The tensors that the contributions are made of.
-        contribute: Makes them, of the gradient and the inputs.
+        inputs: The tensors that the contributions need.
+        contribute: Returns the contributions, from the gradient and the inputs.
     """
 
     def __init__(
@@ -168,12 +167,12 @@ class Call:
         self._contribute = contribute
 
     def take_inputs(self) -> Sequence[Tensor]:
-        """The tensors, which are the graph's to keep from here on."""
+        """Return the inputs, and drop them here, because the graph stores them."""
         inputs, self._inputs = self._inputs, ()
         return [tensor.detach() for tensor in inputs]
 
     def arrived(self, grad: Tensor, saved: Callable[[], Sequence[Tensor]]) -> None:
-        """Hand over what the gradient of the output says about the parameters."""
+        """Pass the contributions to the recorder, now that the gradient of the output is known."""
         if not wanted(self.site):
             return
         recorder = self.site.recorder
@@ -192,10 +191,10 @@ class Call:
 
 
 def wanted(site: Site) -> bool:
-    """Whether the backward that runs gives gradients to parameters: `torch.autograd.grad` of an input does not.
+    """True if the current backward gives gradients to parameters, which `torch.autograd.grad` of an input does not.
 
     Raises:
-        RuntimeError: If it is to be differentiated again: the parameters are not in its graph.
+        RuntimeError: With ``create_graph=True``, because the parameters are not in the graph.
     """
     if torch.is_grad_enabled():
         site.recorder.clear()
@@ -206,12 +205,12 @@ def wanted(site: Site) -> bool:
 
 
 def watch(output: Tensor, call: Call, *, row: int | None = None) -> Tensor:
-    """The output, the gradient of which will arrive at the call.
+    """Return the output, whose gradient will arrive at the call.
 
     Args:
-        output: Of the layer.
+        output: The output of the layer.
         call: The call.
-        row: Where the samples are, if one row of input stood for all of them.
+        row: The batch dimension, if the input had one row for all samples.
     """
     before = output if output.requires_grad else anchor()
     watched: Any = _Watched.apply(before, call, [output.detach()], before is output)
@@ -219,14 +218,14 @@ def watch(output: Tensor, call: Call, *, row: int | None = None) -> Tensor:
 
 
 class _Watched(torch.autograd.Function):
-    """Passes an output on, and its gradient back: hooks and changes in place that come later are in the gradient."""
+    """Passes an output on and its gradient back, so that the gradient includes later hooks and changes in place."""
 
     @staticmethod
     @override
     def forward(ctx: FunctionCtx, before: Tensor, call: Call, output: list[Tensor], goes_on: bool) -> Tensor:  # pyright: ignore
         ctx.call, ctx.goes_on = call, goes_on  # pyright: ignore[reportAttributeAccessIssue]
         ctx.save_for_backward(*call.take_inputs())
-        return output[0]  # in a list, it counts as made here: layers behind it may change it in place
+        return output[0]  # passed in a list, it counts as created here, so later layers may change it in place
 
     @staticmethod
     @override

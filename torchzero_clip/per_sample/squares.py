@@ -1,4 +1,4 @@
-"""Squared norms of the rows of a tensor, and the dtype they are taken in."""
+"""Squared norms of the rows of a tensor, and the dtype of their computation."""
 
 import math
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 from torchzero_clip.functional.foreach import wide_dtype
 
-BLOCK = 4096  # elements that are added up in float32 at most: a plain norm of 38M of them is 0.3% too small
-SMALL = 1e-34  # below it, squares of elements lose digits in float32
+BLOCK = 4096  # the most elements that are added up in float32: a norm of 38M of them is 0.3% too small
+SMALL = 1e-34  # in smaller sums, squares of elements have lost digits in float32
 PIECE = 1 << 23  # elements that are copied to float64 at a time
 
 
 def wide(*tensors: Tensor) -> list[Tensor]:
-    """The tensors in one dtype, float32 or wider: autocast gives a layer's input and its output gradient two."""
+    """The tensors in one dtype, float32 or wider. Under autocast an input and its output gradient have two dtypes."""
     if all(tensor.dtype == torch.float32 for tensor in tensors):
         return list(tensors)
     dtype = wide_dtype(tensors[0].dtype)
@@ -23,9 +23,9 @@ def wide(*tensors: Tensor) -> list[Tensor]:
 
 
 def squared_norms(rows: Tensor) -> Tensor:
-    """The squared L2 norm of each row, whatever its shape: (B, ...) -> (B,), float64.
+    """The squared L2 norm of each row of any shape: (B, ...) -> (B,), float64.
 
-    It is finite for finite rows, and 0 for rows of zeros only.
+    It is finite if the row is finite, and 0 only if the row is all zero.
     """
     count, size = rows.shape[0], math.prod(rows.shape[1:])
     ordered = rows if rows.is_contiguous() else rows.permute(memory_order(rows))
@@ -43,15 +43,15 @@ def squared_norms(rows: Tensor) -> Tensor:
 
 
 def memory_order(rows: Tensor) -> list[int]:
-    """The dimensions, those behind the first as they lie in memory: a row of another order is not to be copied."""
+    """The dimensions, those after the first in the order of memory, so that rows of another order are not copied."""
     return [0, *sorted(range(1, rows.ndim), key=lambda dim: -rows.stride(dim))]
 
 
 def odd(squares: Tensor) -> list[int]:
-    """The indices of sums of squares that may have left the range of float32, and are to be taken again in float64."""
+    """The indices of sums of squares that may be outside the range of float32, and are taken again in float64."""
     if squares.numel():
         low, high = (bound.item() for bound in squares.aminmax())
-        if low > SMALL and high < math.inf:  # NaN is neither
+        if low > SMALL and high < math.inf:  # False for NaN
             return []
     return (squares.isfinite() & (squares > SMALL)).logical_not().nonzero()[:, 0].tolist()
 

@@ -1,4 +1,4 @@
-"""Compares the gradients of samples with one backward for each."""
+"""Compares per-sample gradients with those of one backward for each sample."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -28,27 +28,27 @@ def check_per_sample(
     loss_reduction: LossReduction = "mean",
     tolerance: float = 1e-6,
 ) -> dict[str, Tensor]:
-    """Raise unless `PerSampleGradientClipper` gives what one backward for each sample gives, on this model and batch.
+    """Raise unless `PerSampleGradientClipper` agrees with one backward for each sample, on this model and batch.
 
-    Norms of every parameter and clipped sums are compared, in float64, on a copy of the model, in every memory mode. It
-    takes B backwards: check once, with a few samples. What it finds: rules that are wrong, layers that mix samples, a
-    batch dimension that is not where it was declared, a loss that is not the declared mean or sum over samples.
+    It compares the norms of every parameter and the clipped sums, in float64, on a copy of the model, in every memory
+    mode. It takes B backwards, so check once, with a few samples. It finds wrong rules, layers that mix samples, a
+    batch dimension that is not where it was declared, and a loss that is not the declared mean or sum over samples.
 
     Args:
         model: The model. If it draws random numbers, as dropout does, call ``eval()`` first.
-        batch: A tensor, or a tuple, list, dict or other tree of tensors, with samples where ``batch_first`` says; what
-            has another size there is shared by all samples.
+        batch: A tensor, or a tuple, list, dict or other tree of tensors, with the samples in the dimension that
+            ``batch_first`` declares. Tensors of another size there are shared by all samples.
         loss_fn: Called as ``loss_fn(model, batch)``. It returns one loss for each sample, of shape (B,), as
-            `PerSampleGradientClipper.backward` takes it; or a single one, reduced as ``loss_reduction`` says.
+            `PerSampleGradientClipper.backward` takes it; or a single loss, reduced according to ``loss_reduction``.
         batch_first: As in `PerSampleGradientClipper`.
-        loss_reduction: As in `PerSampleGradientClipper`: what a single loss is of the samples.
-        tolerance: How far apart numbers may be, relative to the largest of their kind.
+        loss_reduction: As in `PerSampleGradientClipper`: whether a single loss is the mean or the sum over samples.
+        tolerance: The largest difference, relative to the largest magnitude in the same tensor.
 
     Returns:
-        The norms of the gradients of the samples, by parameter: of shape (B,), float64.
+        The norms of the per-sample gradients, by parameter: of shape (B,), float64.
 
     Raises:
-        ValueError: If something differs; it names the first layer that does, in the order of the model, or the
+        ValueError: If gradients differ: the message names the first layer that does, in the order of the model, or the
             reduction that was declared. Also if the model draws random numbers, or cannot be clipped per sample.
         RuntimeError: If a parameter is used where samples cannot be told apart.
         TypeError: If an argument has the wrong type.
@@ -97,7 +97,7 @@ def check_per_sample(
 
 
 def _one_by_one(model: nn.Module, batch: Any, loss_fn: LossFunction, *, dim: int) -> dict[str, Tensor]:
-    """The gradients of each sample, by one backward for each."""
+    """The per-sample gradients, by one backward for each sample."""
     params = trainable(model)
     rows: list[list[Tensor]] = []
     for one in _samples(batch, dim):

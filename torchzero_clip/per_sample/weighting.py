@@ -1,4 +1,4 @@
-"""From the norms of the samples to the clipped sums."""
+"""Computes the clipped sums from the norms of the samples."""
 
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass, field
@@ -18,13 +18,13 @@ Nonfinite: TypeAlias = Literal["zero", "raise"]
 
 @dataclass(frozen=True)
 class ClippingResult:
-    """What was measured of the samples of one backward.
+    """The norms and clipping factors of the samples of one backward.
 
     Args:
         norms: The norm of the gradient of each sample before clipping, all parameters together: (B,), float32 or wider.
-        factors: What each was multiplied by: (B,), or such a tensor per parameter tensor for a per-layer clipper.
-        nonfinite: Which samples had a gradient that is not finite, and were left out: (B,), booleans.
-        param_norms: The norms by the name of the parameter.
+        factors: The factor of each sample: (B,). A per-layer clipper gives one such tensor for each parameter tensor.
+        nonfinite: True for samples that were left out because their gradient is not finite: (B,), booleans.
+        param_norms: The norms of the samples in each parameter, by its name.
 
     Examples:
         >>> import torch
@@ -48,7 +48,7 @@ class ClippingResult:
 def clipped_backward(
     engine: Engine, losses: Tensor, norm_clipper: NormClipper, *, mean: bool, nonfinite: Nonfinite = "zero"
 ) -> ClippingResult:
-    """Run the backward of the losses and add the clipped gradients to ``.grad``; an error leaves that as it was."""
+    """Run the backward of the losses, and add the clipped gradients to ``.grad``, which an error leaves unchanged."""
     instance("losses", losses, Tensor)
     if losses.ndim != 1:
         raise ValueError(f"losses must have shape (B,), got {tuple(losses.shape)}: {_way_out(losses)}")
@@ -75,11 +75,11 @@ def clipped_backward(
 
 
 def _factors(norm_clipper: NormClipper, answer: Any, count: int, norms: Tensor) -> list[Tensor]:
-    """What a norm clipper gave, as one tensor for each parameter tensor.
+    """Check the answer of a norm clipper, and return one tensor for each parameter tensor.
 
     Raises:
-        TypeError: If these are no tensors.
-        ValueError: If there are too few or too many, or if they have another shape than the norms.
+        TypeError: If the answer is a single tensor, or not iterable.
+        ValueError: If there are too few or too many values, or one is not a tensor of the shape of the norms.
     """
     who = f"{type(norm_clipper).__name__}.calc_clipping_factors"
     way_out = f"factors for {count} parameter tensors, or itertools.repeat(factors) for the same in all"
@@ -111,15 +111,15 @@ def weighted(
     scale: float = 1.0,
     divisor: float = 1.0,
 ) -> tuple[dict[str, Tensor], ClippingResult]:
-    """The clipped sums by the name of the parameter, and what was measured.
+    """Return the clipped sums by the name of the parameter, and the result for the user.
 
     Args:
-        engine: Knows the parameters.
-        gathered: What each of them got, emptied on the way: activations are let go of as sums take their place.
-        norm_clipper: Makes factors of norms.
-        nonfinite: What to do about samples that are not finite.
-        scale: What the gradients have to be multiplied by to be those of the samples' own losses.
-        divisor: What the sums are divided by.
+        engine: Has the parameters.
+        gathered: The contributions to each parameter. They are removed one by one, which frees their activations.
+        norm_clipper: Turns norms into factors.
+        nonfinite: What happens to samples that are not finite.
+        scale: The factor between the given gradients and those of the losses of single samples.
+        divisor: The number by which the sums are divided.
     """
     first = next(iter(gathered.values()))[1]
     squares = {

@@ -1,1 +1,1 @@
-"""How single kinds of layers give the gradient of every sample: one file each."""
+"""Rules that compute per-sample gradients, with one file for each kind of layer."""

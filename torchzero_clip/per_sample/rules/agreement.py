@@ -1,4 +1,4 @@
-"""Whether a module gives the same for a sample alone as in its batch."""
+"""Checks that a module gives the same output for a sample alone as for the sample in its batch."""
 
 import contextlib
 import copy
@@ -10,30 +10,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 
+from torchzero_clip.compat import is_functorch_wrapped_tensor
 from torchzero_clip.per_sample.rules.state import is_record
 from torchzero_clip.per_sample.site import Site
 
-NUMBERS = 8  # values of numbers on a module that are looked at
+NUMBERS = 8  # sets of numbers on a module for which the check is repeated
 FIRST, OTHERS = slice(0, 1), slice(1, None)
 LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 
 class Agreement:
-    """What a module gives for its batch, and what it would if some samples were others.
+    """The outputs of a module for its batch, and for the batch with some samples replaced.
 
-    Copies of the module are run, without hooks, so that nothing the user sees happens twice; once for every kind of
-    arguments and every set of switches. A factor of zero, or inputs of zeros, would hide what mixes samples: so there
-    are runs with noise on parameters and inputs too. Random numbers are the same in all runs, and those of the user are
-    not used up.
+    Copies of the module are run without hooks, so that the user sees no effect twice, and only once for every kind of
+    arguments and every set of switches. A factor of zero, or inputs of zeros, would hide that a module mixes samples,
+    so there are also runs with noise on parameters and inputs. All runs use the same random numbers, and leave the
+    state of the user's generators unchanged.
 
     Args:
         site: The module, which has not run yet.
-        leaves: The tensors and other values it is called with.
-        dims: Where each has its samples; None if it has none.
-        arguments: Makes the arguments of the call of such values.
+        leaves: The tensors and other values of the call.
+        dims: The batch dimension of each value; None if it has none.
+        arguments: Returns the arguments of the call for a list of such values.
 
     Raises:
         ValueError: If the module cannot be copied.
@@ -83,10 +83,12 @@ class Agreement:
             self._rest_changed.append((together, rest))
 
     def check(self, output: Any, dim: Callable[[int], int]) -> None:
-        """Compare them with the output made sample by sample; with each other, where random numbers are drawn.
+        """Compare the outputs with ``output``, which was computed sample by sample, and with each other.
+
+        If the module draws random numbers, they are only compared with each other.
 
         Raises:
-            ValueError: If they differ: the gradients of the samples would be those of another model.
+            ValueError: If they differ, because per-sample gradients would be those of another model.
         """
         alone = _tensors(output)
         ranks = [None if x is None else x.ndim for x in alone]
@@ -97,8 +99,8 @@ class Agreement:
             same = self._agrees(alone, dim)
         if not same:
             raise ValueError(
-                f"{self._site} gives a sample another output alone than in the batch: it mixes samples, or an input "
-                "without a batch dimension has the size of one, or what it stored in an earlier forward is read. "
+                f"the output of {self._site} for a sample alone differs from that in the batch: it mixes samples, it "
+                "reads what an earlier forward stored, or an input without a batch dimension has the size of a batch. "
                 "Per-sample gradients would be wrong"
             )
         if self._says_something:
@@ -124,9 +126,9 @@ class Agreement:
 
 
 def _key(site: Site, leaves: Sequence[Any], dims: Sequence[int | None]) -> Hashable:
-    """What may make a module run in another way: where samples are, other arguments, modes and switches.
+    """A key for all that may change how a module runs: batch dimensions, other arguments, modes and switches.
 
-    Sizes are not among it: where one of them happens to be that of the batch, samples seem to be elsewhere.
+    It has no sizes, because a size that equals the batch size already changes the batch dimensions.
     """
     kinds = tuple((x.ndim, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
     held = [(name, value) for module in site.module.modules() for name, value in vars(module).items()]
@@ -135,11 +137,11 @@ def _key(site: Site, leaves: Sequence[Any], dims: Sequence[int | None]) -> Hasha
     numbers = tuple((name, value) for name, value in held if type(value) in (int, float))
     key = kinds, tuple(dims), switches, functions, site.stores
     seen = sum(isinstance(known, tuple) and known[:1] == (key,) for known in site.agreed)
-    return (key, numbers) if seen < NUMBERS else (key, None)  # some of them count forwards
+    return (key, numbers) if seen < NUMBERS else (key, None)  # some numbers count forwards
 
 
 def _is_plain(value: Any, dim: int | None) -> bool:
-    """Whether changing one sample for another says nothing: there is one, or its integers are those of all."""
+    """True if replacing a sample by another changes nothing: there is one sample, or all have the same integers."""
     if dim is None or not isinstance(value, Tensor):
         return False
     if value.shape[dim] < 2 or value.is_floating_point():
@@ -157,7 +159,7 @@ def _run(twin: nn.Module, arguments: Callable[..., Any], leaves: Sequence[Any]) 
 
 
 def _copied(site: Site, *, noise: bool) -> nn.Module:
-    """The module with its parameters, noise on them or not, with copies of all else it has, and without hooks."""
+    """A copy of the module without hooks, with noise on its parameters if ``noise``."""
     memo: dict[int, Any] = {
         id(param): _noisy(param.detach(), seed=1) if noise else param.detach().clone()
         for param in site.module.parameters()
@@ -184,12 +186,12 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _is_shared(value: Any) -> bool:
-    """Whether copies may have the very object: results of earlier forwards, which torch does not copy, and locks."""
+    """True for objects that copies share: results of earlier forwards, which torch does not copy, and locks."""
     return isinstance(value, LOCKS) or (isinstance(value, Tensor) and _is_result(value))
 
 
 def _noisy(tensor: Tensor, *, seed: int) -> Tensor:
-    """The same noise in every call."""
+    """The tensor with noise, which is the same in every call."""
     generator = torch.Generator().manual_seed(seed)
     if tensor.dtype == torch.bool:
         return tensor ^ (torch.rand(tensor.shape, generator=generator) < 0.5).to(tensor.device)
@@ -200,12 +202,12 @@ def _noisy(tensor: Tensor, *, seed: int) -> Tensor:
 
 
 def _is_result(tensor: Tensor) -> bool:
-    """Whether an earlier forward left it, in a form that torch does not copy."""
+    """True if a tensor is the result of an earlier forward, which torch does not copy."""
     return is_functorch_wrapped_tensor(tensor) or not tensor.is_leaf
 
 
 def _rearranged(leaves: Sequence[Any], dims: Sequence[int | None], source: Callable[[int], int]) -> list[Any]:
-    """The inputs with other samples: in the place of each, that of the index which ``source`` gives for its own."""
+    """The inputs with samples replaced: sample i becomes the one at index ``source(i)``."""
     result = list(leaves)
     for i, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
         if dim is not None:
@@ -216,12 +218,12 @@ def _rearranged(leaves: Sequence[Any], dims: Sequence[int | None], source: Calla
 
 
 def _another_first(index: int) -> int:
-    """The first sample is as the second."""
+    """The first sample becomes the second one."""
     return max(index, 1)
 
 
 def _another_rest(index: int) -> int:
-    """All samples but the first are as the one before."""
+    """Each sample but the first becomes the one before it."""
     return max(index - 1, 0)
 
 
@@ -230,7 +232,7 @@ def _tensors(output: Any) -> list[Tensor | None]:
 
 
 def _of(tensors: Sequence[Tensor | None], dim: Callable[[int], int], samples: slice) -> list[Tensor | None]:
-    """What some samples have."""
+    """The parts of tensors that belong to some samples."""
     return [
         None if x is None or x.ndim <= dim(i) else x[(slice(None),) * dim(i) + (samples,)]
         for i, x in enumerate(tensors)
@@ -262,6 +264,6 @@ def _close(alone: Tensor, together: Tensor) -> bool:
     if not alone.is_floating_point():
         return torch.equal(alone, together)
     tolerance = torch.finfo(together.dtype).eps ** 0.5
-    compared = alone.isfinite() & together.isfinite() & (alone != together)  # what is equal, as masks are, is no scale
+    compared = alone.isfinite() & together.isfinite() & (alone != together)  # equal values, as in masks, set no scale
     alone, together = alone[compared].double(), together[compared].double()
     return not alone.numel() or bool((alone - together).abs().max() <= tolerance * together.abs().max())

@@ -24,13 +24,13 @@ from torchzero_clip.per_sample.site import Call, Rule, Site, watch
 from torchzero_clip.per_sample.squares import squared_norms, wide
 
 PATCHES = 2 << 20  # bytes of patches that are copied out at a time
-ADDITION = 4  # what adding a number to another in memory costs, in multiplications
-LANES = 16  # numbers that a processor takes at a time
-GROUPED = 8  # samples that the kernel of grouped convolutions takes at a time; from as many channels on, it is faster
+ADDITION = 4  # the cost of an addition in memory, in multiplications
+LANES = 16  # numbers in a vector register
+GROUPED = 8  # samples for one call of a grouped convolution, which is faster for at least as many channels
 
 
 class ConvRule(Rule):
-    """Weight: products of the patches of the input and the output gradients. Bias: the output gradients, added up."""
+    """Weight: products of the patches of the input and the output gradients. Bias: the sum of output gradients."""
 
     @override
     def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -59,14 +59,14 @@ class ConvRule(Rule):
 
 
 class Convolved(Contribution):
-    """The gradient of the weight of a convolution, from its input and its output gradient.
+    """The per-sample gradients of the weight of a convolution, from its input and its output gradient.
 
     Args:
         param: The weight.
-        options: How it ran.
-        input: (B, channels, *sizes).
-        grad: (B, channels, *sizes), the gradient of the output.
-        allowance: Tells whether gradients of samples may be kept.
+        options: The options of the call.
+        input: The input, (B, channels, *sizes).
+        grad: The gradient of the output, (B, channels, *sizes).
+        allowance: Decides whether per-sample gradients are stored.
 
     Source: Rochette, Manoel, Tramel, [Efficient per-example gradient computations in convolutional neural
     networks](https://arxiv.org/abs/1912.06015), 2019, for the samples as groups of one convolution.
@@ -83,7 +83,7 @@ class Convolved(Contribution):
     def measured(self) -> tuple[Contribution, Tensor]:
         formed, grams = self._costs()
         size, made_of = self.param.numel() * self.grad.element_size(), self.input.nbytes + self.grad.nbytes
-        # kept, they also save most of the work of the sum
+        # stored gradients also save most of the work of the sum
         if formed < 3 * grams and self.allowance.grants(self.batch_size * size, made_of):
             return self._formed()
         return self, self._norms_by_gram_matrices() if grams < formed else piecewise_squared_norms(self)
@@ -108,7 +108,7 @@ class Convolved(Contribution):
         self.input, self.grad = zeroed(self.input, samples), zeroed(self.grad, samples)
 
     def _costs(self) -> tuple[int, float]:
-        """Products of two numbers that are to be made for the gradients of a sample, and for its Gram matrices."""
+        """The numbers of multiplications for the gradient of a sample, and for its Gram matrices."""
         positions, outputs, width = self.grad.shape[2:].numel(), self.param.shape[0], self.param[:1].numel()
         formed = positions * outputs * width
         if self.options.groups != 1:
@@ -116,7 +116,7 @@ class Convolved(Contribution):
         return formed, positions**2 * outputs + min(positions**2 * width, self._cost_of_pixels())
 
     def _cost_of_pixels(self) -> int:
-        """Of the Gram matrix of patches, made of that of pixels."""
+        """The cost of the Gram matrix of patches, if it is computed from that of pixels."""
         options, sizes = self.options, self.options.padded_sizes(self.input)
         cost = math.prod(sizes) ** 2 * self.input.shape[1]
         for i, (kernel, count) in enumerate(zip(options.kernel, self.grad.shape[2:], strict=True)):
@@ -129,7 +129,7 @@ class Convolved(Contribution):
         norms: list[Tensor] = []
         for start, stop in pieces(self.batch_size, 1, limit=GROUPED):
             runs.append(self.dense(start, stop))
-            norms.append(squared_norms(runs[-1]))  # while it is in cache
+            norms.append(squared_norms(runs[-1]))  # while the run is in the cache
         return Runs(self.param, runs), torch.cat(norms)
 
     def _norms_by_gram_matrices(self) -> Tensor:
@@ -148,7 +148,7 @@ class Convolved(Contribution):
         return gram_norms(patches, grad.flatten(2).transpose(1, 2))
 
     def _inner_by_pixels(self, input: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The Gram matrix of patches as sums of that of pixels, shifted along one dimension after the other."""
+        """Use the Gram matrix of patches, computed as sums of shifts of that of pixels, one dimension at a time."""
         options, x = self.options, self.options.padded(input)
         sizes, pixels, outputs = x.shape[2:], x.flatten(2), grad.flatten(2)
         gram = torch.bmm(pixels.transpose(1, 2), pixels).view(len(x), *sizes, *sizes)
@@ -160,14 +160,14 @@ class Convolved(Contribution):
         return inner_products(gram.reshape(len(x), outputs.shape[2], -1), torch.bmm(outputs.transpose(1, 2), outputs))
 
     def _by_groups(self, start: int, stop: int) -> Tensor:
-        """The gradients of a few samples, as those of one convolution in which every sample is a group."""
+        """The gradients of a few samples, from one convolution in which every sample is a group."""
         count, shape = stop - start, self.param.shape
         weight = self.grad.new_empty(count * shape[0], *shape[1:])
         x, grad = (tensor[start:stop].reshape(1, -1, *tensor.shape[2:]) for tensor in (self.input, self.grad))
         return self._weight_grad(x, grad, weight, groups=count * self.options.groups).view(count, *shape)
 
     def _weight_grad(self, input: Tensor, grad: Tensor, weight: Tensor, *, groups: int) -> Tensor:
-        """By the kernel of an ordinary backward, which looks at the shape of the weight only."""
+        """Call the kernel of an ordinary backward, which reads only the shape of the weight."""
         options, none = self.options, [0] * len(self.options.kernel)
         if options.mode == "zeros" and all(before == behind for before, behind in options.sides):
             x, padding = input, [side for side, _ in options.sides]
@@ -193,7 +193,7 @@ class Convolved(Contribution):
         outputs, patch = self.param.shape[0] // groups, self.param[:1].numel()
         turned = (
             groups == 1 and patch % LANES != 0
-        )  # kernels for matrices want rows of whole vectors, and 3 x 3 x 3 is none
+        )  # matmuls are faster if rows fill whole vector registers, which 3 x 3 x 3 does not
         shape = (patch, outputs) if turned else (outputs, patch)
         result = self.grad.new_empty(stop - start, groups, *shape)
         for first, last in pieces(stop - start, groups * patch * length * self.grad.element_size(), limit=PATCHES):
@@ -205,18 +205,18 @@ class Convolved(Contribution):
         return result.reshape(stop - start, *self.param.shape)
 
     def _patches(self, input: Tensor) -> Tensor:
-        """(samples * groups, patch, positions): a copy through a strided view, faster than unfold."""
+        """The patches, (samples * groups, patch, positions). Copying a strided view is faster than unfold."""
         options, groups, positions = self.options, self.options.groups, self.grad.shape[2:]
         x = input.contiguous()
         steps, inner = x.stride()[2:], x.shape[1] // groups
-        size = (len(x), groups, inner, *options.kernel, *positions)  # positions last: runs of memory
+        size = (len(x), groups, inner, *options.kernel, *positions)  # positions are last, to copy runs of memory
         outer = (x.stride(0), x.stride(1) * inner, x.stride(1))
         strides = (*outer, *_scaled(steps, options.dilation), *_scaled(steps, options.stride))
         return x.as_strided(size, strides).reshape(len(x) * groups, -1, positions.numel())
 
 
 def _every(tensor: Tensor, dim: int, first: int, step: int, count: int) -> Tensor:
-    """Every so many entries along a dimension, from the first on."""
+    """Every ``step``-th entry along a dimension, starting at ``first``: ``count`` entries."""
     return tensor.narrow(dim, first, step * (count - 1) + 1)[(slice(None),) * dim + (slice(None, None, step),)]
 
 

@@ -1,4 +1,4 @@
-"""How a convolution runs."""
+"""The options of a convolution."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,15 +9,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Options:
-    """How a convolution ran in one call: its attributes may be others in the next.
+    """The options of a convolution in one call. The attributes of the layer may change before the next.
 
     Args:
-        kernel: Sizes.
-        stride: Steps of the kernel.
-        dilation: Steps within it.
-        groups: Of channels.
-        sides: What is padded before and behind each dimension.
-        mode: With what.
+        kernel: The size of the kernel in each dimension.
+        stride: The steps between positions of the kernel.
+        dilation: The steps between elements of the kernel.
+        groups: The number of groups of channels.
+        sides: The padding before and after each dimension.
+        mode: The padding mode.
     """
 
     kernel: tuple[int, ...]
@@ -29,11 +29,11 @@ class Options:
 
     @classmethod
     def of(cls, module: Any) -> "Options":
-        """Those of a module as it is now."""
+        """The options of a module as it is now."""
         kernel, mode = tuple(module.weight.shape[2:]), module.padding_mode
         stride, dilation = (_each(value, len(kernel)) for value in (module.stride, module.dilation))
         if mode != "zeros":
-            flat = module._reversed_padding_repeated_twice[::-1]  # made once, by torch too
+            flat = module._reversed_padding_repeated_twice[::-1]  # torch too computes it only once
             sides = tuple((flat[2 * i + 1], flat[2 * i]) for i in range(len(kernel)))
         elif module.padding == "same":
             totals = [gap * (size - 1) for gap, size in zip(dilation, kernel, strict=True)]
@@ -44,14 +44,14 @@ class Options:
         return cls(kernel, stride, dilation, module.groups, sides, mode)
 
     def padded(self, input: Tensor) -> Tensor:
-        """The input as the kernel sees it."""
+        """The input with its padding."""
         flat = [side for pair in reversed(self.sides) for side in pair]
         if not any(flat):
             return input
         return F.pad(input, flat) if self.mode == "zeros" else F.pad(input, flat, mode=self.mode)
 
     def padded_sizes(self, input: Tensor) -> list[int]:
-        """Its sizes."""
+        """The sizes of the padded input."""
         return [size + sum(pair) for size, pair in zip(input.shape[2:], self.sides, strict=True)]
 
 

@@ -14,7 +14,7 @@ from torchzero_clip.per_sample.squares import wide
 
 
 class EmbeddingRule(Rule):
-    """A few rows of the table for each sample; `padding_idx` gets none."""
+    """Weight: the gradient of a sample has the rows that the sample uses, except `padding_idx`."""
 
     @override
     def refusal(self, module: nn.Module) -> str | None:
@@ -53,14 +53,14 @@ class EmbeddingRule(Rule):
 
 
 def _relative(index: Tensor) -> bool:
-    """Whether it is a table of what depends on the distance of two positions, of as many as there are samples."""
+    """True for a square table of indices that depend on the distance of two positions."""
     if index.ndim != 2 or index.shape[0] != index.shape[1] or len(index) < 3:
         return False
     return torch.equal(index[1:, 1:], index[:-1, :-1]) and bool((index != index[0, 0]).any())
 
 
 class EmbeddingBagRule(Rule):
-    """As an embedding, where each value counts with its weight in the bag."""
+    """Weight: as in an embedding, with each row multiplied by its weight in the bag."""
 
     @override
     def refusal(self, module: nn.Module) -> str | None:

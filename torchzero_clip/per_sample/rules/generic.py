@@ -1,4 +1,4 @@
-"""Any module with parameters: every sample gets a copy of them, which costs no memory, and vmap runs the module."""
+"""The rule for any module: vmap runs it with a view of the parameters for each sample, which takes no memory."""
 
 import inspect
 import warnings
@@ -22,14 +22,14 @@ from torchzero_clip.per_sample.shared import anchor, each, is_shared, shared
 from torchzero_clip.per_sample.site import Rule, Site, wanted
 from torchzero_clip.per_sample.squares import wide
 
-OF_TORCH = ("Batching rule", "vmap", "functorch", "_Copies", "written-to tensor")  # in what torch says of such runs
-BY_VMAP = "by vmap"  # in Site.agreed: whether vmap can run it
+OF_TORCH = ("Batching rule", "vmap", "functorch", "_Copies", "written-to tensor")  # in torch's errors about vmap
+BY_VMAP = "by vmap"  # a key of Site.agreed: False if vmap cannot run the module
 
 
 class GenericRule(Rule):
-    """The whole module, submodules included, sample by sample; right also where it draws random numbers.
+    """Runs the whole module, submodules included, sample by sample, also if it draws random numbers.
 
-    Tensors whose first dimension has the size of the batch are split into samples, others are shared.
+    Tensors that have the size of the batch in the batch dimension are split into samples. Others are shared.
     """
 
     @override
@@ -66,7 +66,7 @@ class GenericRule(Rule):
             return layout.taken(output, lambda i: self.output_dim(site, i))
 
         site.recorder.inside, caches = True, parametrize._cache_enabled
-        parametrize._cache_enabled = 0  # under parametrize.cached(), a run would get the weights of another
+        parametrize._cache_enabled = 0  # under parametrize.cached(), a run would get the weights of another run
         state = State(site)
         try:
             agreement = Agreement(site, leaves, dims, bound)
@@ -83,12 +83,12 @@ class GenericRule(Rule):
         return shared(output, lambda i: self.output_dim(site, i), site.refuse_row) if expanded else output
 
     def input_dim(self, site: Site, name: str, value: Any, size: int | None) -> int | None:
-        """Where an input has its samples; None if it has none."""
+        """The batch dimension of an input; None if it has none."""
         dim = 0 if site.recorder.batch_first else 1
         return dim if isinstance(value, Tensor) and value.ndim > dim and value.shape[dim] == size else None
 
     def output_dim(self, site: Site, index: int) -> int:
-        """Where an output has its samples."""
+        """The batch dimension of an output."""
         return 0 if site.recorder.batch_first else 1
 
     def _repeated(self, site: Site, value: Any) -> Any:
@@ -97,7 +97,7 @@ class GenericRule(Rule):
 
 
 class Bare(nn.Module):
-    """The forward of a module without its hooks: they have run."""
+    """The forward of a module without its hooks, which have run already."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Bare(nn.Module):
 
 
 class _Padding(TorchFunctionMode):
-    """Embeddings give their padding no gradient, which under vmap they forget."""
+    """Gives the padding row of embeddings no gradient, which embeddings under vmap fail to do."""
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -127,7 +127,7 @@ _EMBEDDING = inspect.signature(F.embedding)
 
 
 class _Layout:
-    """How the output of a module is made of tensors and other values."""
+    """The structure of the output of a module: tensors and other values."""
 
     def __init__(self) -> None:
         self._dims: list[int | None] = []
@@ -135,14 +135,14 @@ class _Layout:
         self._structure: Any = None
 
     def taken(self, output: Any, dim: Callable[[int], int]) -> tuple[Tensor, ...]:
-        """The tensors of one sample."""
+        """Store the structure, and return the tensors of one sample."""
         leaves, self._structure = pytree.tree_flatten(output)
         self._dims = [dim(i) if isinstance(leaf, Tensor) else None for i, leaf in enumerate(leaves)]
         self._others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return tuple(leaf.squeeze(d) for leaf, d in zip(leaves, self._dims, strict=True) if d is not None)
 
     def given_back(self, tensors: Sequence[Tensor]) -> Any:
-        """The output, from tensors with the samples first."""
+        """Return the output, from tensors with the samples in the first dimension."""
         rest = iter(tensors)
         leaves = [
             other if dim is None else next(rest).movedim(0, dim)
@@ -152,7 +152,7 @@ class _Layout:
 
 
 class _Copies(torch.autograd.Function):
-    """A parameter as often as there are samples, in the memory of one; its gradients are those of the samples."""
+    """Views of a parameter, one for each sample, in the same memory. Their gradients are the per-sample gradients."""
 
     @staticmethod
     @override
@@ -169,7 +169,7 @@ class _Copies(torch.autograd.Function):
 
 
 def _copies(site: Site, count: int) -> dict[str, Tensor]:
-    """The parameters for each sample, under every name they have."""
+    """The views of each parameter, under all its names."""
     of = {id(param): _Copies.apply(anchor(), [param], count, site) for param in site.params.values()}
     result: dict[str, Tensor] = {}
     for prefix, module in site.module.named_modules(prefix="inner", remove_duplicate=False):
@@ -190,7 +190,7 @@ def _refuse_backward_hooks(site: Site) -> None:
 
 
 def _without_samples(site: Site, copies: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The output for no samples, through which the copies of no samples still get gradients; vmap refuses that."""
+    """The output for an empty batch, which vmap cannot run. It depends on the copies, so that they get gradients."""
     params = {f"inner.{name}": param.detach() for name, param in site.module.named_parameters()}
     nothing = torch.stack([copy.sum() for copy in copies.values()]).sum()
     output = functional_call(Bare(site.module), params, args, kwargs)
@@ -198,7 +198,7 @@ def _without_samples(site: Site, copies: dict[str, Tensor], args: tuple[Any, ...
 
 
 def _size(site: Site, leaves: Sequence[Any]) -> int | None:
-    """How many samples there are: as many as the batch has, or the first input where that is not known."""
+    """The number of samples: that of the batch, or that of the first input if it is not known."""
     dim = 0 if site.recorder.batch_first else 1
     first = next((x.shape[dim] for x in leaves if isinstance(x, Tensor) and x.ndim > dim), None)
     return first if site.recorder.batch_size is None else site.recorder.batch_size
@@ -225,7 +225,7 @@ def _mapped(
     site: Site,
     state: State,
 ) -> Sequence[Tensor]:
-    """``one`` for every sample, with the samples first in what it returns; one by one where vmap cannot."""
+    """Run ``one`` for every sample, by vmap or one by one. The results have the samples in the first dimension."""
     if site.agreed.get(BY_VMAP, True):
         try:
             state.begin()

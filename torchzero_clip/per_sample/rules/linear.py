@@ -14,7 +14,7 @@ from torchzero_clip.per_sample.squares import squared_norms, wide
 
 
 class LinearRule(Rule):
-    """Weight: products of inputs and output gradients. Bias: the output gradients, added up over positions."""
+    """Weight: products of inputs and output gradients. Bias: the sum of output gradients over positions."""
 
     @override
     def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Normalization within a sample: layer, RMS, group and instance."""
+"""Normalization within a sample: LayerNorm, RMSNorm, GroupNorm and InstanceNorm."""
 
 from abc import abstractmethod
 from types import SimpleNamespace
@@ -16,9 +16,9 @@ from torchzero_clip.per_sample.squares import wide
 
 
 class NormalizationRule(Rule):
-    """Weight: output gradient times normalized input; bias: output gradient; added up over all but their dimensions."""
+    """Weight: output gradient times normalized input. Bias: output gradient. Both are summed over other dimensions."""
 
-    settings: tuple[str, ...]  # what the layer is run by, which may be other in the next call
+    settings: tuple[str, ...]  # attributes that the forward uses; they may change before the next call
 
     @override
     def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -49,15 +49,15 @@ class NormalizationRule(Rule):
 
     @abstractmethod
     def leading(self, module: Any, input: Tensor) -> int:
-        """How many dimensions stand before those of a single position."""
+        """The number of dimensions before those of a single position."""
 
     @abstractmethod
     def normalize(self, module: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """The layer with these parameters."""
+        """The output of the layer with these parameters."""
 
     @abstractmethod
     def summed(self, module: Any, grads: Tensor) -> Tensor:
-        """Added up over all dimensions that the parameters do not have, samples first."""
+        """The sum over all dimensions that the parameters do not have, except that of the samples."""
 
 
 class LayerNormRule(NormalizationRule):
@@ -80,7 +80,7 @@ class LayerNormRule(NormalizationRule):
 
 
 class RMSNormRule(LayerNormRule):
-    """RMSNorm: as LayerNorm, without a mean and a bias."""
+    """RMSNorm: like LayerNorm, without a mean and a bias."""
 
     @override
     def normalize(self, module: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -133,15 +133,15 @@ class InstanceNormRule(GroupNormRule):
 
     @override
     def normalize(self, module: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        if not len(input):  # torch refuses an instance norm of nothing
+        if not len(input):  # torch raises for an instance norm of an empty batch
             return F.group_norm(input, input.shape[1], weight, bias, module.eps)
         return F.instance_norm(input, weight=weight, bias=bias, use_input_stats=True, eps=module.eps)
 
 
 class _GroupNorm(torch.autograd.Function):
-    """GroupNorm at the cost of an ordinary backward: to the kernel, the batch is one sample of B times the channels.
+    """GroupNorm at the cost of an ordinary backward: the kernel gets the batch as one sample with B times the channels.
 
-    What the kernel then takes for the gradients of the parameters are those of the samples.
+    So the gradients of the parameters that the kernel returns are the per-sample gradients.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Rules that users give for layers of their own."""
+"""Rules that users register for their own layers."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -17,10 +17,10 @@ PerSampleGradients: TypeAlias = Callable[..., Mapping[str, Tensor]]
 
 
 class RegisteredRule(Rule):
-    """Runs the layer without its parameters in the graph, and asks a function for their gradients.
+    """Runs the layer without its parameters in the graph, and calls a function for their gradients.
 
     Args:
-        gradients: The function: of the layer, the gradient of its output, and the arguments of the call.
+        gradients: The function. It gets the layer, the gradient of its output, and the arguments of the call.
     """
 
     def __init__(self, gradients: PerSampleGradients) -> None:

@@ -1,4 +1,4 @@
-"""Which rule a module gets."""
+"""Chooses the rule for a module."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -42,22 +42,22 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.GRU: RecurrentRule(),
     nn.MultiheadAttention: AttentionRule(),
 }
-WHOLE = (RecurrentRule, AttentionRule, RegisteredRule)  # rules for a module together with its submodules
+WHOLE = (RecurrentRule, AttentionRule, RegisteredRule)  # rules for modules with all their submodules
 
 
 def register_rule(module_class: type[nn.Module], per_sample_gradients: PerSampleGradients) -> None:
-    """Give the layers of one class a rule for the gradients of their samples, in place of the generic one by vmap.
+    """Use a function for the per-sample gradients of all layers of one class, instead of the generic rule by vmap.
 
-    The layer must return one tensor. It runs with its parameters taken out of the graph; what the function returns is
-    all that they get. `check_per_sample` tells whether it is right.
+    The layer must return one tensor. The graph of its forward does not contain its parameters, so they get only the
+    gradients that the function returns. `check_per_sample` checks these.
 
     Args:
         module_class: The class. Subclasses that have the same `forward` get the rule too.
-        per_sample_gradients: A function of the layer, the gradient of its output, and the arguments of the call, that
-            returns a dict: for every trainable parameter of the layer, by name, a tensor of shape (B, *shape).
+        per_sample_gradients: A function of the layer, the gradient of its output, and the arguments of the call. It
+            returns a dict with a tensor of shape (B, *shape) for every trainable parameter of the layer, by name.
 
     Raises:
-        TypeError: If it is not a class of modules, or the rule not a function.
+        TypeError: If ``module_class`` is not a class, or ``per_sample_gradients`` is not a function.
 
     Examples:
         >>> import torch
@@ -91,7 +91,7 @@ def rules() -> Mapping[type[nn.Module], Rule]:
 
 
 def rule_for(module: nn.Module) -> Rule | None:
-    """The rule for a module with parameters of its own, or with a rule for the whole of it; None for a container."""
+    """The rule for a module; None for a container without own parameters or a rule for the whole of it."""
     kind = type(module)
     found = next((_RULES[c] for c in kind.__mro__ if c in _RULES and _runs_as(kind, c)), None)
     own = _own_params(module)
@@ -105,12 +105,12 @@ def rule_for(module: nn.Module) -> Rule | None:
 
 
 def _runs_as(kind: type[Any], known: type[Any]) -> bool:
-    """Whether a class computes what the class that has a rule does."""
+    """True if a class has the forward of the class that has a rule."""
     return all(getattr(kind, name, None) is getattr(known, name, None) for name in ("forward", "_conv_forward"))
 
 
 def _own_params(module: nn.Module) -> list[str]:
-    """The names of the trainable parameters that its forward uses, those in lists of parameters included."""
+    """The names of the trainable parameters that a forward uses itself, those in lists of parameters included."""
     names = [name for name, param in module.named_parameters(recurse=False) if param.requires_grad]
     for child in module.children():
         if type(child).forward is nn.Module.forward:
@@ -119,7 +119,7 @@ def _own_params(module: nn.Module) -> list[str]:
 
 
 def refusal(module: nn.Module, *, batch_first: bool) -> str | None:
-    """Why a module cannot be in a model whose samples are to be told apart, and the way out."""
+    """The reason why a module makes per-sample gradients of a model wrong, and the way out; None if there is none."""
     if isinstance(module, _BatchNorm):
         return "it mixes the samples of a batch: use GroupNorm, InstanceNorm or LayerNorm"
     if isinstance(module, _InstanceNorm) and module.track_running_stats:

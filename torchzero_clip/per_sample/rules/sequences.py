@@ -1,4 +1,4 @@
-"""Recurrent networks and attention: by the generic rule, where they say themselves where their samples are."""
+"""Recurrent networks and attention: the generic rule, with the batch dimensions that these modules define."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from typing_extensions import override
 from torchzero_clip.per_sample.rules.generic import GenericRule
 from torchzero_clip.per_sample.site import Site
 
-LAYOUT = "layout"  # in Site.agreed: sequences were told from samples once
+LAYOUT = "layout"  # a key of Site.agreed: a batch of another size than the sequences was right
 
 
 class RecurrentRule(GenericRule):
-    """RNN, LSTM and GRU: what is hidden has its samples in the second dimension, always."""
+    """RNN, LSTM and GRU. Hidden states always have the samples in the second dimension."""
 
     @override
     def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -23,7 +23,7 @@ class RecurrentRule(GenericRule):
         return super().run(site, args, kwargs)
 
     def _check_layout(self, site: Site, input: Tensor) -> None:
-        """Where layers expect samples elsewhere, a sequence as long as the batch would be taken for one."""
+        """Raise if other layers could take a sequence for the batch, because both have the same size."""
         own: Any = site.module.batch_first
         if own == site.recorder.batch_first or input.ndim != 3:
             return
@@ -50,7 +50,7 @@ class RecurrentRule(GenericRule):
 
 
 class AttentionRule(GenericRule):
-    """MultiheadAttention: the sequences have their samples where `batch_first` says, the padding mask first."""
+    """MultiheadAttention. The batch dimension of sequences is that of `batch_first`; that of the padding mask is 0."""
 
     @override
     def input_dim(self, site: Site, name: str, value: Any, size: int | None) -> int | None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import get_unwrapped, is_batchedtensor, maybe_get_bdim
 
+from torchzero_clip.compat import get_unwrapped, is_batchedtensor, maybe_get_bdim
 from torchzero_clip.per_sample.site import Site
 
 _Key = tuple[nn.Module, str]
@@ -21,10 +21,10 @@ SIMPLE = (bool, int, float, complex, str)
 
 
 class State:
-    """Gives every run the state there was before the forward, and leaves that of the batch behind.
+    """Starts every run with the state from before the forward, and combines the new states into that of the batch.
 
-    A tensor whose samples would be in the dimension of the batch has them there; any other gets a first dimension, with
-    an entry for each sample.
+    A tensor that has a batch dimension of size 1 for a sample gets all samples there. Any other tensor gets a new first
+    dimension with an entry for each sample.
 
     Args:
         site: The module, which has not run yet.
@@ -41,7 +41,7 @@ class State:
         self._found = False
 
     def begin(self) -> None:
-        """Before a run, for one sample or for all at once: lend it copies of what it could change in place."""
+        """Before a run, for one sample or all at once: replace state that it could change in place by copies."""
         for (module, name), _ in list(self._attributes()):
             if (module, name) not in self._before:
                 delattr(module, name)
@@ -53,12 +53,12 @@ class State:
                 self._lent[module, name] = lent, lent._version
 
     def end(self) -> None:
-        """Note what a run has left."""
+        """After a run: note the state that it has left."""
         self._runs.append(dict(self._attributes()))
         self._buffers_of_runs.append({key: self._left(key) for key in self._buffers})
 
     def undo(self) -> None:
-        """Leave the state there was before."""
+        """Restore the state from before the forward."""
         self.begin()
         for (module, name), value in self._before.items():
             vars(module)[name] = value
@@ -66,10 +66,10 @@ class State:
             module._buffers[name] = buffer
 
     def join(self) -> bool:
-        """Put the state of the batch in place, and tell whether it depends on the samples.
+        """Install the state of the batch, and return True if it depends on the samples.
 
         Raises:
-            ValueError: If something cannot be told for each sample, or a buffer would depend on the samples.
+            ValueError: If a value cannot be combined over the samples, or a buffer would depend on the samples.
         """
         buffers = {key: self._common(key) for key in self._buffers}
         state: dict[_Key, Any] = {}
@@ -89,7 +89,7 @@ class State:
                     yield (module, name), value
 
     def _combined(self, values: Sequence[Any], name: str) -> Any:
-        """One value of those of all runs: with tensors of the batch in place of those of samples."""
+        """Combine the values of all runs into one, with tensors of the batch in place of those of samples."""
         last = values[-1]
         if isinstance(last, Tensor):
             return self._tensor(values, name)
@@ -105,11 +105,9 @@ class State:
                 return last
             if all(value is last for value in values) or not _holds_tensors(last):
                 if isinstance(last, SIMPLE) and any(value != last for value in values):
-                    raise ValueError(
-                        f"{self._site} stores {name!r}, which is another for each sample: it cannot be kept"
-                    )
+                    raise ValueError(f"{self._site} stores {name!r}, which differs between samples and is not a tensor")
                 return last
-        raise ValueError(f"{self._site} stores {name!r}, which cannot be told for each sample: {type(last).__name__}")
+        raise ValueError(f"{self._site} stores {name!r}, which cannot be combined over samples: {type(last).__name__}")
 
     def _tensor(self, values: Sequence[Any], name: str) -> Tensor:
         last = values[-1]
@@ -124,19 +122,19 @@ class State:
         return self._joined(torch.stack(list(values)))
 
     def _joined(self, rows: Tensor) -> Tensor:
-        """Of a tensor with the samples in a dimension before all others."""
+        """The tensor of the batch, from one that has the samples in a new first dimension."""
         if rows.ndim > self._dim + 1 and rows.shape[self._dim + 1] == 1:
             return rows.squeeze(self._dim + 1).movedim(0, self._dim)
         return rows
 
     def _left(self, key: _Key) -> Tensor | None:
-        """The buffer after a run: that before it, if it was not written to."""
+        """The buffer after a run: the original one, if the run did not write to it."""
         module, name = key
         value, (lent, version) = module._buffers.get(name), self._lent.get(key, (None, 0))
         return self._buffers[key] if value is lent and (lent is None or lent._version == version) else value
 
     def _common(self, key: _Key) -> Tensor | None:
-        """What all runs have made of a buffer."""
+        """The buffer after all runs, which have to agree."""
         values = [run[key] for run in self._buffers_of_runs]
         last = values[-1]
         if last is None or self._buffers[key] is None or all(value is self._buffers[key] for value in values):
@@ -144,8 +142,8 @@ class State:
         alike = all(value is not None and not is_batchedtensor(value) and torch.equal(value, last) for value in values)
         if not alike:
             raise ValueError(
-                f"{self._site} sets its buffer {key[1]!r} to what depends on the samples: it mixes them. Per-sample "
-                "gradients would be wrong"
+                f"{self._site} sets its buffer {key[1]!r} to a value that depends on the samples, which mixes them. "
+                "Per-sample gradients would be wrong"
             )
         return last
 
@@ -156,12 +154,12 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def is_record(value: Any) -> bool:
-    """Whether it is an object that is there to hold values under names."""
+    """True for dataclasses and namespaces, which hold values under names."""
     return isinstance(value, SimpleNamespace) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
 
 
 def _lent(value: Any) -> Any:
-    """A copy of what holds other values; these are the same."""
+    """A copy of a container, at any depth, with the same values."""
     if isinstance(value, set):
         return copy.copy(value)
     if isinstance(value, list | deque):
@@ -182,7 +180,7 @@ def _lent(value: Any) -> Any:
 
 
 def _written(original: Any, value: Any) -> Any:
-    """The value, in the object that held the one before, so that whoever else has it sees it too."""
+    """Write the value into the original object, if that is possible, so that other references see it too."""
     if type(original) is not type(value) or original is value:
         return value
     if isinstance(original, list):
@@ -201,7 +199,7 @@ def _written(original: Any, value: Any) -> Any:
 
 
 def _overwritten(original: Tensor | None, value: Tensor | None) -> Tensor | None:
-    """The same for a buffer."""
+    """Write the value into the original buffer, if that is possible."""
     if original is None or value is None or original.shape != value.shape or original.dtype != value.dtype:
         return value
     with torch.no_grad():

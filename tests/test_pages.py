@@ -1,0 +1,170 @@
+"""The documentation pages render as they are meant, and the index of the API lists every public name."""
+
+import ast
+import inspect
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import torchzero_clip
+from torchzero_clip import integrations
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+
+LONGEST = 60  # characters of a statement that can be read inside a sentence
+FENCE = re.compile(r"^\s*(`{3,}|~{3,})\s*(.*?)\s*$")
+LANGUAGE = re.compile(r"[a-z][a-z0-9+-]*")
+
+
+def page_id(page):
+    return str(page.relative_to(ROOT))
+
+
+def render(text):
+    """The HTML of a page, by the extensions of mkdocs.yml."""
+    yaml = pytest.importorskip("yaml", reason="the docs extra is not installed")
+    markdown = pytest.importorskip("markdown", reason="the docs extra is not installed")
+    pytest.importorskip("pymdownx", reason="the docs extra is not installed")
+    entries = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["markdown_extensions"]
+    options = {name: given for entry in entries if isinstance(entry, dict) for name, given in entry.items()}
+    names = [name for entry in entries for name in (entry if isinstance(entry, dict) else [entry])]
+    return markdown.markdown(text, extensions=names, extension_configs=options)
+
+
+class Rendered(HTMLParser):
+    """The text of a page outside of code, and its inline code."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.text, self.inline, self._open = "", [], []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        if tag in ("pre", "code"):
+            self._open.append(tag)
+            if self._open == ["code"]:
+                self.inline.append("")
+
+    def handle_endtag(self, tag):
+        if tag in ("pre", "code"):
+            self._open.remove(tag)
+
+    def handle_data(self, data):
+        if not self._open:
+            self.text += data
+        elif self._open == ["code"]:
+            self.inline[-1] += data
+
+
+def is_statement(code):
+    """True for Python that a sentence cannot hold: several statements, one with a body, or a long one."""
+    try:
+        statements = ast.parse(code).body
+    except SyntaxError:
+        return False
+    if len(statements) != 1 or isinstance(statements[0], ast.Expr):
+        return len(statements) > 1
+    return hasattr(statements[0], "body") or len(code) > LONGEST
+
+
+def badly_rendered(text):
+    """What of a page does not render as code, and should."""
+    page = Rendered(render(text))
+    found = ["a fence in the text"] if re.search("```|~~~", page.text) else []
+    found += [f"inline code of several lines: {code!r}" for code in page.inline if "\n" in code]
+    return found + [f"a statement as inline code: {code!r}" for code in page.inline if is_statement(code)]
+
+
+def without_language(text):
+    """The first lines of fenced blocks that do not name a language, and nothing else, and of those that never end."""
+    found, opened = [], None
+    for line in text.splitlines():
+        match = FENCE.match(line)
+        if match is None:
+            continue
+        fence, info = match.groups()
+        if opened is None:
+            opened = fence
+            if not LANGUAGE.fullmatch(info):
+                found.append(line.strip())
+        elif fence.startswith(opened) and not info:
+            opened = None
+    return found if opened is None else [*found, "a block that does not end"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_code_renders_as_code(page):
+    assert badly_rendered(page.read_text()) == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=page_id)
+def test_fenced_blocks_name_a_language(page):
+    assert without_language(page.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "mistake"),
+    [
+        ("```python notest\nfully_shard(model)\n```", "inline code of several lines"),
+        ("```python\nx = 1\n\nText", "a fence in the text"),
+        ("Some ```python code", "a fence in the text"),
+        ("Call `optimizer.step()\noptimizer.zero_grad()`.", "inline code of several lines"),
+        ("Write `for x in y: step(x)` there.", "a statement as inline code"),
+        ("Write `a = 1; b = 2` there.", "a statement as inline code"),
+        ("Set `optimizer.param_groups[0]['max_norm'] = schedule_of_the_limit(epoch, steps)`.", "a statement as inline"),
+    ],
+)
+def test_the_check_of_pages_finds(text, mistake):
+    assert any(found.startswith(mistake) for found in badly_rendered(text))
+
+
+def test_the_check_of_pages_accepts_blocks_and_short_inline_code():
+    text = "# Title\n\n```python\nimport torch\nx = '```'\n```\n\n`x = 1`, `import torch`, `pip install torch`\n"
+    assert badly_rendered(text) == []
+    assert without_language(text) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["```\nx = 1\n```", "```python notest\nx = 1\n```", "* item\n\n    ~~~\n    x\n    ~~~", "```python\nx = 1\n"],
+)
+def test_the_check_of_languages_finds(text):
+    assert len(without_language(text)) == 1
+
+
+ROW = re.compile(r"^\| \[(\w+)\]\(([\w/]+\.md)#([\w.]+)\) \| (.+) \|$", re.MULTILINE)
+
+
+def index_rows():
+    return ROW.findall((DOCS / "api.md").read_text())
+
+
+def public_names():
+    """The names that `torchzero_clip` and `torchzero_clip.integrations` export."""
+    tree = ast.parse(inspect.getsource(torchzero_clip))
+    exported = [alias.asname for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    functions = inspect.getmembers(integrations, inspect.isfunction)
+    own = [name for name, function in functions if function.__module__ == integrations.__name__ and name[0] != "_"]
+    return sorted([*exported, *integrations._PLACES, *own])
+
+
+def test_the_index_lists_every_public_name_once():
+    assert sorted(name for name, *_ in index_rows()) == public_names()
+
+
+def test_the_index_links_to_the_page_that_documents_the_name():
+    for name, path, anchor, _ in index_rows():
+        assert anchor.rpartition(".")[2] == name
+        assert re.search(rf"^::: {re.escape(anchor)}$", (DOCS / path).read_text(), re.MULTILINE), anchor
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "write_a_transform.md"], ids=page_id)
+def test_pages_for_users_choose_the_members_of_classes(page):
+    """Otherwise a page also lists the methods that the optimizer calls."""
+    blocks = re.findall(r"^::: torchzero_clip\.([\w.]+)\n((?:    .*\n)*)", page.read_text(), re.MULTILINE)
+    classes = {name: options for name, options in blocks if name.rpartition(".")[2][0].isupper()}
+    assert [name for name, options in classes.items() if "members:" not in options] == []
