@@ -80,6 +80,7 @@ KERNELS = {
 LOOP_CASES = [(n, d) for n in LOOPS for d in ALL if (n, d) != ("SGD foreach", torch.bfloat16)]
 KERNEL_CASES = [(name, dtype) for name in KERNELS for dtype in (REAL if "Adam" in name else WIDE)]
 
+each_direction = pytest.mark.parametrize("maximize", [False, pytest.param(True, marks=pytest.mark.slow)])
 each_way = pytest.mark.parametrize(
     ("ours", "theirs"),
     [({"fused": False}, {}), ({}, {"fused": True}), ({"fused": True}, {"fused": True})],
@@ -118,14 +119,14 @@ def assert_same_run(chain, make, params, other, maximize, **options):
     assert_same_steps(Modular(params, *chain, maximize=maximize), reference, params, other, **options)
 
 
-@pytest.mark.parametrize("maximize", [False, True])
+@each_direction
 @pytest.mark.parametrize(("name", "dtype"), LOOP_CASES, ids=str)
 def test_every_bit_is_that_of_torchs_loop(name, dtype, maximize):
     ours, theirs = LOOPS[name]
     assert_same_run([ClipNorm(1e9, dim="global"), ours(fused=False)], theirs, *twins(dtype), maximize)
 
 
-@pytest.mark.parametrize("maximize", [False, True])
+@each_direction
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(n, torch.complex64) for n in LOOPS] + [(n, torch.bfloat16) for n in LOOPS if n in SGDS or n == "SGD nesterov L2"],
@@ -141,7 +142,7 @@ def test_the_default_is_torchs_loop_where_the_kernel_is_not_right(name, dtype, m
 @pytest.mark.parametrize(
     "clip", [[], [ClipNorm(1e9, dim="global")], [ClipNorm(1e9)]], ids=["no clip", "one limit", "limits"]
 )
-@pytest.mark.parametrize("maximize", [False, True])
+@each_direction
 @pytest.mark.parametrize(("name", "dtype"), KERNEL_CASES, ids=str)
 def test_every_bit_is_that_of_torchs_kernel(name, dtype, maximize, clip, images):
     ours, theirs = KERNELS[name]
@@ -150,7 +151,7 @@ def test_every_bit_is_that_of_torchs_kernel(name, dtype, maximize, clip, images)
     assert_same_run([*clip, ours()], lambda p: theirs(p, fused=True), *pair, maximize, zeros_first=False)
 
 
-@pytest.mark.parametrize("maximize", [False, True])
+@each_direction
 @pytest.mark.parametrize(("name", "dtype"), KERNEL_CASES, ids=str)
 def test_every_bit_is_that_of_torchs_kernel_with_fused_true(name, dtype, maximize):
     ours, theirs = KERNELS[name]
