@@ -14,8 +14,11 @@ from torchzero_clip.integrations import metrics
 class TrainerCallback(transformers.TrainerCallback):
     """Logs what the transforms of a `Modular` measured, and stops a run that the Trainer would clip as well.
 
-        Trainer(model, TrainingArguments(..., max_grad_norm=0), callbacks=[TrainerCallback()],
-                optimizers=(optimizer, scheduler))
+    ```py
+    Trainer(
+        model, TrainingArguments(..., max_grad_norm=0), optimizers=(optimizer, schedule), callbacks=[TrainerCallback()]
+    )
+    ```
 
     The metrics join the logs of every ``logging_steps``: ``trainer.state.log_history``, and whatever the Trainer
     reports to, such as TensorBoard and Weights & Biases. They are those of the last step before the log.

@@ -19,7 +19,9 @@ else:  # one library under two names
 class LightningCallback(Callback):
     """Logs what the transforms of a `Modular` measured, and stops a run that the Trainer would clip as well.
 
-        Trainer(callbacks=[LightningCallback()])
+    ```py
+    Trainer(callbacks=[LightningCallback()])
+    ```
 
     The metrics are logged as by ``self.log`` in the module: in ``trainer.callback_metrics``, and every
     ``log_every_n_steps`` in the Trainer's logger, such as TensorBoard. With several optimizers their names begin with
