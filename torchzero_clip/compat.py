@@ -93,7 +93,8 @@ def dtensors() -> Any:
 
 def _distributed_types() -> tuple[type, ...]:
     module = sys.modules.get("torch.distributed.tensor")
-    return () if module is None else (module.DTensor,)
+    found = getattr(module, "DTensor", None)  # another thread may be importing the module
+    return () if found is None else (found,)
 
 
 _ORDINARY = {Tensor, nn.Parameter}

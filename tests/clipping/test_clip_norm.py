@@ -56,6 +56,15 @@ def test_zero_stays_zero(tensors, max_norm, order, dim):
     )
 
 
+def test_the_smallest_float64_norms_give_finite_factors():
+    tiny = torch.full((4,), 1e-310, dtype=torch.float64)
+    for dim in (None, "global"):
+        (clipped,) = transformed([tiny], ClipNorm(0.0, dim=dim))
+        assert torch.equal(clipped, torch.zeros_like(tiny))
+        (clipped,) = transformed([tiny], ClipNorm(1e-311, dim=dim))
+        torch.testing.assert_close(clipped, torch.full_like(tiny, 5e-312), rtol=1e-6, atol=0)
+
+
 @given(updates(), st.floats(0.1, 10), st.randoms())
 def test_tensors_do_not_depend_on_each_other_or_on_order(tensors, max_norm, random):
     together = transformed(tensors, ClipNorm(max_norm))

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from torchzero_clip import (
     SGD,
+    Adam,
     AdamW,
     ClipNorm,
     ClipNormGrowth,
@@ -20,6 +21,7 @@ from torchzero_clip import (
     ClipValueGrowth,
     Modular,
     NormalizeByEMA,
+    Transform,
 )
 
 
@@ -189,3 +191,66 @@ def test_the_first_update_of_mixed_dtypes_passes_unchanged():
     train(optimizer, params, [grads])
     assert_equal([p.grad for p in params], grads)
     assert float(optimizer.metrics()["normalize_by_ema/clipped"]) == 0
+
+
+class ReadsTwice(Transform):
+    """Changes the list that `Step.column` returned, and asks for it again."""
+
+    def __init__(self):
+        super().__init__({})
+
+    def init_state(self, param, setting):
+        return {"m": torch.zeros_like(param)}
+
+    def apply_tensors(self, updates, step):
+        averages = step.column("m")
+        for i, update in enumerate(updates):
+            averages[i] = 0.5 * averages[i] + update
+        torch._foreach_copy_(step.column("m"), averages)
+        return [average.clone() for average in averages]
+
+
+class CountsSome(Transform):
+    """Counts for some parameters, then for all."""
+
+    def __init__(self):
+        super().__init__({})
+
+    def init_state(self, param, setting):
+        return {"n": torch.zeros(())}
+
+    def apply_tensors(self, updates, step):
+        step.numbers("n")
+        step.keep("n", step.numbers("n", [0]) + 1, [0])
+        step.add("n", 10)
+        return updates
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_lists_of_state_belong_to_the_transform_and_numbers_of_some_are_those_of_all(fast):
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    optimizer = Modular(params, ReadsTwice(), CountsSome(), fast=fast)
+    train(optimizer, params, [[torch.ones(2)] * 2] * 4)
+    assert optimizer.state[params[0]]["reads_twice/m"].tolist() == [1.875, 1.875]
+    assert [optimizer.state[p]["counts_some/n"].item() for p in params] == [44.0, 40.0]
+
+
+@pytest.mark.parametrize("chain", [[ClipNorm(1.0), SGD(0.1)], [Adam(0.1)]], ids=str)
+def test_meta_parameters_with_meta_gradients_are_refused(chain):
+    params = [nn.Parameter(torch.ones(3, device="meta")) for _ in range(2)]
+    optimizer = Modular(params, *chain)
+    set_grads(params, [torch.ones(3, device="meta")] * 2)
+    with pytest.raises(RuntimeError, match="is on the meta device and has no values"):
+        optimizer.step()
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("number", [torch.zeros(5), torch.zeros(1)], ids=["five", "one"])
+def test_a_number_replaced_by_a_vector_is_refused_and_nothing_changes(number):
+    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = Modular(params, ClipNorm(1.0), Adam(0.1))
+    train(optimizer, params, [[torch.ones(3)] * 2] * 2)
+    optimizer.state[params[0]]["adam/step"] = number
+    with pytest.raises(RuntimeError, match="the state 'adam/step' of a parameter has shape"):
+        train(optimizer, params, [[torch.ones(3)] * 2])
+    assert optimizer.state[params[1]]["adam/step"] == 2

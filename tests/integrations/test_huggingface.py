@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchzero_clip import Adam, ClipNorm, ClipNormGrowth, Modular, adapt_state_dict
+from torchzero_clip import Adam, AdamW, ClipNorm, ClipNormGrowth, Modular, adapt_state_dict, from_torch_optim
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -114,3 +114,34 @@ def test_an_optimizer_without_a_chain_is_refused(tmp_path):
     trainer = transformers.Trainer(model, arguments, train_dataset=Data(), callbacks=[callback()])
     with pytest.raises(TypeError, match="optimizer must be a Modular or a wrapper of one, got AdamW"):
         trainer.train()
+
+
+def test_a_callback_inside_another_does_not_move(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+    class Outer(transformers.TrainerCallback):
+        def __init__(self):
+            self.inner = callback()
+
+        def on_train_begin(self, *args, **kwargs):
+            self.inner.on_train_begin(*args, **kwargs)
+
+    trained(tmp_path, 1, [ClipNorm(5), Adam()], callbacks=[Outer()])
+
+
+def test_a_run_of_torchs_adamw_goes_on_by_a_hook_that_may_stay(tmp_path):
+    def hook(optimizer, saved):
+        return from_torch_optim(saved, optimizer)
+
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    model = Net()
+    old = torch.optim.AdamW(model.parameters(), 0.1)
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=4, save_steps=4, max_grad_norm=0, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    transformers.Trainer(model, arguments, train_dataset=Data(), optimizers=(old, None)).train()
+    chain = [ClipNorm(1e9), AdamW()]
+    for steps in (6, 8):  # the second run resumes from a checkpoint of the chain
+        checkpoint = os.fspath(tmp_path / f"checkpoint-{steps - 2}")
+        _, optimizer, _ = trained(tmp_path, steps, chain, resume=checkpoint, hook=hook, save_steps=steps)
+        assert {state["adam/step"].item() for state in optimizer.state.values()} == {steps}

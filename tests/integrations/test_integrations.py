@@ -36,6 +36,23 @@ def test_a_wrapper_that_passes_for_a_modular_is_opened():
     assert unwrapped(fake) is optimizer
 
 
+class Slots:
+    __slots__ = ("optimizer",)
+
+
+def test_wrappers_with_slots_and_circles():
+    optimizer = Modular([nn.Parameter(torch.zeros(2))], ClipNorm(1))
+    slots = Slots()
+    slots.optimizer = optimizer
+    assert unwrapped(slots) is optimizer
+    optimizer.optimizer = "a name"  # an attribute of a Modular hides nothing
+    assert unwrapped(optimizer) is optimizer
+    circle = Wrapper(None, "optimizer")
+    circle.optimizer = Wrapper(circle, "_optimizer")
+    with pytest.raises(TypeError, match="got Wrapper"):
+        unwrapped(circle)
+
+
 def test_other_optimizers_are_refused():
     adam = torch.optim.Adam([nn.Parameter(torch.zeros(2))])
     with pytest.raises(TypeError, match="optimizer must be a Modular or a wrapper of one, got Adam"):

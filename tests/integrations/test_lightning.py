@@ -48,6 +48,12 @@ class ClipsItself(Module):
         nn.utils.clip_grad_norm_(self.parameters(), 1.0)
 
 
+class ClipsByAnAttribute(Module):
+    def __init__(self):
+        super().__init__()
+        self.configure_gradient_clipping = lambda *_: nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
 def callback():
     return importlib.import_module("torchzero_clip.integrations").LightningCallback()
 
@@ -100,4 +106,16 @@ def test_a_trainer_that_clips_as_well_is_refused(tmp_path):
         fitted(tmp_path, 1, gradient_clip_val=0.5)
     with pytest.raises(ValueError, match=r"ClipsItself\.configure_gradient_clipping .* remove the method"):
         fitted(tmp_path, 1, ClipsItself)
+    with pytest.raises(ValueError, match="configure_gradient_clipping"):
+        fitted(tmp_path, 1, ClipsByAnAttribute)
     fitted(tmp_path, 1, gradient_clip_val=0)
+
+
+class Plain(Module):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+def test_a_module_without_a_chain_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="must return a Modular for LightningCallback to log, got AdamW"):
+        fitted(tmp_path, 1, Plain)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchzero_clip.compat import SameLayout, same_layout
 from torchzero_clip.core.scope import named_params
+from torchzero_clip.core.states import Vectors
 from torchzero_clip.functional import foreach
 from torchzero_clip.types import State
 
@@ -75,7 +76,9 @@ class Layouts:
         return self.keys == columns.keys() and all(fits(columns[key]) for key, fits in self.like.items())
 
 
-def alike(params: list[Tensor], grads: list[Tensor], states: Sequence[State], layouts: Layouts) -> Alike | None:
+def alike(
+    params: list[Tensor], grads: list[Tensor], states: Sequence[State], layouts: Layouts, vectors: Vectors
+) -> Alike | None:
     """The state by key, if parameters, gradients and state are plain and alike; else None.
 
     Tensors are alike if they are plain and contiguous, of one dtype, on one device, and in each row of one shape. No
@@ -86,6 +89,7 @@ def alike(params: list[Tensor], grads: list[Tensor], states: Sequence[State], la
         grads: Their gradients.
         states: Their states.
         layouts: The layouts of the last successful check, updated in place.
+        vectors: Numbers that are views of its vectors need no check.
     """
     if len(set(map(len, states))) > 1:
         return None
@@ -95,14 +99,17 @@ def alike(params: list[Tensor], grads: list[Tensor], states: Sequence[State], la
         return None
     tensors = {"params": params, "grads": grads, **columns}
     if not layouts.hold(tensors):
-        if foreach.kind(params) is None or not foreach.all_contiguous(params) or _repeated(params):
+        if params[0].is_meta or foreach.kind(params) is None or not foreach.all_contiguous(params) or _repeated(params):
             return None
         facts = list(map(_FACTS, params))
         like = {key for key, column in columns.items() if _are_like(facts, column)}
-        if not _are_like(facts, grads) or not all(key in like or _are_numbers(columns[key]) for key in columns):
+        if not _are_like(facts, grads):
             return None
         layouts.keys = set(tensors)
         layouts.like = {key: same_layout(tensors[key]) for key in ("params", "grads", *like)}
+    for key, column in columns.items():
+        if key not in layouts.like and not (vectors.are_views(key, column) or _are_numbers(column)):
+            return None
     return Alike(columns, layouts.like.keys())
 
 

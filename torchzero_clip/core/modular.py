@@ -237,7 +237,9 @@ class Modular(Optimizer):
         workspace = self._workspace if self.fast and not torch.compiler.is_compiling() else None
         if workspace is not None and ("grad" in self._nodes.targets or torch.is_inference_mode_enabled()):
             workspace = None
-        plain = alike(params, grads, states, workspace.layouts) if params and workspace is not None else None
+        plain = None
+        if params and workspace is not None:
+            plain = alike(params, grads, states, workspace.layouts, workspace.vectors)
         listed_twice = plain is None and len(set(map(id, params))) < len(params)
         if plain is None:
             refuse_unusable(self.param_groups)

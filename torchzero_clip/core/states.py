@@ -151,6 +151,7 @@ class States(Sequence[State]):
         if indices is not None:
             rows = [self._stored[i] for i in indices]
             self._known.pop(f"{self._path}/{key}", None)
+            self._found.pop(key, None)  # its views leave the rows
             return self._vectors.vector(f"{self._path}/{key}", self.column(key, indices), rows)
         if key not in self._found:
             self._found[key] = self._vectors.vector(f"{self._path}/{key}", self.column(key), self._stored)
@@ -173,6 +174,11 @@ class Vectors:
     def __init__(self) -> None:
         self._kept: dict[str, _Kept] = {}
 
+    def are_views(self, name: str, column: list[Any]) -> bool:
+        """Whether the numbers under a name are the views that `vector` made last."""
+        kept = self._kept.get(name)
+        return kept is not None and len(column) == len(kept.views) and all(map(operator.is_, column, kept.views))
+
     def vector(self, name: str, column: list[Tensor], rows: Sequence[State]) -> Tensor | None:
         """The numbers that ``rows`` have under a name as a vector, to be modified; None if they cannot be one.
 
@@ -182,8 +188,7 @@ class Vectors:
             rows: The states, in which they are replaced too.
         """
         kept = self._kept.get(name)
-        same = kept and len(column) == len(kept.views) and all(map(operator.is_, column, kept.views))
-        if kept and same and pointers(column) == kept.pointers:
+        if kept and self.are_views(name, column) and pointers(column) == kept.pointers:
             return kept.vector
         if len({(type(n), n.ndim, n.dtype, n.device) for n in column}) != 1 or column[0].ndim:
             return None

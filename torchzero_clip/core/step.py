@@ -58,7 +58,7 @@ class Step:
 
     def column(self, key: str, indices: Sequence[int] | None = None) -> list[Any]:
         """Return the state of all parameters, or of those at ``indices``, under one key."""
-        return self._states.column(key, indices)
+        return list(self._states.column(key, indices))
 
     def has(self, key: str) -> bool:
         """Return True if all parameters have state under this key. Some keys appear only after a few steps."""

@@ -50,11 +50,12 @@ def clip_factors(metric: Metric, norms: Tensor, limit: float, floor: float = 0.0
     if high == math.inf and not low:
         return torch.ones_like(norms)
     if norms.numel() == 1 and may_look(norms):  # arithmetic on tensors of one number takes five times as long
-        norm = norms.item()  # rounded below as tensors do, which multiply by the inverse
-        factor = 1.0 if norm <= high else high * (1 / norm)
-        return torch.full_like(norms, low * (1 / norm) if 0 < norm < low else factor)
-    factor = torch.where(norms <= high, 1.0, high / norms)
-    return torch.where((norms > 0) & (norms < low), low / norms, factor) if low else factor
+        norm = norms.item()
+        factor = 1.0 if norm <= high else high / norm
+        return torch.full_like(norms, low / norm if 0 < norm < low else factor)
+    # torch divides a number by a tensor by multiplying with the inverse, which is inf for the smallest numbers
+    factor = torch.where(norms <= high, 1.0, torch.full_like(norms, high) / norms)
+    return torch.where((norms > 0) & (norms < low), torch.full_like(norms, low) / norms, factor) if low else factor
 
 
 def normalize_factors(metric: Metric, norms: Tensor, value: float) -> Tensor:

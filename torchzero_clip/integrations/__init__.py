@@ -24,17 +24,19 @@ def unwrapped(optimizer: Any) -> Modular:
     Raises:
         TypeError: If there is none.
     """
-    found = optimizer
-    while True:  # Lightning's wrapper passes isinstance(found, Modular), so what is inside comes first
-        inner = next(
-            (value for name in _WRAPPED if (value := getattr(found, "__dict__", {}).get(name)) is not None), None
-        )
-        if inner is None:
-            break
-        found = inner
-    if not isinstance(found, Modular):
+    found, seen = optimizer, set[int]()
+    while not _is_modular(found) and id(found) not in seen:
+        seen.add(id(found))
+        inner = (getattr(found, name, None) for name in _WRAPPED)
+        found = next((value for value in inner if value is not None), found)
+    if not _is_modular(found):
         raise TypeError(f"optimizer must be a Modular or a wrapper of one, got {type(found).__name__}")
     return found
+
+
+def _is_modular(optimizer: Any) -> bool:
+    """False for Lightning's wrapper, whose class is derived from that of the optimizer, but which has no chain."""
+    return isinstance(optimizer, Modular) and "chain" in vars(optimizer)
 
 
 def metrics(optimizer: Any) -> dict[str, Tensor]:

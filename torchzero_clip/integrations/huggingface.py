@@ -64,8 +64,7 @@ class TrainerCallback(transformers.TrainerCallback):
         frame = inspect.currentframe()
         while frame is not None:
             handler = frame.f_locals.get("self")
-            if isinstance(handler, CallbackHandler):
-                handler.callbacks.remove(self)
-                handler.callbacks.insert(0, self)
+            if isinstance(handler, CallbackHandler) and any(callback is self for callback in handler.callbacks):
+                handler.callbacks[:] = [self, *(callback for callback in handler.callbacks if callback is not self)]
                 return
             frame = frame.f_back

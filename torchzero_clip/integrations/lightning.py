@@ -1,6 +1,7 @@
 """A callback for the Trainer of Lightning."""
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -30,6 +31,7 @@ class LightningCallback(Callback):
     Raises:
         ValueError: When fitting begins, if ``Trainer(gradient_clip_val=...)`` is above 0, or the module overrides
             ``configure_gradient_clipping``: the gradients would be clipped before the optimizer gets them.
+        TypeError: When training begins, if no optimizer is a `Modular`.
     """
 
     @override
@@ -41,19 +43,38 @@ class LightningCallback(Callback):
                 f"the Trainer clips gradients by gradient_clip_val={limit} before the optimizer gets them: write "
                 'Trainer(gradient_clip_val=None), and ClipNorm(1.0, dim="global") in the chain for such a limit'
             )
-        if not type(pl_module).configure_gradient_clipping.__module__.endswith(".core.module"):
+        if pl_module.automatic_optimization and not _is_lightnings(pl_module.configure_gradient_clipping):
             raise ValueError(
                 f"{type(pl_module).__name__}.configure_gradient_clipping may change gradients before the optimizer "
                 "gets them: remove the method, and put what it does into the chain"
             )
 
     @override
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Check that there is something to log."""
+        if not any(map(_is_chain, trainer.optimizers)):
+            kinds = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
+            raise TypeError(f"configure_optimizers must return a Modular for LightningCallback to log, got {kinds}")
+
+    @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Log the metrics of the last step."""
         for i, optimizer in enumerate(trainer.optimizers):
             prefix = f"{i}/" if len(trainer.optimizers) > 1 else ""
-            try:
-                unwrapped(optimizer)
-            except TypeError:
-                continue
-            pl_module.log_dict({f"{prefix}{name}": value.float() for name, value in metrics(optimizer).items()})
+            if _is_chain(optimizer):
+                pl_module.log_dict({f"{prefix}{name}": value.float() for name, value in metrics(optimizer).items()})
+
+
+def _is_lightnings(hook: Any) -> bool:
+    """Whether a bound method is the one that modules inherit from Lightning."""
+    modules = [sys.modules.get(name) for name in ("lightning.pytorch", "pytorch_lightning")]
+    own = [module.LightningModule.configure_gradient_clipping for module in modules if module is not None]
+    return getattr(hook, "__func__", None) in own
+
+
+def _is_chain(optimizer: Any) -> bool:
+    try:
+        unwrapped(optimizer)
+    except TypeError:
+        return False
+    return True

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torchzero_clip.checks import instance
 from torchzero_clip.core.chain_state import COUNTERS
 from torchzero_clip.core.checkpoint import saved_groups
+from torchzero_clip.core.identity import IDENTITY
 from torchzero_clip.core.kinds import FinalRule
 from torchzero_clip.core.modular import Modular
 from torchzero_clip.core.nodes import Nodes
@@ -26,7 +27,9 @@ def from_torch_optim(state_dict: Mapping[str, Any], optimizer: Modular) -> dict[
     The chain needs the same optimizer at its end, for the same parameters in the same groups: `Adam` and a
     `WeightDecay` after it for `torch.optim.AdamW`, or before it for the ``weight_decay`` of `torch.optim.Adam`; `SGD`,
     `RMSprop` and `Muon` for their namesakes; `Wrap` for all others. Moments, step counts, learning rates, settings and
-    the values that schedulers store in the groups come from the checkpoint. All other state is fresh.
+    the values that schedulers store in the groups come from the checkpoint. All other state is fresh. The checkpoint of
+    a chain is returned unchanged, so a trainer may call this from a hook that
+    ``optimizer.register_load_state_dict_pre_hook`` registers.
 
     Args:
         state_dict: The ``state_dict()`` of the old optimizer. It is not changed, and shares tensors with the result.
@@ -55,6 +58,8 @@ def from_torch_optim(state_dict: Mapping[str, Any], optimizer: Modular) -> dict[
     instance("optimizer", optimizer, Modular)
     instance("state_dict", state_dict, Mapping)
     saved = saved_groups(state_dict, optimizer.param_groups)
+    if saved and all(IDENTITY in group for group in saved):
+        return dict(state_dict)
     groups = [dict(group) for group in optimizer.state_dict()["param_groups"]]
     nodes = optimizer.chain.nodes()
     for group in groups:
