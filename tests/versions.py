@@ -10,5 +10,5 @@ needs_grad_dtype = pytest.mark.skipif(
 )
 
 needs_compiler = pytest.mark.skipif(
-    TORCH < (2, 11), reason="the compiler of this torch cannot trace a step: it loses the types of named tuples"
+    TORCH < (2, 13), reason="the compiler of this torch cannot trace a step"
 )

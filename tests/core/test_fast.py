@@ -304,6 +304,7 @@ def test_parameters_drop_out_one_by_one():
         assert_same(fast, readable, torch.float32)
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # before torch 2.13
 def test_the_fast_way_takes_no_memory_of_the_size_of_the_parameters():
     params = [nn.Parameter(torch.randn(1024, 1024)) for _ in range(2)]  # 4 MiB each
     for transform in (ClipNorm(1, dim="global"), ClipValue(0.1), ClipValueByEMA(), Centralize(), ClipNormGrowth()):

@@ -167,7 +167,7 @@ class Scaled(NamedTuple):
 
 def by_setting(settings: Sequence[S]) -> list[tuple[S, slice]]:
     """Each setting with the range of neighbours that share this object, so that one operation serves the range."""
-    if len(set(map(id, settings))) == 1:
+    if not torch.compiler.is_compiling() and len(set(map(id, settings))) == 1:
         return [(settings[0], slice(0, len(settings)))]
     # a plain loop: `itertools.groupby` breaks the graphs of `torch.compile`
     starts = [i for i, setting in enumerate(settings) if i == 0 or setting is not settings[i - 1]]
