@@ -815,6 +815,7 @@ def test_distributed_data_parallel_is_refused_by_name():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_scripted_and_complex_models_are_refused_by_name():
     with pytest.raises(ValueError, match=r"scripted, got a RecursiveScriptModule"):
         PerSampleGradientClipper(torch.jit.script(small()), ConstantFlatClipper(1.0))
