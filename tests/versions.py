@@ -9,6 +9,4 @@ needs_grad_dtype = pytest.mark.skipif(
     not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no gradients of another dtype (grad_dtype)"
 )
 
-needs_compiler = pytest.mark.skipif(
-    TORCH < (2, 13), reason="the compiler of this torch cannot trace a step"
-)
+needs_compiler = pytest.mark.skipif(TORCH < (2, 13), reason="the compiler of this torch cannot trace a step")
