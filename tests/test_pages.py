@@ -168,3 +168,8 @@ def test_pages_for_users_choose_the_members_of_classes(page):
     blocks = re.findall(r"^::: torchzero_clip\.([\w.]+)\n((?:    .*\n)*)", page.read_text(), re.MULTILINE)
     classes = {name: options for name, options in blocks if name.rpartition(".")[2][0].isupper()}
     assert [name for name, options in classes.items() if "members:" not in options] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_no_placeholder_is_left(page):
+    assert not re.findall(r"\b[A-Z]+_[A-Z]{4,}\b|TODO|FIXME", re.sub(r"`[^`]*`", "", page.read_text()))
