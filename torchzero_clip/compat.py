@@ -76,7 +76,7 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def is_distributed(tensor: object) -> "TypeIs[DTensor]":
-    """Whether a tensor is distributed; does not import `torch.distributed.tensor`, which takes 0.7 s."""
+    """True for a distributed tensor. It does not import `torch.distributed.tensor`, because that takes 0.7 s."""
     return type(tensor) not in _ORDINARY and issubclass(type(tensor), _distributed_types())
 
 

@@ -126,7 +126,10 @@ def test_a_callback_inside_another_does_not_move(tmp_path):
         def on_train_begin(self, *args, **kwargs):
             self.inner.on_train_begin(*args, **kwargs)
 
-    trained(tmp_path, 1, [ClipNorm(5), Adam()], callbacks=[Outer()])
+    _, _, trainer = trained(tmp_path, 1, [ClipNorm(5), Adam()], callbacks=[Outer()])
+    callbacks = trainer.callback_handler.callbacks
+    assert trainer.state.global_step == 1
+    assert sum(isinstance(found, Outer) for found in callbacks[1:]) == 1
 
 
 def test_a_run_of_torchs_adamw_goes_on_by_a_hook_that_may_stay(tmp_path):

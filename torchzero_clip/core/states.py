@@ -107,13 +107,12 @@ class States(Sequence[State]):
 
     def column(self, key: str, indices: Sequence[int] | None = None) -> list[Any]:
         """The values of one key: of all parameters, or of some."""
-        if indices is None and self._dicts is None and f"{self._path}/{key}" in self._known:
-            self._has_begun = True
-            return self._known[f"{self._path}/{key}"]
-        rows = self._stored if self._dicts is None else self._dicts
+        rows, name = (self._stored, f"{self._path}/{key}") if self._dicts is None else (self._dicts, key)
         if indices is not None:
             rows = [rows[i] for i in indices]
-        name = key if self._dicts is not None else f"{self._path}/{key}"
+        elif self._dicts is None and name in self._known:
+            self._has_begun = True
+            return self._known[name]
         try:
             found = [row[name] for row in rows]
         except KeyError:
@@ -148,13 +147,14 @@ class States(Sequence[State]):
     def _vector(self, key: str, indices: Sequence[int] | None) -> Tensor | None:
         if self._vectors is None or self._dicts is not None:
             return None
+        name = f"{self._path}/{key}"
         if indices is not None:
             rows = [self._stored[i] for i in indices]
-            self._known.pop(f"{self._path}/{key}", None)
+            self._known.pop(name, None)
             self._found.pop(key, None)  # its views leave the rows
-            return self._vectors.vector(f"{self._path}/{key}", self.column(key, indices), rows)
+            return self._vectors.vector(name, self.column(key, indices), rows)
         if key not in self._found:
-            self._found[key] = self._vectors.vector(f"{self._path}/{key}", self.column(key), self._stored)
+            self._found[key] = self._vectors.vector(name, self.column(key), self._stored)
         return self._found[key]
 
 

@@ -229,24 +229,23 @@ def measure(
         return _measure_jointly(tensors, metric)
     indices, parts = cut(tensors, slicing, dims_of)
     targets = [memory(tensors[i]) for i in indices]
-    whole_tensors = plain and len(parts) == len(tensors) and all(len(p.dims) == p.tensor.ndim for p in parts)
+    # decided by dimensions, not by what this process holds, because all ranks have to agree
+    one_slice_each = len(parts) == len(tensors) and all(len(p.dims) == p.tensor.ndim for p in parts)
     if not metric.is_power:
         known = moments(parts, metric) if len(parts) == len(tensors) else None
         whole_parts = [whole(tensor) for tensor in tensors] if known is None else parts
         total = joint_metric(whole_parts, metric, known=known) ** metric.degree
         norms = pack(slice_metrics(parts, metric, known))
-        return Measured(metric, indices, norms, total, targets, _parts=None if whole_tensors else parts)
+        return Measured(metric, indices, norms, total, targets, _parts=None if plain and one_slice_each else parts)
 
     values = p_norms(parts, metric.p)
     kept = set(indices)
     rest = [whole(tensor) for i, tensor in enumerate(tensors) if i not in kept]
     left_alone = p_norms([p for p in rest if p.size], metric.p)
     total = metric.of_norm(total_norm(parts, values, left_alone, metric.p), sum(t.numel() for t in tensors))
-    # decided by dimensions, not by what this process holds, because all ranks have to agree
-    whole_tensors = metric.p > 0 and not rest and all(len(p.dims) == p.tensor.ndim for p in parts)
     rows = zip(values, parts, strict=True)
     norms = pack([metric.of_norm(value, p.size) for value, p in rows] if metric.kind == "mad" else values)
-    tensor_norms = (norms if metric.kind == "norm" else pack(values)) if whole_tensors else None
+    tensor_norms = (norms if metric.kind == "norm" else pack(values)) if metric.p > 0 and one_slice_each else None
     return Measured(metric, indices, norms, total, targets, tensor_norms=tensor_norms, _parts=parts)
 
 
@@ -273,9 +272,9 @@ def _measure_jointly(tensors: Sequence[Tensor], metric: Metric) -> Measured:
     norms = pack(p_norms(kept, metric.p)) if metric.is_power else None
     root = joint_metric(kept, metric, norms)
     targets = [memory(tensors[i]) for i in indices]
-    whole_tensors = norms if metric.p > 0 and len(kept) == len(parts) else None
+    tensor_norms = norms if metric.p > 0 and len(kept) == len(parts) else None
     total, vector = root**metric.degree, root.expand(len(kept))
-    return Measured(metric, indices, vector, total, targets, True, whole_tensors, kept)
+    return Measured(metric, indices, vector, total, targets, True, tensor_norms, kept)
 
 
 def scale_(measured: Measured, factors: Tensor) -> None:
@@ -312,7 +311,7 @@ def effect(measured: Measured, factors: Tensor) -> Scaled:
 
 
 def summary(measured: Measured, scaled: Scaled) -> dict[str, Tensor]:
-    """What a scaling reports: the joint metric before it, the mean factor, and the share of slices that changed."""
+    """The metrics of a scaling: the joint norm before it, the mean factor, and the share of slices that changed."""
     return {"norm": measured.total, "factor": scaled.factor, "clipped": scaled.changed}
 
 

@@ -233,7 +233,7 @@ def whole_norms(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor:
         if first.dtype == torch.float64:
             return pack(p_norms([whole(tensor) for tensor in tensors], 2.0))
         return torch.stack(foreach.norms(tensors, 2.0, torch.float64))
-    if first.dtype not in (torch.float32, torch.float64):
+    if not foreach.is_real_and_wide(first.dtype):
         return pack(p_norms([whole(tensor) for tensor in tensors], 2.0))
     norms = direct_norms(tensors) if scratch is None else block_norms(tensors, scratch)
     smallest, largest = extent(norms)
@@ -249,7 +249,7 @@ def whole_norm(tensors: Sequence[Tensor]) -> Tensor | None:
 
     None where measuring each tensor is as fast, or where that is needed because the total is extreme or not finite.
     """
-    if not may_look(tensors[0]) or tensors[0].dtype not in (torch.float32, torch.float64):
+    if not may_look(tensors[0]) or not foreach.is_real_and_wide(tensors[0].dtype):
         return None
     total = joint_norm(tensors)
     return total if SMALLEST < total.item() < LARGEST else None
@@ -260,7 +260,7 @@ def whole_sums(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
 
     They are those of `slice_sums` up to the rounding of sums of up to 1024 elements to the dtype.
     """
-    if not may_look(tensors[0]) or tensors[0].dtype not in (torch.float32, torch.float64):
+    if not may_look(tensors[0]) or not foreach.is_real_and_wide(tensors[0].dtype):
         return pack(slice_sums([whole(tensor) for tensor in tensors]))
     sums = block_sums(tensors, scratch)
     odd = sums.isfinite().logical_not_()

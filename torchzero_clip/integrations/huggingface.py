@@ -21,15 +21,15 @@ class TrainerCallback(transformers.TrainerCallback):
     ```
 
     The metrics join the logs of every ``logging_steps``: ``trainer.state.log_history``, and whatever the Trainer
-    reports to, such as TensorBoard and Weights & Biases. They are those of the last step before the log.
+    reports to, such as TensorBoard and Weights & Biases. They are those of the last step that was taken before the log.
 
     ``TrainingArguments.max_grad_norm`` is 1.0 by default. The Trainer then scales the gradients before the optimizer
     gets them, so that a limit above 1 never acts and statistics learn clipped norms. The ``grad_norm`` in its logs is
-    the norm before that.
+    the norm before it clips.
 
     Raises:
-        ValueError: When training begins, if ``max_grad_norm`` is above 0.
-        TypeError: When training begins, if the optimizer is no `Modular`.
+        ValueError: When training starts, if ``max_grad_norm`` is above 0.
+        TypeError: When training starts, if the optimizer is not a `Modular`.
     """
 
     @override

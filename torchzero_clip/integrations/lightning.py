@@ -2,11 +2,14 @@
 
 import importlib
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from torchzero_clip.integrations import metrics, unwrapped
+from torchzero_clip.core.modular import Modular
+from torchzero_clip.integrations import unwrapped
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -26,12 +29,13 @@ class LightningCallback(Callback):
 
     The metrics are logged as by ``self.log`` in the module: in ``trainer.callback_metrics``, and every
     ``log_every_n_steps`` in the Trainer's logger, such as TensorBoard. With several optimizers their names begin with
-    the index of the optimizer, as in ``"1/clip_norm/norm"``. Optimizers that are no `Modular` are left out.
+    the index of the optimizer, as in ``"1/clip_norm/norm"``. Other optimizers than `Modular` have no
+    metrics.
 
     Raises:
-        ValueError: When fitting begins, if ``Trainer(gradient_clip_val=...)`` is above 0, or the module overrides
+        ValueError: When fitting starts, if ``Trainer(gradient_clip_val=...)`` is above 0, or the module overrides
             ``configure_gradient_clipping``: the gradients would be clipped before the optimizer gets them.
-        TypeError: When training begins, if no optimizer is a `Modular`.
+        TypeError: When training starts, if none of the optimizers is a `Modular`.
     """
 
     @override
@@ -52,17 +56,15 @@ class LightningCallback(Callback):
     @override
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Check that there is something to log."""
-        if not any(map(_is_chain, trainer.optimizers)):
+        if not _chains(trainer.optimizers):
             kinds = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
             raise TypeError(f"configure_optimizers must return a Modular for LightningCallback to log, got {kinds}")
 
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Log the metrics of the last step."""
-        for i, optimizer in enumerate(trainer.optimizers):
-            prefix = f"{i}/" if len(trainer.optimizers) > 1 else ""
-            if _is_chain(optimizer):
-                pl_module.log_dict({f"{prefix}{name}": value.float() for name, value in metrics(optimizer).items()})
+        for prefix, optimizer in _chains(trainer.optimizers).items():
+            pl_module.log_dict({f"{prefix}{name}": value.float() for name, value in optimizer.metrics().items()})
 
 
 def _is_lightnings(hook: Any) -> bool:
@@ -72,9 +74,10 @@ def _is_lightnings(hook: Any) -> bool:
     return getattr(hook, "__func__", None) in own
 
 
-def _is_chain(optimizer: Any) -> bool:
-    try:
-        unwrapped(optimizer)
-    except TypeError:
-        return False
-    return True
+def _chains(optimizers: Sequence[Any]) -> dict[str, Modular]:
+    """Each `Modular` by the prefix of its metrics; other optimizers are left out."""
+    found: dict[str, Modular] = {}
+    for i, optimizer in enumerate(optimizers):
+        with suppress(TypeError):
+            found[f"{i}/" if len(optimizers) > 1 else ""] = unwrapped(optimizer)
+    return found

@@ -100,7 +100,7 @@ class SGD(UpdateRule):
         if self.fused is False or [type(t) for t in rest] != [LR] or any(t.target != "update" for t in (self, *rest)):
             return None
         # in torch 2.13, the kernel leaves bfloat16 parameters as they are on CPU, and has no version for fake tensors
-        if step.params[0].dtype not in (torch.float32, torch.float64) or isinstance(step.params[0], FakeTensor):
+        if not foreach.is_real_and_wide(step.params[0].dtype) or isinstance(step.params[0], FakeTensor):
             return None
         settings = [setting for setting, _ in step.by_setting()]
         if not self.variant(settings[0]):

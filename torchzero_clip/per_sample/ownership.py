@@ -35,7 +35,10 @@ class Shown:
 
 
 def weak(method: Any) -> Callable[..., None]:
-    """A bound method that does nothing once its object is deleted. It holds no reference to the object."""
+    """Return a function that calls a bound method, or does nothing after its object was deleted.
+
+    The function holds a weak reference, so that it does not keep the object alive.
+    """
     reference: weakref.WeakMethod[Callable[..., None]] = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:

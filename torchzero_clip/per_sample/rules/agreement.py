@@ -141,7 +141,7 @@ def _key(site: Site, leaves: Sequence[Any], dims: Sequence[int | None]) -> Hasha
 
 
 def _is_plain(value: Any, dim: int | None) -> bool:
-    """True if replacing a sample by another changes nothing: there is one sample, or all have the same integers."""
+    """True if all samples have the same integers, or if there is one sample."""
     if dim is None or not isinstance(value, Tensor):
         return False
     if value.shape[dim] < 2 or value.is_floating_point():
