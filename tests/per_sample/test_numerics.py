@@ -9,7 +9,7 @@ from per_sample.harness import assert_close, loop, losses_of, norms_of, total_of
 from torch import nn
 
 from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
-from torchzero_clip.per_sample.squares import squared_norms
+from torchzero_clip.per_sample.squared_norms import squared_norms
 
 
 def clipped(model, x, limit=1.0, **kwargs):

@@ -11,9 +11,9 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
 from torchzero_clip.compat import is_distributed
+from torchzero_clip.per_sample.captured_layer import CapturedForward, CapturedLayer, Recorder, Rule
 from torchzero_clip.per_sample.hooks import Notice, Outside
 from torchzero_clip.per_sample.rules.registry import GENERIC, WHOLE, refusal, rule_for, rules
-from torchzero_clip.per_sample.site import CapturedForward, Recorder, Rule, Site
 
 
 class Attachment:
@@ -34,7 +34,7 @@ class Attachment:
         self._began = began
         self._force_generic = force_generic
         self._handles: list[RemovableHandle] = []
-        self._sites: list[Site] = []
+        self._layers: list[CapturedLayer] = []
         self._owners: Counter[int] = Counter()
         self._seen: list[tuple[object, bool]] = []
         self._rules: Mapping[type[nn.Module], Rule] = {}
@@ -48,27 +48,27 @@ class Attachment:
         """
         params = trainable(self._model)
         _check_model(self._model, params)
-        sites = list(_sites(self._model, self._recorder, force_generic=self._force_generic))
+        layers = list(_layers(self._model, self._recorder, force_generic=self._force_generic))
         self.detach()
-        self.params, self._sites = params, sites
+        self.params, self._layers = params, layers
         self._seen, self._rules = _held(self._model), rules()
-        self._owners = Counter(id(param) for site in sites for param in site.params.values())
+        self._owners = Counter(id(param) for layer in layers for param in layer.params.values())
         began: Any = Notice(self._began, only_with_gradients=True)
         self._handles = [self._model.register_forward_pre_hook(began, with_kwargs=True)]
         for name, param in params.items():
             self._handles.append(param.register_hook(Outside(name, self._recorder)))
-        for site in sites:
-            site.module.__dict__["forward"] = CapturedForward(site)
+        for layer in layers:
+            layer.module.__dict__["forward"] = CapturedForward(layer)
 
     def detach(self) -> None:
         """Restore the model."""
         for handle in self._handles:
             handle.remove()
-        for site in self._sites:
-            own = site.module.__dict__.get("forward")
-            if isinstance(own, CapturedForward) and own.site is site:
-                del site.module.__dict__["forward"]
-        self._handles, self._sites = [], []
+        for layer in self._layers:
+            own = layer.module.__dict__.get("forward")
+            if isinstance(own, CapturedForward) and own.layer is layer:
+                del layer.module.__dict__["forward"]
+        self._handles, self._layers = [], []
 
     def refresh(self) -> bool:
         """Capture the model again, if layers were frozen, unfrozen or replaced since, or got a rule.
@@ -83,7 +83,7 @@ class Attachment:
         return self._captures_model() and not before
 
     def _captures_model(self) -> bool:
-        return any(site.module is self._model for site in self._sites)
+        return any(layer.module is self._model for layer in self._layers)
 
     def is_outdated(self) -> bool:
         """True if the model has changed since it was captured."""
@@ -101,8 +101,8 @@ class Attachment:
 
     def reset_counts(self) -> None:
         """Count the calls of layers from 0 again."""
-        for site in self._sites:
-            site.calls = 0
+        for layer in self._layers:
+            layer.calls = 0
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -122,7 +122,7 @@ def _held(model: nn.Module) -> list[tuple[object, bool]]:
     return held
 
 
-def _sites(model: nn.Module, recorder: Recorder, *, force_generic: bool) -> Iterator[Site]:
+def _layers(model: nn.Module, recorder: Recorder, *, force_generic: bool) -> Iterator[CapturedLayer]:
     """The layers to capture: those with a rule, and other modules with own parameters, submodules included."""
     seen: set[int] = set()
     inside: set[int] = set()
@@ -144,13 +144,15 @@ def _sites(model: nn.Module, recorder: Recorder, *, force_generic: bool) -> Iter
                 f"{_described(name, module)} has a forward of its own, set on the instance: "
                 "another clipper is attached to it, which has to be detached first, or something replaced it"
             )
-        yield Site(recorder, name, module, GENERIC if force_generic and not isinstance(rule, WHOLE) else rule, params)
+        yield CapturedLayer(
+            recorder, name, module, GENERIC if force_generic and not isinstance(rule, WHOLE) else rule, params
+        )
 
 
 def _replaced(module: nn.Module, recorder: Recorder) -> bool:
     """True if the instance has another forward than its class. Copies of attached models have that of their class."""
     own = module.__dict__.get("forward")
-    if isinstance(own, CapturedForward) and own.site.recorder is recorder:
+    if isinstance(own, CapturedForward) and own.layer.recorder is recorder:
         return False
     return own is not None and getattr(own, "__func__", None) is not type(module).forward
 

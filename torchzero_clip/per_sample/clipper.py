@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torchzero_clip.checks import boolean, instance, one_of
-from torchzero_clip.per_sample.allowance import Memory
 from torchzero_clip.per_sample.engine import Engine
 from torchzero_clip.per_sample.hooks import accumulate
+from torchzero_clip.per_sample.memory_budget import Memory
 from torchzero_clip.per_sample.norm_clippers import NormClipper
-from torchzero_clip.per_sample.ownership import Shown, release_with, weak
+from torchzero_clip.per_sample.param_attributes import ParamAttributes, release_with, weak
 from torchzero_clip.per_sample.weighting import ClippingResult, Nonfinite, clipped_backward, weighted
 
 LossReduction: TypeAlias = Literal["mean", "sum"]
@@ -92,7 +92,7 @@ class PerSampleGradientClipper:
         self.nonfinite: Nonfinite = nonfinite
         self.norm_clipper = norm_clipper
         self._engine = Engine(module, batch_first=batch_first, memory=memory)
-        self._shown = Shown("grad_sample")
+        self._shown = ParamAttributes("grad_sample")
         self._engine.forward_begins = self._shown.clear
         release_with(self, self._engine, self._shown)
         self._losses_given = False

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.per_sample.squares import memory_order, squared_norms
+from torchzero_clip.per_sample.squared_norms import memory_order, squared_norms
 
 PIECE = 1 << 20  # bytes of per-sample gradients that are formed at a time, so that their norms read them from the cache
 

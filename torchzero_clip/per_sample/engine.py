@@ -12,12 +12,12 @@ from torch.utils import _pytree as pytree
 from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.compat import current_graph_task_id
 from torchzero_clip.functional.foreach import wide_dtype
-from torchzero_clip.per_sample.allowance import Allowance, Memory
-from torchzero_clip.per_sample.arrivals import Arrivals
 from torchzero_clip.per_sample.attachment import Attachment
+from torchzero_clip.per_sample.captured_gradients import CapturedGradients
+from torchzero_clip.per_sample.captured_layer import CapturedLayer
 from torchzero_clip.per_sample.contributions import Contribution
 from torchzero_clip.per_sample.hooks import Notice, accumulate
-from torchzero_clip.per_sample.site import Site
+from torchzero_clip.per_sample.memory_budget import Memory, MemoryBudget
 
 
 class Engine:
@@ -37,7 +37,7 @@ class Engine:
         boolean("batch_first", batch_first)
         one_of("memory", memory, ("auto", "low"))
         self.batch_first = batch_first
-        self.allowance = Allowance(memory)
+        self.budget = MemoryBudget(memory)
         self._memory: Memory = memory
         self.batch_size: int | None = None
         self.inside = False
@@ -46,7 +46,7 @@ class Engine:
         self.forward_begins: Callable[[], None] | None = None
         self.forgotten: Callable[[], None] | None = None
         self.backward_ends: Callable[[], None] | None = None
-        self._arrivals = Arrivals()
+        self._arrivals = CapturedGradients()
         self._ordinary: dict[int, tuple[Tensor, Tensor]] = {}
         self._running: set[int] = set()
         self._in_forward = False
@@ -89,8 +89,8 @@ class Engine:
 
     def clear(self) -> None:
         """Drop all gradients that have arrived."""
-        self._arrivals, self._ordinary, self._running, self._consumed = Arrivals(), {}, set(), False
-        self.allowance = Allowance(self._memory)
+        self._arrivals, self._ordinary, self._running, self._consumed = CapturedGradients(), {}, set(), False
+        self.budget = MemoryBudget(self._memory)
         self._attachment.reset_counts()
 
     def is_only_input(self, tensor: Tensor) -> bool:
@@ -98,7 +98,7 @@ class Engine:
         known = None if self._only_input is None else self._only_input()
         return known is not None and (tensor is known or tensor._base is known)
 
-    def called(self, site: Site) -> None:
+    def called(self, layer: CapturedLayer) -> None:
         """Note that a layer runs.
 
         Raises:
@@ -117,12 +117,12 @@ class Engine:
                 "gradients of an earlier backward wait to be clipped: call clip_and_accumulate() after "
                 "loss.backward(), or backward(losses) instead of it. discard() forgets them"
             )
-        site.calls += 1
+        layer.calls += 1
 
-    def add(self, site: Site, contributions: Sequence[Contribution]) -> None:
+    def add(self, layer: CapturedLayer, contributions: Sequence[Contribution]) -> None:
         """Store the contributions of one call of a layer."""
         if not self._attached:
-            raise RuntimeError(f"the clipper was detached before the backward of {site}; run the forward again")
+            raise RuntimeError(f"the clipper was detached before the backward of {layer}; run the forward again")
         task = current_graph_task_id()
         if task not in self._running:
             self._running.add(task)
@@ -136,7 +136,7 @@ class Engine:
             return
         for part in contributions:
             shared = self._attachment.is_shared(part.param)
-            self._arrivals.keep(site, part, is_shared=shared, formed=self.formed)
+            self._arrivals.keep(layer, part, is_shared=shared, formed=self.formed)
 
     def gathered(self, count: int | None) -> dict[int, tuple[Contribution, Tensor]]:
         """The contribution of each parameter, by id, and its squared norms.
@@ -162,7 +162,7 @@ class Engine:
 
     def consume(self) -> None:
         """Drop the gradients that have arrived. The same graph may run again, for ordinary gradients."""
-        self._arrivals, self._consumed = Arrivals(), True
+        self._arrivals, self._consumed = CapturedGradients(), True
 
     def measured(self) -> list[tuple[nn.Parameter, Tensor]]:
         """The squared norms of the gradients that have arrived, by parameter."""

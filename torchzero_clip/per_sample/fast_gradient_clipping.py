@@ -9,13 +9,13 @@ from typing_extensions import override
 
 from torchzero_clip.checks import boolean, instance, non_negative, one_of
 from torchzero_clip.per_sample.attachment import trainable
+from torchzero_clip.per_sample.captured_layer import CapturedLayer
 from torchzero_clip.per_sample.clipper import LossReduction
 from torchzero_clip.per_sample.engine import Engine
 from torchzero_clip.per_sample.norm_clippers import STABILITY, ConstantFlatClipper
 from torchzero_clip.per_sample.norm_sample import norm_sample
-from torchzero_clip.per_sample.ownership import Shown, release_with, weak
+from torchzero_clip.per_sample.param_attributes import ParamAttributes, release_with, weak
 from torchzero_clip.per_sample.rules.registry import GENERIC, refusal
-from torchzero_clip.per_sample.site import Site
 from torchzero_clip.per_sample.weighting import ClippingResult, clipped_backward
 
 OWN = {"loss_reduction", "max_grad_norm", "_settings", "_engine", "_norms", "_shown", "_in_one_pass"}
@@ -107,7 +107,7 @@ class GradSampleModuleFastGradientClipping(nn.Module):
 
     def _attach(self) -> None:
         self._engine = Engine(self.__dict__["_module"], **self._settings)
-        self._shown = Shown("norm_sample", "_norm_sample")
+        self._shown = ParamAttributes("norm_sample", "_norm_sample")
         self._engine.forward_begins = weak(self._forget)
         self._engine.backward_ends = weak(self._put_norm_samples)
         release_with(self, self._engine, self._shown)
@@ -234,10 +234,10 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         (grad,), inputs = forward_output, tuple(x.detach() for x in _forward_input)
         size = inputs[0].shape[0 if batch_first else 1]
         self._engine.batch_size = size
-        site = Site(self._engine, type(module).__name__, module, GENERIC, trainable(module))
+        layer = CapturedLayer(self._engine, type(module).__name__, module, GENERIC, trainable(module))
         scale = {("mean", "sum"): size, ("sum", "mean"): 1 / max(size, 1)}.get((loss_reduction, self.loss_reduction), 1)
         with torch.enable_grad():
-            torch.autograd.backward(GENERIC.run(site, inputs, {}), grad * scale)
+            torch.autograd.backward(GENERIC.run(layer, inputs, {}), grad * scale)
 
     def disable_hooks(self) -> None:
         """Stop capturing: backwards give ordinary gradients."""

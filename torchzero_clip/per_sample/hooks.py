@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from torchzero_clip.per_sample.site import Recorder, uncompiled
+from torchzero_clip.per_sample.captured_layer import Recorder, uncompiled
 
 
 class Notice:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.per_sample.allowance import Allowance
 from torchzero_clip.per_sample.contributions import (
     CANCELLED,
     Contribution,
@@ -16,7 +15,8 @@ from torchzero_clip.per_sample.contributions import (
     piecewise_squared_norms,
     zeroed,
 )
-from torchzero_clip.per_sample.squares import odd, squared_norms
+from torchzero_clip.per_sample.memory_budget import MemoryBudget
+from torchzero_clip.per_sample.squared_norms import odd, squared_norms
 
 GRAM_BYTES = 2 << 20
 RUN = 4 << 20  # bytes of gradients in one tensor: allocators reuse memory of this size that the backward has freed
@@ -31,7 +31,7 @@ class Products(Contribution):
         inputs: a, of shape (B, T, d).
         outputs: b, of shape (B, T, p), the gradients of the outputs.
         squares: The squared norms of b, if known: (B,), float64.
-        allowance: Decides whether per-sample gradients are stored.
+        budget: Decides whether per-sample gradients are stored.
 
     Source: Goodfellow, [Efficient per-example gradient computations](https://arxiv.org/abs/1510.01799), 2015, for
     T = 1; Li et al., [Large language models can be strong differentially private
@@ -41,13 +41,13 @@ class Products(Contribution):
     """
 
     def __init__(
-        self, param: Tensor, inputs: Tensor, outputs: Tensor, squares: Tensor | None = None, *, allowance: Allowance
+        self, param: Tensor, inputs: Tensor, outputs: Tensor, squares: Tensor | None = None, *, budget: MemoryBudget
     ) -> None:
         super().__init__(param, inputs.shape[0])
         self.inputs = inputs
         self.outputs = outputs
         self.squares = squares
-        self.allowance = allowance
+        self.budget = budget
 
     @override
     def measured(self) -> tuple[Contribution, Tensor]:
@@ -58,7 +58,7 @@ class Products(Contribution):
         sides, area = width + height, width * height
         formed, made_of = self.batch_size * area * self.inputs.element_size(), self.inputs.nbytes + self.outputs.nbytes
         # stored gradients replace inputs and outputs, and save a second matmul
-        if 30 * area < length**2 * sides and self.allowance.grants(formed, made_of):
+        if 30 * area < length**2 * sides and self.budget.reserve(formed, made_of):
             return self._formed()
         if 2 * area < length * sides:
             return self, piecewise_squared_norms(self)
@@ -86,7 +86,7 @@ class Products(Contribution):
         """Both uses as one with the positions of both."""
         inputs = torch.cat([self.inputs, other.inputs], 1)
         outputs = torch.cat([self.outputs, other.outputs], 1)
-        return Products(self.param, inputs, outputs, allowance=self.allowance)
+        return Products(self.param, inputs, outputs, budget=self.budget)
 
     def _formed(self) -> tuple[Contribution, Tensor]:
         """The gradients in full, with their norms, which are taken while the gradients are in the cache."""

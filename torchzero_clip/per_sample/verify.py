@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchzero_clip.checks import instance, non_negative
-from torchzero_clip.per_sample.allowance import Memory
 from torchzero_clip.per_sample.attachment import trainable
 from torchzero_clip.per_sample.clipper import LossReduction, PerSampleGradientClipper
+from torchzero_clip.per_sample.memory_budget import Memory
 from torchzero_clip.per_sample.norm_clippers import STABILITY, ConstantFlatClipper
 from torchzero_clip.per_sample.weighting import ClippingResult
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchzero_clip.compat import is_functorch_wrapped_tensor
+from torchzero_clip.per_sample.captured_layer import CapturedLayer
 from torchzero_clip.per_sample.rules.state import is_record
-from torchzero_clip.per_sample.site import Site
 
 NUMBERS = 8  # sets of numbers on a module for which the check is repeated
 FIRST, OTHERS = slice(0, 1), slice(1, None)
@@ -30,7 +30,7 @@ class Agreement:
     state of the user's generators unchanged.
 
     Args:
-        site: The module, which has not run yet.
+        layer: The module, which has not run yet.
         leaves: The tensors and other values of the call.
         dims: The batch dimension of each value; None if it has none.
         arguments: Returns the arguments of the call for a list of such values.
@@ -40,12 +40,12 @@ class Agreement:
     """
 
     def __init__(
-        self, site: Site, leaves: Sequence[Any], dims: Sequence[int | None], arguments: Callable[..., Any]
+        self, layer: CapturedLayer, leaves: Sequence[Any], dims: Sequence[int | None], arguments: Callable[..., Any]
     ) -> None:
-        self._site = site
-        self._key = _key(site, leaves, dims)
+        self._site = layer
+        self._key = _key(layer, leaves, dims)
         self._says_something = not any(_is_plain(x, dim) for x, dim in zip(leaves, dims, strict=True))
-        self._known = self._key in site.agreed
+        self._known = self._key in layer.agreed
         if self._known:
             return
         devices = {x.device.index for x in leaves if isinstance(x, Tensor) and x.is_cuda}
@@ -125,18 +125,18 @@ class Agreement:
                 )
 
 
-def _key(site: Site, leaves: Sequence[Any], dims: Sequence[int | None]) -> Hashable:
+def _key(layer: CapturedLayer, leaves: Sequence[Any], dims: Sequence[int | None]) -> Hashable:
     """A key for all that may change how a module runs: batch dimensions, other arguments, modes and switches.
 
     It has no sizes, because a size that equals the batch size already changes the batch dimensions.
     """
     kinds = tuple((x.ndim, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
-    held = [(name, value) for module in site.module.modules() for name, value in vars(module).items()]
+    held = [(name, value) for module in layer.module.modules() for name, value in vars(module).items()]
     switches = tuple((name, value) for name, value in held if value is None or isinstance(value, bool | str))
     functions = tuple((name, value) for name, value in held if isinstance(value, FunctionType))
     numbers = tuple((name, value) for name, value in held if type(value) in (int, float))
-    key = kinds, tuple(dims), switches, functions, site.stores
-    seen = sum(isinstance(known, tuple) and known[:1] == (key,) for known in site.agreed)
+    key = kinds, tuple(dims), switches, functions, layer.stores
+    seen = sum(isinstance(known, tuple) and known[:1] == (key,) for known in layer.agreed)
     return (key, numbers) if seen < NUMBERS else (key, None)  # some numbers count forwards
 
 
@@ -149,8 +149,8 @@ def _is_plain(value: Any, dim: int | None) -> bool:
     return torch.equal(value, value.narrow(dim, 0, 1).expand_as(value))
 
 
-def _inner(site: Site) -> Iterator[nn.Module]:
-    return (module for module in site.module.modules() if module is not site.module)
+def _inner(layer: CapturedLayer) -> Iterator[nn.Module]:
+    return (module for module in layer.module.modules() if module is not layer.module)
 
 
 def _run(twin: nn.Module, arguments: Callable[..., Any], leaves: Sequence[Any]) -> Any:
@@ -158,22 +158,22 @@ def _run(twin: nn.Module, arguments: Callable[..., Any], leaves: Sequence[Any]) 
     return type(twin).forward(twin, *bound.args, **bound.kwargs)
 
 
-def _copied(site: Site, *, noise: bool) -> nn.Module:
+def _copied(layer: CapturedLayer, *, noise: bool) -> nn.Module:
     """A copy of the module without hooks, with noise on its parameters if ``noise``."""
     memo: dict[int, Any] = {
         id(param): _noisy(param.detach(), seed=1) if noise else param.detach().clone()
-        for param in site.module.parameters()
+        for param in layer.module.parameters()
     }
-    for module in site.module.modules():
+    for module in layer.module.modules():
         for name, value in vars(module).items():
             memo |= {id(item): item for item in _leaves(value) if _is_shared(item)}
             if name.endswith("_hooks"):
                 memo[id(value)] = type(value)()
     try:
-        return copy.deepcopy(site.module, memo)
+        return copy.deepcopy(layer.module, memo)
     except Exception as error:
         raise ValueError(
-            f"{site} cannot be copied, to see whether it mixes samples: give its class a rule with register_rule, or "
+            f"{layer} cannot be copied, to see whether it mixes samples: give its class a rule with register_rule, or "
             "freeze its parameters"
         ) from error
 

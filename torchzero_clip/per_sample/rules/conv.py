@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.per_sample.allowance import Allowance
+from torchzero_clip.per_sample.captured_layer import Call, CapturedLayer, Rule, watch
 from torchzero_clip.per_sample.contributions import (
     Contribution,
     Dense,
@@ -18,10 +18,10 @@ from torchzero_clip.per_sample.contributions import (
     total,
     zeroed,
 )
+from torchzero_clip.per_sample.memory_budget import MemoryBudget
 from torchzero_clip.per_sample.products import gram_norms, inner_products, norms_of_products
 from torchzero_clip.per_sample.rules.conv_options import Options
-from torchzero_clip.per_sample.site import Call, Rule, Site, watch
-from torchzero_clip.per_sample.squares import squared_norms, wide
+from torchzero_clip.per_sample.squared_norms import squared_norms, wide
 
 PATCHES = 2 << 20  # bytes of patches that are copied out at a time
 ADDITION = 4  # the cost of an addition in memory, in multiplications
@@ -33,28 +33,28 @@ class ConvRule(Rule):
     """Weight: products of the patches of the input and the output gradients. Bias: the sum of output gradients."""
 
     @override
-    def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        return self._run(site, *args, **kwargs)
+    def run(self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        return self._run(layer, *args, **kwargs)
 
-    def _run(self, site: Site, input: Tensor) -> Tensor:
-        module: Any = site.module
-        site.batch_dim(input.ndim - module.weight.ndim + 1)
-        source, expanded = site.expanded(input, 0)
+    def _run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
+        module: Any = layer.module
+        layer.batch_dim(input.ndim - module.weight.ndim + 1)
+        source, expanded = layer.expanded(input, 0)
         options = Options.of(module)
 
         def contribute(grad: Tensor, *sources: Tensor) -> list[Contribution]:
             grad, *inputs = wide(grad, *sources)
             result: list[Contribution] = []
             for x in inputs:
-                result.append(Convolved(site.params["weight"], options, x, grad, site.recorder.allowance))
-            if "bias" in site.params:
-                result.append(Dense(site.params["bias"], grad.flatten(2).sum(2)))
+                result.append(Convolved(layer.params["weight"], options, x, grad, layer.recorder.budget))
+            if "bias" in layer.params:
+                result.append(Dense(layer.params["bias"], grad.flatten(2).sum(2)))
             return result
 
         bias = None if module.bias is None else module.bias.detach()
         output = module._conv_forward(source, module.weight.detach(), bias)
         return watch(
-            output, Call(site, [source] if "weight" in site.params else [], contribute), row=0 if expanded else None
+            output, Call(layer, [source] if "weight" in layer.params else [], contribute), row=0 if expanded else None
         )
 
 
@@ -66,25 +66,25 @@ class Convolved(Contribution):
         options: The options of the call.
         input: The input, (B, channels, *sizes).
         grad: The gradient of the output, (B, channels, *sizes).
-        allowance: Decides whether per-sample gradients are stored.
+        budget: Decides whether per-sample gradients are stored.
 
     Source: Rochette, Manoel, Tramel, [Efficient per-example gradient computations in convolutional neural
     networks](https://arxiv.org/abs/1912.06015), 2019, for the samples as groups of one convolution.
     """
 
-    def __init__(self, param: Tensor, options: Options, input: Tensor, grad: Tensor, allowance: Allowance) -> None:
+    def __init__(self, param: Tensor, options: Options, input: Tensor, grad: Tensor, budget: MemoryBudget) -> None:
         super().__init__(param, input.shape[0])
         self.options = options
         self.input = input
         self.grad = grad
-        self.allowance = allowance
+        self.budget = budget
 
     @override
     def measured(self) -> tuple[Contribution, Tensor]:
         formed, grams = self._costs()
         size, made_of = self.param.numel() * self.grad.element_size(), self.input.nbytes + self.grad.nbytes
         # stored gradients also save most of the work of the sum
-        if formed < 3 * grams and self.allowance.grants(self.batch_size * size, made_of):
+        if formed < 3 * grams and self.budget.reserve(self.batch_size * size, made_of):
             return self._formed()
         return self, self._norms_by_gram_matrices() if grams < formed else piecewise_squared_norms(self)
 

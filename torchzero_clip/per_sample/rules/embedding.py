@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from torchzero_clip.per_sample.captured_layer import Call, CapturedLayer, Rule, watch
 from torchzero_clip.per_sample.contributions import Contribution
-from torchzero_clip.per_sample.rows import Rows
-from torchzero_clip.per_sample.site import Call, Rule, Site, watch
-from torchzero_clip.per_sample.squares import wide
+from torchzero_clip.per_sample.sparse_rows import SparseRows
+from torchzero_clip.per_sample.squared_norms import wide
 
 
 class EmbeddingRule(Rule):
@@ -21,23 +21,23 @@ class EmbeddingRule(Rule):
         return _refusal(module)
 
     @override
-    def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        return self._run(site, *args, **kwargs)
+    def run(self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        return self._run(layer, *args, **kwargs)
 
-    def _run(self, site: Site, input: Tensor) -> Tensor:
-        module: Any = site.module
-        dim = site.batch_dim(input.ndim)
-        source, expanded = site.expanded(input, dim)
+    def _run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
+        module: Any = layer.module
+        dim = layer.batch_dim(input.ndim)
+        source, expanded = layer.expanded(input, dim)
         counting = input.ndim == 1 and len(input) > 1 and torch.equal(input, torch.arange(len(input)).to(input))
-        if counting and not site.recorder.is_only_input(input):
+        if counting and not layer.recorder.is_only_input(input):
             raise ValueError(
-                f"the indices of {site} are 0, 1, 2, ... in one dimension: positions, it seems, which all samples "
+                f"the indices of {layer} are 0, 1, 2, ... in one dimension: positions, it seems, which all samples "
                 "share. Give them a batch dimension: positions.expand(batch_size, -1)"
             )
 
         if _relative(input):
             raise ValueError(
-                f"the indices of {site} are the same along every diagonal of a square: distances between positions, it "
+                f"the indices of {layer} are the same along every diagonal of a square: distances between positions, it "
                 "seems, which all samples share. Expand them to the batch, or freeze the weight"
             )
         padding = module.padding_idx
@@ -46,10 +46,10 @@ class EmbeddingRule(Rule):
             index = source.movedim(dim, 0)
             samples = torch.arange(len(index), device=index.device).repeat_interleave(index[:1].numel())
             (values,) = wide(grad.movedim(dim, 0).reshape(-1, grad.shape[-1]))
-            return [_rows(site, len(index), samples, index.reshape(-1), values, padding)]
+            return [_rows(layer, len(index), samples, index.reshape(-1), values, padding)]
 
         output = F.embedding(source, module.weight.detach(), module.padding_idx)
-        return watch(output, Call(site, [source], contribute), row=dim if expanded else None)
+        return watch(output, Call(layer, [source], contribute), row=dim if expanded else None)
 
 
 def _relative(index: Tensor) -> bool:
@@ -69,13 +69,17 @@ class EmbeddingBagRule(Rule):
         return _refusal(module)
 
     @override
-    def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        return self._run(site, *args, **kwargs)
+    def run(self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        return self._run(layer, *args, **kwargs)
 
     def _run(
-        self, site: Site, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+        self,
+        layer: CapturedLayer,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
     ) -> Tensor:
-        module: Any = site.module
+        module: Any = layer.module
         weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
         given = {"input": input, "offsets": offsets, "weights": weights}
         saved = {name: tensor for name, tensor in given.items() if tensor is not None}
@@ -93,7 +97,7 @@ class EmbeddingBagRule(Rule):
                 sizes.index_add_(0, samples, counts.to(grad.dtype))
                 scale = scale / sizes.clamp(min=1)[samples]
             (values,) = wide(grad[samples] * scale[:, None])
-            return [_rows(site, len(grad), samples, index, values, padding)]
+            return [_rows(layer, len(grad), samples, index, values, padding)]
 
         output = F.embedding_bag(
             input,
@@ -104,7 +108,7 @@ class EmbeddingBagRule(Rule):
             include_last_offset=module.include_last_offset,
             padding_idx=module.padding_idx,
         )
-        return watch(output, Call(site, list(saved.values()), contribute))
+        return watch(output, Call(layer, list(saved.values()), contribute))
 
 
 def _refusal(module: Any) -> str | None:
@@ -117,10 +121,12 @@ def _refusal(module: Any) -> str | None:
     return None
 
 
-def _rows(site: Site, count: int, samples: Tensor, index: Tensor, values: Tensor, padding: int | None) -> Rows:
+def _rows(
+    layer: CapturedLayer, count: int, samples: Tensor, index: Tensor, values: Tensor, padding: int | None
+) -> SparseRows:
     if padding is not None:
         values = values.masked_fill((index == padding)[:, None], 0)
-    return Rows(site.params["weight"], count, samples, index, values)
+    return SparseRows(layer.params["weight"], count, samples, index, values)
 
 
 def _bags(input: Tensor, offsets: Tensor | None, *, include_last: bool) -> Tensor:

@@ -15,15 +15,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
+from torchzero_clip.per_sample.broadcast_row import anchor, each, is_shared, shared
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, wanted
 from torchzero_clip.per_sample.contributions import Dense
 from torchzero_clip.per_sample.rules.agreement import Agreement
 from torchzero_clip.per_sample.rules.state import State
-from torchzero_clip.per_sample.shared import anchor, each, is_shared, shared
-from torchzero_clip.per_sample.site import Rule, Site, wanted
-from torchzero_clip.per_sample.squares import wide
+from torchzero_clip.per_sample.squared_norms import wide
 
 OF_TORCH = ("Batching rule", "vmap", "functorch", "_Copies", "written-to tensor")  # in torch's errors about vmap
-BY_VMAP = "by vmap"  # a key of Site.agreed: False if vmap cannot run the module
+BY_VMAP = "by vmap"  # a key of CapturedLayer.agreed: False if vmap cannot run the module
 
 
 class GenericRule(Rule):
@@ -33,24 +33,24 @@ class GenericRule(Rule):
     """
 
     @override
-    def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        signature = inspect.signature(MethodType(type(site.module).forward, site.module))
+    def run(self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        signature = inspect.signature(MethodType(type(layer.module).forward, layer.module))
         arguments = signature.bind(*args, **kwargs).arguments
         leaves, structure = pytree.tree_flatten(arguments)
         names = [name for name, value in arguments.items() for _ in pytree.tree_leaves(value)]
-        size = _size(site, leaves)
-        dims = [self.input_dim(site, name, leaf, size) for name, leaf in zip(names, leaves, strict=True)]
+        size = _size(layer, leaves)
+        dims = [self.input_dim(layer, name, leaf, size) for name, leaf in zip(names, leaves, strict=True)]
         expanded = all(dim is None for dim in dims)
         if expanded or any(map(is_shared, leaves)):
-            leaves = [self._repeated(site, leaf) if expanded else each(leaf) for leaf in leaves]
-            dims = [self.input_dim(site, name, leaf, size) for name, leaf in zip(names, leaves, strict=True)]
-        count = _batch_size(site, leaves, dims)
-        copies = _copies(site, count)
+            leaves = [self._repeated(layer, leaf) if expanded else each(leaf) for leaf in leaves]
+            dims = [self.input_dim(layer, name, leaf, size) for name, leaf in zip(names, leaves, strict=True)]
+        count = _batch_size(layer, leaves, dims)
+        copies = _copies(layer, count)
         if not count:
-            return _without_samples(site, copies, args, kwargs)
+            return _without_samples(layer, copies, args, kwargs)
         if type(self) is GenericRule:
-            _refuse_backward_hooks(site)
-        bare, layout = Bare(site.module), _Layout()
+            _refuse_backward_hooks(layer)
+        bare, layout = Bare(layer.module), _Layout()
         split = [(i, dim) for i, dim in enumerate(dims) if dim is not None]
 
         def bound(given: list[Any]) -> inspect.BoundArguments:
@@ -63,37 +63,37 @@ class GenericRule(Rule):
             call = bound(given)
             with _Padding():
                 output = functional_call(bare, copies, call.args, call.kwargs, tie_weights=False)
-            return layout.taken(output, lambda i: self.output_dim(site, i))
+            return layout.taken(output, lambda i: self.output_dim(layer, i))
 
-        site.recorder.inside, caches = True, parametrize._cache_enabled
+        layer.recorder.inside, caches = True, parametrize._cache_enabled
         parametrize._cache_enabled = 0  # under parametrize.cached(), a run would get the weights of another run
-        state = State(site)
+        state = State(layer)
         try:
-            agreement = Agreement(site, leaves, dims, bound)
+            agreement = Agreement(layer, leaves, dims, bound)
             inputs = [leaves[i] for i, _ in split]
-            outputs = _mapped(one, copies, inputs, [dim for _, dim in split], count, site, state)
+            outputs = _mapped(one, copies, inputs, [dim for _, dim in split], count, layer, state)
             output = layout.given_back(outputs)
-            agreement.check(output, lambda i: self.output_dim(site, i))
-            site.stores = state.join() or site.stores
+            agreement.check(output, lambda i: self.output_dim(layer, i))
+            layer.stores = state.join() or layer.stores
         except BaseException:
             state.undo()
             raise
         finally:
-            site.recorder.inside, parametrize._cache_enabled = False, caches
-        return shared(output, lambda i: self.output_dim(site, i), site.refuse_row) if expanded else output
+            layer.recorder.inside, parametrize._cache_enabled = False, caches
+        return shared(output, lambda i: self.output_dim(layer, i), layer.refuse_row) if expanded else output
 
-    def input_dim(self, site: Site, name: str, value: Any, size: int | None) -> int | None:
+    def input_dim(self, layer: CapturedLayer, name: str, value: Any, size: int | None) -> int | None:
         """The batch dimension of an input; None if it has none."""
-        dim = 0 if site.recorder.batch_first else 1
+        dim = 0 if layer.recorder.batch_first else 1
         return dim if isinstance(value, Tensor) and value.ndim > dim and value.shape[dim] == size else None
 
-    def output_dim(self, site: Site, index: int) -> int:
+    def output_dim(self, layer: CapturedLayer, index: int) -> int:
         """The batch dimension of an output."""
-        return 0 if site.recorder.batch_first else 1
+        return 0 if layer.recorder.batch_first else 1
 
-    def _repeated(self, site: Site, value: Any) -> Any:
-        dim = 0 if site.recorder.batch_first else 1
-        return site.expanded(value, dim)[0] if isinstance(value, Tensor) and value.ndim > dim else value
+    def _repeated(self, layer: CapturedLayer, value: Any) -> Any:
+        dim = 0 if layer.recorder.batch_first else 1
+        return layer.expanded(value, dim)[0] if isinstance(value, Tensor) and value.ndim > dim else value
 
 
 class Bare(nn.Module):
@@ -156,23 +156,23 @@ class _Copies(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, anchor: Tensor, param: list[nn.Parameter], count: int, site: Site) -> Tensor:
-        ctx.param, ctx.site = param[0], site
+    def forward(ctx: Any, anchor: Tensor, param: list[nn.Parameter], count: int, layer: CapturedLayer) -> Tensor:
+        ctx.param, ctx.layer = param[0], layer
         return param[0].detach().expand(count, *param[0].shape)
 
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        if wanted(ctx.site):
-            ctx.site.recorder.add(ctx.site, [Dense(ctx.param, *wide(grads[0]))])
+        if wanted(ctx.layer):
+            ctx.layer.recorder.add(ctx.layer, [Dense(ctx.param, *wide(grads[0]))])
         return (None,) * 4
 
 
-def _copies(site: Site, count: int) -> dict[str, Tensor]:
+def _copies(layer: CapturedLayer, count: int) -> dict[str, Tensor]:
     """The views of each parameter, under all its names."""
-    of = {id(param): _Copies.apply(anchor(), [param], count, site) for param in site.params.values()}
+    of = {id(param): _Copies.apply(anchor(), [param], count, layer) for param in layer.params.values()}
     result: dict[str, Tensor] = {}
-    for prefix, module in site.module.named_modules(prefix="inner", remove_duplicate=False):
+    for prefix, module in layer.module.named_modules(prefix="inner", remove_duplicate=False):
         for name, param in module.named_parameters(recurse=False):
             if id(param) not in of:
                 continue
@@ -180,37 +180,39 @@ def _copies(site: Site, count: int) -> dict[str, Tensor]:
     return result
 
 
-def _refuse_backward_hooks(site: Site) -> None:
-    for name, module in site.module.named_modules():
+def _refuse_backward_hooks(layer: CapturedLayer) -> None:
+    for name, module in layer.module.named_modules():
         if name and (module._backward_hooks or module._backward_pre_hooks):
             raise ValueError(
-                f"{name!r} in {site} has a backward hook, which would not be called where {site} is run by vmap: "
-                f"hook {site} itself"
+                f"{name!r} in {layer} has a backward hook, which would not be called where {layer} is run by vmap: "
+                f"hook {layer} itself"
             )
 
 
-def _without_samples(site: Site, copies: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _without_samples(
+    layer: CapturedLayer, copies: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """The output for an empty batch, which vmap cannot run. It depends on the copies, so that they get gradients."""
-    params = {f"inner.{name}": param.detach() for name, param in site.module.named_parameters()}
+    params = {f"inner.{name}": param.detach() for name, param in layer.module.named_parameters()}
     nothing = torch.stack([copy.sum() for copy in copies.values()]).sum()
-    output = functional_call(Bare(site.module), params, args, kwargs)
+    output = functional_call(Bare(layer.module), params, args, kwargs)
     return pytree.tree_map_only(Tensor, lambda value: value + nothing.to(value.dtype), output)
 
 
-def _size(site: Site, leaves: Sequence[Any]) -> int | None:
+def _size(layer: CapturedLayer, leaves: Sequence[Any]) -> int | None:
     """The number of samples: that of the batch, or that of the first input if it is not known."""
-    dim = 0 if site.recorder.batch_first else 1
+    dim = 0 if layer.recorder.batch_first else 1
     first = next((x.shape[dim] for x in leaves if isinstance(x, Tensor) and x.ndim > dim), None)
-    return first if site.recorder.batch_size is None else site.recorder.batch_size
+    return first if layer.recorder.batch_size is None else layer.recorder.batch_size
 
 
-def _batch_size(site: Site, leaves: Sequence[Any], dims: Sequence[int | None]) -> int:
+def _batch_size(layer: CapturedLayer, leaves: Sequence[Any], dims: Sequence[int | None]) -> int:
     counts = {leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None}
     if len(counts) != 1:
-        expected = site.recorder.batch_size
+        expected = layer.recorder.batch_size
         shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
         raise ValueError(
-            f"{site} uses its parameters in a call without a common batch dimension: "
+            f"{layer} uses its parameters in a call without a common batch dimension: "
             f"its inputs have shapes {shapes}, the batch has {expected} samples"
         )
     return counts.pop()
@@ -222,28 +224,28 @@ def _mapped(
     inputs: Sequence[Tensor],
     dims: Sequence[int],
     count: int,
-    site: Site,
+    layer: CapturedLayer,
     state: State,
 ) -> Sequence[Tensor]:
     """Run ``one`` for every sample, by vmap or one by one. The results have the samples in the first dimension."""
-    if site.agreed.get(BY_VMAP, True):
+    if layer.agreed.get(BY_VMAP, True):
         try:
             state.begin()
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "There is a performance drop")
                 outputs = torch.vmap(one, in_dims=(0, *dims), randomness="different")(copies, *inputs)
             state.end()
-            site.agreed[BY_VMAP] = True
+            layer.agreed[BY_VMAP] = True
             return outputs
         except (RuntimeError, ValueError) as error:
             if not any(word in str(error) for word in OF_TORCH):
                 raise
             if "Batching rule not implemented" not in str(error):
                 raise RuntimeError(
-                    f"{site} cannot be run sample by sample: {error}\n"
+                    f"{layer} cannot be run sample by sample: {error}\n"
                     "Give its class a rule with register_rule, or freeze its parameters"
                 ) from error
-            site.agreed[BY_VMAP] = False
+            layer.agreed[BY_VMAP] = False
     rows = {name: copy.unbind(0) for name, copy in copies.items()}
     split = [tensor.unbind(dim) for tensor, dim in zip(inputs, dims, strict=True)]
     results: list[tuple[Tensor, ...]] = []

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from torchzero_clip.per_sample.broadcast_row import anchor
+from torchzero_clip.per_sample.captured_layer import Call, CapturedLayer, Rule, wanted, watch
 from torchzero_clip.per_sample.contributions import Contribution, Dense
-from torchzero_clip.per_sample.shared import anchor
-from torchzero_clip.per_sample.site import Call, Rule, Site, wanted, watch
-from torchzero_clip.per_sample.squares import wide
+from torchzero_clip.per_sample.squared_norms import wide
 
 
 class NormalizationRule(Rule):
@@ -21,13 +21,13 @@ class NormalizationRule(Rule):
     settings: tuple[str, ...]  # attributes that the forward uses; they may change before the next call
 
     @override
-    def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        return self._run(site, *args, **kwargs)
+    def run(self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        return self._run(layer, *args, **kwargs)
 
-    def _run(self, site: Site, input: Tensor) -> Tensor:
-        module: Any = site.module
-        dim = site.batch_dim(self.leading(module, input))
-        source, expanded = site.expanded(input, dim)
+    def _run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
+        module: Any = layer.module
+        dim = layer.batch_dim(self.leading(module, input))
+        source, expanded = layer.expanded(input, dim)
         weight, bias = (None if p is None else p.detach() for p in (module.weight, getattr(module, "bias", None)))
 
         then: Any = SimpleNamespace(**{name: getattr(module, name) for name in self.settings})
@@ -37,14 +37,14 @@ class NormalizationRule(Rule):
             result: list[Contribution] = []
             for x in inputs:
                 normalized = self.normalize(then, x, None, None)
-                result.append(Dense(site.params["weight"], self.summed(then, grad * normalized)))
-            if "bias" in site.params:
-                result.append(Dense(site.params["bias"], self.summed(then, grad)))
+                result.append(Dense(layer.params["weight"], self.summed(then, grad * normalized)))
+            if "bias" in layer.params:
+                result.append(Dense(layer.params["bias"], self.summed(then, grad)))
             return result
 
         output = self.normalize(module, source, weight, bias)
         return watch(
-            output, Call(site, [source] if "weight" in site.params else [], contribute), row=dim if expanded else None
+            output, Call(layer, [source] if "weight" in layer.params else [], contribute), row=dim if expanded else None
         )
 
     @abstractmethod
@@ -93,14 +93,14 @@ class GroupNormRule(NormalizationRule):
     settings = ("num_groups", "eps")
 
     @override
-    def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        module: Any = site.module
+    def run(self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        module: Any = layer.module
         x: Tensor = args[0] if args else kwargs["input"]
         dtypes = {x.dtype, *(param.dtype for param in module.parameters())}
         plain = len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} and x.numel() and module.bias is not None
         if type(self) is not GroupNormRule or not plain or torch.is_autocast_enabled(x.device.type):
-            return super().run(site, args, kwargs)
-        return _GroupNorm.apply(anchor(), x, site)  # pyright: ignore[reportReturnType]
+            return super().run(layer, args, kwargs)
+        return _GroupNorm.apply(anchor(), x, layer)  # pyright: ignore[reportReturnType]
 
     @override
     def leading(self, module: Any, input: Tensor) -> int:
@@ -146,22 +146,22 @@ class _GroupNorm(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, anchor: Tensor, input: Tensor, site: Site) -> Tensor:
-        module: Any = site.module
+    def forward(ctx: Any, anchor: Tensor, input: Tensor, layer: CapturedLayer) -> Tensor:
+        module: Any = layer.module
         x = input.contiguous()
         count, channels, size = x.shape[0], x.shape[1], x.shape[2:].numel()
         output, mean, rstd = torch.native_group_norm(
             x, module.weight, module.bias, count, channels, size, module.num_groups, module.eps
         )
         ctx.save_for_backward(x, mean, rstd, module.weight.detach())
-        ctx.site = site
+        ctx.layer = layer
         return output
 
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None]:
         x, mean, rstd, weight = ctx.saved_tensors
-        site: Site = ctx.site
+        layer: CapturedLayer = ctx.layer
         count, channels, size = x.shape[0], x.shape[1], x.shape[2:].numel()
         grad_input, *parameters = torch.ops.aten.native_group_norm_backward(
             grads[0].contiguous().view(1, count * channels, size),
@@ -176,6 +176,6 @@ class _GroupNorm(torch.autograd.Function):
             [ctx.needs_input_grad[1], True, True],
         )
         rows = {name: value.view(count, channels) for name, value in zip(("weight", "bias"), parameters, strict=True)}
-        if wanted(site):
-            site.recorder.add(site, [Dense(param, rows[name]) for name, param in site.params.items()])
+        if wanted(layer):
+            layer.recorder.add(layer, [Dense(param, rows[name]) for name, param in layer.params.items()])
         return None, None if grad_input is None else grad_input.view_as(x), None

@@ -8,10 +8,10 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
+from torchzero_clip.per_sample.captured_layer import Call, CapturedLayer, Rule, watch
 from torchzero_clip.per_sample.contributions import Contribution, Dense
 from torchzero_clip.per_sample.rules.generic import Bare
-from torchzero_clip.per_sample.site import Call, Rule, Site, watch
-from torchzero_clip.per_sample.squares import wide
+from torchzero_clip.per_sample.squared_norms import wide
 
 PerSampleGradients: TypeAlias = Callable[..., Mapping[str, Tensor]]
 
@@ -27,7 +27,7 @@ class RegisteredRule(Rule):
         self._gradients = gradients
 
     @override
-    def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def run(self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -37,32 +37,32 @@ class RegisteredRule(Rule):
             for i, tensor in zip(where, tensors, strict=True):
                 given[i] = tensor
             args, kwargs = pytree.tree_unflatten(given, structure)
-            return _checked(site, self._gradients(site.module, grad, *args, **kwargs))
+            return _checked(layer, self._gradients(layer.module, grad, *args, **kwargs))
 
-        detached = {f"inner.{name}": param.detach() for name, param in site.module.named_parameters()}
-        site.recorder.inside = True
+        detached = {f"inner.{name}": param.detach() for name, param in layer.module.named_parameters()}
+        layer.recorder.inside = True
         try:
-            output = functional_call(Bare(site.module), detached, args, kwargs)
+            output = functional_call(Bare(layer.module), detached, args, kwargs)
         finally:
-            site.recorder.inside = False
+            layer.recorder.inside = False
         if not isinstance(output, Tensor):
-            raise TypeError(f"{site} has a registered rule and must return one tensor, got {type(output).__name__}")
-        return watch(output, Call(site, [leaves[i] for i in where], contribute))
+            raise TypeError(f"{layer} has a registered rule and must return one tensor, got {type(output).__name__}")
+        return watch(output, Call(layer, [leaves[i] for i in where], contribute))
 
 
-def _checked(site: Site, grads: Any) -> list[Contribution]:
+def _checked(layer: CapturedLayer, grads: Any) -> list[Contribution]:
     if not isinstance(grads, Mapping) or not all(isinstance(value, Tensor) for value in grads.values()):
-        raise TypeError(f"the rule of {site} must return a dict of tensors, got {type(grads).__name__}")
-    if set(grads) != set(site.params):
+        raise TypeError(f"the rule of {layer} must return a dict of tensors, got {type(grads).__name__}")
+    if set(grads) != set(layer.params):
         raise ValueError(
-            f"the rule of {site} must return gradients for {sorted(site.params)}, got some for {sorted(grads)}"
+            f"the rule of {layer} must return gradients for {sorted(layer.params)}, got some for {sorted(grads)}"
         )
     result: list[Contribution] = []
-    for name, param in site.params.items():
+    for name, param in layer.params.items():
         (values,) = wide(grads[name])
         if values.shape[1:] != param.shape:
             raise ValueError(
-                f"the rule of {site} must return a tensor of shape {('B', *param.shape)} for {name!r}, "
+                f"the rule of {layer} must return a tensor of shape {('B', *param.shape)} for {name!r}, "
                 f"got {tuple(values.shape)}"
             )
         result.append(Dense(param, values))

@@ -9,6 +9,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils import parametrize
 
 from torchzero_clip.checks import instance
+from torchzero_clip.per_sample.captured_layer import Rule
 from torchzero_clip.per_sample.rules.conv import ConvRule
 from torchzero_clip.per_sample.rules.embedding import EmbeddingBagRule, EmbeddingRule
 from torchzero_clip.per_sample.rules.generic import GenericRule
@@ -21,7 +22,6 @@ from torchzero_clip.per_sample.rules.normalization import (
 )
 from torchzero_clip.per_sample.rules.registered import PerSampleGradients, RegisteredRule
 from torchzero_clip.per_sample.rules.sequences import AttentionRule, RecurrentRule
-from torchzero_clip.per_sample.site import Rule
 
 GENERIC = GenericRule()
 _RULES: dict[type[nn.Module], Rule] = {

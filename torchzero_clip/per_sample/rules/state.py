@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchzero_clip.compat import get_unwrapped, is_batchedtensor, maybe_get_bdim
-from torchzero_clip.per_sample.site import Site
+from torchzero_clip.per_sample.captured_layer import CapturedLayer
 
 _Key = tuple[nn.Module, str]
 
@@ -27,14 +27,14 @@ class State:
     dimension with an entry for each sample.
 
     Args:
-        site: The module, which has not run yet.
+        layer: The module, which has not run yet.
     """
 
-    def __init__(self, site: Site) -> None:
-        self._site = site
-        self._dim = 0 if site.recorder.batch_first else 1
+    def __init__(self, layer: CapturedLayer) -> None:
+        self._site = layer
+        self._dim = 0 if layer.recorder.batch_first else 1
         self._before = dict(self._attributes())
-        self._buffers = {(m, name): b for m in site.module.modules() for name, b in m._buffers.items()}
+        self._buffers = {(m, name): b for m in layer.module.modules() for name, b in m._buffers.items()}
         self._runs: list[dict[_Key, Any]] = []
         self._buffers_of_runs: list[dict[_Key, Any]] = []
         self._lent: dict[_Key, tuple[Tensor, int]] = {}

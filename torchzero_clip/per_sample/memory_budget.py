@@ -5,7 +5,7 @@ from typing import Literal, TypeAlias
 Memory: TypeAlias = Literal["auto", "low"]
 
 
-class Allowance:
+class MemoryBudget:
     """Lets per-sample gradients replace the tensors that they are computed from, if that takes no more memory.
 
     It counts over all layers of one backward: a later layer may use the memory that an earlier one has saved.
@@ -18,7 +18,7 @@ class Allowance:
         self._memory: Memory = memory
         self._saved = 0
 
-    def grants(self, formed: int, made_of: int) -> bool:
+    def reserve(self, formed: int, made_of: int) -> bool:
         """Reserve memory for per-sample gradients. Return False if it does not suffice, or if the batch is empty.
 
         Args:

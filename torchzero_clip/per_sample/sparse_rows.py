@@ -6,10 +6,10 @@ from typing_extensions import override
 
 from torchzero_clip.per_sample.contributions import Contribution
 from torchzero_clip.per_sample.products import Products
-from torchzero_clip.per_sample.squares import squared_norms
+from torchzero_clip.per_sample.squared_norms import squared_norms
 
 
-class Rows(Contribution):
+class SparseRows(Contribution):
     """Row v of the gradient of sample i is the sum of the values of sample i that have the index v.
 
     Args:
@@ -50,10 +50,10 @@ class Rows(Contribution):
     def zero_(self, samples: Tensor) -> None:
         self.values = self.values.masked_fill(samples.to(self.values.device)[self.samples][:, None], 0)
 
-    def joined(self, other: "Rows") -> "Rows":
+    def joined(self, other: "SparseRows") -> "SparseRows":
         """Both uses as one with the values of both."""
         pairs = ((self.samples, other.samples), (self.index, other.index), (self.values, other.values))
-        return Rows(self.param, self.batch_size, *(torch.cat(pair) for pair in pairs))
+        return SparseRows(self.param, self.batch_size, *(torch.cat(pair) for pair in pairs))
 
     def inner_products(self, products: Products) -> Tensor:
         """The inner products with the gradients of a linear layer that has the same weight, for each sample."""

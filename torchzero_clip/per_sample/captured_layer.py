@@ -12,15 +12,15 @@ from torch.autograd.function import FunctionCtx
 from typing_extensions import override
 
 from torchzero_clip.compat import get_interpreter_stack, never_compiled
-from torchzero_clip.per_sample.allowance import Allowance
+from torchzero_clip.per_sample.broadcast_row import anchor, each, is_shared, shared
 from torchzero_clip.per_sample.contributions import Contribution
-from torchzero_clip.per_sample.shared import anchor, each, is_shared, shared
+from torchzero_clip.per_sample.memory_budget import MemoryBudget
 
 
 class Recorder(Protocol):
     """The part of the engine that layers use."""
 
-    allowance: Allowance
+    budget: MemoryBudget
     batch_first: bool
     batch_size: int | None
     inside: bool
@@ -30,11 +30,11 @@ class Recorder(Protocol):
 
     def is_only_input(self, tensor: Tensor) -> bool: ...
 
-    def called(self, site: "Site") -> None: ...
+    def called(self, layer: "CapturedLayer") -> None: ...
 
     def clear(self) -> None: ...
 
-    def add(self, site: "Site", contributions: Sequence[Contribution]) -> None: ...
+    def add(self, layer: "CapturedLayer", contributions: Sequence[Contribution]) -> None: ...
 
 
 class Rule(ABC):
@@ -45,11 +45,11 @@ class Rule(ABC):
         return None
 
     @abstractmethod
-    def run(self, site: "Site", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, layer: "CapturedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the output of the layer. The graph must not contain its parameters."""
 
 
-class Site:
+class CapturedLayer:
     """A layer in a model.
 
     Args:
@@ -118,29 +118,29 @@ uncompiled: Callable[..., Any] = never_compiled(_called)  # calls a function out
 class CapturedForward:
     """Replaces the forward of one layer while it is captured."""
 
-    def __init__(self, site: Site) -> None:
-        self.site = site
+    def __init__(self, layer: CapturedLayer) -> None:
+        self.layer = layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return uncompiled(self._run, args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        site, recorder = self.site, self.site.recorder
+        layer, recorder = self.layer, self.layer.recorder
         transformed = bool(get_interpreter_stack())
-        if not torch.is_grad_enabled() or not recorder.listens or recorder.inside or site.lent or transformed:
-            return type(site.module).forward(site.module, *args, **kwargs)
-        recorder.called(site)
-        now = site.module.__dict__.get("forward")
+        if not torch.is_grad_enabled() or not recorder.listens or recorder.inside or layer.lent or transformed:
+            return type(layer.module).forward(layer.module, *args, **kwargs)
+        recorder.called(layer)
+        now = layer.module.__dict__.get("forward")
         if isinstance(now, CapturedForward) and now is not self:  # this call of the model has attached the layer anew
             return now(*args, **kwargs)
-        if (reason := site.rule.refusal(site.module)) is not None:
-            raise ValueError(f"{site} cannot be clipped per sample: {reason}")
-        return site.rule.run(site, args, kwargs)
+        if (reason := layer.rule.refusal(layer.module)) is not None:
+            raise ValueError(f"{layer} cannot be clipped per sample: {reason}")
+        return layer.rule.run(layer, args, kwargs)
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
         # copies of an attached model are ordinary models
-        return _class_forward, (self.site.module,)
+        return _class_forward, (self.layer.module,)
 
 
 def _class_forward(module: nn.Module) -> Callable[..., Any]:
@@ -151,18 +151,18 @@ class Call:
     """One call of a layer, until the gradient of its output arrives.
 
     Args:
-        site: The layer.
+        layer: The layer.
         inputs: The tensors that the contributions need.
         contribute: Returns the contributions, from the gradient and the inputs.
     """
 
     def __init__(
         self,
-        site: Site,
+        layer: CapturedLayer,
         inputs: Sequence[Tensor],
         contribute: Callable[..., Sequence[Contribution]],
     ) -> None:
-        self.site = site
+        self.layer = layer
         self._inputs = inputs
         self._contribute = contribute
 
@@ -173,9 +173,9 @@ class Call:
 
     def arrived(self, grad: Tensor, saved: Callable[[], Sequence[Tensor]]) -> None:
         """Pass the contributions to the recorder, now that the gradient of the output is known."""
-        if not wanted(self.site):
+        if not wanted(self.layer):
             return
-        recorder = self.site.recorder
+        recorder = self.layer.recorder
         try:
             inputs = saved()
         except RuntimeError as error:
@@ -183,23 +183,23 @@ class Call:
             if "modified by an inplace operation" not in str(error):
                 raise
             raise RuntimeError(
-                f"the input of {self.site} was changed in place after the layer used it: its gradient would be wrong"
+                f"the input of {self.layer} was changed in place after the layer used it: its gradient would be wrong"
             ) from error
         kind = grad.device.type
         with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
-            recorder.add(self.site, self._contribute(grad, *inputs))
+            recorder.add(self.layer, self._contribute(grad, *inputs))
 
 
-def wanted(site: Site) -> bool:
+def wanted(layer: CapturedLayer) -> bool:
     """True if the current backward gives gradients to parameters, which `torch.autograd.grad` of an input does not.
 
     Raises:
         RuntimeError: With ``create_graph=True``, because the parameters are not in the graph.
     """
     if torch.is_grad_enabled():
-        site.recorder.clear()
+        layer.recorder.clear()
         raise RuntimeError(
-            f"{site} is in a backward with create_graph=True: gradients of gradients cannot be clipped per sample"
+            f"{layer} is in a backward with create_graph=True: gradients of gradients cannot be clipped per sample"
         )
     return torch.autograd._is_checkpoint_valid()
 
@@ -214,7 +214,7 @@ def watch(output: Tensor, call: Call, *, row: int | None = None) -> Tensor:
     """
     before = output if output.requires_grad else anchor()
     watched: Any = _Watched.apply(before, call, [output.detach()], before is output)
-    return watched if row is None else shared(watched, lambda _: row, call.site.refuse_row)
+    return watched if row is None else shared(watched, lambda _: row, call.layer.refuse_row)
 
 
 class _Watched(torch.autograd.Function):

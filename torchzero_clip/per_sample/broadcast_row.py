@@ -15,7 +15,7 @@ EXPANSIONS = {"expand", "expand_as", "broadcast_to"}
 CONVERSIONS = {"to", "type", "float", "double", "half", "bfloat16"}
 
 
-class Shared(Tensor):
+class BroadcastRow(Tensor):
     """One row for all samples, which arithmetic with a tensor of the batch replaces by one row for each sample.
 
     So the gradient has a row for each sample. Any other use would sum it over samples, and raises in the backward.
@@ -38,7 +38,12 @@ class Shared(Tensor):
                 return func(*first, *map(each, args[1:]), **kwargs)
             output = func(*args, **kwargs)
             row = args[0] if args else None
-            if not isinstance(row, Shared) or output is row or not isinstance(output, Tensor) or not _unchanged(row):
+            if (
+                not isinstance(row, BroadcastRow)
+                or output is row
+                or not isinstance(output, Tensor)
+                or not _unchanged(row)
+            ):
                 return output
             if kind in EXPANSIONS and output.ndim == row.ndim and output.shape[row._dim] == row._each.shape[row._dim]:
                 return func(row._each, *args[1:], **kwargs)
@@ -50,12 +55,12 @@ class Shared(Tensor):
 
 def each(value: Any) -> Any:
     """One row for each sample if the value is one row for all; any other value as it is."""
-    return value._each if isinstance(value, Shared) and _unchanged(value) else value
+    return value._each if isinstance(value, BroadcastRow) and _unchanged(value) else value
 
 
 def is_shared(value: Any) -> bool:
     """True if the value is one row for all samples."""
-    return isinstance(value, Shared) and _unchanged(value)
+    return isinstance(value, BroadcastRow) and _unchanged(value)
 
 
 def shared(output: Any, dim: Callable[[int], int], refuse: Callable[[], None]) -> Any:
@@ -76,22 +81,22 @@ def shared(output: Any, dim: Callable[[int], int], refuse: Callable[[], None]) -
     return pytree.tree_unflatten(rows, structure)
 
 
-def _as_row(row: Any, each: Tensor, dim: int) -> Shared:
-    result = row.as_subclass(Shared)
+def _as_row(row: Any, each: Tensor, dim: int) -> BroadcastRow:
+    result = row.as_subclass(BroadcastRow)
     result._each, result._dim, result._version_then = each, dim, result._version
     return result
 
 
-def _unchanged(row: Shared) -> bool:
+def _unchanged(row: BroadcastRow) -> bool:
     return row._version == row._version_then
 
 
 def _goes_with(row: Any, args: tuple[Any, ...]) -> bool:
     """True if an operation on these arguments turns the row into one row for each sample."""
-    if not isinstance(row, Shared) or not _unchanged(row):
+    if not isinstance(row, BroadcastRow) or not _unchanged(row):
         return False
     count = row._each.shape[row._dim]
-    others = [x for x in args if isinstance(x, Tensor) and not isinstance(x, Shared)]
+    others = [x for x in args if isinstance(x, Tensor) and not isinstance(x, BroadcastRow)]
     return any(x.ndim == row.ndim and x.shape[row._dim] == count for x in others)
 
 

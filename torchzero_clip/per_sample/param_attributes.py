@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchzero_clip.per_sample.engine import Engine
 
 
-class Shown:
+class ParamAttributes:
     """Values that users read as attributes of parameters.
 
     Args:
@@ -49,7 +49,7 @@ def weak(method: Any) -> Callable[..., None]:
     return call
 
 
-def release_with(owner: object, engine: Engine, shown: Shown) -> None:
+def release_with(owner: object, engine: Engine, shown: ParamAttributes) -> None:
     """Restore the model when the owner of the engine is deleted before the model."""
     engine.forgotten = shown.clear
     weakref.finalize(owner, _release, weakref.ref(engine)).atexit = False
