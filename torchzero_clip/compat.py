@@ -35,6 +35,13 @@ never_compiled = _disable_dynamo
 current_graph_task_id: Callable[[], int] = _current_graph_task_id
 """The number of the backward that is running in this thread, -1 for none: tells two backwards apart."""
 
+
+def stores_by_hooks() -> bool:
+    """True if hooks of saved tensors, such as those of checkpoints, see what the graph stores now."""
+    top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore
+    return top is None or top(True) is not None
+
+
 _LAYOUT = attrgetter("dtype", "device", "layout", "shape")
 
 

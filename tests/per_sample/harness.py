@@ -55,8 +55,7 @@ def clipper_for(model, mode, clipper, *, batch_first=True, **kwargs):
     if mode == "generic":
         engine = result._engine
         engine.detach()
-        result._engine = Engine(model, batch_first=batch_first, force_generic=True)
-        result._engine.forward_begins = engine.forward_begins
+        result._engine = Engine(model, batch_first=batch_first, force_generic=True, shown=engine.shown)
     return result
 
 
@@ -64,7 +63,7 @@ def assert_close(actual, expected, **kwargs):
     torch.testing.assert_close(actual, expected, **{"rtol": 1e-9, "atol": 1e-11, **kwargs})
 
 
-def assert_matches_loop(model, *inputs, batch_first=True, modes=MODES, losses=losses_of):
+def assert_matches_loop(model, *inputs, batch_first=True, modes=MODES, losses=losses_of, **kwargs):
     """Norms, factors and clipped sums equal those of one backward per sample."""
     model = model.double()
     inputs = [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs]
@@ -73,12 +72,12 @@ def assert_matches_loop(model, *inputs, batch_first=True, modes=MODES, losses=lo
     norms = norms_of(expected)
     limit = total_of(norms).median().item()
     for mode in modes:
-        _check_backward(model, inputs, batch_first, mode, losses, expected, norms, limit)
-        _check_classic(model, inputs, batch_first, mode, losses, expected, norms)
+        _check_backward(model, inputs, batch_first, mode, losses, expected, norms, limit, kwargs)
+        _check_classic(model, inputs, batch_first, mode, losses, expected, norms, kwargs)
 
 
-def _check_backward(model, inputs, batch_first, mode, losses, expected, norms, limit):
-    with clipper_for(model, mode, ConstantFlatClipper(limit), batch_first=batch_first) as clipper:
+def _check_backward(model, inputs, batch_first, mode, losses, expected, norms, limit, kwargs):
+    with clipper_for(model, mode, ConstantFlatClipper(limit), batch_first=batch_first, **kwargs) as clipper:
         model.zero_grad()
         result = clipper.backward(losses(model(*inputs), 0 if batch_first else 1))
         assert_close(result.norms, total_of(norms))
@@ -97,9 +96,9 @@ def _check_backward(model, inputs, batch_first, mode, losses, expected, norms, l
                 assert_close(param.grad_sample, expected[name])
 
 
-def _check_classic(model, inputs, batch_first, mode, losses, expected, norms):
+def _check_classic(model, inputs, batch_first, mode, losses, expected, norms, kwargs):
     limits = [norm.mean().item() for norm in norms.values()]
-    with clipper_for(model, mode, ConstantPerLayerClipper(limits), batch_first=batch_first) as clipper:
+    with clipper_for(model, mode, ConstantPerLayerClipper(limits), batch_first=batch_first, **kwargs) as clipper:
         for _ in range(2):
             losses(model(*inputs), 0 if batch_first else 1).mean().backward()
             clipper.clip_and_accumulate()

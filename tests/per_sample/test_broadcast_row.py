@@ -47,15 +47,25 @@ RIGHT = {
     "converted": lambda x, row: x + row.to(x.dtype).double(),
     "expanded": lambda x, row: torch.sin(row.expand(len(x), -1, -1)) + x,
     "twice": lambda x, row: (x + row) * row,
-}
-WRONG = {
     "sum": lambda x, row: x * row.sum(0),
     "mean": lambda x, row: x * row.mean(0, keepdim=True),
     "first": lambda x, row: x * row[0],
     "squeezed": lambda x, row: x * row.squeeze(0),
     "both": lambda x, row: (x + row) * row[0],
-    "changed": lambda x, row: x + row.mul_(2),
     "nonlinear": lambda x, row: x + torch.tanh(row),
+    "sliced": lambda x, row: x[:, :2] * row[:, :2],
+    "indexed": lambda x, row: x * row[:, torch.tensor([3, 1, 0, 2])],
+    "concatenated": lambda x, row: x * torch.cat([row[:, 2:], row[:, :2]], 1),
+    "split": lambda x, row: torch.cat([x[:, :2] * row.split(2, 1)[0], x[:, 2:] * row.unbind(1)[3][:, None]], 1),
+    "repeated": lambda x, row: torch.cat([x, row.repeat(len(x), 1, 1)], 1)[:, 2:6],
+    "a class token": lambda x, row: torch.cat([row[:, :1].expand(len(x), -1, -1), x[:, 1:]], 1),
+    "of all samples alone": lambda x, row: x * (row.flatten() @ row.flatten()),
+}
+WRONG = {
+    "changed": lambda x, row: x + row.mul_(2),
+    "a matrix product": lambda x, row: x @ (row[0].t() @ row[0]),
+    "in a condition": lambda x, row: torch.where(x > 0, row, x),
+    "of all samples": lambda x, row: x * torch.einsum("btd,otd->td", x, row),
 }
 
 

@@ -82,8 +82,9 @@ def test_a_tied_weight_whose_uses_cancel():
 
     x = torch.randn(2, 3, 4)
     g = -x + 1e-5 * torch.randn(2, 3, 4)
-    with PerSampleGradientClipper(Both(), ConstantFlatClipper(1.0)) as clipper:
-        result = clipper.backward(clipper._engine._attachment._model(torch.full((2, 3), 2), x, g))
+    model = Both()
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        result = clipper.backward(model(torch.full((2, 3), 2), x, g))
     assert_close(result.norms.double(), (x.double() + g.double()).sum(1).norm(dim=1), rtol=2e-2)
 
 

@@ -1,103 +1,180 @@
-"""Outputs with one row for all samples, such as embeddings of positions."""
+"""Values that all samples share, such as embeddings of positions, class tokens and layer scales."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.compat import DisableTorchFunctionSubclass
 
 ARITHMETIC = {f"{side}{name}" for name in ("add", "sub", "mul", "div", "truediv") for side in ("", "r", "i")}
-EXPANSIONS = {"expand", "expand_as", "broadcast_to"}
-CONVERSIONS = {"to", "type", "float", "double", "half", "bfloat16"}
+EXPANSIONS = {"expand", "expand_as", "broadcast_to", "repeat"}
+
+
+class NotARowError(Exception):
+    """An operation with a value that all samples share has a result that is not of that kind."""
 
 
 class BroadcastRow(Tensor):
-    """One row for all samples, which arithmetic with a tensor of the batch replaces by one row for each sample.
+    """A value that all samples share, with a copy for each sample behind it.
 
-    So the gradient has a row for each sample. Any other use would sum it over samples, and raises in the backward.
+    Arithmetic with a tensor of the batch takes the copies, so that the gradient has a row for each sample. Operations
+    on such values alone are done on the copies too. Any other use would sum the gradient over samples, and raises.
     """
 
-    _each: Tensor
-    _dim: int
+    _each: Tensor  # (B, *shape): the copies
+    _dim: int  # the batch dimension of other tensors
+    _is_param: bool  # raise at once for another use, rather than in the backward
+    _note: Callable[..., None]  # gets decisions
     _version_then: int
+
+    def samples(self, dim: int) -> tuple[Tensor, int, bool]:
+        """The copies as the input of a layer, their batch dimension, and whether the value has that dimension."""
+        with DisableTorchFunctionSubclass():
+            if self.ndim > dim and self.shape[dim] == 1:
+                return self.aligned(self.ndim, dim), dim, True
+            return self._each.movedim(0, dim), dim, False
+
+    def aligned(self, ndim: int, dim: int) -> Tensor:
+        """The copies as a tensor of the batch with some dimensions."""
+        with DisableTorchFunctionSubclass():
+            shape = (1,) * (ndim - self.ndim) + tuple(self.shape)
+            return self._each.reshape(len(self._each), *shape[:dim], *shape[dim + 1 :]).movedim(0, dim)
+
+    def fits(self, ndim: int, dim: int) -> bool:
+        """True if the value can be added to a tensor of the batch with some dimensions."""
+        with DisableTorchFunctionSubclass():
+            return ndim > dim and self.ndim <= ndim and (self.ndim < ndim - dim or self.shape[dim - ndim] == 1)
 
     @classmethod
     @override
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        kind = name.strip("_")
         with DisableTorchFunctionSubclass():
-            if kind in ARITHMETIC and any(_goes_with(x, args) for x in args):
-                in_place = name.endswith("_") and (not name.startswith("__") or kind.startswith("i"))
-                first = args[:1] if in_place else (each(args[0]),)
-                return func(*first, *map(each, args[1:]), **kwargs)
+            tensors = list(_tensors((args, list(kwargs.values()))))
+            rows = [x for x in tensors if isinstance(x, BroadcastRow)]
+            if all(map(is_row, rows)):
+                output = _with_copies(func, args, kwargs, rows, [x for x in tensors if not isinstance(x, BroadcastRow)])
+                if output is not NotImplemented:
+                    return output
             output = func(*args, **kwargs)
-            row = args[0] if args else None
-            if (
-                not isinstance(row, BroadcastRow)
-                or output is row
-                or not isinstance(output, Tensor)
-                or not _unchanged(row)
-            ):
-                return output
-            if kind in EXPANSIONS and output.ndim == row.ndim and output.shape[row._dim] == row._each.shape[row._dim]:
-                return func(row._each, *args[1:], **kwargs)
-            alone = not any(isinstance(x, Tensor) for x in args[1:])
-            if kind in CONVERSIONS or (kind in ARITHMETIC and alone and not name.endswith("_")):
-                return _as_row(output, func(row._each, *args[1:], **kwargs), row._dim)
-            return output
+        if any(row._is_param for row in rows) and any(x.requires_grad for x in _tensors(output)):
+            raise NotARowError(getattr(func, "__name__", func))
+        return output
 
 
-def each(value: Any) -> Any:
-    """One row for each sample if the value is one row for all; any other value as it is."""
-    return value._each if isinstance(value, BroadcastRow) and _unchanged(value) else value
+def is_row(value: Any) -> bool:
+    """True if the value is shared by all samples, and was not changed in place, which the copies would not see."""
+    if not isinstance(value, BroadcastRow):
+        return False
+    with DisableTorchFunctionSubclass():
+        return value._version == value._version_then
 
 
-def is_shared(value: Any) -> bool:
-    """True if the value is one row for all samples."""
-    return isinstance(value, BroadcastRow) and _unchanged(value)
-
-
-def shared(output: Any, dim: Callable[[int], int], refuse: Callable[[], None]) -> Any:
+def row_of(each: Tensor, dim: int, *, refuse: Callable[[], None], note: Callable[..., None]) -> BroadcastRow:
     """Return the output of a layer that ran for each sample as one row, the output for its real input.
 
     Args:
-        output: The output of the layer: tensors in any structure.
-        dim: Returns the batch dimension of the tensor at an index.
+        each: The output for each sample, with the samples in a first dimension that the row does not have.
+        dim: The batch dimension of other tensors.
         refuse: Raises, if a backward reaches the row itself.
+        note: Gets decisions about where samples are.
     """
-    leaves, structure = pytree.tree_flatten(output)
-    rows = [
-        _as_row(_Row.apply(anchor(), [x.detach().narrow(dim(i), 0, 1).clone()], refuse), x, dim(i))
-        if isinstance(x, Tensor)
-        else x
-        for i, x in enumerate(leaves)
+    first = each[0] if len(each) else each.new_zeros(each.shape[1:])
+    row = _Row.apply(anchor(), [first.detach().clone()], refuse)
+    return _as_row(row, each, dim, note, is_param=False)
+
+
+def row_of_param(
+    param: Tensor, each: Tensor, dim: int, refuse: Callable[[], None], note: Callable[..., None]
+) -> BroadcastRow:
+    """Return a parameter as a row. An operation that is not for rows raises a `NotARowError`."""
+    return _as_row(_Row.apply(anchor(), [param.detach()], refuse), each, dim, note, is_param=True)
+
+
+def _as_row(row: Any, each: Tensor, dim: int, note: Callable[..., None], *, is_param: bool) -> BroadcastRow:
+    with DisableTorchFunctionSubclass():
+        result = row.as_subclass(BroadcastRow)
+        result._each, result._dim, result._note, result._is_param = each, dim, note, is_param
+        result._version_then = result._version
+        return result
+
+
+def _with_copies(func: Any, args: Any, kwargs: Any, rows: list[BroadcastRow], others: list[Tensor]) -> Any:
+    """The result with the copies in place of the rows; NotImplemented if the operation is not for rows."""
+    name, first = getattr(func, "__name__", ""), rows[0]
+    kind, dim, count = name.strip("_"), first._dim, len(first._each)
+    in_place = (name.endswith("_") and not name.startswith("__")) or (kind in ARITHMETIC and kind[0] == "i")
+    if in_place and (kind not in ARITHMETIC or isinstance(args[0], BroadcastRow)):
+        return NotImplemented
+    ndim = max((x.ndim for x in others), default=0)
+    if ndim and kind in ARITHMETIC:
+        of_batch = all(x.ndim == 0 or (x.ndim == ndim > dim and x.shape[dim] == count) for x in others)
+        if not of_batch or not all(row.fits(ndim, dim) for row in rows):
+            return NotImplemented
+        first._note("arithmetic", ndim)
+        copies = iter([row.aligned(ndim, dim) for row in rows])
+        return func(*_replaced(args, copies), **_replaced(kwargs, copies))
+    if any(x.requires_grad or _is_of_batch(x, dim, count) for x in others) or "out" in kwargs:
+        return NotImplemented
+    if kwargs.get("padding_idx") is not None:  # embeddings under vmap give the padding row a gradient
+        return NotImplemented
+    output = func(*args, **kwargs)
+    if not any(x.requires_grad for x in _tensors(output)) or any(output is row for row in rows):
+        return output
+    if kind in EXPANSIONS and first.fits(output.ndim, dim) and output.shape[dim] == count:
+        first._note(kind)
+        return first.aligned(output.ndim, dim).expand_as(output) if kind != "repeat" else _repeated(first, output)
+
+    def on(*copies: Tensor) -> Any:
+        rest = iter(copies)
+        return func(*_replaced(args, rest), **_replaced(kwargs, rest))
+
+    try:
+        each = torch.vmap(on)(*[row._each for row in rows])
+    except RuntimeError:  # it cannot run under vmap
+        return NotImplemented
+    made = [
+        _as_row(x, y, dim, first._note, is_param=first._is_param)
+        for x, y in zip(_listed(output), _listed(each), strict=True)
     ]
-    return pytree.tree_unflatten(rows, structure)
+    return made[0] if isinstance(output, Tensor) else type(output)(made)
 
 
-def _as_row(row: Any, each: Tensor, dim: int) -> BroadcastRow:
-    result = row.as_subclass(BroadcastRow)
-    result._each, result._dim, result._version_then = each, dim, result._version
-    return result
+def _is_of_batch(tensor: Tensor, dim: int, count: int) -> bool:
+    return tensor.ndim > dim and (tensor.is_floating_point() or tensor.shape[dim] == count)
 
 
-def _unchanged(row: BroadcastRow) -> bool:
-    return row._version == row._version_then
+def _repeated(row: BroadcastRow, output: Tensor) -> Tensor:
+    aligned = row.aligned(output.ndim, row._dim)
+    return aligned.repeat(*(b // max(a, 1) for a, b in zip(aligned.shape, output.shape, strict=True)))
 
 
-def _goes_with(row: Any, args: tuple[Any, ...]) -> bool:
-    """True if an operation on these arguments turns the row into one row for each sample."""
-    if not isinstance(row, BroadcastRow) or not _unchanged(row):
-        return False
-    count = row._each.shape[row._dim]
-    others = [x for x in args if isinstance(x, Tensor) and not isinstance(x, BroadcastRow)]
-    return any(x.ndim == row.ndim and x.shape[row._dim] == count for x in others)
+def _listed(value: Any) -> Iterable[Any]:
+    return [value] if isinstance(value, Tensor) else value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _replaced(value: Any, copies: Iterator[Tensor]) -> Any:
+    """The value with rows replaced by the next copies."""
+    if isinstance(value, BroadcastRow):
+        return next(copies)
+    if isinstance(value, list | tuple):
+        return (
+            [_replaced(item, copies) for item in value]
+            if isinstance(value, list)
+            else tuple(_replaced(item, copies) for item in value)
+        )
+    return {key: _replaced(item, copies) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def anchor() -> Tensor:

@@ -4,41 +4,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from typing_extensions import override
 
-from torchzero_clip.compat import get_interpreter_stack, never_compiled
-from torchzero_clip.per_sample.broadcast_row import anchor, each, is_shared, shared
+from torchzero_clip.compat import get_interpreter_stack
+from torchzero_clip.per_sample.broadcast_row import is_row, row_of
 from torchzero_clip.per_sample.contributions import Contribution
-from torchzero_clip.per_sample.memory_budget import MemoryBudget
-
-
-class Recorder(Protocol):
-    """The part of the engine that layers use."""
-
-    budget: MemoryBudget
-    batch_first: bool
-    batch_size: int | None
-    inside: bool
-
-    @property
-    def listens(self) -> bool: ...
-
-    def is_only_input(self, tensor: Tensor) -> bool: ...
-
-    def called(self, layer: "CapturedLayer") -> None: ...
-
-    def clear(self) -> None: ...
-
-    def add(self, layer: "CapturedLayer", contributions: Sequence[Contribution]) -> None: ...
+from torchzero_clip.per_sample.hooks import uncompiled
+from torchzero_clip.per_sample.recording import Recording
 
 
 class Rule(ABC):
     """Runs a kind of layer so that its gradients can be computed for each sample."""
+
+    covers_submodules = False
+    """Whether submodules run as parts of the layer, without rules of their own."""
 
     def refusal(self, module: nn.Module) -> str | None:
         """The reason why per-sample gradients of this layer would be wrong, and the way out; None if there is none."""
@@ -49,11 +33,25 @@ class Rule(ABC):
         """Return the output of the layer. The graph must not contain its parameters."""
 
 
+class Samples(NamedTuple):
+    """The input of a layer with its samples.
+
+    Args:
+        tensor: The input, with a row for each sample.
+        dim: The batch dimension.
+        kept: For an input of one row for all samples, whether that had the batch dimension; else None.
+    """
+
+    tensor: Tensor
+    dim: int
+    kept: bool | None = None
+
+
 class CapturedLayer:
     """A layer in a model.
 
     Args:
-        recorder: Gets the contributions of the layer.
+        recording: Gets the contributions of the layer.
         name: The name in the model.
         module: The layer.
         rule: Runs the layer.
@@ -61,58 +59,65 @@ class CapturedLayer:
     """
 
     def __init__(
-        self, recorder: Recorder, name: str, module: nn.Module, rule: Rule, params: dict[str, nn.Parameter]
+        self, recording: Recording, name: str, module: nn.Module, rule: Rule, params: dict[str, nn.Parameter]
     ) -> None:
-        self.recorder = recorder
+        self.recording = recording
         self.name = name
         self.module = module
         self.rule = rule
         self.params = params
-        self.calls = 0
         paths = [(name.rpartition("."), param) for name, param in params.items()]
         self._owners = [(module.get_submodule(path[0]), path[2], param) for path, param in paths]
-        self.agreed: dict[Hashable, Any] = {}
-        self.awaits: Hashable = None  # the key of `agreed` that a successful backward sets
-        self.stores = False
+        self.known: dict[Hashable, Any] = {}
+        """What rules have learnt about the layer in earlier calls."""
 
     @override
     def __str__(self) -> str:
         return f"{self.name!r} ({type(self.module).__name__})" if self.name else type(self.module).__name__
 
     @property
+    def way_out(self) -> str:
+        """The end of an error: the line that takes a module around the layer whole."""
+        return self.recording.whole_line(self.name)
+
+    @property
     def lent(self) -> bool:
         """True while `torch.func.functional_call` replaces the parameters by other tensors."""
         return any(owner._parameters.get(key) is not param for owner, key, param in self._owners)
 
-    def batch_dim(self, leading: int) -> int:
-        """The batch dimension of a tensor that has ``leading`` dimensions before those of a single position."""
-        if leading == 0:
-            raise ValueError(f"the input of {self} has no batch dimension: per-sample gradients need one")
-        return 0 if self.recorder.batch_first or leading == 1 else 1
+    def note(self, *decision: Hashable) -> None:
+        """Note where the samples are in this call."""
+        self.recording.mixing.note((self.name, *decision))
 
-    def expanded(self, tensor: Tensor, dim: int) -> tuple[Tensor, bool]:
-        """The tensor with a row for each sample in ``dim``, and whether it had one row for all of them before."""
-        count = self.recorder.batch_size
-        if is_shared(tensor):
-            return each(tensor), True
-        if tensor.shape[dim] != 1 or count is None or count == 1:
-            return tensor, False
-        return tensor.expand(*tensor.shape[:dim], count, *tensor.shape[dim + 1 :]), True
+    def samples(self, input: Tensor, leading: int) -> Samples:
+        """Find the samples in an input that has ``leading`` dimensions before those of a single position.
+
+        Raises:
+            ValueError: If it has no batch dimension.
+        """
+        recording = self.recording
+        if leading == 0:
+            raise ValueError(f"the input of {self} has no batch dimension: per-sample gradients need one{self.way_out}")
+        dim = 0 if leading == 1 else recording.batch_dim
+        if is_row(input):
+            row: Any = input
+            found = Samples(*row.samples(dim))
+        else:
+            count = recording.forward.batch_size
+            found = Samples(input, dim)
+            if input.shape[dim] == 1 and count is not None and count != 1:
+                found = Samples(input.expand(*input.shape[:dim], count, *input.shape[dim + 1 :]), dim, True)
+        self.note(found.dim, found.kept)
+        return found
 
     def refuse_row(self) -> None:
         """Raise for a gradient that is summed over samples."""
-        self.recorder.clear()
+        self.recording.clear()
         raise RuntimeError(
-            f"{self} had one row of input for all samples, and its output was used for more than additions to, and "
-            "products with, tensors of the batch: give each sample a row, with x.expand(batch_size, ...)"
+            f"{self} had one row of input for all samples, and its output was used for more than operations with other "
+            "such rows, and additions to, and products with, tensors of the batch: give each sample a row, with "
+            f"x.expand(batch_size, ...){self.way_out}"
         )
-
-
-def _called(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
-
-
-uncompiled: Callable[..., Any] = never_compiled(_called)  # calls a function outside of torch.compile
 
 
 class CapturedForward:
@@ -125,17 +130,22 @@ class CapturedForward:
         return uncompiled(self._run, args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        layer, recorder = self.layer, self.layer.recorder
-        transformed = bool(get_interpreter_stack())
-        if not torch.is_grad_enabled() or not recorder.listens or recorder.inside or layer.lent or transformed:
+        layer, recording = self.layer, self.layer.recording
+        if not torch.is_grad_enabled() or not recording.captures or layer.lent or get_interpreter_stack():
             return type(layer.module).forward(layer.module, *args, **kwargs)
-        recorder.called(layer)
+        recording.enter(layer)
         now = layer.module.__dict__.get("forward")
         if isinstance(now, CapturedForward) and now is not self:  # this call of the model has attached the layer anew
             return now(*args, **kwargs)
         if (reason := layer.rule.refusal(layer.module)) is not None:
             raise ValueError(f"{layer} cannot be clipped per sample: {reason}")
-        return layer.rule.run(layer, args, kwargs)
+        if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
+            raise ValueError(f"{layer} got a nested tensor: pad it, with x.to_padded_tensor(0.0), and mask the loss")
+        around, recording.running = recording.running, layer
+        try:
+            return layer.rule.run(layer, args, kwargs)
+        finally:
+            recording.running = around
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
@@ -157,12 +167,10 @@ class Call:
     """
 
     def __init__(
-        self,
-        layer: CapturedLayer,
-        inputs: Sequence[Tensor],
-        contribute: Callable[..., Sequence[Contribution]],
+        self, layer: CapturedLayer, inputs: Sequence[Tensor], contribute: Callable[..., Sequence[Contribution]]
     ) -> None:
         self.layer = layer
+        self.forward = layer.recording.forward
         self._inputs = inputs
         self._contribute = contribute
 
@@ -172,14 +180,14 @@ class Call:
         return [tensor.detach() for tensor in inputs]
 
     def arrived(self, grad: Tensor, saved: Callable[[], Sequence[Tensor]]) -> None:
-        """Pass the contributions to the recorder, now that the gradient of the output is known."""
-        if not wanted(self.layer):
+        """Pass the contributions on, now that the gradient of the output is known."""
+        recording = self.layer.recording
+        if not recording.wants(self.layer):
             return
-        recorder = self.layer.recorder
         try:
             inputs = saved()
         except RuntimeError as error:
-            recorder.clear()
+            recording.clear()
             if "modified by an inplace operation" not in str(error):
                 raise
             raise RuntimeError(
@@ -187,34 +195,24 @@ class Call:
             ) from error
         kind = grad.device.type
         with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
-            recorder.add(self.layer, self._contribute(grad, *inputs))
+            recording.add(self.layer, self.forward, self._contribute(grad, *inputs))
 
 
-def wanted(layer: CapturedLayer) -> bool:
-    """True if the current backward gives gradients to parameters, which `torch.autograd.grad` of an input does not.
-
-    Raises:
-        RuntimeError: With ``create_graph=True``, because the parameters are not in the graph.
-    """
-    if torch.is_grad_enabled():
-        layer.recorder.clear()
-        raise RuntimeError(
-            f"{layer} is in a backward with create_graph=True: gradients of gradients cannot be clipped per sample"
-        )
-    return torch.autograd._is_checkpoint_valid()
-
-
-def watch(output: Tensor, call: Call, *, row: int | None = None) -> Tensor:
+def watch(output: Tensor, call: Call, samples: Samples | None = None) -> Tensor:
     """Return the output, whose gradient will arrive at the call.
 
     Args:
         output: The output of the layer.
         call: The call.
-        row: The batch dimension, if the input had one row for all samples.
+        samples: The input; None if it is known to have a row for each sample.
     """
-    before = output if output.requires_grad else anchor()
-    watched: Any = _Watched.apply(before, call, [output.detach()], before is output)
-    return watched if row is None else shared(watched, lambda _: row, call.layer.refuse_row)
+    before = output if output.requires_grad else None
+    watched: Any = _Watched.apply(call.layer.recording.anchor, before, call, [output.detach()])
+    if samples is None or samples.kept is None:
+        return watched
+    each, layer = watched.movedim(samples.dim, 0), call.layer
+    each = each.unsqueeze(samples.dim + 1) if samples.kept else each
+    return row_of(each, layer.recording.batch_dim, refuse=layer.refuse_row, note=layer.note)
 
 
 class _Watched(torch.autograd.Function):
@@ -222,13 +220,13 @@ class _Watched(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: FunctionCtx, before: Tensor, call: Call, output: list[Tensor], goes_on: bool) -> Tensor:  # pyright: ignore
-        ctx.call, ctx.goes_on = call, goes_on  # pyright: ignore[reportAttributeAccessIssue]
+    def forward(ctx: FunctionCtx, anchor: Tensor, before: Tensor | None, call: Call, output: list[Tensor]) -> Tensor:  # pyright: ignore
+        ctx.call, ctx.goes_on = call, before is not None  # pyright: ignore[reportAttributeAccessIssue]
         ctx.save_for_backward(*call.take_inputs())
         return output[0]  # passed in a list, it counts as created here, so later layers may change it in place
 
     @staticmethod
     @override
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None, None]:
         ctx.call.arrived(grads[0], lambda: ctx.saved_tensors)
-        return grads[0] if ctx.goes_on else None, None, None, None
+        return None, grads[0] if ctx.goes_on else None, None, None

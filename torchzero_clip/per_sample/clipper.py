@@ -11,8 +11,10 @@ from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.per_sample.engine import Engine
 from torchzero_clip.per_sample.hooks import accumulate
 from torchzero_clip.per_sample.memory_budget import Memory
+from torchzero_clip.per_sample.mixing import Verify
 from torchzero_clip.per_sample.norm_clippers import NormClipper
-from torchzero_clip.per_sample.param_attributes import ParamAttributes, release_with, weak
+from torchzero_clip.per_sample.param_attributes import GradSamples, ParamAttributes
+from torchzero_clip.per_sample.rules.whole import Whole
 from torchzero_clip.per_sample.weighting import ClippingResult, Nonfinite, clipped_backward, weighted
 
 LossReduction: TypeAlias = Literal["mean", "sum"]
@@ -42,6 +44,11 @@ class PerSampleGradientClipper:
             "raise" raises.
         keep_grad_samples: Store the per-sample gradients as ``p.grad_sample`` of shape (B, *p.shape), from the backward
             until `clip_and_accumulate` or the next forward. They take B times the memory of the model.
+        whole: Modules that run sample by sample with all that is in them: classes, or patterns for names, such as
+            ``"encoder.layers.*"``. It is the way out for modules that cannot be captured layer by layer; error messages
+            have the line to write. It takes memory for B gradients of the parameters inside.
+        verify: When `backward` checks that the loss of a sample gives gradients to no other sample: "first" in a few
+            steps after a layer is first used, "always", "never", or a number n to check in every n-th step too.
 
     Raises:
         ValueError: If a layer mixes samples or cannot be captured, or an argument has a value it cannot have.
@@ -84,6 +91,8 @@ class PerSampleGradientClipper:
         memory: Memory = "auto",
         nonfinite: Nonfinite = "zero",
         keep_grad_samples: bool = False,
+        whole: Whole = (),
+        verify: Verify = "first",
     ) -> None:
         one_of("loss_reduction", loss_reduction, ("mean", "sum"))
         one_of("nonfinite", nonfinite, ("zero", "raise"))
@@ -91,16 +100,17 @@ class PerSampleGradientClipper:
         self.loss_reduction: LossReduction = loss_reduction
         self.nonfinite: Nonfinite = nonfinite
         self.norm_clipper = norm_clipper
-        self._engine = Engine(module, batch_first=batch_first, memory=memory)
-        self._shown = ParamAttributes("grad_sample")
-        self._engine.forward_begins = self._shown.clear
-        release_with(self, self._engine, self._shown)
-        self._losses_given = False
+        shown = (GradSamples if keep_grad_samples else ParamAttributes)(of_mean=loss_reduction == "mean")
+        self._engine = Engine(module, batch_first=batch_first, memory=memory, whole=whole, verify=verify, shown=shown)
+        self._engine.release_with(self)
         self._sums: dict[str, Tensor] = {}
         self._count = 0
         self._thresholds: Tensor | None = None
-        if keep_grad_samples:
-            self._engine.formed = weak(self._keep_grad_sample)
+
+    @property
+    def whole(self) -> dict[str, str]:
+        """The modules that run sample by sample with all that is in them, by name, with the reason."""
+        return dict(self._engine.whole)
 
     @property
     def norm_clipper(self) -> NormClipper:
@@ -130,29 +140,32 @@ class PerSampleGradientClipper:
             RuntimeError: If the forward ran before the clipper was attached, if a parameter was used outside the call
                 of its layer, or for a non-finite sample with ``nonfinite="raise"``. ``.grad`` does not change.
         """
-        self._losses_given = True
-        try:
-            mean = self.loss_reduction == "mean"
-            return clipped_backward(self._engine, losses, self.norm_clipper, mean=mean, nonfinite=self.nonfinite)
-        finally:
-            self._losses_given = False
+        mean = self.loss_reduction == "mean"
+        return clipped_backward(self._engine, losses, self.norm_clipper, mean=mean, nonfinite=self.nonfinite)
 
-    def clip_and_accumulate(self) -> ClippingResult:
+    def clip_and_accumulate(self, batch_size: int | None = None) -> ClippingResult:
         """Clip the gradients of the last ``loss.backward()``, and add them to the sums for `pre_step`.
+
+        Args:
+            batch_size: The number of samples. It is needed where it cannot be seen: if no argument of the forward is a
+                tensor, or if gradients of several forwards have arrived.
 
         Raises:
             RuntimeError: If there was no backward, or for a non-finite sample with ``nonfinite="raise"``.
-            ValueError: If a layer saw another number of samples than the others.
+            ValueError: If a layer saw another number of samples than the others, or than ``batch_size``, or if
+                ``batch_size`` is needed.
         """
-        if not self._engine.waits:
+        engine = self._engine
+        if not engine.waits:
             raise RuntimeError("no gradients have arrived: call loss.backward() first, of a forward with gradients")
+        if batch_size is None:
+            engine.check_one_batch()
         try:
-            count = self._engine.arrived_count()
-            scale = float(count) if self.loss_reduction == "mean" else 1.0
-            gathered = self._engine.gathered(None)
+            gathered = engine.gathered(batch_size)
+            count = engine.captured.batch_size
+            scale = engine.shown.scale(count)
         finally:
-            self._engine.clear()
-            self._shown.clear()
+            engine.discard()
         sums, result = weighted(self._engine, gathered, self.norm_clipper, self.nonfinite, scale=scale)
         for name, value in sums.items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
@@ -192,8 +205,7 @@ class PerSampleGradientClipper:
 
     def discard(self) -> None:
         """Drop the gradients of the last backward without clipping them."""
-        self._engine.clear()
-        self._shown.clear()
+        self._engine.discard()
 
     def detach(self) -> None:
         """Stop clipping, and restore the module. `pre_step` still works for accumulated sums."""
@@ -209,9 +221,3 @@ class PerSampleGradientClipper:
 
     def _divisor(self, count: int) -> float:
         return float(max(count, 1)) if self.loss_reduction == "mean" else 1.0
-
-    def _keep_grad_sample(self, param: nn.Parameter, grads: Tensor) -> None:
-        mean = self.loss_reduction == "mean" and not self._losses_given
-        grads = grads * len(grads) if mean else grads
-        earlier = getattr(param, "grad_sample", None)
-        self._shown.put(param, grads if earlier is None else earlier + grads)

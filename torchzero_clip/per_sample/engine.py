@@ -1,26 +1,32 @@
-"""Captures the layers of a model, and collects their per-sample gradients during a backward."""
+"""Captures the layers of a model: installs forwards and hooks in it, and removes them."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from torchzero_clip.checks import boolean, instance, one_of
-from torchzero_clip.compat import current_graph_task_id
+from torchzero_clip.compat import is_distributed
 from torchzero_clip.functional.foreach import wide_dtype
-from torchzero_clip.per_sample.attachment import Attachment
-from torchzero_clip.per_sample.captured_gradients import CapturedGradients
-from torchzero_clip.per_sample.captured_layer import CapturedLayer
-from torchzero_clip.per_sample.contributions import Contribution
-from torchzero_clip.per_sample.hooks import Notice, accumulate
-from torchzero_clip.per_sample.memory_budget import Memory, MemoryBudget
+from torchzero_clip.per_sample.captured_layer import CapturedForward, CapturedLayer, Rule
+from torchzero_clip.per_sample.hooks import Notice, Outside
+from torchzero_clip.per_sample.memory_budget import Memory
+from torchzero_clip.per_sample.mixing import Verify
+from torchzero_clip.per_sample.param_attributes import ParamAttributes
+from torchzero_clip.per_sample.recording import Forward, Phase, Recording, in_backward
+from torchzero_clip.per_sample.rules.registry import BARE, WHOLE, may_mix, mixes, own_params, refusal, rule_for, rules
+from torchzero_clip.per_sample.rules.whole import Whole, chosen_whole
 
 
-class Engine:
+class Engine(Recording):
     """Captures the layers of a model, and collects their per-sample gradients.
 
     Args:
@@ -28,150 +34,56 @@ class Engine:
         batch_first: Whether samples are in the first dimension of sequences.
         memory: With "low", layers with a cheaper form store no per-sample gradients.
         force_generic: Run every layer by the generic rule.
+        whole: Modules that the generic rule runs with all in them: classes, or patterns for names.
+        verify: When to check that samples do not mix.
+        shown: What users read as attributes of parameters.
     """
 
     def __init__(
-        self, model: nn.Module, *, batch_first: bool = True, memory: Memory = "auto", force_generic: bool = False
+        self,
+        model: nn.Module,
+        *,
+        batch_first: bool = True,
+        memory: Memory = "auto",
+        force_generic: bool = False,
+        whole: Whole = (),
+        verify: Verify = "first",
+        shown: ParamAttributes | None = None,
     ) -> None:
         instance("module", model, nn.Module)
         boolean("batch_first", batch_first)
         one_of("memory", memory, ("auto", "low"))
-        self.batch_first = batch_first
-        self.budget = MemoryBudget(memory)
-        self._memory: Memory = memory
-        self.batch_size: int | None = None
-        self.inside = False
-        self.enabled = True
-        self.formed: Callable[[nn.Parameter, Tensor], None] | None = None
-        self.forward_begins: Callable[[], None] | None = None
-        self.forgotten: Callable[[], None] | None = None
-        self.backward_ends: Callable[[], None] | None = None
-        self._arrivals = CapturedGradients()
-        self._ordinary: dict[int, tuple[Tensor, Tensor]] = {}
-        self._running: set[int] = set()
-        self._in_forward = False
-        self._consumed = False
-        self._only_input: weakref.ref[Tensor] | None = None
-        self._attachment = Attachment(model, self, began=self._began, force_generic=force_generic)
-        self._attachment.attach()
-        self._attached = True
+        super().__init__(batch_first=batch_first, memory=memory, verify=verify, shown=shown or ParamAttributes())
+        self._model = model
+        self._force_generic = force_generic
+        self._given_whole = whole
+        self.whole: dict[str, str] = {}
+        """The modules that are run whole, by name, with the reason."""
+        self._handles: list[RemovableHandle] = []
+        self._layers: list[CapturedLayer] = []
+        self._held: list[tuple[object, bool]] = []
+        self._rules: Mapping[type[nn.Module], Rule] = {}
+        self._modules: list[nn.Module] = []
+        self._batch_norms: list[tuple[str, nn.Module]] = []
+        self._attach()
         ended: Any = Notice(self._forward_ended)
         self._end = model.register_forward_hook(ended, always_call=True)
 
-    @property
-    def listens(self) -> bool:
-        """True if forwards are captured for per-sample gradients."""
-        return self.enabled and self._attached
-
-    @property
-    def attached(self) -> bool:
-        """True until `detach`."""
-        return self._attached
-
-    @property
-    def params(self) -> dict[str, nn.Parameter]:
-        """The trainable parameters, by name."""
-        return self._attachment.params
-
-    @property
-    def waits(self) -> bool:
-        """True if gradients have arrived that were not clipped yet."""
-        return bool(self._arrivals)
+    def release_with(self, owner: object) -> None:
+        """Restore the model when the owner is deleted before the model."""
+        weakref.finalize(owner, _release, weakref.ref(self)).atexit = False
 
     def detach(self) -> None:
         """Restore the model."""
-        self._attachment.detach()
+        self._remove()
         self._end.remove()
-        self._attached = False
+        self.attached = False
+        self.discard()
+
+    def discard(self) -> None:
+        """Drop all gradients that have arrived, and what was shown of them."""
         self.clear()
-        if self.forgotten is not None:
-            self.forgotten()
-
-    def clear(self) -> None:
-        """Drop all gradients that have arrived."""
-        self._arrivals, self._ordinary, self._running, self._consumed = CapturedGradients(), {}, set(), False
-        self.budget = MemoryBudget(self._memory)
-        self._attachment.reset_counts()
-
-    def is_only_input(self, tensor: Tensor) -> bool:
-        """True if this tensor is the only input of the model, which must be the batch then."""
-        known = None if self._only_input is None else self._only_input()
-        return known is not None and (tensor is known or tensor._base is known)
-
-    def called(self, layer: CapturedLayer) -> None:
-        """Note that a layer runs.
-
-        Raises:
-            RuntimeError: If gradients have arrived that were not clipped yet.
-        """
-        if not _in_backward():
-            self._forget_unfinished()
-            if not self._in_forward:
-                self.batch_size = self._only_input = None
-                self._forget_shown()
-                self._consumed = False
-                if not self.waits:
-                    self._attachment.refresh()
-        if self.waits and not _in_backward():
-            raise RuntimeError(
-                "gradients of an earlier backward wait to be clipped: call clip_and_accumulate() after "
-                "loss.backward(), or backward(losses) instead of it. discard() forgets them"
-            )
-        layer.calls += 1
-
-    def add(self, layer: CapturedLayer, contributions: Sequence[Contribution]) -> None:
-        """Store the contributions of one call of a layer."""
-        if not self._attached:
-            raise RuntimeError(f"the clipper was detached before the backward of {layer}; run the forward again")
-        task = current_graph_task_id()
-        if task not in self._running:
-            self._running.add(task)
-            engine: Any = torch.autograd.Variable
-            engine._execution_engine.queue_callback(lambda: self._ended(task))
-        if not self.enabled:
-            for part in contributions:
-                value = part.weighted_sum(torch.ones(part.batch_size))
-                earlier = self._ordinary.get(id(part.param))
-                self._ordinary[id(part.param)] = part.param, value if earlier is None else earlier[1] + value
-            return
-        for part in contributions:
-            shared = self._attachment.is_shared(part.param)
-            self._arrivals.keep(layer, part, is_shared=shared, formed=self.formed)
-
-    def gathered(self, count: int | None) -> dict[int, tuple[Contribution, Tensor]]:
-        """The contribution of each parameter, by id, and its squared norms.
-
-        Args:
-            count: The number of samples; None for that of the inputs of the model.
-
-        Raises:
-            ValueError: If a layer has another number of samples.
-            RuntimeError: If the backward did not end.
-        """
-        if self._attachment.is_outdated():
-            raise RuntimeError(
-                "parameters of the module were frozen, freed or exchanged since its forward began: run it again"
-            )
-        if self._running:
-            raise RuntimeError(
-                "the backward raised before its end, so that some gradients are missing: "
-                "run forward and backward again, or forget it with discard()"
-            )
-        self._arrivals.check_counts(self.batch_size if count is None else count, batch_first=self.batch_first)
-        return self._arrivals.gathered()
-
-    def consume(self) -> None:
-        """Drop the gradients that have arrived. The same graph may run again, for ordinary gradients."""
-        self._arrivals, self._consumed = CapturedGradients(), True
-
-    def measured(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """The squared norms of the gradients that have arrived, by parameter."""
-        gathered = self.gathered(None)
-        return [(param, gathered[id(param)][1]) for param in self.params.values() if id(param) in gathered]
-
-    def arrived_count(self) -> int:
-        """The number of samples in the gradients that have arrived."""
-        return self._arrivals.batch_size
+        self.shown.clear()
 
     def norm_dtype(self) -> torch.dtype:
         """Float32, or float64 if a parameter is."""
@@ -180,68 +92,179 @@ class Engine:
             dtype = torch.promote_types(dtype, wide_dtype(param.dtype))
         return dtype
 
-    def _ended(self, task: int) -> None:
-        self._running.discard(task)
-        if self._running:
-            return
-        sums, self._ordinary = self._ordinary, {}
-        accumulate(list(sums.values()))
-        if self.backward_ends is not None and self.waits:
-            self.backward_ends()
+    @override
+    def refresh(self) -> None:
+        if self.is_outdated():
+            self._attach()
+        self.mixing.note(("modes", *(module.training for module in self._modules)))
+        for name, module in self._batch_norms:
+            _refuse(name, module, mixes(module))
 
-    def _forward_ended(self, args: tuple[Any, ...], output: Any) -> None:
-        self._in_forward = False
+    @override
+    def is_outdated(self) -> bool:
+        held = _held(self._model)
+        lent = any(isinstance(x, Tensor) and not isinstance(x, nn.Parameter) for x, _ in held)
+        if lent:
+            return False  # functional_call replaces the parameters by other tensors, for this forward only
+        if len(held) != len(self._held) or self._rules != rules():
+            return True
+        return any(a is not b or p != q for (a, p), (b, q) in zip(held, self._held, strict=True))
 
-    def _forget_shown(self) -> None:
-        """Drop gradients when a new forward starts, if their norms were shown after the backward.
+    @override
+    def whole_line(self, name: str) -> str:
+        modules = dict(self._model.named_modules())
+        path = name.split(".") if name else []
+        around = [modules.get(".".join(path[:i])) for i in range(len(path) - 1, -1, -1)]
+        kinds = [type(m).__name__ for m in around if m is not None and type(m).forward is not nn.Module.forward]
+        kinds = [kind for i, kind in enumerate(kinds) if kind not in ("Sequential", *kinds[:i])]
+        if not kinds:
+            return ""
+        further = "".join(f", or whole=({kind},)" for kind in kinds[1:3])
+        return f". Or run the module around it sample by sample: whole=({kinds[0]},){further}"
+
+    def _attach(self) -> None:
+        """Capture every layer with trainable parameters.
 
         Raises:
-            RuntimeError: If norms were read before that backward, which should have given ordinary gradients.
+            ValueError: If per-sample gradients of this model would be wrong, or something else captures it.
         """
-        if self._consumed and self.waits:
+        params = trainable(self._model)
+        _check_model(self._model, params)
+        whole = chosen_whole(self._model, self._given_whole)
+        layers = list(self._found_layers(whole))
+        self._remove()
+        self.params, self._layers, self.whole = params, layers, whole
+        self._held, self._rules, self._modules = _held(self._model), rules(), list(self._model.modules())
+        self._batch_norms = [(name, m) for name, m in self._model.named_modules() if may_mix(m)]
+        self.owners = Counter(id(param) for layer in layers for param in layer.params.values())
+        began: Any = Notice(self._forward_began, only_with_gradients=True)
+        self._handles = [self._model.register_forward_pre_hook(began, with_kwargs=True)]
+        for name, param in params.items():
+            self._handles.append(param.register_hook(Outside(name, self._refuse_outside)))
+        for layer in layers:
+            layer.module.__dict__["forward"] = CapturedForward(layer)
+        self.attached = True
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for layer in self._layers:
+            own = layer.module.__dict__.get("forward")
+            if isinstance(own, CapturedForward) and own.layer is layer:
+                del layer.module.__dict__["forward"]
+        self._handles, self._layers = [], []
+
+    def _found_layers(self, whole: Mapping[str, str]) -> Iterator[CapturedLayer]:
+        """The layers to capture: those with a rule, and other modules with parameters of their own."""
+        seen: set[int] = set()
+        inside: set[int] = set()
+        for name, module in self._model.named_modules():
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            _refuse(name, module, refusal(module, batch_first=self.batch_first) or mixes(module))
+            if id(module) in inside:
+                continue
+            rule, params = WHOLE if name in whole else rule_for(module), trainable(module)
+            if rule is None or not params:
+                continue
+            _refuse(name, module, rule.refusal(module))
+            if self._force_generic and not rule.covers_submodules:
+                rule = WHOLE
+            if rule.covers_submodules:
+                inside.update(id(child) for child in module.modules())
+            elif rule is BARE:
+                own = set(own_params(module))
+                params = {key: param for key, param in params.items() if id(param) in own}
+            if self._is_replaced(module):
+                raise ValueError(
+                    f"{_described(name, module)} has a forward of its own, set on the instance: "
+                    "another clipper is attached to it, which has to be detached first, or something replaced it"
+                )
+            yield CapturedLayer(self, name, module, rule, params)
+
+    def _is_replaced(self, module: nn.Module) -> bool:
+        """True if the instance has another forward than its class. Copies of models have that of their class."""
+        own = module.__dict__.get("forward")
+        if isinstance(own, CapturedForward) and own.layer.recording is self:
+            return False
+        return own is not None and getattr(own, "__func__", None) is not type(module).forward
+
+    def _captures_model(self) -> bool:
+        return any(layer.module is self._model for layer in self._layers)
+
+    def _refuse_outside(self, name: str) -> None:
+        if self.enabled and self.attached:
             self.clear()
             raise RuntimeError(
-                "a backward after get_clipping_coef() gave norms again, not gradients: call disable_hooks() before it, "
-                "and enable_hooks() after it"
+                f"{name!r} got a gradient from outside the call of its layer, where samples are not told apart. "
+                "Either the forward ran before the clipper was attached, or the parameter is used by another module or "
+                "by the loss: call its own module instead, or freeze it. Or another tensor is made of it in a hook, as "
+                f"torch.nn.utils.weight_norm does: use torch.nn.utils.parametrizations{self.whole_line(name)}"
             )
-        if self.backward_ends is not None and self.forward_begins is not None and self.waits:
-            self.forward_begins()
 
-    def _forget_unfinished(self) -> None:
-        if self._running:
-            self.clear()
-
-    def _began(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.inside or _in_backward():
+    def _forward_began(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.inside or in_backward():
             return
-        self._in_forward = True
-        self._forget_unfinished()
-        self._forget_shown()
-        if self.waits:
-            return
-        if not self.enabled:
-            if self.forward_begins is not None:
-                self.forward_begins()
-            return
-        if DistributedDataParallel._active_ddp_module is not None:
+        if self.enabled and DistributedDataParallel._active_ddp_module is not None:
             raise RuntimeError("module is run by DistributedDataParallel, which would not average its gradients")
-        if self._attachment.refresh():
+        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        before = self._captures_model()
+        self.begin(Forward(inputs, self.batch_dim, captured=self.enabled))
+        if self._captures_model() and not before:
             raise RuntimeError(
                 "the module itself got parameters that train, after its forward had been called: call it once more"
             )
-        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim]
-        self.batch_size = _batch_size(inputs, 0 if self.batch_first else 1)
-        self._only_input = weakref.ref(inputs[0]) if len(inputs) == 1 else None
-        if self.forward_begins is not None:
-            self.forward_begins()
+        self.phase = Phase.FORWARD
+
+    def _forward_ended(self, args: tuple[Any, ...], output: Any) -> None:
+        if self.phase is Phase.FORWARD:
+            self.phase = Phase.IDLE
 
 
-def _in_backward() -> bool:
-    """True during a backward, in which checkpointing repeats forwards."""
-    return current_graph_task_id() != -1
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters of a module, by name."""
+    return {name: param for name, param in module.named_parameters() if param.requires_grad}
 
 
-def _batch_size(inputs: Sequence[Tensor], dim: int) -> int | None:
-    """The size of all inputs in the batch dimension; None if they differ."""
-    sizes = {x.shape[min(dim, x.ndim - 1)] for x in inputs}
-    return sizes.pop() if len(sizes) == 1 else None
+def _release(engine: "weakref.ref[Engine]") -> None:
+    alive = engine()
+    if alive is not None:
+        alive.detach()
+
+
+def _held(model: nn.Module) -> list[tuple[object, bool]]:
+    """The modules and parameters of a model, and which parameters are trainable, to detect changes.
+
+    It runs in every forward, so it reads the dictionaries, which is faster than `named_parameters`.
+    """
+    held: list[tuple[object, bool]] = []
+    for module in model.modules():
+        held.append((module, False))
+        held += [(param, param.requires_grad) for param in module._parameters.values() if param is not None]
+    return held
+
+
+def _check_model(model: nn.Module, params: dict[str, nn.Parameter]) -> None:
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        raise ValueError(f"module must be the model itself, got a {type(model).__name__}: it averages over samples")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(
+            f"module must not be scripted, got a {type(model).__name__}: attach to the model it was made of"
+        )
+    for name, param in params.items():
+        if isinstance(param, UninitializedParameter):
+            raise ValueError(f"module must have all its parameters, but {name!r} is lazy: run a forward first")
+        if is_distributed(param):
+            raise ValueError(f"module must hold plain tensors, but {name!r} is a DTensor: clip before fully_shard")
+        if param.is_complex():
+            raise ValueError(f"module must hold real parameters, but {name!r} is {param.dtype}")
+
+
+def _refuse(name: str, module: nn.Module, reason: str | None) -> None:
+    if reason is not None:
+        raise ValueError(f"{_described(name, module)} cannot be clipped per sample: {reason}")
+
+
+def _described(name: str, module: nn.Module) -> str:
+    return f"{name!r} ({type(module).__name__})" if name else type(module).__name__

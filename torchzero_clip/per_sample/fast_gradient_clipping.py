@@ -8,17 +8,18 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torchzero_clip.checks import boolean, instance, non_negative, one_of
-from torchzero_clip.per_sample.attachment import trainable
 from torchzero_clip.per_sample.captured_layer import CapturedLayer
 from torchzero_clip.per_sample.clipper import LossReduction
-from torchzero_clip.per_sample.engine import Engine
+from torchzero_clip.per_sample.engine import Engine, trainable
+from torchzero_clip.per_sample.mixing import Verify
 from torchzero_clip.per_sample.norm_clippers import STABILITY, ConstantFlatClipper
-from torchzero_clip.per_sample.norm_sample import norm_sample
-from torchzero_clip.per_sample.param_attributes import ParamAttributes, release_with, weak
-from torchzero_clip.per_sample.rules.registry import GENERIC, refusal
+from torchzero_clip.per_sample.param_attributes import NormSamples
+from torchzero_clip.per_sample.recording import Forward
+from torchzero_clip.per_sample.rules.registry import WHOLE, mixes, refusal
+from torchzero_clip.per_sample.rules.whole import Whole
 from torchzero_clip.per_sample.weighting import ClippingResult, clipped_backward
 
-OWN = {"loss_reduction", "max_grad_norm", "_settings", "_engine", "_norms", "_shown", "_in_one_pass"}
+OWN = {"loss_reduction", "max_grad_norm", "_settings", "_engine", "_norms"}
 
 
 class GradSampleModuleFastGradientClipping(nn.Module):
@@ -46,6 +47,8 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         max_grad_norm: The limit, >= 0, in units of the gradient.
         use_ghost_clipping: Compute norms without storing per-sample gradients, as ``memory="low"`` of
             `PerSampleGradientClipper`. With False, layers store them where that is faster; results are the same.
+        whole: As in `PerSampleGradientClipper`.
+        verify: As in `PerSampleGradientClipper`, for ``module.backward``. Two passes are not checked.
 
     Raises:
         NotImplementedError: If strict and there is a buffer.
@@ -82,6 +85,8 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         force_functorch: bool = False,
         max_grad_norm: float = 1,
         use_ghost_clipping: bool = True,
+        whole: Whole = (),
+        verify: Verify = "first",
     ) -> None:
         super().__init__()
         instance("m", m, nn.Module)
@@ -102,21 +107,19 @@ class GradSampleModuleFastGradientClipping(nn.Module):
             "memory": memory,
             "batch_first": batch_first,
             "force_generic": force_functorch,
+            "whole": whole,
+            "verify": verify,
         }
         self._attach()
 
     def _attach(self) -> None:
-        self._engine = Engine(self.__dict__["_module"], **self._settings)
-        self._shown = ParamAttributes("norm_sample", "_norm_sample")
-        self._engine.forward_begins = weak(self._forget)
-        self._engine.backward_ends = weak(self._put_norm_samples)
-        release_with(self, self._engine, self._shown)
-        self._norms: Tensor | None = None
-        self._in_one_pass = False
+        self._norms = NormSamples(of_mean=self.loss_reduction == "mean")
+        self._engine = Engine(self.__dict__["_module"], shown=self._norms, **self._settings)
+        self._engine.release_with(self)
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_engine", "_norms", "_shown")}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_engine", "_norms")}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -169,14 +172,7 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         Raises:
             RuntimeError: If there was no backward since the last forward.
         """
-        if self._engine.waits:
-            gathered = self._engine.gathered(None)
-            squares = torch.stack([squares for _, squares in gathered.values()]).sum(0)
-            self._norms = squares.sqrt().mul_(self._scale(len(squares))).to(self._engine.norm_dtype())
-            self._engine.consume()
-        if self._norms is None:
-            raise RuntimeError("there are no norms: call backward() on a loss of this module's output first")
-        return self._norms
+        return self._norms.read(self._engine)
 
     def get_clipping_coef(self) -> Tensor:
         """Return the factors for the losses of the samples in the second backward: (B,), at most 1.
@@ -197,13 +193,9 @@ class GradSampleModuleFastGradientClipping(nn.Module):
             TypeError: If ``losses`` is not a tensor.
             RuntimeError: As in `PerSampleGradientClipper.backward`.
         """
-        self._in_one_pass = True
-        try:
-            clipper = ConstantFlatClipper(self.max_grad_norm)
-            result = clipped_backward(self._engine, losses, clipper, mean=self.loss_reduction == "mean")
-        finally:
-            self._in_one_pass = False
-        self._norms = result.norms
+        clipper = ConstantFlatClipper(self.max_grad_norm)
+        result = clipped_backward(self._engine, losses, clipper, mean=self.loss_reduction == "mean")
+        self._norms.norms = result.norms
         return result
 
     def capture_backprops_hook(
@@ -233,11 +225,11 @@ class GradSampleModuleFastGradientClipping(nn.Module):
             raise ValueError(f"batch_first must be {self._engine.batch_first}, as in the constructor")
         (grad,), inputs = forward_output, tuple(x.detach() for x in _forward_input)
         size = inputs[0].shape[0 if batch_first else 1]
-        self._engine.batch_size = size
-        layer = CapturedLayer(self._engine, type(module).__name__, module, GENERIC, trainable(module))
+        self._engine.forward = Forward(inputs, 0 if batch_first else 1)
+        layer = CapturedLayer(self._engine, type(module).__name__, module, WHOLE, trainable(module))
         scale = {("mean", "sum"): size, ("sum", "mean"): 1 / max(size, 1)}.get((loss_reduction, self.loss_reduction), 1)
         with torch.enable_grad():
-            torch.autograd.backward(GENERIC.run(layer, inputs, {}), grad * scale)
+            torch.autograd.backward(WHOLE.run(layer, inputs, {}), grad * scale)
 
     def disable_hooks(self) -> None:
         """Stop capturing: backwards give ordinary gradients."""
@@ -249,20 +241,7 @@ class GradSampleModuleFastGradientClipping(nn.Module):
 
     def detach(self) -> None:
         """Stop capturing for good, and restore the model."""
-        self._norms = None
         self._engine.detach()
-
-    def _scale(self, count: int) -> float:
-        return float(count) if self.loss_reduction == "mean" and not self._in_one_pass else 1.0
-
-    def _put_norm_samples(self) -> None:
-        for param, squares in self._engine.measured():
-            self._shown.put(param, norm_sample(param, squares.sqrt() * self._scale(len(squares)), len(squares)))
-
-    def _forget(self) -> None:
-        self._norms = None
-        self._engine.clear()
-        self._shown.clear()
 
 
 def _refuse_buffers(model: nn.Module, *, batch_first: bool) -> None:
@@ -270,6 +249,6 @@ def _refuse_buffers(model: nn.Module, *, batch_first: bool) -> None:
         if not any(True for _ in module.buffers(recurse=False)):
             continue
         where = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
-        reason = refusal(module, batch_first=batch_first)
+        reason = refusal(module, batch_first=batch_first) or mixes(module)
         way_out = "use strict=False if it does not, and check_per_sample to be sure"
         raise NotImplementedError(f"{where} includes a buffer: {reason or f'it may mix samples. {way_out}'}")

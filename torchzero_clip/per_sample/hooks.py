@@ -7,7 +7,14 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from torchzero_clip.per_sample.captured_layer import Recorder, uncompiled
+from torchzero_clip.compat import never_compiled
+
+
+def _called(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+uncompiled: Callable[..., Any] = never_compiled(_called)  # calls a function outside of torch.compile
 
 
 class Notice:
@@ -36,21 +43,19 @@ def _nobody(*args: Any) -> None:
 
 
 class Outside:
-    """A hook of a parameter that raises for a gradient from outside of the captured layers."""
+    """A hook of a parameter that raises for a gradient from outside of the captured layers.
 
-    def __init__(self, name: str, recorder: Recorder) -> None:
+    Args:
+        name: The name of the parameter.
+        raises: Called with the error, and raises it if the clipper listens.
+    """
+
+    def __init__(self, name: str, refuse: Callable[[str], None]) -> None:
         self._name = name
-        self._recorder = recorder
+        self._refuse = refuse
 
     def __call__(self, grad: Tensor) -> None:
-        if self._recorder.listens:
-            self._recorder.clear()
-            raise RuntimeError(
-                f"{self._name!r} got a gradient from outside the call of its layer, where samples are not told apart. "
-                "Either the forward ran before the clipper was attached, or the parameter is used by another module or "
-                "by the loss: call its own module instead, or freeze it. Or another tensor is made of it in a hook, as "
-                "torch.nn.utils.weight_norm does: use torch.nn.utils.parametrizations"
-            )
+        self._refuse(self._name)
 
 
 def accumulate(values: Sequence[tuple[Any, Tensor]]) -> None:

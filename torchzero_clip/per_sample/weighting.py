@@ -1,6 +1,7 @@
 """Computes the clipped sums from the norms of the samples."""
 
-from collections.abc import Iterable, Sized
+import warnings
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -11,6 +12,7 @@ from torchzero_clip.checks import instance
 from torchzero_clip.per_sample.contributions import Contribution
 from torchzero_clip.per_sample.engine import Engine
 from torchzero_clip.per_sample.hooks import accumulate
+from torchzero_clip.per_sample.mixing import outside_gradients
 from torchzero_clip.per_sample.norm_clippers import NormClipper
 
 Nonfinite: TypeAlias = Literal["zero", "raise"]
@@ -56,9 +58,11 @@ def clipped_backward(
         raise RuntimeError("the clipper is detached: make a new one, and run the forward again")
     if engine.waits:
         raise RuntimeError("gradients of an earlier backward wait: call clip_and_accumulate() or discard() first")
+    check, of_mean, engine.shown.of_mean = engine.mixing.is_due(losses), engine.shown.of_mean, False
+    restore = outside_gradients(losses, set(map(id, engine.params.values()))) if check else None
     try:
         if losses.requires_grad:
-            losses.sum().backward()
+            check = _backward(engine, losses, restore)
         gathered = engine.gathered(len(losses))
         if gathered.keys().isdisjoint(map(id, engine.params.values())):
             raise RuntimeError(
@@ -66,12 +70,41 @@ def clipped_backward(
                 if losses.requires_grad
                 else "losses do not require grad: the forward ran under torch.no_grad(), or nothing in it trains"
             )
+        if check:
+            names = {id(param): name for name, param in engine.params.items() if id(param) in gathered}
+            engine.mixing.check(losses, names, engine.gradients_of)
+        engine.mixing.passed(losses)
+    except BaseException:
+        if restore is not None:
+            restore()
+        raise
     finally:
+        engine.shown.of_mean = of_mean
         engine.clear()
     divisor = float(max(len(losses), 1)) if mean else 1.0
     sums, result = weighted(engine, gathered, norm_clipper, nonfinite, divisor=divisor)
     accumulate([(engine.params[name], value) for name, value in sums.items()])
     return result
+
+
+def _backward(engine: Engine, losses: Tensor, restore: Callable[[], None] | None) -> bool:
+    """Run the backward, and retain its graph if there is a function to restore gradients. Return True if it did."""
+    if restore is not None:
+        try:
+            losses.sum().backward(retain_graph=True)
+            return True
+        except RuntimeError as error:
+            if "donated buffers" not in str(error):
+                raise
+            restore()
+            engine.clear()
+            warnings.warn(
+                "it was not checked whether samples mix, because a compiled function gives its memory away in the "
+                'backward: set torch._functorch.config.donated_buffer = False, or verify="never" to silence this',
+                stacklevel=4,
+            )
+    losses.sum().backward()
+    return False
 
 
 def _factors(norm_clipper: NormClipper, answer: Any, count: int, norms: Tensor) -> list[Tensor]:

@@ -38,24 +38,22 @@ class ConvRule(Rule):
 
     def _run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
-        layer.batch_dim(input.ndim - module.weight.ndim + 1)
-        source, expanded = layer.expanded(input, 0)
+        found = layer.samples(input, min(1, input.ndim - module.weight.ndim + 1))
+        source = found.tensor
         options = Options.of(module)
 
         def contribute(grad: Tensor, *sources: Tensor) -> list[Contribution]:
             grad, *inputs = wide(grad, *sources)
             result: list[Contribution] = []
             for x in inputs:
-                result.append(Convolved(layer.params["weight"], options, x, grad, layer.recorder.budget))
+                result.append(Convolved(layer.params["weight"], options, x, grad, layer.recording.budget))
             if "bias" in layer.params:
                 result.append(Dense(layer.params["bias"], grad.flatten(2).sum(2)))
             return result
 
         bias = None if module.bias is None else module.bias.detach()
         output = module._conv_forward(source, module.weight.detach(), bias)
-        return watch(
-            output, Call(layer, [source] if "weight" in layer.params else [], contribute), row=0 if expanded else None
-        )
+        return watch(output, Call(layer, [source] if "weight" in layer.params else [], contribute), found)
 
 
 class Convolved(Contribution):

@@ -7,10 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from torchzero_clip.per_sample.captured_layer import Call, CapturedLayer, Rule, watch
+from torchzero_clip.per_sample.captured_layer import Call, CapturedLayer, Rule, Samples, watch
 from torchzero_clip.per_sample.contributions import Contribution
 from torchzero_clip.per_sample.sparse_rows import SparseRows
 from torchzero_clip.per_sample.squared_norms import wide
+
+SHARED = "shared"  # a key of `CapturedLayer.known`: indices in one dimension are those of all samples
 
 
 class EmbeddingRule(Rule):
@@ -26,19 +28,12 @@ class EmbeddingRule(Rule):
 
     def _run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
-        dim = layer.batch_dim(input.ndim)
-        source, expanded = layer.expanded(input, dim)
-        counting = input.ndim == 1 and len(input) > 1 and torch.equal(input, torch.arange(len(input)).to(input))
-        if counting and not layer.recorder.is_only_input(input):
-            raise ValueError(
-                f"the indices of {layer} are 0, 1, 2, ... in one dimension: positions, it seems, which all samples "
-                "share. Give them a batch dimension: positions.expand(batch_size, -1)"
-            )
-
+        found = _positions(layer, input) or layer.samples(input, input.ndim)
+        source, dim, _ = found
         if _relative(input):
             raise ValueError(
-                f"the indices of {layer} are the same along every diagonal of a square: distances between positions, it "
-                "seems, which all samples share. Expand them to the batch, or freeze the weight"
+                f"the indices of {layer} are the same along every diagonal of a square: distances between positions, "
+                f"it seems, which all samples share. Expand them to the batch, or freeze the weight{layer.way_out}"
             )
         padding = module.padding_idx
 
@@ -49,7 +44,27 @@ class EmbeddingRule(Rule):
             return [_rows(layer, len(index), samples, index.reshape(-1), values, padding)]
 
         output = F.embedding(source, module.weight.detach(), module.padding_idx)
-        return watch(output, Call(layer, [source], contribute), row=dim if expanded else None)
+        return watch(output, Call(layer, [source], contribute), found)
+
+
+def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
+    """Indices in one dimension that all samples share; None if they are samples.
+
+    They are shared if there is another number of them than samples, or if they are 0, 1, 2, ... and not the only input
+    of the model. A layer that got such indices once always does.
+    """
+    forward = layer.recording.forward
+    count = forward.batch_size
+    if input.ndim != 1 or len(input) < 2 or count is None or forward.is_only_input(input):
+        return None
+    if len(input) != count:
+        layer.known[SHARED] = True
+    counting = SHARED in layer.known or torch.equal(input, torch.arange(len(input)).to(input))
+    if not counting:
+        return None
+    dim = layer.recording.batch_dim
+    layer.note("positions", dim)
+    return Samples(input.expand(count, -1) if dim == 0 else input[:, None].expand(-1, count), dim, kept=False)
 
 
 def _relative(index: Tensor) -> bool:

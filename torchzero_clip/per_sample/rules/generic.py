@@ -3,97 +3,110 @@
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from torchzero_clip.per_sample.broadcast_row import anchor, each, is_shared, shared
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, wanted
+from torchzero_clip.per_sample.broadcast_row import is_row, row_of
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.contributions import Dense
-from torchzero_clip.per_sample.rules.agreement import Agreement
+from torchzero_clip.per_sample.recording import Forward
 from torchzero_clip.per_sample.rules.state import State
 from torchzero_clip.per_sample.squared_norms import wide
 
-OF_TORCH = ("Batching rule", "vmap", "functorch", "_Copies", "written-to tensor")  # in torch's errors about vmap
-BY_VMAP = "by vmap"  # a key of CapturedLayer.agreed: False if vmap cannot run the module
+OF_TORCH = ("Batching rule", "vmap", "functorch", "_Copies", "written-to tensor", "data-dependent", "dynamic shape")
+LOOP = (  # in errors of vmap after which a loop over samples may do
+    "Batching rule not implemented",
+    "data-dependent control flow",
+    "dynamic shape",
+    "vmap over",
+    "stack expects each tensor to be equal size",  # packed sequences
+)
+BY_VMAP = "by vmap"  # a key of `CapturedLayer.known`: False if vmap cannot run the module
+SHARED = "shared"  # a key of `CapturedLayer.known`: the arguments that all samples share
+WARN = 2 << 30  # bytes of per-sample gradients of one module, above which a warning tells of them
 
 
 class GenericRule(Rule):
     """Runs the whole module, submodules included, sample by sample, also if it draws random numbers.
 
-    Tensors that have the size of the batch in the batch dimension are split into samples. Others are shared.
+    Tensors that have the size of the batch in the batch dimension are split into samples. Others are shared, and stay
+    so in later calls, whatever the size of the batch is then. Parameters and buffers are always shared.
     """
+
+    covers_submodules = True
 
     @override
     def run(self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        signature = inspect.signature(MethodType(type(layer.module).forward, layer.module))
-        arguments = signature.bind(*args, **kwargs).arguments
-        leaves, structure = pytree.tree_flatten(arguments)
-        names = [name for name, value in arguments.items() for _ in pytree.tree_leaves(value)]
-        size = _size(layer, leaves)
-        dims = [self.input_dim(layer, name, leaf, size) for name, leaf in zip(names, leaves, strict=True)]
-        expanded = all(dim is None for dim in dims)
-        if expanded or any(map(is_shared, leaves)):
-            leaves = [self._repeated(layer, leaf) if expanded else each(leaf) for leaf in leaves]
-            dims = [self.input_dim(layer, name, leaf, size) for name, leaf in zip(names, leaves, strict=True)]
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        dims = self.dims(layer, args, kwargs, leaves)
         count = _batch_size(layer, leaves, dims)
-        copies = _copies(layer, count)
+        layer.note(*dims)
+        copies = copies_of(layer, count)
         if not count:
             return _without_samples(layer, copies, args, kwargs)
         if type(self) is GenericRule:
             _refuse_backward_hooks(layer)
         bare, layout = Bare(layer.module), _Layout()
         split = [(i, dim) for i, dim in enumerate(dims) if dim is not None]
-
-        def bound(given: list[Any]) -> inspect.BoundArguments:
-            return inspect.BoundArguments(signature, pytree.tree_unflatten(given, structure))
+        rows = [(i, leaf._each) for i, leaf in enumerate(leaves) if is_row(leaf)]
 
         def one(copies: dict[str, Tensor], *samples: Tensor) -> tuple[Tensor, ...]:
             given = list(leaves)
-            for (i, dim), sample in zip(split, samples, strict=True):
+            for (i, dim), sample in zip(split, samples, strict=False):
                 given[i] = sample.unsqueeze(dim)
-            call = bound(given)
+            for (i, _), sample in zip(rows, samples[len(split) :], strict=True):
+                given[i] = sample
+            args, kwargs = pytree.tree_unflatten(given, structure)
             with _Padding():
-                output = functional_call(bare, copies, call.args, call.kwargs, tie_weights=False)
-            return layout.taken(output, lambda i: self.output_dim(layer, i))
+                output = functional_call(bare, copies, args, kwargs, tie_weights=False)
+            return layout.taken(output, lambda i: self.output_dim(layer, i) if split else None)
 
-        layer.recorder.inside, caches = True, parametrize._cache_enabled
+        layer.recording.inside, caches = True, parametrize._cache_enabled
         parametrize._cache_enabled = 0  # under parametrize.cached(), a run would get the weights of another run
         state = State(layer)
         try:
-            agreement = Agreement(layer, leaves, dims, bound)
-            inputs = [leaves[i] for i, _ in split]
-            outputs = _mapped(one, copies, inputs, [dim for _, dim in split], count, layer, state)
-            output = layout.given_back(outputs)
-            agreement.check(output, lambda i: self.output_dim(layer, i))
-            layer.stores = state.join() or layer.stores
+            inputs = [*(leaves[i] for i, _ in split), *(each for _, each in rows)]
+            outputs = _mapped(one, copies, inputs, [dim for _, dim in split] + [0] * len(rows), count, layer, state)
+            state.join()
         except BaseException:
             state.undo()
             raise
         finally:
-            layer.recorder.inside, parametrize._cache_enabled = False, caches
-        return shared(output, lambda i: self.output_dim(layer, i), layer.refuse_row) if expanded else output
+            layer.recording.inside, parametrize._cache_enabled = False, caches
+        return layout.given_back(outputs, layer)
 
-    def input_dim(self, layer: CapturedLayer, name: str, value: Any, size: int | None) -> int | None:
-        """The batch dimension of an input; None if it has none."""
-        dim = 0 if layer.recorder.batch_first else 1
-        return dim if isinstance(value, Tensor) and value.ndim > dim and value.shape[dim] == size else None
+    def dims(
+        self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
+    ) -> list[int | None]:
+        """The batch dimension of each argument; None if it has none."""
+        dim, size = layer.recording.batch_dim, _size(layer, leaves)
+        shared: set[int] = layer.known.setdefault(SHARED, set())
+        own = {id(tensor) for tensor in (*layer.recording.params.values(), *layer.module.buffers())}
+        result: list[int | None] = []
+        for i, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor) or leaf.ndim <= dim or id(leaf) in own or isinstance(leaf, nn.Parameter):
+                result.append(None)
+                continue
+            if is_row(leaf):
+                result.append(None)
+                continue
+            if leaf.shape[dim] not in (1, size):
+                shared.add(i)
+            result.append(dim if leaf.shape[dim] == size and i not in shared and not _counts(layer, leaf) else None)
+        return result
 
     def output_dim(self, layer: CapturedLayer, index: int) -> int:
         """The batch dimension of an output."""
-        return 0 if layer.recorder.batch_first else 1
-
-    def _repeated(self, layer: CapturedLayer, value: Any) -> Any:
-        dim = 0 if layer.recorder.batch_first else 1
-        return layer.expanded(value, dim)[0] if isinstance(value, Tensor) and value.ndim > dim else value
+        return layer.recording.batch_dim
 
 
 class Bare(nn.Module):
@@ -132,22 +145,26 @@ class _Layout:
     def __init__(self) -> None:
         self._dims: list[int | None] = []
         self._others: list[Any] = []
+        self._tensors: set[int] = set()
         self._structure: Any = None
 
-    def taken(self, output: Any, dim: Callable[[int], int]) -> tuple[Tensor, ...]:
-        """Store the structure, and return the tensors of one sample."""
+    def taken(self, output: Any, dim: Callable[[int], int | None]) -> tuple[Tensor, ...]:
+        """Store the structure, and return the tensors of one sample, without their batch dimensions."""
         leaves, self._structure = pytree.tree_flatten(output)
         self._dims = [dim(i) if isinstance(leaf, Tensor) else None for i, leaf in enumerate(leaves)]
         self._others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return tuple(leaf.squeeze(d) for leaf, d in zip(leaves, self._dims, strict=True) if d is not None)
+        self._tensors = {i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        dims = self._dims
+        return tuple(leaves[i] if (d := dims[i]) is None else leaves[i].squeeze(d) for i in sorted(self._tensors))
 
-    def given_back(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the output, from tensors with the samples in the first dimension."""
-        rest = iter(tensors)
-        leaves = [
-            other if dim is None else next(rest).movedim(0, dim)
-            for other, dim in zip(self._others, self._dims, strict=True)
-        ]
+    def given_back(self, tensors: Sequence[Tensor], layer: CapturedLayer) -> Any:
+        """Return the output, from tensors with the samples in the first dimension. Without dimensions, it is a row."""
+        leaves, rest = list(self._others), iter(tensors)
+        for i, (other, dim) in enumerate(zip(self._others, self._dims, strict=True)):
+            if dim is not None:
+                leaves[i] = next(rest).movedim(0, dim)
+            elif other is None and i in self._tensors:
+                leaves[i] = row_of(next(rest), layer.recording.batch_dim, refuse=layer.refuse_row, note=layer.note)
         return pytree.tree_unflatten(leaves, self._structure)
 
 
@@ -156,27 +173,39 @@ class _Copies(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, anchor: Tensor, param: list[nn.Parameter], count: int, layer: CapturedLayer) -> Tensor:
-        ctx.param, ctx.layer = param[0], layer
+    def forward(
+        ctx: Any, anchor: Tensor, param: list[nn.Parameter], count: int, layer: CapturedLayer, of: Forward
+    ) -> Tensor:
+        ctx.param, ctx.layer, ctx.of = param[0], layer, of
         return param[0].detach().expand(count, *param[0].shape)
 
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        if wanted(ctx.layer):
-            ctx.layer.recorder.add(ctx.layer, [Dense(ctx.param, *wide(grads[0]))])
-        return (None,) * 4
+        if ctx.layer.recording.wants(ctx.layer):
+            ctx.layer.recording.add(ctx.layer, ctx.of, [Dense(ctx.param, *wide(grads[0]))])
+        return (None,) * 5
 
 
-def _copies(layer: CapturedLayer, count: int) -> dict[str, Tensor]:
-    """The views of each parameter, under all its names."""
-    of = {id(param): _Copies.apply(anchor(), [param], count, layer) for param in layer.params.values()}
+def copy_of(layer: CapturedLayer, param: nn.Parameter, count: int) -> Tensor:
+    """A view of a parameter for each sample, whose gradients are captured."""
+    return _Copies.apply(layer.recording.anchor, [param], count, layer, layer.recording.forward)  # pyright: ignore
+
+
+def copies_of(layer: CapturedLayer, count: int) -> dict[str, Tensor]:
+    """The views of each parameter of a layer, under all its names."""
+    of = {id(param): copy_of(layer, param, count) for param in layer.params.values()}
+    size = count * sum(param.nbytes for param in layer.params.values())
+    if size > WARN:
+        warnings.warn(
+            f"{layer} runs sample by sample: its per-sample gradients take {size / 2**30:.1f} GiB for {count} samples",
+            stacklevel=2,
+        )
     result: dict[str, Tensor] = {}
     for prefix, module in layer.module.named_modules(prefix="inner", remove_duplicate=False):
         for name, param in module.named_parameters(recurse=False):
-            if id(param) not in of:
-                continue
-            result[f"{prefix}.{name}"] = of[id(param)]
+            if id(param) in of:
+                result[f"{prefix}.{name}"] = of[id(param)]
     return result
 
 
@@ -195,25 +224,45 @@ def _without_samples(
     """The output for an empty batch, which vmap cannot run. It depends on the copies, so that they get gradients."""
     params = {f"inner.{name}": param.detach() for name, param in layer.module.named_parameters()}
     nothing = torch.stack([copy.sum() for copy in copies.values()]).sum()
-    output = functional_call(Bare(layer.module), params, args, kwargs)
+    layer.recording.inside = True
+    try:
+        output = functional_call(Bare(layer.module), params, args, kwargs)
+    finally:
+        layer.recording.inside = False
     return pytree.tree_map_only(Tensor, lambda value: value + nothing.to(value.dtype), output)
+
+
+def _counts(layer: CapturedLayer, leaf: Tensor) -> bool:
+    """True for the integers 0, 1, 2, ... in one dimension: positions, which all samples share."""
+    if (
+        layer.recording.forward.is_only_input(leaf)
+        or leaf.ndim != 1
+        or len(leaf) < 2
+        or leaf.is_floating_point()
+        or leaf.dtype == torch.bool
+    ):
+        return False
+    return torch.equal(leaf, torch.arange(len(leaf), device=leaf.device, dtype=leaf.dtype))
 
 
 def _size(layer: CapturedLayer, leaves: Sequence[Any]) -> int | None:
     """The number of samples: that of the batch, or that of the first input if it is not known."""
-    dim = 0 if layer.recorder.batch_first else 1
+    dim, known = layer.recording.batch_dim, layer.recording.forward.batch_size
     first = next((x.shape[dim] for x in leaves if isinstance(x, Tensor) and x.ndim > dim), None)
-    return first if layer.recorder.batch_size is None else layer.recorder.batch_size
+    return first if known is None else known
 
 
 def _batch_size(layer: CapturedLayer, leaves: Sequence[Any], dims: Sequence[int | None]) -> int:
     counts = {leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None}
+    counts |= {len(leaf._each) for leaf in leaves if is_row(leaf)}
+    expected = layer.recording.forward.batch_size
+    if not counts and expected is not None:
+        return expected  # no argument has samples: the output is the same for all
     if len(counts) != 1:
-        expected = layer.recorder.batch_size
         shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
         raise ValueError(
             f"{layer} uses its parameters in a call without a common batch dimension: "
-            f"its inputs have shapes {shapes}, the batch has {expected} samples"
+            f"its inputs have shapes {shapes}, the batch has {expected} samples{layer.way_out}"
         )
     return counts.pop()
 
@@ -228,24 +277,23 @@ def _mapped(
     state: State,
 ) -> Sequence[Tensor]:
     """Run ``one`` for every sample, by vmap or one by one. The results have the samples in the first dimension."""
-    if layer.agreed.get(BY_VMAP, True):
+    if layer.known.get(BY_VMAP, True):
         try:
             state.begin()
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):  # vmap runs the other backends in a loop
                 warnings.filterwarnings("ignore", "There is a performance drop")
                 outputs = torch.vmap(one, in_dims=(0, *dims), randomness="different")(copies, *inputs)
             state.end()
-            layer.agreed[BY_VMAP] = True
             return outputs
         except (RuntimeError, ValueError) as error:
-            if not any(word in str(error) for word in OF_TORCH):
+            if not any(word in str(error) for word in (*OF_TORCH, *LOOP)):
                 raise
-            if "Batching rule not implemented" not in str(error):
+            if not any(word in str(error) for word in LOOP):
                 raise RuntimeError(
                     f"{layer} cannot be run sample by sample: {error}\n"
-                    "Give its class a rule with register_rule, or freeze its parameters"
+                    f"Give its class a rule with register_rule, or freeze its parameters{layer.way_out}"
                 ) from error
-            layer.agreed[BY_VMAP] = False
+            layer.known[BY_VMAP] = False
     rows = {name: copy.unbind(0) for name, copy in copies.items()}
     split = [tensor.unbind(dim) for tensor, dim in zip(inputs, dims, strict=True)]
     results: list[tuple[Tensor, ...]] = []

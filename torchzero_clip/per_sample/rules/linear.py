@@ -23,16 +23,14 @@ class LinearRule(Rule):
     def _run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
         weight, bias = module.weight, module.bias
-        dim = layer.batch_dim(input.ndim - 1)
-        source, expanded = layer.expanded(input, dim)
+        found = layer.samples(input, input.ndim - 1)
+        source, dim, _ = found
 
         def contribute(grad: Tensor, *sources: Tensor) -> list[Contribution]:
             return _contributions(layer, grad.movedim(dim, 0), *(source.movedim(dim, 0) for source in sources))
 
         output = F.linear(source, weight.detach(), None if bias is None else bias.detach())
-        return watch(
-            output, Call(layer, [source] if "weight" in layer.params else [], contribute), row=dim if expanded else None
-        )
+        return watch(output, Call(layer, [source] if "weight" in layer.params else [], contribute), found)
 
 
 def _contributions(layer: CapturedLayer, grad: Tensor, *sources: Tensor) -> list[Contribution]:
@@ -43,7 +41,7 @@ def _contributions(layer: CapturedLayer, grad: Tensor, *sources: Tensor) -> list
     result: list[Contribution] = []
     for x in inputs:
         x = x.reshape(count, length, x.shape[-1])
-        result.append(Products(layer.params["weight"], x, outputs, squares, budget=layer.recorder.budget))
+        result.append(Products(layer.params["weight"], x, outputs, squares, budget=layer.recording.budget))
     if "bias" in layer.params:
         result.append(Dense(layer.params["bias"], outputs.sum(1) if length != 1 else outputs[:, 0], squares))
     return result

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from torchzero_clip.per_sample.broadcast_row import anchor
-from torchzero_clip.per_sample.captured_layer import Call, CapturedLayer, Rule, wanted, watch
+from torchzero_clip.per_sample.captured_layer import Call, CapturedLayer, Rule, watch
 from torchzero_clip.per_sample.contributions import Contribution, Dense
+from torchzero_clip.per_sample.recording import Forward
 from torchzero_clip.per_sample.squared_norms import wide
 
 
@@ -26,8 +26,8 @@ class NormalizationRule(Rule):
 
     def _run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
-        dim = layer.batch_dim(self.leading(module, input))
-        source, expanded = layer.expanded(input, dim)
+        found = layer.samples(input, self.leading(module, input))
+        source, dim, _ = found
         weight, bias = (None if p is None else p.detach() for p in (module.weight, getattr(module, "bias", None)))
 
         then: Any = SimpleNamespace(**{name: getattr(module, name) for name in self.settings})
@@ -43,9 +43,7 @@ class NormalizationRule(Rule):
             return result
 
         output = self.normalize(module, source, weight, bias)
-        return watch(
-            output, Call(layer, [source] if "weight" in layer.params else [], contribute), row=dim if expanded else None
-        )
+        return watch(output, Call(layer, [source] if "weight" in layer.params else [], contribute), found)
 
     @abstractmethod
     def leading(self, module: Any, input: Tensor) -> int:
@@ -100,7 +98,7 @@ class GroupNormRule(NormalizationRule):
         plain = len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} and x.numel() and module.bias is not None
         if type(self) is not GroupNormRule or not plain or torch.is_autocast_enabled(x.device.type):
             return super().run(layer, args, kwargs)
-        return _GroupNorm.apply(anchor(), x, layer)  # pyright: ignore[reportReturnType]
+        return _GroupNorm.apply(layer.recording.anchor, x, layer, layer.recording.forward)  # pyright: ignore[reportReturnType]
 
     @override
     def leading(self, module: Any, input: Tensor) -> int:
@@ -113,6 +111,20 @@ class GroupNormRule(NormalizationRule):
     @override
     def summed(self, module: Any, grads: Tensor) -> Tensor:
         return grads.flatten(2).sum(2) if grads.ndim > 2 else grads
+
+
+class BatchNormRule(GroupNormRule):
+    """BatchNorm in eval mode: every channel by its running statistics."""
+
+    settings = ("running_mean", "running_var", "eps")
+
+    @override
+    def leading(self, module: Any, input: Tensor) -> int:
+        return 1
+
+    @override
+    def normalize(self, module: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return F.batch_norm(input, module.running_mean, module.running_var, weight, bias, False, 0.0, module.eps)
 
 
 class InstanceNormRule(GroupNormRule):
@@ -146,7 +158,7 @@ class _GroupNorm(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, anchor: Tensor, input: Tensor, layer: CapturedLayer) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, input: Tensor, layer: CapturedLayer, of: Forward) -> Tensor:
         module: Any = layer.module
         x = input.contiguous()
         count, channels, size = x.shape[0], x.shape[1], x.shape[2:].numel()
@@ -154,12 +166,12 @@ class _GroupNorm(torch.autograd.Function):
             x, module.weight, module.bias, count, channels, size, module.num_groups, module.eps
         )
         ctx.save_for_backward(x, mean, rstd, module.weight.detach())
-        ctx.layer = layer
+        ctx.layer, ctx.of = layer, of
         return output
 
     @staticmethod
     @override
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None, None]:
         x, mean, rstd, weight = ctx.saved_tensors
         layer: CapturedLayer = ctx.layer
         count, channels, size = x.shape[0], x.shape[1], x.shape[2:].numel()
@@ -176,6 +188,7 @@ class _GroupNorm(torch.autograd.Function):
             [ctx.needs_input_grad[1], True, True],
         )
         rows = {name: value.view(count, channels) for name, value in zip(("weight", "bias"), parameters, strict=True)}
-        if wanted(layer):
-            layer.recorder.add(layer, [Dense(param, rows[name]) for name, param in layer.params.items()])
-        return None, None if grad_input is None else grad_input.view_as(x), None
+        if layer.recording.wants(layer):
+            parts = [Dense(param, rows[name]) for name, param in layer.params.items()]
+            layer.recording.add(layer, ctx.of, parts)
+        return None, None if grad_input is None else grad_input.view_as(x), None, None

@@ -23,6 +23,8 @@ class RegisteredRule(Rule):
         gradients: The function. It gets the layer, the gradient of its output, and the arguments of the call.
     """
 
+    covers_submodules = True
+
     def __init__(self, gradients: PerSampleGradients) -> None:
         self._gradients = gradients
 
@@ -40,11 +42,11 @@ class RegisteredRule(Rule):
             return _checked(layer, self._gradients(layer.module, grad, *args, **kwargs))
 
         detached = {f"inner.{name}": param.detach() for name, param in layer.module.named_parameters()}
-        layer.recorder.inside = True
+        layer.recording.inside = True
         try:
             output = functional_call(Bare(layer.module), detached, args, kwargs)
         finally:
-            layer.recorder.inside = False
+            layer.recording.inside = False
         if not isinstance(output, Tensor):
             raise TypeError(f"{layer} has a registered rule and must return one tensor, got {type(output).__name__}")
         return watch(output, Call(layer, [leaves[i] for i in where], contribute))

@@ -10,11 +10,13 @@ from torch.nn.utils import parametrize
 
 from torchzero_clip.checks import instance
 from torchzero_clip.per_sample.captured_layer import Rule
+from torchzero_clip.per_sample.rules.bare import BareRule
 from torchzero_clip.per_sample.rules.conv import ConvRule
 from torchzero_clip.per_sample.rules.embedding import EmbeddingBagRule, EmbeddingRule
 from torchzero_clip.per_sample.rules.generic import GenericRule
 from torchzero_clip.per_sample.rules.linear import LinearRule
 from torchzero_clip.per_sample.rules.normalization import (
+    BatchNormRule,
     GroupNormRule,
     InstanceNormRule,
     LayerNormRule,
@@ -23,7 +25,8 @@ from torchzero_clip.per_sample.rules.normalization import (
 from torchzero_clip.per_sample.rules.registered import PerSampleGradients, RegisteredRule
 from torchzero_clip.per_sample.rules.sequences import AttentionRule, RecurrentRule
 
-GENERIC = GenericRule()
+WHOLE = GenericRule()
+BARE = BareRule()
 _RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: LinearRule(),
     nn.Conv1d: ConvRule(),
@@ -34,6 +37,7 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.LayerNorm: LayerNormRule(),
     nn.RMSNorm: RMSNormRule(),
     nn.GroupNorm: GroupNormRule(),
+    _BatchNorm: BatchNormRule(),
     nn.InstanceNorm1d: InstanceNormRule(),
     nn.InstanceNorm2d: InstanceNormRule(),
     nn.InstanceNorm3d: InstanceNormRule(),
@@ -42,7 +46,6 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.GRU: RecurrentRule(),
     nn.MultiheadAttention: AttentionRule(),
 }
-WHOLE = (RecurrentRule, AttentionRule, RegisteredRule)  # rules for modules with all their submodules
 
 
 def register_rule(module_class: type[nn.Module], per_sample_gradients: PerSampleGradients) -> None:
@@ -94,14 +97,27 @@ def rule_for(module: nn.Module) -> Rule | None:
     """The rule for a module; None for a container without own parameters or a rule for the whole of it."""
     kind = type(module)
     found = next((_RULES[c] for c in kind.__mro__ if c in _RULES and _runs_as(kind, c)), None)
-    own = _own_params(module)
     if parametrize.is_parametrized(module) or "_conv_forward" in vars(module):
-        return GENERIC
-    if isinstance(found, WHOLE):
+        return WHOLE
+    if found is not None and found.covers_submodules:
         return found
-    if found is not None and set(own) <= {"weight", "bias"} and not list(module.children()):
+    own = own_params(module)
+    children = list(module.children())
+    if found is not None and set(own.values()) <= {"weight", "bias"} and not children:
         return found
-    return GENERIC if own and kind.forward is not nn.Module.forward else None
+    if not own or kind.forward is nn.Module.forward:
+        return None
+    return WHOLE if any(_is_refused(inner) for inner in module.modules() if inner is not module) else BARE
+
+
+def _is_refused(module: nn.Module) -> bool:
+    rule = rule_for(module) if trains(module) else None
+    return rule is not None and rule.refusal(module) is not None
+
+
+def trains(module: nn.Module) -> bool:
+    """True if a parameter of the module trains."""
+    return any(param.requires_grad for param in module.parameters())
 
 
 def _runs_as(kind: type[Any], known: type[Any]) -> bool:
@@ -109,19 +125,29 @@ def _runs_as(kind: type[Any], known: type[Any]) -> bool:
     return all(getattr(kind, name, None) is getattr(known, name, None) for name in ("forward", "_conv_forward"))
 
 
-def _own_params(module: nn.Module) -> list[str]:
-    """The names of the trainable parameters that a forward uses itself, those in lists of parameters included."""
-    names = [name for name, param in module.named_parameters(recurse=False) if param.requires_grad]
+def own_params(module: nn.Module) -> dict[int, str]:
+    """The trainable parameters that a forward uses itself, those in lists of parameters included: id -> name."""
+    found = {id(param): name for name, param in module.named_parameters(recurse=False) if param.requires_grad}
     for child in module.children():
         if type(child).forward is nn.Module.forward:
-            names += _own_params(child)
-    return names
+            found |= own_params(child)
+    return found
+
+
+def may_mix(module: nn.Module) -> bool:
+    """True if a module mixes samples in training mode."""
+    return isinstance(module, _BatchNorm)
+
+
+def mixes(module: nn.Module) -> str | None:
+    """The reason why a module mixes samples in its present mode, and the way out; None if it does not."""
+    if may_mix(module) and (module.training or getattr(module, "running_mean", None) is None):
+        return "it mixes the samples of a batch in training mode: call its eval(), or use GroupNorm or LayerNorm"
+    return None
 
 
 def refusal(module: nn.Module, *, batch_first: bool) -> str | None:
     """The reason why a module makes per-sample gradients of a model wrong, and the way out; None if there is none."""
-    if isinstance(module, _BatchNorm):
-        return "it mixes the samples of a batch: use GroupNorm, InstanceNorm or LayerNorm"
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         return "track_running_stats=True mixes the samples: use track_running_stats=False"
     if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):

@@ -1,43 +1,51 @@
 """Recurrent networks and attention: the generic rule, with the batch dimensions that these modules define."""
 
+import inspect
+from abc import abstractmethod
+from collections.abc import Sequence
+from types import MethodType
 from typing import Any
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.per_sample.captured_layer import CapturedLayer
 from torchzero_clip.per_sample.rules.generic import GenericRule
 
-LAYOUT = "layout"  # a key of CapturedLayer.agreed: a batch of another size than the sequences was right
+
+class SequenceRule(GenericRule):
+    """Modules that define the batch dimension of each argument."""
+
+    @override
+    def dims(
+        self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
+    ) -> list[int | None]:
+        indices = pytree.tree_unflatten(list(range(len(leaves))), pytree.tree_structure((args, kwargs)))
+        signature = inspect.signature(MethodType(type(layer.module).forward, layer.module))
+        named = signature.bind(*indices[0], **indices[1]).arguments
+        names = {i: name for name, value in named.items() for i in pytree.tree_leaves(value)}
+        return [self.input_dim(layer, names[i], leaf) for i, leaf in enumerate(leaves)]
+
+    @abstractmethod
+    def input_dim(self, layer: CapturedLayer, name: str, value: Any) -> int | None:
+        """The batch dimension of an argument; None if it has none."""
 
 
-class RecurrentRule(GenericRule):
+class RecurrentRule(SequenceRule):
     """RNN, LSTM and GRU. Hidden states always have the samples in the second dimension."""
 
     @override
     def run(self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
-            raise ValueError(f"{layer} got a PackedSequence, in which samples are mixed: use padded sequences")
-        self._check_layout(layer, args[0] if args else kwargs["input"])
+            raise ValueError(
+                f"{layer} got a PackedSequence, in which samples are mixed: use padded sequences{layer.way_out}"
+            )
         return super().run(layer, args, kwargs)
 
-    def _check_layout(self, layer: CapturedLayer, input: Tensor) -> None:
-        """Raise if other layers could take a sequence for the batch, because both have the same size."""
-        own: Any = layer.module.batch_first
-        if own == layer.recorder.batch_first or input.ndim != 3:
-            return
-        if input.shape[0] != input.shape[1]:
-            layer.awaits = LAYOUT
-        elif LAYOUT not in layer.agreed:
-            raise ValueError(
-                f"{layer} has batch_first={own}, the clipper batch_first={not own}, and there are as many positions as "
-                "samples: layers behind it could take one for the other. Make them agree, or begin with a batch of "
-                "another size"
-            )
-
     @override
-    def input_dim(self, layer: CapturedLayer, name: str, value: Any, size: int | None) -> int | None:
+    def input_dim(self, layer: CapturedLayer, name: str, value: Any) -> int | None:
         if not isinstance(value, Tensor):
             return None
         if value.ndim != 3:
@@ -49,11 +57,11 @@ class RecurrentRule(GenericRule):
         return 0 if index == 0 and getattr(layer.module, "batch_first", False) else 1
 
 
-class AttentionRule(GenericRule):
+class AttentionRule(SequenceRule):
     """MultiheadAttention. The batch dimension of sequences is that of `batch_first`; that of the padding mask is 0."""
 
     @override
-    def input_dim(self, layer: CapturedLayer, name: str, value: Any, size: int | None) -> int | None:
+    def input_dim(self, layer: CapturedLayer, name: str, value: Any) -> int | None:
         if name == "attn_mask" or not isinstance(value, Tensor):
             if isinstance(value, Tensor) and value.ndim == 3:
                 raise ValueError(

@@ -1,0 +1,155 @@
+"""Checks, in some steps, that the loss of a sample gives gradients to no other sample."""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.checks import one_of
+
+Verify: TypeAlias = Literal["first", "always", "never"] | int
+
+CHECKS = 4  # half of the samples at random: two that mix are in different halves in one of these almost surely
+Backward = Callable[[Tensor], Mapping[str, Tensor]]
+
+
+class MixingCheck:
+    """Decides when to check, and checks.
+
+    A check is due when a layer decides for the first time where its samples are. It then runs in the steps 1, 2, 4 and
+    8 from there, and goes on at powers of two for parameters that got no gradient in four of them.
+
+    Args:
+        verify: "first" for that, "always", "never", or a number n to check in every n-th step too.
+    """
+
+    def __init__(self, verify: Verify) -> None:
+        if isinstance(verify, bool) or not isinstance(verify, int) or verify < 1:
+            one_of("verify", verify, ("first", "always", "never", "a number of steps, at least 1"))
+        self._every = 1 if verify == "always" else verify if isinstance(verify, int) else 0
+        self._never = verify == "never"
+        self._decisions: set[Hashable] = set()
+        self._seen: Counter[str] = Counter()
+        self._steps = self._age = 0
+        self._generator = torch.Generator().manual_seed(0)
+
+    def note(self, decision: Hashable) -> None:
+        """A layer has decided where its samples are. A decision that is new makes a check due."""
+        if decision not in self._decisions:
+            self._decisions.add(decision)
+            self._age = 0
+            self._seen.clear()
+
+    def is_due(self, losses: Tensor) -> bool:
+        """True if this step has to be checked."""
+        if self._never or len(losses) < 2 or not losses.requires_grad:
+            return False
+        if self._every and self._steps % self._every == 0:
+            return True
+        age = self._age + 1
+        lacks = not self._seen or min(self._seen.values()) < CHECKS
+        return age & (age - 1) == 0 and (age < 2**CHECKS or lacks)
+
+    def passed(self, losses: Tensor) -> None:
+        """Note that a step of several samples has ended."""
+        if len(losses) > 1:
+            self._steps += 1
+            self._age += 1
+
+    def check(self, losses: Tensor, names: Mapping[int, str], backward: Callable[[Tensor, Tensor], Any]) -> None:
+        """Send the losses of half of the samples backward alone.
+
+        Args:
+            losses: One loss for each sample, (B,), whose graph was retained.
+            names: The name of each parameter, by its id.
+            backward: Returns the squared norms that the losses of chosen samples give, by the id of the parameter.
+
+        Raises:
+            RuntimeError: If another sample got a gradient.
+        """
+        count = len(losses)
+        chosen = torch.zeros(count, dtype=torch.bool)
+        chosen[torch.randperm(count, generator=self._generator)[: (count + 1) // 2]] = True
+        try:
+            receivers, seen = _receivers(backward(losses, chosen), chosen)
+        except RuntimeError as error:
+            if "Checkpointing is not compatible" not in str(error):
+                raise
+            warnings.warn(
+                "it was not checked whether samples mix, because a reentrant checkpoint cannot run backward for some "
+                'samples alone: use checkpoint(..., use_reentrant=False), or verify="never" to silence this',
+                stacklevel=2,
+            )
+            return
+        for key in seen:
+            self._seen[names[key]] += 1
+        for key in names.keys() - seen:
+            self._seen[names[key]] += 0
+        if not receivers:
+            return
+        self._age, givers = 0, chosen.nonzero()[:, 0].tolist()
+        for sample in givers:
+            found, _ = _receivers(backward(losses, alone := torch.arange(count) == sample), alone)
+            if found:
+                givers, receivers = [sample], found
+                break
+        key, samples = next(iter(receivers.items()))
+        who = f"the loss of sample {givers[0]} gives" if len(givers) == 1 else f"the losses of samples {givers} give"
+        raise RuntimeError(
+            f"{who} {names[key]!r} a gradient that was taken for one of {_list(samples)}: the model or the loss mixes "
+            "or reorders samples, at that layer or behind it, so that per-sample gradients would be wrong. "
+            "check_per_sample names the module. If a layer without samples in its input has as many positions as "
+            "there are samples, give it a batch dimension. Nothing was changed"
+        )
+
+
+def _list(samples: list[int]) -> str:
+    shown = ", ".join(map(str, samples[:5])) + (", ..." if len(samples) > 5 else "")
+    return f"sample {shown}" if len(samples) == 1 else f"samples {shown}"
+
+
+def _receivers(squares: Mapping[int, Tensor], chosen: Tensor) -> tuple[dict[int, list[int]], set[int]]:
+    """The samples that were not chosen and got a gradient, by parameter; and the parameters for which this can be told.
+
+    It cannot where no chosen sample has a gradient, as under a dead ReLU, or where others have one that is not finite.
+    """
+    if not squares:
+        return {}, set()
+    table = torch.stack([row.to("cpu") for row in squares.values()])
+    own, others = table[:, chosen], table[:, ~chosen]
+    told = own.isfinite() & (own != 0)
+    tells = (told.any(1) & others.isfinite().all(1)).tolist()
+    wrong = (others.isfinite() & (others != 0)) if others.numel() else others.bool()
+    rest = (~chosen).nonzero()[:, 0]
+    receivers = {key: rest[row].tolist() for key, row in zip(squares, wrong, strict=True) if row.any()}
+    return receivers, {key for key, tell in zip(squares, tells, strict=True) if tell}
+
+
+def outside_gradients(losses: Tensor, inside: set[int]) -> Callable[[], None]:
+    """Return a function that restores the gradients of all leaves of the graph, except those of some parameters."""
+    before = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in _leaves(losses, inside)]
+
+    def restore() -> None:
+        for leaf, grad, values in before:
+            leaf.grad = grad
+            if grad is not None and values is not None:
+                grad.copy_(values)
+
+    return restore
+
+
+def _leaves(losses: Tensor, inside: set[int]) -> Iterator[Tensor]:
+    nodes: list[Any] = [losses.grad_fn]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in inside:
+            yield leaf
+        for following, _ in () if node is None else node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)

@@ -1,0 +1,110 @@
+"""Modules with parameters of their own beside submodules, such as class tokens and layer scales."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+from torchzero_clip.compat import stores_by_hooks
+from torchzero_clip.per_sample.broadcast_row import NotARowError, row_of_param
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
+from torchzero_clip.per_sample.rules.generic import GenericRule, copy_of
+from torchzero_clip.per_sample.rules.state import State
+
+GENERIC = GenericRule()
+WHOLE = "whole"  # a key of `CapturedLayer.known`: the layer with all submodules, once an operation was not for rows
+TRIED = "tried"  # a key of `CapturedLayer.known`: a call was right without the generic rule
+
+
+class BareRule(Rule):
+    """Runs the module as it is, with its own parameters as rows that all samples share: see `BroadcastRow`.
+
+    So submodules keep their rules. An operation that is not for rows starts the forward again, by the generic rule.
+    """
+
+    @override
+    def run(self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        count = _count(layer, (args, kwargs))
+        if WHOLE not in layer.known and count is not None:
+            try:
+                return self._with_rows(layer, count, args, kwargs)
+            except NotARowError:
+                params = {name: p for name, p in layer.module.named_parameters() if p.requires_grad}
+                layer.known[WHOLE] = CapturedLayer(layer.recording, layer.name, layer.module, GENERIC, params)
+        return GENERIC.run(layer.known.get(WHOLE, layer), args, kwargs)
+
+    def _with_rows(self, layer: CapturedLayer, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def run() -> Any:
+            with _Rows(layer, count):
+                return type(layer.module).forward(layer.module, *args, **kwargs)
+
+        if TRIED in layer.known:
+            return run()
+        state, random = State(layer), torch.get_rng_state()
+        hooked = stores_by_hooks()  # a checkpoint counts what an attempt stores, so that it has to be made apart
+        try:
+            with saved_tensors_hooks(_same, _same) if hooked else nullcontext():
+                output = run()
+            layer.known[TRIED] = True
+            if not hooked:
+                return output
+        except NotARowError:
+            state.undo()
+            torch.set_rng_state(random)
+            raise
+        state.undo()
+        torch.set_rng_state(random)
+        return run()
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class _Rows(TorchFunctionMode):
+    """Replaces parameters of a layer by rows where it uses them itself; those of its submodules are not for that.
+
+    Args:
+        layer: The layer.
+        count: The number of samples.
+    """
+
+    def __init__(self, layer: CapturedLayer, count: int) -> None:
+        super().__init__()
+        self._layer = layer
+        dim = layer.recording.batch_dim
+        self._rows = {
+            id(p): row_of_param(p, copy_of(layer, p, count), dim, layer.refuse_row, layer.note)
+            for p in layer.params.values()
+        }
+        self._others = {id(p) for p in layer.module.parameters() if p.requires_grad and id(p) not in self._rows}
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._layer.recording.running is not self._layer:
+            return func(*args, **kwargs)
+        given = self._replaced(args), {key: self._replaced(x) for key, x in kwargs.items()}
+        output = func(*given[0], **given[1])
+        if isinstance(output, Tensor) and output.requires_grad and any(id(x) in self._others for x in args):
+            raise NotARowError(getattr(func, "__name__", func))
+        return output
+
+    def _replaced(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._rows.get(id(value), value)
+        if type(value) in (list, tuple):
+            return type(value)(self._replaced(x) for x in value)
+        return value
+
+
+def _count(layer: CapturedLayer, given: Any) -> int | None:
+    known, dim = layer.recording.forward.batch_size, layer.recording.batch_dim
+    if known is not None:
+        return known
+    return next((x.shape[dim] for x in pytree.tree_leaves(given) if isinstance(x, Tensor) and x.ndim > dim), None)

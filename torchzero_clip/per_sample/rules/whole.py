@@ -1,0 +1,58 @@
+"""Which modules are run whole: sample by sample, with all that is in them."""
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+from torch import nn
+
+Whole: TypeAlias = Sequence[type[nn.Module] | str]
+
+TESTED = "transformers 5.23"
+"""The version of transformers with which the table below was tested."""
+
+_HF = "transformers.models."
+TABLE: Mapping[str, str] = {}
+"""Classes that cannot be captured layer by layer, by their qualified names, and the reason."""
+
+
+def chosen_whole(model: nn.Module, given: Any) -> dict[str, str]:
+    """The names of the modules that are run whole, with the reason.
+
+    The outermost of nested modules counts, and what the user gives counts more than the table.
+
+    Raises:
+        TypeError: If an item is neither a class of modules nor a string.
+        ValueError: If an item names no module.
+    """
+    if isinstance(given, str | type):
+        raise TypeError(f"whole must be a sequence of classes and patterns, got {given!r}: put it into a list")
+    for item in given:
+        if not (isinstance(item, str) or (isinstance(item, type) and issubclass(item, nn.Module))):
+            raise TypeError(f"whole must hold classes of modules and patterns for names, got {item!r}")
+        if not any(_is_meant(name, module, item) for name, module in model.named_modules()):
+            what = f"pattern {item!r}" if isinstance(item, str) else f"class {item.__name__}"
+            raise ValueError(f"whole has the {what}, which names no module of {type(model).__name__}")
+    chosen: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if any(_is_meant(name, module, item) for item in given) and not _inside(name, chosen):
+            chosen[name] = "whole="
+    for name, module in model.named_modules():
+        reason = next((TABLE[key] for kind in type(module).__mro__ if (key := _qualified(kind)) in TABLE), None)
+        around = any(_inside(other, [name]) for other in chosen)
+        if reason is not None and not around and not _inside(name, chosen):
+            chosen[name] = reason
+    return chosen
+
+
+def _is_meant(name: str, module: nn.Module, item: type[nn.Module] | str) -> bool:
+    return fnmatchcase(name, item) if isinstance(item, str) else isinstance(module, item)
+
+
+def _inside(name: str, others: Mapping[str, str] | Sequence[str]) -> bool:
+    """True if a module is one of the others, or in one of them."""
+    return any(name == other or not other or name.startswith(f"{other}.") for other in others)
+
+
+def _qualified(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
