@@ -565,7 +565,7 @@ ENTRIES = {
     "gpt2 with checkpoints": published("GPT2LMHeadModel", make=checkpointed),
     "gpt_neo": published_32("GPTNeoForCausalLM", attention_types=[[["global", "local"], 1]], window_size=3),
     "gpt_neox": published("GPTNeoXForCausalLM", hidden_size=16),
-    "opt": published("OPTForCausalLM", whole=("model.decoder.layers.*",), ffn_dim=10, word_embed_proj_dim=WIDTH),
+    "opt": published("OPTForCausalLM", ffn_dim=10, word_embed_proj_dim=WIDTH),
     "bloom": published_32("BloomForCausalLM"),
     "falcon": published("FalconForCausalLM"),
     "phi": published("PhiForCausalLM", hidden_size=16),
@@ -576,8 +576,8 @@ ENTRIES = {
     "qwen3": published_32("Qwen3ForCausalLM", **GROUPED),
     "gemma": published_32("GemmaForCausalLM", **GROUPED),
     "gemma2": published_32("Gemma2ForCausalLM", sliding_window=3, **GROUPED),
-    "mixtral": published_32("MixtralForCausalLM", whole=("*.mlp",), num_local_experts=3, **ROUTED),
-    "qwen2_moe": published_32("Qwen2MoeForCausalLM", whole=("*.mlp",), num_experts=3, **SHARED_EXPERT, **ROUTED),
+    "mixtral": published_32("MixtralForCausalLM", num_local_experts=3, **ROUTED),
+    "qwen2_moe": published_32("Qwen2MoeForCausalLM", num_experts=3, **SHARED_EXPERT, **ROUTED),
     "mamba": published_32("MambaForCausalLM", state_size=3, time_step_rank=2),
     "bert": published("BertForMaskedLM"),
     "roberta": published("RobertaForMaskedLM"),
@@ -586,7 +586,6 @@ ENTRIES = {
     "albert": published("AlbertForMaskedLM", embedding_size=8),
     "deberta_v2": published(
         "DebertaV2ForMaskedLM",
-        whole=("deberta.encoder",),
         norm_rel_ebd="layer_norm",
         position_biased_input=False,
         **RELATIVE,
@@ -594,7 +593,6 @@ ENTRIES = {
     "t5": published_32(
         "T5ForConditionalGeneration",
         translation,
-        whole=("*.block.0.layer.0.SelfAttention",),
         d_kv=6,
         d_ff=10,
         decoder_start_token_id=0,
@@ -609,7 +607,6 @@ ENTRIES = {
     "swin": published(
         "SwinForImageClassification",
         partial(images, 12),
-        whole=("*.blocks.*",),
         image_size=12,
         num_labels=7,
         **WINDOWS,

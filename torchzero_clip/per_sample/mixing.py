@@ -1,5 +1,6 @@
 """Checks, in some steps, that the loss of a sample gives gradients to no other sample."""
 
+import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.checks import one_of
+from torchzero_clip.compat import is_functorch_wrapped_tensor
 
 Verify: TypeAlias = Literal["first", "always", "never"] | int
 
@@ -33,14 +35,15 @@ class MixingCheck:
         self._never = verify == "never"
         self._decisions: set[Hashable] = set()
         self._seen: Counter[str] = Counter()
-        self._steps = self._age = 0
-        self._generator = torch.Generator().manual_seed(0)
+        self._steps = self._age = self._checks = 0
+        self._generator = torch.Generator()
+        self._warned = False
 
     def note(self, decision: Hashable) -> None:
         """A layer has decided where its samples are. A decision that is new makes a check due."""
         if decision not in self._decisions:
             self._decisions.add(decision)
-            self._age = 0
+            self._age = self._checks = 0
             self._seen.clear()
 
     def is_due(self, losses: Tensor) -> bool:
@@ -70,29 +73,31 @@ class MixingCheck:
         Raises:
             RuntimeError: If another sample got a gradient.
         """
-        count = len(losses)
-        chosen = torch.zeros(count, dtype=torch.bool)
-        chosen[torch.randperm(count, generator=self._generator)[: (count + 1) // 2]] = True
+        retained, chosen = _retained_gradients(), self._half(len(losses))
         try:
-            receivers, seen = _receivers(backward(losses, chosen), chosen)
-        except RuntimeError as error:
-            if "Checkpointing is not compatible" not in str(error):
-                raise
-            warnings.warn(
-                "it was not checked whether samples mix, because a reentrant checkpoint cannot run backward for some "
-                'samples alone: use checkpoint(..., use_reentrant=False), or verify="never" to silence this',
-                stacklevel=2,
-            )
+            squares = backward(losses, chosen)
+        except RuntimeError as error:  # such as that of a loss that writes in place in its backward
+            self.give_up(f"a second backward raised: {error}")
             return
+        finally:
+            _restore(retained)
+        if hidden := [name for key, name in names.items() if key not in squares]:
+            self._warn(
+                f"{hidden[0]!r} runs in a checkpoint with use_reentrant=True: use_reentrant=False can be checked"
+            )
+        receivers, seen = _receivers(squares, chosen)
         for key in seen:
             self._seen[names[key]] += 1
         for key in names.keys() - seen:
             self._seen[names[key]] += 0
         if not receivers:
             return
-        self._age, givers = 0, chosen.nonzero()[:, 0].tolist()
+        self._age = self._checks = 0
+        givers = chosen.nonzero()[:, 0].tolist()
         for sample in givers:
-            found, _ = _receivers(backward(losses, alone := torch.arange(count) == sample), alone)
+            alone = torch.arange(len(losses)) == sample
+            found, _ = _receivers(backward(losses, alone), alone)
+            _restore(retained)
             if found:
                 givers, receivers = [sample], found
                 break
@@ -104,6 +109,28 @@ class MixingCheck:
             "check_per_sample names the module. If a layer without samples in its input has as many positions as "
             "there are samples, give it a batch dimension. Nothing was changed"
         )
+
+    def give_up(self, reason: str) -> None:
+        """Warn that it cannot be checked whether samples mix, and check no more."""
+        self._never = True
+        self._warn(reason)
+
+    def _warn(self, reason: str) -> None:
+        if not self._warned:
+            text = f'it is not checked whether samples mix, because {reason}. verify="never" silences this'
+            warnings.warn(text, stacklevel=5)
+        self._warned = True
+
+    def _half(self, count: int) -> Tensor:
+        """About half of the samples, another half in each check.
+
+        Each sample has a random number, and each check takes another binary digit of it, so that it parts other pairs.
+        """
+        digits = (count - 1).bit_length()
+        numbers = torch.randperm(count, generator=self._generator.manual_seed(len(self._decisions)))
+        digit, turns = self._checks % digits, self._checks // digits
+        self._checks += 1
+        return (numbers >> digit) % 2 == (turns + digit) % 2
 
 
 def _list(samples: list[int]) -> str:
@@ -126,6 +153,17 @@ def _receivers(squares: Mapping[int, Tensor], chosen: Tensor) -> tuple[dict[int,
     rest = (~chosen).nonzero()[:, 0]
     receivers = {key: rest[row].tolist() for key, row in zip(squares, wrong, strict=True) if row.any()}
     return receivers, {key for key, tell in zip(squares, tells, strict=True) if tell}
+
+
+def _retained_gradients() -> list[tuple[Tensor, Tensor | None]]:
+    """All tensors with `retain_grad`, to which a second backward would add, and their gradients."""
+    found = (x for x in gc.get_objects() if issubclass(type(x), Tensor))
+    return [(x, x.grad) for x in found if x.retains_grad and not is_functorch_wrapped_tensor(x)]
+
+
+def _restore(gradients: list[tuple[Tensor, Tensor | None]]) -> None:
+    for tensor, grad in gradients:
+        tensor.grad = grad
 
 
 def outside_gradients(losses: Tensor, inside: set[int]) -> Callable[[], None]:

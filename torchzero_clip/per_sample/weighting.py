@@ -1,6 +1,5 @@
 """Computes the clipped sums from the norms of the samples."""
 
-import warnings
 from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -98,10 +97,9 @@ def _backward(engine: Engine, losses: Tensor, restore: Callable[[], None] | None
                 raise
             restore()
             engine.clear()
-            warnings.warn(
-                "it was not checked whether samples mix, because a compiled function gives its memory away in the "
-                'backward: set torch._functorch.config.donated_buffer = False, or verify="never" to silence this',
-                stacklevel=4,
+            engine.mixing.give_up(
+                "a compiled function gives its memory away in the backward, unless you set "
+                "torch._functorch.config.donated_buffer = False"
             )
     losses.sum().backward()
     return False

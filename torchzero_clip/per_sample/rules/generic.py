@@ -32,6 +32,7 @@ LOOP = (  # in errors of vmap after which a loop over samples may do
 )
 BY_VMAP = "by vmap"  # a key of `CapturedLayer.known`: False if vmap cannot run the module
 SHARED = "shared"  # a key of `CapturedLayer.known`: the arguments that all samples share
+WARNED = "warned"  # a key of `CapturedLayer.known`: the warning about memory was given
 WARN = 2 << 30  # bytes of per-sample gradients of one module, above which a warning tells of them
 
 
@@ -196,7 +197,8 @@ def copies_of(layer: CapturedLayer, count: int) -> dict[str, Tensor]:
     """The views of each parameter of a layer, under all its names."""
     of = {id(param): copy_of(layer, param, count) for param in layer.params.values()}
     size = count * sum(param.nbytes for param in layer.params.values())
-    if size > WARN:
+    if size > WARN and WARNED not in layer.known:
+        layer.known[WARNED] = True
         warnings.warn(
             f"{layer} runs sample by sample: its per-sample gradients take {size / 2**30:.1f} GiB for {count} samples",
             stacklevel=2,

@@ -1,0 +1,404 @@
+"""A loss that reaches other samples raises in the step in which it is seen, says which, and changes nothing."""
+
+import copy
+import re
+
+import pytest
+import torch
+from per_sample.harness import assert_close, loop, losses_of, norms_of
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from torchzero_clip import ConstantFlatClipper, GradSampleModuleFastGradientClipping, PerSampleGradientClipper
+
+B = 6
+
+
+class Net(nn.Module):
+    """A module with a forward of its own."""
+
+    def __init__(self, forward, **held):
+        super().__init__()
+        self.call = forward
+        for name, value in held.items():
+            setattr(self, name, value)
+
+    def forward(self, *args):
+        return self.call(self, *args)
+
+
+def by_length(net, x):
+    """Sorts the samples before a recurrent network, and back."""
+    order = x.abs().sum((1, 2)).argsort(descending=True)
+    return net.head(net.lstm(x[order])[0][order.argsort()].mean(1))
+
+
+def experts(net, x):
+    """Sends samples to two experts, which see as many of them as there are, in another order."""
+    order = (x.sum((1, 2)) > 0).int().argsort(stable=True, descending=True)
+    y = torch.empty_like(x)
+    y[order] = net.expert(x[order])
+    return net.head(y.mean(1))
+
+
+def transposed(net, x):
+    return net.head(net.linear(x.transpose(0, 1)).transpose(0, 1).mean(1))
+
+
+def shifted_positions(net, x):
+    return net.head((x + net.positions(2 * torch.arange(x.shape[1]) + 2)).tanh().mean(1))
+
+
+def reversed_positions(net, x):
+    return net.head((x + net.positions(torch.arange(x.shape[1]).flip(0))).tanh().mean(1))
+
+
+def queries(net, x):
+    q = net.linear(net.table + 0.0)
+    return net.head((x @ q.t()).softmax(-1) @ q).mean(1)
+
+
+def batch_statistic(net, x):
+    h = net.linear(x)
+    return net.head(((h - h.mean(0)) / (h.std(0) + 1)).mean(1))
+
+
+def linear():
+    return nn.Linear(4, 4)
+
+
+MIXERS = {
+    "sorted by length": lambda: Net(by_length, lstm=nn.LSTM(4, 4, batch_first=True), head=linear()),
+    "experts": lambda: Net(experts, expert=linear(), head=linear()),
+    "transposed": lambda: Net(transposed, linear=linear(), head=linear()),
+    "shifted positions": lambda: Net(shifted_positions, positions=nn.Embedding(20, 4), head=linear()),
+    "reversed positions": lambda: Net(reversed_positions, positions=nn.Embedding(20, 4), head=linear()),
+    "queries": lambda: Net(queries, linear=linear(), head=linear(), table=torch.randn(B, 4)),
+    "a statistic of the batch": lambda: Net(batch_statistic, linear=linear(), head=linear()),
+}
+
+
+def batch(count=B, length=B):
+    return torch.randn(count, length, 4) * torch.linspace(0.2, 2, count)[:, None, None]
+
+
+def contrastive(output):
+    similar = output @ output.t()
+    return F.cross_entropy(similar, torch.arange(len(output)), reduction="none")
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_models_that_mix_samples_raise_in_the_first_step_and_change_nothing(name):
+    model, criterion = MIXERS[name](), nn.Linear(4, 1)
+    before = copy.deepcopy(model.state_dict())
+    for param in (*model.parameters(), *criterion.parameters()):
+        param.grad = torch.ones_like(param)
+    refused = pytest.raises(RuntimeError, match=r"the loss of sample \d gives '.*' a gradient .* of samples? \d")
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper, refused:
+        clipper.backward(criterion(model(batch())).squeeze(1))
+    assert all((p.grad == 1).all() for p in (*model.parameters(), *criterion.parameters()))
+    assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
+
+
+def test_a_contrastive_loss_raises_in_every_form_that_sees_the_losses():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(B, 4)
+    match = r"the loss of sample \d gives '0.weight' a gradient .* of samples"
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        for _ in range(2):  # a step that raised is not taken for checked
+            with pytest.raises(RuntimeError, match=match):
+                clipper.backward(contrastive(model(x)))
+        norms = clipper.backward(losses_of(model(x))).norms
+        assert norms.isfinite().all()
+    wrapper = GradSampleModuleFastGradientClipping(model)
+    with pytest.raises(RuntimeError, match=match):
+        wrapper.backward(contrastive(wrapper(x)))
+
+
+def test_nobody_checks_with_never():
+    model = nn.Linear(4, 4)
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), verify="never") as clipper:
+        clipper.backward(contrastive(model(torch.randn(B, 4))))
+
+
+def steps(clipper, losses, match, most):
+    """Take steps until one raises."""
+    for _ in range(most):
+        output = losses()
+        try:
+            clipper.backward(output)
+        except RuntimeError as error:
+            message = str(error)
+            break
+    else:
+        raise AssertionError(f"none of {most} steps raised")
+    assert re.search(match, message)
+
+
+@pytest.mark.parametrize("pair", [(1, 2), (4, 5)])
+@pytest.mark.parametrize("seed", range(4))
+def test_one_pair_of_samples_is_found_within_eight_steps(pair, seed):
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 4)
+    a, b = pair
+
+    def losses():
+        output = model(torch.randn(B, 4))
+        each, pair = output.square().sum(1), F.one_hot(torch.tensor([a, b]), B).sum(0)
+        return each + pair * (output[a] * output[b]).sum()
+
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        steps(clipper, losses, rf"sample ({a}|{b}) gives 'weight' a gradient .* sample ({a}|{b})", 4)
+
+
+def test_an_almost_sorted_batch_is_found():
+    model, x = MIXERS["sorted by length"](), batch().sort(0, descending=True).values
+    x = x[[0, 1, 3, 2, 4, 5]]
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        steps(clipper, lambda: model(x).square().sum(1), "the loss of sample", 8)
+
+
+@pytest.mark.parametrize("name", ["shifted positions", "reversed positions"])
+def test_positions_that_were_shared_stay_so_where_they_are_as_many_as_samples(name):
+    model = MIXERS[name]().double()
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        for length in (4, B, 5):
+            x = batch(length=length).double()
+            expected = norms_of(loop(copy.deepcopy(model), [x]))
+            result = clipper.backward(losses_of(model(x)))
+            for key, norms in expected.items():
+                assert_close(result.param_norms[key], norms)
+
+
+def test_a_mode_that_is_new_makes_a_check_due():
+    def forward(net, x):
+        h = net.linear(x.transpose(0, 1)).transpose(0, 1) if net.training else net.linear(x)
+        return net.head(h.mean(1))
+
+    model = Net(forward, linear=linear(), head=linear()).eval()
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        for _ in range(16):
+            clipper.backward(model(batch()).square().sum(1))
+        model.train()
+        with pytest.raises(RuntimeError, match="the loss of sample"):
+            clipper.backward(model(batch()).square().sum(1))
+
+
+def due_steps(model, losses, steps=20, **kwargs):
+    """The steps in which a backward ran twice."""
+    found = []
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), **kwargs) as clipper:
+        for step in range(1, steps + 1):
+            calls = []
+            output = losses()
+            output.register_hook(calls.append)
+            clipper.backward(output)
+            found += [step] * (len(calls) > 1)
+    return found
+
+
+def test_checks_run_in_a_few_steps_from_the_first():
+    model = nn.Linear(4, 4)
+    assert due_steps(model, lambda: model(torch.randn(B, 4)).sum(1)) == [1, 2, 4, 8]
+    assert due_steps(model, lambda: model(torch.randn(B, 4)).sum(1), verify="always") == list(range(1, 21))
+    assert due_steps(model, lambda: model(torch.randn(B, 4)).sum(1), verify=6) == [1, 2, 4, 7, 8, 13, 19]
+    assert due_steps(model, lambda: model(torch.randn(B, 4)).sum(1), verify="never") == []
+    counts = iter([1, 1, 1, *[B] * 17])
+    assert due_steps(model, lambda: model(torch.randn(next(counts), 4)).sum(1)) == [4, 5, 7, 11]
+
+
+def test_parameters_without_gradients_are_checked_once_they_have_some():
+    model = Net(lambda net, x: net.head(x) + net.gate * batch_statistic(net.inner, x[:, None]))
+    model.head, model.inner, model.gate = linear(), Net(None, linear=linear(), head=linear()), 0.0
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        for _ in range(13):
+            clipper.backward(model(torch.randn(B, 4)).square().sum(1))
+        model.gate = 1.0
+        steps(clipper, lambda: model(torch.randn(B, 4)).square().sum(1), r"'inner\.", 20)
+
+
+def test_dead_layers_and_samples_that_are_not_finite_are_no_evidence():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    with torch.no_grad():
+        model[0].bias.fill_(-100)
+    x = torch.randn(B, 4)
+    x[3] = torch.nan
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        for _ in range(8):
+            result = clipper.backward(model(x).sum(1))
+    assert result.nonfinite.tolist() == [False, False, False, True, False, False]
+
+
+@pytest.mark.parametrize("verify", ["never", "always"])
+def test_a_check_leaves_no_trace(verify):
+    """Gradients of a criterion, those of activations, hooks and random numbers are as without a check."""
+    torch.manual_seed(0)
+    model, criterion, x = nn.Sequential(linear(), nn.Dropout(), linear()), nn.Linear(4, 1), torch.randn(B, 4)
+    seen, states = [], []
+    criterion.weight.register_post_accumulate_grad_hook(lambda p: seen.append("criterion"))
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append("model"))
+    x.requires_grad_()
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), verify=verify) as clipper:
+        hidden = model(x)
+        hidden.retain_grad()
+        clipper.backward(criterion(hidden).squeeze(1))
+        states.append(torch.get_rng_state())
+    assert seen == ["criterion", "model"]
+    torch.manual_seed(0)
+    other = nn.Sequential(linear(), nn.Dropout(), linear()), nn.Linear(4, 1)
+    y = torch.randn(B, 4, requires_grad=True)
+    output = other[0](y)
+    output.retain_grad()
+    other[1](output).sum().backward()
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert_close(criterion.weight.grad, other[1].weight.grad, rtol=1e-6)
+    assert_close(hidden.grad, output.grad)
+    assert_close(x.grad, y.grad, rtol=1e-6)
+
+
+def test_a_clipper_of_the_head_alone_sees_its_samples():
+    body, head, x = nn.Linear(4, 4), linear(), torch.randn(B, 4)
+    with PerSampleGradientClipper(head, ConstantFlatClipper(1.0)) as clipper:
+        clipper.backward(head(body(x).tanh()).square().sum(1))
+        grad = body.weight.grad.clone()
+        body.zero_grad()
+        head(body(x).tanh()).square().sum().backward()
+        assert_close(grad, body.weight.grad)
+        clipper.discard()
+        with pytest.raises(RuntimeError, match="the loss of sample"):
+            clipper.backward(contrastive(head(body(x).tanh())))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_are_checked_unless_they_are_reentrant(reentrant):
+    body, head, x = nn.Sequential(linear(), nn.Tanh()), linear(), torch.randn(B, 4, requires_grad=True)
+    model = Net(lambda net, x: net.head(checkpoint(net.body, x, use_reentrant=reentrant)), body=body, head=head)
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        if reentrant:
+            with pytest.warns(UserWarning, match="use_reentrant"):
+                norms = clipper.backward(losses_of(model(x))).norms
+        else:
+            norms = clipper.backward(losses_of(model(x))).norms
+            with pytest.raises(RuntimeError, match="the loss of sample"):
+                clipper.backward(contrastive(model(x)))
+    twin = copy.deepcopy(nn.Sequential(body, head))
+    expected = norms_of(loop(twin, [x.detach()]))
+    assert_close(norms, torch.stack(list(expected.values())).norm(dim=0), rtol=1e-5)
+
+
+class GivesAway(torch.autograd.Function):
+    """Refuses a second backward, as compiled functions with donated buffers do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise_if_retained()
+        return grad
+
+
+def raise_if_retained():
+    if torch._C._autograd._get_current_graph_task_keep_graph():
+        raise RuntimeError("This backward function was compiled with non-empty donated buffers which requires ...")
+
+
+def test_compiled_functions_that_give_memory_away_are_not_checked_with_one_warning():
+    model, criterion, x = linear(), nn.Linear(4, 1), torch.randn(B, 4)
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        with pytest.warns(UserWarning, match="donated_buffer"):
+            clipper.backward(criterion(GivesAway.apply(model(x))).squeeze(1))
+        for _ in range(8):
+            criterion.zero_grad()
+            clipper.backward(criterion(GivesAway.apply(model(x))).squeeze(1))
+    grad = criterion.weight.grad
+    criterion.zero_grad()
+    criterion(model(x)).sum().backward()
+    assert_close(grad, criterion.weight.grad)
+
+
+def test_a_loss_that_writes_in_place_in_its_backward_is_right():
+    class InPlace(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(2 * x)
+            return x.square().sum(1)
+
+        @staticmethod
+        def backward(ctx, grad):
+            (saved,) = ctx.saved_tensors
+            return saved.mul_(grad[:, None])
+
+    model, x = nn.Linear(4, 4).double(), torch.randn(B, 4).double()
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        expected = clipper.backward(model(x).square().sum(1)).norms
+        with pytest.warns(UserWarning, match="a second backward raised: one of the variables"):
+            assert_close(clipper.backward(InPlace.apply(model(x))).norms, expected)
+
+
+# the classic form
+
+
+class Graphs:
+    """A batch of three graphs: the numbers of nodes differ."""
+
+    def __init__(self):
+        self.nodes, self.graph = torch.randn(10, 4), torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 2, 2])
+
+
+def test_a_batch_object_needs_its_size_in_the_classic_form():
+    model = Net(lambda net, b: torch.zeros(3, 4).index_add_(0, b.graph, net.linear(b.nodes)), linear=linear())
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        model(Graphs()).square().mean().backward()
+        with pytest.raises(
+            ValueError, match=r"no tensor that tells how many samples.*clip_and_accumulate\(batch_size="
+        ):
+            clipper.clip_and_accumulate()
+        with pytest.raises(ValueError, match="saw 10 samples, the batch has 3"):
+            clipper.clip_and_accumulate(batch_size=3)
+        model(Graphs()).square().mean().backward()
+        assert clipper.clip_and_accumulate(batch_size=10).norms.shape == (10,)
+
+
+def test_parts_of_a_batch_need_its_size_in_the_classic_form():
+    model, x = linear(), torch.randn(6, 4)
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        torch.cat([model(part) for part in x.split(3)]).square().mean().backward()
+        with pytest.raises(ValueError, match="gradients of 2 forwards have arrived"):
+            clipper.clip_and_accumulate()
+        assert clipper.clip_and_accumulate(batch_size=3).norms.shape == (3,)
+        clipper.discard()
+
+
+def test_inner_loops_whose_gradients_go_elsewhere_do_not_count():
+    model, x = nn.Linear(4, 4).double(), torch.randn(6, 4).double()
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        for _ in range(3):
+            noisy = x.clone().requires_grad_()
+            (grad,) = torch.autograd.grad(model(noisy).square().sum(), noisy)
+            x = x + 0.1 * grad.sign()
+        expected = norms_of(loop(copy.deepcopy(model), [x]))
+        losses_of(model(x)).mean().backward()
+        found = clipper.clip_and_accumulate()
+    for key, norms in expected.items():
+        assert_close(found.param_norms[key], norms)
+
+
+def test_arguments():
+    for wrong in ("sometimes", 0, -1, True, 1.5, None):
+        with pytest.raises(ValueError, match="verify must be one of"):
+            PerSampleGradientClipper(linear(), ConstantFlatClipper(1.0), verify=wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("what", ["model", "loss"])
+def test_compiled_models_and_losses_raise_no_false_alarm(what):
+    model, x = nn.Sequential(linear(), nn.Tanh(), linear(), nn.GELU(), linear()), torch.randn(B, 4)
+    compiled = torch.compile(model) if what == "model" else model
+    loss = torch.compile(losses_of) if what == "loss" else losses_of
+    expected = torch.stack(list(norms_of(loop(copy.deepcopy(model), [x])).values())).norm(dim=0)
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        for _ in range(2):
+            assert_close(clipper.backward(loss(compiled(x))).norms, expected, rtol=1e-4)

@@ -1,0 +1,150 @@
+"""Modules that run sample by sample with all that is in them: which ones, and that they are right."""
+
+import importlib
+import warnings
+
+import pytest
+import torch
+from per_sample.harness import assert_matches_loop
+from torch import nn
+
+from torchzero_clip import ConstantFlatClipper, GradSampleModuleFastGradientClipping, PerSampleGradientClipper
+from torchzero_clip.per_sample.rules import whole
+from torchzero_clip.per_sample.rules.whole import TABLE, TESTED
+
+
+class Block(nn.Module):
+    """Two layers, whose input has samples and positions in one dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(3, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return x + self.down(self.up(x.flatten(0, 1)).tanh()).view(x.shape)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.blocks, self.head = nn.Linear(3, 3), nn.Sequential(Block(), Block()), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(self.blocks(self.first(x)))
+
+
+def clipper_for(model, *given):
+    return PerSampleGradientClipper(model, ConstantFlatClipper(1.0), whole=given)
+
+
+@pytest.mark.parametrize("given", [(Block,), ("blocks.*",), ("blocks.0", "blocks.1"), ("blocks",), (Net,), ("",)])
+def test_modules_that_are_run_whole_are_right(given):
+    assert_matches_loop(Net(), torch.randn(5, 4, 3), modes=("auto", "low", "kept"), whole=given)
+
+
+def test_the_error_without_it_has_the_lines_to_write():
+    with clipper_for(Net()) as clipper:
+        model = clipper._engine._model
+        lines = r"'blocks.1.down' \(Linear\) saw 20 samples.*: whole=\(Block,\), or whole=\(Net,\)"
+        with pytest.raises(ValueError, match=lines):
+            clipper.backward(model(torch.randn(5, 4, 3)).sum((1, 2)))
+
+
+def test_what_is_chosen_is_shown_and_the_outermost_counts():
+    assert clipper_for(Net()).whole == {}
+    assert clipper_for(Net(), Block, "blocks.0").whole == {"blocks.0": "whole=", "blocks.1": "whole="}
+    assert clipper_for(Net(), nn.Linear, "blocks").whole == {"first": "whole=", "blocks": "whole=", "head": "whole="}
+    assert clipper_for(Net(), Net, Block).whole == {"": "whole="}
+
+
+def test_what_the_user_gives_counts_more_than_the_table(monkeypatch):
+    monkeypatch.setattr(whole, "TABLE", {f"{Block.__module__}.Block": "a reason"})
+    assert clipper_for(Net()).whole == {"blocks.0": "a reason", "blocks.1": "a reason"}
+    assert clipper_for(Net(), "blocks.1.up").whole == {"blocks.1.up": "whole=", "blocks.0": "a reason"}
+    assert clipper_for(Net(), "blocks").whole == {"blocks": "whole="}
+    assert_matches_loop(Net(), torch.randn(5, 4, 3), modes=("auto",))
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        (("blocks.*.norm",), ValueError, r"whole has the pattern 'blocks.\*.norm', which names no module of Net"),
+        ((nn.Conv2d,), ValueError, "whole has the class Conv2d, which names no module of Net"),
+        ("blocks", TypeError, "whole must be a sequence of classes and patterns, got 'blocks': put it into a list"),
+        (Block, TypeError, "put it into a list"),
+        ((3,), TypeError, "whole must hold classes of modules and patterns for names, got 3"),
+        ((int,), TypeError, "whole must hold classes of modules"),
+    ],
+)
+def test_wrong_arguments_are_named(given, error, match):
+    with pytest.raises(error, match=match):
+        PerSampleGradientClipper(Net(), ConstantFlatClipper(1.0), whole=given)
+    with pytest.raises(error, match=match):
+        GradSampleModuleFastGradientClipping(Net(), whole=given)
+
+
+def test_a_parameter_that_is_shared_with_the_outside_is_added_up_before_norms():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.block = nn.Embedding(7, 3), Head()
+            self.block.head.weight = self.table.weight
+
+        def forward(self, index):
+            return self.block(self.table(index))
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head, self.scale = nn.Linear(3, 7, bias=False), nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return self.head(x * self.scale)
+
+    assert_matches_loop(Tied(), torch.randint(0, 7, (5, 4)), modes=("auto", "low"), whole=(Head,))
+
+
+def test_forward_hooks_inside_fire_and_full_backward_hooks_are_refused():
+    model, seen = Net(), []
+    model.blocks[0].up.register_forward_hook(lambda *_: seen.append(1))
+    with clipper_for(model, Block) as clipper:
+        clipper.backward(model(torch.randn(5, 4, 3)).sum((1, 2)))
+        assert seen == [1]
+        model.blocks[0].up.register_full_backward_hook(lambda *_: None)
+        with pytest.raises(ValueError, match=r"'up' in 'blocks.0' \(Block\) has a backward hook"):
+            model(torch.randn(5, 4, 3))
+
+
+def test_much_memory_is_announced(monkeypatch):
+    monkeypatch.setattr("torchzero_clip.per_sample.rules.generic.WARN", 1000)
+    model = Net()
+    with clipper_for(model, "blocks.0"), pytest.warns(UserWarning, match=r"'blocks.0' \(Block\) runs sample by sample"):
+        for _ in range(2):
+            model(torch.randn(20, 1, 3))
+
+
+def test_a_module_that_is_run_whole_runs_as_on_a_batch_of_one():
+    class Centered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x):
+            h = self.linear(x)
+            return h - h.mean(0)
+
+    model = Centered()
+    with clipper_for(model, Centered):
+        assert not model(torch.randn(5, 3)).any()
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", TABLE)
+def test_names_of_the_table_are_those_of_the_tested_version(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformers = pytest.importorskip("transformers")
+        path, _, kind = name.rpartition(".")
+        assert issubclass(getattr(importlib.import_module(path), kind), nn.Module)
+    assert transformers.__version__.split(".")[0] == TESTED.split()[1].split(".")[0]
