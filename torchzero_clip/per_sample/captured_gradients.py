@@ -1,13 +1,16 @@
 """Stores the contributions of layers in the backwards since the last clipping."""
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from torchzero_clip.per_sample.contributions import Contribution, Dense
-from torchzero_clip.per_sample.merge import merged
+from torchzero_clip.per_sample.contributions import Contribution, Dense, Tied
 from torchzero_clip.per_sample.param_attributes import ParamAttributes
+from torchzero_clip.per_sample.products import Products
+from torchzero_clip.per_sample.sparse_rows import SparseRows
 
 
 @dataclass
@@ -20,18 +23,16 @@ class CapturedGradient:
 
 
 class CapturedGradients:
-    """The contributions, by parameter."""
+    """The contributions to all parameters."""
 
     def __init__(self) -> None:
-        self._of: dict[int, list[CapturedGradient]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._of)
+        self.of: dict[int, list[CapturedGradient]] = {}
+        """The contributions by the id of the parameter."""
 
     @property
     def batch_size(self) -> int:
         """The number of samples in the first contribution."""
-        return next(iter(self._of.values()))[0].contribution.batch_size
+        return next(iter(self.of.values()))[0].contribution.batch_size
 
     def keep(self, layer: Any, part: Contribution, *, alone: bool, shown: ParamAttributes | None) -> None:
         """Take one contribution.
@@ -42,7 +43,7 @@ class CapturedGradients:
             alone: Whether no other contribution to the parameter is expected.
             shown: Gets the per-sample gradients if it needs them.
         """
-        earlier = self._of.setdefault(id(part.param), [])
+        earlier = self.of.setdefault(id(part.param), [])
         if shown is not None and shown.needs_gradients:
             part = Dense(part.param, part.dense(0, part.batch_size))
             shown.gradients_formed(part.param, part.grads)
@@ -57,12 +58,12 @@ class CapturedGradients:
     def gathered(self) -> dict[int, tuple[Contribution, Tensor]]:
         """The contribution to each parameter, by its id, and the squared norms."""
         result: dict[int, tuple[Contribution, Tensor]] = {}
-        for key, found in self._of.items():
+        for key, found in self.of.items():
             if len(found) > 1 or found[0].squares is None:
                 kept, squares = merged([gradient.contribution for gradient in found]).measured()
             else:
                 kept, squares = found[0].contribution, found[0].squares
-            self._of[key] = [CapturedGradient(found[0].layer, kept, squares)]
+            self.of[key] = [CapturedGradient(found[0].layer, kept, squares)]
             result[key] = kept, squares
         return result
 
@@ -72,7 +73,7 @@ class CapturedGradients:
         Raises:
             ValueError: If they differ.
         """
-        found = [gradient for group in self._of.values() for gradient in group]
+        found = [gradient for group in self.of.values() for gradient in group]
         agree = len({gradient.contribution.batch_size for gradient in found}) == 1
         several = len({gradient.layer for gradient in found}) > 1
         for gradient in found:
@@ -84,3 +85,21 @@ class CapturedGradients:
                     f"Per-sample gradients need the samples in dimension {0 if batch_first else 1} of the input of "
                     f"every layer (batch_first={batch_first}), and one loss for each{layer.way_out}"
                 )
+
+
+def merged(parts: Sequence[Contribution]) -> Contribution:
+    """Merge the uses of one parameter: those of one kind are joined, and different kinds are combined in `Tied`."""
+    joined = [*_reduced(Products, parts), *_reduced(SparseRows, parts), *_reduced(Dense, parts)]
+    joined += [part for part in parts if not isinstance(part, Products | SparseRows | Dense)]
+    if len(joined) == 1:
+        return joined[0]
+    match joined:
+        case [Products() as products, SparseRows() as rows]:  # an embedding and the head that shares its weight
+            return Tied(joined, inner_products=lambda: 2 * rows.inner_products(products))
+        case _:
+            return Tied(joined)
+
+
+def _reduced(kind: type[Any], parts: Sequence[Contribution]) -> list[Any]:
+    chosen: list[Any] = [part for part in parts if isinstance(part, kind)]
+    return [functools.reduce(kind.joined, chosen)] if chosen else []

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from typing_extensions import override
 
-from torchzero_clip.compat import get_interpreter_stack
-from torchzero_clip.per_sample.broadcast_row import is_row, row_of
+from torchzero_clip.compat import get_interpreter_stack, never_compiled
+from torchzero_clip.per_sample.broadcast_row import BroadcastRow, is_row, row_of
 from torchzero_clip.per_sample.contributions import Contribution
-from torchzero_clip.per_sample.hooks import uncompiled
 from torchzero_clip.per_sample.recording import Recording
 
 
@@ -29,8 +28,11 @@ class Rule(ABC):
         return None
 
     @abstractmethod
-    def run(self, layer: "CapturedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the output of the layer. The graph must not contain its parameters."""
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of a layer: the first argument is the `CapturedLayer`, then come those of the call.
+
+        The graph must not contain the parameters of the layer.
+        """
 
 
 class Samples(NamedTuple):
@@ -99,9 +101,8 @@ class CapturedLayer:
         if leading == 0:
             raise ValueError(f"the input of {self} has no batch dimension: per-sample gradients need one{self.way_out}")
         dim = 0 if leading == 1 else recording.batch_dim
-        if is_row(input):
-            row: Any = input
-            found = Samples(*row.samples(dim))
+        if isinstance(input, BroadcastRow) and is_row(input):
+            found = Samples(*input.samples(dim))
         else:
             count = recording.forward.batch_size
             found = Samples(input, dim)
@@ -126,10 +127,8 @@ class CapturedForward:
     def __init__(self, layer: CapturedLayer) -> None:
         self.layer = layer
 
+    @never_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return uncompiled(self._run, args, kwargs)
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer, recording = self.layer, self.layer.recording
         if not torch.is_grad_enabled() or not recording.captures or layer.lent or get_interpreter_stack():
             return type(layer.module).forward(layer.module, *args, **kwargs)
@@ -143,7 +142,7 @@ class CapturedForward:
             raise ValueError(f"{layer} got a nested tensor: pad it, with x.to_padded_tensor(0.0), and mask the loss")
         around, recording.running = recording.running, layer
         try:
-            return layer.rule.run(layer, args, kwargs)
+            return layer.rule.run(layer, *args, **kwargs)
         finally:
             recording.running = around
 
@@ -171,13 +170,8 @@ class Call:
     ) -> None:
         self.layer = layer
         self.forward = layer.recording.forward
-        self._inputs = inputs
+        self.inputs = inputs
         self._contribute = contribute
-
-    def take_inputs(self) -> Sequence[Tensor]:
-        """Return the inputs, and drop them here, because the graph stores them."""
-        inputs, self._inputs = self._inputs, ()
-        return [tensor.detach() for tensor in inputs]
 
     def arrived(self, grad: Tensor, saved: Callable[[], Sequence[Tensor]]) -> None:
         """Pass the contributions on, now that the gradient of the output is known."""
@@ -222,7 +216,8 @@ class _Watched(torch.autograd.Function):
     @override
     def forward(ctx: FunctionCtx, anchor: Tensor, before: Tensor | None, call: Call, output: list[Tensor]) -> Tensor:  # pyright: ignore
         ctx.call, ctx.goes_on = call, before is not None  # pyright: ignore[reportAttributeAccessIssue]
-        ctx.save_for_backward(*call.take_inputs())
+        ctx.save_for_backward(*(x.detach() for x in call.inputs))
+        call.inputs = ()  # the graph has them
         return output[0]  # passed in a list, it counts as created here, so later layers may change it in place
 
     @staticmethod

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torchzero_clip.checks import boolean, instance, one_of
+from torchzero_clip.per_sample.contributions import Memory
 from torchzero_clip.per_sample.engine import Engine
 from torchzero_clip.per_sample.hooks import accumulate
-from torchzero_clip.per_sample.memory_budget import Memory
 from torchzero_clip.per_sample.mixing import Verify
 from torchzero_clip.per_sample.norm_clippers import NormClipper
 from torchzero_clip.per_sample.param_attributes import GradSamples, ParamAttributes

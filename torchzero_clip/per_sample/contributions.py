@@ -3,12 +3,15 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.per_sample.squared_norms import memory_order, squared_norms
+
+Memory: TypeAlias = Literal["auto", "low"]
 
 PIECE = 1 << 20  # bytes of per-sample gradients that are formed at a time, so that their norms read them from the cache
 
@@ -192,3 +195,30 @@ def total(tensors: Sequence[Tensor]) -> Tensor:
 def zeroed(rows: Tensor, samples: Tensor) -> Tensor:
     """The rows, with zeros in those of masked samples."""
     return rows.masked_fill(samples.to(rows.device).view(-1, *[1] * (rows.ndim - 1)), 0)
+
+
+class MemoryBudget:
+    """Lets per-sample gradients replace the tensors that they are computed from, if that takes no more memory.
+
+    It counts over all layers of one backward: a later layer may use the memory that an earlier one has saved.
+
+    Args:
+        memory: With "low", it never does.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory: Memory = memory
+        self._saved = 0
+
+    def reserve(self, formed: int, made_of: int) -> bool:
+        """Reserve memory for per-sample gradients. Return False if it does not suffice, or if the batch is empty.
+
+        Args:
+            formed: The bytes of the per-sample gradients.
+            made_of: The bytes of the inputs and output gradients that are stored otherwise.
+        """
+        saved = self._saved + made_of - formed
+        if self._memory == "low" or not formed or saved < 0:
+            return False
+        self._saved = saved
+        return True

@@ -15,14 +15,13 @@ from typing_extensions import override
 
 from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.compat import is_distributed
-from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.per_sample.captured_layer import CapturedForward, CapturedLayer, Rule
+from torchzero_clip.per_sample.contributions import Memory
 from torchzero_clip.per_sample.hooks import Notice, Outside
-from torchzero_clip.per_sample.memory_budget import Memory
 from torchzero_clip.per_sample.mixing import Verify
 from torchzero_clip.per_sample.param_attributes import ParamAttributes
 from torchzero_clip.per_sample.recording import Forward, Phase, Recording, in_backward
-from torchzero_clip.per_sample.rules.registry import BARE, WHOLE, may_mix, mixes, own_params, refusal, rule_for, rules
+from torchzero_clip.per_sample.rules.registry import BARE, RULES, WHOLE, may_mix, mixes, own_params, refusal, rule_for
 from torchzero_clip.per_sample.rules.whole import Whole, chosen_whole
 
 
@@ -57,6 +56,7 @@ class Engine(Recording):
         self._model = model
         self._force_generic = force_generic
         self._given_whole = whole
+        self._captures_model = False
         self.whole: dict[str, str] = {}
         """The modules that are run whole, by name, with the reason."""
         self._handles: list[RemovableHandle] = []
@@ -87,10 +87,7 @@ class Engine(Recording):
 
     def norm_dtype(self) -> torch.dtype:
         """Float32, or float64 if a parameter is."""
-        dtype = torch.float32
-        for param in self.params.values():
-            dtype = torch.promote_types(dtype, wide_dtype(param.dtype))
-        return dtype
+        return torch.float64 if any(p.dtype == torch.float64 for p in self.params.values()) else torch.float32
 
     @override
     def refresh(self) -> None:
@@ -106,7 +103,7 @@ class Engine(Recording):
         lent = any(isinstance(x, Tensor) and not isinstance(x, nn.Parameter) for x, _ in held)
         if lent:
             return False  # functional_call replaces the parameters by other tensors, for this forward only
-        if len(held) != len(self._held) or self._rules != rules():
+        if len(held) != len(self._held) or self._rules != RULES:
             return True
         return any(a is not b or p != q for (a, p), (b, q) in zip(held, self._held, strict=True))
 
@@ -134,7 +131,8 @@ class Engine(Recording):
         layers = list(self._found_layers(whole))
         self._remove()
         self.params, self._layers, self.whole = params, layers, whole
-        self._held, self._rules, self._modules = _held(self._model), rules(), list(self._model.modules())
+        self._captures_model = any(layer.module is self._model for layer in layers)
+        self._held, self._rules, self._modules = _held(self._model), dict(RULES), list(self._model.modules())
         self._batch_norms = [(name, m) for name, m in self._model.named_modules() if may_mix(m)]
         self.owners = Counter(id(param) for layer in layers for param in layer.params.values())
         began: Any = Notice(self._forward_began, only_with_gradients=True)
@@ -190,9 +188,6 @@ class Engine(Recording):
             return False
         return own is not None and getattr(own, "__func__", None) is not type(module).forward
 
-    def _captures_model(self) -> bool:
-        return any(layer.module is self._model for layer in self._layers)
-
     def _refuse_outside(self, name: str) -> None:
         if self.enabled and self.attached:
             self.clear()
@@ -209,9 +204,9 @@ class Engine(Recording):
         if self.enabled and DistributedDataParallel._active_ddp_module is not None:
             raise RuntimeError("module is run by DistributedDataParallel, which would not average its gradients")
         inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        before = self._captures_model()
+        before = self._captures_model
         self.begin(Forward(inputs, self.batch_dim, captured=self.enabled))
-        if self._captures_model() and not before:
+        if self._captures_model and not before:
             raise RuntimeError(
                 "the module itself got parameters that train, after its forward had been called: call it once more"
             )

@@ -229,7 +229,7 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         layer = CapturedLayer(self._engine, type(module).__name__, module, WHOLE, trainable(module))
         scale = {("mean", "sum"): size, ("sum", "mean"): 1 / max(size, 1)}.get((loss_reduction, self.loss_reduction), 1)
         with torch.enable_grad():
-            torch.autograd.backward(WHOLE.run(layer, inputs, {}), grad * scale)
+            torch.autograd.backward(WHOLE.run(layer, *inputs), grad * scale)
 
     def disable_hooks(self) -> None:
         """Stop capturing: backwards give ordinary gradients."""

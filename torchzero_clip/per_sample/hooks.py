@@ -10,13 +10,6 @@ from typing_extensions import override
 from torchzero_clip.compat import never_compiled
 
 
-def _called(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
-
-
-uncompiled: Callable[..., Any] = never_compiled(_called)  # calls a function outside of torch.compile
-
-
 class Notice:
     """A hook that calls a function when a forward starts or ends. In copies of the model it has no effect.
 
@@ -29,9 +22,10 @@ class Notice:
         self._told = told
         self._only_with_gradients = only_with_gradients
 
+    @never_compiled
     def __call__(self, module: nn.Module, *args: Any) -> None:
         if not self._only_with_gradients or torch.is_grad_enabled():
-            uncompiled(self._told, *args)
+            self._told(*args)
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:

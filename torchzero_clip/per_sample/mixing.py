@@ -4,6 +4,8 @@ import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from itertools import compress, repeat
+from operator import is_
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -157,8 +159,11 @@ def _receivers(squares: Mapping[int, Tensor], chosen: Tensor) -> tuple[dict[int,
 
 def _retained_gradients() -> list[tuple[Tensor, Tensor | None]]:
     """All tensors with `retain_grad`, to which a second backward would add, and their gradients."""
-    found = (x for x in gc.get_objects() if issubclass(type(x), Tensor))
-    return [(x, x.grad) for x in found if x.retains_grad and not is_functorch_wrapped_tensor(x)]
+    objects = gc.get_objects()
+    tensors = compress(
+        objects, map(is_, map(type, objects), repeat(Tensor))
+    )  # a loop in Python takes ten times as long
+    return [(x, x.grad) for x in tensors if not is_functorch_wrapped_tensor(x) and x.retains_grad]
 
 
 def _restore(gradients: list[tuple[Tensor, Tensor | None]]) -> None:

@@ -10,12 +10,12 @@ from typing_extensions import override
 from torchzero_clip.per_sample.contributions import (
     CANCELLED,
     Contribution,
+    MemoryBudget,
     Runs,
     pieces,
     piecewise_squared_norms,
     zeroed,
 )
-from torchzero_clip.per_sample.memory_budget import MemoryBudget
 from torchzero_clip.per_sample.squared_norms import odd, squared_norms
 
 GRAM_BYTES = 2 << 20

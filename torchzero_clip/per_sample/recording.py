@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from torchzero_clip.compat import current_graph_task_id
 from torchzero_clip.per_sample.captured_gradients import CapturedGradients
-from torchzero_clip.per_sample.contributions import Contribution
+from torchzero_clip.per_sample.contributions import Contribution, Memory, MemoryBudget
 from torchzero_clip.per_sample.hooks import accumulate
-from torchzero_clip.per_sample.memory_budget import Memory, MemoryBudget
 from torchzero_clip.per_sample.mixing import MixingCheck, Verify
 from torchzero_clip.per_sample.param_attributes import ParamAttributes
 
@@ -69,6 +68,8 @@ class Recording(ABC):
 
     def __init__(self, *, batch_first: bool, memory: Memory, verify: Verify, shown: ParamAttributes) -> None:
         self.batch_first = batch_first
+        self.batch_dim = 0 if batch_first else 1
+        """The batch dimension of sequences."""
         self.shown = shown
         self.mixing = MixingCheck(verify)
         self.anchor = torch.empty(0, requires_grad=True)
@@ -102,7 +103,7 @@ class Recording(ABC):
     @property
     def waits(self) -> bool:
         """True if gradients have arrived that were not clipped yet."""
-        return bool(self.captured)
+        return bool(self.captured.of)
 
     @property
     def captures(self) -> bool:
@@ -110,11 +111,6 @@ class Recording(ABC):
         if self.inside or not self.attached:
             return False
         return self.forward.captured if in_backward() else self.enabled
-
-    @property
-    def batch_dim(self) -> int:
-        """The batch dimension of sequences."""
-        return 0 if self.batch_first else 1
 
     def begin(self, forward: Forward) -> None:
         """A forward starts.
@@ -125,20 +121,21 @@ class Recording(ABC):
         """
         if self.phase is Phase.BACKWARD:  # an earlier backward has raised
             self.clear()
-        if self._consumed and self.waits:
+        if self.phase is Phase.WAITING:
+            if not self.shown.replaces_clipping:
+                raise RuntimeError(
+                    "gradients of an earlier backward wait to be clipped: call clip_and_accumulate() after "
+                    "loss.backward(), or backward(losses) instead of it. discard() forgets them"
+                )
+            consumed = self._consumed
             self.clear()
-            raise RuntimeError(
-                "a backward after get_clipping_coef() gave norms again, not gradients: call disable_hooks() before it, "
-                "and enable_hooks() after it"
-            )
-        if self.waits and not self.shown.replaces_clipping:
-            raise RuntimeError(
-                "gradients of an earlier backward wait to be clipped: call clip_and_accumulate() after "
-                "loss.backward(), or backward(losses) instead of it. discard() forgets them"
-            )
-        if self.waits:
-            self.clear()
-        self.shown.clear()
+            if consumed:
+                raise RuntimeError(
+                    "a backward after get_clipping_coef() gave norms again, not gradients: call disable_hooks() before "
+                    "it, and enable_hooks() after it"
+                )
+        if self.shown.names:
+            self.shown.clear()
         self._consumed = False
         self.forward = forward
         self.refresh()
@@ -256,10 +253,11 @@ class Recording(ABC):
         self._tasks.discard(task)
         if self._tasks:
             return
-        self.phase = Phase.WAITING if self.waits else Phase.IDLE
-        sums, self._ordinary = self._ordinary, {}
-        accumulate(list(sums.values()))
-        if self.waits:
+        self.phase = Phase.WAITING if self.captured.of else Phase.IDLE
+        if self._ordinary:
+            sums, self._ordinary = self._ordinary, {}
+            accumulate(list(sums.values()))
+        if self.shown.replaces_clipping and self.phase is Phase.WAITING:
             self.shown.backward_ended(self)
 
 

@@ -2,7 +2,8 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -13,15 +14,10 @@ from torch.utils import _pytree as pytree
 from torchzero_clip.checks import instance, non_negative
 from torchzero_clip.per_sample.clipper import LossReduction, PerSampleGradientClipper
 from torchzero_clip.per_sample.engine import trainable
-from torchzero_clip.per_sample.memory_budget import Memory
 from torchzero_clip.per_sample.norm_clippers import STABILITY, ConstantFlatClipper
-from torchzero_clip.per_sample.weighting import ClippingResult
 
-MODES: tuple[Memory, ...] = ("auto", "low")
-LOSS = "the loss"
-ROUNDING = 1e-5  # of outputs, because some models compute in float32 inside
 LossFunction = Callable[[nn.Module, Any], Tensor]
-Named = Mapping[str, Tensor]
+Norms = Mapping[str, Tensor]
 
 
 def check_per_sample(
@@ -36,10 +32,10 @@ def check_per_sample(
 ) -> dict[str, Tensor]:
     """Raise unless `PerSampleGradientClipper` agrees with one backward for each sample, on this model and batch.
 
-    On a float64 copy of the model, it compares the norms of every parameter and the clipped sums, in every memory mode,
-    and the outputs of all modules and the loss for a sample alone with those in the batch. Outputs are compared with
-    noise on the parameters and the inputs, because zeros hide what they multiply, and without. It takes B backwards and
-    2 B more forwards of single samples, so check once, with a few samples that differ.
+    In float64, on a copy of the model, it compares the norms of every parameter and the clipped sums, in every memory
+    mode. It also compares the outputs of all modules, and the loss, of a sample alone with those in the batch, with and
+    without noise on parameters and inputs, because zeros hide what they multiply. It takes B backwards and 3 B more
+    forwards of single samples, so check once, with a few samples that differ.
 
     It finds wrong rules, modules and losses that mix samples, a batch dimension that is not where it was declared,
     positions that are taken for samples where there are as many, and a loss that is not the declared mean or sum over
@@ -53,8 +49,7 @@ def check_per_sample(
             `PerSampleGradientClipper.backward` takes it; or a single loss, reduced according to ``loss_reduction``.
         batch_first: As in `PerSampleGradientClipper`.
         loss_reduction: As in `PerSampleGradientClipper`: whether a single loss is the mean or the sum over samples.
-        tolerance: The largest difference, relative to the largest magnitude in the same tensor. For outputs, it is at
-            least 1e-5, because some models compute in float32 inside.
+        tolerance: The largest difference, relative to the largest magnitude in the same tensor; for outputs >= 1e-5.
         whole: As in `PerSampleGradientClipper`. Modules in it must not mix samples either.
 
     Returns:
@@ -64,18 +59,16 @@ def check_per_sample(
         ValueError: If a sample gives another output alone than in the batch: the message names the first module, in the
             order in which outputs are computed, or the loss. If gradients differ: it names the first layer, in the
             order of the model, or the declared reduction. Also if the model draws random numbers or cannot be clipped.
-        RuntimeError: If a parameter is used where samples cannot be told apart, or one sample alone has no loss.
+        RuntimeError: If a parameter is used where samples cannot be told apart, or ``loss_fn`` fails for one sample.
         TypeError: If an argument has the wrong type.
 
     Examples:
         >>> import torch
-        >>> from torch import nn
         >>> from torchzero_clip import check_per_sample
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-        >>> batch = torch.randn(5, 4), torch.randint(0, 3, (5,))
+        >>> model, batch = torch.nn.Linear(4, 3), (torch.randn(5, 4), torch.randn(5, 3))
         >>> def loss_fn(model, batch):
-        ...     return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
-        >>> check_per_sample(model, batch, loss_fn)["0.weight"].shape
+        ...     return (model(batch[0]) - batch[1]).square().sum(1)
+        >>> check_per_sample(model, batch, loss_fn)["weight"].shape
         torch.Size([5])
     """
     instance("model", model, nn.Module)
@@ -90,29 +83,38 @@ def check_per_sample(
             "loss_fn raised for one sample alone, in float64. Tensors that it holds itself have to be in the batch, or "
             f"to be cast to the dtype of the output, and its loss must not need other samples: {error}"
         ) from error
-    _check_alone(twin, batch, loss_fn, dim=dim, tolerance=max(tolerance, ROUNDING))
-    norms = {name: grads.flatten(1).norm(dim=1) for name, grads in expected.items()}
+    _check_alone(twin, batch, loss_fn, dim=dim, tolerance=max(tolerance, 1e-5))  # float32 inside some models
+    norms = {name: grads.unsqueeze(-1).flatten(1).norm(dim=1) for name, grads in expected.items()}
     total = torch.stack(list(norms.values())).norm(dim=0)
     limit = total.median().item() if len(total) else 1.0
-    factors = (limit / (total + STABILITY)).clamp(max=1)
-    settings: dict[str, Any] = {"whole": whole} if whole else {}
-    for memory in MODES:
+    factors = (limit / (total + STABILITY)).clamp(max=1) / (len(total) if loss_reduction == "mean" else 1)
+    settings: dict[str, Any] = {"whole": whole, "verify": "never"}  # what is compared below is more
+    compare = partial(_compare, twin, tolerance, 1e-3 * total.max().item())  # some gradients are 0 but for rounding
+    for memory in ("auto", "low"):
         twin.zero_grad()
         fresh, limits = _fresh(twin), ConstantFlatClipper(limit)
         with PerSampleGradientClipper(fresh, limits, batch_first, loss_reduction, memory=memory, **settings) as clipper:
-            result = _clipped(clipper, loss_fn(fresh, _wide(batch)))
-        _compare_norms(twin, result.param_norms, norms, loss_reduction, tolerance)
+            loss = loss_fn(fresh, _wide(batch))
+            if loss.ndim > 1:
+                raise ValueError(f"loss_fn must return one loss for each sample, (B,), or one, got {tuple(loss.shape)}")
+            if loss.ndim:
+                result = clipper.backward(loss)
+            else:
+                loss.backward()
+                result = clipper.clip_and_accumulate(batch_size=len(total))
+                clipper.pre_step()
+        _check_reduction(result.param_norms, norms, loss_reduction, tolerance)
+        for name, norm in norms.items():
+            compare(name, "norm of single samples", result.param_norms[name], norm)
         for name, grads in expected.items():
-            sums = torch.tensordot(factors, grads, 1) / (len(total) if loss_reduction == "mean" else 1)
-            found = twin.get_parameter(name).grad
-            _compare(twin, name, "clipped sum", torch.zeros_like(sums) if found is None else found, sums, tolerance)
+            compare(name, "clipped sum", twin.get_parameter(name).grad, torch.tensordot(factors, grads, 1))
     return norms
 
 
 def _one_by_one(twin: nn.Module, batch: Any, loss_fn: LossFunction, *, dim: int) -> dict[str, Tensor]:
-    """The per-sample gradients, by one backward for each sample."""
-    samples, params = list(_samples(batch, dim)), trainable(twin)
-    rows = [_grads(loss_fn(_fresh(twin), _wide(one)), params) for one in (samples[0], *samples)]
+    samples, params = _samples(batch, dim), trainable(twin)
+    losses = (loss_fn(_fresh(twin), _wide(one)).sum() for one in (samples[0], *samples))
+    rows = [torch.autograd.grad(loss, list(params.values()), materialize_grads=True) for loss in losses]
     if not all(map(torch.equal, *rows[:2])):
         raise ValueError("model gives different gradients for the same sample: call model.eval() before the check")
     return {name: torch.stack(column) for name, column in zip(params, zip(*rows[1:], strict=True), strict=True)}
@@ -123,146 +125,115 @@ def _fresh(twin: nn.Module) -> nn.Module:
     return copy.deepcopy(twin, {id(param): param for param in twin.parameters()})
 
 
-def _grads(loss: Tensor, params: Mapping[str, nn.Parameter]) -> list[Tensor]:
-    grads = torch.autograd.grad(loss.sum(), list(params.values()), allow_unused=True)
-    pairs: Any = zip(params.values(), grads, strict=True)
-    return [torch.zeros_like(p) if g is None else g for p, g in pairs]
-
-
-def _samples(batch: Any, dim: int) -> Iterator[Any]:
+def _samples(batch: Any, dim: int) -> list[Any]:
     leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
-    if not leaves:
-        raise ValueError("batch must hold at least one tensor with a batch dimension")
-    count = leaves[0].shape[min(dim, leaves[0].ndim - 1)]
-    if not count:
-        raise ValueError("batch must hold at least one sample")
+    if not leaves or not (count := leaves[0].shape[min(dim, leaves[0].ndim - 1)]):
+        raise ValueError("batch must hold at least one sample, in a tensor with a batch dimension")
 
     def one(leaf: Tensor, i: int) -> Tensor:
         where = min(dim, leaf.ndim - 1)
         return leaf.narrow(where, i, 1) if leaf.ndim and leaf.shape[where] == count else leaf
 
-    for i in range(count):
-        yield pytree.tree_map_only(Tensor, lambda leaf, i=i: one(leaf, i), batch)
+    return [pytree.tree_map_only(Tensor, partial(one, i=i), batch) for i in range(count)]
 
 
 def _check_alone(twin: nn.Module, batch: Any, loss_fn: LossFunction, *, dim: int, tolerance: float) -> None:
-    for noise in (True, False):
-        try:
-            model, inputs = _with_noise(twin, batch) if noise else (twin, batch)
-            together = _outputs(model, inputs, loss_fn)
-            alone = [_outputs(model, one, loss_fn) for one in _samples(inputs, dim)]
-        except Exception:
-            if noise:
-                continue  # some models accept no other values
-            raise
-        reordered = ""
-        for key, output in together.items():
-            rows = _rows(output, [one[key] for one in alone if key in one])
-            if not _differ(rows, tolerance):
-                continue
-            name, mixes = key[0], _differ([_sorted(x) for x in rows], tolerance)
-            if mixes or name == LOSS:  # before the loss, a model may reorder its samples
-                name = name if mixes else reordered or name
-                raise ValueError(f"{name} gives a sample another output alone than in the batch: it mixes samples")
-            reordered = reordered or name
+    noisy, noisy_batch = _with_noise(twin, batch)
+    for model, inputs in ((noisy, noisy_batch), (noisy, batch), (twin, batch)):
+        runs: list[dict[tuple[str, int], Tensor]] = [{}]
+        with nullcontext() if model is twin else suppress(Exception):  # some models accept no other values
+            runs = [_outputs(model, x, loss_fn) for x in (inputs, *_samples(inputs, dim))]
+        others = {key[0] for run in runs for key in run.keys() ^ runs[0].keys()}  # called another number of times
+        first = ""  # the first that reorders samples, which is right if a later module restores their order
+        for key in (key for key in runs[0] if key[0] not in others):
+            rows = _rows(*(run[key] for run in runs))
+            if _differ(rows, tolerance, in_order=True):
+                mixes = _differ(rows, tolerance, in_order=False)
+                first = key[0] if mixes else first or key[0]
+                if mixes or key[0] == "the loss":
+                    raise ValueError(f"{first} gives a sample another output alone than in the batch: it mixes samples")
 
 
 def _with_noise(twin: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
-    """Padding, which is 0, and inputs that are whole numbers, such as masks and lengths, get no noise."""
+    """Zeros in padding, and inputs that are whole numbers, such as masks and lengths, get no noise."""
     twin, generator = copy.deepcopy(twin), torch.Generator().manual_seed(0)
 
-    def noisy(x: Tensor, fixed: Tensor) -> Tensor:
-        noise = 0.1 * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device) * (1 + x.abs())
-        return torch.where((fixed & x.any()) | ~x.isfinite(), x, (x + noise).to(x.dtype))
+    def noisy(x: Tensor, *, is_input: bool) -> Tensor:
+        if not x.is_floating_point() or x.is_sparse or (is_input and x.any() and (x == x.round()).all()):
+            return x
+        noise = 0.1 * torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device) * (1 + x.abs())
+        zeros = x == 0 if is_input else (x == 0).all(-1, keepdim=True)
+        return torch.where((zeros & x.any()) | ~x.isfinite(), x, x + noise)
 
     for param in twin.parameters():
-        param.data = noisy(param.data, (param == 0).all(-1, keepdim=True))
-    return twin, pytree.tree_map_only(Tensor, lambda x: noisy(x, (x == 0) | (x == x.round()).all()), batch)
+        param.data = noisy(param.data, is_input=False)
+    return twin, pytree.tree_map_only(Tensor, partial(noisy, is_input=True), batch)
 
 
 def _outputs(twin: nn.Module, batch: Any, loss_fn: LossFunction) -> dict[tuple[str, int], Tensor]:
     """The outputs of all modules, in the order in which they are computed, and the loss."""
-    model, numbers = _fresh(twin), Counter[str]()
-    outputs: dict[tuple[str, int], Tensor] = {}
+    model, numbers, outputs = _fresh(twin), Counter[str](), dict[tuple[str, int], Tensor]()
 
     def keep(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
         for leaf in pytree.tree_leaves(output):
             numbers[name] += 1
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.layout is torch.strided:
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not (leaf.is_nested or leaf.is_sparse):
                 outputs[name, numbers[name]] = leaf.detach().clone()
 
     for name, module in model.named_modules():
         kind = type(module).__name__
         module.register_forward_hook(partial(keep, f"{name!r} ({kind})" if name else kind))
     with torch.random.fork_rng({param.device for param in model.parameters() if param.is_cuda}):
-        keep(LOSS, model, (), loss_fn(model, _wide(batch)))
+        keep("the loss", model, (), loss_fn(model, _wide(batch)))
     return outputs
 
 
-def _rows(together: Tensor, alone: list[Tensor]) -> list[Tensor]:
-    """The batch and the samples alone, of shape (N, D) each. None if the shapes do not tell the dimension of samples."""
-    alone = [part.reshape(-1) if together.ndim == 1 else part for part in alone]
+def _rows(together: Tensor, *alone: Tensor) -> list[Tensor]:
+    """The batch and the samples alone, of shape (N, D) each. The batch twice if shapes do not tell."""
+    alone = tuple(part.reshape(-1) for part in alone) if together.ndim == 1 else alone
     dims = range(together.ndim if all(part.ndim == together.ndim for part in alone) else 0)
     where = [i for i in dims if any(part.shape[i] != together.shape[i] for part in alone)]
     if len(where) != 1 or sum(part.shape[where[0]] for part in alone) != together.shape[where[0]]:
-        return []
+        return [together, together]
     return [x.movedim(where[0], 0).unsqueeze(-1).flatten(1) for x in (together, torch.cat(alone, where[0]))]
 
 
-def _sorted(rows: Tensor) -> Tensor:
-    weights = torch.arange(rows.shape[1], dtype=rows.dtype, device=rows.device).cos()
-    return rows[((rows / (1 + rows.abs())).nan_to_num() @ weights).argsort()]
-
-
-def _differ(rows: list[Tensor], tolerance: float) -> bool:
-    if not rows or torch.equal(*rows):
-        return False
+def _differ(rows: list[Tensor], tolerance: float, *, in_order: bool) -> bool:
+    """True if rows differ; with ``in_order=False``, if they differ as sets."""
+    if not in_order:
+        weights = torch.arange(rows[0].shape[1], dtype=rows[0].dtype, device=rows[0].device).cos()
+        rows = [x[((x / (1 + x.abs())).nan_to_num() @ weights).argsort()] for x in rows]
     together, alone = rows
-    apart = (together != alone) & ~(together.isnan() & alone.isnan())
-    values, counts = together.unique(return_counts=True)  # what many elements share, as -1e9 of masks, sets no scale
-    scale = torch.cat([together[apart], values[counts == 1], together.new_zeros(1)]).nan_to_num(0, 0, 0).abs().max()
-    return not bool(((together - alone)[apart].abs() <= tolerance * scale + 1e-12).all())
+    apart = ~together.isclose(alone, rtol=0, atol=1e-12, equal_nan=True)
+    if not apart.any():
+        return False
+    apart |= (together > together.min()) & (together < together.max())  # the least, as -1e9 of masks, sets no scale
+    scale = together[apart].nan_to_num(0, 0, 0).abs().max()
+    return not bool(((together - alone)[apart].abs() <= tolerance * scale).all())
 
 
-def _clipped(clipper: PerSampleGradientClipper, loss: Tensor) -> ClippingResult:
-    if loss.ndim == 1:
-        return clipper.backward(loss)
-    if loss.ndim:
-        raise ValueError(f"loss_fn must return one loss for each sample, (B,), or one for all, got {tuple(loss.shape)}")
-    loss.backward()
-    result = clipper.clip_and_accumulate()
-    clipper.pre_step()
-    return result
-
-
-def _compare_norms(model: nn.Module, found: Named, expected: Named, declared: LossReduction, tolerance: float) -> None:
-    mine = torch.stack([found[name] for name in expected])
-    theirs = torch.stack(list(expected.values()))
+def _check_reduction(found: Norms, expected: Norms, declared: LossReduction, tolerance: float) -> None:
+    mine, theirs = (torch.stack([norms[name] for name in expected]) for norms in (found, expected))
     if mine.shape != theirs.shape:
         raise ValueError(f"the clipper saw {mine.shape[1]} samples, the batch has {theirs.shape[1]}")
-    count = mine.shape[1]
-    factor, other = (count, "sum") if declared == "mean" else (1 / count, "mean")
-    if count > 1 and theirs.any() and torch.allclose(mine, theirs * factor, rtol=tolerance, atol=0):
+    factor, other = (mine.shape[1], "sum") if declared == "mean" else (1 / mine.shape[1], "mean")
+    if factor != 1 and theirs.any() and torch.allclose(mine, theirs * factor, rtol=tolerance, atol=0):
         raise ValueError(
             f"the loss is the {other} over samples, but loss_reduction={declared!r} was declared: norms are "
             f"{factor:g} times those of single samples. Use loss_reduction={other!r}"
         )
-    for name, norms in expected.items():
-        _compare(model, name, "norm of single samples", found[name], norms, tolerance)
 
 
-def _compare(model: nn.Module, name: str, what: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
-    error = (found - expected).abs().max().item() if found.numel() else 0.0
-    scale = expected.abs().max().item() if found.numel() else 0.0
-    if error <= tolerance * scale:
-        return
-    layer, _, key = name.rpartition(".")
-    kind = type(model.get_submodule(layer)).__name__
-    raise ValueError(
-        f"layer {layer!r} ({kind}) is the first that differs from one backward per sample: the {what} of its {key!r} "
-        f"is off by {error:.3g}, where the largest is {scale:.3g}. Its rule is wrong, a layer at or after it mixes "
-        "samples, or the loss of a sample depends on others"
-    )
+def _compare(model: nn.Module, tolerance: float, tiny: float, name: str, what: str, mine: Any, true: Tensor) -> None:
+    error, scale = (x.abs().max().item() if x.numel() else 0.0 for x in (true - (0 if mine is None else mine), true))
+    if not error <= tolerance * max(scale, tiny):
+        layer, _, key = name.rpartition(".")
+        kind = type(model.get_submodule(layer)).__name__
+        raise ValueError(
+            f"layer {layer!r} ({kind}) is the first that differs from one backward per sample: the {what} of its "
+            f"{key!r} is off by {error:.3g}, where the largest is {scale:.3g}. Its rule is wrong, positions are taken "
+            "for samples, or the loss of a sample depends on others"
+        )
 
 
 def _wide(batch: Any) -> Any:

@@ -28,7 +28,7 @@ class BareRule(Rule):
     """
 
     @override
-    def run(self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
         count = _count(layer, (args, kwargs))
         if WHOLE not in layer.known and count is not None:
             try:
@@ -36,7 +36,7 @@ class BareRule(Rule):
             except NotARowError:
                 params = {name: p for name, p in layer.module.named_parameters() if p.requires_grad}
                 layer.known[WHOLE] = CapturedLayer(layer.recording, layer.name, layer.module, GENERIC, params)
-        return GENERIC.run(layer.known.get(WHOLE, layer), args, kwargs)
+        return GENERIC.run(layer.known.get(WHOLE, layer), *args, **kwargs)
 
     def _with_rows(self, layer: CapturedLayer, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def run() -> Any:

@@ -12,13 +12,13 @@ from torchzero_clip.per_sample.captured_layer import Call, CapturedLayer, Rule, 
 from torchzero_clip.per_sample.contributions import (
     Contribution,
     Dense,
+    MemoryBudget,
     Runs,
     pieces,
     piecewise_squared_norms,
     total,
     zeroed,
 )
-from torchzero_clip.per_sample.memory_budget import MemoryBudget
 from torchzero_clip.per_sample.products import gram_norms, inner_products, norms_of_products
 from torchzero_clip.per_sample.rules.conv_options import Options
 from torchzero_clip.per_sample.squared_norms import squared_norms, wide
@@ -33,10 +33,7 @@ class ConvRule(Rule):
     """Weight: products of the patches of the input and the output gradients. Bias: the sum of output gradients."""
 
     @override
-    def run(self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        return self._run(layer, *args, **kwargs)
-
-    def _run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
+    def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
         found = layer.samples(input, min(1, input.ndim - module.weight.ndim + 1))
         source = found.tensor

@@ -23,10 +23,7 @@ class EmbeddingRule(Rule):
         return _refusal(module)
 
     @override
-    def run(self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        return self._run(layer, *args, **kwargs)
-
-    def _run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
+    def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
         found = _positions(layer, input) or layer.samples(input, input.ndim)
         source, dim, _ = found
@@ -84,10 +81,7 @@ class EmbeddingBagRule(Rule):
         return _refusal(module)
 
     @override
-    def run(self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        return self._run(layer, *args, **kwargs)
-
-    def _run(
+    def run(
         self,
         layer: CapturedLayer,
         input: Tensor,

@@ -46,7 +46,7 @@ class GenericRule(Rule):
     covers_submodules = True
 
     @override
-    def run(self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         dims = self.dims(layer, args, kwargs, leaves)
         count = _batch_size(layer, leaves, dims)

@@ -21,10 +21,7 @@ class NormalizationRule(Rule):
     settings: tuple[str, ...]  # attributes that the forward uses; they may change before the next call
 
     @override
-    def run(self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        return self._run(layer, *args, **kwargs)
-
-    def _run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
+    def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
         found = layer.samples(input, self.leading(module, input))
         source, dim, _ = found
@@ -91,13 +88,13 @@ class GroupNormRule(NormalizationRule):
     settings = ("num_groups", "eps")
 
     @override
-    def run(self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Tensor:
         module: Any = layer.module
         x: Tensor = args[0] if args else kwargs["input"]
         dtypes = {x.dtype, *(param.dtype for param in module.parameters())}
         plain = len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} and x.numel() and module.bias is not None
         if type(self) is not GroupNormRule or not plain or torch.is_autocast_enabled(x.device.type):
-            return super().run(layer, args, kwargs)
+            return super().run(layer, x)
         return _GroupNorm.apply(layer.recording.anchor, x, layer, layer.recording.forward)  # pyright: ignore[reportReturnType]
 
     @override

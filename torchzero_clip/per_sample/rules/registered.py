@@ -29,7 +29,7 @@ class RegisteredRule(Rule):
         self._gradients = gradients
 
     @override
-    def run(self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Tensor:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]

@@ -1,6 +1,5 @@
 """Chooses the rule for a module."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -27,7 +26,7 @@ from torchzero_clip.per_sample.rules.sequences import AttentionRule, RecurrentRu
 
 WHOLE = GenericRule()
 BARE = BareRule()
-_RULES: dict[type[nn.Module], Rule] = {
+RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: LinearRule(),
     nn.Conv1d: ConvRule(),
     nn.Conv2d: ConvRule(),
@@ -85,18 +84,13 @@ def register_rule(module_class: type[nn.Module], per_sample_gradients: PerSample
     instance("module_class", module_class, type)
     if not callable(per_sample_gradients):
         raise TypeError(f"per_sample_gradients must be a function, got {per_sample_gradients!r}")
-    _RULES[module_class] = RegisteredRule(per_sample_gradients)
-
-
-def rules() -> Mapping[type[nn.Module], Rule]:
-    """The rules as they are now."""
-    return dict(_RULES)
+    RULES[module_class] = RegisteredRule(per_sample_gradients)
 
 
 def rule_for(module: nn.Module) -> Rule | None:
     """The rule for a module; None for a container without own parameters or a rule for the whole of it."""
     kind = type(module)
-    found = next((_RULES[c] for c in kind.__mro__ if c in _RULES and _runs_as(kind, c)), None)
+    found = next((RULES[c] for c in kind.__mro__ if c in RULES and _runs_as(kind, c)), None)
     if parametrize.is_parametrized(module) or "_conv_forward" in vars(module):
         return WHOLE
     if found is not None and found.covers_submodules:

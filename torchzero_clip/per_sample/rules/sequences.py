@@ -37,12 +37,12 @@ class RecurrentRule(SequenceRule):
     """RNN, LSTM and GRU. Hidden states always have the samples in the second dimension."""
 
     @override
-    def run(self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
             raise ValueError(
                 f"{layer} got a PackedSequence, in which samples are mixed: use padded sequences{layer.way_out}"
             )
-        return super().run(layer, args, kwargs)
+        return super().run(layer, *args, **kwargs)
 
     @override
     def input_dim(self, layer: CapturedLayer, name: str, value: Any) -> int | None:

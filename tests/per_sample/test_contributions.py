@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
-from torchzero_clip.per_sample.memory_budget import MemoryBudget
+from torchzero_clip.per_sample.contributions import MemoryBudget
 
 
 def test_what_one_layer_saves_another_may_spend():
