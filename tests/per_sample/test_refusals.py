@@ -1,8 +1,11 @@
 """What cannot be right is refused, by name; limits and rules do not depend on what came before."""
 
+import warnings
+
 import pytest
 import torch
-from per_sample.harness import assert_close, loop, norms_of, total_of
+from per_sample.harness import assert_close, assert_matches_loop, loop, losses_of, norms_of, total_of
+from per_sample.zoo import ENTRIES
 from torch import nn
 
 from torchzero_clip import (
@@ -159,3 +162,50 @@ def test_tokens_that_are_all_the_same_are_tokens():
     model = nn.Embedding(5, 2)
     with clipper_for(model) as clipper:
         assert clipper.backward(model(torch.ones(3, 3, dtype=torch.int64)).sum((1, 2))).norms.shape == (3,)
+
+
+def test_batch_norm_is_decided_in_each_forward():
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double(), torch.randn(5, 3).double()
+    model(torch.randn(20, 3).double())  # statistics
+    with pytest.raises(ValueError, match=r"'1' \(BatchNorm1d\) .* in training mode: call its eval\(\)"):
+        PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    model.eval()
+    assert_matches_loop(model, x)
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        clipper.backward(losses_of(model(x)))
+        model.train()
+        with pytest.raises(ValueError, match=r"'1' \(BatchNorm1d\)"):
+            model(x)
+        model[1].eval()
+        clipper.backward(losses_of(model(x)))
+
+
+def test_scripted_modules_are_refused_only_if_they_train():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain, trains = torch.jit.script(nn.Tanh()), torch.jit.script(nn.Linear(3, 3))
+    model, x = nn.Sequential(nn.Linear(3, 3), plain, nn.Linear(3, 2)), torch.randn(4, 3)
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        assert clipper.backward(losses_of(model(x))).norms.shape == (4,)
+    with pytest.raises(ValueError, match=r"'1' \(RecursiveScriptModule\) cannot be clipped .* it is scripted"):
+        PerSampleGradientClipper(nn.Sequential(nn.Linear(3, 3), trains), ConstantFlatClipper(1.0))
+
+
+def test_nested_tensors_are_refused_by_name():
+    parts = [torch.randn(2, 3), torch.randn(4, 3)]
+    for layer in (nn.Linear(3, 2), nn.LayerNorm(3)):
+        x = torch.nested.nested_tensor(parts, layout=torch.jagged)
+        refused = pytest.raises(ValueError, match=r"got a nested tensor: pad it, with x.to_padded_tensor")
+        with PerSampleGradientClipper(layer, ConstantFlatClipper(1.0)), refused:
+            layer(x)
+
+
+@pytest.mark.parametrize(
+    "name", ["nanoGPT", "vit with bare tokens", "lstm", "nn.Transformer", "set transformer", "unet"]
+)
+def test_batches_of_no_samples_give_gradients_of_zeros(name):
+    model, batch = ENTRIES[name].make(), [x[:0] for x in ENTRIES[name].batch()]
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        result = clipper.backward(model(*batch).flatten(1).sum(1))
+    assert result.norms.shape == (0,)
+    assert all(param.grad is None or not param.grad.any() for param in model.parameters())

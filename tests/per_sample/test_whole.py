@@ -118,9 +118,10 @@ def test_forward_hooks_inside_fire_and_full_backward_hooks_are_refused():
 def test_much_memory_is_announced(monkeypatch):
     monkeypatch.setattr("torchzero_clip.per_sample.rules.generic.WARN", 1000)
     model = Net()
-    with clipper_for(model, "blocks.0"), pytest.warns(UserWarning, match=r"'blocks.0' \(Block\) runs sample by sample"):
-        for _ in range(2):
+    with clipper_for(model, "blocks.0"):
+        with pytest.warns(UserWarning, match=r"'blocks.0' \(Block\) runs sample by sample"):
             model(torch.randn(20, 1, 3))
+        model(torch.randn(20, 1, 3))
 
 
 def test_a_module_that_is_run_whole_runs_as_on_a_batch_of_one():

@@ -1,5 +1,6 @@
 """A layer of the model whose calls are captured, and a captured call."""
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
@@ -142,7 +143,10 @@ class CapturedForward:
             raise ValueError(f"{layer} got a nested tensor: pad it, with x.to_padded_tensor(0.0), and mask the loss")
         around, recording.running = recording.running, layer
         try:
-            return layer.rule.run(layer, *args, **kwargs)
+            output = layer.rule.run(layer, *args, **kwargs)
+            if type(output) is Tensor:
+                recording.outputs.append(weakref.ref(output))
+            return output
         finally:
             recording.running = around
 

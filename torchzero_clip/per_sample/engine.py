@@ -215,6 +215,7 @@ class Engine(Recording):
     def _forward_ended(self, args: tuple[Any, ...], output: Any) -> None:
         if self.phase is Phase.FORWARD:
             self.phase = Phase.IDLE
+            self.outputs += [weakref.ref(x) for x in pytree.tree_leaves(output) if type(x) is Tensor]
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:

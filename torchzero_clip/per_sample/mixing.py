@@ -1,23 +1,18 @@
 """Checks, in some steps, that the loss of a sample gives gradients to no other sample."""
 
-import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from itertools import compress, repeat
-from operator import is_
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from torchzero_clip.checks import one_of
-from torchzero_clip.compat import is_functorch_wrapped_tensor
 
 Verify: TypeAlias = Literal["first", "always", "never"] | int
 
 CHECKS = 4  # half of the samples at random: two that mix are in different halves in one of these almost surely
-Backward = Callable[[Tensor], Mapping[str, Tensor]]
 
 
 class MixingCheck:
@@ -64,18 +59,25 @@ class MixingCheck:
             self._steps += 1
             self._age += 1
 
-    def check(self, losses: Tensor, names: Mapping[int, str], backward: Callable[[Tensor, Tensor], Any]) -> None:
+    def check(
+        self,
+        losses: Tensor,
+        names: Mapping[int, str],
+        outputs: Sequence[Tensor],
+        backward: Callable[[Tensor, Tensor], Mapping[int, Tensor]],
+    ) -> None:
         """Send the losses of half of the samples backward alone.
 
         Args:
             losses: One loss for each sample, (B,), whose graph was retained.
             names: The name of each parameter, by its id.
+            outputs: Tensors whose gradients have to stay if they retain them.
             backward: Returns the squared norms that the losses of chosen samples give, by the id of the parameter.
 
         Raises:
             RuntimeError: If another sample got a gradient.
         """
-        retained, chosen = _retained_gradients(), self._half(len(losses))
+        retained, chosen = [(x, x.grad) for x in outputs if x.retains_grad], self._half(len(losses))
         try:
             squares = backward(losses, chosen)
         except RuntimeError as error:  # such as that of a loss that writes in place in its backward
@@ -155,15 +157,6 @@ def _receivers(squares: Mapping[int, Tensor], chosen: Tensor) -> tuple[dict[int,
     rest = (~chosen).nonzero()[:, 0]
     receivers = {key: rest[row].tolist() for key, row in zip(squares, wrong, strict=True) if row.any()}
     return receivers, {key for key, tell in zip(squares, tells, strict=True) if tell}
-
-
-def _retained_gradients() -> list[tuple[Tensor, Tensor | None]]:
-    """All tensors with `retain_grad`, to which a second backward would add, and their gradients."""
-    objects = gc.get_objects()
-    tensors = compress(
-        objects, map(is_, map(type, objects), repeat(Tensor))
-    )  # a loop in Python takes ten times as long
-    return [(x, x.grad) for x in tensors if not is_functorch_wrapped_tensor(x) and x.retains_grad]
 
 
 def _restore(gradients: list[tuple[Tensor, Tensor | None]]) -> None:

@@ -81,6 +81,8 @@ class Recording(ABC):
         self.running: Any = None
         """The layer that runs, the innermost one."""
         self.forward = Forward()
+        self.outputs: list[weakref.ref[Tensor]] = []
+        """What layers and the model have returned."""
         self.params: dict[str, nn.Parameter] = {}
         """The trainable parameters, by name."""
         self.owners: Counter[int] = Counter()
@@ -138,6 +140,7 @@ class Recording(ABC):
             self.shown.clear()
         self._consumed = False
         self.forward = forward
+        self.outputs.clear()
         self.refresh()
 
     def enter(self, layer: Any) -> None:
@@ -213,6 +216,10 @@ class Recording(ABC):
             return {key: squares for key, (_, squares) in self.captured.gathered().items()}
         finally:
             self.phase, self.captured, self.budget = before
+
+    def live_outputs(self) -> list[Tensor]:
+        """What layers and the model have returned in this forward, as far as somebody holds it."""
+        return [output for reference in self.outputs if (output := reference()) is not None]
 
     def check_one_batch(self) -> None:
         """Raise a ValueError if the gradients that wait may belong to parts of a batch, or not to samples."""

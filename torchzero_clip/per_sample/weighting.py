@@ -71,7 +71,7 @@ def clipped_backward(
             )
         if check:
             names = {id(param): name for name, param in engine.params.items() if id(param) in gathered}
-            engine.mixing.check(losses, names, engine.gradients_of)
+            engine.mixing.check(losses, names, engine.live_outputs(), engine.gradients_of)
         engine.mixing.passed(losses)
     except BaseException:
         if restore is not None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -50,36 +51,37 @@ RULES: dict[type[nn.Module], Rule] = {
 def register_rule(module_class: type[nn.Module], per_sample_gradients: PerSampleGradients) -> None:
     """Use a function for the per-sample gradients of all layers of one class, instead of the generic rule by vmap.
 
-    The layer must return one tensor. The graph of its forward does not contain its parameters, so they get only the
-    gradients that the function returns. `check_per_sample` checks these.
+        The layer must return one tensor. The graph of its forward does not contain its parameters, so they get only the
+        gradients that the function returns. `check_per_sample` checks these.
 
-    Args:
-        module_class: The class. Subclasses that have the same `forward` get the rule too.
-        per_sample_gradients: A function of the layer, the gradient of its output, and the arguments of the call. It
-            returns a dict with a tensor of shape (B, *shape) for every trainable parameter of the layer, by name.
+        Args:
+            module_class: The class. Subclasses that have the same `forward` get the rule too.
+            per_sample_gradients: A function of the layer, the gradient of its output, and the arguments of the call. It
+                returns a dict with a tensor of shape (B, *shape) for every trainable parameter of the layer, by name.
 
-    Raises:
-        TypeError: If ``module_class`` is not a class, or ``per_sample_gradients`` is not a function.
+        Raises:
+            TypeError: If ``module_class`` is not a class, or ``per_sample_gradients`` is not a function.
 
-    Examples:
-        >>> import torch
-        >>> from torch import nn
-        >>> from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper, register_rule
-        >>> class Scale(nn.Module):
-        ...     def __init__(self, size):
-        ...         super().__init__()
-        ...         self.weight = nn.Parameter(torch.ones(size))
-        ...
-        ...     def forward(self, x):  # (B, T, size)
-        ...         return x * self.weight
-        >>> def gradients(module, grad_output, x):
-        ...     return {"weight": (grad_output * x).sum(1)}
-        >>> register_rule(Scale, gradients)
-        >>> model = Scale(2)
-        >>> clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
-        >>> x = torch.tensor([[[3.0, 0.0], [0.0, 4.0]], [[0.1, 0.1], [0.0, 0.0]]])
-        >>> clipper.backward(model(x).sum((1, 2))).norms
-        tensor([5.0000, 0.1414])
+        Examples:
+            >>> import torch
+            >>> import torch
+    from torch import nn
+            >>> from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper, register_rule
+            >>> class Scale(nn.Module):
+            ...     def __init__(self, size):
+            ...         super().__init__()
+            ...         self.weight = nn.Parameter(torch.ones(size))
+            ...
+            ...     def forward(self, x):  # (B, T, size)
+            ...         return x * self.weight
+            >>> def gradients(module, grad_output, x):
+            ...     return {"weight": (grad_output * x).sum(1)}
+            >>> register_rule(Scale, gradients)
+            >>> model = Scale(2)
+            >>> clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+            >>> x = torch.tensor([[[3.0, 0.0], [0.0, 4.0]], [[0.1, 0.1], [0.0, 0.0]]])
+            >>> clipper.backward(model(x).sum((1, 2))).norms
+            tensor([5.0000, 0.1414])
     """
     instance("module_class", module_class, type)
     if not callable(per_sample_gradients):
@@ -90,6 +92,8 @@ def register_rule(module_class: type[nn.Module], per_sample_gradients: PerSample
 def rule_for(module: nn.Module) -> Rule | None:
     """The rule for a module; None for a container without own parameters or a rule for the whole of it."""
     kind = type(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        return None
     found = next((RULES[c] for c in kind.__mro__ if c in RULES and _runs_as(kind, c)), None)
     if parametrize.is_parametrized(module) or "_conv_forward" in vars(module):
         return WHOLE
@@ -123,7 +127,7 @@ def own_params(module: nn.Module) -> dict[int, str]:
     """The trainable parameters that a forward uses itself, those in lists of parameters included: id -> name."""
     found = {id(param): name for name, param in module.named_parameters(recurse=False) if param.requires_grad}
     for child in module.children():
-        if type(child).forward is nn.Module.forward:
+        if not isinstance(child, torch.jit.ScriptModule) and type(child).forward is nn.Module.forward:
             found |= own_params(child)
     return found
 
@@ -142,6 +146,8 @@ def mixes(module: nn.Module) -> str | None:
 
 def refusal(module: nn.Module, *, batch_first: bool) -> str | None:
     """The reason why a module makes per-sample gradients of a model wrong, and the way out; None if there is none."""
+    if isinstance(module, torch.jit.ScriptModule) and trains(module):
+        return "it is scripted, and has no forward in Python: use the module that it was made of"
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         return "track_running_stats=True mixes the samples: use track_running_stats=False"
     if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
