@@ -200,12 +200,11 @@ def test_nested_tensors_are_refused_by_name():
             layer(x)
 
 
-@pytest.mark.parametrize(
-    "name", ["nanoGPT", "vit with bare tokens", "lstm", "nn.Transformer", "set transformer", "unet"]
-)
+@pytest.mark.parametrize("name", ["nanoGPT", "vit with bare tokens", "lstm", "resnet with group norm", "tied head"])
 def test_batches_of_no_samples_give_gradients_of_zeros(name):
-    model, batch = ENTRIES[name].make(), [x[:0] for x in ENTRIES[name].batch()]
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+    entry = ENTRIES[name]
+    model, batch = entry.model(), [x[:0] for x in entry.batch()]
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), whole=entry.whole) as clipper:
         result = clipper.backward(model(*batch).flatten(1).sum(1))
     assert result.norms.shape == (0,)
     assert all(param.grad is None or not param.grad.any() for param in model.parameters())
