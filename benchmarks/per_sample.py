@@ -1,18 +1,26 @@
 """Time and peak memory of per-sample clipping against plain training, interleaved in one run.
 
-Three models; every method runs forward, backward, clipping and an SGD step. Times are medians over rounds of the ratio
-to plain training in the same round; memory is the peak above what is held before the step, each method in a process of
-its own. Peers that are not installed are left out. Use the ratios; absolute times on a shared machine drift.
+Every method runs forward, backward, clipping and an SGD step. Times are medians over rounds of the ratio to plain
+training in the same round; memory is the peak above what is held before the step, each method in a process of its own.
+Most steps of a clipper do not check that samples do not mix, and these are timed; a step with the check and the first
+step of a new clipper have rows of their own. Peers that are not installed are left out, and a peer that raises for a
+model "fails". Use the ratios; absolute times on a shared machine drift.
 
     python -m benchmarks.per_sample --models mlp cnn gpt
+
+With transformers installed, four models of Hugging Face join, in small configurations:
+
+    python -m benchmarks.per_sample --models vit llama bert convnext
 """
 
 import argparse
 import itertools
 import json
+import math
 import statistics
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +43,7 @@ Batch = tuple[Tensor, Tensor]
 
 LIMIT = 1.0
 LR = 1e-3
+WARNINGS_OF_PEERS = "Full backward hook is firing", "There is a performance drop", "In CPU autocast"
 
 
 class ConvNet(nn.Module):
@@ -105,13 +114,50 @@ def long() -> tuple[nn.Module, Batch]:
     return model, (torch.randint(0, 50_000, (2, 1024)), torch.randint(0, 50_000, (2, 1024)))
 
 
+def published(kind: str, **settings: Any) -> nn.Module:
+    """A model of a class of transformers."""
+    transformers: Any = __import__("transformers")
+    model_class = getattr(transformers, kind)
+    return model_class(model_class.config_class(**settings)).train()
+
+
+def images(count: int, size: int) -> Batch:
+    return torch.randn(count, 3, size, size), torch.randint(0, 10, (count,))
+
+
+def vit() -> tuple[nn.Module, Batch]:
+    sizes = {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 3}
+    return published("ViTForImageClassification", image_size=32, patch_size=4, num_labels=10, **sizes), images(16, 32)
+
+
+def llama() -> tuple[nn.Module, Batch]:
+    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8}
+    model = published("LlamaForCausalLM", vocab_size=4096, num_key_value_heads=4, **sizes)
+    return model, (torch.randint(0, 4096, (8, 64)), torch.randint(0, 4096, (8, 64)))
+
+
+def bert() -> tuple[nn.Module, Batch]:
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4}
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = published("BertForSequenceClassification", vocab_size=4096, **sizes, **no_dropout)
+    return model, (torch.randint(0, 4096, (16, 64)), torch.randint(0, 2, (16,)))
+
+
+def convnext() -> tuple[nn.Module, Batch]:
+    sizes = {"hidden_sizes": [48, 96, 192, 384], "depths": [2, 2, 4, 2]}
+    return published("ConvNextForImageClassification", num_labels=10, **sizes), images(16, 64)
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {"mlp": mlp, "cnn": cnn, "gpt": gpt, "long": long}
+if find_spec("transformers"):
+    MODELS.update({"vit": vit, "llama": llama, "bert": bert, "convnext": convnext})
 
 
-def losses_of(output: Tensor, target: Tensor) -> Tensor:
-    """The mean loss of each sample."""
-    each = F.cross_entropy(output.flatten(0, -2), target.flatten(), reduction="none")
-    return each.view(len(output), -1).mean(1)
+def losses_of(output: Any, target: Tensor) -> Tensor:
+    """The mean loss of each sample, from the logits or from the output of a model of Hugging Face."""
+    logits: Tensor = output if isinstance(output, Tensor) else output.logits
+    each = F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="none")
+    return each.view(len(logits), -1).mean(1)
 
 
 def plain(model: nn.Module, batch: Batch) -> Step:
@@ -125,9 +171,9 @@ def plain(model: nn.Module, batch: Batch) -> Step:
     return step
 
 
-def ours(memory: Any) -> Callable[[nn.Module, Batch], Step]:
+def ours(**settings: Any) -> Callable[[nn.Module, Batch], Step]:
     def make(model: nn.Module, batch: Batch) -> Step:
-        clipper = PerSampleGradientClipper(model, ConstantFlatClipper(LIMIT), memory=memory)
+        clipper = PerSampleGradientClipper(model, ConstantFlatClipper(LIMIT), **settings)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
 
         def step() -> None:
@@ -141,7 +187,7 @@ def ours(memory: Any) -> Callable[[nn.Module, Batch], Step]:
 
 
 def two_passes(model: nn.Module, batch: Batch) -> Step:
-    module = GradSampleModuleFastGradientClipping(model, max_grad_norm=LIMIT)
+    module = GradSampleModuleFastGradientClipping(model, max_grad_norm=LIMIT, strict=False)  # some have position ids
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
 
     def step() -> None:
@@ -177,7 +223,7 @@ def by_vmap(model: nn.Module, batch: Batch) -> Step:
 def opacus_hooks(mode: str) -> Callable[[nn.Module, Batch], Step]:
     def make(model: nn.Module, batch: Batch) -> Step:
         grad_sample: Any = __import__("opacus.grad_sample", fromlist=["wrap_model"])
-        wrapped = grad_sample.wrap_model(model, grad_sample_mode=mode)
+        wrapped = grad_sample.wrap_model(model, grad_sample_mode=mode, strict=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
 
         def step() -> None:
@@ -199,7 +245,9 @@ def opacus_fast(*, ghost: bool) -> Callable[[nn.Module, Batch], Step]:
             "opacus.grad_sample.grad_sample_module_fast_gradient_clipping",
             fromlist=["GradSampleModuleFastGradientClipping"],
         )
-        wrapped = module.GradSampleModuleFastGradientClipping(model, max_grad_norm=LIMIT, use_ghost_clipping=ghost)
+        wrapped = module.GradSampleModuleFastGradientClipping(
+            model, max_grad_norm=LIMIT, use_ghost_clipping=ghost, strict=False
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
 
         def step() -> None:
@@ -217,11 +265,14 @@ def opacus_fast(*, ghost: bool) -> Callable[[nn.Module, Batch], Step]:
     return make
 
 
+FIRST = "torchzero_clip, first step"
 METHODS: dict[str, Callable[[nn.Module, Batch], Step]] = {
     "plain training": plain,
-    "torchzero_clip": ours("auto"),
-    'torchzero_clip, memory="low"': ours("low"),
+    "torchzero_clip": ours(verify="never"),
+    'torchzero_clip, memory="low"': ours(verify="never", memory="low"),
     "torchzero_clip, two passes": two_passes,
+    "torchzero_clip, with a check": ours(verify="always"),
+    FIRST: ours(),
     "vmap(grad)": by_vmap,
 }
 if find_spec("opacus"):
@@ -241,10 +292,30 @@ def made(model: str, method: str) -> Step:
 
 
 def times(model: str, methods: list[str], rounds: int) -> dict[str, float]:
-    """The median over rounds of each method's time, relative to the first."""
-    runs = {method: Timed(made(model, method)) for method in methods}
+    """The median over rounds of each method's time, relative to the first; NaN for a peer that raises."""
+    runs = {method: run for method in methods if (run := timed_run(model, method)) is not None}
     seconds = interleaved(runs, rounds, warm_up=1)
-    return {method: statistics.median(ratios(own, seconds[methods[0]])) for method, own in seconds.items()}
+    of_first = seconds[methods[0]]
+    return {
+        method: statistics.median(ratios(seconds[method], of_first)) if method in seconds else math.nan
+        for method in methods
+    }
+
+
+def timed_run(model: str, method: str) -> Timed | None:
+    """The step of a method, after a first one; None if it is a peer that raises."""
+    if method == FIRST:
+        steps: list[Step] = []
+        return Timed(lambda: steps.pop()(), before=lambda: steps.append(made(model, method)))
+    try:
+        step = made(model, method)
+        step()
+    except Exception as error:
+        if method.startswith(("plain", "torchzero_clip")):
+            raise
+        print(f"  {method} raises for {model}: {str(error).splitlines()[0][:200]}", file=sys.stderr)
+        return None
+    return Timed(step)
 
 
 def peak(model: str, method: str) -> float:
@@ -285,15 +356,20 @@ def main() -> None:
     parser.add_argument("--peak", nargs=2, metavar=("MODEL", "METHOD"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    for message in WARNINGS_OF_PEERS:
+        warnings.filterwarnings("ignore", message)
     if args.peak:
         print(peak(*args.peak))
         return
     results: dict[str, dict[str, dict[str, float]]] = {}
     for model in args.models:
-        ratios = times(model, args.methods, args.rounds)
-        results[model] = {method: {"time": ratio} for method, ratio in ratios.items()}
+        measured = times(model, args.methods, args.rounds)
+        results[model] = {method: {"time": ratio} for method, ratio in measured.items() if not math.isnan(ratio)}
         print(f"{model}: time relative to {args.methods[0]}, peak memory in MB")
-        for method, row in results[model].items():
+        for method in args.methods:
+            if (row := results[model].get(method)) is None:
+                print(f"  {method:30} {'fails':>8}", flush=True)
+                continue
             if not args.no_memory:
                 row["peak"] = peak_of(model, method)
             print(f"  {method:30} {row['time']:8.2f} {row.get('peak', 0):8.0f}", flush=True)

@@ -125,3 +125,38 @@ def test_the_trainer_of_hugging_face_resumes_bit_for_bit():
     assert [log["step"] for log in logs] == list(range(2, 21, 2))
     for log in logs:
         assert log["clip_norm/factor"] == pytest.approx(min(1 / log["clip_norm/norm"], 1))
+
+
+def mislabelled():
+    for package in ("matplotlib", "sklearn", "tqdm"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    return example("mislabelled")
+
+
+@pytest.mark.slow
+def test_mislabelled_digits_have_large_norms():
+    digits = mislabelled()
+    run = digits.train(digits.MAIN, "median", 30, 0)
+    wrong, norms = run.digits.wrong, run.scores("norm")
+    assert wrong.sum() == 64
+    assert run.limit == pytest.approx(run.norms[0].median().item())
+    assert digits.auc(norms, wrong) > 0.99
+    assert digits.precision(norms, wrong) > 0.85
+    assert digits.precision(run.scores("loss"), wrong) > 0.85
+    assert run.accuracy[-1] > 0.95
+
+
+@pytest.mark.slow
+def test_a_wrong_majority_is_not_found():
+    digits = mislabelled()
+    run = digits.train("60 % of the fours to nines", "median", 30, 0)
+    assert set(run.digits.truth[run.digits.wrong].tolist()) == {4}
+    assert set(run.digits.labels[run.digits.wrong].tolist()) == {9}
+    assert digits.precision(run.scores(), run.digits.wrong) < 0.3
+
+
+def test_auc_and_precision_of_mislabelled():
+    digits = mislabelled()
+    wrong = torch.tensor([True, False, True, False])
+    assert digits.auc(torch.tensor([3.0, 1.0, 2.0, 2.0]), wrong) == 0.875  # (1 + 1 + 1 + 1/2) / 4
+    assert digits.precision(torch.tensor([3.0, 1.0, 2.0, 2.5]), wrong) == 0.5

@@ -437,6 +437,8 @@ def test_a_rule_that_returns_something_else_is_named(gradients, match):
 def test_rules_that_are_none_are_refused():
     with pytest.raises(TypeError, match="module_class"):
         register_rule(Wrong(3), print)
+    with pytest.raises(TypeError, match="module_class must be a class of modules"):
+        register_rule(int, print)
     with pytest.raises(TypeError, match="per_sample_gradients"):
         register_rule(Wrong, None)
 

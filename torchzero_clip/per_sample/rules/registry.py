@@ -51,39 +51,40 @@ RULES: dict[type[nn.Module], Rule] = {
 def register_rule(module_class: type[nn.Module], per_sample_gradients: PerSampleGradients) -> None:
     """Use a function for the per-sample gradients of all layers of one class, instead of the generic rule by vmap.
 
-        The layer must return one tensor. The graph of its forward does not contain its parameters, so they get only the
-        gradients that the function returns. `check_per_sample` checks these.
+    The layer must return one tensor. The graph of its forward does not contain its parameters, so they get only the
+    gradients that the function returns. `check_per_sample` checks these.
 
-        Args:
-            module_class: The class. Subclasses that have the same `forward` get the rule too.
-            per_sample_gradients: A function of the layer, the gradient of its output, and the arguments of the call. It
-                returns a dict with a tensor of shape (B, *shape) for every trainable parameter of the layer, by name.
+    Args:
+        module_class: The class. Subclasses that have the same `forward` get the rule too.
+        per_sample_gradients: A function of the layer, the gradient of its output, and the arguments of the call. It
+            returns a dict with a tensor of shape (B, *shape) for every trainable parameter of the layer, by name.
 
-        Raises:
-            TypeError: If ``module_class`` is not a class, or ``per_sample_gradients`` is not a function.
+    Raises:
+        TypeError: If ``module_class`` is not a class of modules, or ``per_sample_gradients`` is not a function.
 
-        Examples:
-            >>> import torch
-            >>> import torch
-    from torch import nn
-            >>> from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper, register_rule
-            >>> class Scale(nn.Module):
-            ...     def __init__(self, size):
-            ...         super().__init__()
-            ...         self.weight = nn.Parameter(torch.ones(size))
-            ...
-            ...     def forward(self, x):  # (B, T, size)
-            ...         return x * self.weight
-            >>> def gradients(module, grad_output, x):
-            ...     return {"weight": (grad_output * x).sum(1)}
-            >>> register_rule(Scale, gradients)
-            >>> model = Scale(2)
-            >>> clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
-            >>> x = torch.tensor([[[3.0, 0.0], [0.0, 4.0]], [[0.1, 0.1], [0.0, 0.0]]])
-            >>> clipper.backward(model(x).sum((1, 2))).norms
-            tensor([5.0000, 0.1414])
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper, register_rule
+        >>> class Scale(nn.Module):
+        ...     def __init__(self, size):
+        ...         super().__init__()
+        ...         self.weight = nn.Parameter(torch.ones(size))
+        ...
+        ...     def forward(self, x):  # (B, T, size)
+        ...         return x * self.weight
+        >>> def gradients(module, grad_output, x):
+        ...     return {"weight": (grad_output * x).sum(1)}
+        >>> register_rule(Scale, gradients)
+        >>> model = Scale(2)
+        >>> clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+        >>> x = torch.tensor([[[3.0, 0.0], [0.0, 4.0]], [[0.1, 0.1], [0.0, 0.0]]])
+        >>> clipper.backward(model(x).sum((1, 2))).norms
+        tensor([5.0000, 0.1414])
     """
     instance("module_class", module_class, type)
+    if not issubclass(module_class, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"module_class must be a class of modules, got {module_class!r}")
     if not callable(per_sample_gradients):
         raise TypeError(f"per_sample_gradients must be a function, got {per_sample_gradients!r}")
     RULES[module_class] = RegisteredRule(per_sample_gradients)
