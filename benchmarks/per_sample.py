@@ -286,41 +286,71 @@ if find_spec("opacus"):
     )
 
 
-def made(model: str, method: str) -> Step:
+def made(model: str, method: str) -> tuple[nn.Module, Step]:
     torch.manual_seed(0)
-    return METHODS[method](*MODELS[model]())
+    module, batch = MODELS[model]()
+    return module, METHODS[method](module, batch)
 
 
-def times(model: str, methods: list[str], rounds: int) -> dict[str, float]:
-    """The median over rounds of each method's time, relative to the first; NaN for a peer that raises."""
-    runs = {method: run for method in methods if (run := timed_run(model, method)) is not None}
+def by_loop(model: str) -> dict[str, Tensor]:
+    """The clipped gradients by one backward for each sample."""
+    torch.manual_seed(0)
+    module, (x, y) = MODELS[model]()
+    sums = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
+    for i in range(len(x)):
+        module.zero_grad()
+        losses_of(module(x[i : i + 1]), y[i : i + 1]).sum().backward()
+        norm = nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+        for name, p in module.named_parameters():
+            if p.grad is not None:
+                sums[name] += p.grad * (LIMIT / (norm + 1e-6)).clamp(max=1) / len(x)
+    return sums
+
+
+def error(module: nn.Module, right: dict[str, Tensor]) -> float:
+    """The distance of the gradients from the right ones, relative to their norm."""
+    differences = [p.grad - right[name] for name, p in module.named_parameters() if p.grad is not None]
+    return (nn.utils.get_total_norm(differences) / nn.utils.get_total_norm(right.values())).item()
+
+
+def measured(model: str, methods: list[str], rounds: int) -> dict[str, dict[str, float]]:
+    """The median over rounds of each method's time, relative to the first, and its error. A peer that raises has none.
+
+    Args:
+        model: The name of the model.
+        methods: The names of the methods.
+        rounds: The timed rounds.
+    """
+    right = by_loop(model)
+    runs: dict[str, Timed] = {}
+    rows: dict[str, dict[str, float]] = {method: {} for method in methods}
+    for method in methods:
+        try:
+            module, step = made(model, method)
+            step()
+        except Exception as reason:
+            if method.startswith(("plain", "torchzero_clip")):
+                raise
+            print(f"{method} raises for {model}: {str(reason).splitlines()[0]:.200}", file=sys.stderr)
+            continue
+        if method != "plain training":
+            rows[method]["error"] = error(module, right)
+        runs[method] = first_steps(model) if method == FIRST else Timed(step)
     seconds = interleaved(runs, rounds, warm_up=1)
-    of_first = seconds[methods[0]]
-    return {
-        method: statistics.median(ratios(seconds[method], of_first)) if method in seconds else math.nan
-        for method in methods
-    }
+    for method, own in seconds.items():
+        rows[method]["time"] = statistics.median(ratios(own, seconds[methods[0]]))
+    return rows
 
 
-def timed_run(model: str, method: str) -> Timed | None:
-    """The step of a method, after a first one; None if it is a peer that raises."""
-    if method == FIRST:
-        steps: list[Step] = []
-        return Timed(lambda: steps.pop()(), before=lambda: steps.append(made(model, method)))
-    try:
-        step = made(model, method)
-        step()
-    except Exception as error:
-        if method.startswith(("plain", "torchzero_clip")):
-            raise
-        print(f"  {method} raises for {model}: {str(error).splitlines()[0][:200]}", file=sys.stderr)
-        return None
-    return Timed(step)
+def first_steps(model: str) -> Timed:
+    """The first step of a new clipper, which is made outside of the timed part."""
+    steps: list[Step] = []
+    return Timed(lambda: steps.pop()(), before=lambda: steps.append(made(model, FIRST)[1]))
 
 
 def peak(model: str, method: str) -> float:
     """The peak above what is held before the step, in MB: of this process, so call it once."""
-    step = made(model, method)
+    _, step = made(model, method)
     before = memory("VmRSS")
     step()
     step()
@@ -363,16 +393,15 @@ def main() -> None:
         return
     results: dict[str, dict[str, dict[str, float]]] = {}
     for model in args.models:
-        measured = times(model, args.methods, args.rounds)
-        results[model] = {method: {"time": ratio} for method, ratio in measured.items() if not math.isnan(ratio)}
-        print(f"{model}: time relative to {args.methods[0]}, peak memory in MB")
-        for method in args.methods:
-            if (row := results[model].get(method)) is None:
+        results[model] = measured(model, args.methods, args.rounds)
+        print(f"{model}: time relative to {args.methods[0]}, peak memory in MB, error of the gradients")
+        for method, row in results[model].items():
+            if not row:
                 print(f"  {method:30} {'fails':>8}", flush=True)
                 continue
             if not args.no_memory:
                 row["peak"] = peak_of(model, method)
-            print(f"  {method:30} {row['time']:8.2f} {row.get('peak', 0):8.0f}", flush=True)
+            print(f"  {method:30} {row['time']:8.2f} {row.get('peak', 0):8.0f} {row.get('error', 0):8.0e}", flush=True)
     if args.json:
         args.json.write_text(json.dumps({"torch": torch.__version__, "threads": args.threads, "results": results}))
 

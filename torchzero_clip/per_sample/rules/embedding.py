@@ -27,6 +27,11 @@ class EmbeddingRule(Rule):
         module: Any = layer.module
         found = _positions(layer, input) or layer.samples(input, input.ndim)
         source, dim, _ = found
+        if _relative(input):
+            raise ValueError(
+                f"the indices of {layer} are the same along every diagonal of a square: distances between positions, "
+                f"it seems, which all samples share. Expand them to the batch, or freeze the weight{layer.way_out}"
+            )
         padding = module.padding_idx
 
         def contribute(grad: Tensor, source: Tensor) -> list[Contribution]:
@@ -57,6 +62,13 @@ def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
     dim = layer.recording.batch_dim
     layer.note("positions", dim)
     return Samples(input.expand(count, -1) if dim == 0 else input[:, None].expand(-1, count), dim, kept=False)
+
+
+def _relative(index: Tensor) -> bool:
+    """True for a square table of indices that depend on the distance of two positions."""
+    if index.ndim != 2 or index.shape[0] != index.shape[1] or len(index) < 3:
+        return False
+    return torch.equal(index[1:, 1:], index[:-1, :-1]) and bool((index != index[0, 0]).any())
 
 
 class EmbeddingBagRule(Rule):
