@@ -1,15 +1,24 @@
 """Control over what happens to a gradient between ``backward()`` and the parameter update."""
 
+from torchzero_clip.clipping.adagc import AdaGC as AdaGC
+from torchzero_clip.clipping.adaptive_gradient_clip import AdaptiveGradientClip as AdaptiveGradientClip
+from torchzero_clip.clipping.auto_clip import AutoClip as AutoClip
 from torchzero_clip.clipping.by_ema import ClipNormByEMA as ClipNormByEMA
 from torchzero_clip.clipping.by_ema import ClipValueByEMA as ClipValueByEMA
 from torchzero_clip.clipping.by_ema import NormalizeByEMA as NormalizeByEMA
 from torchzero_clip.clipping.centralize import Centralize as Centralize
+from torchzero_clip.clipping.clip_by_max_ema import ClipByMaxEMA as ClipByMaxEMA
 from torchzero_clip.clipping.clip_norm import ClipNorm as ClipNorm
+from torchzero_clip.clipping.clip_rms import ClipRMS as ClipRMS
 from torchzero_clip.clipping.clip_value import ClipValue as ClipValue
+from torchzero_clip.clipping.gradient_stabilizer import GradientStabilizer as GradientStabilizer
 from torchzero_clip.clipping.growth import ClipNormGrowth as ClipNormGrowth
 from torchzero_clip.clipping.growth import ClipValueGrowth as ClipValueGrowth
 from torchzero_clip.clipping.normalize import Normalize as Normalize
 from torchzero_clip.clipping.skip_step import SkipStep as SkipStep
+from torchzero_clip.clipping.soft_spectral_clip import SoftSpectralClip as SoftSpectralClip
+from torchzero_clip.clipping.spike_aware_clip import SpikeAwareClip as SpikeAwareClip
+from torchzero_clip.clipping.zclip import ZClip as ZClip
 from torchzero_clip.core.chain import Chain as Chain
 from torchzero_clip.core.kinds import Gate as Gate
 from torchzero_clip.core.kinds import Scaling as Scaling

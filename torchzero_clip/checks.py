@@ -86,6 +86,21 @@ def unit_interval(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be in [0, 1], got {value}")
 
 
+def percent(name: str, value: Any) -> None:
+    """A number in [0, 100]."""
+    number(name, value)
+    if not 0 <= value <= 100:
+        raise ValueError(f"{name} must be in [0, 100], got {value}")
+
+
+def steps(name: str, value: Any, least: int = 1) -> None:
+    """An int that counts steps, at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
 def betas(name: str, value: Any) -> None:
     """Two decay rates in [0, 1)."""
     if not isinstance(value, tuple | list) or len(value) != 2:

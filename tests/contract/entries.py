@@ -9,33 +9,42 @@ import torch
 from torchzero_clip import (
     LR,
     SGD,
+    AdaGC,
     Adam,
     AdamW,
+    AdaptiveGradientClip,
+    AutoClip,
     Centralize,
     Chain,
+    ClipByMaxEMA,
     ClipNorm,
     ClipNormByEMA,
     ClipNormGrowth,
+    ClipRMS,
     ClipValue,
     ClipValueByEMA,
     ClipValueGrowth,
+    GradientStabilizer,
     Muon,
     Normalize,
     NormalizeByEMA,
     RMSprop,
     Scaling,
     SkipStep,
+    SoftSpectralClip,
+    SpikeAwareClip,
     TensorwiseTransform,
     Transform,
     WeightDecay,
     Wrap,
+    ZClip,
     rms,
 )
 from torchzero_clip import norm as norm_of
 from torchzero_clip.checks import number, positive
 
 
-class ClipRMS(TensorwiseTransform):
+class LimitRMS(TensorwiseTransform):
     """An author's whole transform, as the documentation shows it."""
 
     checks = {"max_rms": positive}
@@ -194,6 +203,19 @@ ENTRIES = [
     Entry("ClipValueGrowth", lambda: ClipValueGrowth()),
     Entry("ClipValueGrowth-add", lambda: ClipValueGrowth(0.1, None, max_decay=10), varies=True),
     Entry("ClipValueGrowth-none", lambda: ClipValueGrowth(mul=None)),
+    Entry("AdaptiveGradientClip", lambda: AdaptiveGradientClip(0.1)),
+    Entry("AdaptiveGradientClip-columns", lambda: AdaptiveGradientClip(0.1, unit_dim=-1), varies=True),
+    Entry("AutoClip", lambda: AutoClip(50.0, window=3), joint=True),
+    Entry("ZClip", lambda: ZClip(max_norm=None, z_thresh=0.5, warmup_steps=2), joint=True),
+    Entry("ZClip-mean", lambda: ZClip(max_norm=0.5, warmup_steps=1, clip_option="mean"), joint=True, varies=True),
+    Entry("AdaGC", lambda: AdaGC(max_norm=0.5, warmup_steps=5), joint=True),
+    Entry("AdaGC-at once", lambda: AdaGC(2.0, 0.5, warmup_steps=0)),
+    Entry("GradientStabilizer", lambda: GradientStabilizer()),
+    Entry("SpikeAwareClip", lambda: SpikeAwareClip(2.0, 0.5, warmup_steps=2)),
+    Entry("ClipByMaxEMA", lambda: ClipByMaxEMA(0.5)),
+    Entry("ClipRMS", lambda: ClipRMS(0.2)),
+    Entry("ClipRMS behind Adam", lambda: [Adam(), ClipRMS(0.2), LR(0.1)], varies=True),
+    Entry("SoftSpectralClip", lambda: SoftSpectralClip(0.5)),
     Entry("Adam", lambda: Adam()),
     Entry("Adam-amsgrad", lambda: Adam(lr=0.1, amsgrad=True), varies=True),
     Entry("Adam-float64-state", lambda: Adam(state_dtype=torch.float64), varies=True),
@@ -208,7 +230,7 @@ ENTRIES = [
     Entry("AdamW-fused", lambda: AdamW(lr=0.1, fused=True)),
     Entry("ClipNorm+Wrap", lambda: [ClipNorm(0.5), Wrap(torch.optim.Adam, weight_decay=0.1)], looks=True),
     Entry("schedules", lambda: [ClipNorm(warm_up), Adam(betas=later_betas), WeightDecay(warm_up), LR(0.1)]),
-    Entry("ClipRMS", lambda: ClipRMS(0.2)),
+    Entry("LimitRMS", lambda: LimitRMS(0.2)),
     Entry("ClipByWeights", lambda: ClipByWeights(0.2)),
     Entry("TrackJointNorm", lambda: TrackJointNorm(), joint=True),
     Entry("ClipNorm+AdamW", lambda: [ClipNorm(0.5, dim="global"), AdamW(), LR(0.1)], joint=True),
@@ -233,7 +255,8 @@ ENTRIES = [
         "scoped unit", lambda: [Chain(ClipNormByEMA(0.5), ClipValue(0.1), target="grad").only(is_matrix), SGD(0.1, 0.5)]
     ),
     Entry("SkipStep", lambda: [SkipStep(1e30, max_ratio=1e30), ClipNorm(0.5), SGD(0.1, 0.5)], True, looks=True),
-    Entry("unit chain", lambda: Chain(ClipRMS(0.2), SGD(momentum=0.5), target="update_difference")),
+    Entry("SkipStep-sigma", lambda: [SkipStep(sigma=1e30, window=4), ClipNorm(0.5), SGD(0.1, 0.5)], True, looks=True),
+    Entry("unit chain", lambda: Chain(LimitRMS(0.2), SGD(momentum=0.5), target="update_difference")),
     Entry("target grad", lambda: [Mul(2.0), ClipNorm(0.5, target="grad"), SGD(0.1, 0.5)]),
     Entry("target params", lambda: [Adam(0.1), ClipNorm(0.5, target="params_direct")]),
 ]

@@ -14,6 +14,7 @@ CLIPS_BEFORE_OPTIMIZERS = {
     "Adam+two clips": ClipNorm(0.5, target="grad"),
     "target grad": ClipNorm(0.5, target="grad"),
     "SkipStep": ClipNorm(0.5, target="grad"),
+    "SkipStep-sigma": ClipNorm(0.5, target="grad"),
     "schedules": ClipNorm(0.1, target="grad"),
     "scopes": ClipNorm(0.5, dim="global", target="grad").only(is_matrix),
     "scoped unit": Chain(ClipNormByEMA(0.5), ClipValue(0.1), target="grad").only(is_matrix),

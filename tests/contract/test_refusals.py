@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from contract.entries import ENTRIES, ClipRMS, Entry, Mul
+from contract.entries import ENTRIES, Entry, LimitRMS, Mul
 from contract.training import assert_equal, assert_same_checkpoint, gradients, parameters, train, values
 from torch import nn
 
@@ -120,7 +120,7 @@ CONSTRUCTORS = [
     (lambda: LR(-1), ValueError, r"lr must be >= 0"),
     (lambda: LR("1"), TypeError, r"lr must be a number"),
     (lambda: LR(torch.ones(2)), ValueError, r"lr must have one element"),
-    (lambda: ClipRMS(0), ValueError, r"max_rms must be > 0, got 0"),
+    (lambda: LimitRMS(0), ValueError, r"max_rms must be > 0, got 0"),
     (lambda: Chain(Adam), TypeError, r"got the class Adam: write Adam\(...\)"),
     (lambda: Chain(ClipNorm(1, target="closure"), target="grad"), ValueError, r"target='closure' cannot stand inside"),
     (lambda: Modular([WEIGHT]), ValueError, r"Modular needs at least one transform"),

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from contract.entries import ClipRMS, Mul, TrackJointNorm
+from contract.entries import LimitRMS, Mul, TrackJointNorm
 from contract.training import gradients, parameters, train
 from torch import nn
 from versions import needs_grad_dtype
@@ -220,7 +220,7 @@ def test_repr_reads_like_the_code_that_made_it():
         (AdamW(0.1), "AdamW(lr=0.1)"),
         (AdamW(eps=0.5, weight_decay=0.1).only("a"), "AdamW(eps=0.5, weight_decay=0.1).only('a')"),
         (Chain(ClipValue(1), target="grad"), "Chain(ClipValue(1), target='grad')"),
-        (ClipRMS(0.5), "ClipRMS(0.5)"),
+        (LimitRMS(0.5), "LimitRMS(0.5)"),
     ],
 )  # fmt: skip
 def test_repr_of_transforms(transform, expected):
@@ -257,7 +257,7 @@ def test_names_in_snake_case():
         "ClipNormByEMA": "clip_norm_by_ema",
         "LR": "lr",
         "SGD": "sgd",
-        "ClipRMS": "clip_rms",
+        "LimitRMS": "limit_rms",
     }
     assert {name: snake_case(name) for name in names} == names
 

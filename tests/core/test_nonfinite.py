@@ -218,7 +218,7 @@ def test_a_running_job_may_begin_to_skip_steps():
         (lambda p: Modular(p, SGD(), nonfinite="skip", max_consecutive_skips=-1), ValueError, r"must be >= 0"),
         (lambda p: Modular(p, SGD(), nonfinite="skip", max_consecutive_skips=1.5), TypeError, r"must be an int"),
         (lambda p: Modular(p, SGD(), max_consecutive_skips=3), ValueError, r"needs nonfinite='skip' or a gate"),
-        (lambda p: SkipStep(), ValueError, r"SkipStep needs max_norm or max_ratio"),
+        (lambda p: SkipStep(), ValueError, r"SkipStep needs max_norm, max_ratio or sigma"),
         (lambda p: SkipStep(-1.0), ValueError, r"max_norm must be >= 0"),
         (lambda p: SkipStep(max_ratio=0.5), ValueError, r"max_ratio must be >= 1"),
         (lambda p: SkipStep(1.0, beta=2), ValueError, r"beta must be in \[0, 1\]"),

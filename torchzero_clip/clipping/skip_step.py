@@ -7,35 +7,50 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.checks import at_least_one, non_negative, optional, unit_interval
-from torchzero_clip.clipping.statistics import numbers, same_in_all_groups
+from torchzero_clip.checks import at_least_one, non_negative, optional, positive, steps, unit_interval
+from torchzero_clip.clipping.statistics import filled, numbers, same_in_all_groups, written
 from torchzero_clip.core.kinds import Gate
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
-from torchzero_clip.types import Schedule, Setting, Target
+from torchzero_clip.types import Schedule, Setting, State, Target
+
+VALUES = ("norms", "losses")
 
 
 class SkipStep(Gate):
-    """Skips the whole step when the joint norm of the gradients is too large.
+    """Skips the whole step when the joint norm of the gradients, or the loss, is too large.
 
         skipped if  ‖g‖ > max_norm  or  ‖g‖ > max_ratio · mean  or  ‖g‖ is not finite
         mean ← mean + (1 - beta) · (‖g‖ - mean)          (first mean = ‖g‖; skipped steps do not change it)
 
+        with sigma also if  ‖g‖ or the loss exceeds the mean of the last ``window`` of its values by more than
+        sigma · their standard deviation, or the loss is not finite
+
     The decision is made before the first transform, wherever in the chain this one stands. A skipped step changes no
-    parameter and no state of any transform. A clipped step still follows the direction of a bad gradient; a skipped
-    step does not.
+    parameter and no state of any other transform. A clipped step still follows the direction of a bad gradient; a
+    skipped step does not.
+
+    **The window** has the values of steps that were taken, so that a spike does not widen it. Norm and loss are judged
+    once ``max(2, window // 2 - 1)`` of their values are stored. A standard deviation counts as at least a thousandth of
+    the mean. After ``max(3, window // 8)`` steps in a row that were skipped for their size, the values of these steps
+    become the window, because a lasting change is no spike.
+
+    The loss is what a closure returned, or what the loop told `Modular.report_loss`. Without one, only the norm is
+    judged. With ``sigma`` and several processes, each step takes one all-reduce for the mean loss of all of them.
 
     Args:
         max_norm: The largest L2 norm of all gradients together for which a step is taken; None for no such limit. A
-            setting that must be the same in all param groups, like the next two.
+            setting that must be the same in all param groups, like the next two and ``sigma``.
         max_ratio: The largest multiple of the running mean for which a step is taken, >= 1; None for no such limit. The
             first gradient that is not all zero always passes this limit.
         beta: The decay rate of the running mean, in [0, 1].
+        sigma: How many standard deviations above the mean a norm or a loss may be, > 0; None not to judge this.
+        window: How many norms and losses are stored, at least 4, if ``sigma`` is given.
         target: Must be "update", because gradients are judged before any transform.
         name: The name in the chain and in checkpoints; the class name in snake case if None.
 
     Raises:
-        ValueError: If neither limit is given, or for a setting out of range.
+        ValueError: If no limit is given, or for a setting out of range.
         TypeError: For a setting of the wrong type.
 
     Each step waits for the device once. The norm covers the gradients of the parameters that `only` and `without`
@@ -54,11 +69,18 @@ class SkipStep(Gate):
         >>> optimizer.metrics()["skipped_steps"]
         tensor(1)
 
-    Source: not published in this form. Related: Chowdhery et al., [PaLM: scaling language modeling with
-    pathways](https://arxiv.org/abs/2204.02311), 2022, where a run goes back before a loss spike and skips its batches.
+    Source: for ``sigma``, OLMo et al., [2 OLMo 2 Furious](https://arxiv.org/abs/2501.00656), 2024; there, skipped
+    values widen the window, and one NaN skips a hundred steps. The other limits are not published in this form.
+    Related: Chowdhery et al., [PaLM: scaling language modeling with pathways](https://arxiv.org/abs/2204.02311), 2022,
+    where a run goes back before a loss spike and skips its batches.
     """
 
-    checks = {"max_norm": optional(non_negative), "max_ratio": optional(at_least_one), "beta": unit_interval}
+    checks = {
+        "max_norm": optional(non_negative),
+        "max_ratio": optional(at_least_one),
+        "beta": unit_interval,
+        "sigma": optional(positive),
+    }
 
     def __init__(
         self,
@@ -66,45 +88,123 @@ class SkipStep(Gate):
         max_ratio: float | Schedule | None = None,
         beta: float | Schedule = 0.99,
         *,
+        sigma: float | Schedule | None = None,
+        window: int = 128,
         target: Target = "update",
         name: str | None = None,
     ) -> None:
-        if max_norm is None and max_ratio is None:
-            raise ValueError("SkipStep needs max_norm or max_ratio")
+        if max_norm is None and max_ratio is None and sigma is None:
+            raise ValueError("SkipStep needs max_norm, max_ratio or sigma")
         if target != "update":
             raise ValueError(
                 f"SkipStep judges the gradients before any transform: target must be 'update', got {target!r}"
             )
-        super().__init__({"max_norm": max_norm, "max_ratio": max_ratio, "beta": beta}, target=target, name=name)
+        steps("window", window, 4)
+        self.window = window
+        self._stores = sigma is not None
+        settings = {"max_norm": max_norm, "max_ratio": max_ratio, "beta": beta, "sigma": sigma}
+        super().__init__(settings, target=target, name=name)
+
+    @property
+    @override
+    def needs_loss(self) -> bool:
+        """True with ``sigma``."""
+        return self._stores
 
     @override
     def check_groups(self, settings: Sequence[Setting]) -> None:
         """Raise if a setting is out of range, or differs between groups."""
         super().check_groups(settings)
         same_in_all_groups(self, settings, self.defaults)
+        if not self._stores and settings[0]["sigma"] is not None:
+            raise ValueError("sigma cannot be set later: SkipStep stores no values without sigma in its constructor")
 
     @override
     def init_global_state(self) -> dict[str, Any]:
-        """The running mean."""
-        return numbers("mean", "started")
+        """The running mean; with ``sigma``, the last norms and losses, and those of the steps skipped in a row."""
+        state = numbers("mean", "started")
+        if not self._stores:
+            return state
+        vectors: dict[str, Any] = {}
+        for key in VALUES:
+            vectors[key] = torch.zeros(self.window, dtype=torch.float64)
+            vectors[f"skipped_{key}"] = torch.zeros(max(3, self.window // 8), dtype=torch.float64)
+        return {**state, **vectors, **numbers(*(f"{key}_stored" for key in VALUES), "in_a_row", "losses_in_a_row")}
 
     @override
     def refuses(self, norm: Tensor, step: Step) -> Tensor:
-        """True if the norm exceeds a limit, or is not finite."""
+        """True if the norm or the loss exceeds a limit, or is not finite."""
         setting, state = step.settings[0], step.global_state
         limit = torch.full_like(norm, torch.inf if setting["max_norm"] is None else setting["max_norm"])
         if setting["max_ratio"] is not None:
             known = (state["started"] > 0) & (state["mean"] > 0)
             limit = torch.minimum(limit, torch.where(known, setting["max_ratio"] * state["mean"], torch.inf))
-        return (norm > limit) | norm.isfinite().logical_not()
+        bad = (norm > limit) | norm.isfinite().logical_not()
+        if not self._stores:
+            return bad
+        values = self._values(norm, step)
+        wrong = [known & value.isfinite().logical_not() for value, known in values.values()]
+        return bad | wrong[1] | self._is_large(values, step)
 
     @override
     def accept(self, norm: Tensor, step: Step) -> None:
-        """Move the running mean towards the norm; it starts at the first norm that is not 0."""
+        """Move the running mean towards the norm; it starts at the first norm that is not 0. Store norm and loss."""
         setting, state = step.settings[0], step.global_state
         started = state["started"] > 0
         usable = (norm > 0) | started
+        if self._stores:
+            for key, (value, known) in self._values(norm, step).items():
+                self._store(state, key, f"{key}_stored", value, known & (usable if key == "norms" else known))
+            foreach.copy_([state["in_a_row"], state["losses_in_a_row"]], [torch.zeros_like(norm)] * 2)
         foreach.lerp_where_(usable & started.logical_not(), state["mean"], norm, 1.0)
         foreach.lerp_where_(usable, state["mean"], norm, 1 - setting["beta"])
         foreach.copy_([state["started"]], [usable])
         step.metrics["mean"] = state["mean"].clone()
+
+    @override
+    def refused(self, norm: Tensor, step: Step) -> None:
+        """Store the values of a step that was skipped for its size; after several in a row they become the window."""
+        if not self._stores:
+            return
+        state, values = step.global_state, self._values(norm, step)
+        finite = [known.logical_not() | value.isfinite() for value, known in values.values()]
+        large = self._is_large(values, step) & finite[0] & finite[1]
+        counts = {"norms": "in_a_row", "losses": "losses_in_a_row"}
+        for key, (value, known) in values.items():
+            self._store(state, f"skipped_{key}", counts[key], value, large & known)
+        lasts = state["in_a_row"] >= len(state["skipped_norms"])
+        for key, count in counts.items():
+            few = state[f"skipped_{key}"]
+            window = torch.cat([few, torch.zeros_like(state[key])])[: self.window]
+            takes = lasts & (state[count] > 0)
+            foreach.copy_([state[key]], [torch.where(takes, window, state[key])])
+            foreach.copy_([state[f"{key}_stored"]], [torch.where(takes, state[count], state[f"{key}_stored"])])
+            foreach.copy_([state[count]], [torch.where(lasts, 0.0, state[count])])
+
+    def _values(self, norm: Tensor, step: Step) -> dict[str, tuple[Tensor, Tensor]]:
+        """Norm and loss, and whether there is one."""
+        true = torch.ones_like(norm, dtype=torch.bool)
+        if step.has_loss is None or not isinstance(step.loss, Tensor):
+            return {"norms": (norm, true), "losses": (torch.zeros_like(norm), true.logical_not())}
+        return {"norms": (norm, true), "losses": (step.loss.to(norm), step.has_loss.to(norm.device))}
+
+    def _is_large(self, values: dict[str, tuple[Tensor, Tensor]], step: Step) -> Tensor:
+        """True if the norm or the loss is above the limit of its window."""
+        sigma: float | None = step.settings[0]["sigma"]
+        state = step.global_state
+        result = torch.zeros_like(values["norms"][1])
+        for key, (value, known) in values.items():
+            if sigma is None:
+                break
+            count = state[f"{key}_stored"].clamp(max=len(state[key]))
+            stored = filled(state[key], count)
+            mean = stored.nanmean()
+            deviation = ((stored - mean).square().nansum() / (count - 1).clamp(min=1)).sqrt()
+            limit = mean + sigma * torch.maximum(deviation, mean.abs() / 1000)
+            enough = count >= max(2, len(state[key]) // 2 - 1)
+            result = result | (known & enough & (value > limit))
+        return result
+
+    def _store(self, state: State, key: str, count: str, value: Tensor, where: Tensor) -> None:
+        foreach.copy_([state[key]], [written(state[key], state[count], value, where)])
+        foreach.copy_([state[count]], [state[count] + where])

@@ -15,12 +15,30 @@ from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Measured, Slicing, by_setting, measure
 from torchzero_clip.functional.shards import chosen, pack
-from torchzero_clip.types import Ord, Setting, Target
+from torchzero_clip.types import Ord, Setting, State, Target
 
 
 def numbers(*keys: str, device: torch.device | None = None) -> dict[str, Tensor]:
     """A 0-d float64 zero for each key. Float64 holds norms exactly, whatever the dtype of the gradients."""
     return {key: torch.zeros((), dtype=torch.float64, device=device) for key in keys}
+
+
+def written(ring: Tensor, count: Tensor, value: Tensor, where: Tensor) -> Tensor:
+    """A ring buffer with one more value, in place of the oldest one, if ``where`` is true.
+
+    Args:
+        ring: The values, a vector.
+        count: How many values were written before.
+        value: The value.
+        where: A boolean.
+    """
+    places = torch.arange(len(ring), device=ring.device)
+    return torch.where((places == count % len(ring)) & where, value, ring)
+
+
+def filled(ring: Tensor, count: Tensor) -> Tensor:
+    """A ring buffer with NaN where nothing was written yet: its quantiles need not wait for the device."""
+    return torch.where(torch.arange(len(ring), device=ring.device) < count, ring, torch.nan)
 
 
 def same_in_all_groups(owner: object, groups: Sequence[Setting], keys: Iterable[str]) -> None:
@@ -126,12 +144,40 @@ class Tracked:
 
     def keep(self, **values: Tensor) -> None:
         """Where the norm is usable, store numbers and mark the statistic as started."""
-        for key, value in {**values, "started": torch.ones_like(self.norms)}.items():
+        for key, value in {"started": torch.ones_like(self.norms), **values}.items():
             kept = torch.where(self.usable, value, self[key])
             if self.joint:
                 foreach.copy_([self._step.global_state[key]], [kept.squeeze(0)])
             else:
                 self._step.keep(key, kept, self._rows)
+
+    def remember(self, only: Tensor | None = None) -> Tensor:
+        """Write the norm over the oldest one in the ring of past norms, where it is usable.
+
+        Return the ring, with NaN where nothing was written yet. The statistic has to store the count of its norms under
+        ``"started"``.
+
+        Args:
+            only: Where to write; None for everywhere.
+        """
+        ring, count = self._step.global_state["ring"], self["started"]
+        chosen = self.usable if only is None else self.usable & only
+        foreach.copy_([ring], [written(ring, count, self.norms, chosen)])
+        return filled(ring, count + chosen)
+
+    def show(self, **metrics: Tensor) -> None:
+        """Add metrics of the transform, one number each."""
+        self._step.metrics.update({name: value.reshape(()) for name, value in metrics.items()})
+
+    @property
+    def finite(self) -> Tensor:
+        """True if all gradients and all norms are finite: one boolean."""
+        return self._step.finite.all() & (self.norms < torch.inf).all()
+
+    @property
+    def chain_state(self) -> State:
+        """The state that all tensors share."""
+        return self._step.global_state
 
     def root(self, ratios: Tensor) -> Tensor:
         """Ratios of norms, from ratios of metrics."""

@@ -250,6 +250,11 @@ class Gate(NeverApplied):
         tensor([-1.])
     """
 
+    @property
+    def needs_loss(self) -> bool:
+        """True if the gate reads ``step.loss``, which is then reduced over all processes in every step."""
+        return False
+
     @abstractmethod
     def refuses(self, norm: Tensor, step: Step) -> Tensor:
         """Return a 0-d boolean tensor: True to skip the step. This method must not change anything.
@@ -262,6 +267,14 @@ class Gate(NeverApplied):
     @abstractmethod
     def accept(self, norm: Tensor, step: Step) -> None:
         """Record a step that no gate refused: change ``step.global_state``, set ``step.metrics``.
+
+        Args:
+            norm: As in `refuses`.
+            step: As in `refuses`.
+        """
+
+    def refused(self, norm: Tensor, step: Step) -> None:
+        """Record a step that this gate or another one refused: change ``step.global_state``.
 
         Args:
             norm: As in `refuses`.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
+from typing_extensions import override
 
 from torchzero_clip.checks import boolean
 from torchzero_clip.core.adapt import adapted
@@ -20,6 +21,7 @@ from torchzero_clip.core.identity import IDENTITY, members_of, written
 from torchzero_clip.core.learning_rate import with_learning_rate
 from torchzero_clip.core.nonfinite import Nonfinite, StepPolicy
 from torchzero_clip.core.param_groups import normalized, split
+from torchzero_clip.core.reported_loss import ReportedLoss
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.states import own_numbers
@@ -121,6 +123,7 @@ class Modular(Optimizer):
             {**self._nodes.init_global_state(), **self._policy.counts()}, {IDENTITY: written(members_of(self._nodes))}
         )
         self._metrics: dict[str, Tensor] = {}
+        self._reported = ReportedLoss()
         self._shapes: dict[Any, Any] = {}  # see `check_shapes`
         self._is_complete = False
         if isinstance(params, nn.Module):
@@ -193,37 +196,69 @@ class Modular(Optimizer):
 
         These errors leave parameters, gradients and state unchanged, except that skipped steps are counted.
         """
-        if closure is None and "closure" in self._nodes.targets:
-            raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
-        if "lr" in self._schedules and hasattr(self.step, "_wrapped_by_lr_sched"):
-            raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
-        state = self._chain_state.values
-        if state:
-            self._chain_state.take_counters(self.param_groups)
-            self._schedules.catch_up(self.param_groups, state.get(SCHEDULE_STEP, 0))
-        settings = self._nodes.checked_settings(self.param_groups)
-
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-            settings = self._nodes.checked_settings(
-                self.param_groups
-            )  # the closure may have changed them, or added groups
-
-        walk = self._walk(settings, loss)
         try:
-            if walk.params and (not self._policy.decides or self._policy.allows(walk, state)):
-                self._run(walk)
-                if SCHEDULE_STEP in state:
-                    state[SCHEDULE_STEP] += 1
-                    self._schedules.advance(self.param_groups, state[SCHEDULE_STEP])
-        finally:
+            if closure is None and "closure" in self._nodes.targets:
+                raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
+            if "lr" in self._schedules and hasattr(self.step, "_wrapped_by_lr_sched"):
+                raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
+            state = self._chain_state.values
             if state:
-                self._chain_state.show(self.param_groups)
-        return loss
+                self._chain_state.take_counters(self.param_groups)
+                self._schedules.catch_up(self.param_groups, state.get(SCHEDULE_STEP, 0))
+            settings = self._nodes.checked_settings(self.param_groups)
 
-    def _walk(self, settings: dict[str, list[Setting]], loss: Any) -> Walk:
+            result = None
+            if closure is not None:
+                with torch.enable_grad():
+                    result = closure()
+                settings = self._nodes.checked_settings(
+                    self.param_groups
+                )  # the closure may have changed them, or added groups
+
+            reported = self._reported
+            count = 1 if result is not None else reported.count
+            loss = reported.mean() if result is None and count else result
+            walk = self._walk(settings, loss, count)
+            try:
+                if walk.params and (not self._policy.decides or self._policy.allows(walk, state)):
+                    self._run(walk)
+                    if SCHEDULE_STEP in state:
+                        state[SCHEDULE_STEP] += 1
+                        self._schedules.advance(self.param_groups, state[SCHEDULE_STEP])
+            finally:
+                if state:
+                    self._chain_state.show(self.param_groups)
+            return result
+        finally:
+            if self._reported.count:
+                self._reported.clear()
+
+    def report_loss(self, loss: Tensor | float) -> None:
+        """Tell the loss of this step, for transforms that judge it, such as `SkipStep` with ``sigma``.
+
+        Call it once for each part of a batch whose gradients are accumulated: the loss of the step is their mean. With
+        several processes, each may report its own loss or none. Every `step` forgets what was reported. A closure that
+        returns a loss needs no report.
+
+        Args:
+            loss: A number, or a tensor of one number, before a gradient scaler multiplies it.
+
+        Raises:
+            TypeError: If it is neither a number nor a tensor.
+            ValueError: If it is a tensor of more than one number.
+        """
+        self._reported.add(loss)
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set the gradients to None, or to zeros, as `torch.optim.Optimizer.zero_grad` does.
+
+        Losses that were reported before do not belong to the next step.
+        """
+        self._reported.zeroed()
+        super().zero_grad(set_to_none)
+
+    def _walk(self, settings: dict[str, list[Setting]], loss: Any, loss_count: int) -> Walk:
         """Start a walk with the parameters that have a gradient. Raise before any change if a parameter is unusable."""
         params, grads, group_of = taking_part(self.param_groups)
         # new state enters self.state only after the step was allowed; a parameter that is listed twice shares one
@@ -249,7 +284,7 @@ class Modular(Optimizer):
         keep_grads = self.keep_grads or "grad" in self._nodes.targets or listed_twice
         lists = (params, grads, states, group_of)
         may_fuse = not (listed_twice or torch.compiler.is_compiling())
-        shared = (self._chain_state.values, loss, self.maximize, keep_grads, may_fuse, workspace)
+        shared = (self._chain_state.values, loss, loss_count, self.maximize, keep_grads, may_fuse, workspace)
         return Walk(self._nodes, self.param_groups, settings, *lists, *shared, plain, new)
 
     def _run(self, walk: Walk) -> None:
@@ -387,7 +422,7 @@ class Modular(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("maximize", "keep_grads", "fast", "chain", "storage_keys", "_written", "_nodes", "_policy", "_schedules")
-        own += ("_chain_state", "_metrics", "_shapes", "_is_complete")
+        own += ("_chain_state", "_metrics", "_reported", "_shapes", "_is_complete")
         given = super().__getstate__()
         state: Any = defaultdict(dict, {param: own_numbers(state) for param, state in self.state.items()})
         return given | {"state": state} | {name: self.__dict__[name] for name in own}

@@ -1,6 +1,6 @@
 """The decision to take a step, to skip it, or to raise. It is made before anything changes."""
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -10,6 +10,7 @@ from torchzero_clip.checks import count, one_of
 from torchzero_clip.core.chain_state import CONSECUTIVE, SKIPPED
 from torchzero_clip.core.kinds import Gate
 from torchzero_clip.core.nodes import Node
+from torchzero_clip.core.reported_loss import joint_loss
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.core.walk import Walk
 from torchzero_clip.functional.norms import combine
@@ -62,6 +63,9 @@ class StepPolicy:
             RuntimeError: For a non-finite gradient with ``nonfinite="raise"``, or after too many skips in a row.
         """
         norms = walk.measure_gradients()
+        if any(gate.needs_loss for gate in self._gates.values()):
+            found = joint_loss(walk.loss, walk.loss_count, norms.device)
+            walk.loss, walk.has_loss = (None, None) if found is None else found
         total = combine(norms, 2.0)
         all_finite = norms.isfinite().all()
         judged = [self._judge(gate, walk, norms) for gate in self._gates if walk.rows_of(gate)]
@@ -75,14 +79,18 @@ class StepPolicy:
             raise RuntimeError(_nonfinite_message(walk, norms))
         if any(refusals) or (not finite and self.nonfinite == "skip"):
             self._count(counts)
+            self._record(walk, judged, taken=False)
             return False
         counts.update({CONSECUTIVE: 0} if self.may_skip else {})
-        for node, norm, _ in judged:
-            rows = walk.rows_of(node.path)
-            step = walk.step_for(node, rows)
-            self._gates[node.path].accept(norm, step)
-            walk.store(node, step)
+        self._record(walk, judged, taken=True)
         return True
+
+    def _record(self, walk: Walk, judged: Sequence[tuple[Node, Tensor, Tensor]], *, taken: bool) -> None:
+        """Tell the gates what was decided."""
+        for node, norm, _ in judged:
+            gate, step = self._gates[node.path], walk.step_for(node, walk.rows_of(node.path))
+            (gate.accept if taken else gate.refused)(norm, step)
+            walk.store(node, step)
 
     def _judge(self, name: str, walk: Walk, norms: Tensor) -> tuple[Node, Tensor, Tensor]:
         """A gate, the norm of the gradients that it acts on, and whether it refuses the step."""

@@ -21,7 +21,8 @@ class Step:
     Args:
         params: The parameters, not to be modified.
         grads: Their gradients, not to be modified; a norm clip before an update rule may have scaled them.
-        loss: What the closure returned; None without a closure.
+        loss: What the closure returned, or the mean of what `Modular.report_loss` got; None without either. A gate
+            that declares ``needs_loss`` gets the mean over all processes.
         states: The state of each parameter: plain dicts, which the optimizer stores after the call. `column`, `numbers`
             and `keep` read and write one key of all parameters in few operations.
         settings: The settings of each parameter: plain dicts; parameters of one group share one dict.
@@ -31,6 +32,7 @@ class Step:
             ``keeps_statistics``; None for others. `finite` and `nonzero` read it. Its p depends on the chain.
         apply_child: Applies a child of a composite, by its name, to tensors that it may write to.
         scratch: Memory of the optimizer for intermediate results; None if there is none.
+        has_loss: Whether a process has a loss, as a 0-d tensor; None except for gates that declare ``needs_loss``.
 
     Examples:
         >>> import torch
@@ -51,6 +53,7 @@ class Step:
     gradient_norms: Tensor | None = None
     apply_child: Callable[[str, list[Tensor]], list[Tensor]] | None = None
     scratch: Scratch | None = None
+    has_loss: Tensor | None = None
 
     def __post_init__(self) -> None:
         self._states = self.states if isinstance(self.states, States) else States.of(self.states)

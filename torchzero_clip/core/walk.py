@@ -51,7 +51,8 @@ class Walk:
         states: The state of each parameter, by qualified keys.
         group_of: The index of the group of each parameter.
         chain_state: The state of the whole chain, by qualified keys.
-        loss: What the closure returned.
+        loss: What the closure returned, or the mean of the losses that were reported; None without either.
+        loss_count: How many losses that are.
         maximize: Updates start as the negative gradients.
         keep_grads: Norm clips never write over gradients.
         may_fuse: The rest of a chain may be one operation on lists.
@@ -69,6 +70,7 @@ class Walk:
     group_of: list[int]
     chain_state: dict[str, Any]
     loss: Tensor | float | None
+    loss_count: int
     maximize: bool
     keep_grads: bool
     may_fuse: bool = False
@@ -76,6 +78,8 @@ class Walk:
     plain: Alike | None = None
     new_states: dict[Tensor, State] = field(default_factory=dict)
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    has_loss: Tensor | None = None
+    """Whether a process has a loss, once that was asked."""
     gradient_norms: Tensor | None = None
     """A norm of each gradient before the first transform, once it was measured."""
 
@@ -292,6 +296,7 @@ class Walk:
             chosen(self.measure_gradients(), rows) if known else None,
             partial(self._apply_child, node, rows) if node.children else None,
             None if self.workspace is None else self.workspace.scratch,
+            self.has_loss,
         )
 
     def store(self, node: Node, step: Step) -> None:

@@ -1,0 +1,119 @@
+"""A limit of each tensor that follows its own norm."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torchzero_clip.checks import positive, steps, unit_interval
+from torchzero_clip.clipping.statistics import NormStatistics, Tracked, numbers, same_in_all_groups
+from torchzero_clip.types import Schedule, Setting, Target
+
+
+class AdaGC(NormStatistics):
+    """Scales the update of each tensor so that its norm is at most ``ratio`` times its usual norm.
+
+        first ``warmup_steps`` steps:  u ← u · min(1, max_norm / joint norm);   usual ← min(usual, ‖u‖)
+        then, for each tensor:         u ← u · min(1, ratio · usual / ‖u‖);     usual ← beta · usual + (1 - beta) · ‖u‖
+
+    where ‖u‖ on the right is the norm after the clip. A spike of one tensor does not shrink the updates of the others.
+    The usual norm rises by at most ``(1 - beta) · (ratio - 1)`` of itself in a step: 0.04 % by default, so that it
+    takes 1,734 steps to double.
+
+    **Guarantees.** Norms of 0 are never remembered: a tensor without a usual norm takes its first norm that is not 0,
+    whenever it comes. A step of the warm-up with a non-finite gradient passes unchanged and is not counted; later, a
+    tensor with one passes unchanged, and the others do not notice.
+
+    Args:
+        ratio: The largest multiple of the usual norm, > 0; a setting of the param groups.
+        beta: The decay rate of the usual norm, in [0, 1]; a setting.
+        max_norm: The limit of the joint norm in the warm-up, > 0; a setting that must be the same in all param groups.
+        warmup_steps: At least 0. With 0, each tensor begins with its first norm.
+        target: What it acts on, see `Transform`.
+        name: The name in the chain and in checkpoints; the class name in snake case if None.
+
+    Raises:
+        ValueError: For a setting out of range, an unknown ``target``, or groups that differ in ``max_norm``.
+        TypeError: For an argument of the wrong type.
+
+    State: two numbers for each tensor, and one for the whole chain. ``AdaGC(ratio=2.0, warmup_steps=0)`` is the
+    ``max_grad_norm_ratio`` of OLMo.
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import AdaGC, Modular
+        >>> weight = torch.nn.Parameter(torch.zeros(1))
+        >>> optimizer = Modular([weight], AdaGC(warmup_steps=1))
+        >>> for gradient in (0.5, 5.0, 0.4):
+        ...     weight.data = torch.zeros(1)
+        ...     weight.grad = torch.tensor([gradient])
+        ...     optimizer.step()
+        ...     print(round(-weight.item(), 4))
+        0.5
+        0.52
+        0.4
+
+    Source: Wang et al., [AdaGC: improving training stability for large language model
+    pretraining](https://arxiv.org/abs/2502.11034), 2025. There, a tensor with one gradient of 0 in the warm-up never
+    moves again, such as every first matrix of LoRA.
+    """
+
+    checks = {"ratio": positive, "beta": unit_interval, "max_norm": positive}
+
+    def __init__(
+        self,
+        ratio: float | Schedule = 1.04,
+        beta: float | Schedule = 0.99,
+        max_norm: float | Schedule = 1.0,
+        warmup_steps: int = 100,
+        *,
+        target: Target = "update",
+        name: str | None = None,
+    ) -> None:
+        steps("warmup_steps", warmup_steps, 0)
+        self.warmup_steps = warmup_steps
+        settings = {"ratio": ratio, "beta": beta, "max_norm": max_norm}
+        super().__init__(settings, ord=2, joint=False, target=target, name=name)
+
+    @override
+    def check_groups(self, settings: Sequence[Setting]) -> None:
+        """Raise if a setting is out of range, or if groups differ in the limit of the joint norm."""
+        super().check_groups(settings)
+        same_in_all_groups(self, settings, ["max_norm"])
+
+    @override
+    def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+        return numbers("usual", "started", device=param.device)
+
+    @override
+    def init_global_state(self) -> dict[str, Any]:
+        """How many steps of the warm-up were taken."""
+        return numbers("warm_steps")
+
+    @override
+    def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
+        """The factor of the warm-up, or that of each tensor."""
+        norms, usual, known = tracked.norms, tracked["usual"], tracked.started
+        warm_steps = tracked.chain_state["warm_steps"]
+        warms_up, finite = warm_steps < self.warmup_steps, tracked.finite
+        joint, most = torch.linalg.vector_norm(norms), tracked.shared[0][0]["max_norm"]
+        shrunk = torch.where(joint > most, most / joint, 1.0)
+        tracked.chain_state["warm_steps"] = warm_steps + (warms_up & finite & ((joint > 0) | (warm_steps > 0)))
+
+        limit = torch.where(known, tracked.by_setting(_largest, usual), torch.inf)
+        limited = torch.minimum(norms, limit)
+        moved = tracked.by_setting(_moved, usual, limited)
+        warm = torch.minimum(torch.where(known, usual, torch.inf), norms * shrunk)
+        tracked.usable = tracked.usable & (norms > 0) & (finite | warms_up.logical_not())
+        tracked.keep(usual=torch.where(warms_up, warm, torch.where(known, moved, norms)))
+        return torch.where(warms_up, shrunk, torch.where(norms > limit, limited / norms, 1.0))
+
+
+def _largest(setting: Setting, usual: Tensor) -> Tensor:
+    return setting["ratio"] * usual
+
+
+def _moved(setting: Setting, usual: Tensor, norms: Tensor) -> Tensor:
+    return setting["beta"] * usual + (1 - setting["beta"]) * norms

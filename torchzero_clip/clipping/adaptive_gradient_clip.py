@@ -1,0 +1,94 @@
+"""Clipping by the size of the weights."""
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torchzero_clip.checks import positive
+from torchzero_clip.core.kinds import Scaling
+from torchzero_clip.core.step import Step
+from torchzero_clip.functional.measure import Measured, measure
+from torchzero_clip.functional.shards import chosen, pack
+from torchzero_clip.types import Schedule, Setting, Target
+
+
+class AdaptiveGradientClip(Scaling):
+    """Scales the update of each unit so that its norm is at most a fraction of the norm of its weights (AGC).
+
+        u ← u · min(1, clip_factor · max(‖w‖, eps) / ‖u‖)
+
+    A unit is what has one index in dimension ``unit_dim``: the weights of one output of a linear layer or convolution
+    of torch. Vectors and scalars are one unit each.
+
+    Leave the last layer out, with ``.without("head.*")``: it has to learn the scale of the targets. Where weights are
+    stored as (in, out), as in the Conv1D of GPT-2 in transformers, use ``unit_dim=1``. Weights that begin with zeros
+    move by at most ``clip_factor * eps``, times the learning rate, in their first steps.
+
+    Args:
+        clip_factor: The largest ratio of the norms, > 0; a setting of the param groups.
+        eps: The smallest norm of weights that counts, > 0; a setting.
+        unit_dim: The dimension of the units.
+        target: What it acts on, see `Transform`.
+        name: The name in the chain and in checkpoints; the class name in snake case if None.
+
+    Raises:
+        ValueError: For a setting out of range, an unknown ``target``, or a tensor without dimension ``unit_dim``.
+        TypeError: For an argument of the wrong type.
+
+    A tensor with a non-finite gradient passes unchanged. No state; a pass over the weights in each step.
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import AdaptiveGradientClip, Modular
+        >>> weight = torch.nn.Parameter(torch.tensor([[3.0, 4.0], [0.0, 0.1]]))
+        >>> optimizer = Modular([weight], AdaptiveGradientClip(0.5))
+        >>> weight.grad = torch.tensor([[6.0, 8.0], [0.0, 0.01]])
+        >>> optimizer.step()
+        >>> weight.data
+        tensor([[1.5000, 2.0000],
+                [0.0000, 0.0900]])
+
+    Source: Brock et al., [High-performance large-scale image recognition without
+    normalization](https://arxiv.org/abs/2102.06171), 2021.
+    """
+
+    checks = {"clip_factor": positive, "eps": positive}
+    keeps_statistics = True  # a gradient that is not finite leaves the whole tensor unchanged, not only its unit
+
+    def __init__(
+        self,
+        clip_factor: float | Schedule = 0.01,
+        eps: float | Schedule = 1e-3,
+        *,
+        unit_dim: int = 0,
+        target: Target = "update",
+        name: str | None = None,
+    ) -> None:
+        if isinstance(unit_dim, bool) or not isinstance(unit_dim, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"unit_dim must be an int, got {unit_dim!r}")
+        self.unit_dim = unit_dim
+        super().__init__({"clip_factor": clip_factor, "eps": eps}, target=target, name=name)
+
+    @override
+    def slice_dims(self, tensor: Tensor) -> tuple[int, ...]:
+        """All dimensions but that of the units."""
+        if tensor.ndim < 2:
+            return tuple(range(max(tensor.ndim, 1)))
+        if not -tensor.ndim <= self.unit_dim < tensor.ndim:
+            raise ValueError(f"unit_dim={self.unit_dim} is no dimension of a tensor of shape {tuple(tensor.shape)}")
+        return tuple(d for d in range(tensor.ndim) if d != self.unit_dim % tensor.ndim)
+
+    @override
+    def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
+        """The factors that bring every unit to its limit."""
+        weights = measure([step.params[i] for i in measured.indices], self.slicing, self.slice_dims)
+        settings = [step.settings[i] for i in measured.indices]
+        limits = weights.by_setting(settings, _limit)
+        ratios = torch.where(measured.vector > limits, limits / measured.vector, 1.0)
+        finite = chosen(step.finite, measured.indices)
+        per_unit = [flag.expand(count) for flag, count in zip(finite.unbind(), measured.counts, strict=True)]
+        return torch.where(pack(per_unit).bool(), ratios, 1.0) if per_unit else ratios
+
+
+def _limit(norms: Tensor, setting: Setting) -> Tensor:
+    return setting["clip_factor"] * norms.clamp(min=setting["eps"])

@@ -1,0 +1,98 @@
+"""A limit of each tensor's elements that follows its largest element."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torchzero_clip.checks import unit_interval
+from torchzero_clip.clipping.statistics import Tracked, numbers
+from torchzero_clip.core.step import Step
+from torchzero_clip.core.transform import Transform
+from torchzero_clip.functional.foreach import reals
+from torchzero_clip.functional.measure import Slicing, measure, share
+from torchzero_clip.types import Schedule, Setting, Target
+
+
+class ClipByMaxEMA(Transform):
+    """Scales down the elements of an update that exceed the average of its largest elements so far.
+
+        m     ← beta · m + (1 - beta) · max |u|
+        limit = m̂                                (m without the bias towards 0 of the first steps)
+        uₑ    ← uₑ · limit / max |u|              for the elements with |uₑ| > limit
+
+    The current update enters the average before the comparison. The largest element ends at the limit; others that
+    exceed it end below, in proportion.
+
+    **Guarantees.** Elements within the limit are bitwise unchanged. A non-finite gradient does not change the average
+    of its tensor, and its update passes unchanged. The average starts at the first gradient that is not all zero.
+
+    Args:
+        beta: The decay rate of the average, in [0, 1]; a setting of the param groups.
+        target: What it acts on, see `Transform`.
+        name: The name in the chain and in checkpoints; the class name in snake case if None.
+
+    Raises:
+        ValueError: For a ``beta`` out of range, or an unknown ``target``.
+        TypeError: For an argument of the wrong type.
+
+    It has one metric, ``clipped``: the share of elements that changed. State: two numbers for each tensor.
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import ClipByMaxEMA, Modular
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = Modular([weight], ClipByMaxEMA(beta=0.5))
+        >>> for gradient in ([1.0, -0.5], [10.0, -6.0]):
+        ...     weight.data = torch.zeros(2)
+        ...     weight.grad = torch.tensor(gradient)
+        ...     optimizer.step()
+        ...     print([-x for x in weight.tolist()])
+        [1.0, -0.5]
+        [7.0, -6.0]
+
+    Source: Huang et al., [Stable-SPAM: how to train in 4-bit more stably than 16-bit
+    Adam](https://arxiv.org/abs/2502.17055), 2025, there called AdaClip; it sets back the count of steps and not the
+    average, so that the limit is far too high for long after.
+    """
+
+    checks = {"beta": unit_interval}
+    keeps_statistics = True
+
+    def __init__(self, beta: float | Schedule = 0.999, *, target: Target = "update", name: str | None = None) -> None:
+        super().__init__({"beta": beta}, target=target, name=name)
+        self.slicing = Slicing.checked("linf", None, False, 1)
+
+    @override
+    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+        """The average of the largest elements, and how many entered it."""
+        return numbers("largest", "started", device=param.device)
+
+    @override
+    def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
+        """Scale down the elements above the limit, in place."""
+        tracked = Tracked(measure(updates, self.slicing), step, False, lambda setting: True)
+        count = tracked["started"] + 1
+        average = tracked.by_setting(_moved, tracked["largest"], tracked.norms)
+        tracked.keep(largest=average, started=count)
+        limits = tracked.by_setting(_limit, average, count)
+        ratios = torch.where(tracked.norms > limits, limits / tracked.norms, 1.0)
+        limits = torch.where(tracked.usable, limits, torch.inf)
+        counts = [torch.zeros((), dtype=torch.int64, device=update.device) for update in updates]
+        for i, limit, ratio in zip(tracked.indices, limits.unbind(), ratios.unbind(), strict=True):
+            x = reals(updates[i])
+            exceeds = x.abs() > limit.to(x.device)
+            counts[i] = exceeds.count_nonzero()
+            x.mul_(torch.where(exceeds, ratio.to(x.device, x.dtype), 1.0))
+        step.metrics["clipped"] = share(updates, counts)
+        return updates
+
+
+def _limit(setting: Setting, average: Tensor, count: Tensor) -> Tensor:
+    return average / (1 - setting["beta"] ** count)
+
+
+def _moved(setting: Setting, average: Tensor, largest: Tensor) -> Tensor:
+    return setting["beta"] * average + (1 - setting["beta"]) * largest

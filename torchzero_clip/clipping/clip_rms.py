@@ -1,0 +1,64 @@
+"""Clipping by the root of the mean square."""
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torchzero_clip.checks import positive
+from torchzero_clip.core.kinds import Scaling
+from torchzero_clip.core.step import Step
+from torchzero_clip.functional.clip import clip_factors
+from torchzero_clip.functional.measure import Measured
+from torchzero_clip.types import Schedule, Setting, Target
+
+
+class ClipRMS(Scaling):
+    """Scales updates so that the root of the mean square of the elements of each tensor is at most ``max_rms``.
+
+        u ← u / max(1, RMS(u) / max_rms),   RMS(u) = ‖u‖ / √elements
+
+    Behind Adam, whose updates have an RMS near 1, it bounds the updates that are too large because the averages are not
+    up to date. Before a rule it is `ClipNorm` with a limit that grows with the size of the tensor.
+
+    Args:
+        max_rms: The limit, > 0; a setting of the param groups. 1 in Adafactor.
+        target: What it acts on, see `Transform`.
+        name: The name in the chain and in checkpoints; the class name in snake case if None.
+
+    Raises:
+        ValueError: For a limit out of range, or an unknown ``target``.
+        TypeError: For an argument of the wrong type.
+
+    An update that is not finite passes unchanged. No state.
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import Adam, ClipRMS, Modular
+        >>> weight = torch.nn.Parameter(torch.zeros(4))
+        >>> optimizer = Modular([weight], ClipRMS())
+        >>> weight.grad = torch.full((4,), 3.0)
+        >>> optimizer.step()
+        >>> weight.data
+        tensor([-1., -1., -1., -1.])
+
+    Source: Shazeer, Stern, [Adafactor: adaptive learning rates with sublinear memory
+    cost](https://arxiv.org/abs/1804.04235), 2018.
+    """
+
+    checks = {"max_rms": positive}
+
+    def __init__(self, max_rms: float | Schedule = 1.0, *, target: Target = "update", name: str | None = None) -> None:
+        super().__init__({"max_rms": max_rms}, target=target, name=name)
+
+    @override
+    def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
+        """The factors that bring every tensor to at most ``max_rms``."""
+        if not measured.indices:
+            return torch.ones_like(measured.vector)
+        roots = torch.tensor([updates[i].numel() ** 0.5 for i in measured.indices], dtype=torch.float64)
+        measured.vector = measured.vector / roots.to(measured.vector.device, non_blocking=True)
+
+        def rule(norms: Tensor, setting: Setting) -> Tensor:
+            return torch.where(norms < torch.inf, clip_factors(measured.metric, norms, setting["max_rms"]), 1.0)
+
+        return measured.by_setting(step.settings, rule)

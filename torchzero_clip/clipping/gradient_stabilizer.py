@@ -1,0 +1,96 @@
+"""Updates whose norm is the ratio of an average norm to an average of squares."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torchzero_clip.checks import non_negative, unit_interval
+from torchzero_clip.clipping.statistics import NormStatistics, Tracked, numbers
+from torchzero_clip.types import Schedule, Setting, Target
+
+
+class GradientStabilizer(NormStatistics):
+    """Scales the update of each tensor to a norm near 1 that follows how steady its norms are.
+
+        m ← beta1 · m + (1 - beta1) · ‖u‖,   v ← beta2 · v + (1 - beta2) · ‖u‖²
+        u ← u / ‖u‖ · m̂ / (√v̂ + eps)        (m̂ and v̂ without the bias towards 0 of the first steps)
+
+    The norm that leaves is about 1 or less, whatever the gradient: it replaces a clip, and removes the relative scale
+    of tensors. So it is for chains with Adam behind it, which does not see a scale, and not for SGD. A spike of 100
+    times the usual leaves at 0.76 of it, and the step after it at 0.55.
+
+    **Guarantees.** Directions do not change. A non-finite gradient does not change the averages of its tensor, and its
+    update passes unchanged. The averages start at the first gradient that is not all zero.
+
+    Args:
+        beta1: The decay rate of the average norm, in [0, 1]; a setting of the param groups.
+        beta2: The decay rate of the average square, in [0, 1]; a setting.
+        eps: Added to the root of the average square, >= 0; a setting, in units of the gradient.
+        target: What it acts on, see `Transform`.
+        name: The name in the chain and in checkpoints; the class name in snake case if None.
+
+    Raises:
+        ValueError: For a setting out of range, or an unknown ``target``.
+        TypeError: For an argument of the wrong type.
+
+    An update of norm 0 stays 0; the averages move. State: three numbers for each tensor.
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import GradientStabilizer, Modular
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = Modular([weight], GradientStabilizer())
+        >>> for scale in (1.0, 1.0, 100.0, 1.0):
+        ...     weight.data = torch.zeros(2)
+        ...     weight.grad = torch.tensor([3.0, 4.0]) * scale
+        ...     optimizer.step()
+        ...     print(round(weight.norm().item(), 2))
+        1.0
+        1.0
+        0.76
+        0.55
+
+    Source: Huang et al., [Stable-SPAM: how to train in 4-bit more stably than 16-bit
+    Adam](https://arxiv.org/abs/2502.17055), 2025, there called AdaGN.
+    """
+
+    checks = {"beta1": unit_interval, "beta2": unit_interval, "eps": non_negative}
+
+    def __init__(
+        self,
+        beta1: float | Schedule = 0.7,
+        beta2: float | Schedule = 0.9,
+        eps: float | Schedule = 1e-8,
+        *,
+        target: Target = "update",
+        name: str | None = None,
+    ) -> None:
+        settings = {"beta1": beta1, "beta2": beta2, "eps": eps}
+        super().__init__(settings, ord=2, joint=False, target=target, name=name)
+
+    @override
+    def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+        return numbers("norm", "square", "started", device=param.device)
+
+    @override
+    def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
+        """The factors that bring the norms to the ratio of the averages."""
+        norms, count = tracked.norms, tracked["started"] + 1
+        norm = tracked.by_setting(_average("beta1"), tracked["norm"], norms)
+        square = tracked.by_setting(_average("beta2"), tracked["square"], norms.square())
+        tracked.keep(norm=norm, square=square, started=count)
+        return torch.where(norms > 0, tracked.by_setting(_target, norm, square, count) / norms, 1.0)
+
+
+def _average(key: str) -> Any:
+    def moved(setting: Setting, average: Tensor, new: Tensor) -> Tensor:
+        return setting[key] * average + (1 - setting[key]) * new
+
+    return moved
+
+
+def _target(setting: Setting, norm: Tensor, square: Tensor, count: Tensor) -> Tensor:
+    first, second = (1 - setting[key] ** count for key in ("beta1", "beta2"))
+    return norm / first / ((square / second).sqrt() + setting["eps"])

@@ -1,0 +1,100 @@
+"""A soft limit of singular values."""
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torchzero_clip.checks import positive, steps
+from torchzero_clip.core.transform import TensorwiseTransform
+from torchzero_clip.functional.norms import norm
+from torchzero_clip.functional.shards import laid_out_as, replicated
+from torchzero_clip.types import Schedule, Setting, State, Target
+
+
+class SoftSpectralClip(TensorwiseTransform):
+    """Brings the singular values σ of each matrix smoothly below ``limit``.
+
+        σ ← σ / √(1 + σ² / limit²)
+
+    Small singular values hardly change, large ones end near the limit, and directions stay. The matrix is multiplied by
+    (I + u uᵀ / limit²)^(-1/2), computed in ``steps`` Newton-Schulz iterations, which is accurate for singular values up
+    to about ``1.5 ** steps`` times the limit; above, small ones shrink too. Tensors of more than two dimensions are
+    matrices with their first dimension as rows. A vector or scalar is unchanged up to the limit, and n / √(1 + n² /
+    limit²) long above: its length jumps by a factor of √2 there.
+
+    Leave embeddings out, with ``.without("embed*")``: their rows are looked up one by one, and the products are large.
+
+    Args:
+        limit: In units of the update, > 0; a setting of the param groups. The paper has 10 on updates of a rule and 0.1
+            on gradients.
+        steps: The number of iterations, at least 1.
+        target: What it acts on, see `Transform`.
+        name: The name in the chain and in checkpoints; the class name in snake case if None.
+
+    Raises:
+        ValueError: For a setting out of range, or an unknown ``target``.
+        TypeError: For an argument of the wrong type.
+
+    Half precision is computed in float32. A tensor that is not finite passes unchanged. A sharded matrix is gathered on
+    each rank. No state; three products of small Gram matrices for each step, and two of the whole matrix.
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import Modular, SoftSpectralClip
+        >>> weight = torch.nn.Parameter(torch.zeros(2, 2))
+        >>> optimizer = Modular([weight], SoftSpectralClip(1.0))
+        >>> weight.grad = torch.tensor([[3.0, 0.0], [0.0, 0.1]])
+        >>> optimizer.step()
+        >>> weight.data
+        tensor([[-0.9487, -0.0000],
+                [-0.0000, -0.0995]])
+
+    Source: [LLM spectral clipping](https://arxiv.org/abs/2603.14315), 2026.
+    """
+
+    checks = {"limit": positive}
+
+    def __init__(
+        self, limit: float | Schedule, *, steps: int = 10, target: Target = "update", name: str | None = None
+    ) -> None:
+        _steps("steps", steps)
+        self.steps = steps
+        super().__init__({"limit": limit}, target=target, name=name)
+
+    @override
+    def apply_tensor(
+        self, tensor: Tensor, param: Tensor, grad: Tensor, loss: Tensor | float | None, state: State, setting: Setting
+    ) -> Tensor:
+        """Limit the singular values of one update."""
+        limit = setting["limit"]
+        if tensor.ndim < 2:
+            length = norm(tensor).to(tensor.device)
+            shrunk = (1 + (length / limit).square()).rsqrt()
+            return tensor.mul_(torch.where((length > limit) & length.isfinite(), shrunk, 1.0).to(tensor.dtype))
+        whole = replicated(tensor)
+        dtype = torch.promote_types(whole.dtype, torch.float32)
+        result = _soft(whole.to(dtype).flatten(1), limit, self.steps).to(whole.dtype).view_as(whole)
+        return laid_out_as(torch.where(whole.isfinite().all(), result, whole), tensor)
+
+
+_steps = steps
+
+
+def _soft(matrix: Tensor, limit: float, count: int) -> Tensor:
+    """The matrix with its singular values below the limit."""
+    if not matrix.numel():
+        return matrix
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.mH if is_tall else matrix
+    largest = x.abs().amax().clamp(min=torch.finfo(matrix.dtype).tiny)
+    reach = (torch.linalg.matrix_norm(x / largest) * largest).clamp(min=limit)
+    x = x / reach  # of norm at most 1, so that nothing overflows
+    one = torch.eye(x.shape[0], dtype=x.dtype, device=x.device)
+    gram = one * (limit / reach).square() + x @ x.mH
+    size = torch.linalg.matrix_norm(gram)  # at least the largest eigenvalue, so that the iteration converges
+    root, inverse = gram / size, one
+    for _ in range(count):
+        factor = 1.5 * one - 0.5 * (inverse @ root)
+        root, inverse = root @ factor, factor @ inverse
+    result = (inverse @ x) * (limit * size.rsqrt())
+    return result.mH if is_tall else result

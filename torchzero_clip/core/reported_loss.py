@@ -1,0 +1,71 @@
+"""The loss of a step, for transforms that judge it."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class ReportedLoss:
+    """The losses that a training loop has reported since the last step.
+
+    Those before the last `zero_grad` that was followed by a report do not count, because the step that they belong to
+    was never taken: a gradient scaler may have refused it.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def add(self, loss: Any) -> None:
+        """Take the loss of one part of the batch.
+
+        Raises:
+            TypeError: If it is neither a number nor a tensor.
+            ValueError: If it is a tensor of more than one number.
+        """
+        if isinstance(loss, bool) or not isinstance(loss, int | float | Tensor):
+            raise TypeError(f"loss must be a number or a 0-d tensor, got {type(loss).__name__}")
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise ValueError(f"loss must be a number or a 0-d tensor, got a tensor of shape {tuple(loss.shape)}")
+        if self._begins_anew:
+            self.clear()
+        self._sum = self._sum + (loss.detach().reshape(()).double() if isinstance(loss, Tensor) else float(loss))
+        self.count += 1
+
+    def zeroed(self) -> None:
+        """Gradients were set to zero: the next report begins anew."""
+        self._begins_anew = True
+
+    def clear(self) -> None:
+        """Forget all reports."""
+        self._sum: Tensor | float = 0.0
+        self.count = 0
+        """How many losses were reported."""
+        self._begins_anew = False
+
+    def mean(self) -> Tensor | float:
+        """The mean of the reports, of which there is at least one."""
+        return self._sum / self.count
+
+
+def joint_loss(loss: Any, count: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """The mean of the losses of all processes, and whether there is one: 0-d tensors. None if nobody can have one.
+
+    Every process calls it, with or without a loss.
+
+    Args:
+        loss: The mean of the losses of this process; None if there is none.
+        count: How many there are.
+        device: Where the result is needed.
+    """
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if loss is None and not several:
+        return None
+    value = 0.0 if loss is None else loss
+    mean = value.detach().reshape(()) if isinstance(value, Tensor) else torch.tensor(float(value))
+    mean = mean.to(device, torch.float64)
+    total = torch.stack([mean * count, torch.full_like(mean, count)])
+    if several:
+        dist.all_reduce(total)
+    return total[0] / total[1].clamp(min=1), total[1] > 0
