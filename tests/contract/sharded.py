@@ -429,6 +429,23 @@ def skipping_is_decided_alike(_: Entry) -> None:
         assert "nonfinite" in options or counts[0] == 2
 
 
+def losses_may_be_reported_on_some_ranks(_: Entry) -> None:
+    """Replicas with plain parameters: the loss of one rank makes both skip, and a rank without one reduces too."""
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = Modular([weight], SkipStep(sigma=3.0, window=8), SGD(0.1))
+    found = []
+    for step in range(12):
+        weight.grad = torch.ones(3)
+        if dist.get_rank() == 0 and step not in (2, 9):
+            optimizer.report_loss(1.0 + 0.1 * (step % 3) + 50.0 * (step == 8))
+        elif dist.get_rank() == 1 and step in (4, 9):
+            optimizer.report_loss(torch.tensor(1.1 if step == 4 else 90.0))
+        optimizer.step()
+        found.append(int(optimizer.metrics()["skipped_steps"]))
+    assert found == [0] * 8 + [1, 2, 2, 2]
+    torch.testing.assert_close(weight.detach(), torch.full((3,), -1.0))
+
+
 def data_parallel(_: Entry) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(3, 2).double()
@@ -462,6 +479,7 @@ ONCE: dict[str, Callable[[Entry], None]] = {
     "skipping is decided alike": skipping_is_decided_alike,
     "functions on every layout": functions_on_every_layout,
     "data parallel": data_parallel,
+    "losses may be reported on some ranks": losses_may_be_reported_on_some_ranks,
 }
 
 
