@@ -11,18 +11,29 @@ from torch.nn.utils import clip_grad_value_ as torch_clip_grad_value_
 
 from benchmarks.timing import Case, Params, Timed
 from torchzero_clip import (
+    AdaGC,
     AdamW,
+    AdaptiveGradientClip,
+    AutoClip,
     Centralize,
+    ClipByMaxEMA,
     ClipNorm,
     ClipNormByEMA,
     ClipNormGrowth,
+    ClipRMS,
     ClipValue,
     ClipValueByEMA,
     ClipValueGrowth,
+    GradientStabilizer,
     Modular,
+    Muon,
     Normalize,
     NormalizeByEMA,
+    SkipStep,
+    SoftSpectralClip,
+    SpikeAwareClip,
     Transform,
+    ZClip,
     clip_grad_norm_,
     clip_grad_value_,
     normalize_grads_,
@@ -209,8 +220,33 @@ def function_cases() -> list[Case]:
     ]
 
 
+def adaptive_cases() -> list[Case]:
+    """Adaptive limits before AdamW, against the clip of the same scope; the spectral one against Muon."""
+
+    def named(made: Callable[[], Transform]) -> str:
+        return f"{written(made)}, AdamW()"
+
+    jointly, elementwise = partial(ClipNorm, 1, dim="global"), ClipValueByEMA
+    bases: dict[Callable[[], Transform], list[Callable[[], Transform]]] = {
+        jointly: [jointly, AutoClip, ZClip, partial(SkipStep, sigma=6.0)],
+        CLIP_EACH: [CLIP_EACH, AdaGC, GradientStabilizer, ClipRMS, AdaptiveGradientClip],
+        elementwise: [elementwise, SpikeAwareClip, ClipByMaxEMA],
+    }
+    cases = [Case(named(made), ours(made, AdamW), (named(base),)) for base, all_of in bases.items() for made in all_of]
+    spectral = [
+        Case("Muon of matrices", matrices_only(Muon), ("Muon of matrices",)),
+        Case("SoftSpectralClip(0.1) of matrices", matrices_only(partial(SoftSpectralClip, 0.1)), ("Muon of matrices",)),
+    ]
+    return [*cases, *spectral]
+
+
+def matrices_only(made: Callable[[], Transform]) -> Make:
+    return lambda params: Timed(Modular(params, made().only(lambda param: param.ndim == 2)).step)
+
+
 CASES: dict[str, Callable[[], list[Case]]] = {
     "steps": step_cases,
     "transforms": transform_cases,
     "functions": function_cases,
+    "adaptive": adaptive_cases,
 }

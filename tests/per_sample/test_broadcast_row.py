@@ -1,8 +1,10 @@
 """One row of input that stands for all samples."""
 
+import copy
+
 import pytest
 import torch
-from per_sample.harness import assert_close, assert_matches_loop, losses_of
+from per_sample.harness import assert_close, assert_matches_loop, loop, losses_of, norms_of
 from torch import nn
 
 from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
@@ -152,3 +154,110 @@ def test_transforms_of_functions_run_the_model_as_it_is():
     _clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
     assert_close(torch.func.jacrev(model)(x), expected)
     assert torch.vmap(model)(x).shape == (5, 2)
+
+
+class Bare(nn.Module):
+    """A module with a forward of its own and one parameter."""
+
+    def __init__(self, use, *shape):
+        super().__init__()
+        self.use, self.lin, self.p = use, nn.Linear(3, 3), nn.Parameter(torch.randn(shape))
+
+    def forward(self, x):
+        return self.use(self, x)
+
+
+BARE = {
+    "a class token": (lambda m, x: torch.cat([m.p.expand(len(x), -1, -1), m.lin(x)], 1), (1, 1, 3)),
+    "a layer scale": (lambda m, x: x + m.p * m.lin(x), (3,)),
+    "a gate of functions": (lambda m, x: m.lin(x) * torch.sigmoid(m.p).cumsum(0), (3,)),
+    "an operation that is not for rows": (lambda m, x: m.lin(x) @ m.p, (3, 3)),
+    "in a list": (lambda m, x: torch.stack([m.lin(x), x + m.p], 1).flatten(1, 2), (3,)),
+    "set in place": (lambda m, x: m.lin(x).index_fill(1, torch.tensor([0]), 0.0) + m.p[None, None], (3,)),
+    "an attribute of it": (lambda m, x: m.lin(x) * (m.p if m.p.is_leaf else 2 * m.p), (3,)),
+    "the weight of a submodule": (lambda m, x: nn.functional.linear(x, weight=m.lin.weight) * m.p, (3,)),
+    "an error that is caught": (lambda m, x: caught(m, x), (3, 3)),
+}
+
+
+def caught(module, x):
+    try:
+        return module.lin(x) @ module.p
+    except Exception:
+        return x * module.p[0]
+
+
+@pytest.mark.parametrize("count", [1, 4, 5])
+@pytest.mark.parametrize("name", BARE)
+def test_parameters_beside_layers_are_right(name, count):
+    use, shape = BARE[name]
+    losses = (lambda output, dim: losses_of(output[:, :4])) if name == "the weight of a submodule" else losses_of
+    model = Bare(use, *shape)
+    if name == "the weight of a submodule":
+        model.lin.bias.requires_grad_(False)
+    assert_matches_loop(model, torch.randn(count, 4, 3), modes=("auto", "low"), losses=losses)
+
+
+def test_a_size_that_was_not_the_batch_is_not_taken_for_it_later():
+    def forward(m, x):
+        h = torch.cat([m.lin(x), x[:, :1]], 1)
+        return h * m.p.expand(h.shape[1], 3)
+
+    model = Bare(forward, 1, 3).double()
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1e9)) as clipper:
+        for length in (2, 3, 4):  # 4 samples: as many as positions in the second step
+            x = torch.randn(4, length, 3).double()
+            norms = norms_of(loop(copy.deepcopy(model), [x]))
+            for key, found in clipper.backward(losses_of(model(x))).param_norms.items():
+                assert_close(found, norms[key])
+
+
+@pytest.mark.parametrize("hook", ["register_hook", "retain_grad"])
+def test_hooks_of_a_row_are_refused_and_those_of_a_parameter_are_too(hook):
+    def positions(m, x):
+        row = m.lin(m.p[None])
+        getattr(row, hook)(*([abs] if hook == "register_hook" else []))
+        return x + row
+
+    model = Bare(positions, 4, 3)
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)), pytest.raises((RuntimeError, ValueError)):
+        model(torch.randn(5, 4, 3))
+
+
+def test_an_input_that_an_attempt_has_changed_is_refused():
+    def forward(m, x):
+        x += m.p
+        return m.lin(x) @ torch.ones(3, 3) + x @ m.p.diag()
+
+    model = Bare(forward, 3)
+    refused = pytest.raises(RuntimeError, match=r"Bare changes its input in place.*whole=\(Bare,\)")
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)), refused:
+        model(torch.randn(5, 4, 3))
+
+
+def test_a_use_that_changes_asks_for_the_forward_again():
+    def forward(m, x):
+        return m.lin(x) * m.p if not m.turned else m.lin(x) * (x @ m.p.diag())
+
+    model, x = Bare(forward, 3).double(), torch.randn(5, 4, 3).double()
+    model.turned = False
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1e9)) as clipper:
+        clipper.backward(losses_of(model(x)))
+        model.turned = True
+        with pytest.raises(RuntimeError, match=r"Bare used a parameter in another way .* run the forward again"):
+            model(x)
+        norms = norms_of(loop(copy.deepcopy(model), [x]))
+        for key, found in clipper.backward(losses_of(model(x))).param_norms.items():
+            assert_close(found, norms[key])
+
+
+def test_a_first_state_of_a_recurrent_network_is_right():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.h, self.gru = nn.Parameter(torch.randn(1, 1, 4)), nn.GRU(3, 4, batch_first=True)
+
+        def forward(self, x):
+            return self.gru(x, self.h.expand(1, len(x), 4).contiguous())[0]
+
+    assert_matches_loop(Net(), torch.randn(5, 6, 3), modes=("auto", "low"))

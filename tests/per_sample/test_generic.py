@@ -256,3 +256,74 @@ def test_a_model_that_gets_trainable_parameters_of_its_own_has_to_be_called_agai
             model(x)
         norms = total_of(norms_of(loop(copy.deepcopy(model), [x])))
         assert_close(clipper.backward(losses_of(model(x))).norms, norms)
+
+
+class Uses(nn.Module):
+    """A module that runs whole."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.use, self.lin = use, nn.Linear(4, 4)
+
+    def forward(self, *args, **kwargs):
+        return self.use(self, *args, **kwargs)
+
+
+def used(use):
+    return PerSampleGradientClipper(Uses(use).double(), ConstantFlatClipper(1e9), whole=(Uses,))
+
+
+def test_what_was_not_split_into_samples_is_refused():
+    table = torch.randn(5, 4).double()
+    with (
+        used(lambda m, x: m.lin(x) + table) as clipper,
+        pytest.raises(ValueError, match="something of the batch was not"),
+    ):
+        clipper._engine._model(torch.randn(5, 4).double())
+
+
+def test_a_mask_of_positions_that_are_as_many_as_samples_is_refused_at_first_and_shared_later():
+    def forward(m, x, mask):
+        return (m.lin(x) @ x.mT).masked_fill(mask, -1e9).softmax(-1) @ x
+
+    for lengths in ((5,), (4, 5)):
+        with used(forward) as clipper:
+            model = clipper._engine._model
+            for length in lengths:
+                x, mask = torch.randn(5, length, 4).double(), torch.ones(length, length).triu(1).bool()
+                if lengths == (5,):
+                    with pytest.raises(ValueError, match="among its arguments that all samples share"):
+                        model(x, mask)
+                    break
+                norms = norms_of(loop(lambda_of(copy.deepcopy(model), mask), [x]))
+                for key, found in clipper.backward(losses_of(model(x, mask))).param_norms.items():
+                    assert_close(found, norms[key])
+
+
+def lambda_of(model, mask):
+    """The model with one mask for all samples."""
+    model.forward = lambda x: type(model).forward(model, x, mask)
+    return model
+
+
+def test_arguments_are_known_by_their_names():
+    def forward(m, x, mask=None, cond=None):
+        h = m.lin(x) if cond is None else m.lin(x) * cond[:, None]
+        return h if mask is None else mask.to(h) @ h
+
+    with used(forward) as clipper:
+        model = clipper._engine._model
+        x, cond = torch.randn(5, 3, 4).double(), torch.randn(5, 4).double()
+        clipper.backward(losses_of(model(x, mask=torch.ones(3, 3))))
+        norms = norms_of(loop(copy.deepcopy(model), [x, None, cond]))
+        for key, found in clipper.backward(losses_of(model(x, cond=cond))).param_norms.items():
+            assert_close(found, norms[key])
+
+
+def test_a_list_among_the_arguments_that_is_appended_to_is_refused():
+    def forward(m, x, losses):
+        losses.append(x.square().sum())
+        return m.lin(x)
+
+    with used(forward) as clipper, pytest.raises(ValueError, match="changes a list or dict among its arguments"):
+        clipper._engine._model(torch.randn(5, 4).double(), [])

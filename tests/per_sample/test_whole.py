@@ -124,7 +124,7 @@ def test_much_memory_is_announced(monkeypatch):
         model(torch.randn(20, 1, 3))
 
 
-def test_a_module_that_is_run_whole_runs_as_on_a_batch_of_one():
+def test_a_module_that_mixes_samples_cannot_be_run_whole():
     class Centered(nn.Module):
         def __init__(self):
             super().__init__()
@@ -135,8 +135,8 @@ def test_a_module_that_is_run_whole_runs_as_on_a_batch_of_one():
             return h - h.mean(0)
 
     model = Centered()
-    with clipper_for(model, Centered):
-        assert not model(torch.randn(5, 3)).any()
+    with clipper_for(model, Centered), pytest.raises(ValueError, match="Centered gives another output for a batch"):
+        model(torch.randn(5, 3))
 
 
 @pytest.mark.peers

@@ -55,8 +55,8 @@ class AdaGC(NormStatistics):
         0.52
         0.4
 
-    Source: Wang et al., [AdaGC: improving training stability for large language model
-    pretraining](https://arxiv.org/abs/2502.11034), 2025. There, a tensor with one gradient of 0 in the warm-up never
+    Source: Wang et al., [AdaGC: enhancing LLM pretraining stability via adaptive gradient
+    clipping](https://arxiv.org/abs/2502.11034), 2025. There, a tensor with one gradient of 0 in the warm-up never
     moves again, such as every first matrix of LoRA.
     """
 

@@ -17,8 +17,9 @@ class ClipRMS(Scaling):
 
         u ← u / max(1, RMS(u) / max_rms),   RMS(u) = ‖u‖ / √elements
 
-    Behind Adam, whose updates have an RMS near 1, it bounds the updates that are too large because the averages are not
-    up to date. Before a rule it is `ClipNorm` with a limit that grows with the size of the tensor.
+    Behind Adam, whose updates have an RMS of 0.2 for noise and of 1 for constant gradients, it bounds the updates that
+    are too large because the averages are not up to date. Before a rule it is `ClipNorm` with a limit that grows with
+    the size of the tensor.
 
     Args:
         max_rms: The limit, > 0; a setting of the param groups. 1 in Adafactor.

@@ -17,10 +17,10 @@ class SoftSpectralClip(TensorwiseTransform):
         σ ← σ / √(1 + σ² / limit²)
 
     Small singular values hardly change, large ones end near the limit, and directions stay. The matrix is multiplied by
-    (I + u uᵀ / limit²)^(-1/2), computed in ``steps`` Newton-Schulz iterations, which is accurate for singular values up
-    to about ``1.5 ** steps`` times the limit; above, small ones shrink too. Tensors of more than two dimensions are
-    matrices with their first dimension as rows. A vector or scalar is unchanged up to the limit, and n / √(1 + n² /
-    limit²) long above: its length jumps by a factor of √2 there.
+    (I + u uᵀ / limit²)^(-1/2), computed in ``steps`` Newton-Schulz iterations. They are accurate to 2 % for singular
+    values up to half of ``1.5 ** steps`` times the limit; above, small ones shrink too. Tensors of more than two
+    dimensions are matrices with their first dimension as rows. A vector or scalar is unchanged up to the limit, and
+    n / √(1 + n² / limit²) long above: its length jumps by a factor of √2 there.
 
     Leave embeddings out, with ``.without("embed*")``: their rows are looked up one by one, and the products are large.
 
@@ -49,7 +49,7 @@ class SoftSpectralClip(TensorwiseTransform):
         tensor([[-0.9487, -0.0000],
                 [-0.0000, -0.0995]])
 
-    Source: [LLM spectral clipping](https://arxiv.org/abs/2603.14315), 2026.
+    Source: [Enhancing LLM training via spectral clipping](https://arxiv.org/abs/2603.14315), 2026.
     """
 
     checks = {"limit": positive}

@@ -11,9 +11,11 @@ from torchzero_clip.compat import DisableTorchFunctionSubclass
 
 ARITHMETIC = {f"{side}{name}" for name in ("add", "sub", "mul", "div", "truediv") for side in ("", "r", "i")}
 EXPANSIONS = {"expand", "expand_as", "broadcast_to", "repeat"}
+TRANSPOSED = {"T", "mT", "H", "mH"}
+HOOKS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
 
 
-class NotARowError(Exception):
+class NotARowError(BaseException):  # so that the code of a module does not catch it
     """An operation with a value that all samples share has a result that is not of that kind."""
 
 
@@ -28,6 +30,8 @@ class BroadcastRow(Tensor):
     _dim: int  # the batch dimension of other tensors
     _is_param: bool  # raise at once for another use, rather than in the backward
     _note: Callable[..., None]  # gets decisions
+    _refuse: Callable[[], None]  # raises for another use
+    _expanded: set[Any]  # what was expanded to another size than that of the batch
     _version_then: int
 
     def samples(self, dim: int) -> tuple[Tensor, int, bool]:
@@ -51,16 +55,25 @@ class BroadcastRow(Tensor):
     @classmethod
     @override
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         with DisableTorchFunctionSubclass():
+            if name == "__get__" and func.__self__.__name__ not in TRANSPOSED:
+                return func(*args)
             tensors = list(_tensors((args, list(kwargs.values()))))
             rows = [x for x in tensors if isinstance(x, BroadcastRow)]
-            if all(map(is_row, rows)):
+            param = any(row._is_param for row in rows)
+            if name in HOOKS:
+                if param:
+                    raise NotARowError(name)
+                rows[0]._refuse()
+            if torch.is_grad_enabled() and all(map(is_row, rows)):
                 output = _with_copies(func, args, kwargs, rows, [x for x in tensors if not isinstance(x, BroadcastRow)])
                 if output is not NotImplemented:
                     return output
+            if param and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
+                raise NotARowError(name)
             output = func(*args, **kwargs)
-        if any(row._is_param for row in rows) and any(x.requires_grad for x in _tensors(output)):
+        if param and any(x.requires_grad for x in _tensors(output)):
             raise NotARowError(getattr(func, "__name__", func))
         return output
 
@@ -84,20 +97,42 @@ def row_of(each: Tensor, dim: int, *, refuse: Callable[[], None], note: Callable
     """
     first = each[0] if len(each) else each.new_zeros(each.shape[1:])
     row = _Row.apply(anchor(), [first.detach().clone()], refuse)
-    return _as_row(row, each, dim, note, is_param=False)
+    return _as_row(row, each, dim, note, refuse, set(), is_param=False)
 
 
 def row_of_param(
-    param: Tensor, each: Tensor, dim: int, refuse: Callable[[], None], note: Callable[..., None]
+    param: Tensor,
+    each: Tensor,
+    dim: int,
+    refuse: Callable[[], None],
+    note: Callable[..., None],
+    expanded: set[Any],
 ) -> BroadcastRow:
-    """Return a parameter as a row. An operation that is not for rows raises a `NotARowError`."""
-    return _as_row(_Row.apply(anchor(), [param.detach()], refuse), each, dim, note, is_param=True)
+    """Return a parameter as a row. An operation that is not for rows raises a `NotARowError`.
+
+    ``expanded`` has what was expanded to another size than that of the batch in earlier calls. It is updated.
+    """
+    return _as_row(_Row.apply(anchor(), [param.detach()], refuse), each, dim, note, refuse, expanded, is_param=True)
 
 
-def _as_row(row: Any, each: Tensor, dim: int, note: Callable[..., None], *, is_param: bool) -> BroadcastRow:
+def _like(row: BroadcastRow, value: Any, each: Tensor) -> BroadcastRow:
+    return _as_row(value, each, row._dim, row._note, row._refuse, row._expanded, is_param=row._is_param)
+
+
+def _as_row(
+    row: Any,
+    each: Tensor,
+    dim: int,
+    note: Callable[..., None],
+    refuse: Callable[[], None],
+    expanded: set[Any],
+    *,
+    is_param: bool,
+) -> BroadcastRow:
     with DisableTorchFunctionSubclass():
         result = row.as_subclass(BroadcastRow)
         result._each, result._dim, result._note, result._is_param = each, dim, note, is_param
+        result._refuse, result._expanded = refuse, expanded
         result._version_then = result._version
         return result
 
@@ -124,8 +159,7 @@ def _with_copies(func: Any, args: Any, kwargs: Any, rows: list[BroadcastRow], ot
     output = func(*args, **kwargs)
     if not any(x.requires_grad for x in _tensors(output)) or any(output is row for row in rows):
         return output
-    if kind in EXPANSIONS and first.fits(output.ndim, dim) and output.shape[dim] == count:
-        first._note(kind)
+    if kind in EXPANSIONS and first.fits(output.ndim, dim) and _is_to_batch(first, kind, output, count):
         return first.aligned(output.ndim, dim).expand_as(output) if kind != "repeat" else _repeated(first, output)
 
     def on(*copies: Tensor) -> Any:
@@ -134,13 +168,19 @@ def _with_copies(func: Any, args: Any, kwargs: Any, rows: list[BroadcastRow], ot
 
     try:
         each = torch.vmap(on)(*[row._each for row in rows])
-    except RuntimeError:  # it cannot run under vmap
+    except (RuntimeError, ValueError):  # it cannot run under vmap
         return NotImplemented
-    made = [
-        _as_row(x, y, dim, first._note, is_param=first._is_param)
-        for x, y in zip(_listed(output), _listed(each), strict=True)
-    ]
+    made = [_like(first, x, y) for x, y in zip(_listed(output), _listed(each), strict=True)]
     return made[0] if isinstance(output, Tensor) else type(output)(made)
+
+
+def _is_to_batch(row: BroadcastRow, kind: str, output: Tensor, count: int) -> bool:
+    """True if a row was expanded to the batch, and not, in this call or an earlier one, to another size."""
+    expansion, size = (kind, tuple(row.shape), output.ndim), output.shape[row._dim]
+    if size not in (1, count):
+        row._expanded.add(expansion)
+    row._note(*expansion, expansion in row._expanded)
+    return size == count and expansion not in row._expanded
 
 
 def _is_of_batch(tensor: Tensor, dim: int, count: int) -> bool:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +88,10 @@ class Engine(Recording):
     def norm_dtype(self) -> torch.dtype:
         """Float32, or float64 if a parameter is."""
         return torch.float64 if any(p.dtype == torch.float64 for p in self.params.values()) else torch.float32
+
+    @override
+    def buffers(self) -> Sequence[Tensor]:
+        return list(self._model.buffers())
 
     @override
     def refresh(self) -> None:

@@ -45,6 +45,9 @@ class Forward:
         self.direct = inputs is None
         found = [x for x in inputs or () if x.ndim]
         sizes = {x.shape[min(dim, x.ndim - 1)] for x in found}
+        others = sizes - {1}
+        if len(others) == 1 and found[0].shape[min(dim, found[0].ndim - 1)] in others:
+            sizes = others  # the rest is one row for all samples
         self.batch_size = sizes.pop() if len(sizes) == 1 else None
         """The size of all inputs in the batch dimension; None if they differ."""
         self.tells_size = self.direct or bool(found)
@@ -89,6 +92,10 @@ class Recording(ABC):
         """How many layers have each parameter, by its id."""
         self._memory: Memory = memory
         self.clear()
+
+    @abstractmethod
+    def buffers(self) -> Sequence[Tensor]:
+        """The buffers of the model."""
 
     @abstractmethod
     def refresh(self) -> None:
@@ -148,6 +155,7 @@ class Recording(ABC):
         if self.phase is not Phase.FORWARD and not in_backward():
             self.begin(self.forward if self.forward.direct else Forward())
         self.calls[id(layer)] += 1
+        self.mixing.note(layer.name)
 
     def wants(self, layer: Any) -> bool:
         """True if the current backward gives gradients to parameters, unlike `torch.autograd.grad` of an input.

@@ -55,6 +55,8 @@ def clipped_backward(
         raise ValueError(f"losses must have shape (B,), got {tuple(losses.shape)}: {_way_out(losses)}")
     if not engine.attached:
         raise RuntimeError("the clipper is detached: make a new one, and run the forward again")
+    if not engine.enabled:
+        raise RuntimeError("hooks are disabled: call enable_hooks() before the forward")
     if engine.waits:
         raise RuntimeError("gradients of an earlier backward wait: call clip_and_accumulate() or discard() first")
     check, of_mean, engine.shown.of_mean = engine.mixing.is_due(losses), engine.shown.of_mean, False

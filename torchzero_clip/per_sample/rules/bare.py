@@ -11,13 +11,14 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.compat import stores_by_hooks
-from torchzero_clip.per_sample.broadcast_row import NotARowError, row_of_param
+from torchzero_clip.per_sample.broadcast_row import TRANSPOSED, NotARowError, row_of_param
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.rules.generic import GenericRule, copy_of
 from torchzero_clip.per_sample.rules.state import State
 
 GENERIC = GenericRule()
 WHOLE = "whole"  # a key of `CapturedLayer.known`: the layer with all submodules, once an operation was not for rows
+EXPANDED = "expanded"  # a key of `CapturedLayer.known`: see `row_of_param`
 TRIED = "tried"  # a key of `CapturedLayer.known`: a call was right without the generic rule
 
 
@@ -33,9 +34,14 @@ class BareRule(Rule):
         if WHOLE not in layer.known and count is not None:
             try:
                 return self._with_rows(layer, count, args, kwargs)
-            except NotARowError:
+            except NotARowError as error:
                 params = {name: p for name, p in layer.module.named_parameters() if p.requires_grad}
                 layer.known[WHOLE] = CapturedLayer(layer.recording, layer.name, layer.module, GENERIC, params)
+                if TRIED in layer.known:
+                    raise RuntimeError(
+                        f"{layer} used a parameter in another way than in earlier calls ({error}): run the forward "
+                        f"again, or name it from the start: whole=({type(layer.module).__name__},)"
+                    ) from None
         return GENERIC.run(layer.known.get(WHOLE, layer), *args, **kwargs)
 
     def _with_rows(self, layer: CapturedLayer, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -46,20 +52,29 @@ class BareRule(Rule):
         if TRIED in layer.known:
             return run()
         state, random = State(layer), torch.get_rng_state()
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        versions = [x._version for x in tensors]
+
+        def undo() -> None:
+            state.undo()
+            torch.set_rng_state(random)
+            if [x._version for x in tensors] != versions:
+                raise RuntimeError(
+                    f"{layer} changes its input in place, and cannot be run again: name it in "
+                    f"whole=({type(layer.module).__name__},)"
+                )
+
         hooked = stores_by_hooks()  # a checkpoint counts what an attempt stores, so that it has to be made apart
         try:
             with saved_tensors_hooks(_same, _same) if hooked else nullcontext():
                 output = run()
-            layer.known[TRIED] = True
-            if not hooked:
-                return output
         except NotARowError:
-            state.undo()
-            torch.set_rng_state(random)
+            undo()
             raise
-        state.undo()
-        torch.set_rng_state(random)
-        return run()
+        if hooked:
+            undo()
+        layer.known[TRIED] = True
+        return run() if hooked else output
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -77,9 +92,9 @@ class _Rows(TorchFunctionMode):
     def __init__(self, layer: CapturedLayer, count: int) -> None:
         super().__init__()
         self._layer = layer
-        dim = layer.recording.batch_dim
+        dim, expanded = layer.recording.batch_dim, layer.known.setdefault(EXPANDED, set())
         self._rows = {
-            id(p): row_of_param(p, copy_of(layer, p, count), dim, layer.refuse_row, layer.note)
+            id(p): row_of_param(p, copy_of(layer, p, count), dim, layer.refuse_row, layer.note, expanded)
             for p in layer.params.values()
         }
         self._others = {id(p) for p in layer.module.parameters() if p.requires_grad and id(p) not in self._rows}
@@ -87,11 +102,13 @@ class _Rows(TorchFunctionMode):
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._layer.recording.running is not self._layer:
+        reads = getattr(func, "__name__", "") == "__get__" and func.__self__.__name__ not in TRANSPOSED
+        if reads or self._layer.recording.running is not self._layer:
             return func(*args, **kwargs)
         given = self._replaced(args), {key: self._replaced(x) for key, x in kwargs.items()}
         output = func(*given[0], **given[1])
-        if isinstance(output, Tensor) and output.requires_grad and any(id(x) in self._others for x in args):
+        others = (id(x) in self._others for x in pytree.tree_leaves((args, kwargs)))
+        if any(others) and any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(output)):
             raise NotARowError(getattr(func, "__name__", func))
         return output
 

@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from torchzero_clip.per_sample.broadcast_row import is_row, row_of
+from torchzero_clip.compat import is_functorch_wrapped_tensor
+from torchzero_clip.per_sample.broadcast_row import HOOKS, is_row, row_of
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.contributions import Dense
-from torchzero_clip.per_sample.recording import Forward
+from torchzero_clip.per_sample.recording import Forward, in_backward
 from torchzero_clip.per_sample.rules.state import State
 from torchzero_clip.per_sample.squared_norms import wide
 
@@ -29,9 +30,11 @@ LOOP = (  # in errors of vmap after which a loop over samples may do
     "dynamic shape",
     "vmap over",
     "stack expects each tensor to be equal size",  # packed sequences
+    "setup_context",  # functions of autograd in the older form
 )
 BY_VMAP = "by vmap"  # a key of `CapturedLayer.known`: False if vmap cannot run the module
 SHARED = "shared"  # a key of `CapturedLayer.known`: the arguments that all samples share
+COMPARED = "compared"  # a key of `CapturedLayer.known`: decisions with which the module agreed with its batch
 WARNED = "warned"  # a key of `CapturedLayer.known`: the warning about memory was given
 WARN = 2 << 30  # bytes of per-sample gradients of one module, above which a warning tells of them
 
@@ -48,15 +51,17 @@ class GenericRule(Rule):
     @override
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        dims = self.dims(layer, args, kwargs, leaves)
+        dims, shared = self.dims(layer, args, kwargs, leaves)
+        for i, dim in enumerate(dims):
+            if dim is not None and is_row(leaves[i]):  # such as a first state for all, expanded to the batch
+                leaves[i] = leaves[i]._each.diagonal(0, 0, dim + 1).movedim(-1, dim)
         count = _batch_size(layer, leaves, dims)
-        layer.note(*dims)
         copies = copies_of(layer, count)
         if not count:
             return _without_samples(layer, copies, args, kwargs)
         if type(self) is GenericRule:
             _refuse_backward_hooks(layer)
-        bare, layout = Bare(layer.module), _Layout()
+        bare, layout = Bare(layer.module), _Layout(layer)
         split = [(i, dim) for i, dim in enumerate(dims) if dim is not None]
         rows = [(i, leaf._each) for i, leaf in enumerate(leaves) if is_row(leaf)]
 
@@ -67,43 +72,54 @@ class GenericRule(Rule):
             for (i, _), sample in zip(rows, samples[len(split) :], strict=True):
                 given[i] = sample
             args, kwargs = pytree.tree_unflatten(given, structure)
-            with _Padding():
+            with _Inside():
                 output = functional_call(bare, copies, args, kwargs, tie_weights=False)
+            if not _are_same(pytree.tree_leaves((args, kwargs)), given):
+                raise ValueError(
+                    f"{layer} changes a list or dict among its arguments, which would not be seen outside: return "
+                    "what it adds, or freeze its parameters"
+                )
             return layout.taken(output, lambda i: self.output_dim(layer, i) if split else None)
 
+        known: set[Any] = layer.known.setdefault(COMPARED, set())
         layer.recording.inside, caches = True, parametrize._cache_enabled
         parametrize._cache_enabled = 0  # under parametrize.cached(), a run would get the weights of another run
         state = State(layer)
         try:
             inputs = [*(leaves[i] for i, _ in split), *(each for _, each in rows)]
             outputs = _mapped(one, copies, inputs, [dim for _, dim in split] + [0] * len(rows), count, layer, state)
+            if type(self) is GenericRule and (decision := (*dims, *map(_kind, leaves))) not in known:
+                _compare(layer, state, layout.given_back(outputs, layer), args, kwargs)
+                known.add(decision)
             state.join()
         except BaseException:
             state.undo()
             raise
         finally:
             layer.recording.inside, parametrize._cache_enabled = False, caches
+        if not in_backward():
+            layer.note(*dims)
+            layer.known.setdefault(SHARED, set()).update(shared)
         return layout.given_back(outputs, layer)
 
     def dims(
         self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
-    ) -> list[int | None]:
-        """The batch dimension of each argument; None if it has none."""
+    ) -> tuple[list[int | None], set[Any]]:
+        """The batch dimension of each argument, None if it has none; and which arguments are shared for good."""
         dim, size = layer.recording.batch_dim, _size(layer, leaves)
-        shared: set[int] = layer.known.setdefault(SHARED, set())
-        own = {id(tensor) for tensor in (*layer.recording.params.values(), *layer.module.buffers())}
+        own = _memory_of((*layer.recording.params.values(), *layer.recording.buffers()))
+        paths = [str(path) for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]]
+        shared: set[Any] = set(layer.known.get(SHARED, ()))
         result: list[int | None] = []
-        for i, leaf in enumerate(leaves):
-            if not isinstance(leaf, Tensor) or leaf.ndim <= dim or id(leaf) in own or isinstance(leaf, nn.Parameter):
-                result.append(None)
-                continue
-            if is_row(leaf):
+        for path, leaf in zip(paths, leaves, strict=True):
+            if not isinstance(leaf, Tensor) or leaf.ndim <= dim or is_row(leaf) or _memory_of((leaf,)) & own:
                 result.append(None)
                 continue
             if leaf.shape[dim] not in (1, size):
-                shared.add(i)
-            result.append(dim if leaf.shape[dim] == size and i not in shared and not _counts(layer, leaf) else None)
-        return result
+                shared.add((path, leaf.ndim))
+            splits = leaf.shape[dim] == size and (path, leaf.ndim) not in shared and not _counts(layer, leaf)
+            result.append(dim if splits else None)
+        return result, shared
 
     def output_dim(self, layer: CapturedLayer, index: int) -> int:
         """The batch dimension of an output."""
@@ -122,11 +138,13 @@ class Bare(nn.Module):
         return type(self.inner).forward(self.inner, *args, **kwargs)
 
 
-class _Padding(TorchFunctionMode):
-    """Gives the padding row of embeddings no gradient, which embeddings under vmap fail to do."""
+class _Inside(TorchFunctionMode):
+    """Gives the padding row of embeddings no gradient, which embeddings under vmap fail to do. Refuses tensor hooks."""
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in HOOKS:
+            raise ValueError("a module that runs sample by sample sets a hook on a tensor, which would get samples")
         if func is not F.embedding:
             return func(*args, **(kwargs or {}))
         call = _EMBEDDING.bind(*args, **(kwargs or {}))
@@ -143,7 +161,8 @@ _EMBEDDING = inspect.signature(F.embedding)
 class _Layout:
     """The structure of the output of a module: tensors and other values."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: CapturedLayer) -> None:
+        self._layer = layer
         self._dims: list[int | None] = []
         self._others: list[Any] = []
         self._tensors: set[int] = set()
@@ -155,6 +174,14 @@ class _Layout:
         self._dims = [dim(i) if isinstance(leaf, Tensor) else None for i, leaf in enumerate(leaves)]
         self._others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._tensors = {i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        for i in self._tensors:
+            d = self._dims[i]
+            if d is not None and (leaves[i].ndim <= d or leaves[i].shape[d] != 1):
+                raise ValueError(
+                    f"{self._layer} gives an output of shape {tuple(leaves[i].shape)} for one sample, where dimension "
+                    f"{d} should have size 1: something of the batch was not split into samples, or the output has no "
+                    f"samples. Pass all tensors with samples as arguments{self._layer.way_out}"
+                )
         dims = self._dims
         return tuple(leaves[i] if (d := dims[i]) is None else leaves[i].squeeze(d) for i in sorted(self._tensors))
 
@@ -232,6 +259,66 @@ def _without_samples(
     finally:
         layer.recording.inside = False
     return pytree.tree_map_only(Tensor, lambda value: value + nothing.to(value.dtype), output)
+
+
+def _memory_of(tensors: Iterable[Tensor]) -> set[int]:
+    """The addresses of the memory of tensors, views or not."""
+    return {x.untyped_storage().data_ptr() for x in tensors if x.numel() and not is_functorch_wrapped_tensor(x)}
+
+
+def _kind(leaf: Any) -> Any:
+    return (leaf.ndim, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
+
+
+def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+
+
+def _compare(layer: CapturedLayer, state: State, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run the module once more, on its batch, and raise unless it gives the same output as sample by sample.
+
+    If it draws random numbers, only shapes are compared. It is not run if there are hooks inside, which would be
+    called twice.
+    """
+    inner = [module for module in layer.module.modules() if module is not layer.module]
+    if any(module._forward_hooks or module._forward_pre_hooks for module in inner):
+        return
+    leaves = pytree.tree_leaves((args, kwargs))
+    if any(isinstance(x, Tensor) and (is_row(x) or not x.numel()) for x in leaves):
+        return
+    state.begin()
+    before = torch.get_rng_state()
+    given = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
+    try:
+        with torch.no_grad():
+            together = type(layer.module).forward(layer.module, *given[0], **given[1])
+        drew = not torch.equal(before, torch.get_rng_state())
+    except Exception:  # a cache among its arguments, for example, has been filled by the runs before
+        return
+    finally:
+        torch.set_rng_state(before)
+    dim = layer.recording.batch_dim
+    for one, other in zip(pytree.tree_leaves(together), pytree.tree_leaves(output), strict=False):
+        if isinstance(one, Tensor) and isinstance(other, Tensor) and not _agree(other.detach(), one, dim, drew):
+            raise ValueError(
+                f"{layer} gives another output for a batch than for its samples one by one: it mixes samples, or a "
+                "tensor among its arguments that all samples share has the size of the batch. Give that one a batch "
+                f"dimension{layer.way_out}"
+            )
+
+
+def _agree(alone: Tensor, together: Tensor, dim: int, drew: bool) -> bool:
+    """True if an output sample by sample is that of the batch, or one row for all; statistics are not compared."""
+    if is_row(alone) or alone.ndim != together.ndim or together.ndim <= dim:
+        return True
+    if together.shape[dim] == 1:
+        together = together.expand(*together.shape[:dim], alone.shape[dim], *together.shape[dim + 1 :])
+    if alone.shape != together.shape or drew or not alone.is_floating_point():
+        return alone.shape == together.shape
+    compared = alone.isfinite() & together.isfinite() & (alone != together)  # equal values, as in masks, set no scale
+    scale = torch.finfo(together.dtype if together.element_size() < 4 else torch.float32).eps ** 0.5
+    alone, together = alone[compared].double(), together[compared].double()
+    return not alone.numel() or bool((alone - together).abs().max() <= scale * together.abs().max())
 
 
 def _counts(layer: CapturedLayer, leaf: Tensor) -> bool:

@@ -21,12 +21,12 @@ class SequenceRule(GenericRule):
     @override
     def dims(
         self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
-    ) -> list[int | None]:
+    ) -> tuple[list[int | None], set[Any]]:
         indices = pytree.tree_unflatten(list(range(len(leaves))), pytree.tree_structure((args, kwargs)))
         signature = inspect.signature(MethodType(type(layer.module).forward, layer.module))
         named = signature.bind(*indices[0], **indices[1]).arguments
         names = {i: name for name, value in named.items() for i in pytree.tree_leaves(value)}
-        return [self.input_dim(layer, names[i], leaf) for i, leaf in enumerate(leaves)]
+        return [self.input_dim(layer, names[i], leaf) for i, leaf in enumerate(leaves)], set()
 
     @abstractmethod
     def input_dim(self, layer: CapturedLayer, name: str, value: Any) -> int | None:
