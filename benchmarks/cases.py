@@ -230,7 +230,7 @@ def adaptive_cases() -> list[Case]:
     bases: dict[Callable[[], Transform], list[Callable[[], Transform]]] = {
         jointly: [jointly, AutoClip, ZClip, partial(SkipStep, sigma=6.0)],
         CLIP_EACH: [CLIP_EACH, AdaGC, GradientStabilizer, ClipRMS, AdaptiveGradientClip],
-        elementwise: [elementwise, SpikeAwareClip, ClipByMaxEMA],
+        elementwise: [elementwise, partial(SpikeAwareClip, warmup_steps=1), ClipByMaxEMA],
     }
     cases = [Case(named(made), ours(made, AdamW), (named(base),)) for base, all_of in bases.items() for made in all_of]
     spectral = [

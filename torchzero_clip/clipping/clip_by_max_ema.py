@@ -13,6 +13,7 @@ from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional.foreach import reals
 from torchzero_clip.functional.measure import Slicing, measure, share
+from torchzero_clip.functional.norms import may_look
 from torchzero_clip.types import Schedule, Setting, Target
 
 
@@ -81,7 +82,10 @@ class ClipByMaxEMA(Transform):
         ratios = torch.where(tracked.norms > limits, limits / tracked.norms, 1.0)
         limits = torch.where(tracked.usable, limits, torch.inf)
         counts = [torch.zeros((), dtype=torch.int64, device=update.device) for update in updates]
+        looks = may_look(ratios)
         for i, limit, ratio in zip(tracked.indices, limits.unbind(), ratios.unbind(), strict=True):
+            if looks and not ratio < 1:  # no element is above the limit
+                continue
             x = reals(updates[i])
             exceeds = x.abs() > limit.to(x.device)
             counts[i] = exceeds.count_nonzero()
