@@ -94,7 +94,14 @@ entries = pytest.mark.parametrize(
 
 
 @entries
-@pytest.mark.parametrize("form", [by_backward, by_classic_form, with_low_memory, by_two_passes])
+@pytest.mark.parametrize(
+    "form",
+    [
+        by_backward,
+        *(pytest.param(f, marks=pytest.mark.slow) for f in (by_classic_form, with_low_memory)),
+        by_two_passes,
+    ],
+)
 def test_norms_and_clipped_gradients_are_those_of_one_backward_per_sample(name, form):
     entry, (model, batch, expected, limit, buffers) = ENTRIES[name], truth(name)
     model = copy.deepcopy(model)
