@@ -13,6 +13,7 @@ from torchzero_clip.core.elementwise import Elementwise, Flags
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.foreach import wide_dtype
+from torchzero_clip.functional.norms import may_look
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Schedule, Setting, Target
 
@@ -115,9 +116,13 @@ class SpikeAwareClip(Elementwise):
         (square,) = state
         limit, other = (scratch.memory(name, x.numel(), square) for name in ("limit", "other"))
         torch.mul(square, setting["threshold"], out=limit).sqrt_()
-        # an element without a history has no limit; numbers are written several times faster than booleans
-        limit.add_(torch.eq(square, 0, out=other), alpha=torch.finfo(square.dtype).max)
-        count = torch.gt(torch.abs(x, out=other), limit, out=other).sum()
+        if not may_look(square) or not square.amin() > 0:  # an element without a history has no limit
+            limit.add_(torch.eq(square, 0, out=other), alpha=torch.finfo(square.dtype).max)
+        # numbers are written several times faster than booleans
+        in_place = not may_look(x) or result.data_ptr() == x.data_ptr()
+        count = torch.gt(torch.abs(x, out=other), limit, out=other).sum() if in_place else None
         torch.clamp(x, torch.neg(limit, out=other), limit, out=result)
+        if count is None:
+            count = torch.ne(result, x, out=other).sum()
         square.mul_(setting["beta"]).addcmul_(result, result, value=1 - setting["beta"])
         return count

@@ -23,7 +23,7 @@ from torchzero_clip.core.transform import Transform, overridden_last
 from torchzero_clip.core.updates import Pending, Updates
 from torchzero_clip.core.workspace import Workspace
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.measure import Measured, effect, measure, scale_, summary
+from torchzero_clip.functional.measure import L2, Measured, effect, measure, scale_, summary
 from torchzero_clip.functional.norms import p_norms, whole_norms
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import chosen, is_partial, locals_of, pack, whole
@@ -81,7 +81,7 @@ class Walk:
     has_loss: Tensor | None = None
     """Whether a process has a loss, once that was asked."""
     gradient_norms: Tensor | None = None
-    """A norm of each gradient before the first transform, once it was measured."""
+    """A norm of each gradient before the first transform, or their joint norm, once it was measured."""
 
     def __post_init__(self) -> None:
         self.updates = Updates(self.params, self.grads, self.states, self.chain_state, self.maximize, self.workspace)
@@ -118,6 +118,11 @@ class Walk:
             else:
                 self.gradient_norms = pack(p_norms([whole(grad) for grad in self.grads], 2.0))
         return self.gradient_norms
+
+    def _norms_of(self, rows: list[int]) -> Tensor:
+        """The norm of the gradient of each row, or the joint norm if statistics need only that."""
+        norms = self.measure_gradients()
+        return norms if len(norms) < len(self.params) else chosen(norms, rows)
 
     def change_closure_gradients(self, chain: Chain) -> None:
         """Apply the transforms with ``target="closure"`` to the gradients that the closure left."""
@@ -234,13 +239,17 @@ class Walk:
         scratch = self._scratch_for(updates)
         dims_of = None if type(transform).slice_dims is Scaling.slice_dims else transform.slice_dims
         try:
-            each = self.nodes.keeps_statistics
-            measured = measure(updates, transform.slicing, dims_of, scratch, plain=scratch is not None, each=each)
-            if each and self.gradient_norms is None:
-                self.gradient_norms = measured.tensor_norms  # updates are gradients here: see `_measures_gradients`
+            keeps, slicing = self.nodes.keeps_statistics, transform.slicing
+            jointly = self.nodes.only_joint_statistics and slicing.dim == "global" and slicing.metric == L2
+            measured = measure(
+                updates, slicing, dims_of, scratch, plain=scratch is not None, each=keeps and not jointly
+            )
+            if keeps and self.gradient_norms is None:  # updates are gradients here: see `_measures_gradients`
+                jointly = jointly and len(measured.vector) > 0
+                self.gradient_norms = measured.vector.narrow(0, 0, 1) if jointly else measured.tensor_norms
                 self.measure_gradients()
             if transform.keeps_statistics:
-                step.gradient_norms = chosen(self.measure_gradients(), rows)
+                step.gradient_norms = self._norms_of(rows)
             factors = transform.factors(measured, updates, step)
             count = len(measured.vector)
             if getattr(factors, "shape", None) != (count,):
@@ -293,7 +302,7 @@ class Walk:
             settings,
             node.global_state(self.chain_state),
             {},
-            chosen(self.measure_gradients(), rows) if known else None,
+            self._norms_of(rows) if known else None,
             partial(self._apply_child, node, rows) if node.children else None,
             None if self.workspace is None else self.workspace.scratch,
             self.has_loss,
