@@ -176,6 +176,7 @@ BARE = {
     "set in place": (lambda m, x: m.lin(x).index_fill(1, torch.tensor([0]), 0.0) + m.p[None, None], (3,)),
     "an attribute of it": (lambda m, x: m.lin(x) * (m.p if m.p.is_leaf else 2 * m.p), (3,)),
     "the weight of a submodule": (lambda m, x: nn.functional.linear(x, weight=m.lin.weight) * m.p, (3,)),
+    "a layer norm": (lambda m, x: nn.functional.layer_norm(m.lin(x), (3,), m.p, eps=1e-3) * m.p, (3,)),
     "an error that is caught": (lambda m, x: caught(m, x), (3, 3)),
 }
 

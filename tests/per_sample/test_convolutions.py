@@ -107,3 +107,18 @@ def assert_no_gradients(module, x):
             ) as clipper:
                 assert clipper.backward(module(x).flatten(1).sum(1)).norms.shape == (0,)
             assert not any(param.grad.any() for param in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("layer", "sizes"),
+    [
+        (lambda: nn.Conv2d(6, 6, 7, padding=3, groups=6), (9, 8)),
+        (lambda: nn.Conv2d(6, 6, (5, 3), stride=2, dilation=(1, 2), groups=6), (11, 12)),
+        (lambda: nn.Conv2d(6, 6, 5, padding="same", padding_mode="circular", groups=6, bias=False), (7, 7)),
+        (lambda: nn.Conv1d(4, 4, 11, padding=5, groups=4), (13,)),
+        (lambda: nn.Conv3d(3, 3, 3, padding=1, groups=3), (4, 5, 4)),
+    ],
+)
+def test_large_kernels_of_single_channels_are_right(layer, sizes):
+    module = layer()
+    assert_matches_loop(module, torch.randn(5, module.in_channels, *sizes))

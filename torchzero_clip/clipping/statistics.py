@@ -258,6 +258,11 @@ class NormStatistics(Scaling):
         return {} if self.joint else numbers("prev", "started", device=param.device)
 
     @override
+    def has_state(self) -> bool:
+        """False if all tensors share a norm, and a subclass adds nothing."""
+        return not self.joint or type(self).possible_state is not NormStatistics.possible_state
+
+    @override
     def init_global_state(self) -> dict[str, Any]:
         """The norm of the step before, if all tensors have one."""
         return numbers("prev", "started") if self.joint else {}

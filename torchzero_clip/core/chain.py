@@ -57,7 +57,7 @@ class Composite(Transform):
                 keys = {key: key if may_be_bare and key not in taken else f"{path}/{key}" for key in transform.defaults}
                 taken.update(keys.values())
                 inside = transform.transforms if isinstance(transform, Composite) else ()
-                kept = (tuple(transform.init_global_state()), frozenset(inside), _has_state(type(transform)))
+                kept = (tuple(transform.init_global_state()), frozenset(inside), transform.has_state())
                 found.append(Node(path, transform, outer, keys, *kept))
                 if isinstance(transform, Composite):
                     add(transform, f"{path}/", (*outer, transform), may_be_bare and isinstance(transform, Chain))
@@ -129,10 +129,6 @@ class Chain(Composite):
     def __repr__(self) -> str:
         target = [] if self.target == "update" else [f"target={self.target!r}"]
         return f"Chain({', '.join([*map(repr, self.written), *target])}){self.scope}"
-
-
-def _has_state(kind: type[Transform]) -> bool:
-    return kind.init_state is not Transform.init_state or kind.possible_state is not Transform.possible_state
 
 
 def flatten(transforms: Iterable[Transforms]) -> Iterator[Transform]:

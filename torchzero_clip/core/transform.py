@@ -109,6 +109,11 @@ class Transform(ABC):
         """
         return self.init_state(param, setting)
 
+    def has_state(self) -> bool:
+        """Return True if parameters may have state: by default, if a class says what it is."""
+        kind = type(self)
+        return kind.init_state is not Transform.init_state or kind.possible_state is not Transform.possible_state
+
     def init_global_state(self) -> dict[str, Any]:
         """Return the state of the whole chain before its first step: 0-d tensors and numbers."""
         return {}

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
@@ -56,6 +57,8 @@ class BroadcastRow(Tensor):
     @override
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if func is F.layer_norm and not isinstance(args[0], BroadcastRow):
+            return _normalized(*args, **kwargs)
         with DisableTorchFunctionSubclass():
             if name == "__get__" and func.__self__.__name__ not in TRANSPOSED:
                 return func(*args)
@@ -76,6 +79,15 @@ class BroadcastRow(Tensor):
         if param and any(x.requires_grad for x in _tensors(output)):
             raise NotARowError(getattr(func, "__name__", func))
         return output
+
+
+def _normalized(
+    input: Tensor, shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """A layer norm whose weight and bias may be rows: arithmetic takes their copies."""
+    result = F.layer_norm(input, shape, None, None, eps)
+    result = result if weight is None else result * weight
+    return result if bias is None else result + bias
 
 
 def is_row(value: Any) -> bool:

@@ -1,5 +1,6 @@
 """Convolutions of one, two and three dimensions."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from torchzero_clip.per_sample.squared_norms import squared_norms, wide
 PATCHES = 2 << 20  # bytes of patches that are copied out at a time
 ADDITION = 4  # the cost of an addition in memory, in multiplications
 LANES = 16  # numbers in a vector register
+TAPS = 9  # elements of a kernel up to which a grouped convolution is faster than sums of shifts
 GROUPED = 8  # samples for one call of a grouped convolution, which is faster for at least as many channels
 
 
@@ -76,8 +78,12 @@ class Convolved(Contribution):
 
     @override
     def measured(self) -> tuple[Contribution, Tensor]:
-        formed, grams = self._costs()
         size, made_of = self.param.numel() * self.grad.element_size(), self.input.nbytes + self.grad.nbytes
+        if self._is_depthwise:
+            grads = self.dense(0, self.batch_size)
+            norms = squared_norms(grads)
+            return Runs(self.param, [grads]) if self.budget.reserve(self.batch_size * size, made_of) else self, norms
+        formed, grams = self._costs()
         # stored gradients also save most of the work of the sum
         if formed < 3 * grams and self.budget.reserve(self.batch_size * size, made_of):
             return self._formed()
@@ -91,6 +97,8 @@ class Convolved(Contribution):
 
     @override
     def dense(self, start: int, stop: int) -> Tensor:
+        if self._is_depthwise:
+            return self._by_shifts(start, stop)
         if self.input.shape[1] < GROUPED:
             return self._by_patches(start, stop)
         runs = [self._by_groups(start + a, start + b) for a, b in pieces(stop - start, 1, limit=GROUPED)]
@@ -101,6 +109,29 @@ class Convolved(Contribution):
     @override
     def zero_(self, samples: Tensor) -> None:
         self.input, self.grad = zeroed(self.input, samples), zeroed(self.grad, samples)
+
+    @property
+    def _is_depthwise(self) -> bool:
+        """True if each channel has a large kernel of its own, for which grouped convolutions are slow."""
+        groups = self.options.groups
+        return groups == self.param.shape[0] == self.input.shape[1] > 1 and math.prod(self.options.kernel) > TAPS
+
+    def _by_shifts(self, start: int, stop: int) -> Tensor:
+        """The gradients of samples, one tap of the kernel after the other, with the channels last."""
+        options = self.options
+        x = options.padded(self.input[start:stop]).movedim(1, -1).contiguous()
+        grad = self.grad[start:stop].movedim(1, -1).contiguous()
+        sizes, dims = grad.shape[1:-1], tuple(range(1, grad.ndim - 1))
+        result = grad.new_empty(stop - start, *options.kernel, grad.shape[-1])
+        for first, last in pieces(stop - start, grad[:1].nbytes):
+            for tap in itertools.product(*map(range, options.kernel)):
+                shifted = x[first:last]
+                for dim, (i, gap, step, count) in enumerate(
+                    zip(tap, options.dilation, options.stride, sizes, strict=True), 1
+                ):
+                    shifted = _every(shifted, dim, i * gap, step, count)
+                torch.sum(shifted * grad[first:last], dims, out=result[(slice(first, last), *tap)])
+        return result.movedim(-1, 1).unsqueeze(2)
 
     def _costs(self) -> tuple[int, float]:
         """The numbers of multiplications for the gradient of a sample, and for its Gram matrices."""
