@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchzero_clip import (
     AdamW,
     Centralize,
+    ClipByMaxEMA,
     ClipNorm,
     ClipNormByEMA,
     ClipNormGrowth,
@@ -76,6 +77,8 @@ def operations_of_a_step(make, count):
         (lambda: [NormalizeByEMA(), AdamW()], 60),
         (lambda: [ClipValueByEMA(), AdamW()], 40),
         (lambda: [ClipValueGrowth(), AdamW()], 46),
+        (lambda: [ClipNorm(1, "linf"), AdamW()], 24),
+        (lambda: [ClipByMaxEMA(), AdamW()], 50),
     ],
     ids=lambda x: ", ".join(map(repr, x())) if callable(x) else None,
 )

@@ -18,6 +18,7 @@ from torchzero_clip import (
     Adam,
     AdamW,
     Centralize,
+    ClipByMaxEMA,
     ClipNorm,
     ClipNormByEMA,
     ClipNormGrowth,
@@ -27,6 +28,7 @@ from torchzero_clip import (
     Modular,
     Normalize,
     NormalizeByEMA,
+    SpikeAwareClip,
     Transform,
 )
 
@@ -39,6 +41,8 @@ CLIPS: dict[str, Any] = {
     "no limit": lambda: ClipNorm(torch.inf, dim="global"),
     "per row": lambda: ClipNorm(0.1, dim=0),
     "l1": lambda: ClipNorm(1.0, 1),
+    "linf": lambda: ClipNorm(0.01, "linf"),
+    "linf of all": lambda: ClipNorm(0.01, "linf", dim="global"),
     "at least 2": lambda: ClipNorm(0.15, min_size=2),
     "value": lambda: ClipValue(0.01),
     "normalize": lambda: Normalize(0.5),
@@ -50,6 +54,8 @@ CLIPS: dict[str, Any] = {
     "norm growth joint": lambda: ClipNormGrowth(add=0.1, mul=None, parameterwise=False),
     "value ema": lambda: ClipValueByEMA(0.7),
     "value ema from update": lambda: ClipValueByEMA(0.7, "update", ClipValue(0.5)),
+    "spike aware": lambda: SpikeAwareClip(1.5, 0.9, warmup_steps=2),
+    "max ema": lambda: ClipByMaxEMA(0.8),
     "value growth": lambda: ClipValueGrowth(),
     "value growth by add": lambda: ClipValueGrowth(add=0.01, mul=None, min_value=None, max_decay=None),
     "value growth by both": lambda: ClipValueGrowth(add=0.01, mul=1.2),

@@ -299,10 +299,8 @@ class ClipValueByEMA(Elementwise, Composite):
         """Clip every element, in place."""
         if step.apply_child is None:
             return super().apply_tensors(updates, step)
-        averages = step.column("ema")
-        rows = list(
-            zip(updates, averages, step.settings, *(flag.unbind() for flag in self.flags(step, None)), strict=True)
-        )
+        averages, flags = step.column("ema"), self.flags(updates, step, None)[:2]
+        rows = list(zip(updates, averages, step.settings, *(flag.unbind() for flag in flags), strict=True))
         for update, average, setting, usable, started in rows:
             self._follow(reals(update), reals(average), setting, usable.to(update.device), started.to(update.device))
         bounds = step.apply_child("ema_tfm", foreach.clone(averages))

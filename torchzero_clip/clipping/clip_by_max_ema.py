@@ -9,15 +9,17 @@ from typing_extensions import override
 
 from torchzero_clip.checks import unit_interval
 from torchzero_clip.clipping.statistics import Tracked, numbers
+from torchzero_clip.core.elementwise import Elementwise, Flags
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.transform import Transform
-from torchzero_clip.functional.foreach import reals
-from torchzero_clip.functional.measure import Slicing, measure, share
-from torchzero_clip.functional.norms import may_look
+from torchzero_clip.functional import foreach
+from torchzero_clip.functional.measure import LINF, Slicing, measure
+from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Schedule, Setting, Target
 
+LARGEST = Slicing(LINF)
 
-class ClipByMaxEMA(Transform):
+
+class ClipByMaxEMA(Elementwise):
     """Scales down the elements of an update that exceed the average of its largest elements so far.
 
         m     ← beta · m + (1 - beta) · max |u|
@@ -61,10 +63,10 @@ class ClipByMaxEMA(Transform):
 
     checks = {"beta": unit_interval}
     keeps_statistics = True
+    reads_tensors = True
 
     def __init__(self, beta: float | Schedule = 0.999, *, target: Target = "update", name: str | None = None) -> None:
         super().__init__({"beta": beta}, target=target, name=name)
-        self.slicing = Slicing.checked("linf", None, False, 1)
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
@@ -72,26 +74,42 @@ class ClipByMaxEMA(Transform):
         return numbers("largest", "started", device=param.device)
 
     @override
-    def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
-        """Scale down the elements above the limit, in place."""
-        tracked = Tracked(measure(updates, self.slicing), step, False, lambda setting: True)
+    def rows_of(self, step: Step) -> list[int] | None:
+        """Tensors without elements have no largest one."""
+        rows = [i for i, param in enumerate(step.params) if param.numel()]
+        return None if len(rows) == len(step.params) else rows
+
+    @override
+    def flags(self, updates: Sequence[Tensor], step: Step, rows: Sequence[int] | None) -> Flags:
+        """The limit of each tensor, and its ratio to the largest element, after moving the averages."""
+        is_plain = step.scratch is not None and foreach.are_plain(updates)
+        tracked = Tracked(measure(updates, LARGEST, scratch=step.scratch, plain=is_plain), step, False, lambda _: True)
         count = tracked["started"] + 1
         average = tracked.by_setting(_moved, tracked["largest"], tracked.norms)
         tracked.keep(largest=average, started=count)
         limits = tracked.by_setting(_limit, average, count)
         ratios = torch.where(tracked.norms > limits, limits / tracked.norms, 1.0)
-        limits = torch.where(tracked.usable, limits, torch.inf)
-        counts = [torch.zeros((), dtype=torch.int64, device=update.device) for update in updates]
-        looks = may_look(ratios)
-        for i, limit, ratio in zip(tracked.indices, limits.unbind(), ratios.unbind(), strict=True):
-            if looks and not ratio < 1:  # no element is above the limit
-                continue
-            x = reals(updates[i])
-            exceeds = x.abs() > limit.to(x.device)
-            counts[i] = exceeds.count_nonzero()
-            x.mul_(torch.where(exceeds, ratio.to(x.device, x.dtype), 1.0))
-        step.metrics["clipped"] = share(updates, counts)
-        return updates
+        return Flags(tracked.usable, torch.ones_like(tracked.usable), (limits, ratios))
+
+    @override
+    def change_(self, x: Tensor, state: Sequence[Tensor], setting: Setting, usable: Tensor, started: Tensor) -> Tensor:
+        """Scale down the elements above the limit."""
+        limit, ratio = (number.to(x.dtype) for number in state)
+        exceeds = usable & (x.abs() > limit)
+        x.mul_(torch.where(exceeds, ratio, 1.0))
+        return exceeds.count_nonzero()
+
+    @override
+    def change_usual_(
+        self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, scratch: Scratch
+    ) -> Tensor | None:
+        """Scale down the elements above the limit."""
+        limit, ratio = (number.to(x.dtype) for number in state)
+        within = torch.abs(x, out=scratch.memory("within", x.numel(), x))
+        torch.le(within, limit, out=within)  # writing numbers is several times faster than booleans
+        count = x.numel() - within.sum()
+        torch.mul(x, torch.maximum(within, ratio, out=within), out=result)
+        return count
 
 
 def _limit(setting: Setting, average: Tensor, count: Tensor) -> Tensor:

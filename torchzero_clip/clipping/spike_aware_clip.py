@@ -13,7 +13,6 @@ from torchzero_clip.core.elementwise import Elementwise, Flags
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.foreach import wide_dtype
-from torchzero_clip.functional.norms import may_look
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Schedule, Setting, Target
 
@@ -86,7 +85,7 @@ class SpikeAwareClip(Elementwise):
         return {"square": square, **numbers("started", device=param.device)}
 
     @override
-    def flags(self, step: Step, rows: Sequence[int] | None) -> Flags:
+    def flags(self, updates: Sequence[Tensor], step: Step, rows: Sequence[int] | None) -> Flags:
         """Which averages are usable and limit in this step, after counting the usable ones."""
         count = step.live_numbers("started", rows)
         usable = step.usable(count > 0, indices=rows)
@@ -114,15 +113,17 @@ class SpikeAwareClip(Elementwise):
     ) -> Tensor | None:
         """Clip the elements, and move the averages."""
         (square,) = state
-        limit, other = (scratch.memory(name, x.numel(), square) for name in ("limit", "other"))
-        torch.mul(square, setting["threshold"], out=limit).sqrt_()
-        if not may_look(square) or not square.amin() > 0:  # an element without a history has no limit
+        new, other = (scratch.memory(name, x.numel(), square) for name in ("new", "other"))
+        torch.mul(x, x, out=new)
+        if torch.add(new, square, alpha=-setting["threshold"], out=other).amax() <= 0:  # all are within their limits
+            result.copy_(x)
+            count = torch.zeros_like(other.select(0, 0))
+        else:
+            limit = torch.mul(square, setting["threshold"], out=new).sqrt_()
+            # an element without a history has no limit; numbers are written several times faster than booleans
             limit.add_(torch.eq(square, 0, out=other), alpha=torch.finfo(square.dtype).max)
-        # numbers are written several times faster than booleans
-        in_place = not may_look(x) or result.data_ptr() == x.data_ptr()
-        count = torch.gt(torch.abs(x, out=other), limit, out=other).sum() if in_place else None
-        torch.clamp(x, torch.neg(limit, out=other), limit, out=result)
-        if count is None:
-            count = torch.ne(result, x, out=other).sum()
-        square.mul_(setting["beta"]).addcmul_(result, result, value=1 - setting["beta"])
+            count = torch.gt(torch.abs(x, out=other), limit, out=other).sum()
+            torch.clamp(x, torch.neg(limit, out=other), limit, out=result)
+            torch.mul(result, result, out=new)
+        square.mul_(setting["beta"]).add_(new, alpha=1 - setting["beta"])
         return count

@@ -17,12 +17,14 @@ from torchzero_clip.types import Setting, State
 
 
 class Flags(NamedTuple):
-    """Which statistics take part in this step: two vectors of booleans, with one element for each parameter."""
+    """What the elements of a tensor have in common in this step: vectors with one element for each parameter."""
 
     usable: Tensor
     """True if the update enters the statistic, which then limits it."""
     started: Tensor
     """True if an earlier update has entered the statistic."""
+    numbers: tuple[Tensor, ...] = ()
+    """What else `Elementwise.change_` needs to know of a tensor, such as a limit."""
 
 
 class Elementwise(TensorwiseTransform):
@@ -35,13 +37,17 @@ class Elementwise(TensorwiseTransform):
     keys: ClassVar[Sequence[str]] = ()
     """The keys of the state that is shaped like the parameter."""
 
+    reads_tensors: ClassVar[bool] = False
+    """True if `flags` reads the updates, so that operations before this one cannot be postponed."""
+
     @abstractmethod
     def change_(self, x: Tensor, state: Sequence[Tensor], setting: Setting, usable: Tensor, started: Tensor) -> Tensor:
         """Change elements and their state in place, and return how many elements changed.
 
         Args:
             x: Real elements.
-            state: State of the same shape.
+            state: State of the same shape, and after it the numbers of `Flags`: each one for all elements, or one for
+                each.
             setting: The settings.
             usable: As in `Flags`: one boolean for all elements, or one for each.
             started: As ``usable``.
@@ -51,6 +57,8 @@ class Elementwise(TensorwiseTransform):
         self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, scratch: Scratch
     ) -> Tensor | None:
         """Do the same in fewer operations, or return None. Elements are finite, statistics usable and started.
+
+        It is called only where reading a number does not wait for a device.
 
         Args:
             x: Real elements in a vector, not to be modified unless ``result`` is the same.
@@ -79,10 +87,11 @@ class Elementwise(TensorwiseTransform):
         """False for settings with which updates pass unchanged."""
         return True
 
-    def flags(self, step: Step, rows: Sequence[int] | None) -> Flags:
+    def flags(self, updates: Sequence[Tensor], step: Step, rows: Sequence[int] | None) -> Flags:
         """Return which statistics are usable and have started, and mark the usable ones as started.
 
         Args:
+            updates: The updates of all parameters, to be read only with ``reads_tensors``, and not to be modified.
             step: The step.
             rows: The indices of the parameters that it acts on; None for all.
         """
@@ -106,29 +115,29 @@ class Elementwise(TensorwiseTransform):
         """Change every tensor, in place."""
         if overridden_last(type(self), "change_", "apply_tensor") == "apply_tensor":
             return super().apply_tensors(updates, step)
+        self._change_each_(updates, step)
+        return updates
+
+    def _change_each_(self, updates: list[Tensor], step: Step) -> None:
+        """Change every tensor, one after the other."""
         rows = self.rows_of(step)
         counts = [torch.zeros((), dtype=torch.int64, device=update.device) for update in updates]
         indices = range(len(updates)) if rows is None else rows
         if indices:
-            usable, started = self.flags(step, rows)
+            usable, started, numbers = self.flags(updates, step, rows)
             columns = [step.column(key, rows) for key in self.keys]
             for k, i in enumerate(indices):
                 x = reals(updates[i])
-                state = [reals(column[k]) for column in columns]
-                flags = [flag.select(0, k).to(x.device) for flag in (usable, started)]
-                counts[i] = self.change_(x, state, step.settings[i], *flags)
+                flags = [vector.select(0, k).to(x.device) for vector in (usable, started, *numbers)]
+                state = [*(reals(column[k]) for column in columns), *flags[2:]]
+                counts[i] = self.change_(x, state, step.settings[i], *flags[:2])
             step.metrics["clipped"] = share(updates, counts)
-        return updates
 
     @override
     def apply_tensor(
         self, tensor: Tensor, param: Tensor, grad: Tensor, loss: Tensor | float | None, state: State, setting: Setting
     ) -> Tensor:
         """Change every element of one update in place. Its gradient is assumed to be finite."""
-        if self.acts_with(setting):
-            true = torch.ones((), dtype=torch.bool, device=tensor.device)
-            started = state["started"] > 0 if self.keeps_statistics else true
-            self.change_(reals(tensor), [reals(state[key]) for key in self.keys], setting, true, started)
-            if self.keeps_statistics:
-                state["started"].fill_(1)
+        norms = torch.ones(1, dtype=torch.float64, device=tensor.device)
+        self._change_each_([tensor], Step([param], [grad], loss, [state], [setting], gradient_norms=norms))
         return tensor

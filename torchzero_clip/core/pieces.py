@@ -44,7 +44,7 @@ class Stage:
 
     def usual(self) -> list[bool]:
         """For each parameter, True if `Elementwise.change_usual_` fits. False on CUDA, where reading would wait."""
-        usable, started = self.flags
+        usable, started, _ = self.flags
         if not usable.is_cpu or not self.follows_safe or not self.transform.has_usual_way():
             return [False] * len(self.settings)
         return (usable & started).tolist()
@@ -154,13 +154,14 @@ def _run(stage: Stage, piece: _Piece, source: Tensor, usual: Sequence[bool], scr
             stage.counts.append(_change(stage, x, x, state, setting, i, usual, scratch))
         return
     joined = piece.state[: len(columns)]
-    state = [flat for flat, _ in joined]
+    usable, started, numbers = stage.flags
+    state = [*(flat for flat, _ in joined), *(_of_elements(vector, piece) for vector in numbers)]
     for (_, views), column in zip(joined, columns, strict=True):
         foreach.copy_plain_(views, column)
     count = stage.transform.change_usual_(piece.flat, piece.flat, state, setting, scratch) if all(flags) else None
     if count is None:
-        usable, started = (_of_elements(flag, piece) for flag in stage.flags)
-        count = stage.transform.change_(piece.flat, state, setting, usable, started)
+        own = (_of_elements(vector, piece) for vector in (usable, started))
+        count = stage.transform.change_(piece.flat, state, setting, *own)
     stage.counts.append(count)
     for (_, views), column in zip(joined, columns, strict=True):
         foreach.copy_plain_(column, views)
@@ -177,18 +178,19 @@ def _change(
     scratch: Scratch,
 ) -> Tensor:
     """Change elements of one tensor."""
+    usable, started, *numbers = (vector.select(0, row) for vector in (*stage.flags[:2], *stage.flags.numbers))
+    state = [*state, *numbers]
     count = stage.transform.change_usual_(source, result, state, setting, scratch) if usual[row] else None
     if count is None:
         if source is not result:
             result.copy_(source)
-        usable, started = (flag.select(0, row) for flag in stage.flags)
         count = stage.transform.change_(result, state, setting, usable, started)
     return count
 
 
-def _of_elements(flag: Tensor, piece: _Piece) -> Tensor:
-    """The flag of each element."""
-    own = flag.narrow(0, piece.rows[0], len(piece.rows))
+def _of_elements(vector: Tensor, piece: _Piece) -> Tensor:
+    """The number of each element, from one for each parameter."""
+    own = vector.narrow(0, piece.rows[0], len(piece.rows))
     assert piece.owner is not None
     return own.index_select(0, piece.owner)
 

@@ -209,11 +209,16 @@ class Walk:
         step = self.step_for(node, rows)
         if transform.rows_of(step) is not None or not transform.may_wait(step):
             return False
+        if transform.reads_tensors:
+            self.updates.catch_up(rows)
+            if not self.updates.untouched:
+                return False
         state = [step.column(key) for key in transform.keys]
         is_known = self.plain.has(f"{node.path}/{key}" for key in transform.keys)
         if not is_known and not foreach.are_alike([step.params, *state]):
             return False
-        flags, done = transform.flags(step, None), partial(self.store, node, step)
+        flags = transform.flags(self.updates.before_pending(rows), step, None)
+        done = partial(self.store, node, step)
         stage = Stage(transform, step.settings, state, flags, self.updates.are_safe(), step, done)
         self.updates.pend(Pending(rows, stage=stage))
         return True

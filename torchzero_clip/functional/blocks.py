@@ -52,7 +52,19 @@ def block_norms(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
         tensors: Plain tensors of one dtype, float32 or float64, on CPU.
         scratch: Memory for copies of short tensors.
     """
-    return _reduced(tensors, scratch, partial(torch.linalg.vector_norm, dim=1), torch.square).sqrt_()
+    values, owner = _reduced(tensors, scratch, partial(torch.linalg.vector_norm, dim=1))
+    return values.new_zeros(len(tensors)).index_add_(0, owner, values.square_()).sqrt_()
+
+
+def block_maxima(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
+    """The largest magnitude in each tensor: a float64 vector; NaN for a tensor with a NaN.
+
+    Args:
+        tensors: As in `block_norms`.
+        scratch: As in `block_norms`.
+    """
+    values, owner = _reduced(tensors, scratch, _largest)
+    return values.new_zeros(len(tensors)).scatter_reduce_(0, owner, values, "amax")
 
 
 def direct_norms(tensors: Sequence[Tensor]) -> Tensor:
@@ -97,17 +109,18 @@ def block_sums(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
         tensors: As in `block_norms`.
         scratch: As in `block_norms`.
     """
-    return _reduced(tensors, scratch, partial(torch.sum, dim=1), torch.positive)
+    values, owner = _reduced(tensors, scratch, partial(torch.sum, dim=1))
+    return values.new_zeros(len(tensors)).index_add_(0, owner, values)
 
 
-def _reduced(
-    tensors: Sequence[Tensor],
-    scratch: Scratch,
-    reduce: Callable[[Tensor], Tensor],
-    of_row: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """Reduce each row in the dtype of the tensors, apply ``of_row`` in float64, and sum per tensor."""
-    like = tensors[0]
+def _largest(rows: Tensor) -> Tensor:
+    """The largest magnitude in each row, from two passes over what is then in the cache."""
+    parts = rows.split(ROWS)
+    return torch.cat([torch.maximum(part.amax(1), part.amin(1).neg_()) for part in parts])
+
+
+def _reduced(tensors: Sequence[Tensor], scratch: Scratch, reduce: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Reduce each row in the dtype of the tensors. Return the results in float64, and the tensor of each row."""
     plan = scratch.plan("blocks", tensors, lambda: _planned(tensors, scratch))
     short = tensors if not plan.long else [tensors[i] for i in plan.short]
     found: list[Tensor] = []
@@ -118,8 +131,7 @@ def _reduced(
         found.append(reduce(chunk.rows))
     for i in plan.long:
         found += [reduce(rows) for rows in _rows_of(tensors[i])]
-    values = of_row(torch.cat(found).double())
-    return torch.zeros(len(tensors), dtype=torch.float64, device=like.device).index_add_(0, plan.owner, values)
+    return torch.cat(found).double(), plan.owner
 
 
 def _planned(tensors: Sequence[Tensor], scratch: Scratch) -> _Plan:

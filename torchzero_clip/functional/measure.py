@@ -1,5 +1,6 @@
 """Measure lists of tensors, slice by slice or joined, and scale what was measured."""
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from torchzero_clip.functional.norms import (
     p_norms,
     slice_metrics,
     total_norm,
+    whole_maxima,
     whole_norm,
     whole_norms,
 )
@@ -32,7 +34,7 @@ from torchzero_clip.functional.shards import Part, all_reduce, locals_of, memory
 from torchzero_clip.types import Dim, Ord
 
 S = TypeVar("S")
-L2 = Metric("norm", 2.0)
+L2, LINF = Metric("norm", 2.0), Metric("norm", math.inf)
 
 
 class Slicing(NamedTuple):
@@ -222,9 +224,9 @@ def measure(
     metric, joint = slicing.metric, slicing.dim == "global"
     whole_tensors = joint or (slicing.dim is None and not slicing.inverse_dims and dims_of is None)
     smallest = 1 if joint else max(slicing.min_size, 1)
-    may_be_fast = whole_tensors and metric == L2 and len(tensors) > 0
+    may_be_fast = whole_tensors and metric in (L2, LINF) and len(tensors) > 0
     if plain and may_be_fast and min(map(Tensor.numel, tensors)) >= smallest:
-        return _measure_plain(tensors, joint, each, scratch)
+        return _measure_plain(tensors, metric, joint, each, scratch)
     if joint:
         return _measure_jointly(tensors, metric)
     indices, parts = cut(tensors, slicing, dims_of)
@@ -249,20 +251,22 @@ def measure(
     return Measured(metric, indices, norms, total, targets, tensor_norms=tensor_norms, _parts=parts)
 
 
-def _measure_plain(tensors: Sequence[Tensor], joint: bool, each: bool, scratch: Scratch | None) -> Measured:
-    """The L2 norms of tensors, each one slice, whose local parts are plain."""
+def _measure_plain(
+    tensors: Sequence[Tensor], metric: Metric, joint: bool, each: bool, scratch: Scratch | None
+) -> Measured:
+    """The L2 or largest norms of tensors, each one slice, whose local parts are plain."""
     targets, indices = locals_of(tensors), list(range(len(tensors)))
     are_local = all(map(operator.is_, targets, tensors))
-    total = whole_norm(targets) if joint and not each and are_local else None
+    total = whole_norm(targets) if metric == L2 and joint and not each and are_local else None
     if total is not None:
         return Measured(L2, indices, total.expand(len(targets)), total, targets, True)
-    norms = whole_norms(targets, scratch)
+    norms = (whole_norms if metric == L2 else whole_maxima)(targets, scratch)
     if not are_local:
-        norms = merged([whole(tensor) for tensor in tensors], norms)
+        norms = merged([whole(tensor) for tensor in tensors], norms, metric.p)
     wide = tensors[0].dtype == torch.float64  # the squares of other dtypes are in the range of float64
-    total = combine(norms, 2.0) if wide else torch.linalg.vector_norm(norms)
+    total = torch.linalg.vector_norm(norms) if metric == L2 and not wide else combine(norms, metric.p)
     vector = total.expand(len(norms)) if joint else norms
-    return Measured(L2, indices, vector, total, targets, joint, norms)
+    return Measured(metric, indices, vector, total, targets, joint, norms)
 
 
 def _measure_jointly(tensors: Sequence[Tensor], metric: Metric) -> Measured:

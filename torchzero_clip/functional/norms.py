@@ -15,7 +15,15 @@ from torch.distributed import ReduceOp
 from torchzero_clip.checks import boolean
 from torchzero_clip.checks import dims as check_dims
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.blocks import LARGEST, SMALLEST, block_norms, block_sums, direct_norms, joint_norm
+from torchzero_clip.functional.blocks import (
+    LARGEST,
+    SMALLEST,
+    block_maxima,
+    block_norms,
+    block_sums,
+    direct_norms,
+    joint_norm,
+)
 from torchzero_clip.functional.metric import Metric, parse_ord
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import Part, all_reduce, pack, summed, whole
@@ -244,6 +252,16 @@ def whole_norms(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor:
     return norms
 
 
+def whole_maxima(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor:
+    """The largest magnitude in each of some tensors as in `whole_norms`: a float64 vector."""
+    first = tensors[0]
+    if not may_look(first):
+        return torch.stack(foreach.norms(tensors, math.inf, torch.float64))
+    if scratch is None or not foreach.is_real_and_wide(first.dtype):
+        return pack(p_norms([whole(tensor) for tensor in tensors], math.inf))
+    return block_maxima(tensors, scratch)
+
+
 def whole_norm(tensors: Sequence[Tensor]) -> Tensor | None:
     """The L2 norm of all tensors together, each as in `whole_norms`: a 0-d float64 tensor.
 
@@ -316,9 +334,9 @@ def _merged(parts: Sequence[Part], norms: list[Tensor], p: float) -> list[Tensor
     return [n ** (1 / p) if part.groups else n for n, part in zip(powers, parts, strict=True)]
 
 
-def merged(parts: Sequence[Part], norms: Tensor) -> Tensor:
-    """The L2 norms of tensors from those of their local parts: a vector."""
-    return pack(_merged(parts, list(norms.unbind()), 2.0)) if any(part.groups for part in parts) else norms
+def merged(parts: Sequence[Part], norms: Tensor, p: float) -> Tensor:
+    """The p-norms of tensors from those of their local parts: a vector."""
+    return pack(_merged(parts, list(norms.unbind()), p)) if any(part.groups for part in parts) else norms
 
 
 def _local_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
