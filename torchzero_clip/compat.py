@@ -82,6 +82,11 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     return torch._C._nn.flatten_dense_tensors(tensors)  # pyright: ignore
 
 
+def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of `flatten`: views of the vector in the shapes of other tensors."""
+    return torch._C._nn.unflatten_dense_tensors(vector, like)  # pyright: ignore
+
+
 def is_distributed(tensor: object) -> "TypeIs[DTensor]":
     """True for a distributed tensor. It does not import `torch.distributed.tensor`, because that takes 0.7 s."""
     return type(tensor) not in _ORDINARY and issubclass(type(tensor), _distributed_types())

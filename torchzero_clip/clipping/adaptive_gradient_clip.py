@@ -1,5 +1,8 @@
 """Clipping by the size of the weights."""
 
+from dataclasses import replace
+from functools import cache
+
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -7,8 +10,8 @@ from typing_extensions import override
 from torchzero_clip.checks import positive
 from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.step import Step
-from torchzero_clip.functional.measure import Measured, measure
-from torchzero_clip.functional.shards import chosen, pack
+from torchzero_clip.functional.measure import Measured, measured_like
+from torchzero_clip.functional.shards import chosen
 from torchzero_clip.types import Schedule, Setting, Target
 
 
@@ -72,22 +75,27 @@ class AdaptiveGradientClip(Scaling):
     @override
     def slice_dims(self, tensor: Tensor) -> tuple[int, ...]:
         """All dimensions but that of the units."""
-        if tensor.ndim < 2:
-            return tuple(range(max(tensor.ndim, 1)))
-        if not -tensor.ndim <= self.unit_dim < tensor.ndim:
+        dims = _dims(tensor.ndim, self.unit_dim)
+        if dims is None:
             raise ValueError(f"unit_dim={self.unit_dim} is no dimension of a tensor of shape {tuple(tensor.shape)}")
-        return tuple(d for d in range(tensor.ndim) if d != self.unit_dim % tensor.ndim)
+        return dims
 
     @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
         """The factors that bring every unit to its limit."""
-        weights = measure([step.params[i] for i in measured.indices], self.slicing, self.slice_dims)
-        settings = [step.settings[i] for i in measured.indices]
-        limits = weights.by_setting(settings, _limit)
-        ratios = torch.where(measured.vector > limits, limits / measured.vector, 1.0)
-        finite = chosen(step.finite, measured.indices)
-        per_unit = [flag.expand(count) for flag, count in zip(finite.unbind(), measured.counts, strict=True)]
-        return torch.where(pack(per_unit).bool(), ratios, 1.0) if per_unit else ratios
+        weights = measured_like(measured, [step.params[i] for i in measured.indices])
+        limits = replace(measured, vector=weights).by_setting(step.settings, _limit)
+        finite = measured.of_slices(chosen(step.finite, measured.indices))
+        exceeds = finite & (measured.vector > limits)
+        return torch.where(exceeds, limits / measured.vector, 1.0)
+
+
+@cache
+def _dims(ndim: int, unit_dim: int) -> tuple[int, ...] | None:
+    """All dimensions but that of the units; None if there is no such dimension."""
+    if ndim < 2:
+        return tuple(range(max(ndim, 1)))
+    return tuple(d for d in range(ndim) if d != unit_dim % ndim) if -ndim <= unit_dim < ndim else None
 
 
 def _limit(norms: Tensor, setting: Setting) -> Tensor:

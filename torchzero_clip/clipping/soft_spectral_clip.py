@@ -36,7 +36,7 @@ class SoftSpectralClip(TensorwiseTransform):
         TypeError: For an argument of the wrong type.
 
     Half precision is computed in float32. A tensor that is not finite passes unchanged. A sharded matrix is gathered on
-    each rank. No state; three products of small Gram matrices for each step, and two of the whole matrix.
+    each rank. No state; three products of small Gram matrices for each step but the first, and two of the whole matrix.
 
     Examples:
         >>> import torch
@@ -91,9 +91,11 @@ def _soft(matrix: Tensor, limit: float, count: int) -> Tensor:
     one = torch.eye(x.shape[0], dtype=x.dtype, device=x.device)
     gram = one * (limit / reach).square() + x @ x.mH
     size = torch.linalg.matrix_norm(gram)  # at least the largest eigenvalue, so that the iteration converges
-    root, inverse = gram / size, one
-    for _ in range(count):
-        factor = 1.5 * one - 0.5 * (inverse @ root)
-        root, inverse = root @ factor, factor @ inverse
+    root = gram / size
+    inverse = factor = 1.5 * one - 0.5 * root  # of the first step: its inverse is still the identity
+    for _ in range(count - 1):
+        root = root @ factor
+        factor = torch.addmm(one, inverse, root, beta=1.5, alpha=-0.5)
+        inverse = factor @ inverse
     result = (inverse @ x) * (limit * size.rsqrt())
     return result.mH if is_tall else result

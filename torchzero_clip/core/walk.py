@@ -246,9 +246,8 @@ class Walk:
         try:
             keeps, slicing = self.nodes.keeps_statistics, transform.slicing
             jointly = self.nodes.only_joint_statistics and slicing.dim == "global" and slicing.metric == L2
-            measured = measure(
-                updates, slicing, dims_of, scratch, plain=scratch is not None, each=keeps and not jointly
-            )
+            is_plain, each = scratch is not None, keeps and not jointly
+            measured = measure(updates, slicing, dims_of, scratch, plain=is_plain, each=each, name=node.path)
             if keeps and self.gradient_norms is None:  # updates are gradients here: see `_measures_gradients`
                 jointly = jointly and len(measured.vector) > 0
                 self.gradient_norms = measured.vector.narrow(0, 0, 1) if jointly else measured.tensor_norms

@@ -31,6 +31,7 @@ from torchzero_clip.functional.norms import (
 )
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import Part, all_reduce, locals_of, memory, pack, part, summed, whole
+from torchzero_clip.functional.slices import Slices, plan, sliced_norms
 from torchzero_clip.types import Dim, Ord
 
 S = TypeVar("S")
@@ -89,16 +90,22 @@ class Measured:
     NaN if the tensor is not finite, and 0 if it is all zero."""
     _parts: list[Part] | None = None
     """The tensors that were measured: the same memory, or a copy of distributed tensors with partial placements. None
-    if each is a plain tensor and one slice."""
+    if ``slices`` is given, or if each is a plain tensor and one slice."""
+    slices: Slices | None = None
+    """How plain tensors were cut, if their slices were measured together."""
 
     @property
     def parts(self) -> list[Part]:
         """The tensors that were measured, with their slices."""
+        if self.slices is not None:
+            return self.slices.parts(self.targets)
         return [whole(target) for target in self.targets] if self._parts is None else self._parts
 
     @property
     def counts(self) -> list[int]:
         """How many slices each tensor has."""
+        if self.slices is not None:
+            return self.slices.counts
         return [1] * len(self.targets) if self._parts is None else [p.slice_count for p in self._parts]
 
     @property
@@ -117,7 +124,7 @@ class Measured:
     @property
     def is_plain(self) -> bool:
         """True if each is a plain tensor and one slice."""
-        return self._parts is None
+        return self._parts is None and self.slices is None
 
     @property
     def spread(self) -> bool:
@@ -128,6 +135,13 @@ class Measured:
         """Split a vector with a number per slice into one tensor for each measured one, in the shape of its norms."""
         pairs = zip(vector.split(self.counts), self.parts, strict=True)
         return [chunk.view(p.slice_shape).to(p.tensor.device) for chunk, p in pairs]
+
+    def of_slices(self, vector: Tensor) -> Tensor:
+        """A vector with a number per slice from one with a number per measured tensor."""
+        if self.slices is not None:
+            return vector.index_select(0, self.slices.owner)
+        pairs = zip(vector.unbind(), self.counts, strict=True)
+        return torch.cat([number.expand(count) for number, count in pairs] or [vector])
 
     def joined(self, values: Sequence[Tensor]) -> Tensor:
         """Concatenate ``values``, which are shaped like ``norms``, into one vector with a number per slice."""
@@ -210,6 +224,7 @@ def measure(
     *,
     plain: bool = False,
     each: bool = False,
+    name: str = "",
 ) -> Measured:
     """Measure every slice.
 
@@ -220,6 +235,7 @@ def measure(
         scratch: Memory with which norms of whole ``plain`` tensors are taken faster.
         plain: All local parts are plain and none is a pending sum, so that norms of whole tensors take few operations.
         each: Compute `Measured.tensor_norms` also where slices are joined.
+        name: The name of what is measured, the same in each step, under which ``scratch`` has the plan for slices.
     """
     metric, joint = slicing.metric, slicing.dim == "global"
     whole_tensors = joint or (slicing.dim is None and not slicing.inverse_dims and dims_of is None)
@@ -229,6 +245,10 @@ def measure(
         return _measure_plain(tensors, metric, joint, each, scratch)
     if joint:
         return _measure_jointly(tensors, metric)
+    if plain and scratch is not None and metric == L2:
+        slices = _sliced(tensors, slicing, dims_of or slicing.reduced_dims, scratch, name)
+        if slices is not None:
+            return _measure_slices(tensors, slices)
     indices, parts = cut(tensors, slicing, dims_of)
     targets = [memory(tensors[i]) for i in indices]
     # decided by dimensions, not by what this process holds, because all ranks have to agree
@@ -240,10 +260,18 @@ def measure(
         norms = pack(slice_metrics(parts, metric, known))
         return Measured(metric, indices, norms, total, targets, _parts=None if plain and one_slice_each else parts)
 
+    return _measure_powers(tensors, metric, indices, parts, one_slice_each)
+
+
+def _measure_powers(
+    tensors: Sequence[Tensor], metric: Metric, indices: list[int], parts: list[Part], one_slice_each: bool
+) -> Measured:
+    """The p-norms or mean magnitudes of the slices of ``parts``, which are the tensors at ``indices``, cut."""
     values = p_norms(parts, metric.p)
     kept = set(indices)
     rest = [whole(tensor) for i, tensor in enumerate(tensors) if i not in kept]
     left_alone = p_norms([p for p in rest if p.size], metric.p)
+    targets = [memory(tensors[i]) for i in indices]
     total = metric.of_norm(total_norm(parts, values, left_alone, metric.p), sum(t.numel() for t in tensors))
     rows = zip(values, parts, strict=True)
     norms = pack([metric.of_norm(value, p.size) for value, p in rows] if metric.kind == "mad" else values)
@@ -269,6 +297,53 @@ def _measure_plain(
     return Measured(metric, indices, vector, total, targets, joint, norms)
 
 
+def _sliced(
+    tensors: Sequence[Tensor],
+    slicing: Slicing,
+    dims_of: Callable[[Tensor], tuple[int, ...]],
+    scratch: Scratch,
+    name: str,
+) -> Slices | None:
+    """How tensors are cut; None unless they are plain, real and wide, on CPU, and each has slices."""
+    if not (may_look(tensors[0]) and foreach.are_plain(tensors) and foreach.is_real_and_wide(tensors[0].dtype)):
+        return None
+
+    def planned() -> Slices | None:
+        checked = [_checked_dims(tensor, own) for tensor, own in zip(tensors, dims, strict=True)]
+        sizes = [_size(tensor, own) for tensor, own in zip(tensors, checked, strict=True)]
+        if not all(checked) or min(sizes) < slicing.min_size:
+            return None
+        return plan(tensors, checked, scratch)
+
+    dims = [tuple(dims_of(tensor)) for tensor in tensors]
+    return scratch.plan(f"slices {name}", tensors, planned, (slicing.min_size, *dims))
+
+
+def _size(tensor: Tensor, dims: Sequence[int]) -> int:
+    return math.prod((tensor.shape or (1,))[d] for d in dims)
+
+
+def _measure_slices(tensors: Sequence[Tensor], slices: Slices) -> Measured:
+    """The L2 norms of slices of plain tensors, measured together."""
+    norms = sliced_norms(tensors, slices)
+    targets = list(tensors) if min(map(Tensor.dim, tensors)) else list(map(memory, tensors))
+    total, tensor_norms = combine(norms, 2.0), None
+    if tensors[0].dtype != torch.float64:  # their squares are in the range of float64
+        squares = torch.zeros(len(tensors), dtype=torch.float64).index_add_(0, slices.owner, norms.square())
+        tensor_norms = squares.sqrt_()
+    indices = list(range(len(tensors)))
+    return Measured(L2, indices, norms, total, targets, tensor_norms=tensor_norms, slices=slices)
+
+
+def measured_like(measured: Measured, tensors: Sequence[Tensor]) -> Tensor:
+    """The norms of the same slices of other tensors of the same shapes: a vector."""
+    slices = measured.slices
+    if slices is not None and foreach.kind([*tensors, *measured.targets]) is not None:
+        return sliced_norms(tensors, slices)
+    pairs = zip(tensors, measured.dims, strict=True)
+    return pack(slice_metrics([part(summed(tensor), dims) for tensor, dims in pairs], measured.metric))
+
+
 def _measure_jointly(tensors: Sequence[Tensor], metric: Metric) -> Measured:
     parts = [whole(tensor) for tensor in tensors]
     indices = [i for i, p in enumerate(parts) if p.size]
@@ -292,6 +367,9 @@ def scale_(measured: Measured, factors: Tensor) -> None:
         return
     if measured.is_plain and not (factors.is_cpu and beyond_float32(factors)):
         foreach.multiply_each_(measured.targets, factors)
+        return
+    if measured.slices is not None and not beyond_float32(factors):
+        measured.slices.scale_(measured.targets, factors)
         return
     foreach.scale_(measured.targets, measured.shaped(factors), exact=beyond_float32(factors))
 

@@ -374,11 +374,11 @@ def _local_norm(part: Part, p: float) -> Tensor:
     if len(dims) == x.ndim and x.numel() > BLOCK and foreach.is_dense(x):
         x, dims = foreach.flat(x), (0,)
     for d in sorted(dims, key=x.stride):
-        x = _norm_along(x, p, d)
+        x = norm_along(x, p, d)
     return x.view(part.slice_shape)
 
 
-def _norm_along(x: Tensor, p: float, d: int) -> Tensor:
+def norm_along(x: Tensor, p: float, d: int) -> Tensor:
     """The float64 norm along one dimension, in two levels where it is long."""
     length = x.shape[d]
     if x.dtype == torch.float64 or length <= BLOCK:
@@ -387,7 +387,7 @@ def _norm_along(x: Tensor, p: float, d: int) -> Tensor:
     blocks = x.narrow(d, 0, even).unflatten(d, (-1, BLOCK))
     levels = [torch.linalg.vector_norm(blocks, p, d + 1, dtype=torch.float32).double()]
     if even < length:
-        levels.append(_norm_along(x.narrow(d, even, length - even), p, d))
+        levels.append(norm_along(x.narrow(d, even, length - even), p, d))
     return torch.linalg.vector_norm(torch.cat(levels, d), p, d, keepdim=True)
 
 

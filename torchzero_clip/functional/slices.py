@@ -1,0 +1,156 @@
+"""Norms of slices of many plain tensors at once, in few operations."""
+
+import math
+from collections.abc import Sequence
+from itertools import compress
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.compat import unflatten
+from torchzero_clip.functional import foreach
+from torchzero_clip.functional.blocks import BLOCK, LARGEST, ROW, ROWS, SHORT, SMALLEST
+from torchzero_clip.functional.norms import extent, norm_along, p_norms
+from torchzero_clip.functional.scratch import Scratch
+from torchzero_clip.functional.shards import Part, pack
+
+
+class _Chunk(NamedTuple):
+    """Short tensors whose slices have one length. Their copies fill the rows."""
+
+    own: list[int]
+    views: list[Tensor]
+    rows: Tensor
+
+
+class Slices(NamedTuple):
+    """How plain tensors are cut, each of them into slices. It depends on their layouts alone."""
+
+    dims: list[tuple[int, ...]]
+    """The dimensions that a slice of each tensor spans."""
+    counts: list[int]
+    """How many slices each tensor has."""
+    owner: Tensor
+    """The tensor that each slice belongs to."""
+    templates: list[Tensor]
+    """Tensors of the shapes of one number per slice."""
+    chunks: list[_Chunk]
+    others: list[int]
+    """The tensors that are measured one by one."""
+    order: Tensor
+    """Where each slice stands in the order in which they are measured."""
+
+    def shaped(self, vector: Tensor) -> list[Tensor]:
+        """A vector with a number per slice as one tensor for each, of the same dimensions."""
+        return unflatten(vector, self.templates)
+
+    def scale_(self, tensors: Sequence[Tensor], factors: Tensor) -> None:
+        """Multiply each slice by its factor, in place. Tensors without a factor other than 1 are not touched."""
+        counts = torch.zeros(len(tensors)).index_add_(0, self.owner, (factors != 1).float())
+        changed = (counts > 0).tolist()
+        numbers = self.shaped(factors.to(tensors[0].dtype))
+        foreach.multiply_plain_(list(compress(tensors, changed)), list(compress(numbers, changed)))
+
+    def parts(self, tensors: Sequence[Tensor]) -> list[Part]:
+        """The tensors, cut."""
+        pairs = zip(tensors, self.dims, strict=True)
+        return [_part(tensor if tensor.ndim else tensor.view(1), dims) for tensor, dims in pairs]
+
+
+def plan(tensors: Sequence[Tensor], dims: Sequence[tuple[int, ...]], scratch: Scratch) -> Slices:
+    """Plan how to measure contiguous tensors on CPU.
+
+    Args:
+        tensors: Plain tensors of one dtype, all with elements.
+        dims: The dimensions that a slice of each tensor spans; at least one.
+        scratch: Memory for copies of short tensors.
+    """
+    like = tensors[0]
+    shapes = [
+        [1 if d in own else n for d, n in enumerate(tensor.shape)] for tensor, own in zip(tensors, dims, strict=True)
+    ]
+    counts = list(map(math.prod, shapes))
+    alike: dict[int, list[int]] = {}
+    others: list[int] = []
+    for i, (tensor, count) in enumerate(zip(tensors, counts, strict=True)):
+        length = tensor.numel() // count
+        is_short = tensor.numel() <= SHORT and length <= BLOCK and _are_rows(tensor, dims[i])
+        (alike.setdefault(length, []) if is_short else others).append(i)
+    memory = scratch.memory("slices", ROWS * ROW, like)
+    chunks = [
+        _chunk(memory, own, [tensors[i].shape for i in own], length)
+        for length, together in alike.items()
+        for own in _split(together, [tensors[i].numel() for i in together], ROWS * ROW)
+    ]
+    measured = [i for chunk in chunks for i in chunk.own] + others
+    ends = torch.tensor(counts).cumsum(0)
+    starts = (ends - torch.tensor(counts)).tolist()
+    places = torch.cat([torch.arange(starts[i], starts[i] + counts[i]) for i in measured])
+    templates = [like.new_zeros(()).expand(shape) for shape in shapes]
+    owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    return Slices(list(dims), counts, owner, templates, chunks, others, places.argsort())
+
+
+def sliced_norms(tensors: Sequence[Tensor], slices: Slices) -> Tensor:
+    """The L2 norm of each slice: a float64 vector.
+
+    Args:
+        tensors: Plain tensors of float32 or float64 on CPU, of the shapes for which ``slices`` was planned.
+        slices: How they are cut.
+    """
+    found: list[Tensor] = []
+    for chunk in slices.chunks:
+        foreach.copy_plain_(chunk.views, [tensors[i] for i in chunk.own])
+        found.append(torch.linalg.vector_norm(chunk.rows, dim=1).double())
+    for i in slices.others:
+        tensor, dims = tensors[i], slices.dims[i]
+        if _are_rows(tensor, dims):
+            found.append(norm_along(tensor.reshape(slices.counts[i], -1), 2.0, 1).view(-1))
+        else:
+            found.append(pack(p_norms([_part(tensor, dims)], 2.0)))
+    norms = torch.cat(found).index_select(0, slices.order)
+    smallest, largest = extent(norms)
+    if not (smallest > SMALLEST and largest < LARGEST):  # also NaN
+        _measure_again_(norms, tensors, slices)
+    return norms
+
+
+def _measure_again_(norms: Tensor, tensors: Sequence[Tensor], slices: Slices) -> None:
+    """Measure tensors again with slices whose squares may overflow or underflow, such as those of zeros."""
+    odd = ((norms > SMALLEST) & (norms < LARGEST)).logical_not_()
+    again = set(slices.owner[odd].tolist())
+    parts = slices.parts(tensors)
+    for i, own in enumerate(norms.split(slices.counts)):
+        if i in again:
+            own.copy_(pack(p_norms([parts[i]], 2.0)))
+
+
+def _are_rows(tensor: Tensor, dims: tuple[int, ...]) -> bool:
+    """True if slices span all dimensions from some one on, so that each is a row of a contiguous tensor."""
+    ndim = max(tensor.ndim, 1)
+    return dims == tuple(range(ndim - len(dims), ndim))
+
+
+def _part(tensor: Tensor, dims: tuple[int, ...]) -> Part:
+    return Part(tensor, dims, math.prod(tensor.shape[d] for d in dims))
+
+
+def _chunk(memory: Tensor, own: list[int], shapes: list[torch.Size], length: int) -> _Chunk:
+    sizes = list(map(math.prod, shapes))
+    used = memory.narrow(0, 0, sum(sizes))
+    views = [part.view(shape) for part, shape in zip(used.split(sizes), shapes, strict=True)]
+    return _Chunk(own, views, used.view(-1, length))
+
+
+def _split(indices: list[int], sizes: list[int], most: int) -> list[list[int]]:
+    """Neighbours of at most so many elements together."""
+    found: list[list[int]] = []
+    total = most
+    for i, size in zip(indices, sizes, strict=True):
+        if total + size > most:
+            found.append([])
+            total = 0
+        found[-1].append(i)
+        total += size
+    return found
