@@ -14,6 +14,7 @@ from torchzero_clip.core.pieces import Stage, run_pieces
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Measured, Slicing, by_setting, measure
+from torchzero_clip.functional.norms import may_look
 from torchzero_clip.functional.shards import chosen, pack
 from torchzero_clip.types import Ord, Setting, State, Target
 
@@ -94,9 +95,10 @@ class Tracked:
         self.indices = measured.indices if self._taken is None else [measured.indices[k] for k in self._taken]
         """The index of each tensor with a statistic."""
         self._rows = None if len(self.indices) == len(step.params) else self.indices
-        settings = step.settings if self._rows is None else [step.settings[i] for i in self._rows]
-        self.shared = by_setting(settings)
+        whole = self._rows is None
+        self.shared = step.by_setting() if whole else by_setting([step.settings[i] for i in self.indices])
         """Each setting, with the range of ``indices`` that share it."""
+        self._numbers: dict[str, Tensor] = {}
         self.norms = self.of(measured)
         self.started = self["started"] > 0
         usable = step.usable(self.started, indices=None if joint else self._rows, joint=joint)
@@ -136,7 +138,11 @@ class Tracked:
 
     def __getitem__(self, key: str) -> Tensor:
         """The stored numbers under one key."""
-        return pack([self._step.global_state[key]]) if self.joint else self._step.live_numbers(key, self._rows)
+        if not self.joint:
+            return self._step.live_numbers(key, self._rows)
+        if key not in self._numbers:
+            self._numbers[key] = pack([self._step.global_state[key]])
+        return self._numbers[key]
 
     def column(self, key: str) -> list[Tensor]:
         """The state of the tensors with a statistic, under one key."""
@@ -144,12 +150,17 @@ class Tracked:
 
     def keep(self, **values: Tensor) -> None:
         """Where the norm is usable, store numbers and mark the statistic as started."""
-        for key, value in {"started": torch.ones_like(self.norms), **values}.items():
-            kept = torch.where(self.usable, value, self[key])
-            if self.joint:
-                foreach.copy_([self._step.global_state[key]], [kept.squeeze(0)])
-            else:
-                self._step.keep(key, kept, self._rows)
+        if "started" not in values:
+            values["started"] = torch.ones_like(self.norms)
+        if not (may_look(self.usable) and bool(self.usable.all())):
+            values = {key: torch.where(self.usable, value, self[key]) for key, value in values.items()}
+        if self.joint:
+            self._numbers.clear()
+            stored = [self._step.global_state[key] for key in values]
+            foreach.copy_(stored, [value.squeeze(0) for value in values.values()])
+            return
+        for key, value in values.items():
+            self._step.keep(key, value, self._rows)
 
     def remember(self, only: Tensor | None = None) -> Tensor:
         """Write the norm over the oldest one in the ring of past norms, where it is usable.

@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from torchzero_clip.checks import non_negative, one_of, optional, positive, steps, unit_interval
 from torchzero_clip.clipping.statistics import NormStatistics, Tracked, numbers
+from torchzero_clip.functional.norms import may_look
 from torchzero_clip.types import Schedule, Target
 
 ClipOption = Literal["adaptive_scaling", "mean"]
@@ -102,27 +103,35 @@ class ZClip(NormStatistics):
     @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
         """Judge the norm, and let it or its limit enter the statistics."""
-        setting, norm, count = tracked.shared[0][0], tracked.norms, tracked["started"]
-        beta, most = setting["beta"], torch.inf if setting["max_norm"] is None else setting["max_norm"]
-        mean, variance = tracked["mean"], tracked["variance"]
+        norm, count, maximum = tracked.norms, tracked["started"], tracked.shared[0][0]["max_norm"]
         warms_up = count < self.warmup_steps
-        first = tracked.remember(warms_up)
-        start = first.nanmean()
+        if not may_look(warms_up):
+            pairs = zip(self._first(tracked, warms_up), self._later(tracked), strict=True)
+            found = [torch.where(warms_up, first, later) for first, later in pairs]
+        else:
+            found = self._first(tracked, warms_up) if warms_up else self._later(tracked)
+        mean, variance, limit, z = found
+        tracked.keep(mean=mean, variance=variance, started=count + 1)
+        limit = limit.clamp(max=torch.inf if maximum is None else maximum)
+        tracked.show(limit=limit, z=z)
+        return torch.where(norm > limit, limit / norm, 1.0)
 
-        deviation = variance.sqrt()
+    def _first(self, tracked: Tracked, warms_up: Tensor) -> list[Tensor]:
+        """Mean, variance, limit and z-score during the warm-up."""
+        ring = tracked.remember(warms_up)
+        mean = ring.nanmean().view(1)
+        variance = (ring - mean).square().nanmean().view(1)
+        return [mean, variance, torch.full_like(mean, torch.inf), torch.zeros_like(mean)]
+
+    def _later(self, tracked: Tracked) -> list[Tensor]:
+        """Mean, variance, limit and z-score after the warm-up."""
+        setting, norm, mean, variance = tracked.shared[0][0], tracked.norms, tracked["mean"], tracked["variance"]
+        beta, deviation = setting["beta"], variance.sqrt()
         z = (norm - mean) / (deviation + setting["eps"])
-        is_spike = (z > setting["z_thresh"]) & warms_up.logical_not()
         cut = mean
         if self.clip_option == "adaptive_scaling":
             cut = (mean + deviation * (setting["z_thresh"] ** 2 / z)) * setting["clip_factor"]
-        seen = torch.where(is_spike, cut, norm)
+        limit = torch.where(z > setting["z_thresh"], cut, torch.inf)
+        seen = torch.where(limit < torch.inf, limit, norm)
         moved = beta * mean + (1 - beta) * seen
-        spread = beta * variance + (1 - beta) * (seen - moved).square()
-        tracked.keep(
-            mean=torch.where(warms_up, start, moved),
-            variance=torch.where(warms_up, (first - start).square().nanmean(), spread),
-            started=count + 1,
-        )
-        limit = torch.where(is_spike, cut, torch.inf).clamp(max=most)
-        tracked.show(limit=limit, z=torch.where(warms_up, 0.0, z))
-        return torch.where(norm > limit, limit / norm, 1.0)
+        return [moved, beta * variance + (1 - beta) * (seen - moved).square(), limit, z]

@@ -14,7 +14,7 @@ from torchzero_clip.core.reported_loss import joint_loss
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.core.walk import Walk
 from torchzero_clip.functional.norms import combine
-from torchzero_clip.functional.shards import chosen, largest_on_all_ranks
+from torchzero_clip.functional.shards import largest_on_all_ranks
 
 Nonfinite: TypeAlias = Literal["propagate", "raise", "skip"]
 
@@ -43,6 +43,8 @@ class StepPolicy:
         self._norms: list[float] = []
         self.may_skip = nonfinite == "skip" or bool(self._gates)
         self.decides = self.may_skip or nonfinite == "raise"
+        # a message names the gradients that are not finite
+        self._judges_all = nonfinite != "raise" and not any(gate.scope.limited for gate in self._gates.values())
         if max_consecutive_skips is not None and not self.may_skip:
             raise ValueError("max_consecutive_skips needs nonfinite='skip' or a gate in the chain, such as SkipStep")
 
@@ -62,13 +64,13 @@ class StepPolicy:
         Raises:
             RuntimeError: For a non-finite gradient with ``nonfinite="raise"``, or after too many skips in a row.
         """
-        norms = walk.measure_gradients()
+        norms = walk.measure_gradients(jointly=self._judges_all)
         if any(gate.needs_loss for gate in self._gates.values()):
             found = joint_loss(walk.loss, walk.loss_count, norms.device)
             walk.loss, walk.has_loss = (None, None) if found is None else found
         total = combine(norms, 2.0)
         all_finite = norms.isfinite().all()
-        judged = [self._judge(gate, walk, norms) for gate in self._gates if walk.rows_of(gate)]
+        judged = [self._judge(gate, walk, total) for gate in self._gates if walk.rows_of(gate)]
         refused = [refusal.to(total.device) for _, _, refusal in judged]
         bad = torch.stack([x.double() for x in (total, all_finite.logical_not(), *refused)])
         # a rank may have plain gradients beside sharded ones, and all would hang if it skipped the step alone
@@ -92,10 +94,11 @@ class StepPolicy:
             (gate.accept if taken else gate.refused)(norm, step)
             walk.store(node, step)
 
-    def _judge(self, name: str, walk: Walk, norms: Tensor) -> tuple[Node, Tensor, Tensor]:
+    def _judge(self, name: str, walk: Walk, total: Tensor) -> tuple[Node, Tensor, Tensor]:
         """A gate, the norm of the gradients that it acts on, and whether it refuses the step."""
         node, rows = walk.nodes.by_path[name], walk.rows_of(name)
-        norm = largest_on_all_ranks(combine(chosen(norms, rows), 2.0).view(1), walk.all_params()).squeeze()
+        norm = total if len(rows) == len(walk.params) else combine(walk.norms_of(rows), 2.0)
+        norm = largest_on_all_ranks(norm.view(1), walk.all_params()).squeeze()
         return node, norm, self._gates[name].refuses(norm, walk.step_for(node, rows))
 
     def _count(self, counts: MutableMapping[str, Any]) -> None:

@@ -56,6 +56,7 @@ class Step:
     has_loss: Tensor | None = None
 
     def __post_init__(self) -> None:
+        self._shared: tuple[list[Setting], list[tuple[Setting, slice]]] | None = None
         self._states = self.states if isinstance(self.states, States) else States.of(self.states)
         self.states = self._states
 
@@ -104,7 +105,9 @@ class Step:
 
     def by_setting(self) -> list[tuple[Setting, slice]]:
         """Return each setting with the range of the lists that it applies to. One operation can serve the range."""
-        return by_setting(self.settings)
+        if self._shared is None or self._shared[0] is not self.settings:
+            self._shared = self.settings, by_setting(self.settings)
+        return self._shared[1]
 
     @property
     def finite(self) -> Tensor:
@@ -138,7 +141,7 @@ class Step:
             got = f"{started.dtype} of shape {tuple(started.shape)}"
             raise ValueError(f"started must be booleans, {expected} of them, got {got}")
         finite, nonzero = norms < torch.inf, norms != 0  # also False for NaN
-        if joint:
+        if joint and len(norms) > 1:
             finite, nonzero = finite.all(), nonzero.any()
         return finite & (nonzero | started)
 

@@ -24,7 +24,7 @@ from torchzero_clip.core.updates import Pending, Updates
 from torchzero_clip.core.workspace import Workspace
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import L2, Measured, effect, measure, scale_, summary
-from torchzero_clip.functional.norms import p_norms, whole_norms
+from torchzero_clip.functional.norms import p_norms, whole_norm, whole_norms
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import chosen, is_partial, locals_of, pack, whole
 from torchzero_clip.types import Setting, State, Target
@@ -110,16 +110,21 @@ class Walk:
         chosen = self._scopes[node.path]
         return [i for i in rows if i in chosen]
 
-    def measure_gradients(self) -> Tensor:
-        """The L2 norm of each gradient: a vector of float64, equal on all ranks."""
+    def measure_gradients(self, *, jointly: bool = False) -> Tensor:
+        """The L2 norm of each gradient: a vector of float64, equal on all ranks.
+
+        With ``jointly`` it may be one number, the norm of all together, if the statistics of the chain need only that.
+        """
         if self.gradient_norms is None:
             if self.workspace is not None and (self.plain is not None or foreach.are_plain(self.grads)):
-                self.gradient_norms = whole_norms(self.grads, self.workspace.scratch)
+                total = whole_norm(self.grads) if jointly and self.nodes.only_joint_statistics else None
+                norms = whole_norms(self.grads, self.workspace.scratch) if total is None else total.view(1)
+                self.gradient_norms = norms
             else:
                 self.gradient_norms = pack(p_norms([whole(grad) for grad in self.grads], 2.0))
         return self.gradient_norms
 
-    def _norms_of(self, rows: list[int]) -> Tensor:
+    def norms_of(self, rows: list[int]) -> Tensor:
         """The norm of the gradient of each row, or the joint norm if statistics need only that."""
         norms = self.measure_gradients()
         return norms if len(norms) < len(self.params) else chosen(norms, rows)
@@ -253,7 +258,7 @@ class Walk:
                 self.gradient_norms = measured.vector.narrow(0, 0, 1) if jointly else measured.tensor_norms
                 self.measure_gradients()
             if transform.keeps_statistics:
-                step.gradient_norms = self._norms_of(rows)
+                step.gradient_norms = self.norms_of(rows)
             factors = transform.factors(measured, updates, step)
             count = len(measured.vector)
             if getattr(factors, "shape", None) != (count,):
@@ -306,7 +311,7 @@ class Walk:
             settings,
             node.global_state(self.chain_state),
             {},
-            self._norms_of(rows) if known else None,
+            self.norms_of(rows) if known else None,
             partial(self._apply_child, node, rows) if node.children else None,
             None if self.workspace is None else self.workspace.scratch,
             self.has_loss,

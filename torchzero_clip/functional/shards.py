@@ -168,7 +168,7 @@ def all_reduce(parts: Sequence[Part], values: list[Tensor], op: ReduceOp.RedOpTy
 def largest_on_all_ranks(values: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     """The largest of each value on all processes of the meshes of distributed tensors; NaN if one is NaN."""
     groups: dict[ProcessGroup, torch.device] = {}
-    for tensor in tensors:
+    for tensor in tensors if any_distributed(tensors) else ():
         if is_distributed(tensor):
             for mesh_dim in range(tensor.device_mesh.ndim):
                 groups[tensor.device_mesh.get_group(mesh_dim)] = tensor.device
