@@ -143,8 +143,9 @@ class SkipStep(Gate):
         if not self._stores:
             return bad
         values = self._values(norm, step)
-        wrong = [known & value.isfinite().logical_not() for value, known in values.values()]
-        return bad | wrong[1] | self._is_large(values, step)
+        for value, known in values.values():
+            bad = bad | (known & value.isfinite().logical_not())
+        return bad | self._is_large(values, step)
 
     @override
     def accept(self, norm: Tensor, step: Step) -> None:
@@ -167,8 +168,9 @@ class SkipStep(Gate):
         if not self._stores:
             return
         state, values = step.global_state, self._values(norm, step)
-        finite = [known.logical_not() | value.isfinite() for value, known in values.values()]
-        large = self._is_large(values, step) & finite[0] & finite[1]
+        large = self._is_large(values, step)
+        for value, known in values.values():
+            large = large & (known.logical_not() | value.isfinite())
         counts = {"norms": "in_a_row", "losses": "losses_in_a_row"}
         for key, (value, known) in values.items():
             self._store(state, f"skipped_{key}", counts[key], value, large & known)
@@ -182,11 +184,11 @@ class SkipStep(Gate):
             foreach.copy_([state[count]], [torch.where(lasts, 0.0, state[count])])
 
     def _values(self, norm: Tensor, step: Step) -> dict[str, tuple[Tensor, Tensor]]:
-        """Norm and loss, and whether there is one."""
-        true = torch.ones_like(norm, dtype=torch.bool)
-        if step.has_loss is None or not isinstance(step.loss, Tensor):
-            return {"norms": (norm, true), "losses": (torch.zeros_like(norm), true.logical_not())}
-        return {"norms": (norm, true), "losses": (step.loss.to(norm), step.has_loss.to(norm.device))}
+        """The norm and, if a process has one, the loss; each with whether there is one."""
+        values = {"norms": (norm, torch.ones_like(norm, dtype=torch.bool))}
+        if step.has_loss is not None and isinstance(step.loss, Tensor):
+            values["losses"] = step.loss.to(norm), step.has_loss.to(norm.device)
+        return values
 
     def _is_large(self, values: dict[str, tuple[Tensor, Tensor]], step: Step) -> Tensor:
         """True if the norm or the loss is above the limit of its window."""

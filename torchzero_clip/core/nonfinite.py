@@ -68,7 +68,7 @@ class StepPolicy:
         if any(gate.needs_loss for gate in self._gates.values()):
             found = joint_loss(walk.loss, walk.loss_count, norms.device)
             walk.loss, walk.has_loss = (None, None) if found is None else found
-        total = combine(norms, 2.0)
+        total = combine(norms, 2.0) if len(norms) > 1 else norms.squeeze(0)
         all_finite = norms.isfinite().all()
         judged = [self._judge(gate, walk, total) for gate in self._gates if walk.rows_of(gate)]
         refused = [refusal.to(total.device) for _, _, refusal in judged]
