@@ -21,6 +21,7 @@ from torchzero_clip import (
     ClipValueGrowth,
     Modular,
     NormalizeByEMA,
+    SkipStep,
     Transform,
 )
 
@@ -87,6 +88,21 @@ def test_an_elementwise_clip_behind_a_norm_clip_does_not_wait_for_the_device(cli
             params[0].grad = torch.empty(3, device="cuda")
             optimizer.step()
         assert all(value.device.type == "cuda" for value in optimizer.metrics().values())
+
+
+def test_gradients_are_released_after_a_step_and_checked_after_a_skipped_one():
+    param = nn.Parameter(torch.ones(4, 6))
+    optimizer = Modular([param], ClipValue(0.1), SkipStep(max_norm=10.0), AdamW(0.1))
+    for size in (1.0, 1.0, 1e3):  # the last step is skipped
+        param.grad = torch.full((4, 6), size)
+        grad = weakref.ref(param.grad)
+        optimizer.step()
+    before = param.detach().clone()
+    param.grad.data = torch.full((6, 4), 1.0).T  # the same tensor with other strides
+    optimizer.step()
+    torch.testing.assert_close(before - param.detach(), torch.full((4, 6), 0.1), rtol=0.1, atol=0)
+    param.grad = None
+    assert grad() is None
 
 
 def test_parameters_that_get_other_strides_in_the_same_memory():

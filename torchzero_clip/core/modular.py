@@ -1,5 +1,6 @@
 """The optimizer: a chain of transforms between the gradients and the parameters."""
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, overload
@@ -230,6 +231,7 @@ class Modular(Optimizer):
                     self._chain_state.show(self.param_groups)
             return result
         finally:
+            self._workspace.scratch.checked = (), None
             if self._reported.count:
                 self._reported.clear()
 
@@ -264,7 +266,9 @@ class Modular(Optimizer):
         # new state enters self.state only after the step was allowed; a parameter that is listed twice shares one
         new: dict[Tensor, State] = {}
         kept: Any = self.state
-        states: list[Any] = list(map(kept.get, params))
+        states: list[Any] = list(kept.values())
+        if len(kept) != len(params) or not all(map(operator.is_, kept, params)):
+            states = list(map(kept.get, params))
         if None in states:
             states = [new.setdefault(p, {}) if s is None else s for p, s in zip(params, states, strict=True)]
         # the compiler makes a step fast by itself; memory that is made in inference mode cannot be used outside of it;
@@ -275,6 +279,8 @@ class Modular(Optimizer):
         plain = None
         if params and workspace is not None:
             plain = alike(params, grads, states, workspace.layouts, workspace.vectors)
+            if plain is not None:
+                workspace.scratch.checked = grads, workspace.layouts.like["grads"]
         listed_twice = plain is None and len(set(map(id, params))) < len(params)
         if plain is None:
             refuse_unusable(self.param_groups)

@@ -93,13 +93,20 @@ def joint_norm(tensors: Sequence[Tensor]) -> Tensor:
         long = [tensor for tensor, size in zip(tensors, sizes, strict=True) if size > SHORT]
         found += [torch.linalg.vector_norm(rows, dim=1) for tensor in long for rows in _rows_of(tensor)]
         sizes = [size for size in sizes if size <= SHORT]
-    ends, begin = list(accumulate(sizes, initial=0)), 0
-    while begin < len(short):
-        end = max(bisect_right(ends, ends[begin] + ROWS * ROW) - 1, begin + 1)
-        together = flatten(short[begin:end])
-        found += [torch.linalg.vector_norm(rows, dim=1) for rows in _rows_of(together)]
-        begin = end
+    for own in spans(sizes, ROWS * ROW):
+        found += [torch.linalg.vector_norm(rows, dim=1) for rows in _rows_of(flatten(short[own]))]
     return torch.linalg.vector_norm(torch.cat(found), dtype=torch.float64)
+
+
+def spans(sizes: Sequence[int], most: int) -> list[slice]:
+    """Neighbours whose sizes add up to at most so much."""
+    ends, begin = list(accumulate(sizes, initial=0)), 0
+    found: list[slice] = []
+    while begin < len(sizes):
+        end = max(bisect_right(ends, ends[begin] + most) - 1, begin + 1)
+        found.append(slice(begin, end))
+        begin = end
+    return found
 
 
 def block_sums(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
@@ -139,17 +146,11 @@ def _planned(tensors: Sequence[Tensor], scratch: Scratch) -> _Plan:
     short = [i for i, size in enumerate(sizes) if size <= SHORT]
     long = [i for i, size in enumerate(sizes) if size > SHORT]
     rows = [-(-sizes[i] // ROW) for i in short]
-    bounds, total = [0], 0
-    for k, count in enumerate(rows):
-        if total + count > ROWS and total:
-            bounds.append(k)
-            total = 0
-        total += count
-    spans = [slice(a, b) for a, b in zip(bounds, [*bounds[1:], len(short)], strict=True) if a < b]
-    most = max((sum(rows[own]) for own in spans), default=0)
+    cuts = spans(rows, ROWS)
+    most = max((sum(rows[own]) for own in cuts), default=0)
     memory = scratch.memory("blocks", most * ROW, tensors[0]).zero_()
     chunks: list[_Chunk] = []
-    for own in spans:
+    for own in cuts:
         used = memory.narrow(0, 0, sum(rows[own]) * ROW)
         parts = used.split([count * ROW for count in rows[own]])
         pairs = zip(parts, [tensors[i] for i in short[own]], strict=True)

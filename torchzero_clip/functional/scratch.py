@@ -1,5 +1,6 @@
 """Memory that steps reuse."""
 
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,6 +15,7 @@ T = TypeVar("T")
 class _Plan(NamedTuple):
     key: Hashable
     fits: SameLayout
+    layout: object
     result: Any
 
 
@@ -27,6 +29,9 @@ class Scratch:
     def __init__(self) -> None:
         self._memory: dict[Hashable, Tensor] = {}
         self._plans: dict[str, _Plan] = {}
+        self.checked: tuple[Sequence[Tensor], object] = (), None
+        """Tensors that `plan` takes without a check, and an object that stands for their layouts: the same one only for
+        equal layouts. To be set back in the same step."""
 
     def memory(self, name: str, count: int, like: Tensor) -> Tensor:
         """A vector of ``count`` elements, of the dtype and on the device of ``like``, with any values."""
@@ -46,6 +51,14 @@ class Scratch:
             key: What else the result depends on.
         """
         kept = self._plans.get(name)
-        if kept is None or kept.key != key or not kept.fits(tensors):
-            kept = self._plans[name] = _Plan(key, same_layout(tensors), make())
+        checked, layout = self.checked
+        if not (len(tensors) == len(checked) and all(map(operator.is_, tensors, checked))):
+            layout = None
+        if kept is not None and kept.key == key and layout is not None and kept.layout is layout:
+            return kept.result
+        if kept is not None and kept.key == key and kept.fits(tensors):
+            kept = kept._replace(layout=layout)
+        else:
+            kept = _Plan(key, same_layout(tensors), layout, make())
+        self._plans[name] = kept
         return kept.result

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchzero_clip.compat import unflatten
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.blocks import BLOCK, LARGEST, ROW, ROWS, SHORT, SMALLEST
+from torchzero_clip.functional.blocks import BLOCK, LARGEST, ROW, ROWS, SHORT, SMALLEST, spans
 from torchzero_clip.functional.norms import extent, norm_along, p_norms
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import Part, pack
@@ -81,7 +81,7 @@ def plan(tensors: Sequence[Tensor], dims: Sequence[tuple[int, ...]], scratch: Sc
     chunks = [
         _chunk(memory, own, [tensors[i].shape for i in own], length)
         for length, together in alike.items()
-        for own in _split(together, [tensors[i].numel() for i in together], ROWS * ROW)
+        for own in (together[cut] for cut in spans([tensors[i].numel() for i in together], ROWS * ROW))
     ]
     measured = [i for chunk in chunks for i in chunk.own] + others
     ends = torch.tensor(counts).cumsum(0)
@@ -141,16 +141,3 @@ def _chunk(memory: Tensor, own: list[int], shapes: list[torch.Size], length: int
     used = memory.narrow(0, 0, sum(sizes))
     views = [part.view(shape) for part, shape in zip(used.split(sizes), shapes, strict=True)]
     return _Chunk(own, views, used.view(-1, length))
-
-
-def _split(indices: list[int], sizes: list[int], most: int) -> list[list[int]]:
-    """Neighbours of at most so many elements together."""
-    found: list[list[int]] = []
-    total = most
-    for i, size in zip(indices, sizes, strict=True):
-        if total + size > most:
-            found.append([])
-            total = 0
-        found[-1].append(i)
-        total += size
-    return found
