@@ -316,7 +316,8 @@ def test_parameters_drop_out_one_by_one():
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # before torch 2.13
 def test_the_fast_way_takes_no_memory_of_the_size_of_the_parameters():
     params = [nn.Parameter(torch.randn(1024, 1024)) for _ in range(2)]  # 4 MiB each
-    for transform in (ClipNorm(1, dim="global"), ClipValue(0.1), ClipValueByEMA(), Centralize(), ClipNormGrowth()):
+    following = (ClipValueByEMA(), ClipNormGrowth(), ClipByMaxEMA(), SpikeAwareClip(warmup_steps=1))
+    for transform in (ClipNorm(1, dim="global"), ClipValue(0.1), Centralize(), AdaptiveGradientClip(), *following):
         optimizer = Modular(params, transform, AdamW())
         for _ in range(2):
             set_grads(params, [torch.randn_like(p) for p in params])

@@ -63,10 +63,12 @@ class _Piece(NamedTuple):
     flat: Tensor
     """The same memory as a vector."""
     cut: slice | None
+    counts: Tensor | None
+    """How many elements each tensor has; None for one tensor."""
     owner: Tensor | None
-    """The place in ``rows`` that each element belongs to; None for one tensor."""
+    """The place in ``rows`` that each element belongs to. None on CPU, where it is soon computed and takes memory."""
     state: list[tuple[Tensor, list[Tensor]]]
-    """Memory for state of several tensors: a vector for each key, and its views in their shapes."""
+    """Memory for state of several tensors, and for numbers spread over them: vectors, and their views in the shapes."""
 
 
 def run_pieces(
@@ -90,7 +92,7 @@ def run_pieces(
     """
     first = updates[0]
     groups = [own for _, own in by_setting(settings)]
-    depth = max([len(stage.state) for stage in stages], default=0)
+    depth = max([len(stage.state) + len(stage.flags.numbers) for stage in stages], default=0)
     key = (*[group.stop for group in groups], depth)
     pieces = scratch.plan("pieces", updates, lambda: _planned(updates, groups, depth, scratch), key)
     usual = [stage.usual() for stage in stages]
@@ -155,13 +157,14 @@ def _run(stage: Stage, piece: _Piece, source: Tensor, usual: Sequence[bool], scr
         return
     joined = piece.state[: len(columns)]
     usable, started, numbers = stage.flags
-    state = [*(flat for flat, _ in joined), *(_of_elements(vector, piece) for vector in numbers)]
+    state = [flat for flat, _ in joined]
+    if numbers:
+        state += _spread([vector.to(piece.flat.dtype) for vector in numbers], piece, piece.state[len(columns) :])
     for (_, views), column in zip(joined, columns, strict=True):
         foreach.copy_plain_(views, column)
     count = stage.transform.change_usual_(piece.flat, piece.flat, state, setting, scratch) if all(flags) else None
     if count is None:
-        own = (_of_elements(vector, piece) for vector in (usable, started))
-        count = stage.transform.change_(piece.flat, state, setting, *own)
+        count = stage.transform.change_(piece.flat, state, setting, *_of_elements([usable, started], piece))
     stage.counts.append(count)
     for (_, views), column in zip(joined, columns, strict=True):
         foreach.copy_plain_(column, views)
@@ -188,11 +191,27 @@ def _change(
     return count
 
 
-def _of_elements(vector: Tensor, piece: _Piece) -> Tensor:
-    """The number of each element, from one for each parameter."""
-    own = vector.narrow(0, piece.rows[0], len(piece.rows))
-    assert piece.owner is not None
-    return own.index_select(0, piece.owner)
+def _spread(
+    vectors: Sequence[Tensor], piece: _Piece, memory: Sequence[tuple[Tensor, list[Tensor]]]
+) -> Sequence[Tensor]:
+    """The numbers of each element, from vectors with one for each parameter."""
+    if not piece.flat.is_cpu:
+        return _of_elements(vectors, piece)
+    for vector, (_, views) in zip(vectors, memory, strict=False):
+        foreach.copy_plain_(views, vector.narrow(0, piece.rows[0], len(piece.rows)).unbind())
+    return [flat for flat, _ in memory[: len(vectors)]]
+
+
+def _of_elements(vectors: Sequence[Tensor], piece: _Piece) -> list[Tensor]:
+    """The same in a new vector for each."""
+    assert piece.counts is not None
+    owner = _owner(piece.counts, piece.flat.numel()) if piece.owner is None else piece.owner
+    return [vector.narrow(0, piece.rows[0], len(piece.rows)).index_select(0, owner) for vector in vectors]
+
+
+def _owner(counts: Tensor, total: int) -> Tensor:
+    """The place of the tensor that each element belongs to."""
+    return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts, output_size=total)
 
 
 def _planned(updates: Sequence[Tensor], groups: Sequence[slice], depth: int, scratch: Scratch) -> list[_Piece]:
@@ -228,10 +247,8 @@ def _piece(
 ) -> _Piece:
     flats = [vector.narrow(0, 0, sum(sizes)) for vector in memory]
     if cut is not None:
-        return _Piece(rows, flats[:1], flats[0], cut, None, [])
+        return _Piece(rows, flats[:1], flats[0], cut, None, None, [])
     shaped = [[part.view(s) for part, s in zip(flat.split(sizes), shapes, strict=True)] for flat in flats]
-    owner = None
-    if len(rows) > 1:
-        counts, places = torch.tensor(sizes, device=flats[0].device), torch.arange(len(sizes), device=flats[0].device)
-        owner = torch.repeat_interleave(places, counts, output_size=sum(sizes))
-    return _Piece(rows, shaped[0], flats[0], None, owner, list(zip(flats[1:], shaped[1:], strict=True)))
+    counts = torch.tensor(sizes, device=flats[0].device) if len(rows) > 1 else None
+    owner = None if counts is None or counts.is_cpu else _owner(counts, sum(sizes))
+    return _Piece(rows, shaped[0], flats[0], None, counts, owner, list(zip(flats[1:], shaped[1:], strict=True)))
