@@ -19,6 +19,7 @@ from torchzero_clip.core.described import described
 from torchzero_clip.core.gathering import alike, refuse_unusable, taking_part
 from torchzero_clip.core.identity import IDENTITY, members_of, written
 from torchzero_clip.core.learning_rate import with_learning_rate
+from torchzero_clip.core.listener import Listener
 from torchzero_clip.core.nonfinite import Nonfinite, StepPolicy
 from torchzero_clip.core.param_groups import normalized, split
 from torchzero_clip.core.reported_loss import ReportedLoss
@@ -88,6 +89,9 @@ class Modular(Optimizer):
         >>> round(optimizer.metrics()["clip_norm/norm"].item(), 4)
         2.0
     """
+
+    listener: Listener | None = None
+    """What sees every step, such as a `Recorder`. Copies and pickles of an optimizer have none."""
 
     def __init__(
         self,
@@ -219,13 +223,19 @@ class Modular(Optimizer):
             count = 1 if result is not None else reported.count
             loss = reported.mean() if result is None and count else result
             walk = self._walk(settings, loss, count)
+            listener = self.listener
+            walk.listens = listener is not None
             try:
                 if walk.params and (not self._policy.decides or self._policy.allows(walk, state)):
+                    if listener is not None:
+                        listener.begin(walk)
                     self._run(walk)
                     if SCHEDULE_STEP in state:
                         state[SCHEDULE_STEP] += 1
                         self._schedules.advance(self.param_groups, state[SCHEDULE_STEP])
             finally:
+                if listener is not None:
+                    listener.end(walk)
                 if state:
                     self._chain_state.show(self.param_groups)
             return result

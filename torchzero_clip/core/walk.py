@@ -82,6 +82,12 @@ class Walk:
     """Whether a process has a loss, once that was asked."""
     gradient_norms: Tensor | None = None
     """A norm of each gradient before the first transform, or their joint norm, once it was measured."""
+    listens: bool = False
+    """Whether a `Listener` needs ``norms_before``."""
+    norms_before: Tensor | None = None
+    """The L2 norm of each gradient before the first transform, once it was measured for a listener."""
+    refused_by: list[str] = field(default_factory=list)
+    """The gates that refused the step, and "nonfinite" if a gradient that is not finite did."""
 
     def __post_init__(self) -> None:
         self.updates = Updates(self.params, self.grads, self.states, self.chain_state, self.maximize, self.workspace)
@@ -113,11 +119,19 @@ class Walk:
     def measure_gradients(self) -> Tensor:
         """The L2 norm of each gradient: a vector of float64, equal on all ranks."""
         if self.gradient_norms is None:
-            if self.workspace is not None and (self.plain is not None or foreach.are_plain(self.grads)):
-                self.gradient_norms = whole_norms(self.grads, self.workspace.scratch)
-            else:
-                self.gradient_norms = pack(p_norms([whole(grad) for grad in self.grads], 2.0))
+            self.gradient_norms = self._norm_of_each()
+            self._note_norms(self.gradient_norms)
         return self.gradient_norms
+
+    def _note_norms(self, norms: Tensor | None = None) -> None:
+        """Give a listener the L2 norms of the gradients before the first transform; None to measure them."""
+        if self.listens and self.norms_before is None:
+            self.norms_before = self._norm_of_each() if norms is None else norms
+
+    def _norm_of_each(self) -> Tensor:
+        if self.workspace is not None and (self.plain is not None or foreach.are_plain(self.grads)):
+            return whole_norms(self.grads, self.workspace.scratch)
+        return pack(p_norms([whole(grad) for grad in self.grads], 2.0))
 
     def _norms_of(self, rows: list[int]) -> Tensor:
         """The norm of the gradient of each row, or the joint norm if statistics need only that."""
@@ -130,6 +144,7 @@ class Walk:
             if transform.target == "closure":
                 if self.nodes.keeps_statistics:
                     self.measure_gradients()
+                self._note_norms()
                 rows = self.rows_of(path)
                 if rows:
                     _change_gradients(self, self.nodes.by_path[path], rows, False)
@@ -141,6 +156,8 @@ class Walk:
         for i, node in enumerate(nodes):
             transform, rest = node.transform, nodes[i + 1 :]
             own = self._in_scope(node, rows)
+            if self.listens and not (isinstance(transform, Gate) or _measures_gradients(transform)):
+                self._note_norms()
             is_rule = to_params and isinstance(transform, UpdateRule)
             if is_rule and own and overridden_last(type(transform), *FUSED) != "apply_tensors":
                 rows, own = self._fuse(node, rows, own, rest)
@@ -248,6 +265,7 @@ class Walk:
                 jointly = jointly and len(measured.vector) > 0
                 self.gradient_norms = measured.vector.narrow(0, 0, 1) if jointly else measured.tensor_norms
                 self.measure_gradients()
+            self._note_norms(measured.tensor_norms if measured.metric == L2 else None)
             if transform.keeps_statistics:
                 step.gradient_norms = self._norms_of(rows)
             factors = transform.factors(measured, updates, step)

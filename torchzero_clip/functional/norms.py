@@ -244,6 +244,13 @@ def whole_norms(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor:
     return norms
 
 
+def each_norm(tensors: Sequence[Tensor], scratch: Scratch | None = None) -> Tensor:
+    """The L2 norm of each of some dense tensors, of full tensors under FSDP2: a float64 vector, equal on all ranks."""
+    if len(tensors) and foreach.are_plain(tensors):
+        return whole_norms(tensors, scratch)
+    return pack(p_norms([whole(tensor) for tensor in tensors], 2.0))
+
+
 def whole_norm(tensors: Sequence[Tensor]) -> Tensor | None:
     """The L2 norm of all tensors together, each as in `whole_norms`: a 0-d float64 tensor.
 

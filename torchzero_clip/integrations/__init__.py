@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from torchzero_clip.core.modular import Modular
+from torchzero_clip.core.wrapped import innermost
 
 if TYPE_CHECKING:
     from torchzero_clip.integrations.huggingface import TrainerCallback as TrainerCallback
     from torchzero_clip.integrations.lightning import LightningCallback as LightningCallback
 
 _PLACES = {"TrainerCallback": ("huggingface", "transformers"), "LightningCallback": ("lightning", "lightning")}
-_WRAPPED = ("optimizer", "_optimizer")
 
 
 def unwrapped(optimizer: Any) -> Modular:
@@ -24,19 +24,10 @@ def unwrapped(optimizer: Any) -> Modular:
     Raises:
         TypeError: If there is none.
     """
-    found, seen = optimizer, set[int]()
-    while not _is_modular(found) and id(found) not in seen:
-        seen.add(id(found))
-        inner = (getattr(found, name, None) for name in _WRAPPED)
-        found = next((value for value in inner if value is not None), found)
-    if not _is_modular(found):
+    found = innermost(optimizer)
+    if not isinstance(found, Modular):
         raise TypeError(f"optimizer must be a Modular or a wrapper of one, got {type(found).__name__}")
     return found
-
-
-def _is_modular(optimizer: Any) -> bool:
-    """False for Lightning's wrapper, whose class is derived from that of the optimizer, but which has no chain."""
-    return isinstance(optimizer, Modular) and "chain" in vars(optimizer)
 
 
 def metrics(optimizer: Any) -> dict[str, Tensor]:

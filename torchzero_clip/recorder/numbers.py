@@ -1,0 +1,31 @@
+"""Arithmetic on the numbers of a record: vectors of float64 on the CPU."""
+
+import torch
+from torch import Tensor
+
+
+def quantile(values: Tensor, share: float) -> float:
+    """The value that this share of the values does not exceed, linear between neighbours; at least one value.
+
+    Unlike `torch.quantile` it takes any number of values.
+    """
+    ordered = values.sort().values
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return float(torch.lerp(ordered[below], ordered[above], place - below))
+
+
+def median_of(values: Tensor) -> float:
+    """The median; the mean of the middle two for an even count."""
+    return quantile(values, 0.5)
+
+
+def joined_norms(norms: Tensor) -> Tensor:
+    """The joint norm of each row of norms, where -1 says that there was no gradient; NaN if a row has none at all."""
+    absent = norms < 0
+    present = torch.where(absent, 0.0, norms)
+    largest = present.amax(dim=-1, keepdim=True) if norms.shape[-1] else norms.new_zeros((*norms.shape[:-1], 1))
+    scale = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
+    joint = scale.squeeze(-1) * (present / scale).square().sum(dim=-1).sqrt()
+    return torch.where(absent.all(dim=-1), torch.nan, joint)
