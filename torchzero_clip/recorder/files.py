@@ -99,7 +99,10 @@ def read_record(path: Place) -> Record:
         OSError: If the file cannot be read.
         ValueError: For a line that is not as it should be; the message names it.
     """
-    text = Path(path).read_text(encoding="utf-8")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text file: {error}") from None
     lines = text.split("\n")
     reader = _Reader(str(path))
     for number, line in enumerate(lines, 1):

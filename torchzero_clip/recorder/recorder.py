@@ -46,11 +46,11 @@ class Recorder(Readable):
 
     Raises:
         TypeError: If ``optimizer`` is no optimizer, or an argument is of the wrong type.
-        ValueError: If the optimizer has a recorder already, for an unknown ``by``, for ``keep`` below 1, or if no record
-            can be written to ``path``.
+        ValueError: If the optimizer has a recorder already, for an unknown ``by``, for ``keep`` below 1, or if no
+            record can be written to ``path``.
 
-    A step waits for the device only when a full ring is written to the file; reading waits once. In a step in which
-    no transform measures single tensors (a joint clip, or no clip at all), the recorder takes a pass over the gradients.
+    A step waits for the device only when a full ring is written to the file; reading waits once. In a step in which no
+    transform measures single tensors (a joint clip, or no clip at all), the recorder takes a pass over the gradients.
 
     Examples:
         >>> import torch
@@ -94,18 +94,11 @@ class Recorder(Readable):
         self.optimizer = found
         """The optimizer that is recorded, out of its wrappers."""
         self._run = Run(by, keep, None if path is None else Path(path), ratios_every, model)
-        self._detach: Callable[[], None]
         self._hooks: _Hooks | None = None
         if isinstance(found, Modular):
             found.listener = self._run
-            self._detach = self._leave_modular
         else:
-            self._hooks = _Hooks(self._run)
-            handles = [
-                found.register_step_pre_hook(self._hooks.before),
-                found.register_step_post_hook(self._hooks.after),
-            ]
-            self._detach = lambda: [handle.remove() for handle in handles] and None
+            self._hooks = _Hooks(self._run, found)
 
     @property
     def step(self) -> int:
@@ -119,9 +112,9 @@ class Recorder(Readable):
             loss: A number, or a tensor of one number, before a gradient scaler multiplies it. The loss of several calls
                 is their mean.
         """
-        if self._hooks is None:
+        if isinstance(self.optimizer, Modular):
             self.optimizer.report_loss(loss)
-        else:
+        elif self._hooks is not None:
             self._hooks.reported.add(loss)
 
     @override
@@ -167,12 +160,10 @@ class Recorder(Readable):
         """Stop recording, and write the rest to the file. What is kept can still be read."""
         if self._hooks is not None:
             self._hooks.finish()
-        self._detach()
-        self._run.close()
-
-    def _leave_modular(self) -> None:
-        if self.optimizer.listener is self._run:
+            self._hooks.remove()
+        if isinstance(self.optimizer, Modular) and self.optimizer.listener is self._run:
             self.optimizer.listener = None
+        self._run.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps, and the steps that are kept: tensors on the CPU, numbers and strings."""
@@ -205,8 +196,10 @@ class Recorder(Readable):
 class _Hooks:
     """Measures the gradients of an optimizer that is no `Modular`, before its step."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, optimizer: Optimizer) -> None:
         self.reported = ReportedLoss()
+        before, after = optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)
+        self._handles = (before, after)
         self._run = run
         self._scratch = Scratch()
         self._finish: Callable[[], None] | None = None
@@ -226,7 +219,7 @@ class _Hooks:
 
         if "closure" in kwargs:
             return args, {**kwargs, "closure": measured}
-        return (args[0], measured, *args[2:]), kwargs
+        return (optimizer, measured, *args[2:]), kwargs
 
     @torch.no_grad()
     def _measure(self, optimizer: Optimizer, loss: Any) -> None:
@@ -247,6 +240,11 @@ class _Hooks:
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Write the step."""
         self.finish()
+
+    def remove(self) -> None:
+        """Leave the optimizer."""
+        for handle in self._handles:
+            handle.remove()
 
     @torch.no_grad()
     def finish(self) -> None:

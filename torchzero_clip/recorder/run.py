@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
+from torchzero_clip.compat import never_compiled
 from torchzero_clip.core.listener import Listener
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.walk import Walk
@@ -20,7 +21,7 @@ from torchzero_clip.functional.norms import each_norm
 from torchzero_clip.recorder.files import append, header, lines_of
 from torchzero_clip.recorder.layout import By, Layout
 from torchzero_clip.recorder.record import Record, joined
-from torchzero_clip.recorder.tape import ABSENT, Note, Tape
+from torchzero_clip.recorder.tape import Note, Tape
 
 
 class Run(Listener):
@@ -53,10 +54,12 @@ class Run(Listener):
             _UNFINISHED.add(self)
 
     @override
+    @never_compiled
     def begin(self, walk: Walk) -> None:
         self.save_params(walk.params)
 
     @override
+    @never_compiled
     def end(self, walk: Walk) -> None:
         note = Note(self.step, " ".join(walk.refused_by), self._limits(walk))
         numbers = dict(walk.metrics) if walk.loss is None else {"loss": walk.loss, **walk.metrics}
@@ -157,7 +160,7 @@ class Run(Listener):
         _UNFINISHED.discard(self)
 
     def __del__(self) -> None:
-        if getattr(self, "_unwritten", 0) and self in _UNFINISHED:
+        if getattr(self, "_unwritten", 0):  # nobody holds the optimizer any more
             self.flush()
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchzero_clip.functional import foreach
 from torchzero_clip.recorder.layout import By, Layout
 from torchzero_clip.recorder.numbers import joined_norms
 from torchzero_clip.recorder.record import Ratios, Record
@@ -50,7 +51,7 @@ class Ring:
 
     def write(self, count: int, row: Tensor) -> None:
         """Write the row of a step over the oldest one."""
-        self.rows.select(0, count % len(self.rows)).copy_(row)
+        foreach.copy_([self.rows.select(0, count % len(self.rows))], [row])
 
     def last(self, count: int, wanted: int) -> Tensor:
         """The last rows in order, on the CPU."""

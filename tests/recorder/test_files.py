@@ -1,0 +1,222 @@
+"""The file of a record: what is written, when, and how it is read again."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from torchzero_clip import SGD, ClipNorm, Modular, Recorder, SkipStep, read_record
+
+BEGIN = '{"kind": "run", "version": 1, "start": 0, "by": "parameter", "layers": ["a", "b"]}\n'
+
+
+def start(path, **given):
+    params = [("a", nn.Parameter(torch.zeros(2))), ("b", nn.Parameter(torch.zeros(3)))]
+    optimizer = Modular(params, SkipStep(max_norm=100), ClipNorm(1.0), SGD(0.1), nonfinite="skip")
+    return optimizer, Recorder(optimizer, path=path, **given)
+
+
+def run(optimizer, count, start=0, sizes=None):
+    for step in range(start, start + count):
+        for param in optimizer.param_groups[0]["params"]:
+            generator = torch.Generator().manual_seed(step)
+            param.grad = torch.rand(param.shape, generator=generator) + 1
+            param.grad *= (sizes or {}).get(step, 1.0)
+        optimizer.report_loss(float(step))
+        optimizer.step()
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_full_rings_are_appended(tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = start(path, keep=10)
+    run(optimizer, 9)
+    assert not path.exists()
+    run(optimizer, 12, start=9)
+    assert [row["step"] for row in lines(path) if row["kind"] == "step"] == list(range(20))
+    recorder.flush()
+    recorder.flush()
+    assert [row["step"] for row in lines(path) if row["kind"] == "step"] == list(range(21))
+    assert [row["kind"] for row in lines(path)].count("run") == 1
+
+
+def test_what_is_read_is_what_was_written(tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = start(path, keep=300, ratios_every=50)
+    run(optimizer, 250, sizes={120: 20.0, 200: 1000.0, 210: torch.inf})
+    recorder.close()
+    record, kept = read_record(path), recorder.record()
+    assert record.steps == kept.steps
+    assert record.reasons == kept.reasons
+    assert {i for i, reason in enumerate(record.reasons) if reason} == {200, 210}
+    assert math.isnan(record.norm[210])
+    rest = [i for i in range(250) if i != 210]
+    assert torch.equal(record.norm[rest], kept.norm[rest])
+    assert torch.equal(record.loss, kept.loss)
+    assert set(record.metrics) == set(kept.metrics)
+    assert torch.equal(record.metrics["clip_norm/factor"].nan_to_num(), kept.metrics["clip_norm/factor"].nan_to_num())
+    assert record.layer_steps == [120, 200, 210]
+    assert record.spikes() == kept.spikes() == [120, 200, 210]
+    assert str(record.suggest_max_norm()) == str(kept.suggest_max_norm())
+    assert [(block.first, block.last) for block in record.blocks] == [(0, 99), (100, 199), (200, 249)]
+    column = kept.layer_norms[:100, 0]
+    assert record.blocks[0].median[0] == column.quantile(0.5)
+    assert record.blocks[0].maximum[0] == column.max()
+    assert [ratio.step for ratio in record.ratios] == [0, 50, 100, 150]  # 200 was skipped
+    worst = record.worst(step=120)
+    assert [layer.name for layer in worst] == [layer.name for layer in recorder.worst(step=120)]
+    assert worst[0].ratio == pytest.approx(recorder.worst(step=120)[0].ratio, rel=0.1)
+    with pytest.raises(ValueError, match="step 5 was neither"):
+        record.worst(step=5)
+    with pytest.raises(ValueError, match="scope must be 'joint'"):
+        record.suggest_max_norm(scope="parameter")
+
+
+def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = start(path, keep=10)
+    run(optimizer, 20)
+    saved = recorder.state_dict()
+    run(optimizer, 30, start=20, sizes=dict.fromkeys(range(20, 50), 5.0))
+    recorder.close()
+    optimizer, recorder = start(path, keep=10)
+    recorder.load_state_dict(saved)
+    run(optimizer, 15, start=20)
+    recorder.close()
+    record = read_record(path)
+    assert record.steps == list(range(35))
+    assert record.norm.max() < 10
+    assert record.loss.tolist() == [float(step) for step in range(35)]
+    assert [block.last for block in record.blocks] == [9, 19, 29, 34]
+
+
+def test_layers_that_are_added_later(tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = start(path)
+    run(optimizer, 3)
+    optimizer.add_param_group({"params": [("c", nn.Parameter(torch.zeros(1)))]})
+    run(optimizer, 3, start=3, sizes={5: 1000.0})
+    recorder.close()
+    record = read_record(path)
+    assert record.layers == ["a", "b", "c"]
+    assert record.steps == list(range(6))
+    assert record.blocks[0].median[2] == -1
+
+
+@pytest.mark.slow
+def test_the_end_of_the_process_writes_the_rest_and_a_kill_loses_one_ring(tmp_path):
+    program = textwrap.dedent(
+        """
+        import sys, torch
+        from torchzero_clip import ClipNorm, Modular, Recorder
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = Modular([("w", weight)], ClipNorm(1.0))
+        Recorder(optimizer, path=sys.argv[1], keep=10)
+        for step in range(25):
+            weight.grad = torch.ones(1)
+            optimizer.step()
+        if sys.argv[2] == "wait":
+            print("ready", flush=True)
+            input()
+        if sys.argv[2] == "raise":
+            raise RuntimeError
+        """
+    )
+    ended, raised, killed = (tmp_path / f"{name}.jsonl" for name in ("ended", "raised", "killed"))
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program, path, how], stderr=subprocess.DEVNULL)
+        for path, how in ((ended, "end"), (raised, "raise"))
+    ]
+    waiting = subprocess.Popen(
+        [sys.executable, "-c", program, killed, "wait"], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    )
+    assert waiting.stdout.readline() == "ready\n"
+    os.kill(waiting.pid, signal.SIGKILL)
+    waiting.communicate()
+    for process in processes:
+        process.wait()
+    assert read_record(ended).steps == read_record(raised).steps == list(range(25))
+    assert read_record(killed).steps == list(range(20))
+
+
+def test_a_recorder_that_nobody_holds_writes_when_its_optimizer_goes(tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, _ = start(path)
+    run(optimizer, 3)
+    del optimizer, _
+    import gc  # noqa: PLC0415
+
+    gc.collect()
+    assert read_record(path).steps == [0, 1, 2]
+
+
+def test_a_line_that_a_kill_cut_off_is_left_out(tmp_path):
+    path = tmp_path / "run.jsonl"
+    step = '{"kind": "step", "step": %d, "norm": 1.0, "loss": null, "reason": "", "metrics": {}}\n'
+    path.write_text(BEGIN + step % 0 + (step % 1)[:30])
+    assert read_record(path).steps == [0]
+    optimizer, recorder = start(path)
+    recorder.load_state_dict({"step": 1, "tape": None})
+    run(optimizer, 2)
+    recorder.close()
+    assert read_record(path).steps == [0, 1, 2]
+
+
+GOOD = '{"kind": "step", "step": 0, "norm": 1.0, "loss": null, "reason": "", "metrics": {}}'
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("nonsense", "line 2: it is not JSON"),
+        ("[1, 2]", "line 2: its kind must be one of run, step"),
+        ('{"kind": "tree"}', "line 2: its kind must be one of"),
+        ('{"kind": "step", "step": "3", "norm": 1, "loss": 1, "reason": "", "metrics": {}}', "line 2: 'step' is missing"),
+        ('{"kind": "step", "step": true, "norm": 1, "loss": 1, "reason": "", "metrics": {}}', "line 2: 'step' is"),
+        ('{"kind": "step", "step": 3}', "line 2: 'norm' is missing"),
+        ('{"kind": "step", "step": 3, "norm": 1, "loss": 1, "reason": "", "metrics": {"a": "b"}}', "must be numbers"),
+        ('{"kind": "layers", "step": 3, "norms": [1.0]}', "line 2: it has 1 numbers for 2 layers"),
+        ('{"kind": "layers", "step": 3, "norms": [1.0, "x"]}', "line 2: it must have numbers only"),
+        ('{"kind": "run", "version": 2, "start": 0, "by": "parameter", "layers": []}', "version 2 is newer"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path, line, message):
+    path = tmp_path / "run.jsonl"
+    path.write_text(f"{BEGIN}{line}\n{GOOD}\n")
+    with pytest.raises(ValueError, match=message) as error:
+        read_record(path)
+    assert str(path) in str(error.value)
+
+
+def test_bad_files(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_record(tmp_path / "missing.jsonl")
+    path = tmp_path / "run.jsonl"
+    path.write_text(f"{GOOD}\n{GOOD}\n")
+    with pytest.raises(ValueError, match="line 1: a line of the kind 'run' must come first"):
+        read_record(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="not a text file"):
+        read_record(path)
+    path.write_text("")
+    assert read_record(path).steps == []
+
+
+def test_a_long_file_is_read_in_moments(tmp_path):
+    path = tmp_path / "run.jsonl"
+    step = '{"kind": "step", "step": %d, "norm": 1.0, "loss": 2.0, "reason": "", "metrics": {"clip_norm/limit": 1.0}}'
+    path.write_text(BEGIN + "\n".join(step % k for k in range(20_000)) + "\n")
+    begin = time.perf_counter()
+    assert len(read_record(path).steps) == 20_000
+    assert time.perf_counter() - begin < 20  # quadratic reading takes minutes
