@@ -182,7 +182,10 @@ GOOD = '{"kind": "step", "step": 0, "norm": 1.0, "loss": null, "reason": "", "me
         ("nonsense", "line 2: it is not JSON"),
         ("[1, 2]", "line 2: its kind must be one of run, step"),
         ('{"kind": "tree"}', "line 2: its kind must be one of"),
-        ('{"kind": "step", "step": "3", "norm": 1, "loss": 1, "reason": "", "metrics": {}}', "line 2: 'step' is missing"),
+        (
+            '{"kind": "step", "step": "3", "norm": 1, "loss": 1, "reason": "", "metrics": {}}',
+            "line 2: 'step' is missing",
+        ),
         ('{"kind": "step", "step": true, "norm": 1, "loss": 1, "reason": "", "metrics": {}}', "line 2: 'step' is"),
         ('{"kind": "step", "step": 3}', "line 2: 'norm' is missing"),
         ('{"kind": "step", "step": 3, "norm": 1, "loss": 1, "reason": "", "metrics": {"a": "b"}}', "must be numbers"),

@@ -376,7 +376,10 @@ def test_copies_and_pickles_have_no_recorder():
                 param.grad = torch.ones_like(param)
         other.step()
     assert recorder.step == 1
-    assert before["param_groups"][0].keys() == Modular(model(), ClipNorm(1.0), Adam()).state_dict()["param_groups"][0].keys()
+    assert (
+        before["param_groups"][0].keys()
+        == Modular(model(), ClipNorm(1.0), Adam()).state_dict()["param_groups"][0].keys()
+    )
 
 
 def test_an_optimizer_can_be_collected():
@@ -393,7 +396,11 @@ def test_an_optimizer_can_be_collected():
 @pytest.mark.parametrize("kind", ["modular", "torch"])
 def test_it_resumes(kind, tmp_path):
     def optimizer(net):
-        return Modular(net, SkipStep(max_norm=100), Adam()) if kind == "modular" else torch.optim.SGD(net.named_parameters())
+        return (
+            Modular(net, SkipStep(max_norm=100), Adam())
+            if kind == "modular"
+            else torch.optim.SGD(net.named_parameters())
+        )
 
     net = model()
     whole = optimizer(net)
@@ -489,7 +496,9 @@ def test_what_is_kept_is_what_was_seen(steps, keep):
         expected.append([5 * size, -1.0 if is_missing else 5 * size, 5 * size])
     record = recorder.record()
     assert record.steps == list(range(len(steps)))[-keep:]
-    torch.testing.assert_close(record.layer_norms, torch.tensor(expected[-keep:], dtype=torch.float64), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        record.layer_norms, torch.tensor(expected[-keep:], dtype=torch.float64), rtol=1e-6, atol=0
+    )
 
 
 def test_no_sync_and_a_device_of_its_own():

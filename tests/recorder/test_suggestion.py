@@ -93,7 +93,9 @@ def test_a_single_largest_norm_is_no_sign_of_another_clip():
     assert suggest(lognormal(0, 20), 0.1).confidence == "high"
 
 
-@pytest.mark.parametrize(("share", "error"), [(0, ValueError), (1.0, ValueError), (-0.1, ValueError), ("1%", TypeError)])
+@pytest.mark.parametrize(
+    ("share", "error"), [(0, ValueError), (1.0, ValueError), (-0.1, ValueError), ("1%", TypeError)]
+)
 def test_the_share_is_checked(share, error):
     with pytest.raises(error, match="share_clipped"):
         suggest(lognormal(0), share)
@@ -117,7 +119,9 @@ def test_it_prints_sentences_with_numbers():
 def recorded(scope_norms, groups=None):
     """A recorder that saw these norms: a row for each step, a column for each parameter."""
     params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(scope_norms.shape[1])]
-    given = params if groups is None else [{"params": [p], "name": name} for p, name in zip(params, groups, strict=True)]
+    given = (
+        params if groups is None else [{"params": [p], "name": name} for p, name in zip(params, groups, strict=True)]
+    )
     optimizer = Modular(given, ClipNorm(1.0))
     recorder = Recorder(optimizer)
     for row in scope_norms:
