@@ -219,23 +219,18 @@ class Modular(Optimizer):
                     self.param_groups
                 )  # the closure may have changed them, or added groups
 
-            reported = self._reported
-            count = 1 if result is not None else reported.count
-            loss = reported.mean() if result is None and count else result
+            count = 1 if result is not None else self._reported.count
+            loss = self._reported.mean() if result is None and count else result
             walk = self._walk(settings, loss, count)
-            listener = self.listener
-            walk.listens = listener is not None
             try:
                 if walk.params and (not self._policy.decides or self._policy.allows(walk, state)):
-                    if listener is not None:
-                        listener.begin(walk)
                     self._run(walk)
                     if SCHEDULE_STEP in state:
                         state[SCHEDULE_STEP] += 1
                         self._schedules.advance(self.param_groups, state[SCHEDULE_STEP])
             finally:
-                if listener is not None:
-                    listener.end(walk)
+                if self.listener is not None:
+                    self.listener.end(walk)
                 if state:
                     self._chain_state.show(self.param_groups)
             return result
@@ -295,10 +290,13 @@ class Modular(Optimizer):
         lists = (params, grads, states, group_of)
         may_fuse = not (listed_twice or torch.compiler.is_compiling())
         shared = (self._chain_state.values, loss, loss_count, self.maximize, keep_grads, may_fuse, workspace)
-        return Walk(self._nodes, self.param_groups, settings, *lists, *shared, plain, new)
+        listens = self.listener is not None
+        return Walk(self._nodes, self.param_groups, settings, *lists, *shared, plain, listens, new)
 
     def _run(self, walk: Walk) -> None:
         """Send the gradients down the chain, and subtract the result from the parameters."""
+        if self.listener is not None:
+            self.listener.begin(walk)
         try:
             if "closure" in self._nodes.targets:
                 walk.change_closure_gradients(self.chain)

@@ -58,6 +58,7 @@ class Walk:
         may_fuse: The rest of a chain may be one operation on lists.
         workspace: Buffers and caches of the optimizer; None to apply transforms one by one.
         plain: The state by key, if parameters, gradients and state are plain and alike; else None.
+        listens: A `Listener` needs ``norms_before``.
         new_states: The states of parameters that had none.
     """
 
@@ -76,14 +77,13 @@ class Walk:
     may_fuse: bool = False
     workspace: Workspace | None = None
     plain: Alike | None = None
+    listens: bool = False
     new_states: dict[Tensor, State] = field(default_factory=dict)
     metrics: dict[str, Tensor] = field(default_factory=dict)
     has_loss: Tensor | None = None
     """Whether a process has a loss, once that was asked."""
     gradient_norms: Tensor | None = None
     """A norm of each gradient before the first transform, or their joint norm, once it was measured."""
-    listens: bool = False
-    """Whether a `Listener` needs ``norms_before``."""
     norms_before: Tensor | None = None
     """The L2 norm of each gradient before the first transform, once it was measured for a listener."""
     refused_by: list[str] = field(default_factory=list)
@@ -258,14 +258,15 @@ class Walk:
         try:
             keeps, slicing = self.nodes.keeps_statistics, transform.slicing
             jointly = self.nodes.only_joint_statistics and slicing.dim == "global" and slicing.metric == L2
-            measured = measure(
-                updates, slicing, dims_of, scratch, plain=scratch is not None, each=keeps and not jointly
-            )
+            is_plain, each = scratch is not None, keeps and not jointly
+            beside = self.listens and self.norms_before is None
+            measured = measure(updates, slicing, dims_of, scratch, plain=is_plain, each=each, beside=beside)
             if keeps and self.gradient_norms is None:  # updates are gradients here: see `_measures_gradients`
                 jointly = jointly and len(measured.vector) > 0
                 self.gradient_norms = measured.vector.narrow(0, 0, 1) if jointly else measured.tensor_norms
                 self.measure_gradients()
-            self._note_norms(measured.tensor_norms if measured.metric == L2 else None)
+            if beside:
+                self._note_norms(measured.tensor_norms if measured.metric == L2 else None)
             if transform.keeps_statistics:
                 step.gradient_norms = self._norms_of(rows)
             factors = transform.factors(measured, updates, step)

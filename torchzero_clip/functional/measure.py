@@ -25,6 +25,7 @@ from torchzero_clip.functional.norms import (
     slice_metrics,
     total_norm,
     whole_norm,
+    whole_norm_beside,
     whole_norms,
 )
 from torchzero_clip.functional.scratch import Scratch
@@ -208,6 +209,7 @@ def measure(
     *,
     plain: bool = False,
     each: bool = False,
+    beside: bool = False,
 ) -> Measured:
     """Measure every slice.
 
@@ -218,13 +220,14 @@ def measure(
         scratch: Memory with which norms of whole ``plain`` tensors are taken faster.
         plain: All local parts are plain and none is a pending sum, so that norms of whole tensors take few operations.
         each: Compute `Measured.tensor_norms` also where slices are joined.
+        beside: Compute them beside the joint norm where that takes less than two passes. It changes no bit of the rest.
     """
     metric, joint = slicing.metric, slicing.dim == "global"
     whole_tensors = joint or (slicing.dim is None and not slicing.inverse_dims and dims_of is None)
     smallest = 1 if joint else max(slicing.min_size, 1)
     may_be_fast = whole_tensors and metric == L2 and len(tensors) > 0
     if plain and may_be_fast and min(map(Tensor.numel, tensors)) >= smallest:
-        return _measure_plain(tensors, joint, each, scratch)
+        return _measure_plain(tensors, joint, each, scratch, beside)
     if joint:
         return _measure_jointly(tensors, metric)
     indices, parts = cut(tensors, slicing, dims_of)
@@ -249,13 +252,17 @@ def measure(
     return Measured(metric, indices, norms, total, targets, tensor_norms=tensor_norms, _parts=parts)
 
 
-def _measure_plain(tensors: Sequence[Tensor], joint: bool, each: bool, scratch: Scratch | None) -> Measured:
+def _measure_plain(
+    tensors: Sequence[Tensor], joint: bool, each: bool, scratch: Scratch | None, beside: bool
+) -> Measured:
     """The L2 norms of tensors, each one slice, whose local parts are plain."""
     targets, indices = locals_of(tensors), list(range(len(tensors)))
     are_local = all(map(operator.is_, targets, tensors))
-    total = whole_norm(targets) if joint and not each and are_local else None
-    if total is not None:
-        return Measured(L2, indices, total.expand(len(targets)), total, targets, True)
+    if joint and are_local and not each:
+        both = whole_norm_beside(targets, scratch) if beside and scratch is not None else None
+        total, norms = both or (whole_norm(targets), None)
+        if total is not None:
+            return Measured(L2, indices, total.expand(len(targets)), total, targets, True, norms)
     norms = whole_norms(targets, scratch)
     if not are_local:
         norms = merged([whole(tensor) for tensor in tensors], norms)
