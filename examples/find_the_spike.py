@@ -144,8 +144,10 @@ def main() -> None:
     print(f"\n{'':18}{'held-out loss':>14}{'steps clipped':>15}")
     for name, run in (("without a clip", before), ("with the limit", after)):
         print(f"{name:18}{run.held_out:14.3f}{run.record.share_clipped.nan_to_num().mean():15.1%}")
+    before.record.plot("norms.png")
+    before.suggestion.plot("limit.png")
     write_report(before.record, "report.html")
-    print("\nThe pictures are in report.html")
+    print("\nThe pictures are norms.png and limit.png, and the report is report.html")
 
 
 if __name__ == "__main__":
