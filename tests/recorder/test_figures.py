@@ -30,7 +30,8 @@ def made(norms, layers=("weight",), **options):
         "layer_steps": list(range(count)),
         "layer_norms": norm[:, None].expand(count, len(layers)).clone(),
     } | options
-    return Record(steps=list(range(count)), norm=norm, layers=list(layers), **options)
+    joint = [name.removesuffix("/limit") for name in options.get("metrics", {}) if name.endswith("/limit")]
+    return Record(steps=list(range(count)), norm=norm, layers=list(layers), **({"joint": joint} | options))
 
 
 def spiky(count=300, at=200):

@@ -1,5 +1,6 @@
 """The file of a record: what is written, when, and how it is read again."""
 
+import gc
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from torch import nn
 
 from torchzero_clip import SGD, ClipNorm, Modular, Recorder, SkipStep, read_record
 
-BEGIN = '{"kind": "run", "version": 1, "start": 0, "by": "parameter", "layers": ["a", "b"]}\n'
+BEGIN = '{"kind": "run", "version": 1, "start": 0, "by": "parameter", "joint": [], "layers": ["a", "b"]}\n'
 
 
 def start(path, **given):
@@ -101,6 +102,15 @@ def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path):
     assert [block.last for block in record.blocks] == [9, 19, 29, 34]
 
 
+def test_of_a_long_series_of_bad_steps_only_the_first_keep_their_layers(tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = start(path)
+    run(optimizer, 60, sizes=dict.fromkeys([*range(20, 45), 50], torch.inf))
+    recorder.close()
+    assert read_record(path).layer_steps == [*range(20, 30), 50]
+    assert len([reason for reason in read_record(path).reasons if reason]) == 26
+
+
 def test_layers_that_are_added_later(tmp_path):
     path = tmp_path / "run.jsonl"
     optimizer, recorder = start(path)
@@ -155,8 +165,6 @@ def test_a_recorder_that_nobody_holds_writes_when_its_optimizer_goes(tmp_path):
     optimizer, _ = start(path)
     run(optimizer, 3)
     del optimizer, _
-    import gc  # noqa: PLC0415
-
     gc.collect()
     assert read_record(path).steps == [0, 1, 2]
 
@@ -191,7 +199,15 @@ GOOD = '{"kind": "step", "step": 0, "norm": 1.0, "loss": null, "reason": "", "me
         ('{"kind": "step", "step": 3, "norm": 1, "loss": 1, "reason": "", "metrics": {"a": "b"}}', "must be numbers"),
         ('{"kind": "layers", "step": 3, "norms": [1.0]}', "line 2: it has 1 numbers for 2 layers"),
         ('{"kind": "layers", "step": 3, "norms": [1.0, "x"]}', "line 2: it must have numbers only"),
-        ('{"kind": "run", "version": 2, "start": 0, "by": "parameter", "layers": []}', "version 2 is newer"),
+        (
+            '{"kind": "step", "step": 3, "norm": 1%s, "loss": 1, "reason": "", "metrics": {}}' % ("0" * 400),
+            "line 2: int too",
+        ),
+        ("[" * 100_000, "line 2: it is not JSON"),
+        (
+            '{"kind": "run", "version": 2, "start": 0, "by": "parameter", "joint": [], "layers": []}',
+            "version 2 is newer",
+        ),
     ],
 )
 def test_bad_lines_are_named(tmp_path, line, message):

@@ -11,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchzero_clip import (
+    SGD,
     Adam,
     AdamW,
     AutoClip,
@@ -25,7 +27,6 @@ from torchzero_clip import (
     Modular,
     Normalize,
     Recorder,
-    SGD,
     SkipStep,
 )
 
@@ -110,6 +111,17 @@ def test_what_transforms_did():
         assert 0 < factor < 1
     assert columns["share_clipped"] == [1.0] * 4
     assert columns["skipped"] == [False] * 4
+
+
+def test_only_limits_of_joint_norms_are_limits_of_the_joint_norm():
+    net = model()
+    optimizer = Modular(net, ClipNorm(0.5), ClipNorm(3.0, dim="global"), ClipValue(0.1), AutoClip(), SGD(0.1))
+    recorder = Recorder(optimizer)
+    train(net, optimizer, 2)
+    record = recorder.record()
+    assert record.joint == ["clip_norm_2", "auto_clip"]
+    expected = torch.fmin(torch.tensor(3.0).double(), record.metrics["auto_clip/limit"])
+    assert torch.equal(record.limits(), expected)
 
 
 def test_limits_that_differ_between_groups_are_unknown():
@@ -295,7 +307,8 @@ def test_other_optimizers():
     train(net2, twin, 4, spike=2)
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), net2.parameters(), strict=True))
     record = recorder.record()
-    assert record.loss[0] == 3.0 and math.isnan(record.loss[1])
+    assert record.loss[0] == 3.0
+    assert math.isnan(record.loss[1])
     assert record.layers[0] == "0.weight"
     assert recorder.worst(step=2)[0].ratio > 100
     assert record.share_clipped.isnan().all()
@@ -454,7 +467,8 @@ def test_bad_arguments(tmp_path):
 def test_an_empty_record():
     recorder = Recorder(Modular(model(), Adam()))
     record = recorder.record()
-    assert record.steps == [] and record.layers == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert record.steps == []
+    assert record.layers == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert recorder.record().columns() == {"step": [], "norm": [], "loss": [], "share_clipped": [], "skipped": []}
     assert recorder.spikes() == []
     with pytest.raises(ValueError, match="no step is"):
@@ -503,8 +517,6 @@ def test_what_is_kept_is_what_was_seen(steps, keep):
 
 def test_no_sync_and_a_device_of_its_own():
     """Fake CUDA tensors raise where a step would read a value."""
-    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
-
     with FakeTensorMode():
         params = [nn.Parameter(torch.empty(shape, device="cuda")) for shape in ((4, 3), (3,))]
         optimizer = Modular(params, ClipNorm(1.0), AdamW())

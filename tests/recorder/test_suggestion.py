@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchzero_clip import Chain, ClipNorm, Modular, Recorder
-from torchzero_clip.recorder.numbers import joined_norms, median_of, quantile
+from torchzero_clip.recorder.numbers import joined_norms, median_of, medians, quantile
 from torchzero_clip.recorder.suggestion import Series, suggested
 
 
@@ -136,7 +136,8 @@ def test_scopes():
     recorder = recorded(norms, ["a", "b"])
     joint = recorder.suggest_max_norm()
     assert math.isclose(joint.limit, suggest(norms.float().double().square().sum(1).sqrt()).limit, rel_tol=1e-6)
-    assert repr(joint.transform()).startswith("ClipNorm(") and "dim='global'" in repr(joint.transform())
+    assert repr(joint.transform()).startswith("ClipNorm(")
+    assert "dim='global'" in repr(joint.transform())
     each = recorder.suggest_max_norm(scope="parameter")
     assert 10 < each.limit < 20
     assert each.transform().slicing.dim is None
@@ -174,6 +175,14 @@ def test_numbers():
     rows = torch.tensor([[3.0, 4.0], [-1.0, 4.0], [-1.0, -1.0], [torch.inf, 1.0], [1e200, 1e200], [torch.nan, 1.0]])
     joint = joined_norms(rows.double()).tolist()
     assert joint[:2] == [5.0, 4.0]
-    assert math.isnan(joint[2]) and math.isinf(joint[3]) and math.isnan(joint[5])
+    assert math.isnan(joint[2])
+    assert math.isinf(joint[3])
+    assert math.isnan(joint[5])
     big = joined_norms(torch.tensor([[1e200, 1e200]], dtype=torch.float64))
     assert math.isclose(big.item(), math.sqrt(2) * 1e200)
+    columns = torch.tensor([[1.0, -1.0, torch.nan], [4.0, -1.0, 5.0], [2.0, -1.0, torch.inf], [3.0, -1.0, 6.0]])
+    found = medians(columns.double()).tolist()
+    assert found[0] == 2.5
+    assert math.isnan(found[1])
+    assert found[2] == 5.5
+    assert medians(torch.zeros(0, 2, dtype=torch.float64)).isnan().all()

@@ -1,6 +1,6 @@
 """The file of a record: a JSON object in each line.
 
-{"kind": "run", "version": 1, "start": 0, "by": "parameter", "layers": ["0.weight", "0.bias"]}
+{"kind": "run", "version": 1, "start": 0, "by": "parameter", "joint": ["clip_norm"], "layers": ["0.weight", "0.bias"]}
 {"kind": "step", "step": 0, "norm": 1.5, "loss": 2.3, "reason": "", "metrics": {"clip_norm/limit": 1.0}}
 {"kind": "layers", "step": 0, "norms": [1.2, 0.9]}
 {"kind": "block", "first": 0, "last": 99, "median": [0.4, 0.1], "maximum": [1.2, 0.9]}
@@ -10,20 +10,22 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchzero_clip.recorder.numbers import median_of
+from torchzero_clip.recorder.numbers import medians
 from torchzero_clip.recorder.record import Block, Place, Ratios, Record
 
 VERSION = 1
 BLOCK = 100
+IN_A_ROW = 10
+"""Of a series of spikes or refused steps, so many keep all their layers."""
 KINDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
-    "run": {"version": int, "start": int, "by": str, "layers": list},
+    "run": {"version": int, "start": int, "by": str, "joint": list, "layers": list},
     "step": {
         "step": int,
         "norm": (float, int, type(None)),
@@ -48,7 +50,7 @@ def lines_of(record: Record) -> list[str]:
         rows.append(
             {"kind": "step", "step": step, "norm": _json(norm), "loss": _json(loss), "reason": reason, "metrics": own}
         )
-    whole = {*record.spikes(), *(step for step, reason in zip(record.steps, record.reasons, strict=True) if reason)}
+    whole = _in_whole(record)
     for step, norms in zip(record.layer_steps, record.layer_norms, strict=True):
         if step in whole:
             rows.append({"kind": "layers", "step": step, "norms": _row(norms)})
@@ -61,9 +63,20 @@ def lines_of(record: Record) -> list[str]:
     return [json.dumps(row, allow_nan=False) for row in rows]
 
 
-def header(start: int, by: str, layers: list[str]) -> str:
+def _in_whole(record: Record) -> set[int]:
+    """Steps that were spikes or refused, of a series without a break only the first ones."""
+    spikes, found, series = set(record.spikes()), set[int](), 0
+    for step, reason in zip(record.steps, record.reasons, strict=True):
+        series = series + 1 if reason or step in spikes else 0
+        if 0 < series <= IN_A_ROW:
+            found.add(step)
+    return found
+
+
+def header(start: int, by: str, layers: Sequence[str], joint: Sequence[str] = ()) -> str:
     """The line before the steps of a run, or of a part of it with other layers."""
-    return json.dumps({"kind": "run", "version": VERSION, "start": start, "by": by, "layers": layers})
+    row = {"kind": "run", "version": VERSION, "start": start, "by": by, "joint": list(joint), "layers": list(layers)}
+    return json.dumps(row)
 
 
 def append(path: Path, lines: list[str]) -> None:
@@ -123,12 +136,13 @@ class _Reader:
         self._whole: dict[int, Tensor] = {}
         self._blocks: list[Block] = []
         self._ratios: dict[int, Ratios] = {}
+        self._joint: list[str] = []
 
     def read(self, number: int, line: str, *, may_be_cut: bool) -> None:
         """Take one line."""
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if may_be_cut:
                 return
             raise self._wrong(number, f"it is not JSON: {error}") from None
@@ -142,7 +156,7 @@ class _Reader:
             raise self._wrong(number, "a line of the kind 'run' must come first")
         try:
             getattr(self, f"_read_{kind}")(row)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise self._wrong(number, str(error)) from None
 
     _begun = False
@@ -155,6 +169,7 @@ class _Reader:
             raise ValueError(f"version {row['version']} is newer than this release reads, which is {VERSION}")
         self._begun = True
         names = [str(name) for name in row["layers"]]
+        self._joint = [str(name) for name in row["joint"]]
         self._layers += [name for name in names if name not in self._layers]
         self._columns = [self._layers.index(name) for name in names]
         start = row["start"]
@@ -166,6 +181,7 @@ class _Reader:
     def _read_step(self, row: dict[str, Any]) -> None:
         if not all(value is None or _is_number(value) for value in row["metrics"].values()):
             raise ValueError("its metrics must be numbers")
+        _column([row["norm"], row["loss"], *row["metrics"].values()])  # a number may be too large
         self._steps[row["step"]] = row
 
     def _read_layers(self, row: dict[str, Any]) -> None:
@@ -212,6 +228,7 @@ class _Reader:
             torch.stack(norms) if norms else torch.zeros(0, len(self._layers), dtype=torch.float64),
             blocks,
             ratios,
+            self._joint,
         )
 
 
@@ -233,11 +250,7 @@ def _row(values: Tensor) -> list[float | None]:
 
 def _summary(norms: Tensor) -> tuple[list[float | None], list[float | None]]:
     """The median and the largest norm of each layer; -1 where no step has a gradient."""
-    median: list[float | None] = []
-    maximum: list[float | None] = []
-    for column in norms.unbind(dim=1):
-        present = column[column.isnan() | (column >= 0)]
-        finite = present[present.isfinite()]
-        median.append(median_of(finite) if len(finite) else None if len(present) else -1.0)
-        maximum.append(_json(float(present.amax())) if len(present) else -1.0)
+    absent = ((norms < 0).all(dim=0)).tolist()
+    columns = (_row(medians(norms)), _row(norms.amax(dim=0)))
+    median, maximum = ([-1.0 if no else x for x, no in zip(column, absent, strict=True)] for column in columns)
     return median, maximum

@@ -29,3 +29,15 @@ def joined_norms(norms: Tensor) -> Tensor:
     scale = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
     joint = scale.squeeze(-1) * (present / scale).square().sum(dim=-1).sqrt()
     return torch.where(absent.all(dim=-1), torch.nan, joint)
+
+
+def medians(norms: Tensor) -> Tensor:
+    """The median of each column, of finite numbers from 0 on; NaN for a column without any."""
+    if not len(norms):
+        return norms.new_full((norms.shape[1],), torch.nan)
+    usable = norms.isfinite() & (norms >= 0)
+    ordered = torch.where(usable, norms, torch.inf).sort(dim=0).values
+    counts = usable.sum(dim=0)
+    last = (counts - 1).clamp(min=0)
+    pair = ordered.gather(0, torch.stack([last // 2, (last + 1) // 2]))
+    return torch.where(counts > 0, pair[0] + (pair[1] - pair[0]) / 2, torch.nan)

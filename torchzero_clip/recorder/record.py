@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.recorder.figures import draw_record
-from torchzero_clip.recorder.numbers import median_of
+from torchzero_clip.recorder.numbers import medians
 from torchzero_clip.recorder.suggestion import FEWEST, Scope, Series, Suggestion, suggested
 
 Place: TypeAlias = str | Path
@@ -187,6 +188,7 @@ class Record(Readable):
         layer_norms: These norms: a row for each of these steps, a column for each layer; -1 without a gradient.
         blocks: For a record from a file, the median and the largest norm of each layer over several steps.
         ratios: The norms of parameters, and of what was subtracted from them, in some steps.
+        joint: The names of transforms that have one norm of all tensors.
     """
 
     steps: list[int]
@@ -199,6 +201,15 @@ class Record(Readable):
     layer_norms: Tensor = field(repr=False)
     blocks: list[Block] = field(default_factory=list, repr=False)
     ratios: list[Ratios] = field(default_factory=list, repr=False)
+    joint: list[str] = field(default_factory=list)
+
+    @cached_property
+    def _rows(self) -> dict[int, int]:
+        return {step: row for row, step in enumerate(self.steps)}
+
+    @cached_property
+    def _layer_rows(self) -> dict[int, int]:
+        return {step: row for row, step in enumerate(self.layer_steps)}
 
     def record(self) -> "Record":
         """Return this record."""
@@ -215,14 +226,10 @@ class Record(Readable):
         return torch.where(unknown, torch.nan, columns.nan_to_num(nan=-1.0).amax(dim=0))
 
     def limits(self) -> Tensor:
-        """The lowest limit of a joint norm in each step; NaN where it is unknown.
-
-        It is a limit that a transform was given or has reported, or the norm that a transform left.
-        """
-        found = torch.full_like(self.norm, torch.inf)
-        for name, limits in self.metrics.items():
-            if name.endswith("/limit"):
-                found = torch.fmin(found, limits)
+        """The lowest limit of the joint norm in each step, of transforms that have one; NaN where none is known."""
+        found = torch.full_like(self.norm, torch.nan)
+        for name in self.joint:
+            found = torch.fmin(found, self.metrics.get(f"{name}/limit", found))
         return torch.where(found.isfinite(), found, torch.nan)
 
     def last(self, count: int) -> "Record":
@@ -232,7 +239,7 @@ class Record(Readable):
         ratios = [ratio for ratio in self.ratios if ratio.step >= self.steps[first]]
         vectors = (self.norm[first:], self.loss[first:], metrics, self.layers)
         layers = (self.layer_steps[first:], self.layer_norms[first:])
-        return Record(self.steps[first:], self.reasons[first:], *vectors, *layers, [], ratios)
+        return Record(self.steps[first:], self.reasons[first:], *vectors, *layers, [], ratios, self.joint)
 
     def index(self, step: int) -> int:
         """The row of a step.
@@ -240,8 +247,8 @@ class Record(Readable):
         Raises:
             ValueError: If the step was not kept.
         """
-        if step in self.steps:
-            return self.steps.index(step)
+        if step in self._rows:
+            return self._rows[step]
         kept = f"steps {self.steps[0]} to {self.steps[-1]} are" if self.steps else "no step is"
         raise ValueError(
             f"step {step} was not kept: {kept}. More are kept with a larger keep=, or in a file with path="
@@ -252,12 +259,12 @@ class Record(Readable):
         if step is None:
             step = self._most_unusual()
         self.index(step)
-        if step not in self.layer_steps:
+        if step not in self._layer_rows:
             raise ValueError(
                 f"a file keeps the layers of steps that were spikes or skipped, and step {step} was neither: "
                 f"{self.layer_steps} are there"
             )
-        norms = self.layer_norms[self.layer_steps.index(step)].tolist()
+        norms = self.layer_norms[self._layer_rows[step]].tolist()
         usual = self._usual(step)
         named = zip(self.layers, norms, usual, strict=True)
         layers = [Layer(*values) for values in named if not values[1] < 0]
@@ -266,13 +273,10 @@ class Record(Readable):
 
     def _usual(self, step: int) -> list[float]:
         """The median of the norms of each layer before a step."""
-        before = [i for i, known in enumerate(self.layer_steps) if known < step]
-        norms = self.layer_norms[before]
-        blocks = [block.median for block in self.blocks if block.last < step]
+        blocks = [block.median for block in self.blocks if block.first < step]
         if blocks:
-            norms = torch.stack(blocks)
-        columns = [column[column.isfinite() & (column >= 0)] for column in norms.unbind(dim=1)]
-        return [median_of(column) if len(column) else math.nan for column in columns]
+            return medians(torch.stack(blocks)).tolist()
+        return medians(self.layer_norms[[i for i, known in enumerate(self.layer_steps) if known < step]]).tolist()
 
     def _most_unusual(self) -> int:
         """The step with the largest joint norm, or the first with one that is not finite."""
@@ -288,7 +292,7 @@ class Record(Readable):
         norm, step = float(self.norm[row]), self.steps[row]
         if not math.isnan(norm):
             return math.isinf(norm)
-        return step in self.layer_steps and not bool((self.layer_norms[self.layer_steps.index(step)] < 0).all())
+        return step in self._layer_rows and not bool((self.layer_norms[self._layer_rows[step]] < 0).all())
 
     def spikes(self) -> list[int]:
         """Return the steps whose joint norm was a spike or not finite: see `Recorder.spikes`."""
@@ -374,6 +378,7 @@ def joined(records: list[Record]) -> Record:
         torch.cat([wide(record, record.layer_norms) for record in records]),
         [],
         [Ratios(r.step, wide(record, r.params), wide(record, r.updates)) for record in records for r in record.ratios],
+        list(dict.fromkeys(name for record in records for name in record.joint)),
     )
 
 

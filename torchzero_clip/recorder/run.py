@@ -3,6 +3,7 @@
 import atexit
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torchzero_clip.compat import never_compiled
+from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.listener import Listener
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.walk import Walk
@@ -45,6 +47,8 @@ class Run(Listener):
         self.tape: Tape | None = None
         self._ratios_every = ratios_every
         self._before: list[Tensor] | None = None
+        self.joint: list[str] = []
+        """The names of transforms that have one norm of all tensors."""
         self._limited: list[Node] | None = None
         self._older: list[Record] = []
         self._unwritten = 0
@@ -69,6 +73,8 @@ class Run(Listener):
         """The limits that are settings, of transforms whose groups agree."""
         if self._limited is None:
             self._limited = [node for node in walk.nodes if node.transform.limit_setting is not None]
+            scalings = [(node.path, node.transform) for node in walk.nodes if isinstance(node.transform, Scaling)]
+            self.joint = [path for path, transform in scalings if transform.slicing.dim == "global"]
         found: dict[str, float] = {}
         for node in self._limited:
             values = {setting[str(node.transform.limit_setting)] for setting in walk.settings[node.path]}
@@ -119,7 +125,7 @@ class Run(Listener):
             return tape
         if tape is not None:
             self.flush()
-            self._older.append(tape.record(self.by))
+            self._older.append(self._recorded(tape))
         first = next((param for group in groups for param in group["params"]), None)
         device = norms.device if norms is not None else first.device if first is not None else torch.device("cpu")
         self.tape = Tape(self.keep, Layout.of(groups, self.model), device)
@@ -139,18 +145,21 @@ class Run(Listener):
             own += len(part.steps)
             kept.insert(0, part)
         self._older = kept
-        return joined([*kept, self.tape.record(self.by)])
+        return joined([*kept, self._recorded(self.tape)])
+
+    def _recorded(self, tape: Tape, wanted: int | None = None) -> Record:
+        return replace(tape.record(self.by, wanted), joint=self.joint)
 
     def flush(self) -> None:
         """Write the steps to the file that are not there yet. Only the first process does."""
         unwritten, self._unwritten = self._unwritten, 0
         if self.path is None or self.tape is None or not unwritten or not _is_first() or os.getpid() != self._process:
             return
-        record = self.tape.record(self.by, unwritten)
+        record = self._recorded(self.tape, unwritten)
         lines = lines_of(record)
         names = tuple(record.layers)
         if names != self._header:
-            lines.insert(0, header(record.steps[0], self.by, record.layers))
+            lines.insert(0, header(record.steps[0], self.by, record.layers, record.joint))
         append(self.path, lines)
         self._header = names
 
