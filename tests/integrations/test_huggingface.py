@@ -187,3 +187,12 @@ def test_a_recorder_of_another_optimizer_is_refused(tmp_path):
     integrations = importlib.import_module("torchzero_clip.integrations")
     with pytest.raises(ValueError, match="another optimizer"):
         trained(tmp_path, 2, [Adam()], callbacks=[integrations.TrainerCallback(other)])
+
+
+def test_a_record_goes_on_from_a_checkpoint_in_another_folder(tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    recorded(tmp_path / "first", 4)
+    (tmp_path / "second").mkdir()
+    (tmp_path / "first" / "run.jsonl").rename(tmp_path / "second" / "run.jsonl")
+    recorded(tmp_path / "second", 8, os.fspath(tmp_path / "first" / "checkpoint-4"))
+    assert read_record(tmp_path / "second" / "run.jsonl").steps == list(range(8))

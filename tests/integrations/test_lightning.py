@@ -137,9 +137,11 @@ def test_a_record_is_saved_with_checkpoints_and_continued(tmp_path):
     expected = whole.recorder.record()
     assert expected.steps == list(range(16))
     assert not expected.loss.isnan().any()
+    whole.recorder.close()
     (tmp_path / "run.jsonl").unlink()
     _, trainer = fitted(tmp_path, 2, own=own)
     trainer.save_checkpoint(tmp_path / "half.ckpt", weights_only=False)
+    own.recorder.close()
     again = recording()
     fitted(tmp_path, 4, own=again, resume=tmp_path / "half.ckpt")
     found = again.recorder.record()
@@ -147,3 +149,10 @@ def test_a_record_is_saved_with_checkpoints_and_continued(tmp_path):
     assert torch.equal(found.layer_norms, expected.layer_norms)
     assert torch.equal(found.loss, expected.loss)
     assert torch.equal(read_record(tmp_path / "run.jsonl").norm, expected.norm)
+
+
+def test_a_callback_serves_two_fits(tmp_path):
+    own = importlib.import_module("torchzero_clip.integrations").LightningCallback(Recorder)
+    for _ in range(2):
+        fitted(tmp_path, 1, own=own)
+        assert own.recorder.record().steps == list(range(4))

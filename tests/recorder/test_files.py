@@ -1,9 +1,12 @@
 """The file of a record: what is written, when, and how it is read again."""
 
+import copy
 import gc
+import io
 import json
 import math
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -78,7 +81,7 @@ def test_what_is_read_is_what_was_written(tmp_path):
     worst = record.worst(step=120)
     assert [layer.name for layer in worst] == [layer.name for layer in recorder.worst(step=120)]
     assert worst[0].ratio == pytest.approx(recorder.worst(step=120)[0].ratio, rel=0.1)
-    with pytest.raises(ValueError, match="step 5 was neither"):
+    with pytest.raises(ValueError, match="does not have the layers of step 5"):
         record.worst(step=5)
     with pytest.raises(ValueError, match="scope must be 'joint'"):
         record.suggest_max_norm(scope="parameter")
@@ -206,7 +209,7 @@ GOOD = '{"kind": "step", "step": 0, "norm": 1.0, "loss": null, "reason": "", "me
         ("[" * 100_000, "line 2: it is not JSON"),
         (
             '{"kind": "run", "version": 2, "start": 0, "by": "parameter", "joint": [], "layers": []}',
-            "version 2 is newer",
+            "version 2 is not the one",
         ),
     ],
 )
@@ -239,3 +242,151 @@ def test_a_long_file_is_read_in_moments(tmp_path):
     begin = time.perf_counter()
     assert len(read_record(path).steps) == 20_000
     assert time.perf_counter() - begin < 20  # quadratic reading takes minutes
+
+
+def test_jobs_that_are_killed_before_a_ring_is_full_lose_no_more_than_the_last_ring(tmp_path):
+    path, saved = tmp_path / "run.jsonl", None
+    for job in range(4):
+        optimizer, recorder = start(path, keep=30)
+        if saved is not None:
+            recorder.load_state_dict(saved)
+        run(optimizer, 25, start=25 * job)
+        saved = recorder.state_dict()
+        recorder._run.log = None  # the process is killed
+    assert read_record(path).steps == list(range(75))
+
+
+def test_a_copy_writes_no_file(tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = start(path)
+    run(optimizer, 5)
+    for copied in (copy.deepcopy(recorder), pickle.loads(pickle.dumps(recorder._run))):
+        copied.flush()
+        copied.close()
+    assert not path.exists()
+    run(optimizer, 5, start=5)
+    recorder.close()
+    assert read_record(path).steps == list(range(10))
+
+
+@pytest.mark.parametrize(("keep", "spike", "end"), [(10, 105, 120), (100, 205, 210), (1000, 1005, 1010)])
+def test_the_layers_of_a_spike_are_written_however_few_steps_come_with_it(tmp_path, keep, spike, end):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = start(path, keep=keep)
+    run(optimizer, end, sizes={spike: 20.0})
+    recorder.close()
+    assert read_record(path).spikes() == [spike]
+    assert read_record(path).worst(step=spike)[0].ratio > 10
+
+
+def test_a_spike_that_is_known_only_later_gets_its_layers(tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = start(path)
+    run(optimizer, 12, sizes={8: 20.0})
+    recorder.flush()
+    assert read_record(path).layer_steps == []
+    run(optimizer, 40, start=12)
+    recorder.close()
+    assert read_record(path).layer_steps == [8]
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()], ids=["full", "interrupt"])
+def test_a_flush_that_fails_loses_nothing(tmp_path, monkeypatch, error):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = start(path, keep=10)
+    run(optimizer, 15)
+    before = path.read_bytes()
+
+    class Fails(io.FileIO):
+        def write(self, data):
+            super().write(data[: len(data) // 2])
+            raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(path.__class__, "open", lambda self, mode: Fails(self, "a+"))
+        with pytest.raises(type(error)):
+            recorder.flush()
+    assert path.read_bytes() == before
+    run(optimizer, 5, start=15)
+    recorder.close()
+    assert read_record(path).steps == list(range(20))
+
+
+def test_a_ring_that_cannot_be_written_does_not_stop_training(tmp_path, monkeypatch):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = start(path, keep=10)
+
+    def fails(self, mode):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(path.__class__, "open", fails)
+        with pytest.warns(UserWarning, match="no space left"):
+            run(optimizer, 10)
+    run(optimizer, 10, start=10)
+    recorder.close()
+    assert read_record(path).steps == list(range(10, 20))  # the ring had no room for more
+
+
+def test_paths(tmp_path, monkeypatch):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = start(path)
+    with pytest.raises(ValueError, match="another Recorder writes to"):
+        start(path)
+    recorder.close()
+    start(path)[1].close()
+    for wrong in ("/proc/run.jsonl", "x" * 300):
+        with pytest.raises(ValueError, match="cannot be written"):
+            start(tmp_path / wrong if wrong[0] == "x" else wrong)
+    (tmp_path / "x").mkdir()
+    (tmp_path / "y").mkdir()
+    monkeypatch.chdir(tmp_path / "x")
+    optimizer, recorder = start("relative.jsonl", keep=10)
+    run(optimizer, 10)
+    monkeypatch.chdir(tmp_path / "y")
+    run(optimizer, 10, start=10)
+    (tmp_path / "x" / "relative.jsonl").rename(tmp_path / "moved.jsonl")
+    run(optimizer, 10, start=20)
+    recorder.close()
+    assert read_record(tmp_path / "moved.jsonl").steps == list(range(20))
+    assert read_record(tmp_path / "x" / "relative.jsonl").steps == list(range(20, 30))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore")
+def test_a_fork_does_not_write(tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = start(path)
+    run(optimizer, 5)
+    child = os.fork()
+    if not child:
+        recorder.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not path.exists()
+
+
+def test_lines_for_steps_that_are_not_there_are_left_out(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text(BEGIN + '{"kind": "layers", "step": 5, "norms": [1.0, 2.0]}\n')
+    assert read_record(path).layer_steps == []
+    with pytest.raises(ValueError, match="the layers of no step"):
+        read_record(path).worst()
+
+
+def test_the_reading_of_a_file_knows_joint_limits(tmp_path):
+    path = tmp_path / "run.jsonl"
+    weight = nn.Parameter(torch.zeros(2))
+    chain = [
+        ClipNorm(9.0, 1, dim="global"),
+        ClipNorm(2.0, dim="global").only("w"),
+        ClipNorm(3.0, dim="global"),
+        SGD(0.1),
+    ]
+    optimizer = Modular([("w", weight)], *chain)
+    recorder = Recorder(optimizer, path=path)
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    assert recorder.record().limits().tolist() == [3.0]
+    recorder.close()
+    assert read_record(path).limits().tolist() == [3.0]

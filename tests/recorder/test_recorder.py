@@ -477,7 +477,7 @@ def test_an_empty_record():
         recorder.worst()
     with pytest.raises(ValueError, match="at least 20"):
         recorder.suggest_max_norm()
-    assert recorder.state_dict() == {"step": 0, "tape": None}
+    assert recorder.state_dict() == {"step": 0, "joint": [], "tape": None}
 
 
 def test_it_finds_the_optimizer_in_the_wrappers_of_accelerate_and_of_lightning():
@@ -546,3 +546,225 @@ def test_a_compiled_step_is_recorded():
     assert record.steps == list(range(5))
     expected = torch.stack([p.grad.norm() for p in net.parameters()]).double()
     torch.testing.assert_close(record.layer_norms[4], expected, rtol=1e-6, atol=0)
+
+
+def test_parameters_that_are_replaced_have_their_own_names():
+    first, second = nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizer = Modular(first.named_parameters(prefix="first"), ClipNorm(1.0))
+    recorder = Recorder(optimizer)
+    train(first, optimizer, 2)
+    group = optimizer.param_groups[0]
+    group["params"], group["param_names"] = list(second.parameters()), ["second.weight", "second.bias"]
+    train(second, optimizer, 1, start=2)
+    assert {layer.name for layer in recorder.worst(step=2)} == {"second.weight", "second.bias"}
+    assert recorder.record().steps == [0, 1, 2]
+
+
+def test_layers_with_one_name_in_two_groups_are_two():
+    actor, critic = nn.Linear(2, 1), nn.Linear(2, 1)
+    groups = [{"params": list(net.named_parameters()), "name": name} for net, name in ((actor, "actor"), (critic, 7))]
+    optimizer = torch.optim.SGD(groups, 0.1)
+    recorder = Recorder(optimizer)
+    for net in (actor, critic):
+        gradients(net, 0)
+    optimizer.step()
+    assert recorder.record().layers == ["actor: weight", "actor: bias", "7: weight", "7: bias"]
+    recorder.close()
+    by_group = Recorder(optimizer, by="group")
+    optimizer.step()
+    assert by_group.record().layers == ["actor", "7"]
+    assert str(by_group.worst()).splitlines()[0].startswith("name")
+
+
+def test_the_first_call_of_a_closure_counts():
+    net = model()
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=5)
+    recorder = Recorder(optimizer, ratios_every=1)
+    x = torch.randn(8, 4)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (net(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        return loss
+
+    before = [p.detach().clone() for p in net.parameters()]
+    closure()
+    expected = torch.cat([p.grad.flatten() for p in net.parameters()]).norm().double()
+    loss = optimizer.step(closure)
+    record = recorder.record()
+    assert record.steps == [0]
+    torch.testing.assert_close(record.norm[0], expected, rtol=1e-6, atol=0)
+    assert record.loss[0] == loss.item()
+    moved = torch.stack([(b - p).norm() for b, p in zip(before, net.parameters(), strict=True)])
+    torch.testing.assert_close(record.ratios[0].updates.float(), moved.detach())
+
+
+@pytest.mark.parametrize("has_closure", [True, False])
+def test_a_subclass_that_calls_its_base_takes_one_step(has_closure):
+    class Sub(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    net = model()
+    torch.optim.SGD(net.parameters(), 0.1)
+    optimizer = Sub(net.parameters(), 0.1)
+    recorder = Recorder(optimizer)
+    for step in range(3):
+        gradients(net, step)
+        optimizer.step(*([lambda: torch.tensor(1.0)] if has_closure else []))
+    assert recorder.record().steps == [0, 1, 2]
+    assert recorder.record().reasons == ["", "", ""]
+
+
+def test_losses_of_another_optimizer():
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    recorder = Recorder(optimizer)
+    gradients(net, 0)
+    recorder.report_loss(1.0)
+    handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    handle.remove()
+    gradients(net, 1)
+    recorder.report_loss(2.0)
+    optimizer.step()
+    recorder.report_loss(3.0)
+    optimizer.step(lambda: gradients(net, 2))
+    record = recorder.record()
+    assert record.loss.tolist() == [1.0, 2.0, 3.0]
+    assert record.reasons == ["error", "", ""]
+    assert [ratio.step for ratio in record.ratios] == []
+
+
+def test_a_transform_that_raises():
+    class Fails(ClipNorm):
+        def factors(self, measured, updates, step):
+            raise ZeroDivisionError
+
+    net = model()
+    optimizer = Modular(net, Fails(1.0), SGD(0.1))
+    recorder = Recorder(optimizer)
+    gradients(net, 0)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    assert recorder.record().reasons == ["error"]
+    assert recorder.record().norm[0] > 0
+    assert recorder.record().ratios == []
+
+
+def test_one_recorder_for_each_optimizer():
+    for optimizer in (torch.optim.SGD(model().parameters()), Modular(model(), Adam())):
+        recorder = Recorder(optimizer)
+        with pytest.raises(ValueError, match="has a recorder already"):
+            Recorder(optimizer)
+        recorder.close()
+        Recorder(optimizer)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_odd_groups_and_modes():
+    a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([a, b, a], 0.1)
+    recorder = Recorder(optimizer)
+    a.grad = torch.ones(2)
+    optimizer.step()
+    assert (recorder.record().layer_norms[0] < 0).tolist() == [False, True, False]
+    net = model()
+    optimizer = Modular(net, ClipNorm(1.0), SGD(0.1))
+    recorder = Recorder(optimizer)
+    with torch.inference_mode():
+        gradients(net, 0)
+        optimizer.step()
+    gradients(net, 1)
+    optimizer.step()
+    assert recorder.record().steps == [0, 1]
+
+
+def test_metrics_that_are_no_tensors_of_one_number():
+    class Odd(ClipNorm):
+        def factors(self, measured, updates, step):
+            step.metrics.update(number=3.0, vector=torch.ones(1), many=torch.ones(2), word="no")
+            return super().factors(measured, updates, step)
+
+    net = model()
+    optimizer = Modular(net, Odd(1.0), SGD(0.1))
+    recorder = Recorder(optimizer)
+    train(net, optimizer, 2)
+    metrics = recorder.record().metrics
+    assert metrics["odd/number"].tolist() == [3.0, 3.0]
+    assert metrics["odd/vector"].tolist() == [1.0, 1.0]
+    assert "odd/many" not in metrics
+
+
+def test_another_default_device():
+    net = model()
+    optimizer = Modular(net, ClipNorm(1.0), SGD(0.1))
+    recorder = Recorder(optimizer)
+    train(net, optimizer, 25)
+    torch.set_default_device("meta")
+    try:
+        assert len(recorder.record().limits()) == 25
+        assert recorder.worst(step=20)
+        assert recorder.suggest_max_norm(0.1).limit > 0
+        assert recorder.spikes() == []
+    finally:
+        torch.set_default_device(None)
+
+
+def test_what_is_kept_of_older_layouts_is_bounded_and_numbers_do_not_grow():
+    net = model()
+    optimizer = Modular(net[0], ClipNorm(1.0), SGD(0.1))
+    recorder = Recorder(optimizer, keep=10)
+    for step in range(30):
+        if step % 2:
+            optimizer.add_param_group({"params": list(net[2].named_parameters(prefix="2"))})
+        gradients(net, step)
+        optimizer.step()
+        del optimizer.param_groups[1:]
+    assert len(recorder._run._older) <= 10
+    assert recorder.record().steps == list(range(20, 30))
+
+
+@pytest.mark.parametrize(
+    ("given", "error"), [({"top": -1}, ValueError), ({"step": "3"}, TypeError), ({"step": [1]}, TypeError)]
+)
+def test_bad_arguments_of_worst(given, error):
+    net = model()
+    optimizer = Modular(net, SGD(0.1))
+    recorder = Recorder(optimizer)
+    train(net, optimizer, 3)
+    assert len(recorder.worst(step=torch.tensor(2), top=2)) == 2
+    with pytest.raises(error, match=next(iter(given))):
+        recorder.worst(**given)
+
+
+def test_bad_states():
+    net = model()
+    optimizer = Modular(net, SGD(0.1))
+    recorder = Recorder(optimizer)
+    train(net, optimizer, 3)
+    good = recorder.state_dict()
+    narrow = {**good["tape"], "norms": good["tape"]["norms"][:, :1]}
+    for bad in ({**good, "tape": {}}, {**good, "tape": "x"}, {**good, "step": "3"}, {**good, "tape": narrow}, 3):
+        with pytest.raises(ValueError, match=r"Recorder|shapes"):
+            recorder.load_state_dict(bad)
+        assert recorder.step == 3
+        assert recorder.record().steps == [0, 1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_step_of_another_optimizer_does_not_compile_anew():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    recorder = Recorder(optimizer)
+    step = torch.compile(optimizer.step, backend="eager")
+    for k in range(12):
+        gradients(net, k)
+        step()
+    assert recorder.record().steps == list(range(12))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4

@@ -229,10 +229,10 @@ class Modular(Optimizer):
                         state[SCHEDULE_STEP] += 1
                         self._schedules.advance(self.param_groups, state[SCHEDULE_STEP])
             finally:
-                if self.listener is not None:
-                    self.listener.end(walk)
                 if state:
                     self._chain_state.show(self.param_groups)
+                if self.listener is not None:
+                    self.listener.end(walk)
             return result
         finally:
             if self._reported.count:
@@ -301,6 +301,9 @@ class Modular(Optimizer):
             if "closure" in self._nodes.targets:
                 walk.change_closure_gradients(self.chain)
             walk.run(self.chain, "", list(range(len(walk.params))), to_params=True)
+        except BaseException:
+            walk.refused_by.append("error")
+            raise
         finally:
             for param, state in walk.new_states.items():
                 if state:  # stateless chains add no entry to optimizer.state

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from torchzero_clip.core.modular import Modular
-from torchzero_clip.core.wrapped import innermost
+from torchzero_clip.core.wrapped import unwrap
 from torchzero_clip.recorder.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def unwrapped(optimizer: Any) -> Modular:
     Raises:
         TypeError: If there is none.
     """
-    found = innermost(optimizer)
+    found = unwrap(optimizer)
     if not isinstance(found, Modular):
         raise TypeError(f"optimizer must be a Modular or a wrapper of one, got {type(found).__name__}")
     return found
@@ -66,7 +66,7 @@ def attached(recorder: Recorder | Callable[[Any], Recorder], optimizer: Any) -> 
         ValueError: If the recorder records another optimizer.
     """
     found = recorder if isinstance(recorder, Recorder) else recorder(optimizer)
-    if found.optimizer is not innermost(optimizer):
+    if found.optimizer is not unwrap(optimizer):
         raise ValueError("the recorder records another optimizer than the one that is trained")
     return found
 

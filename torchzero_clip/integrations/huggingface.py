@@ -35,8 +35,9 @@ class TrainerCallback(transformers.TrainerCallback):
     Args:
         recorder: A `Recorder` of the optimizer, or a function that makes one when training starts, such as
             ``functools.partial(Recorder, path="run.jsonl")``. Its steps are saved in each checkpoint, as
-            ``recorder.pt``, and loaded from there if the run is resumed. The Trainer tells no loss: call
-            ``optimizer.report_loss`` where it is computed.
+            ``recorder.pt``, and loaded from there if the run is resumed; from a checkpoint in another folder than
+            ``output_dir`` only the number of the step is. The Trainer tells no loss: call ``optimizer.report_loss``
+            where it is computed.
 
     Raises:
         ValueError: When training starts, if ``max_grad_norm`` is above 0, or the recorder records another optimizer.
@@ -64,6 +65,8 @@ class TrainerCallback(transformers.TrainerCallback):
             saved = _checkpoint(args, state) / SAVED
             if saved.exists():
                 self.recorder.load_state_dict(torch.load(saved, weights_only=True))
+            elif state.global_step > self.recorder.step:  # resumed from another folder, which is not told
+                self.recorder.load_state_dict({"step": state.global_step, "tape": None})
 
     @override
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -40,32 +40,40 @@ KINDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
 """The entries of each kind of line."""
 
 
-def lines_of(record: Record) -> list[str]:
-    """The lines of some steps: each step, the layers of spikes and of refused steps, and blocks of layers."""
+def lines_of(record: Record, first: int, spikes: set[int], known: set[int]) -> tuple[list[str], set[int]]:
+    """The lines of the steps from row ``first`` on, and the steps whose layers are among them.
+
+    Args:
+        record: Some steps.
+        first: The first row that is not in the file.
+        spikes: The steps that are spikes, also among those in the file.
+        known: The steps whose layers are in the file.
+    """
     columns = zip(record.steps, record.norm.tolist(), record.loss.tolist(), record.reasons, strict=True)
     metrics = {name: values.tolist() for name, values in record.metrics.items()}
     rows: list[dict[str, Any]] = []
     for i, (step, norm, loss, reason) in enumerate(columns):
-        own = {name: _json(values[i]) for name, values in metrics.items() if not math.isnan(values[i])}
-        rows.append(
-            {"kind": "step", "step": step, "norm": _json(norm), "loss": _json(loss), "reason": reason, "metrics": own}
-        )
-    whole = _in_whole(record)
+        if i >= first:
+            own = {name: _json(values[i]) for name, values in metrics.items() if not math.isnan(values[i])}
+            numbers = {"norm": _json(norm), "loss": _json(loss)}
+            rows.append({"kind": "step", "step": step, **numbers, "reason": reason, "metrics": own})
+    whole = _in_whole(record, spikes) - known
     for step, norms in zip(record.layer_steps, record.layer_norms, strict=True):
         if step in whole:
             rows.append({"kind": "layers", "step": step, "norms": _row(norms)})
-    for start in range(0, len(record.layer_steps), BLOCK):
+    for start in range(first, len(record.layer_steps), BLOCK):
         steps, norms = record.layer_steps[start : start + BLOCK], record.layer_norms[start : start + BLOCK]
         median, maximum = _summary(norms)
         rows.append({"kind": "block", "first": steps[0], "last": steps[-1], "median": median, "maximum": maximum})
     for step, params, updates in record.ratios:
-        rows.append({"kind": "ratios", "step": step, "params": _row(params), "updates": _row(updates)})
-    return [json.dumps(row, allow_nan=False) for row in rows]
+        if step >= record.steps[first]:
+            rows.append({"kind": "ratios", "step": step, "params": _row(params), "updates": _row(updates)})
+    return [json.dumps(row, allow_nan=False) for row in rows], whole
 
 
-def _in_whole(record: Record) -> set[int]:
+def _in_whole(record: Record, spikes: set[int]) -> set[int]:
     """Steps that were spikes or refused, of a series without a break only the first ones."""
-    spikes, found, series = set(record.spikes()), set[int](), 0
+    found, series = set[int](), 0
     for step, reason in zip(record.steps, record.reasons, strict=True):
         series = series + 1 if reason or step in spikes else 0
         if 0 < series <= IN_A_ROW:
@@ -80,26 +88,38 @@ def header(start: int, by: str, layers: Sequence[str], joint: Sequence[str] = ()
 
 
 def append(path: Path, lines: list[str]) -> None:
-    """Add lines to a file. A line that an earlier process left unfinished is ended first."""
+    """Add lines to a file, all or none. A line that an earlier process left unfinished is ended first."""
+    data = "".join(f"{line}\n" for line in lines).encode()
     with path.open("ab+") as file:
-        if file.tell():
+        size = file.tell()
+        if size:
             file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-        file.writelines(f"{line}\n".encode() for line in lines)
+            data = data if file.read(1) == b"\n" else b"\n" + data
+        try:
+            file.write(data)
+            file.flush()
+        except BaseException:  # the disk is full, or the user interrupts
+            file.truncate(size)
+            raise
 
 
 def check(path: Path) -> None:
     """Raise a ValueError if a record cannot be written to this path."""
-    if not path.parent.is_dir():
-        raise ValueError(f"path={str(path)!r} is in a directory that does not exist: create {str(path.parent)!r}")
-    if path.is_dir():
-        raise ValueError(f"path={str(path)!r} is a directory: name a file, such as run.jsonl")
-    if path.exists():
-        with path.open("rb") as file:
+    try:
+        if path.is_dir():
+            raise ValueError(f"path={str(path)!r} is a directory: name a file, such as run.jsonl")
+        if not path.parent.is_dir():
+            raise ValueError(f"path={str(path)!r} is in a directory that does not exist: create {str(path.parent)!r}")
+        is_new = not path.exists()
+        with path.open("ab+") as file:
+            file.seek(0)
             begin = file.read(16)
-        if begin and not begin.startswith(b'{"kind": "run"'):
-            raise ValueError(f"path={str(path)!r} is a file that no Recorder wrote: choose another path")
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(f"path={str(path)!r} cannot be written: {error}") from error
+    if begin and not begin.startswith(b'{"kind": "run"'):
+        raise ValueError(f"path={str(path)!r} is a file that no Recorder wrote: choose another path")
 
 
 def read_record(path: Place) -> Record:
@@ -134,7 +154,7 @@ class _Reader:
         self._columns: list[int] = []
         self._steps: dict[int, dict[str, Any]] = {}
         self._whole: dict[int, Tensor] = {}
-        self._blocks: list[Block] = []
+        self._blocks: dict[int, Block] = {}
         self._ratios: dict[int, Ratios] = {}
         self._joint: list[str] = []
 
@@ -165,8 +185,8 @@ class _Reader:
         return ValueError(f"{self._path}, line {number}: {what}")
 
     def _read_run(self, row: dict[str, Any]) -> None:
-        if row["version"] > VERSION:
-            raise ValueError(f"version {row['version']} is newer than this release reads, which is {VERSION}")
+        if row["version"] != VERSION:
+            raise ValueError(f"version {row['version']} is not the one that this release reads, which is {VERSION}")
         self._begun = True
         names = [str(name) for name in row["layers"]]
         self._joint = [str(name) for name in row["joint"]]
@@ -176,7 +196,7 @@ class _Reader:
         for kept in (self._steps, self._whole, self._ratios):
             for step in [step for step in kept if step >= start]:
                 del kept[step]
-        self._blocks = [block for block in self._blocks if block.last < start]
+        self._blocks = {first: block for first, block in self._blocks.items() if block.last < start}
 
     def _read_step(self, row: dict[str, Any]) -> None:
         if not all(value is None or _is_number(value) for value in row["metrics"].values()):
@@ -189,7 +209,7 @@ class _Reader:
 
     def _read_block(self, row: dict[str, Any]) -> None:
         pair = (self._vector(row["median"]), self._vector(row["maximum"]))
-        self._blocks.append(Block(row["first"], row["last"], *pair))
+        self._blocks[row["first"]] = Block(row["first"], row["last"], *pair)
 
     def _read_ratios(self, row: dict[str, Any]) -> None:
         step = row["step"]
@@ -200,22 +220,22 @@ class _Reader:
             raise ValueError(f"it has {len(values)} numbers for {len(self._columns)} layers")
         if not all(value is None or _is_number(value) for value in values):
             raise ValueError("it must have numbers only")
-        vector = torch.full((len(self._layers),), -1.0, dtype=torch.float64)
+        vector = torch.full((len(self._layers),), -1.0, dtype=torch.float64, device="cpu")
         for column, value in zip(self._columns, values, strict=True):
             vector[column] = math.nan if value is None else float(value)
         return vector
 
     def _wide(self, vector: Tensor) -> Tensor:
         """A vector with the layers that came later."""
-        return torch.cat([vector, torch.full((len(self._layers) - len(vector),), -1.0, dtype=torch.float64)])
+        return torch.cat([vector, vector.new_full((len(self._layers) - len(vector),), -1.0)])
 
     def record(self) -> Record:
         """What all lines say."""
         rows = [self._steps[step] for step in sorted(self._steps)]
         names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
-        whole = sorted(self._whole)
+        whole = sorted(step for step in self._whole if step in self._steps)
         norms = [self._wide(self._whole[step]) for step in whole]
-        blocks = [Block(b.first, b.last, self._wide(b.median), self._wide(b.maximum)) for b in self._blocks]
+        blocks = [Block(b.first, b.last, self._wide(b.median), self._wide(b.maximum)) for b in self._blocks.values()]
         ratios = [Ratios(r.step, self._wide(r.params), self._wide(r.updates)) for _, r in sorted(self._ratios.items())]
         return Record(
             [row["step"] for row in rows],
@@ -225,7 +245,7 @@ class _Reader:
             {name: _column(row["metrics"].get(name) for row in rows) for name in names},
             self._layers,
             whole,
-            torch.stack(norms) if norms else torch.zeros(0, len(self._layers), dtype=torch.float64),
+            torch.stack(norms) if norms else torch.zeros(0, len(self._layers), dtype=torch.float64, device="cpu"),
             blocks,
             ratios,
             self._joint,
@@ -233,7 +253,9 @@ class _Reader:
 
 
 def _column(values: Any) -> Tensor:
-    return torch.tensor([math.nan if value is None else float(value) for value in values], dtype=torch.float64)
+    return torch.tensor(
+        [math.nan if value is None else float(value) for value in values], dtype=torch.float64, device="cpu"
+    )
 
 
 def _is_number(value: Any) -> bool:

@@ -1,5 +1,6 @@
 """The parameters of a record: their names, and the layers they are joined into."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -20,13 +21,11 @@ class Layout:
     Args:
         names: The name of each parameter.
         groups: The name of the param group of each.
-        sizes: How many parameters each group has.
         has_group_names: Whether all groups were named by the user.
     """
 
     names: tuple[str, ...]
     groups: tuple[str, ...]
-    sizes: tuple[int, ...]
     has_group_names: bool
 
     @classmethod
@@ -38,10 +37,11 @@ class Layout:
         for g, group in enumerate(param_groups):
             for i, named in enumerate(named_params(group)):
                 names.append(_name(named, known, g, i))
-                groups.append(named.group or f"group {g}")
-        sizes = tuple(len(group["params"]) for group in param_groups)
-        has_names = all(isinstance(group.get("name"), str) for group in param_groups)
-        return cls(tuple(names), tuple(groups), sizes, has_names)
+                groups.append(str(named.group or f"group {g}"))
+        twice = {name for name, times in Counter(names).items() if times > 1}
+        names = [f"{group}: {name}" if name in twice else name for name, group in zip(names, groups, strict=True)]
+        has_names = all(isinstance(group.get("name"), str) and group["name"] for group in param_groups)
+        return cls(tuple(names), tuple(groups), has_names)
 
     def owners(self, by: By) -> list[str]:
         """The layer of each parameter."""

@@ -3,6 +3,7 @@
 import csv
 import importlib
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from torchzero_clip.checks import count
 from torchzero_clip.recorder.figures import draw_record
 from torchzero_clip.recorder.numbers import medians
 from torchzero_clip.recorder.suggestion import FEWEST, Scope, Series, Suggestion, suggested
@@ -256,13 +258,13 @@ class Record(Readable):
 
     def worst(self, step: int | None = None, top: int = 5) -> Layers:
         """Return the layers whose gradients stood out most in one step: see `Recorder.worst`."""
-        if step is None:
-            step = self._most_unusual()
+        step = self._most_unusual() if step is None else _step_number(step)
+        count("top", top)
         self.index(step)
         if step not in self._layer_rows:
             raise ValueError(
-                f"a file keeps the layers of steps that were spikes or skipped, and step {step} was neither: "
-                f"{self.layer_steps} are there"
+                f"the file does not have the layers of step {step}, only those of steps that were spikes or skipped: "
+                f"{_some(self.layer_steps)}"
             )
         norms = self.layer_norms[self._layer_rows[step]].tolist()
         usual = self._usual(step)
@@ -273,7 +275,8 @@ class Record(Readable):
 
     def _usual(self, step: int) -> list[float]:
         """The median of the norms of each layer before a step."""
-        blocks = [block.median for block in self.blocks if block.first < step]
+        blocks = [block.median for block in self.blocks if block.last < step]
+        blocks = blocks or [block.median for block in self.blocks if block.first < step]
         if blocks:
             return medians(torch.stack(blocks)).tolist()
         return medians(self.layer_norms[[i for i, known in enumerate(self.layer_steps) if known < step]]).tolist()
@@ -296,11 +299,18 @@ class Record(Readable):
 
     def spikes(self) -> list[int]:
         """Return the steps whose joint norm was a spike or not finite: see `Recorder.spikes`."""
+        return self.spikes_after(self.norm[:0])
+
+    def spikes_after(self, before: Tensor) -> list[int]:
+        """The spikes of a run that began with other joint norms."""
         usable = self.norm.isfinite() & (self.norm > 0)
         found = {self.steps[i] for i in usable.logical_not().nonzero().flatten().tolist() if self._is_bad(i)}
-        if int(usable.sum()) >= FEWEST:
-            series = Series.of(self.norm[usable])
-            rows = usable.nonzero().flatten()[series.start :][series.spikes]
+        before = before[before.isfinite() & (before > 0)]
+        norms = torch.cat([before, self.norm[usable]])
+        if len(norms) >= FEWEST:
+            series = Series.of(norms)
+            places = series.spikes.nonzero().flatten() + series.start - len(before)
+            rows = usable.nonzero().flatten()[places[places >= 0]]
             found |= {self.steps[i] for i in rows.tolist()}
         return sorted(found)
 
@@ -360,7 +370,7 @@ def joined(records: list[Record]) -> Record:
     names = list(dict.fromkeys(name for record in records for name in record.metrics))
 
     def wide(record: Record, values: Tensor) -> Tensor:
-        result = torch.full((*values.shape[:-1], len(layers)), -1.0, dtype=torch.float64)
+        result = values.new_full((*values.shape[:-1], len(layers)), -1.0)
         result[..., [layers.index(name) for name in record.layers]] = values
         return result
 
@@ -384,6 +394,10 @@ def joined(records: list[Record]) -> Record:
 
 def as_table(rows: list[tuple[str, ...]]) -> str:
     """Rows in columns, the first to the left and the others to the right."""
+    rows = [
+        tuple(cell.encode("unicode_escape").decode() if not cell.isprintable() else cell for cell in row)
+        for row in rows
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
@@ -393,6 +407,19 @@ def as_table(rows: list[tuple[str, ...]]) -> str:
         for row in rows
     ]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _step_number(step: Any) -> int:
+    try:
+        return operator.index(step)
+    except TypeError:
+        raise TypeError(f"step must be the number of a step, got {step!r}") from None
+
+
+def _some(steps: list[int]) -> str:
+    """Some numbers of steps, the last ones if they are many."""
+    shown = ", ".join(map(str, steps[-20:])) or "none"
+    return f"..., {shown}" if len(steps) > 20 else shown
 
 
 def _or_zero(value: float) -> float:

@@ -1,6 +1,7 @@
 """The recorder of an optimizer."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,15 +11,17 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torchzero_clip.checks import count, one_of
+from torchzero_clip.compat import never_compiled
 from torchzero_clip.core.modular import Modular
 from torchzero_clip.core.reported_loss import ReportedLoss
-from torchzero_clip.core.wrapped import innermost
+from torchzero_clip.core.wrapped import unwrap
 from torchzero_clip.functional.norms import each_norm
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.recorder.files import check
 from torchzero_clip.recorder.layout import By, Layout
+from torchzero_clip.recorder.log import Log
 from torchzero_clip.recorder.record import Place, Readable, Record
-from torchzero_clip.recorder.run import Run
+from torchzero_clip.recorder.run import FAILED, OPEN, Run, nothing
 from torchzero_clip.recorder.suggestion import Scope, Suggestion, suggested
 from torchzero_clip.recorder.tape import Note
 
@@ -77,7 +80,7 @@ class Recorder(Readable):
         ratios_every: int = 100,
         model: nn.Module | None = None,
     ) -> None:
-        found = innermost(optimizer)
+        found = unwrap(optimizer)
         if not isinstance(found, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         one_of("by", by, get_args(By))
@@ -87,13 +90,12 @@ class Recorder(Readable):
             raise ValueError(f"keep must be at least 1, got {keep}")
         if model is not None and not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if path is not None:
-            check(Path(path))
-        if isinstance(found, Modular) and found.listener is not None:
+        if _is_recorded(found):
             raise ValueError("optimizer has a recorder already: close() it first")
+        log = None if path is None else _opened(Path(path), by)
         self.optimizer = found
         """The optimizer that is recorded, out of its wrappers."""
-        self._run = Run(by, keep, None if path is None else Path(path), ratios_every, model)
+        self._run = Run(by, keep, log, ratios_every, model)
         self._hooks: _Hooks | None = None
         if isinstance(found, Modular):
             found.listener = self._run
@@ -120,8 +122,6 @@ class Recorder(Readable):
     @override
     def record(self) -> Record:
         """Return the steps that are kept, on the CPU. It waits for the device once."""
-        if self._hooks is not None:
-            self._hooks.finish()
         found = self._run.record()
         if found is None:
             layers, norms = self._layout().joined(
@@ -137,29 +137,30 @@ class Recorder(Readable):
     @override
     def suggest_max_norm(self, share_clipped: float = 0.01, scope: Scope = "joint") -> Suggestion:
         one_of("scope", scope, get_args(Scope))
+        self._run.finish()
         tape = self._run.tape
         if scope == "joint" or tape is None:
             return super().suggest_max_norm(share_clipped)
-        if self._hooks is not None:
-            self._hooks.finish()
-        norms, layout = tape.norms(len(tape.notes)), tape.layout
+        norms, layout = tape.norms(), tape.layout
         if scope == "parameter":
             return suggested({"parameter": norms.flatten()}, share_clipped, scope)
-        if len(layout.sizes) > 1 and not layout.has_group_names:
+        if len(set(layout.groups)) > 1 and not layout.has_group_names:
             raise ValueError('limits by group need names of groups: write "name" into each param group')
         groups, of_groups = layout.joined(norms, "group")
         return suggested(dict(zip(groups, of_groups.unbind(dim=1), strict=True)), share_clipped, scope)
 
     def flush(self) -> None:
-        """Write all steps to the file now. It does nothing without ``path``."""
-        if self._hooks is not None:
-            self._hooks.finish()
+        """Write all steps to the file now. It does nothing without ``path``.
+
+        Raises:
+            OSError: If the file cannot be written. Nothing of it is lost then, and the next call tries again.
+        """
         self._run.flush()
 
     def close(self) -> None:
         """Stop recording, and write the rest to the file. What is kept can still be read."""
+        self._run.finish()
         if self._hooks is not None:
-            self._hooks.finish()
             self._hooks.remove()
         if isinstance(self.optimizer, Modular) and self.optimizer.listener is self._run:
             self.optimizer.listener = None
@@ -167,8 +168,6 @@ class Recorder(Readable):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps, and the steps that are kept: tensors on the CPU, numbers and strings."""
-        if self._hooks is not None:
-            self._hooks.finish()
         return self._run.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -182,15 +181,33 @@ class Recorder(Readable):
         Raises:
             ValueError: If it belongs to other parameters, or is no such dict. Nothing has changed then.
         """
-        if not {"step", "tape"} <= set(state_dict):
+        if not isinstance(state_dict, Mapping) or not {"step", "tape"} <= set(state_dict):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError("state_dict must be that of a Recorder, with 'step' and 'tape'")
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         device = params[0].device if params else torch.device("cpu")
-        self._run.load_state_dict(dict(state_dict), self._layout(), device)
+        try:
+            self._run.load_state_dict(dict(state_dict), self._layout(), device)
+        except (AttributeError, KeyError, TypeError, RuntimeError) as error:
+            raise ValueError(f"state_dict is not that of a Recorder: {error!r}") from error
 
     def __repr__(self) -> str:
-        path = "" if self._run.path is None else f", path={str(self._run.path)!r}"
+        path = "" if self._run.log is None else f", path={str(self._run.log.path)!r}"
         return f"Recorder({type(self.optimizer).__name__}, by={self._run.by!r}, keep={self._run.keep}{path})"
+
+
+def _is_recorded(optimizer: Optimizer) -> bool:
+    if isinstance(optimizer, Modular):
+        return optimizer.listener is not None
+    hooks: Any = optimizer._optimizer_step_pre_hooks.values()
+    return any(isinstance(getattr(hook, "__self__", None), _Hooks) for hook in hooks)
+
+
+def _opened(path: Path, by: By) -> Log:
+    check(path)
+    log = Log(path, by)
+    if any(run.log is not None and run.log.path == log.path for run in OPEN):
+        raise ValueError(f"another Recorder writes to path={str(path)!r}: close() it, or choose another path")
+    return log
 
 
 class _Hooks:
@@ -202,26 +219,33 @@ class _Hooks:
         self._handles = (before, after)
         self._run = run
         self._scratch = Scratch()
-        self._finish: Callable[[], None] | None = None
+        self._seen: list[tuple[int, int]] | None = None
+        """The gradients of the step that was measured, and their versions."""
 
+    def remove(self) -> None:
+        """Leave the optimizer."""
+        for handle in self._handles:
+            handle.remove()
+
+    @never_compiled
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Measure the gradients, or wrap the closure that makes them."""
-        self.finish()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._measure(optimizer, self.reported.mean() if self.reported.count else None)
+        if isinstance(closure, _Measured):  # a subclass calls the step of its base class
             return None
-
-        def measured() -> Any:
-            loss = closure()
-            self._measure(optimizer, loss)
-            return loss
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": measured}
-        return (optimizer, measured, *args[2:]), kwargs
+        if closure is None:
+            if self._seen is None or self._seen != _versions(optimizer):
+                self._run.finish()
+                self._measure(optimizer, None)
+            return None
+        self._run.finish()
+        closure = _Measured(closure, partial(self._measure, optimizer))
+        return (
+            (args, {**kwargs, "closure": closure}) if "closure" in kwargs else ((optimizer, closure, *args[2:]), kwargs)
+        )
 
     @torch.no_grad()
+    @never_compiled
     def _measure(self, optimizer: Optimizer, loss: Any) -> None:
         groups = optimizer.param_groups
         params = [param for group in groups for param in group["params"] if param.grad is not None]
@@ -230,29 +254,48 @@ class _Hooks:
         scale = getattr(optimizer, "grad_scale", None)
         if norms is not None and isinstance(scale, Tensor):
             norms = norms / scale.to(norms.device, torch.float64)
-        found_inf = getattr(optimizer, "found_inf", None)
+        if loss is None and self.reported.count:
+            loss = self.reported.mean()
+        self.reported.clear()
         numbers: dict[str, Any] = {} if loss is None else {"loss": loss}
+        found_inf = getattr(optimizer, "found_inf", None)
         if isinstance(found_inf, Tensor):
-            numbers["found_inf"] = found_inf.detach().reshape(()).double()
+            numbers["found_inf"] = found_inf.detach()
         self._run.save_params(params)
-        self._finish = lambda: self._run.write(groups, params, norms, numbers, Note(self._run.step))
-
-    def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Write the step."""
-        self.finish()
-
-    def remove(self) -> None:
-        """Leave the optimizer."""
-        for handle in self._handles:
-            handle.remove()
+        self._seen = _versions(optimizer)
+        self._run.finish = partial(self._write, groups, params, norms, numbers, FAILED)
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """Write a step that was measured."""
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            self.reported.clear()
-            finish()
+    def _write(self, groups: Any, params: Any, norms: Tensor | None, numbers: dict[str, Any], reason: str) -> None:
+        self._run.finish, self._seen = nothing, None
+        self._run.write(groups, params, norms, numbers, Note(self._run.step, reason))
+
+    @never_compiled
+    def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Write a step that was taken."""
+        finish = self._run.finish
+        if isinstance(finish, partial):
+            finish.func(*finish.args[:-1], "")
+
+
+class _Measured:
+    """A closure after whose first call the gradients are measured. `torch.optim.LBFGS` calls it several times."""
+
+    def __init__(self, closure: Callable[[], Any], measure: Callable[[Any], None]) -> None:
+        self._closure = closure
+        self._measure: Callable[[Any], None] | None = measure
+
+    def __call__(self) -> Any:
+        loss = self._closure()
+        measure, self._measure = self._measure, None
+        if measure is not None:
+            measure(loss)
+        return loss
+
+
+def _versions(optimizer: Optimizer) -> list[tuple[int, int]]:
+    grads = (param.grad for group in optimizer.param_groups for param in group["params"])
+    return [(id(grad), grad._version) for grad in grads if grad is not None]
 
 
 def _dense(grad: Any) -> Tensor:

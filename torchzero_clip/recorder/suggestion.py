@@ -19,9 +19,11 @@ Confidence: TypeAlias = Literal["high", "low"]
 
 FEWEST = 20
 BLOCKS = 20
+LARGEST = 709.0  # the logarithm of the largest number
 MOST_DROPPED = 10
 CLOSE = 1.25
-EQUAL = 1e-3  # norms this close to the largest one, relative to it, were clipped by someone else
+EQUAL = 1e-5
+"""Norms that differ from the largest one by at most this share of it are equal to it: clips round."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,11 @@ class Series:
         steady = (k for k, median in enumerate(medians) if 1 / CLOSE <= median / usual <= CLOSE)
         dropped = min(next(steady, MOST_DROPPED), MOST_DROPPED)
         start = starts[dropped]
-        limit = spike_limit(norms[start:])
+        logs = norms[start:].log()
+        border = _spike_border(logs)
         change = median_of(norms[3 * count // 4 :]) / median_of(norms[count // 2 : 3 * count // 4])
         trend: Trend = "growing" if change > CLOSE else "falling" if change < 1 / CLOSE else "settled"
-        return cls(norms, dropped, start, norms[start:] > limit, limit, trend)
+        return cls(norms, dropped, start, logs > border, math.exp(min(border, LARGEST)), trend)
 
     @property
     def usual(self) -> Tensor:
@@ -78,16 +81,13 @@ class Series:
         return found
 
 
-def spike_limit(norms: Tensor) -> float:
-    """The norm above which a norm among these is a spike; all must be finite and above 0.
+def _spike_border(logs: Tensor) -> float:
+    """The logarithm above which a norm among these is a spike.
 
-    A spike's logarithm exceeds the median of the logarithms by more than max(6 · 1.4826 · MAD, ln 2), where MAD is the
-    median distance from that median.
+    It is above the median by max(6 · 1.4826 · MAD, ln 2), where MAD is the median distance from that median.
     """
-    logs = norms.log()
     median = median_of(logs)
-    spread = 6 * 1.4826 * median_of((logs - median).abs())
-    return math.exp(min(median + max(spread, math.log(2)), 709.0))
+    return median + max(6 * 1.4826 * median_of((logs - median).abs()), math.log(2))
 
 
 @dataclass(frozen=True)

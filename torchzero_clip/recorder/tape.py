@@ -42,21 +42,18 @@ class Ring:
     """
 
     def __init__(self, keep: int, width: int, device: torch.device) -> None:
-        self.rows = torch.full((keep, width), torch.nan, dtype=torch.float64, device=device)
+        with torch.inference_mode(False):  # memory that is made in inference mode cannot be written to outside of it
+            self.rows = torch.full((keep, width), torch.nan, dtype=torch.float64, device=device)
 
     def widen(self, width: int) -> None:
         """Add columns."""
-        more = self.rows.new_full((len(self.rows), width - self.rows.shape[1]), torch.nan)
-        self.rows = torch.cat([self.rows, more], dim=1)
+        with torch.inference_mode(False):
+            more = self.rows.new_full((len(self.rows), width - self.rows.shape[1]), torch.nan)
+            self.rows = torch.cat([self.rows, more], dim=1)
 
     def write(self, count: int, row: Tensor) -> None:
         """Write the row of a step over the oldest one."""
         foreach.copy_([self.rows.select(0, count % len(self.rows))], [row])
-
-    def last(self, count: int, wanted: int) -> Tensor:
-        """The last rows in order, on the CPU."""
-        places = [i % len(self.rows) for i in range(count - wanted, count)]
-        return self.rows.cpu()[places]
 
 
 class Tape:
@@ -101,8 +98,10 @@ class Tape:
         self._norms.write(self.count, norms)
         found = list(numbers.values())
         if list(numbers) != self.keys:
-            self.keys += [key for key in numbers if key not in self.keys]
-            self._numbers.widen(len(self.keys))
+            new = [key for key in numbers if key not in self.keys]
+            if new:
+                self.keys += new
+                self._numbers.widen(len(self.keys))
             found = [numbers.get(key, self._unknown) for key in self.keys]
         if found:
             if {self.device} != {number.device for number in found}:
@@ -133,54 +132,63 @@ class Tape:
             pieces += (run, gap)
         return torch.cat(pieces)
 
-    def norms(self, wanted: int) -> Tensor:
-        """The norms of the last steps, on the CPU: a row for each step; `ABSENT` where there was no gradient."""
-        return self._norms.last(self.count, wanted)
+    def norms(self) -> Tensor:
+        """The norms of the steps that are kept, on the CPU, a row for each; `ABSENT` where there is no gradient."""
+        return self._read()[0]
 
-    def record(self, by: By, wanted: int | None = None) -> Record:
-        """The last steps, on the CPU. It waits for the device."""
-        count = min(len(self.notes), len(self.notes) if wanted is None else wanted)
-        notes = list(self.notes)[len(self.notes) - count :]
-        norms, numbers = self.norms(count), self._numbers.last(self.count, count)
+    def _read(self) -> tuple[Tensor, Tensor, list[tuple[int, Tensor]]]:
+        """Norms, numbers and ratios in order, by one transfer. A ratio has the norms of parameters and of updates."""
+        kept, ratios = min(self.count, self.keep), list(self.ratios)
+        rings, pairs = (self._norms.rows, self._numbers.rows), [torch.stack(pair) for _, *pair in ratios]
+        everything = torch.cat([part.flatten() for part in (*rings, *pairs)]).cpu()
+        parts = everything.split([part.numel() for part in (*rings, *pairs)])
+        rows = [i % self.keep for i in range(self.count - kept, self.count)]
+        norms, numbers = (part.view(ring.shape)[rows] for part, ring in zip(parts[:2], rings, strict=True))
+        steps = [step for step, *_ in ratios]
+        return norms, numbers, list(zip(steps, (part.view(2, -1) for part in parts[2:]), strict=True))
+
+    def record(self, by: By) -> Record:
+        """The steps that are kept, on the CPU. It waits for the device."""
+        notes = list(self.notes)
+        norms, numbers, pairs = self._read()
         layers, of_layers = self.layout.joined(norms, by)
         columns = {key: numbers[:, k] for k, key in enumerate(self.keys)}
-        limits = dict.fromkeys(name for note in notes for name in note.limits)
-        for name in limits:
-            found = [note.limits.get(name, torch.nan) for note in notes]
-            columns[f"{name}/limit"] = torch.tensor(found, dtype=torch.float64)
-        unknown = torch.full((count,), torch.nan, dtype=torch.float64)
+        for name in dict.fromkeys(name for note in notes for name in note.limits):
+            columns[f"{name}/limit"] = norms.new_tensor([note.limits.get(name, torch.nan) for note in notes])
+        unknown = norms.new_full((len(notes),), torch.nan)
         found_inf = columns.pop("found_inf", unknown) > 0
         reasons = [note.refused_by or ("found_inf" if inf else "") for note, inf in zip(notes, found_inf, strict=True)]
         loss = columns.pop("loss", unknown)
         steps = [note.step for note in notes]
-        first = steps[0] if steps else 0
-        ratios: list[Ratios] = []
-        for step, *pair in self.ratios:
-            if step >= first:
-                _, (params, moved) = self.layout.joined(torch.stack(pair).cpu(), by)
-                ratios.append(Ratios(step, params, moved))
+        ratios = [Ratios(step, *self.layout.joined(pair, by)[1]) for step, pair in pairs if steps and step >= steps[0]]
         return Record(steps, reasons, joined_norms(norms), loss, columns, layers, list(steps), of_layers, [], ratios)
 
     def state_dict(self) -> dict[str, Any]:
         """The steps that are kept."""
-        count = len(self.notes)
+        norms, numbers, ratios = self._read()
         return {
             "names": list(self.layout.names),
             "steps": [note.step for note in self.notes],
             "refused_by": [note.refused_by for note in self.notes],
             "limits": [dict(note.limits) for note in self.notes],
             "keys": list(self.keys),
-            "norms": self.norms(count),
-            "numbers": self._numbers.last(self.count, count),
+            "norms": norms,
+            "numbers": numbers,
+            "ratios": ratios,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Write the steps that were kept."""
         self.keys = list(state["keys"])
         self._numbers.widen(len(self.keys))
+        expected = [(len(state["steps"]), width) for width in (len(self.layout.names), len(self.keys))]
+        if [tuple(state[key].shape) for key in ("norms", "numbers")] != expected:
+            raise ValueError("the numbers of the record have wrong shapes")
         rows = zip(state["steps"], state["refused_by"], state["limits"], state["norms"], state["numbers"], strict=True)
         for step, refused_by, limits, norms, numbers in list(rows)[-self.keep :]:
-            self._norms.write(self.count, norms)
-            self._numbers.write(self.count, numbers)
+            self._norms.write(self.count, norms.to(self.device))
+            self._numbers.write(self.count, numbers.to(self.device))
             self.notes.append(Note(step, refused_by, limits))
             self.count += 1
+        for step, pair in state["ratios"]:
+            self.ratios.append((step, *pair.to(self.device).unbind()))
