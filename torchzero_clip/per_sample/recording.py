@@ -1,34 +1,16 @@
-"""What happens between a forward of a model and the clipping of its gradients, and what is captured meanwhile."""
+"""What is captured of a forward of the model and of its backwards."""
 
+import functools
 import weakref
-from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Sequence
-from enum import Enum, auto
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchzero_clip.compat import current_graph_task_id
-from torchzero_clip.per_sample.captured_gradients import CapturedGradients
-from torchzero_clip.per_sample.contributions import Contribution, Memory, MemoryBudget
-from torchzero_clip.per_sample.hooks import accumulate
-from torchzero_clip.per_sample.mixing import MixingCheck, Verify
-from torchzero_clip.per_sample.param_attributes import ParamAttributes
-
-
-class Phase(Enum):
-    """What a model that is captured is doing."""
-
-    IDLE = auto()
-    FORWARD = auto()
-    BACKWARD = auto()
-    """Gradients arrive. If the backward raises, the phase lasts until the next forward."""
-    WAITING = auto()
-    """All gradients of a backward have arrived, and wait to be clipped."""
-    CHECK = auto()
-    """The losses of some samples are sent backward alone, to see which samples get gradients."""
+from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory, Tied
+from torchzero_clip.per_sample.products import Products
+from torchzero_clip.per_sample.sparse_rows import SparseRows
 
 
 class Forward:
@@ -59,221 +41,105 @@ class Forward:
         return known is not None and (tensor is known or tensor._base is known)
 
 
-class Recording(ABC):
-    """Follows a model from forward to clipping. Layers give it their contributions.
+class Recording:
+    """The contributions of layers to all parameters, in the backwards since the last clipping.
 
-    Args:
-        batch_first: Whether samples are in the first dimension of sequences.
-        memory: With "low", layers with a cheaper form store no per-sample gradients.
-        verify: When to check that samples do not mix.
-        shown: What users read as attributes of parameters.
+    With "low" memory, layers with a cheaper form store no per-sample gradients.
     """
 
-    def __init__(self, *, batch_first: bool, memory: Memory, verify: Verify, shown: ParamAttributes) -> None:
-        self.batch_first = batch_first
-        self.batch_dim = 0 if batch_first else 1
-        """The batch dimension of sequences."""
-        self.shown = shown
-        self.mixing = MixingCheck(verify)
-        self.anchor = torch.empty(0, requires_grad=True)
-        """An input of every captured call, so that a backward can be asked for these calls alone."""
-        self.enabled = True
-        self.attached = False
-        self.inside = False
-        """True while a layer runs its submodules by itself."""
-        self.running: Any = None
-        """The layer that runs, the innermost one."""
-        self.forward = Forward()
-        self.outputs: list[weakref.ref[Tensor]] = []
-        """What layers and the model have returned."""
-        self.params: dict[str, nn.Parameter] = {}
-        """The trainable parameters, by name."""
-        self.owners: Counter[int] = Counter()
-        """How many layers have each parameter, by its id."""
+    def __init__(self, memory: Memory) -> None:
+        self.forwards: set[Forward] = set()
+        """The forwards that the gradients belong to."""
+        self.of: dict[int, list[Contribution]] = {}
+        """The contributions by the id of the parameter."""
+        self._squares: dict[int, Tensor] = {}  # of those that are measured
         self._memory: Memory = memory
-        self.clear()
-
-    @abstractmethod
-    def buffers(self) -> Sequence[Tensor]:
-        """The buffers of the model."""
-
-    @abstractmethod
-    def refresh(self) -> None:
-        """Capture the model again if it has changed since."""
-
-    @abstractmethod
-    def is_outdated(self) -> bool:
-        """True if the model has changed since it was captured."""
-
-    @abstractmethod
-    def whole_line(self, name: str) -> str:
-        """The argument ``whole`` that takes the modules around this one whole, from the nearest outwards."""
+        self._saved = 0  # bytes
+        self._counts: list[tuple[Any, int]] = []  # the number of samples in each call of a layer
 
     @property
-    def waits(self) -> bool:
-        """True if gradients have arrived that were not clipped yet."""
-        return bool(self.captured.of)
+    def batch_size(self) -> int:
+        """The number of samples in the first contribution."""
+        return self._counts[0][1]
 
-    @property
-    def captures(self) -> bool:
-        """True if layers that run now are captured: in a backward, where checkpoints repeat them, if they were."""
-        if self.inside or not self.attached:
+    def add(self, layer: Any, part: Contribution, *, alone: bool) -> None:
+        """Take a contribution. It is measured at once if no other one to the same parameter is expected."""
+        self._counts.append((layer, part.batch_size))
+        key, found = id(part.param), self.of.setdefault(id(part.param), [])
+        self._squares.pop(key, None)
+        last = found[-1] if found else None
+        if isinstance(part, Dense) and isinstance(last, Dense) and part.batch_size == last.batch_size:
+            found[-1] = last.joined(part)  # one gradient of each sample for many calls
+        elif found or not alone:
+            found.append(part)
+        else:
+            measured, self._squares[key] = part.measured()
+            found.append(measured)
+
+    def reserve(self, formed: int, made_of: int) -> bool:
+        """Let per-sample gradients replace the tensors that they are computed from, if that takes no more memory.
+
+        It counts over all layers: a later layer may use the memory that an earlier one has saved.
+
+        Args:
+            formed: The bytes of the gradients; 0 for an empty batch, which stores none.
+            made_of: The bytes of the inputs and output gradients that are stored otherwise.
+        """
+        saved = self._saved + made_of - formed
+        if self._memory == "low" or not formed or saved < 0:
             return False
-        return self.forward.captured if in_backward() else self.enabled
+        self._saved = saved
+        return True
 
-    def begin(self, forward: Forward) -> None:
-        """A forward starts.
+    def gathered(self) -> dict[int, tuple[Contribution, Tensor]]:
+        """The contribution to each parameter, by its id, and the squared norms."""
+        for key, found in self.of.items():
+            if key not in self._squares:
+                part, self._squares[key] = merged(found).measured()
+                found[:] = [part]
+        return {key: (found[0], self._squares[key]) for key, found in self.of.items()}
 
-        Raises:
-            RuntimeError: If gradients have arrived that were not clipped yet, or if norms were read before a backward
-                that should have given ordinary gradients.
-        """
-        if self.phase is Phase.BACKWARD:  # an earlier backward has raised
-            self.clear()
-        if self.phase is Phase.WAITING:
-            if not self.shown.replaces_clipping:
-                raise RuntimeError(
-                    "gradients of an earlier backward wait to be clipped: call clip_and_accumulate() after "
-                    "loss.backward(), or backward(losses) instead of it. discard() forgets them"
+    def check_counts(self, count: int | None, *, batch_first: bool) -> None:
+        """Raise a ValueError if a layer saw another number of samples than ``count``, or than others if it is None."""
+        count = self.batch_size if count is None else count
+        for layer, seen in self._counts:
+            if seen != count:
+                layers, counts = ({item[i] for item in self._counts} for i in range(2))
+                who = "every layer" if len(layers) > 1 and len(counts) == 1 else layer
+                raise ValueError(
+                    f"{who} saw {seen} samples, the batch has {count}. "
+                    f"Per-sample gradients need the samples in dimension {0 if batch_first else 1} of the input of "
+                    f"every layer (batch_first={batch_first}), and one loss for each{layer.way_out}"
                 )
-            consumed = self._consumed
-            self.clear()
-            if consumed:
-                raise RuntimeError(
-                    "a backward after get_clipping_coef() gave norms again, not gradients: call disable_hooks() before "
-                    "it, and enable_hooks() after it"
-                )
-        if self.shown.names:
-            self.shown.clear()
-        self._consumed = False
-        self.forward = forward
-        self.outputs.clear()
-        self.refresh()
-
-    def enter(self, layer: Any) -> None:
-        """A layer runs."""
-        if self.phase is not Phase.FORWARD and not in_backward():
-            self.begin(self.forward if self.forward.direct else Forward())
-        self.calls[id(layer)] += 1
-        self.mixing.note(layer.name)
-
-    def wants(self, layer: Any) -> bool:
-        """True if the current backward gives gradients to parameters, unlike `torch.autograd.grad` of an input.
-
-        Raises:
-            RuntimeError: With ``create_graph=True``, because the parameters are not in the graph.
-        """
-        if torch.is_grad_enabled():
-            self.clear()
-            raise RuntimeError(
-                f"{layer} is in a backward with create_graph=True: gradients of gradients cannot be clipped per sample"
-            )
-        return self.phase is Phase.CHECK or torch.autograd._is_checkpoint_valid()
-
-    def add(self, layer: Any, forward: Forward, contributions: Sequence[Contribution]) -> None:
-        """Store the contributions of one call of a layer."""
-        if not self.attached:
-            raise RuntimeError(f"the clipper was detached before the backward of {layer}; run the forward again")
-        if self.phase is not Phase.CHECK:
-            self._follow_backward()
-            self._forwards.add(forward)
-        if not self.enabled:
-            for part in contributions:
-                value = part.weighted_sum(torch.ones(part.batch_size))
-                earlier = self._ordinary.get(id(part.param))
-                self._ordinary[id(part.param)] = part.param, value if earlier is None else earlier[1] + value
-            return
-        shown = None if self.phase is Phase.CHECK else self.shown
-        for part in contributions:
-            alone = self.calls[id(layer)] < 2 and self.owners[id(part.param)] < 2
-            self.captured.keep(layer, part, alone=alone, shown=shown)
-
-    def gathered(self, count: int | None) -> dict[int, tuple[Contribution, Tensor]]:
-        """The contribution of each parameter, by id, and its squared norms.
-
-        Args:
-            count: The number of samples; None for that of the inputs of the model.
-
-        Raises:
-            ValueError: If a layer has another number of samples.
-            RuntimeError: If the backward did not end.
-        """
-        if self.is_outdated():
-            raise RuntimeError(
-                "parameters of the module were frozen, freed or exchanged since its forward began: run it again"
-            )
-        if self.phase is Phase.BACKWARD:
-            raise RuntimeError(
-                "the backward raised before its end, so that some gradients are missing: "
-                "run forward and backward again, or forget it with discard()"
-            )
-        self.captured.check_counts(self.forward.batch_size if count is None else count, batch_first=self.batch_first)
-        return self.captured.gathered()
-
-    def gradients_of(self, losses: Tensor, chosen: Tensor) -> dict[int, Tensor]:
-        """The squared norms that the losses of chosen samples alone give to all samples, by the id of the parameter.
-
-        Args:
-            losses: One loss for each sample, (B,), whose graph was retained.
-            chosen: Booleans, (B,).
-        """
-        before = self.phase, self.captured, self.budget
-        self.phase, self.captured, self.budget = Phase.CHECK, CapturedGradients(), MemoryBudget("low")
-        try:
-            torch.autograd.backward(losses, chosen.to(losses), retain_graph=True, inputs=[self.anchor])
-            return {key: squares for key, (_, squares) in self.captured.gathered().items()}
-        finally:
-            self.phase, self.captured, self.budget = before
-
-    def live_outputs(self) -> list[Tensor]:
-        """What layers and the model have returned in this forward, as far as somebody holds it."""
-        return [output for reference in self.outputs if (output := reference()) is not None]
 
     def check_one_batch(self) -> None:
-        """Raise a ValueError if the gradients that wait may belong to parts of a batch, or not to samples."""
-        of_model = [forward for forward in self._forwards if not forward.tells_size]
-        if of_model or len(self._forwards) > 1:
+        """Raise a ValueError if the gradients may belong to parts of a batch, or not to samples."""
+        of_model = [forward for forward in self.forwards if not forward.tells_size]
+        if of_model or len(self.forwards) > 1:
             found = (
                 "the arguments of the forward hold no tensor that tells how many samples there are"
                 if of_model
-                else f"gradients of {len(self._forwards)} forwards have arrived, which may be parts of one batch"
+                else f"gradients of {len(self.forwards)} forwards have arrived, which may be parts of one batch"
             )
             raise ValueError(f"{found}: call clip_and_accumulate(batch_size=...), or use backward(losses)")
 
-    def consume(self) -> None:
-        """Drop the gradients that have arrived. The same graph may run again, for ordinary gradients."""
-        self.phase, self.captured, self._consumed = Phase.IDLE, CapturedGradients(), True
 
-    def clear(self) -> None:
-        """Drop all gradients that have arrived."""
-        self.phase = Phase.IDLE
-        self.captured = CapturedGradients()
-        self.budget = MemoryBudget(self._memory)
-        self.calls: Counter[int] = Counter()
-        """How often each layer was called, by its id."""
-        self._forwards: set[Forward] = set()
-        self._ordinary: dict[int, tuple[Tensor, Tensor]] = {}
-        self._tasks: set[int] = set()
-        self._consumed = False
+def merged(parts: Sequence[Contribution]) -> Contribution:
+    """Merge the uses of one parameter: those of one kind are joined, and different kinds are combined in `Tied`."""
+    joined = [found for kind in (Products, SparseRows, Dense) for found in _joined(kind, parts)]
+    joined += [part for part in parts if type(part) not in (Products, SparseRows, Dense)]
+    match joined:
+        case [part]:
+            return part
+        case [Products() as products, SparseRows() as rows]:  # an embedding and the head that shares its weight
+            return Tied(joined, inner_products=lambda: 2 * rows.inner_products(products))
+        case _:
+            return Tied(joined)
 
-    def _follow_backward(self) -> None:
-        self.phase = Phase.BACKWARD
-        task = current_graph_task_id()
-        if task not in self._tasks:
-            self._tasks.add(task)
-            engine: Any = torch.autograd.Variable
-            engine._execution_engine.queue_callback(lambda: self._backward_ended(task))
 
-    def _backward_ended(self, task: int) -> None:
-        self._tasks.discard(task)
-        if self._tasks:
-            return
-        self.phase = Phase.WAITING if self.captured.of else Phase.IDLE
-        if self._ordinary:
-            sums, self._ordinary = self._ordinary, {}
-            accumulate(list(sums.values()))
-        if self.shown.replaces_clipping and self.phase is Phase.WAITING:
-            self.shown.backward_ended(self)
+def _joined(kind: type[Any], parts: Sequence[Contribution]) -> list[Any]:
+    chosen: list[Any] = [part for part in parts if type(part) is kind]
+    return [functools.reduce(kind.joined, chosen)] if chosen else []
 
 
 def in_backward() -> bool:

@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 from torchzero_clip.checks import instance, non_negative
 from torchzero_clip.per_sample.clipper import LossReduction, PerSampleGradientClipper
-from torchzero_clip.per_sample.engine import trainable
 from torchzero_clip.per_sample.norm_clippers import STABILITY, ConstantFlatClipper
+from torchzero_clip.per_sample.rules.registry import trainable
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 Norms = Mapping[str, Tensor]

@@ -59,20 +59,20 @@ def clipped_backward(
         raise RuntimeError("hooks are disabled: call enable_hooks() before the forward")
     if engine.waits:
         raise RuntimeError("gradients of an earlier backward wait: call clip_and_accumulate() or discard() first")
-    check, of_mean, engine.shown.of_mean = engine.mixing.is_due(losses), engine.shown.of_mean, False
-    restore = outside_gradients(losses, set(map(id, engine.params.values()))) if check else None
+    check, of_mean, engine.of_mean = engine.mixing.is_due(losses), engine.of_mean, False
+    restore = outside_gradients(losses, set(map(id, engine.attachment.params.values()))) if check else None
     try:
         if losses.requires_grad:
             check = _backward(engine, losses, restore)
         gathered = engine.gathered(len(losses))
-        if gathered.keys().isdisjoint(map(id, engine.params.values())):
+        if gathered.keys().isdisjoint(map(id, engine.attachment.params.values())):
             raise RuntimeError(
                 "no gradient reached the module: the losses do not depend on it, or nothing in it trains"
                 if losses.requires_grad
                 else "losses do not require grad: the forward ran under torch.no_grad(), or nothing in it trains"
             )
         if check:
-            names = {id(param): name for name, param in engine.params.items() if id(param) in gathered}
+            names = {id(param): name for name, param in engine.attachment.params.items() if id(param) in gathered}
             engine.mixing.check(losses, names, engine.live_outputs(), engine.gradients_of)
         engine.mixing.passed(losses)
     except BaseException:
@@ -80,11 +80,11 @@ def clipped_backward(
             restore()
         raise
     finally:
-        engine.shown.of_mean = of_mean
+        engine.of_mean = of_mean
         engine.clear()
     divisor = float(max(len(losses), 1)) if mean else 1.0
     sums, result = weighted(engine, gathered, norm_clipper, nonfinite, divisor=divisor)
-    accumulate([(engine.params[name], value) for name, value in sums.items()])
+    accumulate([(engine.attachment.params[name], value) for name, value in sums.items()])
     return result
 
 
@@ -157,7 +157,7 @@ def weighted(
     first = next(iter(gathered.values()))[1]
     squares = {
         name: gathered[id(param)][1].to(first.device) if id(param) in gathered else torch.zeros_like(first)
-        for name, param in engine.params.items()
+        for name, param in engine.attachment.params.items()
     }
     dtype = engine.norm_dtype()
     table = torch.stack(list(squares.values()))
@@ -179,7 +179,7 @@ def weighted(
     weights = [value * (scale / divisor) for value in (factors[:1] if one_for_all else factors)]
     weights = weights * len(squares) if one_for_all else weights
     sums: dict[str, Tensor] = {}
-    for (name, param), weight in zip(engine.params.items(), weights, strict=True):
+    for (name, param), weight in zip(engine.attachment.params.items(), weights, strict=True):
         if id(param) not in gathered:
             continue
         contribution, _ = gathered.pop(id(param))

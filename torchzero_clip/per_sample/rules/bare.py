@@ -18,7 +18,6 @@ from torchzero_clip.per_sample.rules.state import State
 
 GENERIC = GenericRule()
 WHOLE = "whole"  # a key of `CapturedLayer.known`: the layer with all submodules, once an operation was not for rows
-EXPANDED = "expanded"  # a key of `CapturedLayer.known`: see `row_of_param`
 TRIED = "tried"  # a key of `CapturedLayer.known`: a call was right without the generic rule
 
 
@@ -36,7 +35,7 @@ class BareRule(Rule):
                 return self._with_rows(layer, count, args, kwargs)
             except NotARowError as error:
                 params = {name: p for name, p in layer.module.named_parameters() if p.requires_grad}
-                layer.known[WHOLE] = CapturedLayer(layer.recording, layer.name, layer.module, GENERIC, params)
+                layer.known[WHOLE] = CapturedLayer(layer.engine, layer.name, layer.module, GENERIC, params)
                 if TRIED in layer.known:
                     raise RuntimeError(
                         f"{layer} used a parameter in another way than in earlier calls ({error}): run the forward "
@@ -92,18 +91,14 @@ class _Rows(TorchFunctionMode):
     def __init__(self, layer: CapturedLayer, count: int) -> None:
         super().__init__()
         self._layer = layer
-        dim, expanded = layer.recording.batch_dim, layer.known.setdefault(EXPANDED, set())
-        self._rows = {
-            id(p): row_of_param(p, copy_of(layer, p, count), dim, layer.refuse_row, layer.note, expanded)
-            for p in layer.params.values()
-        }
+        self._rows = {id(p): row_of_param(layer, p, copy_of(layer, p, count)) for p in layer.params.values()}
         self._others = {id(p) for p in layer.module.parameters() if p.requires_grad and id(p) not in self._rows}
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         reads = getattr(func, "__name__", "") == "__get__" and func.__self__.__name__ not in TRANSPOSED
-        if reads or self._layer.recording.running is not self._layer:
+        if reads or self._layer.engine.running is not self._layer:
             return func(*args, **kwargs)
         given = self._replaced(args), {key: self._replaced(x) for key, x in kwargs.items()}
         output = func(*given[0], **given[1])
@@ -121,7 +116,7 @@ class _Rows(TorchFunctionMode):
 
 
 def _count(layer: CapturedLayer, given: Any) -> int | None:
-    known, dim = layer.recording.forward.batch_size, layer.recording.batch_dim
+    known, dim = layer.engine.forward.batch_size, layer.engine.batch_dim
     if known is not None:
         return known
     return next((x.shape[dim] for x in pytree.tree_leaves(given) if isinstance(x, Tensor) and x.ndim > dim), None)

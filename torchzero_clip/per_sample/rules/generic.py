@@ -19,11 +19,11 @@ from torchzero_clip.compat import is_functorch_wrapped_tensor
 from torchzero_clip.per_sample.broadcast_row import HOOKS, is_row, row_of
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.contributions import Dense
-from torchzero_clip.per_sample.recording import Forward, in_backward
+from torchzero_clip.per_sample.recording import in_backward
 from torchzero_clip.per_sample.rules.state import State
 from torchzero_clip.per_sample.squared_norms import wide
 
-OF_TORCH = ("Batching rule", "vmap", "functorch", "_Copies", "written-to tensor", "data-dependent", "dynamic shape")
+OF_TORCH = ("Batching rule", "vmap", "functorch", "written-to tensor", "data-dependent", "dynamic shape")
 LOOP = (  # in errors of vmap after which a loop over samples may do
     "Batching rule not implemented",
     "data-dependent control flow",
@@ -82,7 +82,7 @@ class GenericRule(Rule):
             return layout.taken(output, lambda i: self.output_dim(layer, i) if split else None)
 
         known: set[Any] = layer.known.setdefault(COMPARED, set())
-        layer.recording.inside, caches = True, parametrize._cache_enabled
+        layer.engine.inside, caches = True, parametrize._cache_enabled
         parametrize._cache_enabled = 0  # under parametrize.cached(), a run would get the weights of another run
         state = State(layer)
         try:
@@ -96,7 +96,7 @@ class GenericRule(Rule):
             state.undo()
             raise
         finally:
-            layer.recording.inside, parametrize._cache_enabled = False, caches
+            layer.engine.inside, parametrize._cache_enabled = False, caches
         if not in_backward():
             layer.note(*dims)
             layer.known.setdefault(SHARED, set()).update(shared)
@@ -106,8 +106,8 @@ class GenericRule(Rule):
         self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
     ) -> tuple[list[int | None], set[Any]]:
         """The batch dimension of each argument, None if it has none; and which arguments are shared for good."""
-        dim, size = layer.recording.batch_dim, _size(layer, leaves)
-        own = _memory_of((*layer.recording.params.values(), *layer.recording.buffers()))
+        dim, size = layer.engine.batch_dim, _size(layer, leaves)
+        own = _memory_of((*layer.engine.attachment.params.values(), *layer.engine.attachment.model.buffers()))
         paths = [str(path) for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]]
         shared: set[Any] = set(layer.known.get(SHARED, ()))
         result: list[int | None] = []
@@ -123,7 +123,7 @@ class GenericRule(Rule):
 
     def output_dim(self, layer: CapturedLayer, index: int) -> int:
         """The batch dimension of an output."""
-        return layer.recording.batch_dim
+        return layer.engine.batch_dim
 
 
 class Bare(nn.Module):
@@ -192,32 +192,17 @@ class _Layout:
             if dim is not None:
                 leaves[i] = next(rest).movedim(0, dim)
             elif other is None and i in self._tensors:
-                leaves[i] = row_of(next(rest), layer.recording.batch_dim, refuse=layer.refuse_row, note=layer.note)
+                leaves[i] = row_of(layer, next(rest))
         return pytree.tree_unflatten(leaves, self._structure)
 
 
-class _Copies(torch.autograd.Function):
-    """Views of a parameter, one for each sample, in the same memory. Their gradients are the per-sample gradients."""
-
-    @staticmethod
-    @override
-    def forward(
-        ctx: Any, anchor: Tensor, param: list[nn.Parameter], count: int, layer: CapturedLayer, of: Forward
-    ) -> Tensor:
-        ctx.param, ctx.layer, ctx.of = param[0], layer, of
-        return param[0].detach().expand(count, *param[0].shape)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        if ctx.layer.recording.wants(ctx.layer):
-            ctx.layer.recording.add(ctx.layer, ctx.of, [Dense(ctx.param, *wide(grads[0]))])
-        return (None,) * 5
-
-
 def copy_of(layer: CapturedLayer, param: nn.Parameter, count: int) -> Tensor:
-    """A view of a parameter for each sample, whose gradients are captured."""
-    return _Copies.apply(layer.recording.anchor, [param], count, layer, layer.recording.forward)  # pyright: ignore
+    """A view of a parameter for each sample, in the same memory, whose gradients are the per-sample gradients."""
+
+    def contribute(grad: Tensor) -> list[Dense]:
+        return [Dense(param, *wide(grad))]
+
+    return layer.watch(param.detach().expand(count, *param.shape), [], contribute)
 
 
 def copies_of(layer: CapturedLayer, count: int) -> dict[str, Tensor]:
@@ -253,11 +238,11 @@ def _without_samples(
     """The output for an empty batch, which vmap cannot run. It depends on the copies, so that they get gradients."""
     params = {f"inner.{name}": param.detach() for name, param in layer.module.named_parameters()}
     nothing = torch.stack([copy.sum() for copy in copies.values()]).sum()
-    layer.recording.inside = True
+    layer.engine.inside = True
     try:
         output = functional_call(Bare(layer.module), params, args, kwargs)
     finally:
-        layer.recording.inside = False
+        layer.engine.inside = False
     return pytree.tree_map_only(Tensor, lambda value: value + nothing.to(value.dtype), output)
 
 
@@ -297,7 +282,7 @@ def _compare(layer: CapturedLayer, state: State, output: Any, args: tuple[Any, .
         return
     finally:
         torch.set_rng_state(before)
-    dim = layer.recording.batch_dim
+    dim = layer.engine.batch_dim
     for one, other in zip(pytree.tree_leaves(together), pytree.tree_leaves(output), strict=False):
         if isinstance(one, Tensor) and isinstance(other, Tensor) and not _agree(other.detach(), one, dim, drew):
             raise ValueError(
@@ -324,7 +309,7 @@ def _agree(alone: Tensor, together: Tensor, dim: int, drew: bool) -> bool:
 def _counts(layer: CapturedLayer, leaf: Tensor) -> bool:
     """True for the integers 0, 1, 2, ... in one dimension: positions, which all samples share."""
     if (
-        layer.recording.forward.is_only_input(leaf)
+        layer.engine.forward.is_only_input(leaf)
         or leaf.ndim != 1
         or len(leaf) < 2
         or leaf.is_floating_point()
@@ -336,7 +321,7 @@ def _counts(layer: CapturedLayer, leaf: Tensor) -> bool:
 
 def _size(layer: CapturedLayer, leaves: Sequence[Any]) -> int | None:
     """The number of samples: that of the batch, or that of the first input if it is not known."""
-    dim, known = layer.recording.batch_dim, layer.recording.forward.batch_size
+    dim, known = layer.engine.batch_dim, layer.engine.forward.batch_size
     first = next((x.shape[dim] for x in leaves if isinstance(x, Tensor) and x.ndim > dim), None)
     return first if known is None else known
 
@@ -344,7 +329,7 @@ def _size(layer: CapturedLayer, leaves: Sequence[Any]) -> int | None:
 def _batch_size(layer: CapturedLayer, leaves: Sequence[Any], dims: Sequence[int | None]) -> int:
     counts = {leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None}
     counts |= {len(leaf._each) for leaf in leaves if is_row(leaf)}
-    expected = layer.recording.forward.batch_size
+    expected = layer.engine.forward.batch_size
     if not counts and expected is not None:
         return expected  # no argument has samples: the output is the same for all
     if len(counts) != 1:

@@ -16,11 +16,12 @@ from torchzero_clip.per_sample.rules.embedding import EmbeddingBagRule, Embeddin
 from torchzero_clip.per_sample.rules.generic import GenericRule
 from torchzero_clip.per_sample.rules.linear import LinearRule
 from torchzero_clip.per_sample.rules.normalization import (
-    BatchNormRule,
     GroupNormRule,
-    InstanceNormRule,
-    LayerNormRule,
-    RMSNormRule,
+    NormalizationRule,
+    batch_norm,
+    instance_norm,
+    layer_norm,
+    rms_norm,
 )
 from torchzero_clip.per_sample.rules.registered import PerSampleGradients, RegisteredRule
 from torchzero_clip.per_sample.rules.sequences import AttentionRule, RecurrentRule
@@ -34,13 +35,13 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.Conv3d: ConvRule(),
     nn.Embedding: EmbeddingRule(),
     nn.EmbeddingBag: EmbeddingBagRule(),
-    nn.LayerNorm: LayerNormRule(),
-    nn.RMSNorm: RMSNormRule(),
+    nn.LayerNorm: NormalizationRule(layer_norm),
+    nn.RMSNorm: NormalizationRule(rms_norm),
     nn.GroupNorm: GroupNormRule(),
-    _BatchNorm: BatchNormRule(),
-    nn.InstanceNorm1d: InstanceNormRule(),
-    nn.InstanceNorm2d: InstanceNormRule(),
-    nn.InstanceNorm3d: InstanceNormRule(),
+    _BatchNorm: NormalizationRule(batch_norm, channels=True),
+    nn.InstanceNorm1d: NormalizationRule(instance_norm, channels=True),
+    nn.InstanceNorm2d: NormalizationRule(instance_norm, channels=True),
+    nn.InstanceNorm3d: NormalizationRule(instance_norm, channels=True),
     nn.RNN: RecurrentRule(),
     nn.LSTM: RecurrentRule(),
     nn.GRU: RecurrentRule(),
@@ -110,13 +111,13 @@ def rule_for(module: nn.Module) -> Rule | None:
 
 
 def _is_refused(module: nn.Module) -> bool:
-    rule = rule_for(module) if trains(module) else None
+    rule = rule_for(module) if trainable(module) else None
     return rule is not None and rule.refusal(module) is not None
 
 
-def trains(module: nn.Module) -> bool:
-    """True if a parameter of the module trains."""
-    return any(param.requires_grad for param in module.parameters())
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters of a module, by name."""
+    return {name: param for name, param in module.named_parameters() if param.requires_grad}
 
 
 def _runs_as(kind: type[Any], known: type[Any]) -> bool:
@@ -147,7 +148,7 @@ def mixes(module: nn.Module) -> str | None:
 
 def refusal(module: nn.Module, *, batch_first: bool) -> str | None:
     """The reason why a module makes per-sample gradients of a model wrong, and the way out; None if there is none."""
-    if isinstance(module, torch.jit.ScriptModule) and trains(module):
+    if isinstance(module, torch.jit.ScriptModule) and trainable(module):
         return "it is scripted, and has no forward in Python: use the module that it was made of"
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         return "track_running_stats=True mixes the samples: use track_running_stats=False"

@@ -30,7 +30,7 @@ class State:
 
     def __init__(self, layer: CapturedLayer) -> None:
         self._layer = layer
-        self._dim = layer.recording.batch_dim
+        self._dim = layer.engine.batch_dim
         self._before = {key: (value, _copied(value)) for key, value in self._attributes()}
         self._buffers = {(m, name): b for m in layer.module.modules() for name, b in m._buffers.items()}
         self._values = {key: None if b is None else b.clone() for key, b in self._buffers.items()}
