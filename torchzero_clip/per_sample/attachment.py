@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
 from torchzero_clip.compat import is_distributed
-from torchzero_clip.per_sample.captured_layer import CapturedForward, CapturedLayer
+from torchzero_clip.per_sample.captured_layer import CapturedForward, CapturedLayer, trainable
 from torchzero_clip.per_sample.hooks import Hook
 from torchzero_clip.per_sample.rules.registry import (
     BARE,
@@ -23,7 +23,6 @@ from torchzero_clip.per_sample.rules.registry import (
     own_params,
     refusal,
     rule_for,
-    trainable,
 )
 from torchzero_clip.per_sample.rules.whole import Whole, chosen_whole
 

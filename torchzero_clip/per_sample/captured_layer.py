@@ -2,7 +2,7 @@
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from types import MethodType
 from typing import Any, NamedTuple
@@ -78,6 +78,13 @@ class CapturedLayer:
     def note(self, *decision: Hashable) -> None:
         """Note where the samples are in this call."""
         self.engine.mixing.note((self.name, *decision))
+
+    def count_in(self, values: Iterable[Any]) -> int | None:
+        """The number of samples: that of the batch, or that of the first tensor if it is not known."""
+        known, dim = self.engine.forward.batch_size, self.engine.batch_dim
+        if known is not None:
+            return known
+        return next((x.shape[dim] for x in values if isinstance(x, Tensor) and x.ndim > dim), None)
 
     def samples(self, input: Tensor, leading: int) -> Samples:
         """Find the samples in an input that has ``leading`` dimensions before those of a single position."""
@@ -218,3 +225,8 @@ class _Watched(torch.autograd.Function):
             with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
                 layer.engine.add(layer, ctx.of, ctx.contribute(grad, *inputs))
         return None, grad if ctx.goes_on else None, None, None, None, None
+
+
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters of a module, by name."""
+    return {name: param for name, param in module.named_parameters() if param.requires_grad}

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from torchzero_clip.compat import stores_by_hooks
 from torchzero_clip.per_sample.broadcast_row import TRANSPOSED, NotARowError, row_of_param
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, trainable
 from torchzero_clip.per_sample.rules.generic import GenericRule, copy_of
 from torchzero_clip.per_sample.rules.state import State
 
@@ -29,51 +29,57 @@ class BareRule(Rule):
 
     @override
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
-        count = _count(layer, (args, kwargs))
-        if WHOLE not in layer.known and count is not None:
-            try:
-                return self._with_rows(layer, count, args, kwargs)
-            except NotARowError as error:
-                params = {name: p for name, p in layer.module.named_parameters() if p.requires_grad}
-                layer.known[WHOLE] = CapturedLayer(layer.engine, layer.name, layer.module, GENERIC, params)
-                if TRIED in layer.known:
-                    raise RuntimeError(
-                        f"{layer} used a parameter in another way than in earlier calls ({error}): run the forward "
-                        f"again, or name it from the start: whole=({type(layer.module).__name__},)"
-                    ) from None
-        return GENERIC.run(layer.known.get(WHOLE, layer), *args, **kwargs)
-
-    def _with_rows(self, layer: CapturedLayer, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def run() -> Any:
-            with _Rows(layer, count):
-                return type(layer.module).forward(layer.module, *args, **kwargs)
-
-        if TRIED in layer.known:
-            return run()
-        state, random = State(layer), torch.get_rng_state()
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        versions = [x._version for x in tensors]
-
-        def undo() -> None:
-            state.undo()
-            torch.set_rng_state(random)
-            if [x._version for x in tensors] != versions:
-                raise RuntimeError(
-                    f"{layer} changes its input in place, and cannot be run again: name it in "
-                    f"whole=({type(layer.module).__name__},)"
-                )
-
-        hooked = stores_by_hooks()  # a checkpoint counts what an attempt stores, so that it has to be made apart
+        count = layer.count_in(pytree.tree_leaves((args, kwargs)))
+        if WHOLE in layer.known or count is None:
+            return GENERIC.run(layer.known.get(WHOLE, layer), *args, **kwargs)
+        if TRIED not in layer.known:
+            return self._tried(layer, count, args, kwargs)
         try:
+            return _run(layer, count, args, kwargs)
+        except NotARowError as error:
+            _take_whole(layer)
+            raise RuntimeError(
+                f"{layer} used a parameter in another way than in earlier calls ({error}): run the forward "
+                f"again, or name it from the start: whole=({type(layer.module).__name__},)"
+            ) from None
+
+    def _tried(self, layer: CapturedLayer, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it for the first time, and again if an operation was not for rows."""
+        state, random, hooked = State(layer), torch.get_rng_state(), stores_by_hooks()
+        versions = [(x, x._version) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        try:
+            state.begin()
+            # a checkpoint counts what an attempt stores, so that it has to be made apart
             with saved_tensors_hooks(_same, _same) if hooked else nullcontext():
-                output = run()
+                output = _run(layer, count, args, kwargs)
+            layer.known[TRIED] = True
+            if not hooked:
+                state.end()
+                state.join()
+                return output
         except NotARowError:
-            undo()
+            _take_whole(layer)
+        except BaseException:
+            state.undo()
             raise
-        if hooked:
-            undo()
-        layer.known[TRIED] = True
-        return run() if hooked else output
+        state.undo()
+        torch.set_rng_state(random)
+        if any(x._version != version for x, version in versions):
+            raise RuntimeError(
+                f"{layer} changes its input in place, and cannot be run again: name it in "
+                f"whole=({type(layer.module).__name__},)"
+            )
+        return self.run(layer, *args, **kwargs)
+
+
+def _run(layer: CapturedLayer, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with _Rows(layer, count):
+        return type(layer.module).forward(layer.module, *args, **kwargs)
+
+
+def _take_whole(layer: CapturedLayer) -> None:
+    params = trainable(layer.module)
+    layer.known[WHOLE] = CapturedLayer(layer.engine, layer.name, layer.module, GENERIC, params)
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -81,12 +87,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 class _Rows(TorchFunctionMode):
-    """Replaces parameters of a layer by rows where it uses them itself; those of its submodules are not for that.
-
-    Args:
-        layer: The layer.
-        count: The number of samples.
-    """
+    """Replaces parameters of a layer by rows where it uses them itself; those of its submodules are not for that."""
 
     def __init__(self, layer: CapturedLayer, count: int) -> None:
         super().__init__()
@@ -113,10 +114,3 @@ class _Rows(TorchFunctionMode):
         if type(value) in (list, tuple):
             return type(value)(self._replaced(x) for x in value)
         return value
-
-
-def _count(layer: CapturedLayer, given: Any) -> int | None:
-    known, dim = layer.engine.forward.batch_size, layer.engine.batch_dim
-    if known is not None:
-        return known
-    return next((x.shape[dim] for x in pytree.tree_leaves(given) if isinstance(x, Tensor) and x.ndim > dim), None)

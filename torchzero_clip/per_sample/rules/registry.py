@@ -9,7 +9,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils import parametrize
 
 from torchzero_clip.checks import instance
-from torchzero_clip.per_sample.captured_layer import Rule
+from torchzero_clip.per_sample.captured_layer import Rule, trainable
 from torchzero_clip.per_sample.rules.bare import BareRule
 from torchzero_clip.per_sample.rules.conv import ConvRule
 from torchzero_clip.per_sample.rules.embedding import EmbeddingBagRule, EmbeddingRule
@@ -113,11 +113,6 @@ def rule_for(module: nn.Module) -> Rule | None:
 def _is_refused(module: nn.Module) -> bool:
     rule = rule_for(module) if trainable(module) else None
     return rule is not None and rule.refusal(module) is not None
-
-
-def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable parameters of a module, by name."""
-    return {name: param for name, param in module.named_parameters() if param.requires_grad}
 
 
 def _runs_as(kind: type[Any], known: type[Any]) -> bool:
