@@ -28,13 +28,7 @@ from torchzero_clip.per_sample.rules.whole import Whole, chosen_whole
 
 
 class Attachment:
-    """The captured layers of a model.
-
-    Args:
-        engine: Gets the gradients of the layers.
-        model: The model.
-        whole: Modules that the generic rule runs with all in them: classes, or patterns for names.
-        force_generic: Run every layer by the generic rule.
+    """The captured layers of a model: see `Engine`.
 
     Raises:
         ValueError: If per-sample gradients of this model would be wrong, or something else captures it.

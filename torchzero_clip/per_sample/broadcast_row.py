@@ -1,11 +1,11 @@
 """Values that all samples share, such as embeddings of positions, class tokens and layer scales."""
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.compat import DisableTorchFunctionSubclass
@@ -60,7 +60,7 @@ class BroadcastRow(Tensor):
         with DisableTorchFunctionSubclass():
             if name == "__get__" and func.__self__.__name__ not in TRANSPOSED:
                 return func(*args)
-            tensors = list(_tensors((args, list(kwargs.values()))))
+            tensors = _tensors((args, kwargs))
             rows = [x for x in tensors if isinstance(x, BroadcastRow)]
             param = any(row._is_param for row in rows)
             if name in HOOKS:
@@ -132,6 +132,14 @@ def _with_copies(func: Any, args: Any, kwargs: Any, rows: list[BroadcastRow], ot
     name, first = getattr(func, "__name__", ""), rows[0]
     layer, count = first._layer, len(first._each)
     kind, dim = name.strip("_"), layer.engine.batch_dim
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+
+    def call(*copies: Tensor) -> Any:
+        rest = iter(copies)
+        given = [next(rest) if isinstance(x, BroadcastRow) else x for x in leaves]
+        args, kwargs = pytree.tree_unflatten(given, structure)
+        return func(*args, **kwargs)
+
     in_place = (name.endswith("_") and not name.startswith("__")) or (kind in ARITHMETIC and kind[0] == "i")
     if in_place and (kind not in ARITHMETIC or isinstance(args[0], BroadcastRow)):
         return NotImplemented
@@ -141,8 +149,7 @@ def _with_copies(func: Any, args: Any, kwargs: Any, rows: list[BroadcastRow], ot
         if not of_batch or not all(row.fits(ndim, dim) for row in rows):
             return NotImplemented
         layer.note("arithmetic", ndim)
-        copies = iter([row.aligned(ndim, dim) for row in rows])
-        return func(*_replaced(args, copies), **_replaced(kwargs, copies))
+        return call(*(row.aligned(ndim, dim) for row in rows))
     if any(x.requires_grad or _is_of_batch(x, dim, count) for x in others) or "out" in kwargs:
         return NotImplemented
     if kwargs.get("padding_idx") is not None:  # embeddings under vmap give the padding row a gradient
@@ -150,27 +157,22 @@ def _with_copies(func: Any, args: Any, kwargs: Any, rows: list[BroadcastRow], ot
     output = func(*args, **kwargs)
     if not any(x.requires_grad for x in _tensors(output)) or any(output is row for row in rows):
         return output
-    if (
-        kind in EXPANSIONS
-        and first.fits(output.ndim, dim)
-        and _is_to_batch(layer, (kind, tuple(first.shape), output.ndim), output.shape[dim], count)
-    ):
-        return (
-            first.aligned(output.ndim, dim).expand_as(output)
-            if kind != "repeat"
-            else _repeated(first.aligned(output.ndim, dim), output)
-        )
-
-    def on(*copies: Tensor) -> Any:
-        rest = iter(copies)
-        return func(*_replaced(args, rest), **_replaced(kwargs, rest))
-
+    if kind in EXPANSIONS and first.fits(output.ndim, dim):
+        expansion = kind, tuple(first.shape), output.ndim
+        if _is_to_batch(layer, expansion, output.shape[dim], count):
+            aligned = first.aligned(output.ndim, dim)
+            if kind != "repeat":
+                return aligned.expand_as(output)
+            return aligned.repeat(*(b // max(a, 1) for a, b in zip(aligned.shape, output.shape, strict=True)))
     try:
-        each = torch.vmap(on)(*[row._each for row in rows])
+        each = torch.vmap(call)(*[row._each for row in rows])
     except (RuntimeError, ValueError):  # it cannot run under vmap
         return NotImplemented
-    made = [_as_row(x, y, layer, is_param=first._is_param) for x, y in zip(_listed(output), _listed(each), strict=True)]
-    return made[0] if isinstance(output, Tensor) else type(output)(made)
+
+    def row(x: Tensor, y: Tensor) -> BroadcastRow:
+        return _as_row(x, y, layer, is_param=first._is_param)
+
+    return pytree.tree_map(row, output, each)
 
 
 def _is_to_batch(layer: Any, expansion: Any, size: int, count: int) -> bool:
@@ -186,27 +188,5 @@ def _is_of_batch(tensor: Tensor, dim: int, count: int) -> bool:
     return tensor.ndim > dim and (tensor.is_floating_point() or tensor.shape[dim] == count)
 
 
-def _repeated(aligned: Tensor, output: Tensor) -> Tensor:
-    return aligned.repeat(*(b // max(a, 1) for a, b in zip(aligned.shape, output.shape, strict=True)))
-
-
-def _listed(value: Any) -> Iterable[Any]:
-    return [value] if isinstance(value, Tensor) else value
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _replaced(value: Any, copies: Iterator[Tensor]) -> Any:
-    """The value with rows replaced by the next copies."""
-    if isinstance(value, BroadcastRow):
-        return next(copies)
-    if isinstance(value, list | tuple):
-        items = [_replaced(item, copies) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return {key: _replaced(item, copies) for key, item in value.items()} if isinstance(value, dict) else value
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]

@@ -39,16 +39,9 @@ class Phase(Enum):
 class Engine:
     """Captures the layers of a model, and collects their per-sample gradients.
 
-    Args:
-        model: The model.
-        batch_first: Whether samples are in the first dimension of sequences.
-        memory: With "low", layers with a cheaper form store no per-sample gradients.
-        force_generic: Run every layer by the generic rule.
-        whole: Modules that the generic rule runs with all in them: classes, or patterns for names.
-        verify: When to check that samples do not mix.
-        of_mean: Whether a loss is the mean over the samples rather than their sum.
-        keep_grad_samples: Whether parameters get the attribute ``grad_sample``.
-        two_passes: Whether parameters get ``norm_sample`` after a backward, whose gradients the next forward may drop.
+    The arguments are those of `PerSampleGradientClipper`, and ``force_generic`` to run every layer by the generic rule,
+    ``of_mean`` for losses that are means over the samples, and ``two_passes`` to show the norms of a backward as
+    ``norm_sample`` of parameters, until the next forward, which may drop its gradients.
     """
 
     def __init__(
@@ -255,11 +248,8 @@ class Engine:
     def gathered(self, count: int | None) -> dict[int, tuple[Contribution, Tensor]]:
         """The contribution of each parameter, by id, and its squared norms.
 
-        Args:
-            count: The number of samples; None for that of the inputs of the model.
-
         Raises:
-            ValueError: If a layer has another number of samples.
+            ValueError: If a layer has another number of samples than ``count``, or without it than the model's inputs.
             RuntimeError: If the backward did not end.
         """
         if self.attachment.is_outdated():

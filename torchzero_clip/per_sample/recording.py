@@ -14,12 +14,9 @@ from torchzero_clip.per_sample.sparse_rows import SparseRows
 
 
 class Forward:
-    """A forward of the model, or of layers that are called by themselves.
+    """A forward of the model with these tensors among its arguments, or of layers that are called by themselves: None.
 
-    Args:
-        inputs: The tensors among its arguments; None if the model itself was not called.
-        dim: The batch dimension.
-        captured: False if its layers run as they do without a clipper.
+    Without ``captured``, its layers run as they do without a clipper.
     """
 
     def __init__(self, inputs: Sequence[Tensor] | None = None, dim: int = 0, *, captured: bool = True) -> None:
@@ -79,11 +76,8 @@ class Recording:
     def reserve(self, formed: int, made_of: int) -> bool:
         """Let per-sample gradients replace the tensors that they are computed from, if that takes no more memory.
 
-        It counts over all layers: a later layer may use the memory that an earlier one has saved.
-
-        Args:
-            formed: The bytes of the gradients; 0 for an empty batch, which stores none.
-            made_of: The bytes of the inputs and output gradients that are stored otherwise.
+        Both are in bytes. It counts over all layers: a later layer may use the memory that an earlier one has saved. An
+        empty batch stores none.
         """
         saved = self._saved + made_of - formed
         if self._memory == "low" or not formed or saved < 0:

@@ -12,12 +12,7 @@ from torchzero_clip.per_sample.squared_norms import squared_norms
 class SparseRows(Contribution):
     """Row v of the gradient of sample i is the sum of the values of sample i that have the index v.
 
-    Args:
-        param: The table, (rows, width).
-        batch_size: The number B of samples.
-        samples: The sample that each value belongs to, (N,).
-        index: The row of each value, (N,).
-        values: The values, (N, width).
+    Each of the N values (N, width) has a sample and an index, (N,), in a table of shape (rows, width).
     """
 
     def __init__(self, param: Tensor, batch_size: int, samples: Tensor, index: Tensor, values: Tensor) -> None:

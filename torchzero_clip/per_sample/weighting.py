@@ -108,12 +108,7 @@ def _backward(engine: Engine, losses: Tensor, restore: Callable[[], None] | None
 
 
 def _factors(norm_clipper: NormClipper, answer: Any, count: int, norms: Tensor) -> list[Tensor]:
-    """Check the answer of a norm clipper, and return one tensor for each parameter tensor.
-
-    Raises:
-        TypeError: If the answer is a single tensor, or not iterable.
-        ValueError: If there are too few or too many values, or one is not a tensor of the shape of the norms.
-    """
+    """Check the answer of a norm clipper, and return one tensor for each parameter tensor."""
     who = f"{type(norm_clipper).__name__}.calc_clipping_factors"
     way_out = f"factors for {count} parameter tensors, or itertools.repeat(factors) for the same in all"
     if isinstance(answer, Tensor) or not isinstance(answer, Iterable):
@@ -146,13 +141,8 @@ def weighted(
 ) -> tuple[dict[str, Tensor], ClippingResult]:
     """Return the clipped sums by the name of the parameter, and the result for the user.
 
-    Args:
-        engine: Has the parameters.
-        gathered: The contributions to each parameter. They are removed one by one, which frees their activations.
-        norm_clipper: Turns norms into factors.
-        nonfinite: What happens to samples that are not finite.
-        scale: The factor between the given gradients and those of the losses of single samples.
-        divisor: The number by which the sums are divided.
+    Contributions are removed from ``gathered`` one by one, which frees their activations. ``scale`` is the factor
+    between the given gradients and those of the losses of single samples; the sums are divided by ``divisor``.
     """
     first = next(iter(gathered.values()))[1]
     squares = {

@@ -97,20 +97,13 @@ class _Rows(TorchFunctionMode):
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         reads = getattr(func, "__name__", "") == "__get__" and func.__self__.__name__ not in TRANSPOSED
         if reads or self._layer.engine.running is not self._layer:
-            return func(*args, **kwargs)
-        given = self._replaced(args), {key: self._replaced(x) for key, x in kwargs.items()}
-        output = func(*given[0], **given[1])
-        others = (id(x) in self._others for x in pytree.tree_leaves((args, kwargs)))
-        if any(others) and any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(output)):
+            return func(*args, **(kwargs or {}))
+        leaves, structure = pytree.tree_flatten((args, kwargs or {}))
+        args, kwargs = pytree.tree_unflatten([self._rows.get(id(x), x) for x in leaves], structure)
+        output = func(*args, **kwargs)
+        others = any(id(x) in self._others for x in leaves)
+        if others and any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(output)):
             raise NotARowError(getattr(func, "__name__", func))
         return output
-
-    def _replaced(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._rows.get(id(value), value)
-        if type(value) in (list, tuple):
-            return type(value)(self._replaced(x) for x in value)
-        return value

@@ -60,11 +60,14 @@ class GenericRule(Rule):
                 inputs[i] = leaf.movedim(dim, 0)
         count = _batch_size(layer, leaves, {len(x) for x in inputs.values()})
         copies = copies_of(layer, count)
-        if not count:
-            return _without_samples(layer, copies, args, kwargs)
+        if not count:  # vmap cannot run an empty batch. The output depends on the copies, so that they get gradients
+            nothing = torch.stack([copy.sum() for copy in copies.values()]).sum()
+            output = run_detached(layer, args, kwargs)
+            return pytree.tree_map_only(Tensor, lambda value: value + nothing.to(value.dtype), output)
         if type(self) is GenericRule:
             _refuse_backward_hooks(layer)
-        bare, outputs = Bare(layer.module), _Outputs(layer)
+        bare, outputs = _Bare(layer.module), _Outputs(layer)
+        has_samples = any(dim is not None for dim in dims)
 
         def one(copies: dict[str, Tensor], *samples: Tensor) -> tuple[Tensor, ...]:
             given = list(leaves)
@@ -80,9 +83,7 @@ class GenericRule(Rule):
                     f"{layer} changes a list or dict among its arguments, which would not be seen outside: return "
                     "what it adds, or freeze its parameters"
                 )
-            return outputs.taken(
-                output, lambda i: self.output_dim(layer, i) if any(d is not None for d in dims) else None
-            )
+            return outputs.taken(output, lambda i: self.output_dim(layer, i) if has_samples else None)
 
         known: set[Any] = layer.known.setdefault(COMPARED, set())
         layer.engine.inside, caches = True, parametrize._cache_enabled
@@ -128,7 +129,7 @@ class GenericRule(Rule):
         return layer.engine.batch_dim
 
 
-class Bare(nn.Module):
+class _Bare(nn.Module):
     """The forward of a module without its hooks, which have run already."""
 
     def __init__(self, inner: nn.Module) -> None:
@@ -227,18 +228,14 @@ def _refuse_backward_hooks(layer: CapturedLayer) -> None:
             )
 
 
-def _without_samples(
-    layer: CapturedLayer, copies: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """The output for an empty batch, which vmap cannot run. It depends on the copies, so that they get gradients."""
+def run_detached(layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a layer without its parameters in the graph."""
     params = {f"inner.{name}": param.detach() for name, param in layer.module.named_parameters()}
-    nothing = torch.stack([copy.sum() for copy in copies.values()]).sum()
     layer.engine.inside = True
     try:
-        output = functional_call(Bare(layer.module), params, args, kwargs)
+        return functional_call(_Bare(layer.module), params, args, kwargs)
     finally:
         layer.engine.inside = False
-    return pytree.tree_map_only(Tensor, lambda value: value + nothing.to(value.dtype), output)
 
 
 def _memory_of(tensors: Iterable[Tensor]) -> set[int]:
@@ -257,10 +254,9 @@ def _compare(layer: CapturedLayer, state: State, output: Any, args: tuple[Any, .
     called twice.
     """
     inner = [module for module in layer.module.modules() if module is not layer.module]
-    if any(module._forward_hooks or module._forward_pre_hooks for module in inner):
-        return
-    leaves = pytree.tree_leaves((args, kwargs))
-    if any(isinstance(x, Tensor) and (is_row(x) or not x.numel()) for x in leaves):
+    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in inner)
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if hooked or any(is_row(x) or not x.numel() for x in tensors):
         return
     state.begin()
     before = torch.get_rng_state()
@@ -299,13 +295,9 @@ def _agree(alone: Tensor, together: Tensor, dim: int, drew: bool) -> bool:
 
 def _counts(layer: CapturedLayer, leaf: Tensor) -> bool:
     """True for the integers 0, 1, 2, ... in one dimension: positions, which all samples share."""
-    if (
-        layer.engine.forward.is_only_input(leaf)
-        or leaf.ndim != 1
-        or len(leaf) < 2
-        or leaf.is_floating_point()
-        or leaf.dtype == torch.bool
-    ):
+    if layer.engine.forward.is_only_input(leaf) or leaf.ndim != 1 or len(leaf) < 2:
+        return False
+    if leaf.is_floating_point() or leaf.dtype == torch.bool:
         return False
     return torch.equal(leaf, torch.arange(len(leaf), device=leaf.device, dtype=leaf.dtype))
 

@@ -4,13 +4,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from torch import Tensor
-from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.contributions import Contribution, Dense
-from torchzero_clip.per_sample.rules.generic import Bare
+from torchzero_clip.per_sample.rules.generic import run_detached
 from torchzero_clip.per_sample.squared_norms import wide
 
 PerSampleGradients: TypeAlias = Callable[..., Mapping[str, Tensor]]
@@ -40,12 +39,7 @@ class RegisteredRule(Rule):
             args, kwargs = pytree.tree_unflatten(given, structure)
             return _checked(layer, self._gradients(layer.module, grad, *args, **kwargs))
 
-        detached = {f"inner.{name}": param.detach() for name, param in layer.module.named_parameters()}
-        layer.engine.inside = True
-        try:
-            output = functional_call(Bare(layer.module), detached, args, kwargs)
-        finally:
-            layer.engine.inside = False
+        output = run_detached(layer, args, kwargs)
         if not isinstance(output, Tensor):
             raise TypeError(f"{layer} has a registered rule and must return one tensor, got {type(output).__name__}")
         return layer.watch(output, [leaves[i] for i in where], contribute)
