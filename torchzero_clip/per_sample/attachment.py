@@ -18,7 +18,7 @@ from torchzero_clip.per_sample.rules.registry import (
     BARE,
     RULES,
     WHOLE,
-    may_mix,
+    BatchNorm,
     mixes,
     own_params,
     refusal,
@@ -77,7 +77,7 @@ class Attachment:
         self.captures_model = any(layer.module is model for layer in layers)
         self._held, self._rules = _held(model), dict(RULES)
         self.modules = list(model.modules())
-        self._batch_norms = [(name, module) for name, module in model.named_modules() if may_mix(module)]
+        self._batch_norms = [(name, module) for name, module in model.named_modules() if isinstance(module, BatchNorm)]
         self.owners = Counter(id(param) for layer in layers for param in layer.params.values())
         """How many layers have each parameter, by its id."""
         self._handles = [model.register_forward_pre_hook(Hook(self._engine.forward_began), with_kwargs=True)]

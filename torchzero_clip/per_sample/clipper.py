@@ -191,9 +191,10 @@ class PerSampleGradientClipper:
         if self._thresholds is None:
             raise ValueError("nothing was accumulated: call clip_and_accumulate() after loss.backward() first")
         params, count = self._engine.attachment.params, self._count
+        divisor = float(max(count, 1)) if self.loss_reduction == "mean" else 1.0
         before = [param.grad for param in params.values()]
         means = [
-            (param, self._sums[name] / self._divisor(count) if name in self._sums else torch.zeros_like(param))
+            (param, self._sums[name] / divisor if name in self._sums else torch.zeros_like(param))
             for name, param in params.items()
         ]
         try:
@@ -223,6 +224,3 @@ class PerSampleGradientClipper:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.detach()
-
-    def _divisor(self, count: int) -> float:
-        return float(max(count, 1)) if self.loss_reduction == "mean" else 1.0

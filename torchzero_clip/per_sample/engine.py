@@ -13,12 +13,12 @@ from torch.utils import _pytree as pytree
 
 from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.compat import current_graph_task_id
+from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.per_sample.attachment import Attachment
 from torchzero_clip.per_sample.captured_layer import CapturedLayer
 from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory
 from torchzero_clip.per_sample.hooks import accumulate
 from torchzero_clip.per_sample.mixing import MixingCheck, Verify
-from torchzero_clip.per_sample.norm_sample import norm_sample
 from torchzero_clip.per_sample.recording import Forward, Recording, in_backward
 from torchzero_clip.per_sample.rules.whole import Whole, whole_line
 
@@ -242,7 +242,7 @@ class Engine:
             accumulate(list(sums.values()))
         if self._two_passes and self.recording.of:
             for part, squares in self.gathered(None).values():
-                norms = norm_sample(part.param, squares.sqrt() * self.scale(len(squares)), len(squares))
+                norms = (squares.sqrt() * self.scale(len(squares))).to(wide_dtype(part.param.dtype))
                 self._show(part.param, norm_sample=norms, _norm_sample=norms)
 
     def gathered(self, count: int | None) -> dict[int, tuple[Contribution, Tensor]]:

@@ -164,17 +164,17 @@ def weighted(
     answer = norm_clipper.calc_clipping_factors(list(param_norms.values()) if per_layer else [norms])
     factors = _factors(norm_clipper, answer, len(squares), norms)
     one_for_all = all(value is factors[0] for value in factors)
+    distinct = factors[:1] if one_for_all else factors
     if some_bad:
-        factors = [value.masked_fill(bad, 0) for value in (factors[:1] if one_for_all else factors)]
-    weights = [value * (scale / divisor) for value in (factors[:1] if one_for_all else factors)]
-    weights = weights * len(squares) if one_for_all else weights
+        distinct = [value.masked_fill(bad, 0) for value in distinct]
+    weights = [value * (scale / divisor) for value in distinct] * (len(squares) if one_for_all else 1)
     sums: dict[str, Tensor] = {}
     for (name, param), weight in zip(engine.attachment.params.items(), weights, strict=True):
-        if id(param) not in gathered:
-            continue
-        contribution, _ = gathered.pop(id(param))
-        if some_bad:
-            contribution.zero_(bad)
-        sums[name] = contribution.weighted_sum(weight)
-    given = list(factors) if per_layer or not one_for_all else factors[0]
-    return sums, ClippingResult(norms, given, bad, param_norms)
+        if id(param) in gathered:
+            contribution, _ = gathered.pop(id(param))
+            if some_bad:
+                contribution.zero_(bad)
+            sums[name] = contribution.weighted_sum(weight)
+    if per_layer:
+        distinct = distinct * (len(squares) // len(distinct))
+    return sums, ClippingResult(norms, distinct if per_layer or not one_for_all else distinct[0], bad, param_norms)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils import parametrize
 
@@ -24,7 +24,7 @@ from torchzero_clip.per_sample.rules.normalization import (
     rms_norm,
 )
 from torchzero_clip.per_sample.rules.registered import PerSampleGradients, RegisteredRule
-from torchzero_clip.per_sample.rules.sequences import AttentionRule, RecurrentRule
+from torchzero_clip.per_sample.rules.sequences import SequenceRule
 
 WHOLE = GenericRule()
 BARE = BareRule()
@@ -38,14 +38,14 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.LayerNorm: NormalizationRule(layer_norm),
     nn.RMSNorm: NormalizationRule(rms_norm),
     nn.GroupNorm: GroupNormRule(),
-    _BatchNorm: NormalizationRule(batch_norm, channels=True),
+    BatchNorm: NormalizationRule(batch_norm, channels=True),
     nn.InstanceNorm1d: NormalizationRule(instance_norm, channels=True),
     nn.InstanceNorm2d: NormalizationRule(instance_norm, channels=True),
     nn.InstanceNorm3d: NormalizationRule(instance_norm, channels=True),
-    nn.RNN: RecurrentRule(),
-    nn.LSTM: RecurrentRule(),
-    nn.GRU: RecurrentRule(),
-    nn.MultiheadAttention: AttentionRule(),
+    nn.RNN: SequenceRule(1),
+    nn.LSTM: SequenceRule(1),
+    nn.GRU: SequenceRule(1),
+    nn.MultiheadAttention: SequenceRule(0),
 }
 
 
@@ -129,14 +129,9 @@ def own_params(module: nn.Module) -> dict[int, str]:
     return found
 
 
-def may_mix(module: nn.Module) -> bool:
-    """True if a module mixes samples in training mode."""
-    return isinstance(module, _BatchNorm)
-
-
 def mixes(module: nn.Module) -> str | None:
     """The reason why a module mixes samples in its present mode, and the way out; None if it does not."""
-    if may_mix(module) and (module.training or getattr(module, "running_mean", None) is None):
+    if isinstance(module, BatchNorm) and (module.training or getattr(module, "running_mean", None) is None):
         return "it mixes the samples of a batch in training mode: call its eval(), or use GroupNorm or LayerNorm"
     return None
 
