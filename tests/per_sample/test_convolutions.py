@@ -57,7 +57,7 @@ def test_gradients_are_formed_where_that_costs_less(name):
 
 def test_gradients_of_small_kernels_lie_turned_in_memory():
     module = nn.Conv2d(3, 16, 3)
-    contribution = Convolved(module.weight, torch.randn(5, 3, 6, 6), torch.randn(5, 16, 4, 4), None, Options.of(module))
+    contribution = Convolved(module.weight, torch.randn(5, 3, 6, 6), torch.randn(5, 16, 4, 4), Options.of(module))
     assert contribution.dense(0, 5).stride(1) == 1
     assert_matches_loop(nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU()), torch.randn(17, 3, 12, 12))
 

@@ -114,9 +114,10 @@ class CapturedLayer:
         ``weight`` returns its contribution, from the input and the gradient of the output; ``bias`` its gradients for
         each sample. Both get tensors with the samples first, in one dtype, which is float32 or wider.
         """
+        dim = samples.dim  # the graph holds this function, which must not hold the input
 
         def contribute(*tensors: Tensor) -> list[Contribution]:
-            grad, *inputs = (x.movedim(samples.dim, 0) for x in wide(*tensors))
+            grad, *inputs = (x.movedim(dim, 0) for x in wide(*tensors))
             found = [weight(x, grad) for x in inputs]
             return [*found, Dense(self.params["bias"], bias(grad))] if "bias" in self.params else found
 

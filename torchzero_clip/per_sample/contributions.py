@@ -15,6 +15,9 @@ Memory: TypeAlias = Literal["auto", "low"]
 
 PIECE = 1 << 20  # bytes of per-sample gradients that are formed at a time, so that their norms read them from the cache
 
+Reserve: TypeAlias = Callable[[int, int], bool]
+"""Reserves memory for per-sample gradients: see `Recording.reserve`."""
+
 
 class Contribution(ABC):
     """The per-sample gradients of one parameter, from one use of it or from several, for B samples."""
@@ -26,7 +29,7 @@ class Contribution(ABC):
         """The layer that used the parameter."""
 
     @abstractmethod
-    def measured(self) -> tuple["Contribution", Tensor]:
+    def measured(self, reserve: Reserve) -> tuple["Contribution", Tensor]:
         """Return the contribution to store for the sum, and the squared norms of the samples: (B,), float64."""
 
     @abstractmethod
@@ -73,7 +76,7 @@ class Dense(Contribution):
         return self._runs[0] if len(self._runs) == 1 else torch.cat(self._runs)
 
     @override
-    def measured(self) -> tuple[Contribution, Tensor]:
+    def measured(self, reserve: Reserve) -> tuple[Contribution, Tensor]:
         norms = [squared_norms(run) for run in self._runs]
         return self, norms[0] if len(norms) == 1 else torch.cat(norms)
 
@@ -116,11 +119,11 @@ class Tied(Contribution):
         self._inner_products = inner_products
 
     @override
-    def measured(self) -> tuple[Contribution, Tensor]:
+    def measured(self, reserve: Reserve) -> tuple[Contribution, Tensor]:
         if self._inner_products is None:
             return self.formed(keep=False)
         products = self._inner_products()
-        self._parts, squares = zip(*(part.measured() for part in self._parts), strict=True)
+        self._parts, squares = zip(*(part.measured(reserve) for part in self._parts), strict=True)
         largest = torch.stack(squares).sum(0)
         norms = largest + products
         for i in (norms < CANCELLED * largest).nonzero()[:, 0].tolist():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.per_sample.contributions import CANCELLED, Contribution, pieces, zeroed
+from torchzero_clip.per_sample.contributions import CANCELLED, Contribution, Reserve, pieces, zeroed
 from torchzero_clip.per_sample.squared_norms import odd, squared_norms
 
 GRAM_BYTES = 2 << 20
@@ -15,8 +15,6 @@ RUN = 4 << 20  # bytes of gradients in one tensor: allocators reuse memory of th
 STRIP = 128  # the most rows of a Gram matrix that are computed at a time; in small ones a quarter of the rows
 
 
-Reserve: TypeAlias = Callable[[int, int], bool]
-"""Reserves memory for per-sample gradients: see `Recording.reserve`."""
 Inner: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """The squared norms of products, inputs and output gradients, from the inputs and output gradients of some samples."""
 
@@ -33,20 +31,19 @@ class Products(Contribution):
     backward.
     """
 
-    def __init__(self, param: Tensor, inputs: Tensor, outputs: Tensor, reserve: Reserve) -> None:
+    def __init__(self, param: Tensor, inputs: Tensor, outputs: Tensor) -> None:
         super().__init__(param, inputs.shape[0])
         self.inputs = inputs
         self.outputs = outputs
-        self._reserve = reserve
 
     @override
-    def measured(self) -> tuple[Contribution, Tensor]:
+    def measured(self, reserve: Reserve) -> tuple[Contribution, Tensor]:
         length, width, height = self.inputs.shape[1], self.inputs.shape[2], self.outputs.shape[2]
         if length == 1:
             return self, squared_norms(self.inputs) * squared_norms(self.outputs)
         sides, area = width + height, width * height
         # stored gradients replace inputs and outputs, and save a second matmul
-        if 30 * area < length**2 * sides and self.may_form():
+        if 30 * area < length**2 * sides and self.may_form(reserve):
             return self.formed(pieces(self.batch_size, area * self.inputs.element_size(), limit=RUN), keep=True)
         if 2 * area < length * sides:
             return self.formed(keep=False)
@@ -74,12 +71,12 @@ class Products(Contribution):
         """Both uses as one with the positions of both."""
         inputs = torch.cat([self.inputs, other.inputs], 1)
         outputs = torch.cat([self.outputs, other.outputs], 1)
-        return Products(self.param, inputs, outputs, self._reserve)
+        return Products(self.param, inputs, outputs)
 
-    def may_form(self) -> bool:
+    def may_form(self, reserve: Reserve) -> bool:
         """Reserve memory for all gradients in place of inputs and outputs."""
         formed = self.batch_size * self.param.numel() * self.inputs.element_size()
-        return self._reserve(formed, self.inputs.nbytes + self.outputs.nbytes)
+        return reserve(formed, self.inputs.nbytes + self.outputs.nbytes)
 
     def norms_by(self, inner: Inner, bytes_each: int) -> Tensor:
         """The squared norms by Gram matrices, in float64 for samples that lose digits in float32."""

@@ -70,7 +70,7 @@ class Recording:
         elif found or not alone:
             found.append(part)
         else:
-            measured, self._squares[key] = part.measured()
+            measured, self._squares[key] = part.measured(self.reserve)
             found.append(measured)
 
     def reserve(self, formed: int, made_of: int) -> bool:
@@ -89,7 +89,7 @@ class Recording:
         """The contribution to each parameter, by its id, and the squared norms."""
         for key, found in self.of.items():
             if key not in self._squares:
-                part, self._squares[key] = merged(found).measured()
+                part, self._squares[key] = merged(found).measured(self.reserve)
                 found[:] = [part]
         return {key: (found[0], self._squares[key]) for key, found in self.of.items()}
 

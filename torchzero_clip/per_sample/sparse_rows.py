@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.per_sample.contributions import Contribution
+from torchzero_clip.per_sample.contributions import Contribution, Reserve
 from torchzero_clip.per_sample.products import Products
 from torchzero_clip.per_sample.squared_norms import squared_norms
 
@@ -22,7 +22,7 @@ class SparseRows(Contribution):
         self.values = values
 
     @override
-    def measured(self) -> tuple[Contribution, Tensor]:
+    def measured(self, reserve: Reserve) -> tuple[Contribution, Tensor]:
         # rows are added up first, because a Gram matrix would lose digits where they cancel
         cells, inverse = (self.samples * self.param.shape[0] + self.index).unique(return_inverse=True)
         rows = self.values.new_zeros(len(cells), self.values.shape[1]).index_add_(0, inverse, self.values)

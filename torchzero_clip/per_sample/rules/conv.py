@@ -11,8 +11,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
-from torchzero_clip.per_sample.contributions import Contribution, pieces, total
-from torchzero_clip.per_sample.products import Products, Reserve, inner_products
+from torchzero_clip.per_sample.contributions import Contribution, Reserve, pieces, total
+from torchzero_clip.per_sample.products import Products, inner_products
 
 PATCHES = 2 << 20  # bytes of patches that are copied out at a time
 ADDITION = 4  # the cost of an addition in memory, in multiplications
@@ -32,7 +32,7 @@ class ConvRule(Rule):
         return layer.watch_params(
             module._conv_forward(found.tensor, module.weight.detach(), bias),
             found,
-            weight=lambda x, grad: Convolved(layer.params["weight"], x, grad, layer.engine.recording.reserve, options),
+            weight=lambda x, grad: Convolved(layer.params["weight"], x, grad, options),
             bias=lambda grad: grad.flatten(2).sum(2),
         )
 
@@ -79,15 +79,15 @@ class Convolved(Products):
     networks](https://arxiv.org/abs/1912.06015), 2019, for the samples as groups of one convolution.
     """
 
-    def __init__(self, param: Tensor, inputs: Tensor, outputs: Tensor, reserve: Reserve, options: Options) -> None:
-        super().__init__(param, inputs, outputs, reserve)
+    def __init__(self, param: Tensor, inputs: Tensor, outputs: Tensor, options: Options) -> None:
+        super().__init__(param, inputs, outputs)
         self._options = options
 
     @override
-    def measured(self) -> tuple[Contribution, Tensor]:
+    def measured(self, reserve: Reserve) -> tuple[Contribution, Tensor]:
         formed, grams = self._costs()
         # stored gradients also save most of the work of the sum
-        if formed < 3 * grams and self.may_form():
+        if formed < 3 * grams and self.may_form(reserve):
             return self.formed(pieces(self.batch_size, 1, limit=GROUPED), keep=True)
         if formed <= grams:
             return self.formed(keep=False)

@@ -26,7 +26,7 @@ class EmbeddingRule(Rule):
     def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
         found = _positions(layer, input) or layer.samples(input, input.ndim)
-        padding = module.padding_idx
+        dim, padding = found.dim, module.padding_idx
         if _relative(input):
             raise ValueError(
                 f"the indices of {layer} are the same along every diagonal of a square: distances between positions, "
@@ -34,7 +34,7 @@ class EmbeddingRule(Rule):
             )
 
         def contribute(grad: Tensor, source: Tensor) -> list[Contribution]:
-            index, grad = source.movedim(found.dim, 0), grad.movedim(found.dim, 0)
+            index, grad = source.movedim(dim, 0), grad.movedim(dim, 0)
             samples = torch.arange(len(index), device=index.device).repeat_interleave(index[:1].numel())
             return [_rows(layer, len(index), samples, index.reshape(-1), grad.reshape(-1, grad.shape[-1]), padding)]
 

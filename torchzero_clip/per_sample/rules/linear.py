@@ -22,9 +22,7 @@ class LinearRule(Rule):
         return layer.watch_params(
             F.linear(found.tensor, module.weight.detach(), bias),
             found,
-            weight=lambda x, grad: Products(
-                layer.params["weight"], _flat(x), _flat(grad), layer.engine.recording.reserve
-            ),
+            weight=lambda x, grad: Products(layer.params["weight"], _flat(x), _flat(grad)),
             bias=lambda grad: grad if grad.ndim == 2 else _flat(grad).sum(1),
         )
 
