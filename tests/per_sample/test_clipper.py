@@ -994,7 +994,7 @@ def test_of_a_layer_in_a_loop_one_gradient_of_each_sample_is_kept():
     assert_matches_loop(model, x)
     clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
     losses_of(model(x.double())).mean().backward()
-    assert {len(group) for group in clipper._engine.recording.of.values()} == {1}
+    assert {len(group) for group in clipper._engine.captured.of.values()} == {1}
     clipper.discard()
 
 

@@ -1,6 +1,7 @@
 """What the model does with the output of a layer is in the gradients of its samples."""
 
 import copy
+import gc
 import weakref
 
 import pytest
@@ -166,6 +167,20 @@ def test_the_graph_keeps_inputs_where_hooks_of_saved_tensors_see_them():
         losses = model(x).sum(1)
     assert kept.elements == x.numel()
     clipper.backward(losses)
+
+
+def test_a_step_leaves_nothing_for_the_garbage_collector():
+    model, refs = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Conv1d(3, 3, 1), nn.LayerNorm(6)), []
+    for layer in model:
+        layer.register_forward_hook(lambda module, args, output: refs.append(weakref.ref(output)))
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0), verify="never")
+    gc.collect()
+    gc.disable()
+    try:
+        clipper.backward(model(torch.randn(4, 3, 6)).flatten(1).sum(1))
+        assert [ref() for ref in refs] == [None] * 5
+    finally:
+        gc.enable()
 
 
 def test_the_second_pass_of_the_wrapper_lets_go_of_the_activations():

@@ -165,10 +165,10 @@ class PerSampleGradientClipper:
         if not engine.waits:
             raise RuntimeError("no gradients have arrived: call loss.backward() first, of a forward with gradients")
         if batch_size is None:
-            engine.recording.check_one_batch()
+            engine.captured.check_one_batch()
         try:
             gathered = engine.gathered(batch_size)
-            count = engine.recording.batch_size
+            count = engine.captured.batch_size
         finally:
             engine.discard()
         sums, result = weighted(self._engine, gathered, self.norm_clipper, self.nonfinite, scale=engine.scale(count))

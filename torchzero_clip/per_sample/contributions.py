@@ -16,7 +16,7 @@ Memory: TypeAlias = Literal["auto", "low"]
 PIECE = 1 << 20  # bytes of per-sample gradients that are formed at a time, so that their norms read them from the cache
 
 Reserve: TypeAlias = Callable[[int, int], bool]
-"""Reserves memory for per-sample gradients: see `Recording.reserve`."""
+"""Reserves memory for per-sample gradients: see `CapturedGradients.reserve`."""
 
 
 class Contribution(ABC):

@@ -15,11 +15,11 @@ from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.compat import current_graph_task_id
 from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.per_sample.attachment import Attachment
+from torchzero_clip.per_sample.captured_gradients import CapturedGradients, Forward, in_backward
 from torchzero_clip.per_sample.captured_layer import CapturedLayer
 from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory
 from torchzero_clip.per_sample.hooks import accumulate
 from torchzero_clip.per_sample.mixing import MixingCheck, Verify
-from torchzero_clip.per_sample.recording import Forward, Recording, in_backward
 from torchzero_clip.per_sample.rules.whole import Whole, whole_line
 
 
@@ -87,7 +87,7 @@ class Engine:
     @property
     def waits(self) -> bool:
         """True if gradients have arrived that were not clipped yet."""
-        return bool(self.recording.of)
+        return bool(self.captured.of)
 
     @property
     def captures(self) -> bool:
@@ -125,7 +125,7 @@ class Engine:
     def clear(self) -> None:
         """Drop all gradients that have arrived."""
         self.phase = Phase.IDLE
-        self.recording = Recording(self._memory)
+        self.captured = CapturedGradients(self._memory)
         self._calls: Counter[int] = Counter()  # how often each layer was called, by its id
         self._ordinary: dict[int, tuple[Tensor, Tensor]] = {}
         self._tasks: set[int] = set()
@@ -133,7 +133,7 @@ class Engine:
 
     def consume(self) -> None:
         """Drop the gradients that have arrived. The same graph may run again, for ordinary gradients."""
-        self.phase, self.recording, self._consumed = Phase.IDLE, Recording(self._memory), True
+        self.phase, self.captured, self._consumed = Phase.IDLE, CapturedGradients(self._memory), True
 
     def forward_began(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The hook of the model before its forward."""
@@ -212,7 +212,7 @@ class Engine:
             raise RuntimeError(f"the clipper was detached before the backward of {layer}; run the forward again")
         if self.phase is not Phase.CHECK:
             self.phase = Phase.BACKWARD
-            self.recording.forwards.add(forward)
+            self.captured.forwards.add(forward)
             task = current_graph_task_id()
             if task not in self._tasks:
                 self._tasks.add(task)
@@ -230,17 +230,17 @@ class Engine:
                 earlier = getattr(part.param, "grad_sample", None)
                 self._show(part.param, grad_sample=grads if earlier is None else earlier + grads)
             alone = self._calls[id(layer)] < 2 and self.attachment.owners[id(part.param)] < 2
-            self.recording.add(layer, part, alone=alone)
+            self.captured.add(layer, part, alone=alone)
 
     def _backward_ended(self, task: int) -> None:
         self._tasks.discard(task)
         if self._tasks:
             return
-        self.phase = Phase.WAITING if self.recording.of else Phase.IDLE
+        self.phase = Phase.WAITING if self.captured.of else Phase.IDLE
         if self._ordinary:
             sums, self._ordinary = self._ordinary, {}
             accumulate(list(sums.values()))
-        if self._two_passes and self.recording.of:
+        if self._two_passes and self.captured.of:
             for part, squares in self.gathered(None).values():
                 norms = (squares.sqrt() * self.scale(len(squares))).to(wide_dtype(part.param.dtype))
                 self._show(part.param, norm_sample=norms, _norm_sample=norms)
@@ -261,23 +261,23 @@ class Engine:
                 "the backward raised before its end, so that some gradients are missing: "
                 "run forward and backward again, or forget it with discard()"
             )
-        if self.recording.of:
+        if self.captured.of:
             expected = self.forward.batch_size if count is None else count
-            self.recording.check_counts(expected, batch_first=self.batch_first)
-        return self.recording.gathered()
+            self.captured.check_counts(expected, batch_first=self.batch_first)
+        return self.captured.gathered()
 
     def gradients_of(self, losses: Tensor, chosen: Tensor) -> dict[int, Tensor]:
         """The squared norms that the losses of chosen samples alone give to all samples, by the id of the parameter.
 
         The graph of the losses must have been retained. ``chosen`` holds booleans, (B,).
         """
-        before = self.phase, self.recording
-        self.phase, self.recording = Phase.CHECK, Recording("low")
+        before = self.phase, self.captured
+        self.phase, self.captured = Phase.CHECK, CapturedGradients("low")
         try:
             torch.autograd.backward(losses, chosen.to(losses), retain_graph=True, inputs=[self.anchor])
-            return {key: squares for key, (_, squares) in self.recording.gathered().items()}
+            return {key: squares for key, (_, squares) in self.captured.gathered().items()}
         finally:
-            self.phase, self.recording = before
+            self.phase, self.captured = before
 
     def live_outputs(self) -> list[Tensor]:
         """What layers and the model have returned in this forward, as far as somebody holds it."""

@@ -17,9 +17,9 @@ from typing_extensions import override
 
 from torchzero_clip.compat import is_functorch_wrapped_tensor
 from torchzero_clip.per_sample.broadcast_row import HOOKS, is_row, row_of
+from torchzero_clip.per_sample.captured_gradients import in_backward
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.contributions import Dense
-from torchzero_clip.per_sample.recording import in_backward
 from torchzero_clip.per_sample.rules.state import State
 from torchzero_clip.per_sample.squared_norms import wide
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
+from torchzero_clip.per_sample.captured_gradients import Forward
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.contributions import Dense
-from torchzero_clip.per_sample.recording import Forward
 
 Normalize = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 """A function of an input, a weight and a bias."""

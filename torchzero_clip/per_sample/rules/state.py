@@ -92,7 +92,7 @@ class State:
         if isinstance(last, Tensor):
             copied = self._originals.get(id(last))
             if copied is not None or key[0] in self._buffers:
-                return self._common(name, values, self._before.get(key) if copied is None else copied[1])
+                return self._common(key, values, self._before.get(key) if copied is None else copied[1])
             if is_batchedtensor(last):
                 return self._joined(get_unwrapped(last).movedim(maybe_get_bdim(last), 0))
             if all(value is last for value in values):
@@ -110,20 +110,22 @@ class State:
             raise ValueError(f"{self._layer} stores {name!r}, which differs between samples and is not a tensor")
         return last
 
-    def _common(self, name: str, values: Sequence[Any], original: Tensor | None) -> Any:
+    def _common(self, key: _Key, values: Sequence[Any], original: Tensor | None) -> Any:
         """A tensor that must be the same after all runs, written into the original one if that is possible."""
+        if original is not None and all(id(x) in self._originals and not x._version for x in values):
+            return original  # no run has changed it
         last: Tensor = values[-1]
-        if any(
-            not isinstance(x, Tensor) or is_batchedtensor(x) or not (x is last or torch.equal(x, last)) for x in values
-        ):
+        same = (isinstance(x, Tensor) and not is_batchedtensor(x) and torch.equal(x, last) for x in values)
+        if not all(same):
+            what = f"its buffer {key[1]!r}" if key[0] in self._buffers else f"{key[1]!r} in place"
             raise ValueError(
-                f"{self._layer} sets its buffer {name!r} to a value that depends on the samples, which mixes them. "
+                f"{self._layer} sets {what} to a value that depends on the samples, which mixes them. "
                 "Per-sample gradients would be wrong"
             )
         if original is None or last.requires_grad or original.shape != last.shape or original.dtype != last.dtype:
             return last
         with torch.no_grad():
-            return original if torch.equal(original, last) else original.copy_(last)
+            return original.copy_(last)
 
     def _joined(self, rows: Tensor) -> Tensor:
         """The tensor of the batch, from one that has the samples in a new first dimension."""

@@ -38,7 +38,7 @@ class Forward:
         return known is not None and (tensor is known or tensor._base is known)
 
 
-class Recording:
+class CapturedGradients:
     """The contributions of layers to all parameters, in the backwards since the last clipping.
 
     With "low" memory, layers with a cheaper form store no per-sample gradients.
