@@ -1,7 +1,7 @@
 """Installs forwards and hooks in a model whose layers are captured, and removes them."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -68,10 +68,11 @@ class Attachment:
     def _attach(self) -> None:
         model = self.model
         _check_model(model)
-        self.whole = chosen_whole(model, self._given_whole)
-        """The modules that are run whole, by name, with the reason."""
-        layers = list(self._found_layers())
+        whole = chosen_whole(model, self._given_whole)
+        layers = list(self._found_layers(whole))
         self._remove()
+        self.whole = whole
+        """The modules that are run whole, by name, with the reason."""
         self._layers, self.params = layers, trainable(model)
         """The trainable parameters, by name."""
         self.captures_model = any(layer.module is model for layer in layers)
@@ -95,12 +96,12 @@ class Attachment:
                 del layer.module.__dict__["forward"]
         self._handles, self._layers = [], []
 
-    def _found_layers(self) -> Iterator[CapturedLayer]:
+    def _found_layers(self, whole: Mapping[str, str]) -> Iterator[CapturedLayer]:
         """The layers to capture: those with a rule, and other modules with parameters of their own."""
         inside: set[int] = set()
         for name, module in self.model.named_modules():
             _refuse(name, module, refusal(module, batch_first=self._engine.batch_first) or mixes(module))
-            rule, params = WHOLE if name in self.whole else rule_for(module), trainable(module)
+            rule, params = WHOLE if name in whole else rule_for(module), trainable(module)
             if id(module) in inside or rule is None or not params:
                 continue
             _refuse(name, module, rule.refusal(module))

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from torchzero_clip.per_sample.squared_norms import memory_order, squared_norms
 Memory: TypeAlias = Literal["auto", "low"]
 
 PIECE = 1 << 20  # bytes of per-sample gradients that are formed at a time, so that their norms read them from the cache
-
 Reserve: TypeAlias = Callable[[int, int], bool]
 """Reserves memory for per-sample gradients: see `CapturedGradients.reserve`."""
 
@@ -25,8 +24,6 @@ class Contribution(ABC):
     def __init__(self, param: Tensor, batch_size: int) -> None:
         self.param = param
         self.batch_size = batch_size
-        self.layer: Any = None
-        """The layer that used the parameter."""
 
     @abstractmethod
     def measured(self, reserve: Reserve) -> tuple["Contribution", Tensor]:

@@ -101,9 +101,8 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         self.__dict__["_module"] = m
         self.loss_reduction: LossReduction = loss_reduction
         self.max_grad_norm = max_grad_norm
-        memory = "low" if use_ghost_clipping else "auto"
         self._settings: dict[str, Any] = {
-            "memory": memory,
+            "memory": "low" if use_ghost_clipping else "auto",
             "batch_first": batch_first,
             "force_generic": force_functorch,
             "whole": whole,
@@ -252,9 +251,8 @@ class GradSampleModuleFastGradientClipping(nn.Module):
 
 def _refuse_buffers(model: nn.Module, *, batch_first: bool) -> None:
     for name, module in model.named_modules():
-        if not any(True for _ in module.buffers(recurse=False)):
-            continue
-        where = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
-        reason = refusal(module, batch_first=batch_first) or mixes(module)
-        way_out = "use strict=False if it does not, and check_per_sample to be sure"
-        raise NotImplementedError(f"{where} includes a buffer: {reason or f'it may mix samples. {way_out}'}")
+        if list(module.buffers(recurse=False)):
+            where = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
+            reason = refusal(module, batch_first=batch_first) or mixes(module)
+            way_out = "use strict=False if it does not, and check_per_sample to be sure"
+            raise NotImplementedError(f"{where} includes a buffer: {reason or f'it may mix samples. {way_out}'}")

@@ -14,7 +14,6 @@ GRAM_BYTES = 2 << 20
 RUN = 4 << 20  # bytes of gradients in one tensor: allocators reuse memory of this size that the backward has freed
 STRIP = 128  # the most rows of a Gram matrix that are computed at a time; in small ones a quarter of the rows
 
-
 Inner: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """The squared norms of products, inputs and output gradients, from the inputs and output gradients of some samples."""
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.nn.utils import parametrize
 
 from torchzero_clip.checks import instance
@@ -30,21 +30,15 @@ WHOLE = GenericRule()
 BARE = BareRule()
 RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: LinearRule(),
-    nn.Conv1d: ConvRule(),
-    nn.Conv2d: ConvRule(),
-    nn.Conv3d: ConvRule(),
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), ConvRule()),
     nn.Embedding: EmbeddingRule(),
     nn.EmbeddingBag: EmbeddingBagRule(),
     nn.LayerNorm: NormalizationRule(layer_norm),
     nn.RMSNorm: NormalizationRule(rms_norm),
     nn.GroupNorm: GroupNormRule(),
     BatchNorm: NormalizationRule(batch_norm, channels=True),
-    nn.InstanceNorm1d: NormalizationRule(instance_norm, channels=True),
-    nn.InstanceNorm2d: NormalizationRule(instance_norm, channels=True),
-    nn.InstanceNorm3d: NormalizationRule(instance_norm, channels=True),
-    nn.RNN: SequenceRule(1),
-    nn.LSTM: SequenceRule(1),
-    nn.GRU: SequenceRule(1),
+    InstanceNorm: NormalizationRule(instance_norm, channels=True),
+    **dict.fromkeys((nn.RNN, nn.LSTM, nn.GRU), SequenceRule(1)),
     nn.MultiheadAttention: SequenceRule(0),
 }
 
@@ -140,7 +134,7 @@ def refusal(module: nn.Module, *, batch_first: bool) -> str | None:
     """The reason why a module makes per-sample gradients of a model wrong, and the way out; None if there is none."""
     if isinstance(module, torch.jit.ScriptModule) and trainable(module):
         return "it is scripted, and has no forward in Python: use the module that it was made of"
-    if isinstance(module, _InstanceNorm) and module.track_running_stats:
+    if isinstance(module, InstanceNorm) and module.track_running_stats:
         return "track_running_stats=True mixes the samples: use track_running_stats=False"
     if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
         own: Any = module.self_attn.batch_first
