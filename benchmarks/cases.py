@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_ as torch_clip_grad_norm_
 from torch.nn.utils import clip_grad_value_ as torch_clip_grad_value_
+from torch.optim import Optimizer
 
 from benchmarks.timing import Case, Params, Timed
 from torchzero_clip import (
@@ -29,6 +30,7 @@ from torchzero_clip import (
     Muon,
     Normalize,
     NormalizeByEMA,
+    Recorder,
     SkipStep,
     SoftSpectralClip,
     SpikeAwareClip,
@@ -240,6 +242,36 @@ def adaptive_cases() -> list[Case]:
     return [*cases, *spectral]
 
 
+def recorder_cases() -> list[Case]:
+    """A recorder beside chains, against the same chain without one, and beside torch's own optimizer."""
+
+    def recorded(optimizer: Optimizer, ratios_every: int = 0) -> Timed:
+        Recorder(optimizer, ratios_every=ratios_every)
+        return Timed(optimizer.step)
+
+    chains: dict[str, Callable[[], list[Transform]]] = {
+        "ClipNorm(1), AdamW()": lambda: [ClipNorm(1), AdamW()],
+        GLOBAL_CLIP: lambda: [ClipNorm(1, dim="global"), AdamW()],
+        "AdamW()": lambda: [AdamW()],
+    }
+    cases: list[Case] = []
+    name = ""
+    for name, chain in chains.items():
+        without = Case(name, lambda params, chain=chain: Timed(Modular(params, chain()).step), (name,))
+        cases += [
+            without,
+            Case(f"{name} with a recorder", lambda p, chain=chain: recorded(Modular(p, chain())), (name,)),
+        ]
+    ratios = Case(f"{name} with ratios in every step", lambda p: recorded(Modular(p, AdamW()), 1), (name,))
+    fused = "torch AdamW(fused=True)"
+    return [
+        *cases,
+        ratios,
+        Case(fused, lambda params: Timed(torch.optim.AdamW(params, fused=True).step), (fused,)),
+        Case(f"{fused} with a recorder", lambda p: recorded(torch.optim.AdamW(p, fused=True)), (fused,)),
+    ]
+
+
 def matrices_only(made: Callable[[], Transform]) -> Make:
     """Matrices of hidden layers; no token embeddings."""
     return lambda params: Timed(Modular(params, made().only(lambda p: p.ndim == 2 and len(p) < 10_000)).step)
@@ -250,4 +282,5 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "transforms": transform_cases,
     "functions": function_cases,
     "adaptive": adaptive_cases,
+    "recorder": recorder_cases,
 }

@@ -17,7 +17,8 @@ def blocks(page):
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda p: str(p.relative_to(ROOT)))
-def test_blocks_run(page):
+def test_blocks_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     names = {"model": model, "torch": torch}
     for block in blocks(page):

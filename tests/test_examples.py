@@ -160,3 +160,46 @@ def test_auc_and_precision_of_mislabelled():
     wrong = torch.tensor([True, False, True, False])
     assert digits.auc(torch.tensor([3.0, 1.0, 2.0, 2.0]), wrong) == 0.875  # (1 + 1 + 1 + 1/2) / 4
     assert digits.precision(torch.tensor([3.0, 1.0, 2.0, 2.5]), wrong) == 0.5
+
+
+def loss_spikes():
+    for package in ("matplotlib", "tqdm"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    return example("loss_spikes")
+
+
+def test_spikes_of_losses_are_rises_above_the_median_before():
+    spikes = loss_spikes().spikes
+    flat = [2.0, 2.1] * 40
+    assert spikes(flat)[0] == 0
+    assert spikes([*flat, 20.0, 20.0, *flat])[0] == 1  # neighbours are one spike
+    count, rise = spikes([*flat, 20.0, *flat, 10.0, *flat])
+    assert count == 2
+    assert rise == pytest.approx(20 / 2.05, rel=0.03)
+    assert spikes([*flat, math.nan, *flat])[0] == 1
+
+
+@pytest.mark.slow
+def test_a_limit_that_adapts_survives_corrupted_batches_that_harm_without_one():
+    module = loss_spikes()
+    situation, options, texts = module.SITUATIONS[0], module.Options(300, 1), module.load_texts()
+    corrupted = module.corrupted_steps(situation, options, 0)
+    assert set(corrupted.values()) == {True, False}
+    assert min(corrupted) >= 60  # none in the first fifth
+    runs = {name: module.train(module.METHODS[name], situation, texts, options, 0) for name in (module.NONE, "ZClip()")}
+    assert len(runs["ZClip()"].clipped_corrupted) == len(corrupted)
+    assert module.mean(runs["ZClip()"].clipped_corrupted) > 0.4  # random characters have usual norms
+    assert runs["ZClip()"].held_out < runs[module.NONE].held_out - 0.2
+
+
+@pytest.mark.slow
+def test_the_record_of_a_run_finds_its_corrupted_batches(tmp_path):
+    for package in ("matplotlib", "tqdm"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    module = example("find_the_spike")
+    before = module.train("without a clip", 500, tmp_path / "run.jsonl", [])
+    assert set(before.wrong) <= set(before.record.spikes())
+    assert min(before.wrong) >= 150
+    after = module.train("with the limit", 500, tmp_path / "with_limit.jsonl", [before.suggestion.transform()])
+    assert after.held_out < before.held_out - 0.2
+    assert after.record.share_clipped[min(before.wrong)] == 1

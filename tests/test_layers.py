@@ -1,4 +1,7 @@
-"""Imports go one way, at the top of files: clipping, optimizers -> core -> functional -> types, checks, compat."""
+"""Imports go one way, at the top of files.
+
+integrations -> recorder -> clipping, optimizers -> core -> functional -> types, checks, compat
+"""
 
 import ast
 from pathlib import Path
@@ -9,7 +12,9 @@ PACKAGE = Path(__file__).parents[1] / "torchzero_clip"
 FILES = sorted(PACKAGE.rglob("*.py"))
 BELOW = {
     "clipping": {"clipping", "core", "functional", "types", "checks", "compat"},
-    "integrations": {"integrations", "core"},
+    "integrations": {"integrations", "recorder", "core"},
+    "recorder": {"recorder", "clipping", "core", "functional", "types", "checks", "compat"},
+    "__main__": {"recorder"},
     "optimizers": {"optimizers", "core", "functional", "types", "checks", "compat"},
     "core": {"core", "functional", "types", "checks", "compat"},
     "per_sample": {"per_sample", "functional", "types", "checks", "compat"},

@@ -37,6 +37,7 @@ from torchzero_clip import (
     ClipValueGrowth,
     Modular,
     Normalize,
+    Recorder,
     SkipStep,
     centralize_grads_,
     clip_grad_norm_,
@@ -446,6 +447,53 @@ def losses_may_be_reported_on_some_ranks(_: Entry) -> None:
     torch.testing.assert_close(weight.detach(), torch.full((3,), -1.0))
 
 
+def a_recorder_sees_full_norms(_: Entry) -> None:
+    """Equal on all ranks, without a collective of its own where a clip measures the gradients; one rank writes."""
+    plain = parameters(torch.float32, SHAPES)
+    grads = gradients(plain, 4)
+    expected = torch.tensor([[g.double().norm() for g in row] for row in grads], dtype=torch.float64)
+    calls: list[str] = []
+    counted = dist.all_reduce
+
+    def all_reduce(*args, **kwargs):
+        calls.append("all_reduce")
+        return counted(*args, **kwargs)
+
+    chains = [[ClipNorm(0.1)], [ClipNorm(0.1, dim="global")], [SkipStep(max_norm=1e6), ClipNorm(0.1)], [AdamW()]]
+    for chain in chains:
+        found = []
+        for records in (False, True):
+            _, params = sharded(values(plain))
+            optimizer = Modular(params, *chain)
+            with tempfile.TemporaryDirectory() as directory:
+                path = Path(directory) / f"{dist.get_rank()}.jsonl"
+                recorder = Recorder(optimizer, path=path, ratios_every=0) if records else None
+                dist.all_reduce, calls[:] = all_reduce, []
+                try:
+                    train_sharded(optimizer, params, grads)
+                finally:
+                    dist.all_reduce = counted
+                if recorder is not None:
+                    recorder.flush()
+                    assert path.exists() == (dist.get_rank() == 0)
+            found.append((full(params), len(calls)))
+        (without, few), (with_recorder, more) = found
+        assert_equal(with_recorder, without)
+        assert more == few + (len(grads) if isinstance(chain[0], AdamW) else 0), f"{chain}: {more} calls, not {few}"
+        record = recorder.record()
+        torch.testing.assert_close(record.layer_norms, expected, rtol=1e-6, atol=0)
+        both = [torch.empty_like(record.layer_norms) for _ in range(2)]
+        dist.all_gather(both, record.layer_norms.contiguous())
+        assert torch.equal(*both)
+    _, params = sharded(values(plain))
+    optimizer = Modular(params, SGD(0.1))
+    recorder = Recorder(optimizer, ratios_every=1)
+    before = full(params)
+    train_sharded(optimizer, params, grads[:1])
+    moved = torch.stack([(a - b).double().norm() for a, b in zip(before, full(params), strict=True)])
+    torch.testing.assert_close(recorder.record().ratios[0].updates, moved, rtol=1e-5, atol=1e-7)
+
+
 def data_parallel(_: Entry) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(3, 2).double()
@@ -480,6 +528,7 @@ ONCE: dict[str, Callable[[Entry], None]] = {
     "functions on every layout": functions_on_every_layout,
     "data parallel": data_parallel,
     "losses may be reported on some ranks": losses_may_be_reported_on_some_ranks,
+    "a recorder sees full norms": a_recorder_sees_full_norms,
 }
 
 

@@ -6,7 +6,10 @@ import torch.multiprocessing as mp
 from contract import sharded
 from contract.entries import ENTRIES
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("sharded"),
+]  # one process runs all, because they share a fixture
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchzero_clip import AdamW, ClipNorm, ClipNormGrowth, Modular
+from torchzero_clip import AdamW, ClipNorm, ClipNormGrowth, Modular, Recorder
 from torchzero_clip.integrations import metrics
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -50,3 +50,18 @@ def test_metrics_are_found_under_the_wrapper():
     assert not hasattr(run.optimizer, "metrics")
     assert metrics(run.optimizer) == run.optimizer.optimizer.metrics()
     assert metrics(run.optimizer)["clip_norm/factor"].item() < 1
+
+
+def test_a_recorder_is_found_under_the_wrapper_and_saved_with_a_run(tmp_path):
+    whole, half, resumed = Run(), Run(), Run()
+    recorders = [Recorder(run.optimizer) for run in (whole, half, resumed)]
+    for run, recorder in zip((half, resumed), recorders[1:], strict=True):
+        run.accelerator.register_for_checkpointing(recorder)
+    whole.train(range(16))
+    half.train(range(8))
+    half.accelerator.save_state(str(tmp_path))
+    resumed.accelerator.load_state(str(tmp_path))
+    resumed.train(range(8, 16))
+    expected, found = recorders[0].record(), recorders[2].record()
+    assert found.steps == expected.steps == list(range(8))
+    assert torch.equal(found.layer_norms, expected.layer_norms)

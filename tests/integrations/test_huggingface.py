@@ -8,7 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from torchzero_clip import Adam, AdamW, ClipNorm, ClipNormGrowth, Modular, adapt_state_dict, from_torch_optim
+from torchzero_clip import (
+    Adam,
+    AdamW,
+    ClipNorm,
+    ClipNormGrowth,
+    Modular,
+    Recorder,
+    SkipStep,
+    adapt_state_dict,
+    from_torch_optim,
+    read_record,
+)
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -148,3 +159,40 @@ def test_a_run_of_torchs_adamw_goes_on_by_a_hook_that_may_stay(tmp_path):
         checkpoint = os.fspath(tmp_path / f"checkpoint-{steps - 2}")
         _, optimizer, _ = trained(tmp_path, steps, chain, resume=checkpoint, hook=hook, save_steps=steps)
         assert {state["adam/step"].item() for state in optimizer.state.values()} == {steps}
+
+
+def recorded(directory, steps, resume=None):
+    integrations = importlib.import_module("torchzero_clip.integrations")
+    own = integrations.TrainerCallback(partial(Recorder, path=directory / "run.jsonl", keep=3))
+    chain = [SkipStep(max_norm=1e6), ClipNorm(0.1, dim="global"), Adam(0.1)]
+    trained(directory, steps, chain, resume=resume, callbacks=[own])
+    return own.recorder
+
+
+def test_a_record_is_saved_with_checkpoints_and_continued(tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    whole = recorded(tmp_path / "whole", 8)
+    recorded(tmp_path / "parts", 6)
+    resumed = recorded(tmp_path / "parts", 8, os.fspath(tmp_path / "parts" / "checkpoint-4"))
+    assert resumed.record().steps == whole.record().steps == [5, 6, 7]
+    assert torch.equal(resumed.record().layer_norms, whole.record().layer_norms)
+    record = read_record(tmp_path / "parts" / "run.jsonl")
+    assert record.steps == list(range(8))
+    assert torch.equal(record.norm, read_record(tmp_path / "whole" / "run.jsonl").norm)
+
+
+def test_a_recorder_of_another_optimizer_is_refused(tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    other = Recorder(Modular(Net(), Adam()))
+    integrations = importlib.import_module("torchzero_clip.integrations")
+    with pytest.raises(ValueError, match="another optimizer"):
+        trained(tmp_path, 2, [Adam()], callbacks=[integrations.TrainerCallback(other)])
+
+
+def test_a_record_goes_on_from_a_checkpoint_in_another_folder(tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    recorded(tmp_path / "first", 4)
+    (tmp_path / "second").mkdir()
+    (tmp_path / "first" / "run.jsonl").rename(tmp_path / "second" / "run.jsonl")
+    recorded(tmp_path / "second", 8, os.fspath(tmp_path / "first" / "checkpoint-4"))
+    assert read_record(tmp_path / "second" / "run.jsonl").steps == list(range(8))

@@ -1,13 +1,14 @@
 """The Trainer of Lightning: runs resume bit for bit, and the callback logs and refuses."""
 
 import importlib
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from torchzero_clip import AdamW, ClipNorm, ClipNormGrowth, Modular
+from torchzero_clip import AdamW, ClipNorm, ClipNormGrowth, Modular, Recorder, read_record
 
 lightning = pytest.importorskip("lightning", reason="lightning is not installed")
 pytestmark = [pytest.mark.peers, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -58,12 +59,17 @@ def callback():
     return importlib.import_module("torchzero_clip.integrations").LightningCallback()
 
 
-def fitted(directory, epochs, module=Module, resume=None, logger=False, **given):
+def fitted(directory, epochs, module=Module, resume=None, logger=False, own=None, **given):
     x = torch.randn(32, 3, generator=torch.Generator().manual_seed(1))
     module = module()
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "logger": logger}
     trainer = lightning.Trainer(
-        default_root_dir=directory, max_epochs=epochs, callbacks=[callback()], log_every_n_steps=2, **quiet, **given
+        default_root_dir=directory,
+        max_epochs=epochs,
+        callbacks=[own or callback()],
+        log_every_n_steps=2,
+        **quiet,
+        **given,
     )
     trainer.fit(module, DataLoader(TensorDataset(x, x.sum(1).sin()), 8), ckpt_path=resume)
     return module, trainer
@@ -119,3 +125,34 @@ class Plain(Module):
 def test_a_module_without_a_chain_is_refused(tmp_path):
     with pytest.raises(TypeError, match="must return a Modular for LightningCallback to log, got AdamW"):
         fitted(tmp_path, 1, Plain)
+
+
+def test_a_record_is_saved_with_checkpoints_and_continued(tmp_path):
+    def recording():
+        make = partial(Recorder, path=tmp_path / "run.jsonl")
+        return importlib.import_module("torchzero_clip.integrations").LightningCallback(make)
+
+    whole, own = recording(), recording()
+    fitted(tmp_path, 4, own=whole)
+    expected = whole.recorder.record()
+    assert expected.steps == list(range(16))
+    assert not expected.loss.isnan().any()
+    whole.recorder.close()
+    (tmp_path / "run.jsonl").unlink()
+    _, trainer = fitted(tmp_path, 2, own=own)
+    trainer.save_checkpoint(tmp_path / "half.ckpt", weights_only=False)
+    own.recorder.close()
+    again = recording()
+    fitted(tmp_path, 4, own=again, resume=tmp_path / "half.ckpt")
+    found = again.recorder.record()
+    assert found.steps == expected.steps
+    assert torch.equal(found.layer_norms, expected.layer_norms)
+    assert torch.equal(found.loss, expected.loss)
+    assert torch.equal(read_record(tmp_path / "run.jsonl").norm, expected.norm)
+
+
+def test_a_callback_serves_two_fits(tmp_path):
+    own = importlib.import_module("torchzero_clip.integrations").LightningCallback(Recorder)
+    for _ in range(2):
+        fitted(tmp_path, 1, own=own)
+        assert own.recorder.record().steps == list(range(4))

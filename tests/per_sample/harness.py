@@ -55,7 +55,7 @@ def clipper_for(model, mode, clipper, *, batch_first=True, **kwargs):
     if mode == "generic":
         engine = result._engine
         engine.detach()
-        result._engine = Engine(model, batch_first=batch_first, force_generic=True, shown=engine.shown)
+        result._engine = Engine(model, batch_first=batch_first, force_generic=True, of_mean=engine.of_mean)
     return result
 
 

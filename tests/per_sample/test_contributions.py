@@ -4,20 +4,20 @@ import torch
 from torch import nn
 
 from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
-from torchzero_clip.per_sample.contributions import MemoryBudget
+from torchzero_clip.per_sample.captured_gradients import CapturedGradients
 
 
 def test_what_one_layer_saves_another_may_spend():
-    budget = MemoryBudget("auto")
-    assert not budget.reserve(formed=11, made_of=10)
-    assert budget.reserve(formed=4, made_of=10)
-    assert not budget.reserve(formed=17, made_of=10)
-    assert budget.reserve(formed=16, made_of=10)
-    assert not budget.reserve(formed=11, made_of=10)
+    gradients = CapturedGradients("auto")
+    assert not gradients.reserve(formed=11, made_of=10)
+    assert gradients.reserve(formed=4, made_of=10)
+    assert not gradients.reserve(formed=17, made_of=10)
+    assert gradients.reserve(formed=16, made_of=10)
+    assert not gradients.reserve(formed=11, made_of=10)
 
 
 def test_low_memory_grants_none():
-    assert not MemoryBudget("low").reserve(formed=1, made_of=100)
+    assert not CapturedGradients("low").reserve(formed=1, made_of=100)
 
 
 def test_every_backward_begins_anew():
@@ -25,4 +25,4 @@ def test_every_backward_begins_anew():
     with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
         for _ in range(2):
             clipper.backward(model(torch.randn(3, 100, 4)).sum((1, 2)))
-            assert not clipper._engine.budget.reserve(formed=11, made_of=10)
+            assert not clipper._engine.captured.reserve(formed=11, made_of=10)

@@ -8,8 +8,7 @@ from per_sample.harness import assert_matches_loop
 from torch import nn
 
 from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
-from torchzero_clip.per_sample.rules.conv import Convolved
-from torchzero_clip.per_sample.rules.conv_options import Options
+from torchzero_clip.per_sample.rules.conv import Convolved, Options
 
 LAYERS = {
     "1d": (nn.Conv1d(4, 6, 3, padding=1), (6,)),
@@ -26,9 +25,9 @@ LAYERS = {
     "3d": (nn.Conv3d(4, 6, 2, stride=(1, 2, 1)), (2, 4, 2)),
 }
 WIDE = nn.Conv2d(40, 80, 3, padding=1)  # from about as many channels on, few pixels cost less than their patches
-BY_PATCHES = {
+FORMED = {
     "patches side by side": (nn.Conv2d(3, 80, 4, stride=4), (8, 8)),
-    "few channels": (nn.Conv2d(3, 80, 3, padding=1), (3, 3)),
+    "many positions": (nn.Conv2d(40, 80, 3, padding=1), (20, 20)),
 }
 
 
@@ -43,22 +42,22 @@ def taken(method, module, sizes):
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @pytest.mark.parametrize("name", LAYERS)
 def test_gram_matrices_of_patches_are_sums_of_those_of_pixels(name):
-    with patch.object(Convolved, "_cost_of_pixels", return_value=0):
-        assert taken("_inner_by_pixels", *LAYERS[name])
+    with patch.object(Convolved, "_costs", return_value=(1, 0)):
+        assert taken("_inner", *LAYERS[name])
 
 
 def test_pixels_are_taken_where_they_cost_less():
-    assert taken("_inner_by_pixels", WIDE, (3, 4))
+    assert taken("_inner", WIDE, (3, 4))
 
 
-@pytest.mark.parametrize("name", BY_PATCHES)
-def test_where_patches_do_not_overlap_or_are_small_they_are_copied(name):
-    assert taken("_inner_by_patches", *BY_PATCHES[name])
+@pytest.mark.parametrize("name", FORMED)
+def test_gradients_are_formed_where_that_costs_less(name):
+    assert not taken("_inner", *FORMED[name])
 
 
 def test_gradients_of_small_kernels_lie_turned_in_memory():
     module = nn.Conv2d(3, 16, 3)
-    contribution = Convolved(module.weight, Options.of(module), torch.randn(5, 3, 6, 6), torch.randn(5, 16, 4, 4), None)
+    contribution = Convolved(module.weight, torch.randn(5, 3, 6, 6), torch.randn(5, 16, 4, 4), Options.of(module))
     assert contribution.dense(0, 5).stride(1) == 1
     assert_matches_loop(nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU()), torch.randn(17, 3, 12, 12))
 

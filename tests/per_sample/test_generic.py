@@ -279,7 +279,7 @@ def test_what_was_not_split_into_samples_is_refused():
         used(lambda m, x: m.lin(x) + table) as clipper,
         pytest.raises(ValueError, match="something of the batch was not"),
     ):
-        clipper._engine._model(torch.randn(5, 4).double())
+        clipper._engine.attachment.model(torch.randn(5, 4).double())
 
 
 def test_a_mask_of_positions_that_are_as_many_as_samples_is_refused_at_first_and_shared_later():
@@ -288,7 +288,7 @@ def test_a_mask_of_positions_that_are_as_many_as_samples_is_refused_at_first_and
 
     for lengths in ((5,), (4, 5)):
         with used(forward) as clipper:
-            model = clipper._engine._model
+            model = clipper._engine.attachment.model
             for length in lengths:
                 x, mask = torch.randn(5, length, 4).double(), torch.ones(length, length).triu(1).bool()
                 if lengths == (5,):
@@ -312,7 +312,7 @@ def test_arguments_are_known_by_their_names():
         return h if mask is None else mask.to(h) @ h
 
     with used(forward) as clipper:
-        model = clipper._engine._model
+        model = clipper._engine.attachment.model
         x, cond = torch.randn(5, 3, 4).double(), torch.randn(5, 4).double()
         clipper.backward(losses_of(model(x, mask=torch.ones(3, 3))))
         norms = norms_of(loop(copy.deepcopy(model), [x, None, cond]))
@@ -326,4 +326,4 @@ def test_a_list_among_the_arguments_that_is_appended_to_is_refused():
         return m.lin(x)
 
     with used(forward) as clipper, pytest.raises(ValueError, match="changes a list or dict among its arguments"):
-        clipper._engine._model(torch.randn(5, 4).double(), [])
+        clipper._engine.attachment.model(torch.randn(5, 4).double(), [])

@@ -1,6 +1,7 @@
 """What the model does with the output of a layer is in the gradients of its samples."""
 
 import copy
+import gc
 import weakref
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torchzero_clip import ConstantFlatClipper, GradSampleModuleFastGradientClipping, PerSampleGradientClipper
+from torchzero_clip.per_sample.contributions import Contribution
 
 FAST = ("auto", "low", "kept")
 
@@ -166,6 +168,18 @@ def test_the_graph_keeps_inputs_where_hooks_of_saved_tensors_see_them():
         losses = model(x).sum(1)
     assert kept.elements == x.numel()
     clipper.backward(losses)
+
+
+def test_a_step_leaves_no_activations_for_the_garbage_collector():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Conv1d(3, 3, 1), nn.LayerNorm(6))
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0), verify="never")
+    gc.collect()
+    gc.disable()
+    try:
+        clipper.backward(model(torch.randn(4, 3, 6)).flatten(1).sum(1))
+        assert not [x for x in gc.get_objects() if issubclass(type(x), Contribution)]
+    finally:
+        gc.enable()
 
 
 def test_the_second_pass_of_the_wrapper_lets_go_of_the_activations():

@@ -200,6 +200,19 @@ def test_spectral_norm_in_training_takes_one_step_of_its_iteration():
         assert_close(mine, theirs)
 
 
+def test_a_tensor_that_is_changed_in_place_must_not_depend_on_the_sample():
+    def forward(module, x):
+        h = module.gru(x * module.weight)[0]
+        module.total.add_(h.detach().sum())
+        return h
+
+    model = Function(forward, total=torch.zeros(()), gru=nn.GRU(3, 3, batch_first=True))
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), whole=(Function,)):
+        with pytest.raises(ValueError, match=r"Function sets 'total' in place to a value that depends on the samples"):
+            model(torch.randn(4, 2, 3))
+        assert model.total.item() == 0
+
+
 @pytest.mark.parametrize("result", [Result, lambda h: SimpleNamespace(a=h)], ids=["dataclass", "namespace"])
 def test_tensors_in_objects_of_unknown_classes_are_refused_by_name(result):
     def forward(module, x):

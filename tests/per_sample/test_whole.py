@@ -44,7 +44,7 @@ def test_modules_that_are_run_whole_are_right(given):
 
 def test_the_error_without_it_has_the_lines_to_write():
     with clipper_for(Net()) as clipper:
-        model = clipper._engine._model
+        model = clipper._engine.attachment.model
         lines = r"'blocks.1.down' \(Linear\) saw 20 samples.*: whole=\(Block,\), or whole=\(Net,\)"
         with pytest.raises(ValueError, match=lines):
             clipper.backward(model(torch.randn(5, 4, 3)).sum((1, 2)))

@@ -64,6 +64,7 @@ class ClipNorm(Scaling):
     """
 
     checks = {"max_norm": non_negative}
+    limit_setting = "max_norm"
 
     def __init__(
         self,

@@ -47,6 +47,7 @@ class ClipRMS(Scaling):
     """
 
     checks = {"max_rms": positive}
+    limit_setting = "max_rms"
 
     def __init__(self, max_rms: float | Schedule = 1.0, *, target: Target = "update", name: str | None = None) -> None:
         super().__init__({"max_rms": max_rms}, target=target, name=name)

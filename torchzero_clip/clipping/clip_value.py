@@ -53,6 +53,7 @@ class ClipValue(Elementwise):
     """
 
     checks = {"value": non_negative}
+    limit_setting = "value"
 
     def __init__(self, value: float | Schedule, *, target: Target = "update", name: str | None = None) -> None:
         super().__init__({"value": value}, target=target, name=name)

@@ -20,6 +20,7 @@ from torchzero_clip.core.described import described
 from torchzero_clip.core.gathering import alike, refuse_unusable, taking_part
 from torchzero_clip.core.identity import IDENTITY, members_of, written
 from torchzero_clip.core.learning_rate import with_learning_rate
+from torchzero_clip.core.listener import Listener
 from torchzero_clip.core.nonfinite import Nonfinite, StepPolicy
 from torchzero_clip.core.param_groups import normalized, split
 from torchzero_clip.core.reported_loss import ReportedLoss
@@ -89,6 +90,9 @@ class Modular(Optimizer):
         >>> round(optimizer.metrics()["clip_norm/norm"].item(), 4)
         2.0
     """
+
+    listener: Listener | None = None
+    """What sees every step, such as a `Recorder`. Copies and pickles of an optimizer have none."""
 
     def __init__(
         self,
@@ -212,13 +216,11 @@ class Modular(Optimizer):
             if closure is not None:
                 with torch.enable_grad():
                     result = closure()
-                settings = self._nodes.checked_settings(
-                    self.param_groups
-                )  # the closure may have changed them, or added groups
+                # the closure may have changed them, or added groups
+                settings = self._nodes.checked_settings(self.param_groups)
 
-            reported = self._reported
-            count = 1 if result is not None else reported.count
-            loss = reported.mean() if result is None and count else result
+            count = 1 if result is not None else self._reported.count
+            loss = self._reported.mean() if result is None and count else result
             walk = self._walk(settings, loss, count)
             try:
                 if walk.params and (not self._policy.decides or self._policy.allows(walk, state)):
@@ -229,6 +231,8 @@ class Modular(Optimizer):
             finally:
                 if state:
                     self._chain_state.show(self.param_groups)
+                if self.listener is not None:
+                    self.listener.end(walk)
             return result
         finally:
             self._workspace.scratch.checked = (), None
@@ -291,14 +295,20 @@ class Modular(Optimizer):
         lists = (params, grads, states, group_of)
         may_fuse = not (listed_twice or torch.compiler.is_compiling())
         shared = (self._chain_state.values, loss, loss_count, self.maximize, keep_grads, may_fuse, workspace)
-        return Walk(self._nodes, self.param_groups, settings, *lists, *shared, plain, new)
+        listens = self.listener is not None
+        return Walk(self._nodes, self.param_groups, settings, *lists, *shared, plain, listens, new)
 
     def _run(self, walk: Walk) -> None:
         """Send the gradients down the chain, and subtract the result from the parameters."""
+        if self.listener is not None:
+            self.listener.begin(walk)
         try:
             if "closure" in self._nodes.targets:
                 walk.change_closure_gradients(self.chain)
             walk.run(self.chain, "", list(range(len(walk.params))), to_params=True)
+        except BaseException:
+            walk.refused_by.append("error")
+            raise
         finally:
             for param, state in walk.new_states.items():
                 if state:  # stateless chains add no entry to optimizer.state

@@ -77,9 +77,12 @@ class StepPolicy:
         joint, nonfinite, *refusals = largest_on_all_ranks(bad, walk.all_params()).tolist()
         finite = not nonfinite
         self._norms = [*self._norms, joint][-REMEMBERED:]
+        walk.refused_by = [node.path for (node, *_), refusal in zip(judged, refusals, strict=True) if refusal]
+        if not finite and self.nonfinite != "propagate":
+            walk.refused_by.append("nonfinite")
         if not finite and self.nonfinite == "raise":
             raise RuntimeError(_nonfinite_message(walk, norms))
-        if any(refusals) or (not finite and self.nonfinite == "skip"):
+        if walk.refused_by:
             self._count(counts)
             self._record(walk, judged, taken=False)
             return False

@@ -67,6 +67,9 @@ class Transform(ABC):
     keeps_statistics: ClassVar[bool] = False
     """If True, the optimizer measures the gradients, which `Step.finite`, `Step.nonzero` and `Step.usable` need."""
 
+    limit_setting: ClassVar[str | None] = None
+    """The setting that is the limit of a clip, which a `Recorder` shows; None if its limit is no setting."""
+
     def __init__(self, defaults: Setting, *, target: Target = "update", name: str | None = None) -> None:
         one_of("target", target, get_args(Target))
         if name is not None:

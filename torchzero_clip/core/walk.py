@@ -58,6 +58,7 @@ class Walk:
         may_fuse: The rest of a chain may be one operation on lists.
         workspace: Buffers and caches of the optimizer; None to apply transforms one by one.
         plain: The state by key, if parameters, gradients and state are plain and alike; else None.
+        listens: A `Listener` needs ``norms_before``.
         new_states: The states of parameters that had none.
     """
 
@@ -76,12 +77,17 @@ class Walk:
     may_fuse: bool = False
     workspace: Workspace | None = None
     plain: Alike | None = None
+    listens: bool = False
     new_states: dict[Tensor, State] = field(default_factory=dict)
     metrics: dict[str, Tensor] = field(default_factory=dict)
     has_loss: Tensor | None = None
     """Whether a process has a loss, once that was asked."""
     gradient_norms: Tensor | None = None
     """A norm of each gradient before the first transform, or their joint norm, once it was measured."""
+    norms_before: Tensor | None = None
+    """The L2 norm of each gradient before the first transform, once it was measured for a listener."""
+    refused_by: list[str] = field(default_factory=list)
+    """The gates that refused the step, and "nonfinite" if a gradient that is not finite did."""
 
     def __post_init__(self) -> None:
         self.updates = Updates(self.params, self.grads, self.states, self.chain_state, self.maximize, self.workspace)
@@ -116,13 +122,26 @@ class Walk:
         With ``jointly`` it may be one number, the norm of all together, if the statistics of the chain need only that.
         """
         if self.gradient_norms is None:
-            if self.workspace is not None and (self.plain is not None or foreach.are_plain(self.grads)):
-                total = whole_norm(self.grads) if jointly and self.nodes.only_joint_statistics else None
-                norms = whole_norms(self.grads, self.workspace.scratch) if total is None else total.view(1)
-                self.gradient_norms = norms
-            else:
-                self.gradient_norms = pack(p_norms([whole(grad) for grad in self.grads], 2.0))
+            total = None
+            if jointly and self.nodes.only_joint_statistics and self._is_plain():
+                total = whole_norm(self.grads)
+            self.gradient_norms = self._norm_of_each() if total is None else total.view(1)
+            self._note_norms(self.gradient_norms if total is None else None)
         return self.gradient_norms
+
+    def _note_norms(self, norms: Tensor | None = None) -> None:
+        """Give a listener the L2 norms of the gradients before the first transform; None to measure them."""
+        if self.listens and self.norms_before is None:
+            self.norms_before = self._norm_of_each() if norms is None else norms
+
+    def _is_plain(self) -> bool:
+        """True if gradients are plain, so that few operations measure them."""
+        return self.workspace is not None and (self.plain is not None or foreach.are_plain(self.grads))
+
+    def _norm_of_each(self) -> Tensor:
+        if self.workspace is not None and self._is_plain():
+            return whole_norms(self.grads, self.workspace.scratch)
+        return pack(p_norms([whole(grad) for grad in self.grads], 2.0))
 
     def norms_of(self, rows: list[int]) -> Tensor:
         """The norm of the gradient of each row, or the joint norm if statistics need only that."""
@@ -135,6 +154,7 @@ class Walk:
             if transform.target == "closure":
                 if self.nodes.keeps_statistics:
                     self.measure_gradients()
+                self._note_norms()
                 rows = self.rows_of(path)
                 if rows:
                     _change_gradients(self, self.nodes.by_path[path], rows, False)
@@ -146,6 +166,8 @@ class Walk:
         for i, node in enumerate(nodes):
             transform, rest = node.transform, nodes[i + 1 :]
             own = self._in_scope(node, rows)
+            if self.listens and not (isinstance(transform, Gate) or _measures_gradients(transform)):
+                self._note_norms()
             is_rule = to_params and isinstance(transform, UpdateRule)
             if is_rule and own and overridden_last(type(transform), *FUSED) != "apply_tensors":
                 rows, own = self._fuse(node, rows, own, rest)
@@ -252,11 +274,16 @@ class Walk:
             keeps, slicing = self.nodes.keeps_statistics, transform.slicing
             jointly = self.nodes.only_joint_statistics and slicing.dim == "global" and slicing.metric == L2
             is_plain, each = scratch is not None, keeps and not jointly
-            measured = measure(updates, slicing, dims_of, scratch, plain=is_plain, each=each, name=node.path)
+            beside = self.listens and self.norms_before is None
+            measured = measure(
+                updates, slicing, dims_of, scratch, plain=is_plain, each=each, beside=beside, name=node.path
+            )
             if keeps and self.gradient_norms is None:  # updates are gradients here: see `_measures_gradients`
                 jointly = jointly and len(measured.vector) > 0
                 self.gradient_norms = measured.vector.narrow(0, 0, 1) if jointly else measured.tensor_norms
                 self.measure_gradients()
+            if beside:
+                self._note_norms(measured.tensor_norms if measured.metric == L2 else None)
             if transform.keeps_statistics:
                 step.gradient_norms = self.norms_of(rows)
             factors = transform.factors(measured, updates, step)

@@ -1,7 +1,7 @@
 """Norms and sums of many tensors at once, in few operations."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -80,22 +80,40 @@ def direct_norms(tensors: Sequence[Tensor]) -> Tensor:
     return norms if not long else torch.empty_like(norms).index_copy_(0, torch.tensor([*short, *long]), norms)
 
 
-def joint_norm(tensors: Sequence[Tensor]) -> Tensor:
+def joint_norm(tensors: Sequence[Tensor], long: Mapping[int, list[Tensor]] | None = None) -> Tensor:
     """The L2 norm of all tensors together: a 0-d float64 tensor. Outside of `SMALLEST` to `LARGEST` it may be wrong.
 
     Args:
         tensors: As in `block_norms`, at least one.
+        long: The norms of the blocks of long tensors, by their indices, if they are known.
     """
     sizes = list(map(Tensor.numel, tensors))
     short, found = tensors, list[Tensor]()
     if max(sizes) > SHORT:
         short = [tensor for tensor, size in zip(tensors, sizes, strict=True) if size <= SHORT]
-        long = [tensor for tensor, size in zip(tensors, sizes, strict=True) if size > SHORT]
-        found += [torch.linalg.vector_norm(rows, dim=1) for tensor in long for rows in _rows_of(tensor)]
+        found += [norms for rows in (long or _norms_of_long(tensors)).values() for norms in rows]
         sizes = [size for size in sizes if size <= SHORT]
     for own in spans(sizes, ROWS * ROW):
         found += [torch.linalg.vector_norm(rows, dim=1) for rows in _rows_of(flatten(short[own]))]
     return torch.linalg.vector_norm(torch.cat(found), dtype=torch.float64)
+
+
+def joint_and_each(tensors: Sequence[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor]:
+    """The results of `joint_norm` and of `block_norms`, where long tensors are read once for both."""
+    long = _norms_of_long(tensors)
+    short = [i for i in range(len(tensors)) if i not in long]
+    found = [block_norms([tensors[i] for i in short], scratch)] if short else []
+    found += [torch.linalg.vector_norm(torch.cat(rows), dtype=torch.float64).view(1) for rows in long.values()]
+    norms = torch.cat(found)
+    if short and long:
+        norms = torch.empty_like(norms).index_copy_(0, torch.tensor([*short, *long]), norms)
+    return joint_norm(tensors, long), norms
+
+
+def _norms_of_long(tensors: Sequence[Tensor]) -> dict[int, list[Tensor]]:
+    """The norms of the blocks of each long tensor, by its index."""
+    long = [(i, tensor) for i, tensor in enumerate(tensors) if tensor.numel() > SHORT]
+    return {i: [torch.linalg.vector_norm(rows, dim=1) for rows in _rows_of(tensor)] for i, tensor in long}
 
 
 def spans(sizes: Sequence[int], most: int) -> list[slice]:

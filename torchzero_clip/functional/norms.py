@@ -22,6 +22,7 @@ from torchzero_clip.functional.blocks import (
     block_norms,
     block_sums,
     direct_norms,
+    joint_and_each,
     joint_norm,
 )
 from torchzero_clip.functional.metric import Metric, parse_ord
@@ -243,7 +244,11 @@ def whole_norms(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor:
         return torch.stack(foreach.norms(tensors, 2.0, torch.float64))
     if not foreach.is_real_and_wide(first.dtype):
         return pack(p_norms([whole(tensor) for tensor in tensors], 2.0))
-    norms = direct_norms(tensors) if scratch is None else block_norms(tensors, scratch)
+    return _mended(direct_norms(tensors) if scratch is None else block_norms(tensors, scratch), tensors)
+
+
+def _mended(norms: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """The norms, where those that are extreme or not finite are taken again."""
     smallest, largest = extent(norms)
     if not (smallest > SMALLEST and largest < LARGEST):  # also NaN
         indices = ((norms > SMALLEST) & (norms < LARGEST)).logical_not_().nonzero().flatten()
@@ -262,6 +267,13 @@ def whole_maxima(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor:
     return block_maxima(tensors, scratch)
 
 
+def each_norm(tensors: Sequence[Tensor], scratch: Scratch | None = None) -> Tensor:
+    """The L2 norm of each of some dense tensors, of full tensors under FSDP2: a float64 vector, equal on all ranks."""
+    if len(tensors) and foreach.are_plain(tensors):
+        return whole_norms(tensors, scratch)
+    return pack(p_norms([whole(tensor) for tensor in tensors], 2.0))
+
+
 def whole_norm(tensors: Sequence[Tensor]) -> Tensor | None:
     """The L2 norm of all tensors together, each as in `whole_norms`: a 0-d float64 tensor.
 
@@ -271,6 +283,14 @@ def whole_norm(tensors: Sequence[Tensor]) -> Tensor | None:
         return None
     total = joint_norm(tensors)
     return total if SMALLEST < total.item() < LARGEST else None
+
+
+def whole_norm_beside(tensors: Sequence[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor] | None:
+    """The result of `whole_norm`, to the last bit, and those of `whole_norms`; None where `whole_norm` is None."""
+    if not may_look(tensors[0]) or not foreach.is_real_and_wide(tensors[0].dtype):
+        return None
+    total, norms = joint_and_each(tensors, scratch)
+    return (total, _mended(norms, tensors)) if SMALLEST < total.item() < LARGEST else None
 
 
 def whole_sums(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:

@@ -1,18 +1,20 @@
 """Callbacks for trainers, and the metrics of an optimizer that a trainer has wrapped."""
 
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from torchzero_clip.core.modular import Modular
+from torchzero_clip.core.wrapped import unwrap
+from torchzero_clip.recorder.recorder import Recorder
 
 if TYPE_CHECKING:
     from torchzero_clip.integrations.huggingface import TrainerCallback as TrainerCallback
     from torchzero_clip.integrations.lightning import LightningCallback as LightningCallback
 
 _PLACES = {"TrainerCallback": ("huggingface", "transformers"), "LightningCallback": ("lightning", "lightning")}
-_WRAPPED = ("optimizer", "_optimizer")
 
 
 def unwrapped(optimizer: Any) -> Modular:
@@ -24,19 +26,10 @@ def unwrapped(optimizer: Any) -> Modular:
     Raises:
         TypeError: If there is none.
     """
-    found, seen = optimizer, set[int]()
-    while not _is_modular(found) and id(found) not in seen:
-        seen.add(id(found))
-        inner = (getattr(found, name, None) for name in _WRAPPED)
-        found = next((value for value in inner if value is not None), found)
-    if not _is_modular(found):
+    found = unwrap(optimizer)
+    if not isinstance(found, Modular):
         raise TypeError(f"optimizer must be a Modular or a wrapper of one, got {type(found).__name__}")
     return found
-
-
-def _is_modular(optimizer: Any) -> bool:
-    """False for Lightning's wrapper, whose class is derived from that of the optimizer, but which has no chain."""
-    return isinstance(optimizer, Modular) and "chain" in vars(optimizer)
 
 
 def metrics(optimizer: Any) -> dict[str, Tensor]:
@@ -60,6 +53,22 @@ def metrics(optimizer: Any) -> dict[str, Tensor]:
         5.0
     """
     return unwrapped(optimizer).metrics()
+
+
+def attached(recorder: Recorder | Callable[[Any], Recorder], optimizer: Any) -> Recorder:
+    """Return the recorder of an optimizer.
+
+    Args:
+        recorder: The recorder, or a function that makes one for an optimizer.
+        optimizer: The optimizer, which a trainer may have wrapped.
+
+    Raises:
+        ValueError: If the recorder records another optimizer.
+    """
+    found = recorder if isinstance(recorder, Recorder) else recorder(optimizer)
+    if found.optimizer is not unwrap(optimizer):
+        raise ValueError("the recorder records another optimizer than the one that is trained")
+    return found
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,8 @@
 """A callback for the Trainer of Hugging Face."""
 
 import inspect
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,7 +10,10 @@ import transformers
 from transformers.trainer_callback import CallbackHandler
 from typing_extensions import override
 
-from torchzero_clip.integrations import metrics
+from torchzero_clip.integrations import attached, metrics
+from torchzero_clip.recorder.recorder import Recorder
+
+SAVED = "recorder.pt"
 
 
 class TrainerCallback(transformers.TrainerCallback):
@@ -27,10 +32,22 @@ class TrainerCallback(transformers.TrainerCallback):
     gets them, so that a limit above 1 never acts and statistics learn clipped norms. The ``grad_norm`` in its logs is
     the norm before it clips.
 
+    Args:
+        recorder: A `Recorder` of the optimizer, or a function that makes one when training starts, such as
+            ``functools.partial(Recorder, path="run.jsonl")``. Its steps are saved in each checkpoint, as
+            ``recorder.pt``, and loaded from there if the run is resumed; from a checkpoint in another folder than
+            ``output_dir`` only the number of the step is. The Trainer tells no loss: call ``optimizer.report_loss``
+            where it is computed.
+
     Raises:
-        ValueError: When training starts, if ``max_grad_norm`` is above 0.
+        ValueError: When training starts, if ``max_grad_norm`` is above 0, or the recorder records another optimizer.
         TypeError: When training starts, if the optimizer is not a `Modular`.
     """
+
+    def __init__(self, recorder: Recorder | Callable[[Any], Recorder] | None = None) -> None:
+        self._given = recorder
+        self.recorder = recorder if isinstance(recorder, Recorder) else None
+        """The recorder, once there is one."""
 
     @override
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -43,6 +60,27 @@ class TrainerCallback(transformers.TrainerCallback):
             )
         metrics(kwargs["optimizer"])
         self._come_first()
+        if self._given is not None:
+            self.recorder = self._given = attached(self._given, kwargs["optimizer"])
+            saved = _checkpoint(args, state) / SAVED
+            if saved.exists():
+                self.recorder.load_state_dict(torch.load(saved, weights_only=True))
+            elif state.global_step > self.recorder.step:  # resumed from another folder, which is not told
+                self.recorder.load_state_dict({"step": state.global_step, "tape": None})
+
+    @override
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save the record beside the state of the optimizer."""
+        if self.recorder is not None:
+            saved = self.recorder.state_dict()
+            if state.is_world_process_zero and _checkpoint(args, state).is_dir():
+                torch.save(saved, _checkpoint(args, state) / SAVED)
+
+    @override
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write the rest of the record to its file."""
+        if self.recorder is not None:
+            self.recorder.flush()
 
     @override
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -68,3 +106,8 @@ class TrainerCallback(transformers.TrainerCallback):
                 handler.callbacks[:] = [self, *(callback for callback in handler.callbacks if callback is not self)]
                 return
             frame = frame.f_back
+
+
+def _checkpoint(args: Any, state: Any) -> Path:
+    """The folder of the checkpoint of this step."""
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"

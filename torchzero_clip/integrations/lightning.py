@@ -2,14 +2,15 @@
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from torchzero_clip.core.modular import Modular
-from torchzero_clip.integrations import unwrapped
+from torchzero_clip.integrations import attached, unwrapped
+from torchzero_clip.recorder.recorder import Recorder
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -32,11 +33,25 @@ class LightningCallback(Callback):
     the index of the optimizer, as in ``"1/clip_norm/norm"``. Other optimizers than `Modular` have no
     metrics.
 
+    Args:
+        recorder: A `Recorder` of an optimizer of the module, or a function that makes one when training starts, such as
+            ``functools.partial(Recorder, path="run.jsonl")``; with several optimizers it gets the first `Modular`. Its
+            steps are saved in the checkpoints of the Trainer. In automatic optimization it also records the loss that
+            Lightning's closure returns: with ``accumulate_grad_batches`` that of the last part divided by their number,
+            and none with ``precision="16-mixed"``.
+
     Raises:
         ValueError: When fitting starts, if ``Trainer(gradient_clip_val=...)`` is above 0, or the module overrides
-            ``configure_gradient_clipping``: the gradients would be clipped before the optimizer gets them.
+            ``configure_gradient_clipping``: the gradients would be clipped before the optimizer gets them. When
+            training starts, if the recorder records another optimizer.
         TypeError: When training starts, if none of the optimizers is a `Modular`.
     """
+
+    def __init__(self, recorder: Recorder | Callable[[Any], Recorder] | None = None) -> None:
+        self._given = recorder
+        self.recorder = recorder if isinstance(recorder, Recorder) else None
+        """The recorder, once there is one."""
+        self._loaded: dict[str, Any] | None = None
 
     @override
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -55,10 +70,37 @@ class LightningCallback(Callback):
 
     @override
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check that there is something to log."""
-        if not _chains(trainer.optimizers):
+        """Check that there is something to log, and begin the record."""
+        chains = list(_chains(trainer.optimizers).values())
+        if not chains:
             kinds = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
             raise TypeError(f"configure_optimizers must return a Modular for LightningCallback to log, got {kinds}")
+
+        if self._given is not None:
+            given = self._given.optimizer if isinstance(self._given, Recorder) else chains[0]
+            own = next((chain for chain in chains if chain is given), chains[0])
+            if self.recorder is not None and self.recorder is not self._given:
+                self.recorder.close()  # of an earlier fit
+            self.recorder = attached(self._given, own)
+            if self._loaded is not None:
+                self.recorder.load_state_dict(self._loaded)
+                self._loaded = None
+
+    @override
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Write the rest of the record to its file."""
+        if self.recorder is not None:
+            self.recorder.flush()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The record, for the checkpoints of the Trainer."""
+        return {} if self.recorder is None else self.recorder.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue the record, once there is a recorder."""
+        self._loaded = state_dict or None
 
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,11 +1,11 @@
 """Values that all samples share, such as embeddings of positions, class tokens and layer scales."""
 
-from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.compat import DisableTorchFunctionSubclass
@@ -13,6 +13,7 @@ from torchzero_clip.compat import DisableTorchFunctionSubclass
 ARITHMETIC = {f"{side}{name}" for name in ("add", "sub", "mul", "div", "truediv") for side in ("", "r", "i")}
 EXPANSIONS = {"expand", "expand_as", "broadcast_to", "repeat"}
 TRANSPOSED = {"T", "mT", "H", "mH"}
+EXPANDED = "expanded"  # a key of `CapturedLayer.known`: what was expanded to another size than that of the batch
 HOOKS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
 
 
@@ -28,11 +29,8 @@ class BroadcastRow(Tensor):
     """
 
     _each: Tensor  # (B, *shape): the copies
-    _dim: int  # the batch dimension of other tensors
+    _layer: Any  # the `CapturedLayer` that it comes from
     _is_param: bool  # raise at once for another use, rather than in the backward
-    _note: Callable[..., None]  # gets decisions
-    _refuse: Callable[[], None]  # raises for another use
-    _expanded: set[Any]  # what was expanded to another size than that of the batch
     _version_then: int
 
     def samples(self, dim: int) -> tuple[Tensor, int, bool]:
@@ -62,13 +60,13 @@ class BroadcastRow(Tensor):
         with DisableTorchFunctionSubclass():
             if name == "__get__" and func.__self__.__name__ not in TRANSPOSED:
                 return func(*args)
-            tensors = list(_tensors((args, list(kwargs.values()))))
+            tensors = _tensors((args, kwargs))
             rows = [x for x in tensors if isinstance(x, BroadcastRow)]
             param = any(row._is_param for row in rows)
             if name in HOOKS:
                 if param:
                     raise NotARowError(name)
-                rows[0]._refuse()
+                rows[0]._layer.refuse_row()
             if torch.is_grad_enabled() and all(map(is_row, rows)):
                 output = _with_copies(func, args, kwargs, rows, [x for x in tensors if not isinstance(x, BroadcastRow)])
                 if output is not NotImplemented:
@@ -98,61 +96,50 @@ def is_row(value: Any) -> bool:
         return value._version == value._version_then
 
 
-def row_of(each: Tensor, dim: int, *, refuse: Callable[[], None], note: Callable[..., None]) -> BroadcastRow:
+def row_of(layer: Any, each: Tensor) -> BroadcastRow:
     """Return the output of a layer that ran for each sample as one row, the output for its real input.
 
-    Args:
-        each: The output for each sample, with the samples in a first dimension that the row does not have.
-        dim: The batch dimension of other tensors.
-        refuse: Raises, if a backward reaches the row itself.
-        note: Gets decisions about where samples are.
+    The samples of ``each`` are in a first dimension that the row does not have.
     """
-    first = each[0] if len(each) else each.new_zeros(each.shape[1:])
-    row = _Row.apply(anchor(), [first.detach().clone()], refuse)
-    return _as_row(row, each, dim, note, refuse, set(), is_param=False)
+    row = each[0] if len(each) else each.new_zeros(each.shape[1:])
+    return _as_row(_refusing(layer, row.detach().clone()).clone(), each, layer, is_param=False)
 
 
-def row_of_param(
-    param: Tensor,
-    each: Tensor,
-    dim: int,
-    refuse: Callable[[], None],
-    note: Callable[..., None],
-    expanded: set[Any],
-) -> BroadcastRow:
-    """Return a parameter as a row. An operation that is not for rows raises a `NotARowError`.
-
-    ``expanded`` has what was expanded to another size than that of the batch in earlier calls. It is updated.
-    """
-    return _as_row(_Row.apply(anchor(), [param.detach()], refuse), each, dim, note, refuse, expanded, is_param=True)
+def row_of_param(layer: Any, param: Tensor, each: Tensor) -> BroadcastRow:
+    """Return a parameter as a row. An operation that is not for rows raises a `NotARowError`."""
+    return _as_row(_refusing(layer, param.detach()), each, layer, is_param=True)
 
 
-def _like(row: BroadcastRow, value: Any, each: Tensor) -> BroadcastRow:
-    return _as_row(value, each, row._dim, row._note, row._refuse, row._expanded, is_param=row._is_param)
+def _refusing(layer: Any, leaf: Tensor) -> Tensor:
+    """The tensor, whose gradient would be summed over samples: a backward that reaches it raises."""
+
+    def refuse(grad: Tensor) -> None:
+        layer.refuse_row()
+
+    leaf.requires_grad_().register_hook(refuse)
+    return leaf
 
 
-def _as_row(
-    row: Any,
-    each: Tensor,
-    dim: int,
-    note: Callable[..., None],
-    refuse: Callable[[], None],
-    expanded: set[Any],
-    *,
-    is_param: bool,
-) -> BroadcastRow:
+def _as_row(row: Any, each: Tensor, layer: Any, *, is_param: bool) -> BroadcastRow:
     with DisableTorchFunctionSubclass():
         result = row.as_subclass(BroadcastRow)
-        result._each, result._dim, result._note, result._is_param = each, dim, note, is_param
-        result._refuse, result._expanded = refuse, expanded
-        result._version_then = result._version
+        result._each, result._layer, result._is_param, result._version_then = each, layer, is_param, row._version
         return result
 
 
 def _with_copies(func: Any, args: Any, kwargs: Any, rows: list[BroadcastRow], others: list[Tensor]) -> Any:
     """The result with the copies in place of the rows; NotImplemented if the operation is not for rows."""
     name, first = getattr(func, "__name__", ""), rows[0]
-    kind, dim, count = name.strip("_"), first._dim, len(first._each)
+    layer, count = first._layer, len(first._each)
+    kind, dim = name.strip("_"), layer.engine.batch_dim
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+
+    def call(*copies: Tensor) -> Any:
+        rest = iter(copies)
+        given = [next(rest) if isinstance(x, BroadcastRow) else x for x in leaves]
+        args, kwargs = pytree.tree_unflatten(given, structure)
+        return func(*args, **kwargs)
+
     in_place = (name.endswith("_") and not name.startswith("__")) or (kind in ARITHMETIC and kind[0] == "i")
     if in_place and (kind not in ARITHMETIC or isinstance(args[0], BroadcastRow)):
         return NotImplemented
@@ -161,9 +148,8 @@ def _with_copies(func: Any, args: Any, kwargs: Any, rows: list[BroadcastRow], ot
         of_batch = all(x.ndim == 0 or (x.ndim == ndim > dim and x.shape[dim] == count) for x in others)
         if not of_batch or not all(row.fits(ndim, dim) for row in rows):
             return NotImplemented
-        first._note("arithmetic", ndim)
-        copies = iter([row.aligned(ndim, dim) for row in rows])
-        return func(*_replaced(args, copies), **_replaced(kwargs, copies))
+        layer.note("arithmetic", ndim)
+        return call(*(row.aligned(ndim, dim) for row in rows))
     if any(x.requires_grad or _is_of_batch(x, dim, count) for x in others) or "out" in kwargs:
         return NotImplemented
     if kwargs.get("padding_idx") is not None:  # embeddings under vmap give the padding row a gradient
@@ -171,80 +157,36 @@ def _with_copies(func: Any, args: Any, kwargs: Any, rows: list[BroadcastRow], ot
     output = func(*args, **kwargs)
     if not any(x.requires_grad for x in _tensors(output)) or any(output is row for row in rows):
         return output
-    if kind in EXPANSIONS and first.fits(output.ndim, dim) and _is_to_batch(first, kind, output, count):
-        return first.aligned(output.ndim, dim).expand_as(output) if kind != "repeat" else _repeated(first, output)
-
-    def on(*copies: Tensor) -> Any:
-        rest = iter(copies)
-        return func(*_replaced(args, rest), **_replaced(kwargs, rest))
-
+    if kind in EXPANSIONS and first.fits(output.ndim, dim):
+        expansion = kind, tuple(first.shape), output.ndim
+        if _is_to_batch(layer, expansion, output.shape[dim], count):
+            aligned = first.aligned(output.ndim, dim)
+            if kind != "repeat":
+                return aligned.expand_as(output)
+            return aligned.repeat(*(b // max(a, 1) for a, b in zip(aligned.shape, output.shape, strict=True)))
     try:
-        each = torch.vmap(on)(*[row._each for row in rows])
+        each = torch.vmap(call)(*[row._each for row in rows])
     except (RuntimeError, ValueError):  # it cannot run under vmap
         return NotImplemented
-    made = [_like(first, x, y) for x, y in zip(_listed(output), _listed(each), strict=True)]
-    return made[0] if isinstance(output, Tensor) else type(output)(made)
+
+    def row(x: Tensor, y: Tensor) -> BroadcastRow:
+        return _as_row(x, y, layer, is_param=first._is_param)
+
+    return pytree.tree_map(row, output, each)
 
 
-def _is_to_batch(row: BroadcastRow, kind: str, output: Tensor, count: int) -> bool:
+def _is_to_batch(layer: Any, expansion: Any, size: int, count: int) -> bool:
     """True if a row was expanded to the batch, and not, in this call or an earlier one, to another size."""
-    expansion, size = (kind, tuple(row.shape), output.ndim), output.shape[row._dim]
+    others = layer.known.setdefault(EXPANDED, set())
     if size not in (1, count):
-        row._expanded.add(expansion)
-    row._note(*expansion, expansion in row._expanded)
-    return size == count and expansion not in row._expanded
+        others.add(expansion)
+    layer.note(*expansion, expansion in others)
+    return size == count and expansion not in others
 
 
 def _is_of_batch(tensor: Tensor, dim: int, count: int) -> bool:
     return tensor.ndim > dim and (tensor.is_floating_point() or tensor.shape[dim] == count)
 
 
-def _repeated(row: BroadcastRow, output: Tensor) -> Tensor:
-    aligned = row.aligned(output.ndim, row._dim)
-    return aligned.repeat(*(b // max(a, 1) for a, b in zip(aligned.shape, output.shape, strict=True)))
-
-
-def _listed(value: Any) -> Iterable[Any]:
-    return [value] if isinstance(value, Tensor) else value
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _replaced(value: Any, copies: Iterator[Tensor]) -> Any:
-    """The value with rows replaced by the next copies."""
-    if isinstance(value, BroadcastRow):
-        return next(copies)
-    if isinstance(value, list | tuple):
-        return (
-            [_replaced(item, copies) for item in value]
-            if isinstance(value, list)
-            else tuple(_replaced(item, copies) for item in value)
-        )
-    return {key: _replaced(item, copies) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def anchor() -> Tensor:
-    """A tensor without elements that requires a gradient, so that a graph is recorded."""
-    return torch.empty(0, requires_grad=True)
-
-
-class _Row(torch.autograd.Function):
-    """A row whose gradient would be summed over all samples, so its backward raises."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, anchor: Tensor, row: list[Tensor], refuse: Callable[[], None]) -> Tensor:
-        ctx.refuse = refuse
-        return row[0]
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        ctx.refuse()
-        return None, None, None
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]

@@ -1,105 +1,141 @@
-"""Stores the contributions of layers in the backwards since the last clipping."""
+"""What is captured of a forward of the model and of its backwards."""
 
 import functools
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from torchzero_clip.per_sample.contributions import Contribution, Dense, Tied
-from torchzero_clip.per_sample.param_attributes import ParamAttributes
+from torchzero_clip.compat import current_graph_task_id
+from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory, Tied
 from torchzero_clip.per_sample.products import Products
 from torchzero_clip.per_sample.sparse_rows import SparseRows
 
 
-@dataclass
-class CapturedGradient:
-    """The contribution of one call of a layer to one parameter. Squared norms are taken at once if it is alone."""
+class Forward:
+    """A forward of the model with these tensors among its arguments, or of layers that are called by themselves: None.
 
-    layer: Any
-    contribution: Contribution
-    squares: Tensor | None
+    Without ``captured``, its layers run as they do without a clipper.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor] | None = None, dim: int = 0, *, captured: bool = True) -> None:
+        self.captured = captured
+        self.direct = inputs is None
+        found = [x for x in inputs or () if x.ndim]
+        sizes = {x.shape[min(dim, x.ndim - 1)] for x in found}
+        others = sizes - {1}
+        if len(others) == 1 and found[0].shape[min(dim, found[0].ndim - 1)] in others:
+            sizes = others  # the rest is one row for all samples
+        self.batch_size = sizes.pop() if len(sizes) == 1 else None
+        """The size of all inputs in the batch dimension; None if they differ."""
+        self.tells_size = self.direct or bool(found)
+        self._only_input = weakref.ref(found[0]) if len(found) == 1 else None
+
+    def is_only_input(self, tensor: Tensor) -> bool:
+        """True if this tensor is the only input of the model, which must be the batch then."""
+        known = None if self._only_input is None else self._only_input()
+        return known is not None and (tensor is known or tensor._base is known)
 
 
 class CapturedGradients:
-    """The contributions to all parameters."""
+    """The contributions of layers to all parameters, in the backwards since the last clipping.
 
-    def __init__(self) -> None:
-        self.of: dict[int, list[CapturedGradient]] = {}
+    With "low" memory, layers with a cheaper form store no per-sample gradients.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self.forwards: set[Forward] = set()
+        """The forwards that the gradients belong to."""
+        self.of: dict[int, list[Contribution]] = {}
         """The contributions by the id of the parameter."""
+        self._squares: dict[int, Tensor] = {}  # of those that are measured
+        self._memory: Memory = memory
+        self._saved = 0  # bytes
+        self._counts: list[tuple[Any, int]] = []  # the number of samples in each call of a layer
 
     @property
     def batch_size(self) -> int:
         """The number of samples in the first contribution."""
-        return next(iter(self.of.values()))[0].contribution.batch_size
+        return self._counts[0][1]
 
-    def keep(self, layer: Any, part: Contribution, *, alone: bool, shown: ParamAttributes | None) -> None:
-        """Take one contribution.
-
-        Args:
-            layer: The layer.
-            part: The contribution.
-            alone: Whether no other contribution to the parameter is expected.
-            shown: Gets the per-sample gradients if it needs them.
-        """
-        earlier = self.of.setdefault(id(part.param), [])
-        if shown is not None and shown.needs_gradients:
-            part = Dense(part.param, part.dense(0, part.batch_size))
-            shown.gradients_formed(part.param, part.grads)
-        last = earlier[-1].contribution if earlier else None
+    def add(self, layer: Any, part: Contribution, *, alone: bool) -> None:
+        """Take a contribution. It is measured at once if no other one to the same parameter is expected."""
+        self._counts.append((layer, part.batch_size))
+        key, found = id(part.param), self.of.setdefault(id(part.param), [])
+        self._squares.pop(key, None)
+        last = found[-1] if found else None
         if isinstance(part, Dense) and isinstance(last, Dense) and part.batch_size == last.batch_size:
-            earlier[-1] = CapturedGradient(layer, last.joined(part), None)  # one gradient of each sample for many calls
-        elif earlier or not alone:
-            earlier.append(CapturedGradient(layer, part, None))
+            found[-1] = last.joined(part)  # one gradient of each sample for many calls
+        elif found or not alone:
+            found.append(part)
         else:
-            earlier.append(CapturedGradient(layer, *part.measured()))
+            measured, self._squares[key] = part.measured(self.reserve)
+            found.append(measured)
+
+    def reserve(self, formed: int, made_of: int) -> bool:
+        """Let per-sample gradients replace the tensors that they are computed from, if that takes no more memory.
+
+        Both are in bytes. It counts over all layers: a later layer may use the memory that an earlier one has saved. An
+        empty batch stores none.
+        """
+        saved = self._saved + made_of - formed
+        if self._memory == "low" or not formed or saved < 0:
+            return False
+        self._saved = saved
+        return True
 
     def gathered(self) -> dict[int, tuple[Contribution, Tensor]]:
         """The contribution to each parameter, by its id, and the squared norms."""
-        result: dict[int, tuple[Contribution, Tensor]] = {}
         for key, found in self.of.items():
-            if len(found) > 1 or found[0].squares is None:
-                kept, squares = merged([gradient.contribution for gradient in found]).measured()
-            else:
-                kept, squares = found[0].contribution, found[0].squares
-            self.of[key] = [CapturedGradient(found[0].layer, kept, squares)]
-            result[key] = kept, squares
-        return result
+            if key not in self._squares:
+                part, self._squares[key] = merged(found).measured(self.reserve)
+                found[:] = [part]
+        return {key: (found[0], self._squares[key]) for key, found in self.of.items()}
 
     def check_counts(self, count: int | None, *, batch_first: bool) -> None:
-        """Compare the numbers of samples in all contributions with ``count``, or with each other if it is None.
-
-        Raises:
-            ValueError: If they differ.
-        """
-        found = [gradient for group in self.of.values() for gradient in group]
-        agree = len({gradient.contribution.batch_size for gradient in found}) == 1
-        several = len({gradient.layer for gradient in found}) > 1
-        for gradient in found:
-            seen, layer = gradient.contribution.batch_size, gradient.layer
-            count = seen if count is None else count
+        """Raise a ValueError if a layer saw another number of samples than ``count``, or than others if it is None."""
+        count = self.batch_size if count is None else count
+        for layer, seen in self._counts:
             if seen != count:
+                layers, counts = ({item[i] for item in self._counts} for i in range(2))
+                who = "every layer" if len(layers) > 1 and len(counts) == 1 else layer
                 raise ValueError(
-                    f"{'every layer' if agree and several else layer} saw {seen} samples, the batch has {count}. "
+                    f"{who} saw {seen} samples, the batch has {count}. "
                     f"Per-sample gradients need the samples in dimension {0 if batch_first else 1} of the input of "
                     f"every layer (batch_first={batch_first}), and one loss for each{layer.way_out}"
                 )
 
+    def check_one_batch(self) -> None:
+        """Raise a ValueError if the gradients may belong to parts of a batch, or not to samples."""
+        of_model = [forward for forward in self.forwards if not forward.tells_size]
+        if of_model or len(self.forwards) > 1:
+            found = (
+                "the arguments of the forward hold no tensor that tells how many samples there are"
+                if of_model
+                else f"gradients of {len(self.forwards)} forwards have arrived, which may be parts of one batch"
+            )
+            raise ValueError(f"{found}: call clip_and_accumulate(batch_size=...), or use backward(losses)")
+
 
 def merged(parts: Sequence[Contribution]) -> Contribution:
     """Merge the uses of one parameter: those of one kind are joined, and different kinds are combined in `Tied`."""
-    joined = [*_reduced(Products, parts), *_reduced(SparseRows, parts), *_reduced(Dense, parts)]
-    joined += [part for part in parts if not isinstance(part, Products | SparseRows | Dense)]
-    if len(joined) == 1:
-        return joined[0]
+    joined = [found for kind in (Products, SparseRows, Dense) for found in _joined(kind, parts)]
+    joined += [part for part in parts if type(part) not in (Products, SparseRows, Dense)]
     match joined:
+        case [part]:
+            return part
         case [Products() as products, SparseRows() as rows]:  # an embedding and the head that shares its weight
             return Tied(joined, inner_products=lambda: 2 * rows.inner_products(products))
         case _:
             return Tied(joined)
 
 
-def _reduced(kind: type[Any], parts: Sequence[Contribution]) -> list[Any]:
-    chosen: list[Any] = [part for part in parts if isinstance(part, kind)]
+def _joined(kind: type[Any], parts: Sequence[Contribution]) -> list[Any]:
+    chosen: list[Any] = [part for part in parts if type(part) is kind]
     return [functools.reduce(kind.joined, chosen)] if chosen else []
+
+
+def in_backward() -> bool:
+    """True during a backward, in which checkpointing repeats forwards."""
+    return current_graph_task_id() != -1

@@ -1,21 +1,21 @@
-"""A layer of the model whose calls are captured, and a captured call."""
+"""A layer of the model whose calls are captured."""
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 from typing_extensions import override
 
 from torchzero_clip.compat import get_interpreter_stack, never_compiled
 from torchzero_clip.per_sample.broadcast_row import BroadcastRow, is_row, row_of
-from torchzero_clip.per_sample.contributions import Contribution
-from torchzero_clip.per_sample.recording import Recording
+from torchzero_clip.per_sample.contributions import Contribution, Dense
+from torchzero_clip.per_sample.rules.whole import whole_line
+from torchzero_clip.per_sample.squared_norms import wide
 
 
 class Rule(ABC):
@@ -37,12 +37,9 @@ class Rule(ABC):
 
 
 class Samples(NamedTuple):
-    """The input of a layer with its samples.
+    """The input of a layer with a row for each sample, and its batch dimension.
 
-    Args:
-        tensor: The input, with a row for each sample.
-        dim: The batch dimension.
-        kept: For an input of one row for all samples, whether that had the batch dimension; else None.
+    If the layer got one row for all samples, ``kept`` says whether that had the batch dimension.
     """
 
     tensor: Tensor
@@ -51,20 +48,10 @@ class Samples(NamedTuple):
 
 
 class CapturedLayer:
-    """A layer in a model.
+    """A layer in a model, with its trainable parameters by their names in the layer."""
 
-    Args:
-        recording: Gets the contributions of the layer.
-        name: The name in the model.
-        module: The layer.
-        rule: Runs the layer.
-        params: Its trainable parameters, by their names in the layer.
-    """
-
-    def __init__(
-        self, recording: Recording, name: str, module: nn.Module, rule: Rule, params: dict[str, nn.Parameter]
-    ) -> None:
-        self.recording = recording
+    def __init__(self, engine: Any, name: str, module: nn.Module, rule: Rule, params: dict[str, nn.Parameter]) -> None:
+        self.engine = engine
         self.name = name
         self.module = module
         self.rule = rule
@@ -81,7 +68,7 @@ class CapturedLayer:
     @property
     def way_out(self) -> str:
         """The end of an error: the line that takes a module around the layer whole."""
-        return self.recording.whole_line(self.name)
+        return whole_line(self.engine.attachment.model, self.name)
 
     @property
     def lent(self) -> bool:
@@ -90,31 +77,74 @@ class CapturedLayer:
 
     def note(self, *decision: Hashable) -> None:
         """Note where the samples are in this call."""
-        self.recording.mixing.note((self.name, *decision))
+        self.engine.mixing.note((self.name, *decision))
+
+    def count_in(self, values: Iterable[Any]) -> int | None:
+        """The number of samples: that of the batch, or that of the first tensor if it is not known."""
+        known, dim = self.engine.forward.batch_size, self.engine.batch_dim
+        if known is not None:
+            return known
+        return next((x.shape[dim] for x in values if isinstance(x, Tensor) and x.ndim > dim), None)
 
     def samples(self, input: Tensor, leading: int) -> Samples:
-        """Find the samples in an input that has ``leading`` dimensions before those of a single position.
-
-        Raises:
-            ValueError: If it has no batch dimension.
-        """
-        recording = self.recording
+        """Find the samples in an input that has ``leading`` dimensions before those of a single position."""
         if leading == 0:
             raise ValueError(f"the input of {self} has no batch dimension: per-sample gradients need one{self.way_out}")
-        dim = 0 if leading == 1 else recording.batch_dim
+        dim = 0 if leading == 1 else self.engine.batch_dim
+        count = self.engine.forward.batch_size
         if isinstance(input, BroadcastRow) and is_row(input):
             found = Samples(*input.samples(dim))
+        elif input.shape[dim] == 1 and count is not None and count != 1:
+            found = Samples(input.expand(*input.shape[:dim], count, *input.shape[dim + 1 :]), dim, True)
         else:
-            count = recording.forward.batch_size
             found = Samples(input, dim)
-            if input.shape[dim] == 1 and count is not None and count != 1:
-                found = Samples(input.expand(*input.shape[:dim], count, *input.shape[dim + 1 :]), dim, True)
-        self.note(found.dim, found.kept)
+        self.engine.mixing.note((self.name, found.dim, found.kept))
         return found
+
+    def watch_params(
+        self,
+        output: Tensor,
+        samples: Samples,
+        *,
+        weight: Callable[[Tensor, Tensor], Contribution],
+        bias: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Watch the output of a layer with a weight and a bias.
+
+        ``weight`` returns its contribution, from the input and the gradient of the output; ``bias`` its gradients for
+        each sample. Both get tensors with the samples first, in one dtype, which is float32 or wider.
+        """
+        dim = samples.dim  # the graph holds this function, which must not hold the input
+
+        def contribute(*tensors: Tensor) -> list[Contribution]:
+            grad, *inputs = (x.movedim(dim, 0) for x in wide(*tensors))
+            found = [weight(x, grad) for x in inputs]
+            return [*found, Dense(self.params["bias"], bias(grad))] if "bias" in self.params else found
+
+        return self.watch(output, [samples.tensor] if "weight" in self.params else [], contribute, samples)
+
+    def watch(
+        self,
+        output: Tensor,
+        inputs: Sequence[Tensor],
+        contribute: Callable[..., Sequence[Contribution]],
+        samples: Samples | None = None,
+    ) -> Tensor:
+        """Return the output. Its gradient and the inputs will be passed to ``contribute``, which returns contributions.
+
+        ``samples`` is the input of the layer, if that may be one row for all samples.
+        """
+        before = output if output.requires_grad else None
+        anchor = self.engine.anchor
+        watched: Any = _Watched.apply(anchor, before, [output.detach()], inputs, self, contribute)
+        if samples is None or samples.kept is None:
+            return watched
+        each = watched.movedim(samples.dim, 0)
+        return row_of(self, each.unsqueeze(samples.dim + 1) if samples.kept else each)
 
     def refuse_row(self) -> None:
         """Raise for a gradient that is summed over samples."""
-        self.recording.clear()
+        self.engine.clear()
         raise RuntimeError(
             f"{self} had one row of input for all samples, and its output was used for more than operations with other "
             "such rows, and additions to, and products with, tensors of the batch: give each sample a row, with "
@@ -130,10 +160,10 @@ class CapturedForward:
 
     @never_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        layer, recording = self.layer, self.layer.recording
-        if not torch.is_grad_enabled() or not recording.captures or layer.lent or get_interpreter_stack():
+        layer, engine = self.layer, self.layer.engine
+        if not torch.is_grad_enabled() or not engine.captures or layer.lent or get_interpreter_stack():
             return type(layer.module).forward(layer.module, *args, **kwargs)
-        recording.enter(layer)
+        engine.enter(layer)
         now = layer.module.__dict__.get("forward")
         if isinstance(now, CapturedForward) and now is not self:  # this call of the model has attached the layer anew
             return now(*args, **kwargs)
@@ -141,14 +171,14 @@ class CapturedForward:
             raise ValueError(f"{layer} cannot be clipped per sample: {reason}")
         if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
             raise ValueError(f"{layer} got a nested tensor: pad it, with x.to_padded_tensor(0.0), and mask the loss")
-        around, recording.running = recording.running, layer
+        around, engine.running = engine.running, layer
         try:
             output = layer.rule.run(layer, *args, **kwargs)
             if type(output) is Tensor:
-                recording.outputs.append(weakref.ref(output))
+                engine.outputs.append(weakref.ref(output))
             return output
         finally:
-            recording.running = around
+            engine.running = around
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
@@ -160,72 +190,44 @@ def _class_forward(module: nn.Module) -> Callable[..., Any]:
     return MethodType(type(module).forward, module)
 
 
-class Call:
-    """One call of a layer, until the gradient of its output arrives.
-
-    Args:
-        layer: The layer.
-        inputs: The tensors that the contributions need.
-        contribute: Returns the contributions, from the gradient and the inputs.
-    """
-
-    def __init__(
-        self, layer: CapturedLayer, inputs: Sequence[Tensor], contribute: Callable[..., Sequence[Contribution]]
-    ) -> None:
-        self.layer = layer
-        self.forward = layer.recording.forward
-        self.inputs = inputs
-        self._contribute = contribute
-
-    def arrived(self, grad: Tensor, saved: Callable[[], Sequence[Tensor]]) -> None:
-        """Pass the contributions on, now that the gradient of the output is known."""
-        recording = self.layer.recording
-        if not recording.wants(self.layer):
-            return
-        try:
-            inputs = saved()
-        except RuntimeError as error:
-            recording.clear()
-            if "modified by an inplace operation" not in str(error):
-                raise
-            raise RuntimeError(
-                f"the input of {self.layer} was changed in place after the layer used it: its gradient would be wrong"
-            ) from error
-        kind = grad.device.type
-        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
-            recording.add(self.layer, self.forward, self._contribute(grad, *inputs))
-
-
-def watch(output: Tensor, call: Call, samples: Samples | None = None) -> Tensor:
-    """Return the output, whose gradient will arrive at the call.
-
-    Args:
-        output: The output of the layer.
-        call: The call.
-        samples: The input; None if it is known to have a row for each sample.
-    """
-    before = output if output.requires_grad else None
-    watched: Any = _Watched.apply(call.layer.recording.anchor, before, call, [output.detach()])
-    if samples is None or samples.kept is None:
-        return watched
-    each, layer = watched.movedim(samples.dim, 0), call.layer
-    each = each.unsqueeze(samples.dim + 1) if samples.kept else each
-    return row_of(each, layer.recording.batch_dim, refuse=layer.refuse_row, note=layer.note)
-
-
 class _Watched(torch.autograd.Function):
     """Passes an output on and its gradient back, so that the gradient includes later hooks and changes in place."""
 
     @staticmethod
     @override
-    def forward(ctx: FunctionCtx, anchor: Tensor, before: Tensor | None, call: Call, output: list[Tensor]) -> Tensor:  # pyright: ignore
-        ctx.call, ctx.goes_on = call, before is not None  # pyright: ignore[reportAttributeAccessIssue]
-        ctx.save_for_backward(*(x.detach() for x in call.inputs))
-        call.inputs = ()  # the graph has them
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        before: Tensor | None,
+        output: list[Tensor],
+        inputs: Sequence[Tensor],
+        layer: CapturedLayer,
+        contribute: Callable[..., Sequence[Contribution]],
+    ) -> Tensor:
+        ctx.layer, ctx.of, ctx.contribute, ctx.goes_on = layer, layer.engine.forward, contribute, before is not None
+        ctx.save_for_backward(*(x.detach() for x in inputs))
         return output[0]  # passed in a list, it counts as created here, so later layers may change it in place
 
     @staticmethod
     @override
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None, None]:
-        ctx.call.arrived(grads[0], lambda: ctx.saved_tensors)
-        return None, grads[0] if ctx.goes_on else None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        layer, grad = ctx.layer, grads[0]
+        if layer.engine.wants(layer):
+            try:
+                inputs = ctx.saved_tensors
+            except RuntimeError as error:
+                layer.engine.clear()
+                if "modified by an inplace operation" not in str(error):
+                    raise
+                raise RuntimeError(
+                    f"the input of {layer} was changed in place after the layer used it: its gradient would be wrong"
+                ) from error
+            kind = grad.device.type
+            with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+                layer.engine.add(layer, ctx.of, ctx.contribute(grad, *inputs))
+        return None, grad if ctx.goes_on else None, None, None, None, None
+
+
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters of a module, by name."""
+    return {name: param for name, param in module.named_parameters() if param.requires_grad}

@@ -13,7 +13,6 @@ from torchzero_clip.per_sample.engine import Engine
 from torchzero_clip.per_sample.hooks import accumulate
 from torchzero_clip.per_sample.mixing import Verify
 from torchzero_clip.per_sample.norm_clippers import NormClipper
-from torchzero_clip.per_sample.param_attributes import GradSamples, ParamAttributes
 from torchzero_clip.per_sample.rules.whole import Whole
 from torchzero_clip.per_sample.weighting import ClippingResult, Nonfinite, clipped_backward, weighted
 
@@ -100,8 +99,15 @@ class PerSampleGradientClipper:
         self.loss_reduction: LossReduction = loss_reduction
         self.nonfinite: Nonfinite = nonfinite
         self.norm_clipper = norm_clipper
-        shown = (GradSamples if keep_grad_samples else ParamAttributes)(of_mean=loss_reduction == "mean")
-        self._engine = Engine(module, batch_first=batch_first, memory=memory, whole=whole, verify=verify, shown=shown)
+        self._engine = Engine(
+            module,
+            batch_first=batch_first,
+            memory=memory,
+            whole=whole,
+            verify=verify,
+            of_mean=loss_reduction == "mean",
+            keep_grad_samples=keep_grad_samples,
+        )
         self._engine.release_with(self)
         self._sums: dict[str, Tensor] = {}
         self._count = 0
@@ -110,7 +116,7 @@ class PerSampleGradientClipper:
     @property
     def whole(self) -> dict[str, str]:
         """The modules that run sample by sample with all that is in them, by name, with the reason."""
-        return dict(self._engine.whole)
+        return dict(self._engine.attachment.whole)
 
     @property
     def norm_clipper(self) -> NormClipper:
@@ -159,14 +165,13 @@ class PerSampleGradientClipper:
         if not engine.waits:
             raise RuntimeError("no gradients have arrived: call loss.backward() first, of a forward with gradients")
         if batch_size is None:
-            engine.check_one_batch()
+            engine.captured.check_one_batch()
         try:
             gathered = engine.gathered(batch_size)
             count = engine.captured.batch_size
-            scale = engine.shown.scale(count)
         finally:
             engine.discard()
-        sums, result = weighted(self._engine, gathered, self.norm_clipper, self.nonfinite, scale=scale)
+        sums, result = weighted(self._engine, gathered, self.norm_clipper, self.nonfinite, scale=engine.scale(count))
         for name, value in sums.items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
         self._count += count
@@ -185,10 +190,11 @@ class PerSampleGradientClipper:
         """
         if self._thresholds is None:
             raise ValueError("nothing was accumulated: call clip_and_accumulate() after loss.backward() first")
-        params, count = self._engine.params, self._count
+        params, count = self._engine.attachment.params, self._count
+        divisor = float(max(count, 1)) if self.loss_reduction == "mean" else 1.0
         before = [param.grad for param in params.values()]
         means = [
-            (param, self._sums[name] / self._divisor(count) if name in self._sums else torch.zeros_like(param))
+            (param, self._sums[name] / divisor if name in self._sums else torch.zeros_like(param))
             for name, param in params.items()
         ]
         try:
@@ -218,6 +224,3 @@ class PerSampleGradientClipper:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.detach()
-
-    def _divisor(self, count: int) -> float:
-        return float(max(count, 1)) if self.loss_reduction == "mean" else 1.0

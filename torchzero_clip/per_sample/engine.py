@@ -1,41 +1,47 @@
-"""Captures the layers of a model: installs forwards and hooks in it, and removes them."""
+"""Follows a model from forward to clipping, and collects the per-sample gradients of its layers."""
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
-from typing_extensions import override
 
 from torchzero_clip.checks import boolean, instance, one_of
-from torchzero_clip.compat import is_distributed
-from torchzero_clip.per_sample.captured_layer import CapturedForward, CapturedLayer, Rule
-from torchzero_clip.per_sample.contributions import Memory
-from torchzero_clip.per_sample.hooks import Notice, Outside
-from torchzero_clip.per_sample.mixing import Verify
-from torchzero_clip.per_sample.param_attributes import ParamAttributes
-from torchzero_clip.per_sample.recording import Forward, Phase, Recording, in_backward
-from torchzero_clip.per_sample.rules.registry import BARE, RULES, WHOLE, may_mix, mixes, own_params, refusal, rule_for
-from torchzero_clip.per_sample.rules.whole import Whole, chosen_whole
+from torchzero_clip.compat import current_graph_task_id
+from torchzero_clip.functional.foreach import wide_dtype
+from torchzero_clip.per_sample.attachment import Attachment
+from torchzero_clip.per_sample.captured_gradients import CapturedGradients, Forward, in_backward
+from torchzero_clip.per_sample.captured_layer import CapturedLayer
+from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory
+from torchzero_clip.per_sample.hooks import accumulate
+from torchzero_clip.per_sample.mixing import MixingCheck, Verify
+from torchzero_clip.per_sample.rules.whole import Whole, whole_line
 
 
-class Engine(Recording):
+class Phase(Enum):
+    """What a model that is captured is doing."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+    """Gradients arrive. If the backward raises, the phase lasts until the next forward."""
+    WAITING = auto()
+    """All gradients of a backward have arrived, and wait to be clipped."""
+    CHECK = auto()
+    """The losses of some samples are sent backward alone, to see which samples get gradients."""
+
+
+class Engine:
     """Captures the layers of a model, and collects their per-sample gradients.
 
-    Args:
-        model: The model.
-        batch_first: Whether samples are in the first dimension of sequences.
-        memory: With "low", layers with a cheaper form store no per-sample gradients.
-        force_generic: Run every layer by the generic rule.
-        whole: Modules that the generic rule runs with all in them: classes, or patterns for names.
-        verify: When to check that samples do not mix.
-        shown: What users read as attributes of parameters.
+    The arguments are those of `PerSampleGradientClipper`, and ``force_generic`` to run every layer by the generic rule,
+    ``of_mean`` for losses that are means over the samples, and ``two_passes`` to show the norms of a backward as
+    ``norm_sample`` of parameters, until the next forward, which may drop its gradients.
     """
 
     def __init__(
@@ -47,27 +53,58 @@ class Engine(Recording):
         force_generic: bool = False,
         whole: Whole = (),
         verify: Verify = "first",
-        shown: ParamAttributes | None = None,
+        of_mean: bool = False,
+        keep_grad_samples: bool = False,
+        two_passes: bool = False,
     ) -> None:
         instance("module", model, nn.Module)
         boolean("batch_first", batch_first)
         one_of("memory", memory, ("auto", "low"))
-        super().__init__(batch_first=batch_first, memory=memory, verify=verify, shown=shown or ParamAttributes())
-        self._model = model
-        self._force_generic = force_generic
-        self._given_whole = whole
-        self._captures_model = False
-        self.whole: dict[str, str] = {}
-        """The modules that are run whole, by name, with the reason."""
-        self._handles: list[RemovableHandle] = []
-        self._layers: list[CapturedLayer] = []
-        self._held: list[tuple[object, bool]] = []
-        self._rules: Mapping[type[nn.Module], Rule] = {}
-        self._modules: list[nn.Module] = []
-        self._batch_norms: list[tuple[str, nn.Module]] = []
-        self._attach()
-        ended: Any = Notice(self._forward_ended)
-        self._end = model.register_forward_hook(ended, always_call=True)
+        self.batch_first = batch_first
+        self.batch_dim = 0 if batch_first else 1
+        """The batch dimension of sequences."""
+        self.of_mean = of_mean
+        self.mixing = MixingCheck(verify)
+        self.anchor = torch.empty(0, requires_grad=True)
+        """An input of every captured call, so that a backward can be asked for these calls alone."""
+        self.enabled = self.attached = True
+        self.inside = False
+        """True while a layer runs its submodules by itself."""
+        self.running: CapturedLayer | None = None
+        """The layer that runs, the innermost one."""
+        self.forward = Forward()
+        self.outputs: list[weakref.ref[Tensor]] = []
+        """What layers and the model have returned."""
+        self.norms: Tensor | None = None
+        """The norms of the last backward, in two passes; None after a forward."""
+        self._memory: Memory = memory
+        self._keep_grad_samples = keep_grad_samples
+        self._two_passes = two_passes
+        self._shown: list[tuple[nn.Parameter, str]] = []
+        self.clear()
+        self.attachment = Attachment(self, model, whole, force_generic=force_generic)
+
+    @property
+    def waits(self) -> bool:
+        """True if gradients have arrived that were not clipped yet."""
+        return bool(self.captured.of)
+
+    @property
+    def captures(self) -> bool:
+        """True if layers that run now are captured: in a backward, where checkpoints repeat them, if they were."""
+        if self.inside or not self.attached:
+            return False
+        return self.forward.captured if in_backward() else self.enabled
+
+    def norm_dtype(self) -> torch.dtype:
+        """Float32, or float64 if a parameter is."""
+        return (
+            torch.float64 if any(p.dtype == torch.float64 for p in self.attachment.params.values()) else torch.float32
+        )
+
+    def scale(self, count: int) -> float:
+        """The factor between the gradients that arrive and those of the losses of ``count`` single samples."""
+        return float(count) if self.of_mean else 1.0
 
     def release_with(self, owner: object) -> None:
         """Restore the model when the owner is deleted before the model."""
@@ -75,196 +112,202 @@ class Engine(Recording):
 
     def detach(self) -> None:
         """Restore the model."""
-        self._remove()
-        self._end.remove()
+        self.attachment.detach()
         self.attached = False
         self.discard()
 
     def discard(self) -> None:
-        """Drop all gradients that have arrived, and what was shown of them."""
+        """Drop all gradients that have arrived, and what parameters show of them."""
         self.clear()
-        self.shown.clear()
+        self._hide()
+        self.norms = None
 
-    def norm_dtype(self) -> torch.dtype:
-        """Float32, or float64 if a parameter is."""
-        return torch.float64 if any(p.dtype == torch.float64 for p in self.params.values()) else torch.float32
+    def clear(self) -> None:
+        """Drop all gradients that have arrived."""
+        self.phase = Phase.IDLE
+        self.captured = CapturedGradients(self._memory)
+        self._calls: Counter[int] = Counter()  # how often each layer was called, by its id
+        self._ordinary: dict[int, tuple[Tensor, Tensor]] = {}
+        self._tasks: set[int] = set()
+        self._consumed = False
 
-    @override
-    def buffers(self) -> Sequence[Tensor]:
-        return list(self._model.buffers())
+    def consume(self) -> None:
+        """Drop the gradients that have arrived. The same graph may run again, for ordinary gradients."""
+        self.phase, self.captured, self._consumed = Phase.IDLE, CapturedGradients(self._memory), True
 
-    @override
-    def refresh(self) -> None:
-        if self.is_outdated():
-            self._attach()
-        self.mixing.note(("modes", *(module.training for module in self._modules)))
-        for name, module in self._batch_norms:
-            _refuse(name, module, mixes(module))
+    def forward_began(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The hook of the model before its forward."""
+        if self.inside or in_backward() or not torch.is_grad_enabled():
+            return
+        if self.enabled and DistributedDataParallel._active_ddp_module is not None:
+            raise RuntimeError("module is run by DistributedDataParallel, which would not average its gradients")
+        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        before = self.attachment.captures_model
+        self._begin(Forward(inputs, self.batch_dim, captured=self.enabled))
+        if self.attachment.captures_model and not before:
+            raise RuntimeError(
+                "the module itself got parameters that train, after its forward had been called: call it once more"
+            )
+        self.phase = Phase.FORWARD
 
-    @override
-    def is_outdated(self) -> bool:
-        held = _held(self._model)
-        lent = any(isinstance(x, Tensor) and not isinstance(x, nn.Parameter) for x, _ in held)
-        if lent:
-            return False  # functional_call replaces the parameters by other tensors, for this forward only
-        if len(held) != len(self._held) or self._rules != RULES:
-            return True
-        return any(a is not b or p != q for (a, p), (b, q) in zip(held, self._held, strict=True))
+    def forward_ended(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """The hook of the model after its forward."""
+        if self.phase is Phase.FORWARD:
+            self.phase = Phase.IDLE
+            self.outputs += [weakref.ref(x) for x in pytree.tree_leaves(output) if type(x) is Tensor]
 
-    @override
-    def whole_line(self, name: str) -> str:
-        modules = dict(self._model.named_modules())
-        path = name.split(".") if name else []
-        around = [modules.get(".".join(path[:i])) for i in range(len(path) - 1, -1, -1)]
-        kinds = [type(m).__name__ for m in around if m is not None and type(m).forward is not nn.Module.forward]
-        kinds = [kind for i, kind in enumerate(kinds) if kind not in ("Sequential", *kinds[:i])]
-        if not kinds:
-            return ""
-        further = "".join(f", or whole=({kind},)" for kind in kinds[1:3])
-        return f". Or run the module around it sample by sample: whole=({kinds[0]},){further}"
+    def enter(self, layer: CapturedLayer) -> None:
+        """A layer runs."""
+        if self.phase is not Phase.FORWARD and not in_backward():
+            self._begin(self.forward if self.forward.direct else Forward())
+        self._calls[id(layer)] += 1
+        self.mixing.note(layer.name)
 
-    def _attach(self) -> None:
-        """Capture every layer with trainable parameters.
+    def _begin(self, forward: Forward) -> None:
+        """A forward starts.
 
         Raises:
-            ValueError: If per-sample gradients of this model would be wrong, or something else captures it.
+            RuntimeError: If gradients have arrived that were not clipped yet, or if norms were read before a backward
+                that should have given ordinary gradients.
         """
-        params = trainable(self._model)
-        _check_model(self._model, params)
-        whole = chosen_whole(self._model, self._given_whole)
-        layers = list(self._found_layers(whole))
-        self._remove()
-        self.params, self._layers, self.whole = params, layers, whole
-        self._captures_model = any(layer.module is self._model for layer in layers)
-        self._held, self._rules, self._modules = _held(self._model), dict(RULES), list(self._model.modules())
-        self._batch_norms = [(name, m) for name, m in self._model.named_modules() if may_mix(m)]
-        self.owners = Counter(id(param) for layer in layers for param in layer.params.values())
-        began: Any = Notice(self._forward_began, only_with_gradients=True)
-        self._handles = [self._model.register_forward_pre_hook(began, with_kwargs=True)]
-        for name, param in params.items():
-            self._handles.append(param.register_hook(Outside(name, self._refuse_outside)))
-        for layer in layers:
-            layer.module.__dict__["forward"] = CapturedForward(layer)
-        self.attached = True
-
-    def _remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for layer in self._layers:
-            own = layer.module.__dict__.get("forward")
-            if isinstance(own, CapturedForward) and own.layer is layer:
-                del layer.module.__dict__["forward"]
-        self._handles, self._layers = [], []
-
-    def _found_layers(self, whole: Mapping[str, str]) -> Iterator[CapturedLayer]:
-        """The layers to capture: those with a rule, and other modules with parameters of their own."""
-        seen: set[int] = set()
-        inside: set[int] = set()
-        for name, module in self._model.named_modules():
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
-            _refuse(name, module, refusal(module, batch_first=self.batch_first) or mixes(module))
-            if id(module) in inside:
-                continue
-            rule, params = WHOLE if name in whole else rule_for(module), trainable(module)
-            if rule is None or not params:
-                continue
-            _refuse(name, module, rule.refusal(module))
-            if self._force_generic and not rule.covers_submodules:
-                rule = WHOLE
-            if rule.covers_submodules:
-                inside.update(id(child) for child in module.modules())
-            elif rule is BARE:
-                own = set(own_params(module))
-                params = {key: param for key, param in params.items() if id(param) in own}
-            if self._is_replaced(module):
-                raise ValueError(
-                    f"{_described(name, module)} has a forward of its own, set on the instance: "
-                    "another clipper is attached to it, which has to be detached first, or something replaced it"
+        if self.phase is Phase.BACKWARD:  # an earlier backward has raised
+            self.clear()
+        if self.phase is Phase.WAITING:
+            if not self._two_passes:
+                raise RuntimeError(
+                    "gradients of an earlier backward wait to be clipped: call clip_and_accumulate() after "
+                    "loss.backward(), or backward(losses) instead of it. discard() forgets them"
                 )
-            yield CapturedLayer(self, name, module, rule, params)
+            consumed = self._consumed
+            self.clear()
+            if consumed:
+                raise RuntimeError(
+                    "a backward after get_clipping_coef() gave norms again, not gradients: call disable_hooks() before "
+                    "it, and enable_hooks() after it"
+                )
+        if self._shown:
+            self._hide()
+        self._consumed, self.norms = False, None
+        self.forward = forward
+        self.outputs.clear()
+        self.attachment.refresh()
+        self.mixing.note(("modes", *(module.training for module in self.attachment.modules)))
 
-    def _is_replaced(self, module: nn.Module) -> bool:
-        """True if the instance has another forward than its class. Copies of models have that of their class."""
-        own = module.__dict__.get("forward")
-        if isinstance(own, CapturedForward) and own.layer.recording is self:
-            return False
-        return own is not None and getattr(own, "__func__", None) is not type(module).forward
+    def wants(self, layer: CapturedLayer) -> bool:
+        """True if the current backward gives gradients to parameters, unlike `torch.autograd.grad` of an input.
 
-    def _refuse_outside(self, name: str) -> None:
+        Raises:
+            RuntimeError: With ``create_graph=True``, because the parameters are not in the graph.
+        """
+        if torch.is_grad_enabled():
+            self.clear()
+            raise RuntimeError(
+                f"{layer} is in a backward with create_graph=True: gradients of gradients cannot be clipped per sample"
+            )
+        return self.phase is Phase.CHECK or torch.autograd._is_checkpoint_valid()
+
+    def add(self, layer: CapturedLayer, forward: Forward, contributions: Sequence[Contribution]) -> None:
+        """Store the contributions of one call of a layer."""
+        if not self.attached:
+            raise RuntimeError(f"the clipper was detached before the backward of {layer}; run the forward again")
+        if self.phase is not Phase.CHECK:
+            self.phase = Phase.BACKWARD
+            self.captured.forwards.add(forward)
+            task = current_graph_task_id()
+            if task not in self._tasks:
+                self._tasks.add(task)
+                variable: Any = torch.autograd.Variable
+                variable._execution_engine.queue_callback(lambda: self._backward_ended(task))
+        for part in contributions:
+            if not self.enabled:
+                value = part.weighted_sum(torch.ones(part.batch_size))
+                earlier = self._ordinary.get(id(part.param))
+                self._ordinary[id(part.param)] = part.param, value if earlier is None else earlier[1] + value
+                continue
+            if self._keep_grad_samples and self.phase is not Phase.CHECK:
+                part = Dense(part.param, part.dense(0, part.batch_size))
+                grads = part.grads * self.scale(part.batch_size) if self.of_mean else part.grads
+                earlier = getattr(part.param, "grad_sample", None)
+                self._show(part.param, grad_sample=grads if earlier is None else earlier + grads)
+            alone = self._calls[id(layer)] < 2 and self.attachment.owners[id(part.param)] < 2
+            self.captured.add(layer, part, alone=alone)
+
+    def _backward_ended(self, task: int) -> None:
+        self._tasks.discard(task)
+        if self._tasks:
+            return
+        self.phase = Phase.WAITING if self.captured.of else Phase.IDLE
+        if self._ordinary:
+            sums, self._ordinary = self._ordinary, {}
+            accumulate(list(sums.values()))
+        if self._two_passes and self.captured.of:
+            for part, squares in self.gathered(None).values():
+                norms = (squares.sqrt() * self.scale(len(squares))).to(wide_dtype(part.param.dtype))
+                self._show(part.param, norm_sample=norms, _norm_sample=norms)
+
+    def gathered(self, count: int | None) -> dict[int, tuple[Contribution, Tensor]]:
+        """The contribution of each parameter, by id, and its squared norms.
+
+        Raises:
+            ValueError: If a layer has another number of samples than ``count``, or without it than the model's inputs.
+            RuntimeError: If the backward did not end.
+        """
+        if self.attachment.is_outdated():
+            raise RuntimeError(
+                "parameters of the module were frozen, freed or exchanged since its forward began: run it again"
+            )
+        if self.phase is Phase.BACKWARD:
+            raise RuntimeError(
+                "the backward raised before its end, so that some gradients are missing: "
+                "run forward and backward again, or forget it with discard()"
+            )
+        if self.captured.of:
+            expected = self.forward.batch_size if count is None else count
+            self.captured.check_counts(expected, batch_first=self.batch_first)
+        return self.captured.gathered()
+
+    def gradients_of(self, losses: Tensor, chosen: Tensor) -> dict[int, Tensor]:
+        """The squared norms that the losses of chosen samples alone give to all samples, by the id of the parameter.
+
+        The graph of the losses must have been retained. ``chosen`` holds booleans, (B,).
+        """
+        before = self.phase, self.captured
+        self.phase, self.captured = Phase.CHECK, CapturedGradients("low")
+        try:
+            torch.autograd.backward(losses, chosen.to(losses), retain_graph=True, inputs=[self.anchor])
+            return {key: squares for key, (_, squares) in self.captured.gathered().items()}
+        finally:
+            self.phase, self.captured = before
+
+    def live_outputs(self) -> list[Tensor]:
+        """What layers and the model have returned in this forward, as far as somebody holds it."""
+        return [output for reference in self.outputs if (output := reference()) is not None]
+
+    def refuse_outside(self, name: str, grad: Tensor) -> None:
+        """The hook of a parameter, which gets a gradient only from outside of the captured layers."""
         if self.enabled and self.attached:
             self.clear()
             raise RuntimeError(
                 f"{name!r} got a gradient from outside the call of its layer, where samples are not told apart. "
                 "Either the forward ran before the clipper was attached, or the parameter is used by another module or "
                 "by the loss: call its own module instead, or freeze it. Or another tensor is made of it in a hook, as "
-                f"torch.nn.utils.weight_norm does: use torch.nn.utils.parametrizations{self.whole_line(name)}"
+                "torch.nn.utils.weight_norm does: use torch.nn.utils.parametrizations"
+                f"{whole_line(self.attachment.model, name)}"
             )
 
-    def _forward_began(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.inside or in_backward():
-            return
-        if self.enabled and DistributedDataParallel._active_ddp_module is not None:
-            raise RuntimeError("module is run by DistributedDataParallel, which would not average its gradients")
-        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        before = self._captures_model
-        self.begin(Forward(inputs, self.batch_dim, captured=self.enabled))
-        if self._captures_model and not before:
-            raise RuntimeError(
-                "the module itself got parameters that train, after its forward had been called: call it once more"
-            )
-        self.phase = Phase.FORWARD
+    def _show(self, param: Any, **values: Tensor) -> None:
+        """Set attributes of a parameter, until the next forward."""
+        for name, value in values.items():
+            setattr(param, name, value)
+            self._shown.append((param, name))
 
-    def _forward_ended(self, args: tuple[Any, ...], output: Any) -> None:
-        if self.phase is Phase.FORWARD:
-            self.phase = Phase.IDLE
-            self.outputs += [weakref.ref(x) for x in pytree.tree_leaves(output) if type(x) is Tensor]
-
-
-def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable parameters of a module, by name."""
-    return {name: param for name, param in module.named_parameters() if param.requires_grad}
+    def _hide(self) -> None:
+        for param, name in self._shown:
+            vars(param).pop(name, None)
+        self._shown.clear()
 
 
 def _release(engine: "weakref.ref[Engine]") -> None:
     alive = engine()
     if alive is not None:
         alive.detach()
-
-
-def _held(model: nn.Module) -> list[tuple[object, bool]]:
-    """The modules and parameters of a model, and which parameters are trainable, to detect changes.
-
-    It runs in every forward, so it reads the dictionaries, which is faster than `named_parameters`.
-    """
-    held: list[tuple[object, bool]] = []
-    for module in model.modules():
-        held.append((module, False))
-        held += [(param, param.requires_grad) for param in module._parameters.values() if param is not None]
-    return held
-
-
-def _check_model(model: nn.Module, params: dict[str, nn.Parameter]) -> None:
-    if isinstance(model, DataParallel | DistributedDataParallel):
-        raise ValueError(f"module must be the model itself, got a {type(model).__name__}: it averages over samples")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise ValueError(
-            f"module must not be scripted, got a {type(model).__name__}: attach to the model it was made of"
-        )
-    for name, param in params.items():
-        if isinstance(param, UninitializedParameter):
-            raise ValueError(f"module must have all its parameters, but {name!r} is lazy: run a forward first")
-        if is_distributed(param):
-            raise ValueError(f"module must hold plain tensors, but {name!r} is a DTensor: clip before fully_shard")
-        if param.is_complex():
-            raise ValueError(f"module must hold real parameters, but {name!r} is {param.dtype}")
-
-
-def _refuse(name: str, module: nn.Module, reason: str | None) -> None:
-    if reason is not None:
-        raise ValueError(f"{_described(name, module)} cannot be clipped per sample: {reason}")
-
-
-def _described(name: str, module: nn.Module) -> str:
-    return f"{name!r} ({type(module).__name__})" if name else type(module).__name__

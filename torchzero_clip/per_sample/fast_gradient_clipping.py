@@ -8,18 +8,17 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torchzero_clip.checks import boolean, instance, non_negative, one_of
-from torchzero_clip.per_sample.captured_layer import CapturedLayer
+from torchzero_clip.per_sample.captured_gradients import Forward
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, trainable
 from torchzero_clip.per_sample.clipper import LossReduction
-from torchzero_clip.per_sample.engine import Engine, trainable
+from torchzero_clip.per_sample.engine import Engine
 from torchzero_clip.per_sample.mixing import Verify
 from torchzero_clip.per_sample.norm_clippers import STABILITY, ConstantFlatClipper
-from torchzero_clip.per_sample.param_attributes import NormSamples
-from torchzero_clip.per_sample.recording import Forward
 from torchzero_clip.per_sample.rules.registry import WHOLE, mixes, refusal
 from torchzero_clip.per_sample.rules.whole import Whole
 from torchzero_clip.per_sample.weighting import ClippingResult, clipped_backward
 
-OWN = {"loss_reduction", "max_grad_norm", "_settings", "_engine", "_norms"}
+OWN = {"loss_reduction", "max_grad_norm", "_settings", "_engine"}
 
 
 class GradSampleModuleFastGradientClipping(nn.Module):
@@ -102,9 +101,8 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         self.__dict__["_module"] = m
         self.loss_reduction: LossReduction = loss_reduction
         self.max_grad_norm = max_grad_norm
-        memory = "low" if use_ghost_clipping else "auto"
         self._settings: dict[str, Any] = {
-            "memory": memory,
+            "memory": "low" if use_ghost_clipping else "auto",
             "batch_first": batch_first,
             "force_generic": force_functorch,
             "whole": whole,
@@ -113,13 +111,13 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         self._attach()
 
     def _attach(self) -> None:
-        self._norms = NormSamples(of_mean=self.loss_reduction == "mean")
-        self._engine = Engine(self.__dict__["_module"], shown=self._norms, **self._settings)
+        of_mean = self.loss_reduction == "mean"
+        self._engine = Engine(self.__dict__["_module"], of_mean=of_mean, two_passes=True, **self._settings)
         self._engine.release_with(self)
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_engine", "_norms")}
+        return {key: value for key, value in self.__dict__.items() if key != "_engine"}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -172,7 +170,14 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         Raises:
             RuntimeError: If there was no backward since the last forward.
         """
-        return self._norms.read(self._engine)
+        engine = self._engine
+        if engine.waits:
+            squares = torch.stack([squares for _, squares in engine.gathered(None).values()]).sum(0)
+            engine.norms = squares.sqrt().mul_(engine.scale(len(squares))).to(engine.norm_dtype())
+            engine.consume()
+        if engine.norms is None:
+            raise RuntimeError("there are no norms: call backward() on a loss of this module's output first")
+        return engine.norms
 
     def get_clipping_coef(self) -> Tensor:
         """Return the factors for the losses of the samples in the second backward: (B,), at most 1.
@@ -195,7 +200,7 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         """
         clipper = ConstantFlatClipper(self.max_grad_norm)
         result = clipped_backward(self._engine, losses, clipper, mean=self.loss_reduction == "mean")
-        self._norms.norms = result.norms
+        self._engine.norms = result.norms
         return result
 
     def capture_backprops_hook(
@@ -246,9 +251,8 @@ class GradSampleModuleFastGradientClipping(nn.Module):
 
 def _refuse_buffers(model: nn.Module, *, batch_first: bool) -> None:
     for name, module in model.named_modules():
-        if not any(True for _ in module.buffers(recurse=False)):
-            continue
-        where = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
-        reason = refusal(module, batch_first=batch_first) or mixes(module)
-        way_out = "use strict=False if it does not, and check_per_sample to be sure"
-        raise NotImplementedError(f"{where} includes a buffer: {reason or f'it may mix samples. {way_out}'}")
+        if list(module.buffers(recurse=False)):
+            where = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
+            reason = refusal(module, batch_first=batch_first) or mixes(module)
+            way_out = "use strict=False if it does not, and check_per_sample to be sure"
+            raise NotImplementedError(f"{where} includes a buffer: {reason or f'it may mix samples. {way_out}'}")

@@ -3,53 +3,29 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.compat import never_compiled
 
 
-class Notice:
-    """A hook that calls a function when a forward starts or ends. In copies of the model it has no effect.
+class Hook:
+    """A hook of the clipper's own, which calls a function. In copies of the model it does nothing."""
 
-    Args:
-        told: The function. It gets the arguments of the hook except the module.
-        only_with_gradients: Do not call the function in forwards without gradients.
-    """
-
-    def __init__(self, told: Callable[..., None], *, only_with_gradients: bool = False) -> None:
-        self._told = told
-        self._only_with_gradients = only_with_gradients
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
 
     @never_compiled
-    def __call__(self, module: nn.Module, *args: Any) -> None:
-        if not self._only_with_gradients or torch.is_grad_enabled():
-            self._told(*args)
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        return Notice, (_nobody,)
+        return Hook, (_nothing,)
 
 
-def _nobody(*args: Any) -> None:
+def _nothing(*args: Any) -> None:
     pass
-
-
-class Outside:
-    """A hook of a parameter that raises for a gradient from outside of the captured layers.
-
-    Args:
-        name: The name of the parameter.
-        raises: Called with the error, and raises it if the clipper listens.
-    """
-
-    def __init__(self, name: str, refuse: Callable[[str], None]) -> None:
-        self._name = name
-        self._refuse = refuse
-
-    def __call__(self, grad: Tensor) -> None:
-        self._refuse(self._name)
 
 
 def accumulate(values: Sequence[tuple[Any, Tensor]]) -> None:
@@ -60,7 +36,7 @@ def accumulate(values: Sequence[tuple[Any, Tensor]]) -> None:
     changed: list[tuple[Any, Tensor]] = []
     for param, value in values:
         value = value.to(param.device, param.dtype).detach()
-        hooks = [hook for hook in (param._backward_hooks or {}).values() if not isinstance(hook, Outside)]
+        hooks = [hook for hook in (param._backward_hooks or {}).values() if not isinstance(hook, Hook)]
         for hook in hooks:
             answer = hook(value)
             value = value if answer is None else answer

@@ -20,9 +20,6 @@ class MixingCheck:
 
     A check is due when a layer decides for the first time where its samples are. It then runs in the steps 1, 2, 4 and
     8 from there, and goes on at powers of two for parameters that got no gradient in four of them.
-
-    Args:
-        verify: "first" for that, "always", "never", or a number n to check in every n-th step too.
     """
 
     def __init__(self, verify: Verify) -> None:
@@ -66,16 +63,13 @@ class MixingCheck:
         outputs: Sequence[Tensor],
         backward: Callable[[Tensor, Tensor], Mapping[int, Tensor]],
     ) -> None:
-        """Send the losses of half of the samples backward alone.
+        """Send the losses of half of the samples backward alone, and raise if another sample got a gradient.
 
         Args:
             losses: One loss for each sample, (B,), whose graph was retained.
             names: The name of each parameter, by its id.
             outputs: Tensors whose gradients have to stay if they retain them.
             backward: Returns the squared norms that the losses of chosen samples give, by the id of the parameter.
-
-        Raises:
-            RuntimeError: If another sample got a gradient.
         """
         retained, chosen = [(x, x.grad) for x in outputs if x.retains_grad], self._half(len(losses))
         try:
@@ -90,10 +84,7 @@ class MixingCheck:
                 f"{hidden[0]!r} runs in a checkpoint with use_reentrant=True: use_reentrant=False can be checked"
             )
         receivers, seen = _receivers(squares, chosen)
-        for key in seen:
-            self._seen[names[key]] += 1
-        for key in names.keys() - seen:
-            self._seen[names[key]] += 0
+        self._seen.update({name: int(key in seen) for key, name in names.items()})
         if not receivers:
             return
         self._age = self._checks = 0
@@ -147,16 +138,16 @@ def _receivers(squares: Mapping[int, Tensor], chosen: Tensor) -> tuple[dict[int,
 
     It cannot where no chosen sample has a gradient, as under a dead ReLU, or where others have one that is not finite.
     """
-    if not squares:
-        return {}, set()
-    table = torch.stack([row.to("cpu") for row in squares.values()])
-    own, others = table[:, chosen], table[:, ~chosen]
-    told = own.isfinite() & (own != 0)
-    tells = (told.any(1) & others.isfinite().all(1)).tolist()
-    wrong = (others.isfinite() & (others != 0)) if others.numel() else others.bool()
-    rest = (~chosen).nonzero()[:, 0]
-    receivers = {key: rest[row].tolist() for key, row in zip(squares, wrong, strict=True) if row.any()}
-    return receivers, {key for key, tell in zip(squares, tells, strict=True) if tell}
+    receivers: dict[int, list[int]] = {}
+    tells: set[int] = set()
+    for key, row in squares.items():
+        row = row.cpu()
+        finite, got = row.isfinite(), row != 0
+        if found := (finite & got & ~chosen).nonzero()[:, 0].tolist():
+            receivers[key] = found
+        if (finite & got & chosen).any() and finite[~chosen].all():
+            tells.add(key)
+    return receivers, tells
 
 
 def _restore(gradients: list[tuple[Tensor, Tensor | None]]) -> None:

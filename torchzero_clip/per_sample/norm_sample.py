@@ -38,13 +38,6 @@ def create_norm_sample(*, param: Tensor, grad_sample: Tensor, max_batch_len: int
         raise ValueError(f"max_batch_len must be at least the {len(grad_sample)} samples, got {max_batch_len}")
     if param.requires_grad:
         target: Any = param
-        target.norm_sample = target._norm_sample = norm_sample(
-            param, squared_norms(grad_sample.detach()).sqrt(), max_batch_len
-        )
-
-
-def norm_sample(param: Tensor, norms: Tensor, length: int) -> Tensor:
-    """The norms as the parameter gets them, followed by zeros up to the length."""
-    padded = norms.new_zeros(length, dtype=torch.promote_types(param.dtype, torch.float32))
-    padded[: len(norms)] = norms
-    return padded
+        norms = torch.zeros(max_batch_len, dtype=torch.promote_types(param.dtype, torch.float32), device=param.device)
+        norms[: len(grad_sample)] = squared_norms(grad_sample.detach()).sqrt()
+        target.norm_sample = target._norm_sample = norms

@@ -1,37 +1,27 @@
 """Per-sample gradients that are products of inputs and output gradients: those of the weights of linear layers."""
 
-import math
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.per_sample.contributions import (
-    CANCELLED,
-    Contribution,
-    MemoryBudget,
-    Runs,
-    pieces,
-    piecewise_squared_norms,
-    zeroed,
-)
+from torchzero_clip.per_sample.contributions import CANCELLED, Contribution, Reserve, pieces, zeroed
 from torchzero_clip.per_sample.squared_norms import odd, squared_norms
 
 GRAM_BYTES = 2 << 20
 RUN = 4 << 20  # bytes of gradients in one tensor: allocators reuse memory of this size that the backward has freed
 STRIP = 128  # the most rows of a Gram matrix that are computed at a time; in small ones a quarter of the rows
 
+Inner: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""The squared norms of products, inputs and output gradients, from the inputs and output gradients of some samples."""
+
 
 class Products(Contribution):
-    """The gradient of sample i is Σ_t b_it a_itᵀ over its T positions.
+    """The gradient of the weight (p, d) from sample i is Σ_t b_it a_itᵀ over its T positions.
 
-    Args:
-        param: The weight, (p, d).
-        inputs: a, of shape (B, T, d).
-        outputs: b, of shape (B, T, p), the gradients of the outputs.
-        squares: The squared norms of b, if known: (B,), float64.
-        budget: Decides whether per-sample gradients are stored.
+    The inputs a have shape (B, T, d), the gradients of the outputs b have shape (B, T, p).
 
     Source: Goodfellow, [Efficient per-example gradient computations](https://arxiv.org/abs/1510.01799), 2015, for
     T = 1; Li et al., [Large language models can be strong differentially private
@@ -40,29 +30,23 @@ class Products(Contribution):
     backward.
     """
 
-    def __init__(
-        self, param: Tensor, inputs: Tensor, outputs: Tensor, squares: Tensor | None = None, *, budget: MemoryBudget
-    ) -> None:
+    def __init__(self, param: Tensor, inputs: Tensor, outputs: Tensor) -> None:
         super().__init__(param, inputs.shape[0])
         self.inputs = inputs
         self.outputs = outputs
-        self.squares = squares
-        self.budget = budget
 
     @override
-    def measured(self) -> tuple[Contribution, Tensor]:
+    def measured(self, reserve: Reserve) -> tuple[Contribution, Tensor]:
         length, width, height = self.inputs.shape[1], self.inputs.shape[2], self.outputs.shape[2]
         if length == 1:
-            squares = squared_norms(self.outputs) if self.squares is None else self.squares
-            return self, squared_norms(self.inputs) * squares
+            return self, squared_norms(self.inputs) * squared_norms(self.outputs)
         sides, area = width + height, width * height
-        formed, made_of = self.batch_size * area * self.inputs.element_size(), self.inputs.nbytes + self.outputs.nbytes
         # stored gradients replace inputs and outputs, and save a second matmul
-        if 30 * area < length**2 * sides and self.budget.reserve(formed, made_of):
-            return self._formed()
+        if 30 * area < length**2 * sides and self.may_form(reserve):
+            return self.formed(pieces(self.batch_size, area * self.inputs.element_size(), limit=RUN), keep=True)
         if 2 * area < length * sides:
-            return self, piecewise_squared_norms(self)
-        return self, self._by_gram_matrices()
+            return self.formed(keep=False)
+        return self, self.norms_by(gram_norms, 2 * length**2 * self.inputs.element_size())
 
     @override
     def weighted_sum(self, factors: Tensor) -> Tensor:
@@ -86,51 +70,29 @@ class Products(Contribution):
         """Both uses as one with the positions of both."""
         inputs = torch.cat([self.inputs, other.inputs], 1)
         outputs = torch.cat([self.outputs, other.outputs], 1)
-        return Products(self.param, inputs, outputs, budget=self.budget)
+        return Products(self.param, inputs, outputs)
 
-    def _formed(self) -> tuple[Contribution, Tensor]:
-        """The gradients in full, with their norms, which are taken while the gradients are in the cache."""
-        runs: list[Tensor] = []
-        norms: list[Tensor] = []
-        shape = self.outputs.shape[2], self.inputs.shape[2]
-        each = math.prod(shape) * self.inputs.element_size()
-        for start, stop in pieces(self.batch_size, each, limit=RUN):
-            run = self.inputs.new_empty(stop - start, *shape)
-            for first, last in pieces(stop - start, each):
-                chosen = slice(start + first, start + last)
-                torch.bmm(self.outputs[chosen].transpose(1, 2), self.inputs[chosen], out=run[first:last])
-                norms.append(squared_norms(run[first:last]))
-            runs.append(run)
-        return Runs(self.param, runs), torch.cat(norms)
+    def may_form(self, reserve: Reserve) -> bool:
+        """Reserve memory for all gradients in place of inputs and outputs."""
+        formed = self.batch_size * self.param.numel() * self.inputs.element_size()
+        return reserve(formed, self.inputs.nbytes + self.outputs.nbytes)
 
-    def _by_gram_matrices(self) -> Tensor:
-        norms = self.inputs.new_empty(self.batch_size, dtype=torch.float64)
-        length = self.inputs.shape[1]
-        for start, stop in pieces(self.batch_size, 2 * length**2 * self.inputs.element_size(), limit=GRAM_BYTES):
-            norms[start:stop] = norms_of_products(gram_norms, self.inputs[start:stop], self.outputs[start:stop])
-        return norms
-
-
-def norms_of_products(
-    inner: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], inputs: Tensor, outputs: Tensor
-) -> Tensor:
-    """The squared norms of products by Gram matrices, in float64 for samples that lose digits in float32.
-
-    Args:
-        inner: Returns the squared norms of the products, of the inputs and of the output gradients.
-        inputs: (B, ...).
-        outputs: (B, ...).
-    """
-    norms, *traces = inner(inputs, outputs)
-    if inputs.dtype != torch.float64:
-        cancelled = (norms < CANCELLED * traces[0] * traces[1]).nonzero()[:, 0].tolist()
-        for i in {*cancelled, *odd(norms), *odd(traces[0]), *odd(traces[1])}:
-            norms[i] = inner(inputs[i : i + 1].double(), outputs[i : i + 1].double())[0][0]
-    return norms
+    def norms_by(self, inner: Inner, bytes_each: int) -> Tensor:
+        """The squared norms by Gram matrices, in float64 for samples that lose digits in float32."""
+        result = self.inputs.new_empty(self.batch_size, dtype=torch.float64)
+        for start, stop in pieces(self.batch_size, bytes_each, limit=GRAM_BYTES):
+            inputs, outputs = self.inputs[start:stop], self.outputs[start:stop]
+            norms, *traces = inner(inputs, outputs)
+            if inputs.dtype != torch.float64:
+                cancelled = (norms < CANCELLED * traces[0] * traces[1]).nonzero()[:, 0].tolist()
+                for i in {*cancelled, *odd(norms), *odd(traces[0]), *odd(traces[1])}:
+                    norms[i] = inner(inputs[i : i + 1].double(), outputs[i : i + 1].double())[0][0]
+            result[start:stop] = norms
+        return result
 
 
 def gram_norms(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The squared norms of the products, as inner products of Gram matrices, and those of inputs and output gradients.
+    """The squared norms of products as inner products of Gram matrices: see `Inner`.
 
     The matrices are symmetric: a strip of rows starts at the diagonal, and its part right of the square counts twice.
     """

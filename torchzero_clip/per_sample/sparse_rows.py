@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.per_sample.contributions import Contribution
+from torchzero_clip.per_sample.contributions import Contribution, Reserve
 from torchzero_clip.per_sample.products import Products
 from torchzero_clip.per_sample.squared_norms import squared_norms
 
@@ -12,12 +12,7 @@ from torchzero_clip.per_sample.squared_norms import squared_norms
 class SparseRows(Contribution):
     """Row v of the gradient of sample i is the sum of the values of sample i that have the index v.
 
-    Args:
-        param: The table, (rows, width).
-        batch_size: The number B of samples.
-        samples: The sample that each value belongs to, (N,).
-        index: The row of each value, (N,).
-        values: The values, (N, width).
+    Each of the N values (N, width) has a sample and an index, (N,), in a table of shape (rows, width).
     """
 
     def __init__(self, param: Tensor, batch_size: int, samples: Tensor, index: Tensor, values: Tensor) -> None:
@@ -27,7 +22,7 @@ class SparseRows(Contribution):
         self.values = values
 
     @override
-    def measured(self) -> tuple[Contribution, Tensor]:
+    def measured(self, reserve: Reserve) -> tuple[Contribution, Tensor]:
         # rows are added up first, because a Gram matrix would lose digits where they cancel
         cells, inverse = (self.samples * self.param.shape[0] + self.index).unique(return_inverse=True)
         rows = self.values.new_zeros(len(cells), self.values.shape[1]).index_add_(0, inverse, self.values)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchzero_clip.checks import instance, non_negative
+from torchzero_clip.per_sample.captured_layer import trainable
 from torchzero_clip.per_sample.clipper import LossReduction, PerSampleGradientClipper
-from torchzero_clip.per_sample.engine import trainable
 from torchzero_clip.per_sample.norm_clippers import STABILITY, ConstantFlatClipper
 
 LossFunction = Callable[[nn.Module, Any], Tensor]

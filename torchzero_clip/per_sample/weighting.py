@@ -59,20 +59,20 @@ def clipped_backward(
         raise RuntimeError("hooks are disabled: call enable_hooks() before the forward")
     if engine.waits:
         raise RuntimeError("gradients of an earlier backward wait: call clip_and_accumulate() or discard() first")
-    check, of_mean, engine.shown.of_mean = engine.mixing.is_due(losses), engine.shown.of_mean, False
-    restore = outside_gradients(losses, set(map(id, engine.params.values()))) if check else None
+    check, of_mean, engine.of_mean = engine.mixing.is_due(losses), engine.of_mean, False
+    restore = outside_gradients(losses, set(map(id, engine.attachment.params.values()))) if check else None
     try:
         if losses.requires_grad:
             check = _backward(engine, losses, restore)
         gathered = engine.gathered(len(losses))
-        if gathered.keys().isdisjoint(map(id, engine.params.values())):
+        if gathered.keys().isdisjoint(map(id, engine.attachment.params.values())):
             raise RuntimeError(
                 "no gradient reached the module: the losses do not depend on it, or nothing in it trains"
                 if losses.requires_grad
                 else "losses do not require grad: the forward ran under torch.no_grad(), or nothing in it trains"
             )
         if check:
-            names = {id(param): name for name, param in engine.params.items() if id(param) in gathered}
+            names = {id(param): name for name, param in engine.attachment.params.items() if id(param) in gathered}
             engine.mixing.check(losses, names, engine.live_outputs(), engine.gradients_of)
         engine.mixing.passed(losses)
     except BaseException:
@@ -80,11 +80,11 @@ def clipped_backward(
             restore()
         raise
     finally:
-        engine.shown.of_mean = of_mean
+        engine.of_mean = of_mean
         engine.clear()
     divisor = float(max(len(losses), 1)) if mean else 1.0
     sums, result = weighted(engine, gathered, norm_clipper, nonfinite, divisor=divisor)
-    accumulate([(engine.params[name], value) for name, value in sums.items()])
+    accumulate([(engine.attachment.params[name], value) for name, value in sums.items()])
     return result
 
 
@@ -108,12 +108,7 @@ def _backward(engine: Engine, losses: Tensor, restore: Callable[[], None] | None
 
 
 def _factors(norm_clipper: NormClipper, answer: Any, count: int, norms: Tensor) -> list[Tensor]:
-    """Check the answer of a norm clipper, and return one tensor for each parameter tensor.
-
-    Raises:
-        TypeError: If the answer is a single tensor, or not iterable.
-        ValueError: If there are too few or too many values, or one is not a tensor of the shape of the norms.
-    """
+    """Check the answer of a norm clipper, and return one tensor for each parameter tensor."""
     who = f"{type(norm_clipper).__name__}.calc_clipping_factors"
     way_out = f"factors for {count} parameter tensors, or itertools.repeat(factors) for the same in all"
     if isinstance(answer, Tensor) or not isinstance(answer, Iterable):
@@ -146,18 +141,13 @@ def weighted(
 ) -> tuple[dict[str, Tensor], ClippingResult]:
     """Return the clipped sums by the name of the parameter, and the result for the user.
 
-    Args:
-        engine: Has the parameters.
-        gathered: The contributions to each parameter. They are removed one by one, which frees their activations.
-        norm_clipper: Turns norms into factors.
-        nonfinite: What happens to samples that are not finite.
-        scale: The factor between the given gradients and those of the losses of single samples.
-        divisor: The number by which the sums are divided.
+    Contributions are removed from ``gathered`` one by one, which frees their activations. ``scale`` is the factor
+    between the given gradients and those of the losses of single samples; the sums are divided by ``divisor``.
     """
     first = next(iter(gathered.values()))[1]
     squares = {
         name: gathered[id(param)][1].to(first.device) if id(param) in gathered else torch.zeros_like(first)
-        for name, param in engine.params.items()
+        for name, param in engine.attachment.params.items()
     }
     dtype = engine.norm_dtype()
     table = torch.stack(list(squares.values()))
@@ -174,17 +164,17 @@ def weighted(
     answer = norm_clipper.calc_clipping_factors(list(param_norms.values()) if per_layer else [norms])
     factors = _factors(norm_clipper, answer, len(squares), norms)
     one_for_all = all(value is factors[0] for value in factors)
+    distinct = factors[:1] if one_for_all else factors
     if some_bad:
-        factors = [value.masked_fill(bad, 0) for value in (factors[:1] if one_for_all else factors)]
-    weights = [value * (scale / divisor) for value in (factors[:1] if one_for_all else factors)]
-    weights = weights * len(squares) if one_for_all else weights
+        distinct = [value.masked_fill(bad, 0) for value in distinct]
+    weights = [value * (scale / divisor) for value in distinct] * (len(squares) if one_for_all else 1)
     sums: dict[str, Tensor] = {}
-    for (name, param), weight in zip(engine.params.items(), weights, strict=True):
-        if id(param) not in gathered:
-            continue
-        contribution, _ = gathered.pop(id(param))
-        if some_bad:
-            contribution.zero_(bad)
-        sums[name] = contribution.weighted_sum(weight)
-    given = list(factors) if per_layer or not one_for_all else factors[0]
-    return sums, ClippingResult(norms, given, bad, param_norms)
+    for (name, param), weight in zip(engine.attachment.params.items(), weights, strict=True):
+        if id(param) in gathered:
+            contribution, _ = gathered.pop(id(param))
+            if some_bad:
+                contribution.zero_(bad)
+            sums[name] = contribution.weighted_sum(weight)
+    if per_layer:
+        distinct = distinct * (len(squares) // len(distinct))
+    return sums, ClippingResult(norms, distinct if per_layer or not one_for_all else distinct[0], bad, param_norms)

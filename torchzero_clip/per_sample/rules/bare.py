@@ -12,13 +12,12 @@ from typing_extensions import override
 
 from torchzero_clip.compat import stores_by_hooks
 from torchzero_clip.per_sample.broadcast_row import TRANSPOSED, NotARowError, row_of_param
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, trainable
 from torchzero_clip.per_sample.rules.generic import GenericRule, copy_of
 from torchzero_clip.per_sample.rules.state import State
 
 GENERIC = GenericRule()
 WHOLE = "whole"  # a key of `CapturedLayer.known`: the layer with all submodules, once an operation was not for rows
-EXPANDED = "expanded"  # a key of `CapturedLayer.known`: see `row_of_param`
 TRIED = "tried"  # a key of `CapturedLayer.known`: a call was right without the generic rule
 
 
@@ -30,51 +29,57 @@ class BareRule(Rule):
 
     @override
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
-        count = _count(layer, (args, kwargs))
-        if WHOLE not in layer.known and count is not None:
-            try:
-                return self._with_rows(layer, count, args, kwargs)
-            except NotARowError as error:
-                params = {name: p for name, p in layer.module.named_parameters() if p.requires_grad}
-                layer.known[WHOLE] = CapturedLayer(layer.recording, layer.name, layer.module, GENERIC, params)
-                if TRIED in layer.known:
-                    raise RuntimeError(
-                        f"{layer} used a parameter in another way than in earlier calls ({error}): run the forward "
-                        f"again, or name it from the start: whole=({type(layer.module).__name__},)"
-                    ) from None
-        return GENERIC.run(layer.known.get(WHOLE, layer), *args, **kwargs)
-
-    def _with_rows(self, layer: CapturedLayer, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def run() -> Any:
-            with _Rows(layer, count):
-                return type(layer.module).forward(layer.module, *args, **kwargs)
-
-        if TRIED in layer.known:
-            return run()
-        state, random = State(layer), torch.get_rng_state()
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        versions = [x._version for x in tensors]
-
-        def undo() -> None:
-            state.undo()
-            torch.set_rng_state(random)
-            if [x._version for x in tensors] != versions:
-                raise RuntimeError(
-                    f"{layer} changes its input in place, and cannot be run again: name it in "
-                    f"whole=({type(layer.module).__name__},)"
-                )
-
-        hooked = stores_by_hooks()  # a checkpoint counts what an attempt stores, so that it has to be made apart
+        count = layer.count_in(pytree.tree_leaves((args, kwargs)))
+        if WHOLE in layer.known or count is None:
+            return GENERIC.run(layer.known.get(WHOLE, layer), *args, **kwargs)
+        if TRIED not in layer.known:
+            return self._tried(layer, count, args, kwargs)
         try:
+            return _run(layer, count, args, kwargs)
+        except NotARowError as error:
+            _take_whole(layer)
+            raise RuntimeError(
+                f"{layer} used a parameter in another way than in earlier calls ({error}): run the forward "
+                f"again, or name it from the start: whole=({type(layer.module).__name__},)"
+            ) from None
+
+    def _tried(self, layer: CapturedLayer, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it for the first time, and again if an operation was not for rows."""
+        state, random, hooked = State(layer), torch.get_rng_state(), stores_by_hooks()
+        versions = [(x, x._version) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        try:
+            state.begin()
+            # a checkpoint counts what an attempt stores, so that it has to be made apart
             with saved_tensors_hooks(_same, _same) if hooked else nullcontext():
-                output = run()
+                output = _run(layer, count, args, kwargs)
+            layer.known[TRIED] = True
+            if not hooked:
+                state.end()
+                state.join()
+                return output
         except NotARowError:
-            undo()
+            _take_whole(layer)
+        except BaseException:
+            state.undo()
             raise
-        if hooked:
-            undo()
-        layer.known[TRIED] = True
-        return run() if hooked else output
+        state.undo()
+        torch.set_rng_state(random)
+        if any(x._version != version for x, version in versions):
+            raise RuntimeError(
+                f"{layer} changes its input in place, and cannot be run again: name it in "
+                f"whole=({type(layer.module).__name__},)"
+            )
+        return self.run(layer, *args, **kwargs)
+
+
+def _run(layer: CapturedLayer, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with _Rows(layer, count):
+        return type(layer.module).forward(layer.module, *args, **kwargs)
+
+
+def _take_whole(layer: CapturedLayer) -> None:
+    params = trainable(layer.module)
+    layer.known[WHOLE] = CapturedLayer(layer.engine, layer.name, layer.module, GENERIC, params)
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -82,46 +87,23 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 class _Rows(TorchFunctionMode):
-    """Replaces parameters of a layer by rows where it uses them itself; those of its submodules are not for that.
-
-    Args:
-        layer: The layer.
-        count: The number of samples.
-    """
+    """Replaces parameters of a layer by rows where it uses them itself; those of its submodules are not for that."""
 
     def __init__(self, layer: CapturedLayer, count: int) -> None:
         super().__init__()
         self._layer = layer
-        dim, expanded = layer.recording.batch_dim, layer.known.setdefault(EXPANDED, set())
-        self._rows = {
-            id(p): row_of_param(p, copy_of(layer, p, count), dim, layer.refuse_row, layer.note, expanded)
-            for p in layer.params.values()
-        }
+        self._rows = {id(p): row_of_param(layer, p, copy_of(layer, p, count)) for p in layer.params.values()}
         self._others = {id(p) for p in layer.module.parameters() if p.requires_grad and id(p) not in self._rows}
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         reads = getattr(func, "__name__", "") == "__get__" and func.__self__.__name__ not in TRANSPOSED
-        if reads or self._layer.recording.running is not self._layer:
-            return func(*args, **kwargs)
-        given = self._replaced(args), {key: self._replaced(x) for key, x in kwargs.items()}
-        output = func(*given[0], **given[1])
-        others = (id(x) in self._others for x in pytree.tree_leaves((args, kwargs)))
-        if any(others) and any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(output)):
+        if reads or self._layer.engine.running is not self._layer:
+            return func(*args, **(kwargs or {}))
+        leaves, structure = pytree.tree_flatten((args, kwargs or {}))
+        args, kwargs = pytree.tree_unflatten([self._rows.get(id(x), x) for x in leaves], structure)
+        output = func(*args, **kwargs)
+        others = any(id(x) in self._others for x in leaves)
+        if others and any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(output)):
             raise NotARowError(getattr(func, "__name__", func))
         return output
-
-    def _replaced(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._rows.get(id(value), value)
-        if type(value) in (list, tuple):
-            return type(value)(self._replaced(x) for x in value)
-        return value
-
-
-def _count(layer: CapturedLayer, given: Any) -> int | None:
-    known, dim = layer.recording.forward.batch_size, layer.recording.batch_dim
-    if known is not None:
-        return known
-    return next((x.shape[dim] for x in pytree.tree_leaves(given) if isinstance(x, Tensor) and x.ndim > dim), None)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from torchzero_clip.per_sample.captured_layer import Call, CapturedLayer, Rule, Samples, watch
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, Samples
 from torchzero_clip.per_sample.contributions import Contribution
 from torchzero_clip.per_sample.sparse_rows import SparseRows
 from torchzero_clip.per_sample.squared_norms import wide
@@ -26,49 +26,21 @@ class EmbeddingRule(Rule):
     def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
         found = _positions(layer, input) or layer.samples(input, input.ndim)
-        source, dim, _ = found
+        dim, padding = found.dim, module.padding_idx
         if _relative(input):
             raise ValueError(
                 f"the indices of {layer} are the same along every diagonal of a square: distances between positions, "
                 f"it seems, which all samples share. Expand them to the batch, or freeze the weight{layer.way_out}"
             )
-        padding = module.padding_idx
 
         def contribute(grad: Tensor, source: Tensor) -> list[Contribution]:
-            index = source.movedim(dim, 0)
+            index, grad = source.movedim(dim, 0), grad.movedim(dim, 0)
             samples = torch.arange(len(index), device=index.device).repeat_interleave(index[:1].numel())
-            (values,) = wide(grad.movedim(dim, 0).reshape(-1, grad.shape[-1]))
-            return [_rows(layer, len(index), samples, index.reshape(-1), values, padding)]
+            return [_rows(layer, len(index), samples, index.reshape(-1), grad.reshape(-1, grad.shape[-1]), padding)]
 
-        output = F.embedding(source, module.weight.detach(), module.padding_idx)
-        return watch(output, Call(layer, [source], contribute), found)
-
-
-def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
-    """Indices in one dimension that all samples share; None if they are samples.
-
-    They are shared if there is another number of them than samples, or if they are 0, 1, 2, ... and not the only input
-    of the model. A layer that got such indices once always does.
-    """
-    forward = layer.recording.forward
-    count = forward.batch_size
-    if input.ndim != 1 or len(input) < 2 or count is None or forward.is_only_input(input):
-        return None
-    if len(input) != count:
-        layer.known[SHARED] = True
-    counting = SHARED in layer.known or torch.equal(input, torch.arange(len(input)).to(input))
-    if not counting:
-        return None
-    dim = layer.recording.batch_dim
-    layer.note("positions", dim)
-    return Samples(input.expand(count, -1) if dim == 0 else input[:, None].expand(-1, count), dim, kept=False)
-
-
-def _relative(index: Tensor) -> bool:
-    """True for a square table of indices that depend on the distance of two positions."""
-    if index.ndim != 2 or index.shape[0] != index.shape[1] or len(index) < 3:
-        return False
-    return torch.equal(index[1:, 1:], index[:-1, :-1]) and bool((index != index[0, 0]).any())
+        return layer.watch(
+            F.embedding(found.tensor, module.weight.detach(), padding), [found.tensor], contribute, found
+        )
 
 
 class EmbeddingBagRule(Rule):
@@ -89,35 +61,54 @@ class EmbeddingBagRule(Rule):
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         module: Any = layer.module
-        weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
-        given = {"input": input, "offsets": offsets, "weights": weights}
-        saved = {name: tensor for name, tensor in given.items() if tensor is not None}
-        names, mode, include_last, padding = list(saved), module.mode, module.include_last_offset, module.padding_idx
+        mode, padding = module.mode, module.padding_idx
+        samples = _bags(input, offsets, include_last=module.include_last_offset)
+        scale = torch.ones_like(samples) if padding is None else (input.reshape(-1) != padding).int()
+        if per_sample_weights is not None:
+            scale = scale * per_sample_weights.detach().reshape(-1)
 
-        def contribute(grad: Tensor, *tensors: Tensor) -> list[Contribution]:
-            given = dict(zip(names, tensors, strict=True))
-            words, offsets, weights = given["input"], given.get("offsets"), given.get("weights")
-            samples = _bags(words, offsets, include_last=include_last)
-            index = words.reshape(-1)
-            counts = index != padding if padding is not None else torch.ones_like(index)
-            scale = counts.to(grad.dtype) if weights is None else counts * weights
+        def contribute(grad: Tensor, index: Tensor, samples: Tensor, scale: Tensor) -> list[Contribution]:
+            scale = scale.to(grad.dtype)
             if mode == "mean":
-                sizes = torch.zeros(len(grad), dtype=grad.dtype, device=grad.device)
-                sizes.index_add_(0, samples, counts.to(grad.dtype))
+                sizes = scale.new_zeros(len(grad)).index_add_(0, samples, scale)
                 scale = scale / sizes.clamp(min=1)[samples]
-            (values,) = wide(grad[samples] * scale[:, None])
-            return [_rows(layer, len(grad), samples, index, values, padding)]
+            return [_rows(layer, len(grad), samples, index.reshape(-1), grad[samples] * scale[:, None], padding)]
 
         output = F.embedding_bag(
             input,
             module.weight.detach(),
             offsets,
-            mode=module.mode,
+            mode=mode,
             per_sample_weights=per_sample_weights,
             include_last_offset=module.include_last_offset,
-            padding_idx=module.padding_idx,
+            padding_idx=padding,
         )
-        return watch(output, Call(layer, list(saved.values()), contribute))
+        return layer.watch(output, [input, samples, scale], contribute)
+
+
+def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
+    """Indices in one dimension that all samples share; None if they are samples.
+
+    They are shared if there is another number of them than samples, or if they are 0, 1, 2, ... and not the only input
+    of the model. A layer that got such indices once always does.
+    """
+    forward, dim = layer.engine.forward, layer.engine.batch_dim
+    count = forward.batch_size
+    if input.ndim != 1 or len(input) < 2 or count is None or forward.is_only_input(input):
+        return None
+    if len(input) != count:
+        layer.known[SHARED] = True
+    if SHARED not in layer.known and not torch.equal(input, torch.arange(len(input)).to(input)):
+        return None
+    layer.note("positions", dim)
+    return Samples(input.expand(count, -1).movedim(0, dim), dim, kept=False)
+
+
+def _relative(index: Tensor) -> bool:
+    """True for a square table of indices that depend on the distance of two positions."""
+    if index.ndim != 2 or index.shape[0] != index.shape[1] or len(index) < 3:
+        return False
+    return torch.equal(index[1:, 1:], index[:-1, :-1]) and bool((index != index[0, 0]).any())
 
 
 def _refusal(module: Any) -> str | None:
@@ -133,6 +124,7 @@ def _refusal(module: Any) -> str | None:
 def _rows(
     layer: CapturedLayer, count: int, samples: Tensor, index: Tensor, values: Tensor, padding: int | None
 ) -> SparseRows:
+    (values,) = wide(values)
     if padding is not None:
         values = values.masked_fill((index == padding)[:, None], 0)
     return SparseRows(layer.params["weight"], count, samples, index, values)

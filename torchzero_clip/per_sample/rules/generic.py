@@ -17,13 +17,13 @@ from typing_extensions import override
 
 from torchzero_clip.compat import is_functorch_wrapped_tensor
 from torchzero_clip.per_sample.broadcast_row import HOOKS, is_row, row_of
+from torchzero_clip.per_sample.captured_gradients import in_backward
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.contributions import Dense
-from torchzero_clip.per_sample.recording import Forward, in_backward
 from torchzero_clip.per_sample.rules.state import State
 from torchzero_clip.per_sample.squared_norms import wide
 
-OF_TORCH = ("Batching rule", "vmap", "functorch", "_Copies", "written-to tensor", "data-dependent", "dynamic shape")
+OF_TORCH = ("Batching rule", "vmap", "functorch", "written-to tensor", "data-dependent", "dynamic shape")
 LOOP = (  # in errors of vmap after which a loop over samples may do
     "Batching rule not implemented",
     "data-dependent control flow",
@@ -52,81 +52,84 @@ class GenericRule(Rule):
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         dims, shared = self.dims(layer, args, kwargs, leaves)
-        for i, dim in enumerate(dims):
-            if dim is not None and is_row(leaves[i]):  # such as a first state for all, expanded to the batch
-                leaves[i] = leaves[i]._each.diagonal(0, 0, dim + 1).movedim(-1, dim)
-        count = _batch_size(layer, leaves, dims)
+        inputs: dict[int, Tensor] = {}  # with the samples first
+        for i, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
+            if is_row(leaf):  # with a dimension, it is such as a first state for all, expanded to the batch
+                inputs[i] = leaf._each if dim is None else leaf._each.diagonal(0, 0, dim + 1).movedim(-1, 0)
+            elif dim is not None:
+                inputs[i] = leaf.movedim(dim, 0)
+        count = _batch_size(layer, leaves, {len(x) for x in inputs.values()})
         copies = copies_of(layer, count)
-        if not count:
-            return _without_samples(layer, copies, args, kwargs)
+        if not count:  # vmap cannot run an empty batch. The output depends on the copies, so that they get gradients
+            nothing = torch.stack([copy.sum() for copy in copies.values()]).sum()
+            output = run_detached(layer, args, kwargs)
+            return pytree.tree_map_only(Tensor, lambda value: value + nothing.to(value.dtype), output)
         if type(self) is GenericRule:
             _refuse_backward_hooks(layer)
-        bare, layout = Bare(layer.module), _Layout(layer)
-        split = [(i, dim) for i, dim in enumerate(dims) if dim is not None]
-        rows = [(i, leaf._each) for i, leaf in enumerate(leaves) if is_row(leaf)]
+        bare, outputs = _Bare(layer.module), _Outputs(layer)
+        has_samples = any(dim is not None for dim in dims)
 
         def one(copies: dict[str, Tensor], *samples: Tensor) -> tuple[Tensor, ...]:
             given = list(leaves)
-            for (i, dim), sample in zip(split, samples, strict=False):
-                given[i] = sample.unsqueeze(dim)
-            for (i, _), sample in zip(rows, samples[len(split) :], strict=True):
-                given[i] = sample
+            for i, sample in zip(inputs, samples, strict=True):
+                dim = dims[i]
+                given[i] = sample if dim is None else sample.unsqueeze(dim)
             args, kwargs = pytree.tree_unflatten(given, structure)
             with _Inside():
                 output = functional_call(bare, copies, args, kwargs, tie_weights=False)
-            if not _are_same(pytree.tree_leaves((args, kwargs)), given):
+            after = pytree.tree_leaves((args, kwargs))
+            if len(after) != len(given) or any(a is not b for a, b in zip(after, given, strict=True)):
                 raise ValueError(
                     f"{layer} changes a list or dict among its arguments, which would not be seen outside: return "
                     "what it adds, or freeze its parameters"
                 )
-            return layout.taken(output, lambda i: self.output_dim(layer, i) if split else None)
+            return outputs.taken(output, lambda i: self.output_dim(layer, i) if has_samples else None)
 
         known: set[Any] = layer.known.setdefault(COMPARED, set())
-        layer.recording.inside, caches = True, parametrize._cache_enabled
+        layer.engine.inside, caches = True, parametrize._cache_enabled
         parametrize._cache_enabled = 0  # under parametrize.cached(), a run would get the weights of another run
         state = State(layer)
         try:
-            inputs = [*(leaves[i] for i, _ in split), *(each for _, each in rows)]
-            outputs = _mapped(one, copies, inputs, [dim for _, dim in split] + [0] * len(rows), count, layer, state)
+            tensors = _mapped(layer, state, one, copies, list(inputs.values()), count)
             if type(self) is GenericRule and (decision := (*dims, *map(_kind, leaves))) not in known:
-                _compare(layer, state, layout.given_back(outputs, layer), args, kwargs)
+                _compare(layer, state, outputs.given_back(tensors), args, kwargs)
                 known.add(decision)
             state.join()
         except BaseException:
             state.undo()
             raise
         finally:
-            layer.recording.inside, parametrize._cache_enabled = False, caches
+            layer.engine.inside, parametrize._cache_enabled = False, caches
         if not in_backward():
             layer.note(*dims)
             layer.known.setdefault(SHARED, set()).update(shared)
-        return layout.given_back(outputs, layer)
+        return outputs.given_back(tensors)
 
     def dims(
         self, layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
     ) -> tuple[list[int | None], set[Any]]:
         """The batch dimension of each argument, None if it has none; and which arguments are shared for good."""
-        dim, size = layer.recording.batch_dim, _size(layer, leaves)
-        own = _memory_of((*layer.recording.params.values(), *layer.recording.buffers()))
-        paths = [str(path) for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]]
+        dim, size = layer.engine.batch_dim, layer.count_in(leaves)
+        model = layer.engine.attachment.model
+        own = _memory_of((*model.parameters(), *model.buffers()))
         shared: set[Any] = set(layer.known.get(SHARED, ()))
         result: list[int | None] = []
-        for path, leaf in zip(paths, leaves, strict=True):
-            if not isinstance(leaf, Tensor) or leaf.ndim <= dim or is_row(leaf) or _memory_of((leaf,)) & own:
-                result.append(None)
-                continue
-            if leaf.shape[dim] not in (1, size):
-                shared.add((path, leaf.ndim))
-            splits = leaf.shape[dim] == size and (path, leaf.ndim) not in shared and not _counts(layer, leaf)
-            result.append(dim if splits else None)
+        for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
+            result.append(None)
+            if isinstance(leaf, Tensor) and leaf.ndim > dim and not is_row(leaf) and not _memory_of((leaf,)) & own:
+                argument = str(path), leaf.ndim
+                if leaf.shape[dim] not in (1, size):
+                    shared.add(argument)
+                if leaf.shape[dim] == size and argument not in shared and not _counts(layer, leaf):
+                    result[-1] = dim
         return result, shared
 
     def output_dim(self, layer: CapturedLayer, index: int) -> int:
         """The batch dimension of an output."""
-        return layer.recording.batch_dim
+        return layer.engine.batch_dim
 
 
-class Bare(nn.Module):
+class _Bare(nn.Module):
     """The forward of a module without its hooks, which have run already."""
 
     def __init__(self, inner: nn.Module) -> None:
@@ -158,66 +161,44 @@ class _Inside(TorchFunctionMode):
 _EMBEDDING = inspect.signature(F.embedding)
 
 
-class _Layout:
+class _Outputs:
     """The structure of the output of a module: tensors and other values."""
 
     def __init__(self, layer: CapturedLayer) -> None:
         self._layer = layer
-        self._dims: list[int | None] = []
-        self._others: list[Any] = []
-        self._tensors: set[int] = set()
+        self._leaves: list[Any] = []
+        self._dims: dict[int, int | None] = {}  # of the tensors
         self._structure: Any = None
 
     def taken(self, output: Any, dim: Callable[[int], int | None]) -> tuple[Tensor, ...]:
         """Store the structure, and return the tensors of one sample, without their batch dimensions."""
         leaves, self._structure = pytree.tree_flatten(output)
-        self._dims = [dim(i) if isinstance(leaf, Tensor) else None for i, leaf in enumerate(leaves)]
-        self._others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._tensors = {i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-        for i in self._tensors:
-            d = self._dims[i]
+        self._dims = {i: dim(i) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        self._leaves = [None if i in self._dims else leaf for i, leaf in enumerate(leaves)]
+        for i, d in self._dims.items():
             if d is not None and (leaves[i].ndim <= d or leaves[i].shape[d] != 1):
                 raise ValueError(
                     f"{self._layer} gives an output of shape {tuple(leaves[i].shape)} for one sample, where dimension "
                     f"{d} should have size 1: something of the batch was not split into samples, or the output has no "
                     f"samples. Pass all tensors with samples as arguments{self._layer.way_out}"
                 )
-        dims = self._dims
-        return tuple(leaves[i] if (d := dims[i]) is None else leaves[i].squeeze(d) for i in sorted(self._tensors))
+        return tuple(leaves[i] if d is None else leaves[i].squeeze(d) for i, d in self._dims.items())
 
-    def given_back(self, tensors: Sequence[Tensor], layer: CapturedLayer) -> Any:
+    def given_back(self, tensors: Sequence[Tensor]) -> Any:
         """Return the output, from tensors with the samples in the first dimension. Without dimensions, it is a row."""
-        leaves, rest = list(self._others), iter(tensors)
-        for i, (other, dim) in enumerate(zip(self._others, self._dims, strict=True)):
-            if dim is not None:
-                leaves[i] = next(rest).movedim(0, dim)
-            elif other is None and i in self._tensors:
-                leaves[i] = row_of(next(rest), layer.recording.batch_dim, refuse=layer.refuse_row, note=layer.note)
+        leaves = list(self._leaves)
+        for (i, dim), tensor in zip(self._dims.items(), tensors, strict=True):
+            leaves[i] = row_of(self._layer, tensor) if dim is None else tensor.movedim(0, dim)
         return pytree.tree_unflatten(leaves, self._structure)
 
 
-class _Copies(torch.autograd.Function):
-    """Views of a parameter, one for each sample, in the same memory. Their gradients are the per-sample gradients."""
-
-    @staticmethod
-    @override
-    def forward(
-        ctx: Any, anchor: Tensor, param: list[nn.Parameter], count: int, layer: CapturedLayer, of: Forward
-    ) -> Tensor:
-        ctx.param, ctx.layer, ctx.of = param[0], layer, of
-        return param[0].detach().expand(count, *param[0].shape)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        if ctx.layer.recording.wants(ctx.layer):
-            ctx.layer.recording.add(ctx.layer, ctx.of, [Dense(ctx.param, *wide(grads[0]))])
-        return (None,) * 5
-
-
 def copy_of(layer: CapturedLayer, param: nn.Parameter, count: int) -> Tensor:
-    """A view of a parameter for each sample, whose gradients are captured."""
-    return _Copies.apply(layer.recording.anchor, [param], count, layer, layer.recording.forward)  # pyright: ignore
+    """A view of a parameter for each sample, in the same memory, whose gradients are the per-sample gradients."""
+
+    def contribute(grad: Tensor) -> list[Dense]:
+        return [Dense(param, *wide(grad))]
+
+    return layer.watch(param.detach().expand(count, *param.shape), [], contribute)
 
 
 def copies_of(layer: CapturedLayer, count: int) -> dict[str, Tensor]:
@@ -247,18 +228,14 @@ def _refuse_backward_hooks(layer: CapturedLayer) -> None:
             )
 
 
-def _without_samples(
-    layer: CapturedLayer, copies: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """The output for an empty batch, which vmap cannot run. It depends on the copies, so that they get gradients."""
+def run_detached(layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a layer without its parameters in the graph."""
     params = {f"inner.{name}": param.detach() for name, param in layer.module.named_parameters()}
-    nothing = torch.stack([copy.sum() for copy in copies.values()]).sum()
-    layer.recording.inside = True
+    layer.engine.inside = True
     try:
-        output = functional_call(Bare(layer.module), params, args, kwargs)
+        return functional_call(_Bare(layer.module), params, args, kwargs)
     finally:
-        layer.recording.inside = False
-    return pytree.tree_map_only(Tensor, lambda value: value + nothing.to(value.dtype), output)
+        layer.engine.inside = False
 
 
 def _memory_of(tensors: Iterable[Tensor]) -> set[int]:
@@ -270,10 +247,6 @@ def _kind(leaf: Any) -> Any:
     return (leaf.ndim, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
 
 
-def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
-
-
 def _compare(layer: CapturedLayer, state: State, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Run the module once more, on its batch, and raise unless it gives the same output as sample by sample.
 
@@ -281,10 +254,9 @@ def _compare(layer: CapturedLayer, state: State, output: Any, args: tuple[Any, .
     called twice.
     """
     inner = [module for module in layer.module.modules() if module is not layer.module]
-    if any(module._forward_hooks or module._forward_pre_hooks for module in inner):
-        return
-    leaves = pytree.tree_leaves((args, kwargs))
-    if any(isinstance(x, Tensor) and (is_row(x) or not x.numel()) for x in leaves):
+    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in inner)
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if hooked or any(is_row(x) or not x.numel() for x in tensors):
         return
     state.begin()
     before = torch.get_rng_state()
@@ -297,7 +269,7 @@ def _compare(layer: CapturedLayer, state: State, output: Any, args: tuple[Any, .
         return
     finally:
         torch.set_rng_state(before)
-    dim = layer.recording.batch_dim
+    dim = layer.engine.batch_dim
     for one, other in zip(pytree.tree_leaves(together), pytree.tree_leaves(output), strict=False):
         if isinstance(one, Tensor) and isinstance(other, Tensor) and not _agree(other.detach(), one, dim, drew):
             raise ValueError(
@@ -323,28 +295,15 @@ def _agree(alone: Tensor, together: Tensor, dim: int, drew: bool) -> bool:
 
 def _counts(layer: CapturedLayer, leaf: Tensor) -> bool:
     """True for the integers 0, 1, 2, ... in one dimension: positions, which all samples share."""
-    if (
-        layer.recording.forward.is_only_input(leaf)
-        or leaf.ndim != 1
-        or len(leaf) < 2
-        or leaf.is_floating_point()
-        or leaf.dtype == torch.bool
-    ):
+    if layer.engine.forward.is_only_input(leaf) or leaf.ndim != 1 or len(leaf) < 2:
+        return False
+    if leaf.is_floating_point() or leaf.dtype == torch.bool:
         return False
     return torch.equal(leaf, torch.arange(len(leaf), device=leaf.device, dtype=leaf.dtype))
 
 
-def _size(layer: CapturedLayer, leaves: Sequence[Any]) -> int | None:
-    """The number of samples: that of the batch, or that of the first input if it is not known."""
-    dim, known = layer.recording.batch_dim, layer.recording.forward.batch_size
-    first = next((x.shape[dim] for x in leaves if isinstance(x, Tensor) and x.ndim > dim), None)
-    return first if known is None else known
-
-
-def _batch_size(layer: CapturedLayer, leaves: Sequence[Any], dims: Sequence[int | None]) -> int:
-    counts = {leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None}
-    counts |= {len(leaf._each) for leaf in leaves if is_row(leaf)}
-    expected = layer.recording.forward.batch_size
+def _batch_size(layer: CapturedLayer, leaves: Sequence[Any], counts: set[int]) -> int:
+    expected = layer.engine.forward.batch_size
     if not counts and expected is not None:
         return expected  # no argument has samples: the output is the same for all
     if len(counts) != 1:
@@ -357,13 +316,12 @@ def _batch_size(layer: CapturedLayer, leaves: Sequence[Any], dims: Sequence[int 
 
 
 def _mapped(
+    layer: CapturedLayer,
+    state: State,
     one: Callable[..., tuple[Tensor, ...]],
     copies: dict[str, Tensor],
     inputs: Sequence[Tensor],
-    dims: Sequence[int],
     count: int,
-    layer: CapturedLayer,
-    state: State,
 ) -> Sequence[Tensor]:
     """Run ``one`` for every sample, by vmap or one by one. The results have the samples in the first dimension."""
     if layer.known.get(BY_VMAP, True):
@@ -371,7 +329,7 @@ def _mapped(
             state.begin()
             with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):  # vmap runs the other backends in a loop
                 warnings.filterwarnings("ignore", "There is a performance drop")
-                outputs = torch.vmap(one, in_dims=(0, *dims), randomness="different")(copies, *inputs)
+                outputs = torch.vmap(one, randomness="different")(copies, *inputs)
             state.end()
             return outputs
         except (RuntimeError, ValueError) as error:
@@ -383,11 +341,10 @@ def _mapped(
                     f"Give its class a rule with register_rule, or freeze its parameters{layer.way_out}"
                 ) from error
             layer.known[BY_VMAP] = False
-    rows = {name: copy.unbind(0) for name, copy in copies.items()}
-    split = [tensor.unbind(dim) for tensor, dim in zip(inputs, dims, strict=True)]
+    rows = [tensor.unbind() for tensor in (*copies.values(), *inputs)]  # at once, so that the backward stacks once
     results: list[tuple[Tensor, ...]] = []
-    for i in range(count):
+    for sample in zip(*rows, strict=True):
         state.begin()
-        results.append(one({name: row[i] for name, row in rows.items()}, *(column[i] for column in split)))
+        results.append(one(dict(zip(copies, sample, strict=False)), *sample[len(copies) :]))
         state.end()
     return [torch.stack(column) for column in zip(*results, strict=True)]

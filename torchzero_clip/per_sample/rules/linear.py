@@ -7,10 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.per_sample.captured_layer import Call, CapturedLayer, Rule, watch
-from torchzero_clip.per_sample.contributions import Contribution, Dense
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.products import Products
-from torchzero_clip.per_sample.squared_norms import squared_norms, wide
 
 
 class LinearRule(Rule):
@@ -19,22 +17,16 @@ class LinearRule(Rule):
     @override
     def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
-        weight, bias = module.weight, module.bias
+        bias = None if module.bias is None else module.bias.detach()
         found = layer.samples(input, input.ndim - 1)
-        source, dim, _ = found
+        return layer.watch_params(
+            F.linear(found.tensor, module.weight.detach(), bias),
+            found,
+            weight=lambda x, grad: Products(layer.params["weight"], _flat(x), _flat(grad)),
+            bias=lambda grad: grad if grad.ndim == 2 else _flat(grad).sum(1),
+        )
 
-        def contribute(grad: Tensor, *sources: Tensor) -> list[Contribution]:
-            outputs, *inputs = (x.movedim(dim, 0) for x in wide(grad, *sources))
-            count, length = outputs.shape[0], math.prod(outputs.shape[1:-1])
-            outputs = outputs.reshape(count, length, outputs.shape[-1])
-            squares = squared_norms(outputs) if length == 1 else None
-            result: list[Contribution] = []
-            for x in inputs:
-                x = x.reshape(count, length, x.shape[-1])
-                result.append(Products(layer.params["weight"], x, outputs, squares, budget=layer.recording.budget))
-            if "bias" in layer.params:
-                result.append(Dense(layer.params["bias"], outputs.sum(1) if length != 1 else outputs[:, 0], squares))
-            return result
 
-        output = F.linear(source, weight.detach(), None if bias is None else bias.detach())
-        return watch(output, Call(layer, [source] if "weight" in layer.params else [], contribute), found)
+def _flat(x: Tensor) -> Tensor:
+    """The tensor with one dimension of positions, (B, T, width)."""
+    return x.reshape(len(x), math.prod(x.shape[1:-1]), x.shape[-1])

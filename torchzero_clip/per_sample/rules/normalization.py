@@ -1,150 +1,97 @@
-"""Normalization within a sample: LayerNorm, RMSNorm, GroupNorm and InstanceNorm."""
+"""Normalization within a sample: LayerNorm, RMSNorm, GroupNorm, InstanceNorm, and BatchNorm in eval mode."""
 
-from abc import abstractmethod
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.per_sample.captured_layer import Call, CapturedLayer, Rule, watch
-from torchzero_clip.per_sample.contributions import Contribution, Dense
-from torchzero_clip.per_sample.recording import Forward
-from torchzero_clip.per_sample.squared_norms import wide
+from torchzero_clip.per_sample.captured_gradients import Forward
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
+from torchzero_clip.per_sample.contributions import Dense
+
+Normalize = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+"""A function of an input, a weight and a bias."""
 
 
 class NormalizationRule(Rule):
-    """Weight: output gradient times normalized input. Bias: output gradient. Both are summed over other dimensions."""
+    """Weight: output gradient times normalized input. Bias: output gradient. Both are summed over other dimensions.
 
-    settings: tuple[str, ...]  # attributes that the forward uses; they may change before the next call
+    Args:
+        function: Returns the function of a layer with its present settings, which may change before the next call.
+        channels: Whether the parameters have the second dimension, instead of the last ones.
+    """
+
+    def __init__(self, function: Callable[[Any], Normalize], *, channels: bool = False) -> None:
+        self._function = function
+        self._channels = channels
 
     @override
     def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
-        found = layer.samples(input, self.leading(module, input))
-        source, dim, _ = found
-        weight, bias = (None if p is None else p.detach() for p in (module.weight, getattr(module, "bias", None)))
+        normalize, weight, bias = self._function(module), module.weight.detach(), getattr(module, "bias", None)
+        unbatched = module._get_no_batch_dim() if hasattr(module, "_get_no_batch_dim") else 0
+        leading = int(input.ndim != unbatched) if self._channels else input.ndim - weight.ndim
+        found = layer.samples(input, leading)
 
-        then: Any = SimpleNamespace(**{name: getattr(module, name) for name in self.settings})
+        def summed(grads: Tensor) -> Tensor:
+            others = range(2, grads.ndim) if self._channels else range(1, grads.ndim - weight.ndim)
+            return grads.sum(tuple(others)) if others else grads
 
-        def contribute(grad: Tensor, *sources: Tensor) -> list[Contribution]:
-            grad, *inputs = (tensor.movedim(dim, 0) for tensor in wide(grad, *sources))
-            result: list[Contribution] = []
-            for x in inputs:
-                normalized = self.normalize(then, x, None, None)
-                result.append(Dense(layer.params["weight"], self.summed(then, grad * normalized)))
-            if "bias" in layer.params:
-                result.append(Dense(layer.params["bias"], self.summed(then, grad)))
-            return result
-
-        output = self.normalize(module, source, weight, bias)
-        return watch(output, Call(layer, [source] if "weight" in layer.params else [], contribute), found)
-
-    @abstractmethod
-    def leading(self, module: Any, input: Tensor) -> int:
-        """The number of dimensions before those of a single position."""
-
-    @abstractmethod
-    def normalize(self, module: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """The output of the layer with these parameters."""
-
-    @abstractmethod
-    def summed(self, module: Any, grads: Tensor) -> Tensor:
-        """The sum over all dimensions that the parameters do not have, except that of the samples."""
-
-
-class LayerNormRule(NormalizationRule):
-    """LayerNorm: the parameters have the last dimensions."""
-
-    settings = ("normalized_shape", "eps")
-
-    @override
-    def leading(self, module: Any, input: Tensor) -> int:
-        return input.ndim - len(module.normalized_shape)
-
-    @override
-    def normalize(self, module: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return F.layer_norm(input, module.normalized_shape, weight, bias, module.eps)
-
-    @override
-    def summed(self, module: Any, grads: Tensor) -> Tensor:
-        between = tuple(range(1, grads.ndim - len(module.normalized_shape)))
-        return grads.sum(between) if between else grads
-
-
-class RMSNormRule(LayerNormRule):
-    """RMSNorm: like LayerNorm, without a mean and a bias."""
-
-    @override
-    def normalize(self, module: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return F.rms_norm(input, module.normalized_shape, weight, module.eps)
+        return layer.watch_params(
+            normalize(found.tensor, weight, None if bias is None else bias.detach()),
+            found,
+            weight=lambda x, grad: Dense(layer.params["weight"], summed(grad * normalize(x, None, None))),
+            bias=summed,
+        )
 
 
 class GroupNormRule(NormalizationRule):
-    """GroupNorm: the parameters have the channels, the second dimension."""
+    """GroupNorm, by one kernel for the gradients of the input and of the parameters where that is possible."""
 
-    settings = ("num_groups", "eps")
+    def __init__(self) -> None:
+        super().__init__(group_norm, channels=True)
 
     @override
-    def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Tensor:
+    def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
-        x: Tensor = args[0] if args else kwargs["input"]
-        dtypes = {x.dtype, *(param.dtype for param in module.parameters())}
-        plain = len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} and x.numel() and module.bias is not None
-        if type(self) is not GroupNormRule or not plain or torch.is_autocast_enabled(x.device.type):
-            return super().run(layer, x)
-        return _GroupNorm.apply(layer.recording.anchor, x, layer, layer.recording.forward)  # pyright: ignore[reportReturnType]
-
-    @override
-    def leading(self, module: Any, input: Tensor) -> int:
-        return 1
-
-    @override
-    def normalize(self, module: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return F.group_norm(input, module.num_groups, weight, bias, module.eps)
-
-    @override
-    def summed(self, module: Any, grads: Tensor) -> Tensor:
-        return grads.flatten(2).sum(2) if grads.ndim > 2 else grads
+        dtypes = {input.dtype, *(param.dtype for param in module.parameters())}
+        plain = len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} and module.bias is not None
+        if not plain or not input.numel() or torch.is_autocast_enabled(input.device.type):
+            return super().run(layer, input)
+        return _GroupNorm.apply(layer.engine.anchor, input, layer, layer.engine.forward)  # pyright: ignore[reportReturnType]
 
 
-class BatchNormRule(GroupNormRule):
-    """BatchNorm in eval mode: every channel by its running statistics."""
-
-    settings = ("running_mean", "running_var", "eps")
-
-    @override
-    def leading(self, module: Any, input: Tensor) -> int:
-        return 1
-
-    @override
-    def normalize(self, module: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return F.batch_norm(input, module.running_mean, module.running_var, weight, bias, False, 0.0, module.eps)
+def layer_norm(module: Any) -> Normalize:
+    """LayerNorm as it is now."""
+    shape, eps = module.normalized_shape, module.eps
+    return lambda x, weight, bias: F.layer_norm(x, shape, weight, bias, eps)
 
 
-class InstanceNormRule(GroupNormRule):
-    """InstanceNorm: each channel of a sample by itself."""
+def rms_norm(module: Any) -> Normalize:
+    """RMSNorm as it is now."""
+    shape, eps = module.normalized_shape, module.eps
+    return lambda x, weight, bias: F.rms_norm(x, shape, weight, eps)
 
-    settings = ("eps",)
 
-    @override
-    def refusal(self, module: nn.Module) -> str | None:
-        if module.track_running_stats:
-            return "track_running_stats=True mixes the samples: use track_running_stats=False"
-        return None
+def group_norm(module: Any) -> Normalize:
+    """GroupNorm as it is now."""
+    groups, eps = module.num_groups, module.eps
+    return lambda x, weight, bias: F.group_norm(x, groups, weight, bias, eps)
 
-    @override
-    def leading(self, module: Any, input: Tensor) -> int:
-        spatial = module._get_no_batch_dim()
-        return 0 if input.ndim == spatial else 1
 
-    @override
-    def normalize(self, module: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        if not len(input):  # torch raises for an instance norm of an empty batch
-            return F.group_norm(input, input.shape[1], weight, bias, module.eps)
-        return F.instance_norm(input, weight=weight, bias=bias, use_input_stats=True, eps=module.eps)
+def instance_norm(module: Any) -> Normalize:
+    """InstanceNorm as it is now: every channel is a group."""
+    eps = module.eps
+    return lambda x, weight, bias: F.group_norm(x, x.shape[1], weight, bias, eps)
+
+
+def batch_norm(module: Any) -> Normalize:
+    """BatchNorm in eval mode, as it is now."""
+    mean, variance, eps = module.running_mean, module.running_var, module.eps
+    return lambda x, weight, bias: F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
 
 
 class _GroupNorm(torch.autograd.Function):
@@ -172,7 +119,7 @@ class _GroupNorm(torch.autograd.Function):
         x, mean, rstd, weight = ctx.saved_tensors
         layer: CapturedLayer = ctx.layer
         count, channels, size = x.shape[0], x.shape[1], x.shape[2:].numel()
-        grad_input, *parameters = torch.ops.aten.native_group_norm_backward(
+        grad_input, *rows = torch.ops.aten.native_group_norm_backward(
             grads[0].contiguous().view(1, count * channels, size),
             x.view(1, count * channels, size),
             mean.view(1, -1),
@@ -184,8 +131,8 @@ class _GroupNorm(torch.autograd.Function):
             mean.numel(),
             [ctx.needs_input_grad[1], True, True],
         )
-        rows = {name: value.view(count, channels) for name, value in zip(("weight", "bias"), parameters, strict=True)}
-        if layer.recording.wants(layer):
-            parts = [Dense(param, rows[name]) for name, param in layer.params.items()]
-            layer.recording.add(layer, ctx.of, parts)
+        if layer.engine.wants(layer):
+            of: dict[str, Tensor] = dict(zip(("weight", "bias"), rows, strict=True))
+            parts = [Dense(param, of[name].view(count, channels)) for name, param in layer.params.items()]
+            layer.engine.add(layer, ctx.of, parts)
         return None, None if grad_input is None else grad_input.view_as(x), None, None

@@ -4,13 +4,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from torch import Tensor
-from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from torchzero_clip.per_sample.captured_layer import Call, CapturedLayer, Rule, watch
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.contributions import Contribution, Dense
-from torchzero_clip.per_sample.rules.generic import Bare
+from torchzero_clip.per_sample.rules.generic import run_detached
 from torchzero_clip.per_sample.squared_norms import wide
 
 PerSampleGradients: TypeAlias = Callable[..., Mapping[str, Tensor]]
@@ -19,8 +18,7 @@ PerSampleGradients: TypeAlias = Callable[..., Mapping[str, Tensor]]
 class RegisteredRule(Rule):
     """Runs the layer without its parameters in the graph, and calls a function for their gradients.
 
-    Args:
-        gradients: The function. It gets the layer, the gradient of its output, and the arguments of the call.
+    The function gets the layer, the gradient of its output, and the arguments of the call.
     """
 
     covers_submodules = True
@@ -31,8 +29,8 @@ class RegisteredRule(Rule):
     @override
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Tensor:
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
         def contribute(grad: Tensor, *tensors: Tensor) -> list[Contribution]:
             given: list[Any] = list(others)
@@ -41,15 +39,10 @@ class RegisteredRule(Rule):
             args, kwargs = pytree.tree_unflatten(given, structure)
             return _checked(layer, self._gradients(layer.module, grad, *args, **kwargs))
 
-        detached = {f"inner.{name}": param.detach() for name, param in layer.module.named_parameters()}
-        layer.recording.inside = True
-        try:
-            output = functional_call(Bare(layer.module), detached, args, kwargs)
-        finally:
-            layer.recording.inside = False
+        output = run_detached(layer, args, kwargs)
         if not isinstance(output, Tensor):
             raise TypeError(f"{layer} has a registered rule and must return one tensor, got {type(output).__name__}")
-        return watch(output, Call(layer, [leaves[i] for i in where], contribute))
+        return layer.watch(output, [leaves[i] for i in where], contribute)
 
 
 def _checked(layer: CapturedLayer, grads: Any) -> list[Contribution]:
@@ -59,13 +52,10 @@ def _checked(layer: CapturedLayer, grads: Any) -> list[Contribution]:
         raise ValueError(
             f"the rule of {layer} must return gradients for {sorted(layer.params)}, got some for {sorted(grads)}"
         )
-    result: list[Contribution] = []
     for name, param in layer.params.items():
-        (values,) = wide(grads[name])
-        if values.shape[1:] != param.shape:
+        if grads[name].shape[1:] != param.shape:
             raise ValueError(
                 f"the rule of {layer} must return a tensor of shape {('B', *param.shape)} for {name!r}, "
-                f"got {tuple(values.shape)}"
+                f"got {tuple(grads[name].shape)}"
             )
-        result.append(Dense(param, values))
-    return result
+    return [Dense(param, *wide(grads[name])) for name, param in layer.params.items()]

@@ -4,47 +4,42 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.nn.utils import parametrize
 
 from torchzero_clip.checks import instance
-from torchzero_clip.per_sample.captured_layer import Rule
+from torchzero_clip.per_sample.captured_layer import Rule, trainable
 from torchzero_clip.per_sample.rules.bare import BareRule
 from torchzero_clip.per_sample.rules.conv import ConvRule
 from torchzero_clip.per_sample.rules.embedding import EmbeddingBagRule, EmbeddingRule
 from torchzero_clip.per_sample.rules.generic import GenericRule
 from torchzero_clip.per_sample.rules.linear import LinearRule
 from torchzero_clip.per_sample.rules.normalization import (
-    BatchNormRule,
     GroupNormRule,
-    InstanceNormRule,
-    LayerNormRule,
-    RMSNormRule,
+    NormalizationRule,
+    batch_norm,
+    instance_norm,
+    layer_norm,
+    rms_norm,
 )
 from torchzero_clip.per_sample.rules.registered import PerSampleGradients, RegisteredRule
-from torchzero_clip.per_sample.rules.sequences import AttentionRule, RecurrentRule
+from torchzero_clip.per_sample.rules.sequences import SequenceRule
 
 WHOLE = GenericRule()
 BARE = BareRule()
 RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: LinearRule(),
-    nn.Conv1d: ConvRule(),
-    nn.Conv2d: ConvRule(),
-    nn.Conv3d: ConvRule(),
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), ConvRule()),
     nn.Embedding: EmbeddingRule(),
     nn.EmbeddingBag: EmbeddingBagRule(),
-    nn.LayerNorm: LayerNormRule(),
-    nn.RMSNorm: RMSNormRule(),
+    nn.LayerNorm: NormalizationRule(layer_norm),
+    nn.RMSNorm: NormalizationRule(rms_norm),
     nn.GroupNorm: GroupNormRule(),
-    _BatchNorm: BatchNormRule(),
-    nn.InstanceNorm1d: InstanceNormRule(),
-    nn.InstanceNorm2d: InstanceNormRule(),
-    nn.InstanceNorm3d: InstanceNormRule(),
-    nn.RNN: RecurrentRule(),
-    nn.LSTM: RecurrentRule(),
-    nn.GRU: RecurrentRule(),
-    nn.MultiheadAttention: AttentionRule(),
+    BatchNorm: NormalizationRule(batch_norm, channels=True),
+    InstanceNorm: NormalizationRule(instance_norm, channels=True),
+    **dict.fromkeys((nn.RNN, nn.LSTM, nn.GRU), SequenceRule(1)),
+    nn.MultiheadAttention: SequenceRule(0),
 }
 
 
@@ -110,13 +105,8 @@ def rule_for(module: nn.Module) -> Rule | None:
 
 
 def _is_refused(module: nn.Module) -> bool:
-    rule = rule_for(module) if trains(module) else None
+    rule = rule_for(module) if trainable(module) else None
     return rule is not None and rule.refusal(module) is not None
-
-
-def trains(module: nn.Module) -> bool:
-    """True if a parameter of the module trains."""
-    return any(param.requires_grad for param in module.parameters())
 
 
 def _runs_as(kind: type[Any], known: type[Any]) -> bool:
@@ -133,23 +123,18 @@ def own_params(module: nn.Module) -> dict[int, str]:
     return found
 
 
-def may_mix(module: nn.Module) -> bool:
-    """True if a module mixes samples in training mode."""
-    return isinstance(module, _BatchNorm)
-
-
 def mixes(module: nn.Module) -> str | None:
     """The reason why a module mixes samples in its present mode, and the way out; None if it does not."""
-    if may_mix(module) and (module.training or getattr(module, "running_mean", None) is None):
+    if isinstance(module, BatchNorm) and (module.training or getattr(module, "running_mean", None) is None):
         return "it mixes the samples of a batch in training mode: call its eval(), or use GroupNorm or LayerNorm"
     return None
 
 
 def refusal(module: nn.Module, *, batch_first: bool) -> str | None:
     """The reason why a module makes per-sample gradients of a model wrong, and the way out; None if there is none."""
-    if isinstance(module, torch.jit.ScriptModule) and trains(module):
+    if isinstance(module, torch.jit.ScriptModule) and trainable(module):
         return "it is scripted, and has no forward in Python: use the module that it was made of"
-    if isinstance(module, _InstanceNorm) and module.track_running_stats:
+    if isinstance(module, InstanceNorm) and module.track_running_stats:
         return "track_running_stats=True mixes the samples: use track_running_stats=False"
     if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
         own: Any = module.self_attn.batch_first

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torchzero_clip.compat import get_unwrapped, is_batchedtensor, maybe_get_bdim
 from torchzero_clip.per_sample.captured_layer import CapturedLayer
 
-_Key = tuple[nn.Module, str]
+_Key = tuple[int, str]  # a place: the id of the dict of attributes or buffers, and the name
 
 OF_MODULES = frozenset([*vars(nn.Module()), "forward"])
 MISSING = object()
@@ -19,147 +19,120 @@ SIMPLE = (bool, int, float, complex, str)
 
 
 class State:
-    """Starts every run with the state from before the forward, and combines the new states into that of the batch.
+    """Starts every run with copies of what a module holds, and combines what the runs leave into that of the batch.
 
     A tensor that has a batch dimension of size 1 for a sample gets all samples there. Any other tensor gets a new first
-    dimension with an entry for each sample. Tensors are found in lists, tuples, dicts and other trees of torch.
-
-    Args:
-        layer: The module, which has not run yet.
+    dimension with an entry for each sample. Tensors are found in lists, tuples, dicts and other trees of torch. Buffers
+    and tensors that are changed in place, such as counters, must not depend on the sample.
     """
 
     def __init__(self, layer: CapturedLayer) -> None:
         self._layer = layer
-        self._dim = layer.recording.batch_dim
-        self._before = {key: (value, _copied(value)) for key, value in self._attributes()}
-        self._buffers = {(m, name): b for m in layer.module.modules() for name, b in m._buffers.items()}
-        self._values = {key: None if b is None else b.clone() for key, b in self._buffers.items()}
-        held = pytree.tree_leaves([value for value, _ in self._before.values()])
-        self._tensors = [(x, x._version, x.detach().clone()) for x in held if _is_data(x)]
+        modules = list(layer.module.modules())
+        self._buffers = {id(module._buffers) for module in modules}
+        self._holders = {id(holder): holder for module in modules for holder in (vars(module), module._buffers)}
+        self._before = dict(self._current())
+        self._originals: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of a copy: the copy, and its original
         self._runs: list[dict[_Key, Any]] = []
-        self._buffers_of_runs: list[dict[_Key, Tensor | None]] = []
 
     def begin(self) -> None:
-        """Before a run, for one sample or all at once: replace state that it could change in place by copies."""
-        for (module, name), _ in list(self._attributes()):
-            if (module, name) not in self._before:
-                delattr(module, name)
-        for (module, name), (_, copied) in self._before.items():
-            vars(module)[name] = _copied(copied)
-        for i, (tensor, version, values) in enumerate(self._tensors):
-            if tensor._version != version:
-                tensor.detach().copy_(values)
-                self._tensors[i] = tensor, tensor._version, values
-        for (module, name), values in self._values.items():
-            module._buffers[name] = None if values is None else values.clone()
+        """Before a run, for one sample or all at once."""
+        self.undo()
+        for (holder, name), value in self._before.items():
+            held = isinstance(value, Tensor | list | tuple | dict | deque | set)
+            self._holders[holder][name] = pytree.tree_map(self._copied, value) if held else value
 
     def end(self) -> None:
         """After a run: note the state that it has left."""
-        self._runs.append(dict(self._attributes()))
-        self._buffers_of_runs.append({(m, name): m._buffers.get(name) for m, name in self._buffers})
+        self._runs.append(dict(self._current()))
 
     def undo(self) -> None:
         """Restore the state from before the forward."""
-        self.begin()
-        for (module, name), (value, copied) in self._before.items():
-            vars(module)[name] = _written(value, copied)
-        for (module, name), buffer in self._buffers.items():
-            module._buffers[name] = _overwritten(buffer, self._values[module, name])
+        for holder, name in [key for key, _ in self._current() if key not in self._before]:
+            del self._holders[holder][name]
+        for (holder, name), value in self._before.items():
+            self._holders[holder][name] = value
 
     def join(self) -> None:
         """Install the state of the batch.
 
         Raises:
-            ValueError: If a value cannot be combined over the samples, or a buffer would depend on the samples.
+            ValueError: If a value cannot be combined over the samples, or would depend on them.
         """
-        buffers = {key: self._common(key) for key in self._buffers}
-        state = {key: self._combined([run.get(key, MISSING) for run in self._runs], key[1]) for key in self._runs[-1]}
-        for (module, name), buffer in buffers.items():
-            module._buffers[name] = _overwritten(self._buffers[module, name], buffer)
-        for (module, name), value in state.items():
-            vars(module)[name] = _written(self._before.get((module, name), (MISSING,))[0], value)
+        joined = {key: self._combined(key, [run.get(key, MISSING) for run in self._runs]) for key in self._runs[-1]}
+        for (holder, name), value in joined.items():
+            self._holders[holder][name] = _written(self._before.get((holder, name), MISSING), value)
 
-    def _attributes(self) -> Iterator[tuple[_Key, Any]]:
-        for module in self._layer.module.modules():
-            for name, value in vars(module).items():
-                if name not in OF_MODULES:
-                    yield (module, name), value
+    def _current(self) -> Iterator[tuple[_Key, Any]]:
+        for key, holder in self._holders.items():
+            for name, value in holder.items():
+                if key in self._buffers or name not in OF_MODULES:
+                    yield (key, name), value
 
-    def _combined(self, values: Sequence[Any], name: str) -> Any:
+    def _copied(self, leaf: Any) -> Any:
+        if isinstance(leaf, set):
+            return set(leaf)
+        if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter) or leaf.requires_grad:
+            return leaf  # parameters and results are not changed in place
+        copy = leaf.clone()
+        self._originals[id(copy)] = copy, leaf
+        return copy
+
+    def _combined(self, key: _Key, values: Sequence[Any]) -> Any:
         """Combine the values of all runs into one, with tensors of the batch in place of those of samples."""
-        last = values[-1]
-        if len(values) == 1 and not isinstance(last, Tensor | list | tuple | dict | deque):
-            self._refuse_hidden(last, name)
-            return last
-        columns, structures = zip(*(pytree.tree_flatten(value) for value in values), strict=True)
-        if any(structure != structures[-1] for structure in structures):
-            raise ValueError(f"{self._layer} stores {name!r} with another structure for each sample")
-        leaves = [self._leaf(column, name) for column in zip(*columns, strict=True)]
-        return pytree.tree_unflatten(leaves, structures[-1])
+        trees = [pytree.tree_flatten(value) for value in values]
+        structure = trees[-1][1]
+        if any(other != structure for _, other in trees):
+            raise ValueError(f"{self._layer} stores {key[1]!r} with another structure for each sample")
+        leaves = [self._leaf(key, column) for column in zip(*(leaves for leaves, _ in trees), strict=True)]
+        return pytree.tree_unflatten(leaves, structure)
 
-    def _leaf(self, values: Sequence[Any], name: str) -> Any:
-        last = values[-1]
-        if _is_batched(last):
-            return self._joined(get_unwrapped(last).movedim(maybe_get_bdim(last), 0))
-        if all(value is last for value in values):
-            self._refuse_hidden(last, name)
-            return last
+    def _leaf(self, key: _Key, values: Sequence[Any]) -> Any:
+        last, name = values[-1], key[1]
         if isinstance(last, Tensor):
+            copied = self._originals.get(id(last))
+            if copied is not None or key[0] in self._buffers:
+                return self._common(key, values, self._before.get(key) if copied is None else copied[1])
+            if is_batchedtensor(last):
+                return self._joined(get_unwrapped(last).movedim(maybe_get_bdim(last), 0))
+            if all(value is last for value in values):
+                return last
             if not all(isinstance(value, Tensor) and value.shape == last.shape for value in values):
                 raise ValueError(f"{self._layer} stores {name!r} with another shape for each sample")
             return self._joined(torch.stack(list(values)))
-        self._refuse_hidden(last, name)
+        held = getattr(last, "__dict__", None)
+        if isinstance(held, dict) and any(isinstance(x, Tensor) and is_batchedtensor(x) for x in held.values()):
+            raise ValueError(
+                f"{self._layer} stores {name!r}, in which tensors cannot be combined over samples: "
+                f"{type(last).__name__}. A dict can"
+            )
         if isinstance(last, SIMPLE) and any(value != last for value in values):
             raise ValueError(f"{self._layer} stores {name!r}, which differs between samples and is not a tensor")
         return last
 
-    def _refuse_hidden(self, value: Any, name: str) -> None:
-        """Raise if an object of an unknown class holds tensors of samples."""
-        held = getattr(value, "__dict__", None)
-        if isinstance(held, dict) and any(map(_is_batched, held.values())):
+    def _common(self, key: _Key, values: Sequence[Any], original: Tensor | None) -> Any:
+        """A tensor that must be the same after all runs, written into the original one if that is possible."""
+        if original is not None and all(id(x) in self._originals and not x._version for x in values):
+            return original  # no run has changed it
+        last: Tensor = values[-1]
+        same = (isinstance(x, Tensor) and not is_batchedtensor(x) and torch.equal(x, last) for x in values)
+        if not all(same):
+            what = f"its buffer {key[1]!r}" if key[0] in self._buffers else f"{key[1]!r} in place"
             raise ValueError(
-                f"{self._layer} stores {name!r}, in which tensors cannot be combined over samples: "
-                f"{type(value).__name__}. A dict can"
+                f"{self._layer} sets {what} to a value that depends on the samples, which mixes them. "
+                "Per-sample gradients would be wrong"
             )
+        if original is None or last.requires_grad or original.shape != last.shape or original.dtype != last.dtype:
+            return last
+        with torch.no_grad():
+            return original.copy_(last)
 
     def _joined(self, rows: Tensor) -> Tensor:
         """The tensor of the batch, from one that has the samples in a new first dimension."""
-        if rows.ndim > self._dim + 1 and rows.shape[self._dim + 1] == 1:
-            return rows.squeeze(self._dim + 1).movedim(0, self._dim)
+        dim = self._layer.engine.batch_dim
+        if rows.ndim > dim + 1 and rows.shape[dim + 1] == 1:
+            return rows.squeeze(dim + 1).movedim(0, dim)
         return rows
-
-    def _common(self, key: _Key) -> Tensor | None:
-        """The buffer after all runs, which have to agree."""
-        values: list[Any] = [run[key] for run in self._buffers_of_runs]
-        last = values[-1]
-        if any(value is None for value in values):
-            return last
-        if any(_is_batched(value) or not torch.equal(value, last) for value in values):
-            raise ValueError(
-                f"{self._layer} sets its buffer {key[1]!r} to a value that depends on the samples, which mixes them. "
-                "Per-sample gradients would be wrong"
-            )
-        return last
-
-
-def _is_data(value: object) -> bool:
-    """True for a tensor that a module may count in, unlike parameters and results."""
-    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.requires_grad
-
-
-def _is_batched(value: object) -> bool:
-    return isinstance(value, Tensor) and is_batchedtensor(value)
-
-
-def _copied(value: Any) -> Any:
-    """A copy of a container, at any depth, with the same values."""
-    if isinstance(value, set):
-        return set(value)
-    return pytree.tree_map(_same, value) if isinstance(value, list | tuple | dict | deque) else value
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _written(original: Any, value: Any) -> Any:
@@ -175,11 +148,3 @@ def _written(original: Any, value: Any) -> Any:
     else:
         return value
     return original
-
-
-def _overwritten(original: Tensor | None, value: Tensor | None) -> Tensor | None:
-    """Write the value into the original buffer, if that is possible."""
-    if original is None or value is None or original.shape != value.shape or original.dtype != value.dtype:
-        return value
-    with torch.no_grad():
-        return original if original is value or torch.equal(original, value) else original.copy_(value)

@@ -53,6 +53,19 @@ def chosen_whole(model: nn.Module, given: Any) -> dict[str, str]:
     return chosen
 
 
+def whole_line(model: nn.Module, name: str) -> str:
+    """The end of an error: the argument ``whole`` that takes a module around one whole, the nearest first."""
+    modules = dict(model.named_modules())
+    path = name.split(".") if name else []
+    around = [modules.get(".".join(path[:i])) for i in range(len(path) - 1, -1, -1)]
+    kinds = [type(m).__name__ for m in around if m is not None and type(m).forward is not nn.Module.forward]
+    kinds = [kind for i, kind in enumerate(kinds) if kind not in ("Sequential", *kinds[:i])]
+    if not kinds:
+        return ""
+    further = "".join(f", or whole=({kind},)" for kind in kinds[1:3])
+    return f". Or run the module around it sample by sample: whole=({kinds[0]},){further}"
+
+
 def _is_meant(name: str, module: nn.Module, item: type[nn.Module] | str) -> bool:
     return fnmatchcase(name, item) if isinstance(item, str) else isinstance(module, item)
 

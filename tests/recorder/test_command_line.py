@@ -1,0 +1,154 @@
+"""The commands print what they found, and every error as one line."""
+
+import importlib
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from torchzero_clip import read_record
+from torchzero_clip.recorder.files import append, header
+
+main = importlib.import_module("torchzero_clip.__main__").main
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A run of 100 steps with a spike."""
+    return written(tmp_path / "run.jsonl", 100)
+
+
+def written(path, count):
+    generator = torch.Generator().manual_seed(0)
+    norms = torch.exp(0.2 * torch.randn(count, generator=generator)).tolist()
+    norms[count // 2] = 50.0
+    rows = [
+        {"kind": "step", "step": i, "norm": x, "loss": None, "reason": "", "metrics": {}} for i, x in enumerate(norms)
+    ]
+    append(path, [header(0, "parameter", ["weight"]), *map(json.dumps, rows)])
+    return path
+
+
+def error_of(capsys, *arguments):
+    """The message of a command that fails."""
+    assert main([str(argument) for argument in arguments]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.endswith("\n")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_suggest_prints_the_suggestion(file, capsys):
+    assert main(["suggest", str(file)]) == 0
+    assert capsys.readouterr().out == f"{read_record(file).suggest_max_norm()}\n"
+
+
+def test_suggest_takes_the_share(file, capsys):
+    assert main(["suggest", str(file), "--share-clipped", "0.1"]) == 0
+    assert capsys.readouterr().out == f"{read_record(file).suggest_max_norm(0.1)}\n"
+
+
+def test_suggest_draws(file, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert main(["suggest", str(file), "--plot", str(tmp_path / "limit.png")]) == 0
+    assert (tmp_path / "limit.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_report_writes_the_page_and_prints_its_path(file, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("torchzero_clip.recorder.report.png_of", lambda figure: b"png")
+    assert main(["report", str(file), "-o", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'page.html'}\n"
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(file)]) == 0
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("command", ["suggest", "report"])
+def test_a_missing_file(command, tmp_path, capsys):
+    assert (
+        error_of(capsys, command, tmp_path / "no.jsonl")
+        == f"error: {tmp_path / 'no.jsonl'}: No such file or directory\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["suggest", "report"])
+def test_a_directory(command, tmp_path, capsys):
+    assert str(tmp_path) in error_of(capsys, command, tmp_path)
+
+
+@pytest.mark.parametrize("command", ["suggest", "report"])
+def test_a_bad_line_is_named(command, file, capsys):
+    with file.open("a") as out:
+        out.write("not JSON\n")
+    append(file, [json.dumps({"kind": "step", "step": 100, "norm": 1.0, "loss": None, "reason": "", "metrics": {}})])
+    assert "line 102" in error_of(capsys, command, file)
+
+
+@pytest.mark.parametrize("command", ["suggest", "report"])
+def test_a_file_that_is_no_text(command, tmp_path, capsys):
+    (tmp_path / "run.jsonl").write_bytes(b"\xff\xfe\x00" * 10)
+    error_of(capsys, command, tmp_path / "run.jsonl")
+
+
+def test_too_few_norms(tmp_path, capsys):
+    assert "at least 20 norms" in error_of(capsys, "suggest", written(tmp_path / "run.jsonl", 10))
+
+
+def test_an_empty_file(tmp_path, capsys):
+    (tmp_path / "run.jsonl").touch()
+    assert "at least 20 norms" in error_of(capsys, "suggest", tmp_path / "run.jsonl")
+    assert "no steps" in error_of(capsys, "report", tmp_path / "run.jsonl")
+
+
+@pytest.mark.parametrize("share", ["0", "1", "-1", "nan", "inf"])
+def test_a_share_out_of_range(share, file, capsys):
+    assert "share_clipped" in error_of(capsys, "suggest", file, f"--share-clipped={share}")
+
+
+@pytest.mark.parametrize("arguments", [["suggest", "--plot"], ["report", "-o"]])
+def test_without_matplotlib(arguments, file, tmp_path, capsys, monkeypatch):
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    command, option = arguments
+    assert "pip install matplotlib" in error_of(capsys, command, file, option, tmp_path / "out.png")
+
+
+def test_a_picture_or_page_that_cannot_be_written(file, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    nowhere = tmp_path / "nowhere"
+    assert "No such file" in error_of(capsys, "report", file, "-o", nowhere / "page.html")
+    assert "No such file" in error_of(capsys, "suggest", file, "--plot", nowhere / "limit.png")
+    assert "xyz" in error_of(capsys, "suggest", file, "--plot", tmp_path / "limit.xyz")
+
+
+@pytest.mark.parametrize("arguments", [[], ["draw"], ["suggest"], ["suggest", "a", "--share-clipped", "much"]])
+def test_wrong_arguments_have_the_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(arguments)
+    assert error.value.code == 2
+    assert "usage: python -m torchzero_clip" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["suggest", "--help"], ["report", "--help"]])
+def test_help_shows_examples(arguments, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(arguments)
+    assert error.value.code == 0
+    assert "python -m torchzero_clip" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_module_runs(file, tmp_path):
+    command = [sys.executable, "-m", "torchzero_clip", "suggest"]
+    found = subprocess.run([*command, file], capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout.startswith("ClipNorm(")
+    failed = subprocess.run([*command, tmp_path / "no.jsonl"], capture_output=True, text=True, check=False)
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("error: ")

@@ -1,0 +1,273 @@
+"""Pictures show what was recorded, whatever was recorded."""
+
+import math
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+import torch
+
+from torchzero_clip import Record
+from torchzero_clip.recorder.axes import printable
+from torchzero_clip.recorder.binning import Bars, Events, Tiles, in_columns, largest, medians, relative
+from torchzero_clip.recorder.figures import draw_histogram, draw_layers, draw_norms, draw_record, draw_series, png_of
+from torchzero_clip.recorder.record import Block
+from torchzero_clip.recorder.suggestion import suggested
+
+matplotlib = pytest.importorskip("matplotlib")
+NAN, INF = math.nan, math.inf
+
+
+def made(norms, layers=("weight",), **options):
+    """A record with these joint norms, and equal norms of all layers unless others are given."""
+    norm = torch.tensor(norms, dtype=torch.float64)
+    count = len(norm)
+    options = {
+        "reasons": [""] * count,
+        "loss": torch.full((count,), NAN, dtype=torch.float64),
+        "metrics": {},
+        "layer_steps": list(range(count)),
+        "layer_norms": norm[:, None].expand(count, len(layers)).clone(),
+    } | options
+    joint = [name.removesuffix("/limit") for name in options.get("metrics", {}) if name.endswith("/limit")]
+    return Record(steps=list(range(count)), norm=norm, layers=list(layers), **({"joint": joint} | options))
+
+
+def spiky(count=300, at=200):
+    norms = torch.linspace(0.9, 1.1, count).tolist()
+    norms[at] = 50.0
+    return norms
+
+
+def column(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def texts(figure):
+    return {text.get_text() for text in figure.findobj(matplotlib.text.Text)}
+
+
+def labels(axes):
+    return axes.get_legend_handles_labels()[1]
+
+
+EXTREME = {
+    "no steps": made([]),
+    "one step": made([2.0]),
+    "all NaN": made([NAN] * 30),
+    "all inf": made([INF] * 30),
+    "no gradient": made([NAN] * 30, layer_norms=torch.full((30, 1), -1.0, dtype=torch.float64)),
+    "all 0": made([0.0] * 30),
+    "equal": made([1.0] * 30),
+    "mixed": made([1.0, NAN, INF, 0.0, 2.0] * 6),
+    "no layers": made([1.0, 2.0, 3.0] * 10, layers=()),
+    "smallest": made([1e-300, 5e-324] * 15),
+    "largest": made([1e300, 1.7e308, 1e-300] * 10),
+    "a limit of 0": made([1.0] * 30, metrics={"clip/limit": column([0.0] * 30), "clip/clipped": column([1.0] * 30)}),
+    "losses": made([1.0] * 30, loss=column([1e308, -1e308, INF, NAN, 0.0] * 6)),
+    "skipped": made([5.0] * 30, reasons=["skip_step"] * 30),
+    "names": made(spiky(), layers=("$x^$", "層.重み\n", "", "\ud800" * 90, "<script>")),
+}
+
+
+@pytest.mark.parametrize("name", EXTREME)
+def test_extreme_records_are_drawn(name, tmp_path):
+    figure = draw_record(EXTREME[name], tmp_path / "norms.png")
+    assert (tmp_path / "norms.png").read_bytes().startswith(b"\x89PNG")
+    assert isinstance(figure, matplotlib.figure.Figure)
+
+
+@pytest.mark.parametrize("name", ["one step", "all NaN", "no layers", "largest", "names"])
+@pytest.mark.parametrize("draw", [draw_norms, draw_layers, draw_histogram])
+def test_panels_of_extreme_records_are_drawn_for_narrow_windows(draw, name):
+    assert png_of(draw(EXTREME[name], width=4.2)).startswith(b"\x89PNG")
+
+
+def test_the_spike_the_limit_and_skipped_steps_are_named():
+    limit = column([1.05] * 300)
+    clipped = column([1.0 if norm > 1.05 else 0.0 for norm in spiky()])
+    clipped[200] = NAN
+    reasons = ["skip_step" if step == 200 else "" for step in range(300)]
+    record = made(spiky(), metrics={"clip_norm/limit": limit, "clip_norm/clipped": clipped}, reasons=reasons)
+    figure = draw_norms(record, suggested=1.2)
+    norms, shares = figure.axes
+    assert labels(norms) == [
+        "norm",
+        f"clipped: {int(clipped.nansum())} steps",
+        "limit: 1.05",
+        "suggested: 1.2",
+        "spikes: 1",
+        "skipped: 1 steps",
+    ]
+    assert "step 200" in texts(figure)
+    marked = {line.get_label(): line for line in norms.lines}
+    assert [list(values) for values in marked["spikes: 1"].get_data()] == [[200], [50]]
+    assert marked["spikes: 1"].get_marker() != marked["skipped: 1 steps"].get_marker()
+    assert shares.get_ylabel() == "% clipped"
+
+
+def test_norms_that_are_not_finite_are_marked_at_the_upper_edge():
+    norms = spiky()
+    norms[100] = NAN
+    figure = draw_norms(made(norms))
+    assert "step 100" in texts(figure)
+    (mark,) = [line for line in figure.axes[0].lines if list(line.get_xdata()) == [100] and line.get_ydata()[0] < 1]
+    assert mark.get_transform() != figure.axes[0].transData
+
+
+def test_only_the_first_step_of_a_run_without_norms_is_labelled():
+    figure = draw_norms(made([1.0] * 100 + [NAN] * 200))
+    assert [text for text in texts(figure) if text.startswith("step ")] == ["step 100"]
+
+
+def test_a_spike_is_visible_among_100_000_steps():
+    norms = spiky(100_000, at=51_234)
+    figure = draw_norms(made(norms, layers=()))
+    highest, *_ = [line for line in figure.axes[0].lines if line.get_label() == "largest of 100 steps"]
+    assert len(highest.get_xdata()) == 1000
+    assert max(highest.get_ydata()) == 50
+    assert "step 51,234" in texts(figure)
+
+
+def test_the_loss_is_drawn_if_known():
+    assert [axes.get_ylabel() for axes in draw_norms(made([1.0] * 30)).axes] == ["norm of all gradients"]
+    figure = draw_norms(made([1.0] * 30, loss=column([2.0] * 30)))
+    assert [axes.get_ylabel() for axes in figure.axes] == ["norm of all gradients", "loss"]
+
+
+def test_of_500_layers_those_that_stood_out_most_are_named():
+    norms = torch.ones(300, 500, dtype=torch.float64)
+    norms[200, 321], norms[200, 7] = 80.0, NAN
+    record = made(spiky(), layers=[f"layers.{i}.weight" for i in range(500)], layer_norms=norms)
+    figure = draw_layers(record)
+    shown = texts(figure)
+    assert "layers.321.weight" in shown
+    assert "layers.7.weight" in shown
+    assert sum(text.endswith(".weight") for text in shown) == 25
+    assert "25 of 500 layers that stood out most: largest norm / usual norm" in shown
+    assert "inf or NaN" in shown
+
+
+def test_names_of_layers_do_not_overlap():
+    layers = [f"model.{'very_' * 10}long.{i}.weight" for i in range(25)]
+    figure = draw_layers(made(spiky(), layers=layers), width=4.2)
+    figure.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
+    assert all(above.y0 >= below.y1 for above, below in pairwise(boxes))
+    assert min(box.x0 for box in boxes) >= 0
+
+
+def test_labels_of_steps_do_not_overlap():
+    norms = [1.0] * 2000
+    for step in range(100, 2000, 40):
+        norms[step] = 20.0 + step % 7
+    for width in (9.0, 4.2):
+        figure = draw_norms(made(norms, layers=()), width=width)
+        figure.draw_without_rendering()
+        boxes = [t.get_window_extent() for t in figure.axes[0].texts]
+        assert 2 <= len(boxes) <= 6
+        assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+def test_the_histogram_counts_every_norm_and_says_how_many_are_above_the_limit():
+    record = made([1.0] * 95 + [10.0] * 5, metrics={"clip/limit": column([2.0] * 100)})
+    (axes,) = draw_histogram(record, suggested=5.0).axes
+    assert sum(bar.get_height() for bar in axes.patches) == 100
+    assert {"limit: 2, 5% above", "suggested: 5, 5% above"} <= set(labels(axes))
+
+
+def test_a_series_shows_what_was_left_out_and_its_spikes():
+    norms = torch.cat([torch.linspace(10, 1, 200), torch.linspace(0.9, 1.1, 800)]).double()
+    norms[500] = 40.0
+    found = suggested({"joint": norms}, 0.01, "joint")
+    figure = found.plot()
+    axes, side = figure.axes
+    assert "left out: still changing" in labels(axes)
+    assert f"limit {found.limit:.4g}, 1 spike" in texts(figure)
+    (spikes,) = [line for line in axes.lines if line.get_label() == "spikes"]
+    assert [list(values) for values in spikes.get_data()] == [[500], [40]]
+    assert sum(bar.get_width() for bar in side.patches) == 1000 - found.series["joint"].start
+
+
+def test_at_most_six_groups_are_drawn_and_the_others_counted():
+    norms = {f"group {i}": torch.linspace(0.9, 1.1, 50).double() for i in range(8)}
+    found = suggested(norms, 0.01, "group")
+    figure = draw_series(found.series, found.limits, None)
+    assert len(figure.axes) == 12
+    assert "norms in the order of steps (2 more groups are not drawn)" in texts(figure)
+
+
+@pytest.mark.parametrize("name", ["tiny", "huge"])
+def test_series_of_extreme_norms_are_drawn(name, tmp_path):
+    factor = {"tiny": 1e-320, "huge": 1e308}[name]
+    norms = torch.linspace(0.5, 1, 40).double() * factor
+    suggested({"joint": norms}, 0.01, "joint").plot(tmp_path / "limit.png")
+    assert (tmp_path / "limit.png").exists()
+
+
+def test_nothing_global_changes():
+    before = dict(matplotlib.rcParams)
+    draw_record(made(spiky()), None)
+    assert dict(matplotlib.rcParams) == before
+
+
+@pytest.mark.slow
+def test_matplotlib_is_imported_when_a_picture_is_drawn_and_pyplot_never():
+    code = (
+        "import sys, torch; from torchzero_clip import Record; one = torch.ones(1, dtype=torch.float64);"
+        "assert 'matplotlib' not in sys.modules; Record([0], [''], one, one, {}, ['a'], [0], one[None]).plot();"
+        "assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("draw", [lambda r: r.plot(), lambda r: r.suggest_max_norm().plot()])
+def test_without_matplotlib_the_error_says_what_to_install(draw, monkeypatch):
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ModuleNotFoundError, match="needs matplotlib: pip install matplotlib"):
+        draw(made(spiky()))
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "short"),
+    [
+        ("layers.0.weight", 40, "layers.0.weight"),
+        ("transformer.layers.0.mlp.up.weight", 20, "t.l.0.mlp.up.weight"),
+        ("a" * 50, 20, "aaaaa…" + "a" * 14),
+        ("層\n$", 10, "??$"),
+    ],
+)
+def test_long_and_unprintable_names_are_shortened(name, most, short):
+    assert printable(name, most) == short
+
+
+def test_columns_take_the_median_and_the_largest_of_what_is_known():
+    values = column([1.0, 5.0, 3.0, NAN, 7.0, NAN, NAN, NAN, NAN, 2.0])
+    assert in_columns(values, 3, largest).nan_to_num(nan=-1).tolist() == [5, 7, -1, 2]
+    assert in_columns(values, 3, medians).nan_to_num(nan=-1).tolist() == [3, 7, -1, 2]
+
+
+def test_bars_are_equally_wide_on_a_log_axis():
+    bars = Bars.of(column([1.0, 1.0, 10.0, 100.0]), most=2)
+    assert bars.edges == pytest.approx([1, 10, 100])
+    assert bars.counts == [2, 2]
+
+
+def test_norms_are_relative_to_the_usual_one():
+    found = relative(column([4.0, -1.0, NAN, INF, 0.0, 0.0, 3.0]), column([2.0, 2.0, 2.0, NAN, 2.0, NAN, NAN]))
+    assert found.nan_to_num(nan=-1.0, posinf=INF).tolist() == [2.0, -1.0, INF, INF, 0.0, -1.0, 1e30]
+
+
+def test_tiles_of_a_file_are_its_blocks_and_gaps_are_left_empty():
+    blocks = [Block(0, 99, column([1.0]), column([8.0])), Block(200, 299, column([1.0]), column([2.0]))]
+    tiles = Tiles.of(made([1.0], blocks=blocks))
+    assert tiles.edges == [-0.5, 99.5, 199.5, 299.5]
+    assert tiles.ratios.nan_to_num(nan=-1.0).tolist() == [[8.0, -1.0, 2.0]]
+
+
+def test_events_group_runs_of_norms_that_are_not_finite():
+    events = Events.of(made([1.0, NAN, NAN, 1.0] * 2 + spiky(30, 20)))
+    assert events.worst() == ({1: 2, 5: 2}, [28])
+    assert events.marked(3) == [1, 28, 5]

@@ -1,0 +1,392 @@
+"""The file of a record: what is written, when, and how it is read again."""
+
+import copy
+import gc
+import io
+import json
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from torchzero_clip import SGD, ClipNorm, Modular, Recorder, SkipStep, read_record
+
+BEGIN = '{"kind": "run", "version": 1, "start": 0, "by": "parameter", "joint": [], "layers": ["a", "b"]}\n'
+
+
+def start(path, **given):
+    params = [("a", nn.Parameter(torch.zeros(2))), ("b", nn.Parameter(torch.zeros(3)))]
+    optimizer = Modular(params, SkipStep(max_norm=100), ClipNorm(1.0), SGD(0.1), nonfinite="skip")
+    return optimizer, Recorder(optimizer, path=path, **given)
+
+
+def run(optimizer, count, start=0, sizes=None):
+    for step in range(start, start + count):
+        for param in optimizer.param_groups[0]["params"]:
+            generator = torch.Generator().manual_seed(step)
+            param.grad = torch.rand(param.shape, generator=generator) + 1
+            param.grad *= (sizes or {}).get(step, 1.0)
+        optimizer.report_loss(float(step))
+        optimizer.step()
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_full_rings_are_appended(tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = start(path, keep=10)
+    run(optimizer, 9)
+    assert not path.exists()
+    run(optimizer, 12, start=9)
+    assert [row["step"] for row in lines(path) if row["kind"] == "step"] == list(range(20))
+    recorder.flush()
+    recorder.flush()
+    assert [row["step"] for row in lines(path) if row["kind"] == "step"] == list(range(21))
+    assert [row["kind"] for row in lines(path)].count("run") == 1
+
+
+def test_what_is_read_is_what_was_written(tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = start(path, keep=300, ratios_every=50)
+    run(optimizer, 250, sizes={120: 20.0, 200: 1000.0, 210: torch.inf})
+    recorder.close()
+    record, kept = read_record(path), recorder.record()
+    assert record.steps == kept.steps
+    assert record.reasons == kept.reasons
+    assert {i for i, reason in enumerate(record.reasons) if reason} == {200, 210}
+    assert math.isnan(record.norm[210])
+    rest = [i for i in range(250) if i != 210]
+    assert torch.equal(record.norm[rest], kept.norm[rest])
+    assert torch.equal(record.loss, kept.loss)
+    assert set(record.metrics) == set(kept.metrics)
+    assert torch.equal(record.metrics["clip_norm/factor"].nan_to_num(), kept.metrics["clip_norm/factor"].nan_to_num())
+    assert record.layer_steps == [120, 200, 210]
+    assert record.spikes() == kept.spikes() == [120, 200, 210]
+    assert str(record.suggest_max_norm()) == str(kept.suggest_max_norm())
+    assert [(block.first, block.last) for block in record.blocks] == [(0, 99), (100, 199), (200, 249)]
+    column = kept.layer_norms[:100, 0]
+    assert record.blocks[0].median[0] == column.quantile(0.5)
+    assert record.blocks[0].maximum[0] == column.max()
+    assert [ratio.step for ratio in record.ratios] == [0, 50, 100, 150]  # 200 was skipped
+    worst = record.worst(step=120)
+    assert [layer.name for layer in worst] == [layer.name for layer in recorder.worst(step=120)]
+    assert worst[0].ratio == pytest.approx(recorder.worst(step=120)[0].ratio, rel=0.1)
+    with pytest.raises(ValueError, match="does not have the layers of step 5"):
+        record.worst(step=5)
+    with pytest.raises(ValueError, match="scope must be 'joint'"):
+        record.suggest_max_norm(scope="parameter")
+
+
+def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = start(path, keep=10)
+    run(optimizer, 20)
+    saved = recorder.state_dict()
+    run(optimizer, 30, start=20, sizes=dict.fromkeys(range(20, 50), 5.0))
+    recorder.close()
+    optimizer, recorder = start(path, keep=10)
+    recorder.load_state_dict(saved)
+    run(optimizer, 15, start=20)
+    recorder.close()
+    record = read_record(path)
+    assert record.steps == list(range(35))
+    assert record.norm.max() < 10
+    assert record.loss.tolist() == [float(step) for step in range(35)]
+    assert [block.last for block in record.blocks] == [9, 19, 29, 34]
+
+
+def test_of_a_long_series_of_bad_steps_only_the_first_keep_their_layers(tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = start(path)
+    run(optimizer, 60, sizes=dict.fromkeys([*range(20, 45), 50], torch.inf))
+    recorder.close()
+    assert read_record(path).layer_steps == [*range(20, 30), 50]
+    assert len([reason for reason in read_record(path).reasons if reason]) == 26
+
+
+def test_layers_that_are_added_later(tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = start(path)
+    run(optimizer, 3)
+    optimizer.add_param_group({"params": [("c", nn.Parameter(torch.zeros(1)))]})
+    run(optimizer, 3, start=3, sizes={5: 1000.0})
+    recorder.close()
+    record = read_record(path)
+    assert record.layers == ["a", "b", "c"]
+    assert record.steps == list(range(6))
+    assert record.blocks[0].median[2] == -1
+
+
+@pytest.mark.slow
+def test_the_end_of_the_process_writes_the_rest_and_a_kill_loses_one_ring(tmp_path):
+    program = textwrap.dedent(
+        """
+        import sys, torch
+        from torchzero_clip import ClipNorm, Modular, Recorder
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = Modular([("w", weight)], ClipNorm(1.0))
+        Recorder(optimizer, path=sys.argv[1], keep=10)
+        for step in range(25):
+            weight.grad = torch.ones(1)
+            optimizer.step()
+        if sys.argv[2] == "wait":
+            print("ready", flush=True)
+            input()
+        if sys.argv[2] == "raise":
+            raise RuntimeError
+        """
+    )
+    ended, raised, killed = (tmp_path / f"{name}.jsonl" for name in ("ended", "raised", "killed"))
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program, path, how], stderr=subprocess.DEVNULL)
+        for path, how in ((ended, "end"), (raised, "raise"))
+    ]
+    waiting = subprocess.Popen(
+        [sys.executable, "-c", program, killed, "wait"], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    )
+    assert waiting.stdout.readline() == "ready\n"
+    os.kill(waiting.pid, signal.SIGKILL)
+    waiting.communicate()
+    for process in processes:
+        process.wait()
+    assert read_record(ended).steps == read_record(raised).steps == list(range(25))
+    assert read_record(killed).steps == list(range(20))
+
+
+def test_a_recorder_that_nobody_holds_writes_when_its_optimizer_goes(tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, _ = start(path)
+    run(optimizer, 3)
+    del optimizer, _
+    gc.collect()
+    assert read_record(path).steps == [0, 1, 2]
+
+
+def test_a_line_that_a_kill_cut_off_is_left_out(tmp_path):
+    path = tmp_path / "run.jsonl"
+    step = '{"kind": "step", "step": %d, "norm": 1.0, "loss": null, "reason": "", "metrics": {}}\n'
+    path.write_text(BEGIN + step % 0 + (step % 1)[:30])
+    assert read_record(path).steps == [0]
+    optimizer, recorder = start(path)
+    recorder.load_state_dict({"step": 1, "tape": None})
+    run(optimizer, 2)
+    recorder.close()
+    assert read_record(path).steps == [0, 1, 2]
+
+
+GOOD = '{"kind": "step", "step": 0, "norm": 1.0, "loss": null, "reason": "", "metrics": {}}'
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("nonsense", "line 2: it is not JSON"),
+        ("[1, 2]", "line 2: its kind must be one of run, step"),
+        ('{"kind": "tree"}', "line 2: its kind must be one of"),
+        (
+            '{"kind": "step", "step": "3", "norm": 1, "loss": 1, "reason": "", "metrics": {}}',
+            "line 2: 'step' is missing",
+        ),
+        ('{"kind": "step", "step": true, "norm": 1, "loss": 1, "reason": "", "metrics": {}}', "line 2: 'step' is"),
+        ('{"kind": "step", "step": 3}', "line 2: 'norm' is missing"),
+        ('{"kind": "step", "step": 3, "norm": 1, "loss": 1, "reason": "", "metrics": {"a": "b"}}', "must be numbers"),
+        ('{"kind": "layers", "step": 3, "norms": [1.0]}', "line 2: it has 1 numbers for 2 layers"),
+        ('{"kind": "layers", "step": 3, "norms": [1.0, "x"]}', "line 2: it must have numbers only"),
+        (
+            '{"kind": "step", "step": 3, "norm": 1%s, "loss": 1, "reason": "", "metrics": {}}' % ("0" * 400),
+            "line 2: int too",
+        ),
+        ("[" * 100_000, "line 2: it is not JSON"),
+        (
+            '{"kind": "run", "version": 2, "start": 0, "by": "parameter", "joint": [], "layers": []}',
+            "version 2 is not the one",
+        ),
+    ],
+)
+def test_bad_lines_are_named(tmp_path, line, message):
+    path = tmp_path / "run.jsonl"
+    path.write_text(f"{BEGIN}{line}\n{GOOD}\n")
+    with pytest.raises(ValueError, match=message) as error:
+        read_record(path)
+    assert str(path) in str(error.value)
+
+
+def test_bad_files(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_record(tmp_path / "missing.jsonl")
+    path = tmp_path / "run.jsonl"
+    path.write_text(f"{GOOD}\n{GOOD}\n")
+    with pytest.raises(ValueError, match="line 1: a line of the kind 'run' must come first"):
+        read_record(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="not a text file"):
+        read_record(path)
+    path.write_text("")
+    assert read_record(path).steps == []
+
+
+def test_a_long_file_is_read_in_moments(tmp_path):
+    path = tmp_path / "run.jsonl"
+    step = '{"kind": "step", "step": %d, "norm": 1.0, "loss": 2.0, "reason": "", "metrics": {"clip_norm/limit": 1.0}}'
+    path.write_text(BEGIN + "\n".join(step % k for k in range(20_000)) + "\n")
+    begin = time.perf_counter()
+    assert len(read_record(path).steps) == 20_000
+    assert time.perf_counter() - begin < 20  # quadratic reading takes minutes
+
+
+def test_jobs_that_are_killed_before_a_ring_is_full_lose_no_more_than_the_last_ring(tmp_path):
+    path, saved = tmp_path / "run.jsonl", None
+    for job in range(4):
+        optimizer, recorder = start(path, keep=30)
+        if saved is not None:
+            recorder.load_state_dict(saved)
+        run(optimizer, 25, start=25 * job)
+        saved = recorder.state_dict()
+        recorder._run.log = None  # the process is killed
+    assert read_record(path).steps == list(range(75))
+
+
+def test_a_copy_writes_no_file(tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = start(path)
+    run(optimizer, 5)
+    for copied in (copy.deepcopy(recorder), pickle.loads(pickle.dumps(recorder._run))):
+        copied.flush()
+        copied.close()
+    assert not path.exists()
+    run(optimizer, 5, start=5)
+    recorder.close()
+    assert read_record(path).steps == list(range(10))
+
+
+@pytest.mark.parametrize(("keep", "spike", "end"), [(10, 105, 120), (100, 205, 210), (1000, 1005, 1010)])
+def test_the_layers_of_a_spike_are_written_however_few_steps_come_with_it(tmp_path, keep, spike, end):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = start(path, keep=keep)
+    run(optimizer, end, sizes={spike: 20.0})
+    recorder.close()
+    assert read_record(path).spikes() == [spike]
+    assert read_record(path).worst(step=spike)[0].ratio > 10
+
+
+def test_a_spike_that_is_known_only_later_gets_its_layers(tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = start(path)
+    run(optimizer, 12, sizes={8: 20.0})
+    recorder.flush()
+    assert read_record(path).layer_steps == []
+    run(optimizer, 40, start=12)
+    recorder.close()
+    assert read_record(path).layer_steps == [8]
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()], ids=["full", "interrupt"])
+def test_a_flush_that_fails_loses_nothing(tmp_path, monkeypatch, error):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = start(path, keep=10)
+    run(optimizer, 15)
+    before = path.read_bytes()
+
+    class Fails(io.FileIO):
+        def write(self, data):
+            super().write(data[: len(data) // 2])
+            raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(path.__class__, "open", lambda self, mode: Fails(self, "a+"))
+        with pytest.raises(type(error)):
+            recorder.flush()
+    assert path.read_bytes() == before
+    run(optimizer, 5, start=15)
+    recorder.close()
+    assert read_record(path).steps == list(range(20))
+
+
+def test_a_ring_that_cannot_be_written_does_not_stop_training(tmp_path, monkeypatch):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = start(path, keep=10)
+
+    def fails(self, mode):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(path.__class__, "open", fails)
+        with pytest.warns(UserWarning, match="no space left"):
+            run(optimizer, 10)
+    run(optimizer, 10, start=10)
+    recorder.close()
+    assert read_record(path).steps == list(range(10, 20))  # the ring had no room for more
+
+
+def test_paths(tmp_path, monkeypatch):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = start(path)
+    with pytest.raises(ValueError, match="another Recorder writes to"):
+        start(path)
+    recorder.close()
+    start(path)[1].close()
+    for wrong in ("/proc/run.jsonl", "x" * 300):
+        with pytest.raises(ValueError, match="cannot be written"):
+            start(tmp_path / wrong if wrong[0] == "x" else wrong)
+    (tmp_path / "x").mkdir()
+    (tmp_path / "y").mkdir()
+    monkeypatch.chdir(tmp_path / "x")
+    optimizer, recorder = start("relative.jsonl", keep=10)
+    run(optimizer, 10)
+    monkeypatch.chdir(tmp_path / "y")
+    run(optimizer, 10, start=10)
+    (tmp_path / "x" / "relative.jsonl").rename(tmp_path / "moved.jsonl")
+    run(optimizer, 10, start=20)
+    recorder.close()
+    assert read_record(tmp_path / "moved.jsonl").steps == list(range(20))
+    assert read_record(tmp_path / "x" / "relative.jsonl").steps == list(range(20, 30))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore")
+def test_a_fork_does_not_write(tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = start(path)
+    run(optimizer, 5)
+    child = os.fork()
+    if not child:
+        recorder.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not path.exists()
+
+
+def test_lines_for_steps_that_are_not_there_are_left_out(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text(BEGIN + '{"kind": "layers", "step": 5, "norms": [1.0, 2.0]}\n')
+    assert read_record(path).layer_steps == []
+    with pytest.raises(ValueError, match="the layers of no step"):
+        read_record(path).worst()
+
+
+def test_the_reading_of_a_file_knows_joint_limits(tmp_path):
+    path = tmp_path / "run.jsonl"
+    weight = nn.Parameter(torch.zeros(2))
+    chain = [
+        ClipNorm(9.0, 1, dim="global"),
+        ClipNorm(2.0, dim="global").only("w"),
+        ClipNorm(3.0, dim="global"),
+        SGD(0.1),
+    ]
+    optimizer = Modular([("w", weight)], *chain)
+    recorder = Recorder(optimizer, path=path)
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    assert recorder.record().limits().tolist() == [3.0]
+    recorder.close()
+    assert read_record(path).limits().tolist() == [3.0]

@@ -1,0 +1,21 @@
+"""An object that sees the steps of an optimizer, and changes nothing."""
+
+from abc import ABC, abstractmethod
+
+from torchzero_clip.core.walk import Walk
+
+
+class Listener(ABC):
+    """Sees every step of a `Modular`. It must not change what it sees."""
+
+    @abstractmethod
+    def begin(self, walk: Walk) -> None:
+        """Called before the first transform of a step that is taken."""
+
+    @abstractmethod
+    def end(self, walk: Walk) -> None:
+        """Called at the end of every step, also of one that was refused, raised an error, or had no gradients.
+
+        ``walk.norms_before`` are the L2 norms of the gradients before the first transform, if there were any;
+        ``walk.refused_by`` says who refused the step.
+        """

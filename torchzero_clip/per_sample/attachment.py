@@ -1,0 +1,163 @@
+"""Installs forwards and hooks in a model whose layers are captured, and removes them."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
+from torch.utils.hooks import RemovableHandle
+
+from torchzero_clip.compat import is_distributed
+from torchzero_clip.per_sample.captured_layer import CapturedForward, CapturedLayer, trainable
+from torchzero_clip.per_sample.hooks import Hook
+from torchzero_clip.per_sample.rules.registry import (
+    BARE,
+    RULES,
+    WHOLE,
+    BatchNorm,
+    mixes,
+    own_params,
+    refusal,
+    rule_for,
+)
+from torchzero_clip.per_sample.rules.whole import Whole, chosen_whole
+
+
+class Attachment:
+    """The captured layers of a model: see `Engine`.
+
+    Raises:
+        ValueError: If per-sample gradients of this model would be wrong, or something else captures it.
+    """
+
+    def __init__(self, engine: Any, model: nn.Module, whole: Whole, *, force_generic: bool) -> None:
+        self.model = model
+        self._engine = engine
+        self._given_whole = whole
+        self._force_generic = force_generic
+        self._layers: list[CapturedLayer] = []
+        self._handles: list[RemovableHandle] = []
+        self._attach()
+        self._end = model.register_forward_hook(Hook(engine.forward_ended), always_call=True)
+
+    def refresh(self) -> None:
+        """Capture the model again if it has changed since, and refuse a BatchNorm in training mode."""
+        if self.is_outdated():
+            self._attach()
+        for name, module in self._batch_norms:
+            _refuse(name, module, mixes(module))
+
+    def is_outdated(self) -> bool:
+        """True if the model has changed since it was captured."""
+        held = _held(self.model)
+        if any(isinstance(x, Tensor) and not isinstance(x, nn.Parameter) for x, _ in held):
+            return False  # functional_call replaces the parameters by other tensors, for this forward only
+        if len(held) != len(self._held) or self._rules != RULES:
+            return True
+        return any(a is not b or p != q for (a, p), (b, q) in zip(held, self._held, strict=True))
+
+    def detach(self) -> None:
+        """Restore the model."""
+        self._remove()
+        self._end.remove()
+
+    def _attach(self) -> None:
+        model = self.model
+        _check_model(model)
+        whole = chosen_whole(model, self._given_whole)
+        layers = list(self._found_layers(whole))
+        self._remove()
+        self.whole = whole
+        """The modules that are run whole, by name, with the reason."""
+        self._layers, self.params = layers, trainable(model)
+        """The trainable parameters, by name."""
+        self.captures_model = any(layer.module is model for layer in layers)
+        self._held, self._rules = _held(model), dict(RULES)
+        self.modules = list(model.modules())
+        self._batch_norms = [(name, module) for name, module in model.named_modules() if isinstance(module, BatchNorm)]
+        self.owners = Counter(id(param) for layer in layers for param in layer.params.values())
+        """How many layers have each parameter, by its id."""
+        self._handles = [model.register_forward_pre_hook(Hook(self._engine.forward_began), with_kwargs=True)]
+        for name, param in self.params.items():
+            self._handles.append(param.register_hook(Hook(partial(self._engine.refuse_outside, name))))
+        for layer in layers:
+            layer.module.__dict__["forward"] = CapturedForward(layer)
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for layer in self._layers:
+            own = layer.module.__dict__.get("forward")
+            if isinstance(own, CapturedForward) and own.layer is layer:
+                del layer.module.__dict__["forward"]
+        self._handles, self._layers = [], []
+
+    def _found_layers(self, whole: Mapping[str, str]) -> Iterator[CapturedLayer]:
+        """The layers to capture: those with a rule, and other modules with parameters of their own."""
+        inside: set[int] = set()
+        for name, module in self.model.named_modules():
+            _refuse(name, module, refusal(module, batch_first=self._engine.batch_first) or mixes(module))
+            rule, params = WHOLE if name in whole else rule_for(module), trainable(module)
+            if id(module) in inside or rule is None or not params:
+                continue
+            _refuse(name, module, rule.refusal(module))
+            if self._force_generic and not rule.covers_submodules:
+                rule = WHOLE
+            if rule.covers_submodules:
+                inside.update(id(child) for child in module.modules())
+            elif rule is BARE:
+                own = own_params(module)
+                params = {key: param for key, param in params.items() if id(param) in own}
+            layer = CapturedLayer(self._engine, name, module, rule, params)
+            if _is_replaced(layer):
+                raise ValueError(
+                    f"{layer} has a forward of its own, set on the instance: "
+                    "another clipper is attached to it, which has to be detached first, or something replaced it"
+                )
+            yield layer
+
+
+def _check_model(model: nn.Module) -> None:
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        raise ValueError(f"module must be the model itself, got a {type(model).__name__}: it averages over samples")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(
+            f"module must not be scripted, got a {type(model).__name__}: attach to the model it was made of"
+        )
+    for name, param in trainable(model).items():
+        if isinstance(param, UninitializedParameter):
+            raise ValueError(f"module must have all its parameters, but {name!r} is lazy: run a forward first")
+        if is_distributed(param):
+            raise ValueError(f"module must hold plain tensors, but {name!r} is a DTensor: clip before fully_shard")
+        if param.is_complex():
+            raise ValueError(f"module must hold real parameters, but {name!r} is {param.dtype}")
+
+
+def _refuse(name: str, module: nn.Module, reason: str | None) -> None:
+    if reason is not None:
+        who = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
+        raise ValueError(f"{who} cannot be clipped per sample: {reason}")
+
+
+def _is_replaced(layer: CapturedLayer) -> bool:
+    """True if the instance has another forward than its class. Copies of models have that of their class."""
+    own = layer.module.__dict__.get("forward")
+    if isinstance(own, CapturedForward) and own.layer.engine is layer.engine:
+        return False
+    return own is not None and getattr(own, "__func__", None) is not type(layer.module).forward
+
+
+def _held(model: nn.Module) -> list[tuple[object, bool]]:
+    """The modules and parameters of a model, and which parameters are trainable, to detect changes.
+
+    It runs in every forward, so it reads the dictionaries, which is faster than `named_parameters`.
+    """
+    held: list[tuple[object, bool]] = []
+    for module in model.modules():
+        held.append((module, False))
+        held += [(param, param.requires_grad) for param in module._parameters.values() if param is not None]
+    return held

@@ -1,0 +1,1 @@
+"""What clipping does: a record of steps, layers and losses, and a limit found from it."""

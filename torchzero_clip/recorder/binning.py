@@ -1,0 +1,228 @@
+"""The numbers of pictures: what happened in which step, and long runs in few columns."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.recorder.numbers import median_of
+
+if TYPE_CHECKING:
+    from torchzero_clip.recorder.record import Record
+
+MOST_COLUMNS = 1000
+TILES_PER_INCH = 28
+MOST_NAMES = 25
+SAMPLE = 2000  # rows from which the usual norm of a layer is found
+HUGE = 1e30  # stands for larger norms in pictures: matplotlib's margins overflow near the largest float
+
+
+@dataclass(frozen=True)
+class Events:
+    """What happened in each step.
+
+    Args:
+        steps: The numbers of the steps.
+        norm: The joint norms; NaN for those that are not finite or not above 0.
+        clipped: The share that was clipped; NaN where it is unknown.
+        limits: The limit of each step; NaN where it is unknown.
+        spikes: True for a spike, also for one that is not finite.
+        skipped: True for a skipped step.
+    """
+
+    steps: Tensor
+    norm: Tensor
+    clipped: Tensor
+    limits: Tensor
+    spikes: Tensor
+    skipped: Tensor
+
+    @classmethod
+    def of(cls, record: "Record") -> "Events":
+        """Find the events of a record."""
+        found = set(record.spikes())
+        norm = torch.where(record.norm.isfinite() & (record.norm > 0), record.norm, torch.nan)
+        return cls(
+            torch.tensor(record.steps, dtype=torch.float64),
+            norm,
+            record.share_clipped,
+            _above_zero(record.limits()),
+            torch.tensor([step in found for step in record.steps], dtype=torch.bool),
+            torch.tensor([bool(reason) for reason in record.reasons], dtype=torch.bool),
+        )
+
+    def drawn(self) -> "Events":
+        """The events with norms and limits that matplotlib can draw."""
+        return replace(self, norm=self.norm.clamp(1 / HUGE, HUGE), limits=self.limits.clamp(1 / HUGE, HUGE))
+
+    @property
+    def limit(self) -> float:
+        """The median limit; NaN if none is known."""
+        known = self.limits[self.limits.isfinite()]
+        return median_of(known) if len(known) else math.nan
+
+    @property
+    def has_one_limit(self) -> bool:
+        """True if all known limits are equal."""
+        known = self.limits[self.limits.isfinite()]
+        return len(known) > 0 and bool((known == known[0]).all())
+
+    def worst(self) -> tuple[dict[int, int], list[int]]:
+        """Rows of spikes and skipped steps, the worst first.
+
+        Returns:
+            For those without a finite norm, the first row of each run of consecutive rows, with the length of the run;
+            the rows of the others, the largest norm first.
+        """
+        rows, known = self.spikes | self.skipped, self.norm.isfinite()
+        lost: dict[int, int] = {}
+        first = -1
+        for row in (rows & ~known).nonzero().flatten().tolist():
+            if row != first + lost.get(first, 0):
+                first = row
+            lost[first] = lost.get(first, 0) + 1
+        high: list[int] = (rows & known).nonzero().flatten().tolist()
+        norms: list[float] = self.norm.tolist()
+        return lost, sorted(high, key=lambda row: -norms[row])
+
+    def marked(self, most: int) -> list[int]:
+        """The rows of the worst steps, in turn without a finite norm and with a large one."""
+        lost, high = self.worst()
+        pairs = zip_longest(list(lost)[:most], high[:most])
+        return [row for pair in pairs for row in pair if row is not None][:most]
+
+
+def _above_zero(values: Tensor) -> Tensor:
+    return torch.where(values > 0, values, torch.nan)
+
+
+def as_drawn(value: float) -> float:
+    """A norm that matplotlib can draw."""
+    return min(max(value, 1 / HUGE), HUGE)
+
+
+def column_size(count: int, most: int = MOST_COLUMNS) -> int:
+    """How many rows one column stands for; 1 for up to twice as many rows as columns."""
+    return 1 if count <= 2 * most else math.ceil(count / most)
+
+
+def in_columns(values: Tensor, size: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    """One number for each ``size`` values, from those that are not NaN; NaN where there are none.
+
+    Args:
+        values: A vector.
+        size: How many values one number stands for.
+        reduce: Makes a column from a matrix whose rows are to be reduced, and may contain NaN: `medians`, `largest`.
+    """
+    missing = -len(values) % size
+    return reduce(torch.cat([values, values.new_full((missing,), torch.nan)]).view(-1, size))
+
+
+def medians(rows: Tensor) -> Tensor:
+    return rows.nanmedian(dim=1).values if rows.numel() else rows.new_zeros(0)
+
+
+def largest(rows: Tensor) -> Tensor:
+    if not rows.numel():
+        return rows.new_zeros(0)
+    found = rows.nan_to_num(nan=-torch.inf).amax(dim=1)
+    return torch.where(found == -torch.inf, torch.nan, found)
+
+
+def means(rows: Tensor) -> Tensor:
+    return rows.nanmean(dim=1)
+
+
+@dataclass(frozen=True)
+class Bars:
+    """How many norms lie between edges that are equally far apart on a log axis."""
+
+    edges: list[float]
+    counts: list[int]
+
+    @classmethod
+    def of(cls, norms: Tensor, most: int = 60) -> "Bars":
+        """Count norms; they must be finite and above 0."""
+        logs = norms.log10()
+        low, high = float(logs.amin()), float(logs.amax())
+        if high - low < 1e-6:
+            low, high = low - 0.1, high + 0.1
+        place = ((logs - low) / (high - low) * most).long().clamp(0, most - 1)
+        edges = [10 ** (low + (high - low) * k / most) for k in range(most + 1)]
+        return cls(edges, place.bincount(minlength=most).tolist())
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The norms of layers relative to their usual norms.
+
+    Args:
+        names: The layers that are shown, in the order of the model.
+        count: How many layers there are.
+        edges: Where each column begins, in steps, and where the last one ends.
+        ratios: A row for each layer, a column for each span of steps: the largest norm over the usual one, which is the
+            median of the norms above 0. Inf and NaN as in `relative`.
+    """
+
+    names: list[str]
+    count: int
+    edges: list[float]
+    ratios: Tensor
+
+    @classmethod
+    def of(cls, record: "Record", most: int = MOST_NAMES, *, width: float = 9.0) -> "Tiles":
+        """Take the layers with the largest ratios; those with norms that are not finite first."""
+        edges, highest = _spans(record, int(width * TILES_PER_INCH))
+        ratios = relative(highest, usual_norms(record)).T
+        if not ratios.numel():
+            return cls([], len(record.layers), [], ratios)
+        finite: list[float] = torch.where(ratios.isfinite(), ratios, 0.0).amax(dim=1).tolist()
+        broken: list[bool] = ratios.isinf().any(dim=1).tolist()
+        ranked = sorted(range(len(finite)), key=lambda i: (not broken[i], -finite[i]))
+        shown = sorted(ranked[:most])
+        return cls([record.layers[i] for i in shown], len(record.layers), edges, ratios[shown])
+
+
+def relative(norms: Tensor, usual: Tensor) -> Tensor:
+    """Norms over usual norms: inf for a norm that is not finite, NaN for no gradient or one that is always 0."""
+    of_zero = torch.full_like(norms, HUGE).where(norms > 0, torch.nan)
+    known = of_zero.where(usual.isnan(), (norms / usual).clamp(max=HUGE))
+    return torch.where(norms.isfinite(), torch.where(norms < 0, torch.nan, known), torch.inf)
+
+
+def usual_norms(record: "Record") -> Tensor:
+    """The median norm of each layer over the run, of the norms above 0; NaN where there are none."""
+    rows = torch.stack([block.median for block in record.blocks]) if record.blocks else record.layer_norms
+    if not rows.numel():
+        return torch.full((len(record.layers),), torch.nan, dtype=torch.float64)
+    rows = rows[:: column_size(len(rows), SAMPLE)]
+    return torch.where(rows.isfinite() & (rows > 0), rows, torch.nan).nanmedian(dim=0).values
+
+
+def _spans(record: "Record", most: int) -> tuple[list[float], Tensor]:
+    """Where each column begins and the last one ends, and the largest norm of each layer in each column."""
+    if record.blocks:
+        blocks = sorted(record.blocks, key=lambda block: block.first)
+        spans = [(block.first, block.last) for block in blocks]
+        rows = torch.stack([block.maximum for block in blocks])
+    else:
+        spans = [(step, step) for step in record.layer_steps]
+        rows = record.layer_norms
+    size = max(1, math.ceil(len(spans) / most))
+    gap = (spans[-1][1] - spans[0][0]) / 100 if spans else 0
+    edges: list[float] = []
+    columns: list[Tensor] = []
+    for k in range(0, len(spans), size):
+        first, last = spans[k][0], spans[min(k + size, len(spans)) - 1][1]
+        if edges and first > edges[-1] + 1 + gap:
+            columns.append(torch.full((len(record.layers),), -1.0, dtype=torch.float64))
+            edges.append(first - 0.5)
+        if not edges:
+            edges.append(first - 0.5)
+        columns.append(rows[k : k + size].amax(dim=0) if rows.shape[1] else rows.new_zeros(0))
+        edges.append(last + 0.5)
+    return edges, torch.stack(columns) if columns else rows

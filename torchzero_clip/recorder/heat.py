@@ -1,0 +1,92 @@
+"""The heat map of layers by steps."""
+
+import math
+from bisect import bisect
+from typing import Any
+
+import torch
+
+from torchzero_clip.recorder.axes import WIDE, module, printable, say, set_steps
+from torchzero_clip.recorder.binning import Events, Tiles
+
+MOST_LABELS = 6
+MOST_CANDIDATES = 200
+STANDS_OUT = 3.0  # ratios from this on are written beside their tiles
+
+
+def heat_height(tiles: Tiles) -> float:
+    return 1.5 + 0.17 * len(tiles.names)
+
+
+def draw_heat(figure: Any, axes: Any, tiles: Tiles, events: Events, width: float) -> None:
+    """Draw the layers by steps."""
+    is_wide = width >= WIDE
+    set_steps(axes, events, width)
+    axes.set_xlabel("step")
+    some = f"{len(tiles.names)} of {tiles.count:,} layers that stood out most:{' ' if is_wide else chr(10)}"
+    title = f"{some if tiles.count > len(tiles.names) > 0 else ''}largest norm / usual norm"
+    axes.set_title(title, loc="left", fontsize="medium" if is_wide else "small")
+    if not tiles.names:
+        axes.set_yticks([])
+        say(axes, "the norms of layers were not recorded")
+        return
+    _draw_tiles(figure, axes, tiles, 0.6 if is_wide else 1)
+    axes.set_ylim(len(tiles.names) - 0.5, -0.5)
+    names = [printable(name, 40 if is_wide else 24) for name in tiles.names]
+    axes.set_yticks(range(len(names)), names, fontsize="x-small", parse_math=False)
+    _explain(axes, tiles)
+    _name_worst(axes, tiles, events, width)
+
+
+def _draw_tiles(figure: Any, axes: Any, tiles: Tiles, shrink: float) -> None:
+    """The tiles and their colour bar, on a log scale with white at 1."""
+    finite = tiles.ratios[tiles.ratios.isfinite()]
+    most = float(finite.max()) if len(finite) else 1.0
+    high = next((bound for bound in (3.0, 10.0, 100.0) if most <= bound), 1000.0)
+    low = 1 / 3 if high == 3 else 0.1
+    shades = torch.where(tiles.ratios.isinf(), 10 * high, tiles.ratios.clamp(low, high)).log10().tolist()
+    colors = module("matplotlib").colormaps["RdBu_r"].with_extremes(over="black", bad="0.8")
+    scale = module("matplotlib.colors").TwoSlopeNorm(0, math.log10(low), math.log10(high))
+    edges = [k - 0.5 for k in range(len(tiles.names) + 1)]
+    mesh = axes.pcolormesh(tiles.edges, edges, shades, cmap=colors, norm=scale, rasterized=True)
+    bar = figure.colorbar(mesh, ax=axes, orientation="horizontal", shrink=shrink, aspect=40)
+    ticks = [low, *(tick for tick in (1.0, 10.0, 100.0) if tick < high), high]
+    labels = [f"{tick:.3g}x" for tick in ticks[:-1]] + [f"{high:,.0f}x{' or more' if most > high else ''}"]
+    bar.set_ticks([math.log10(tick) for tick in ticks], labels=labels, fontsize="small")
+    bar.minorticks_off()
+
+
+def _explain(axes: Any, tiles: Tiles) -> None:
+    """A legend of the shades that are not on the colour bar."""
+    patch = module("matplotlib.patches").Patch
+    shades = [("black", "inf or NaN", tiles.ratios.isinf()), ("0.8", "no gradient, or 0", tiles.ratios.isnan())]
+    handles = [patch(color=color, label=label) for color, label, where in shades if bool(where.any())]
+    if handles:
+        place = {"loc": "lower right", "bbox_to_anchor": (1, 1.01), "borderaxespad": 0}
+        axes.legend(handles=handles, ncols=2, fontsize="x-small", frameon=False, **place)
+
+
+def _name_worst(axes: Any, tiles: Tiles, events: Events, width: float) -> None:
+    """The largest ratio of each of the worst steps, beside its tile, where there is room."""
+    highest, rows = torch.where(tiles.ratios.isnan(), 0.0, tiles.ratios).max(dim=0)
+    (left, right), taken = axes.get_xlim(), [(-1.0, 0)]
+    for event in events.marked(MOST_CANDIDATES):
+        column = max(bisect(tiles.edges, float(events.steps[event])) - 1, 0)
+        if column >= len(highest) or len(taken) > MOST_LABELS:
+            continue
+        ratio, row = float(highest[column]), int(rows[column])
+        place = (tiles.edges[column + 1] - left) / (right - left)
+        if ratio < STANDS_OUT or any(abs(place - x) < 1.2 / width and abs(row - y) < 2 for x, y in taken):
+            continue
+        taken.append((place, row))
+        at_right = place > 0.9
+        axes.annotate(
+            f"{ratio:,.0f}x" if ratio < 1e6 else f"{ratio:.0e}x" if math.isfinite(ratio) else "inf or NaN",
+            (tiles.edges[column if at_right else column + 1], row),
+            xytext=(-3 if at_right else 3, 0),
+            textcoords="offset points",
+            ha="right" if at_right else "left",
+            va="center",
+            fontsize="x-small",
+            bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "0.5", "linewidth": 0.5},
+        )

@@ -1,0 +1,231 @@
+"""The panels of norms: by step, and how often each was seen."""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.recorder.axes import say, set_log_ticks, set_steps
+from torchzero_clip.recorder.binning import (
+    HUGE,
+    Bars,
+    Events,
+    as_drawn,
+    column_size,
+    in_columns,
+    largest,
+    means,
+    medians,
+)
+from torchzero_clip.recorder.words import number
+
+if TYPE_CHECKING:
+    from torchzero_clip.recorder.record import Record
+    from torchzero_clip.recorder.suggestion import Series
+
+MOST_LABELS = 6
+MOST_CANDIDATES = 200
+FEW = 60
+EDGE = 0.08  # labels of marks this close to the edge are written to one side
+LABEL = 1.1  # the width of a label over that of the panel, times the inches of the figure
+LOST_AT = 0.95  # where in the panel norms that are not finite are marked
+LIMIT: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1.2}
+SUGGESTED: dict[str, Any] = {"color": "tab:green", "linestyle": "-.", "linewidth": 1.5}
+SPIKE: dict[str, Any] = {"color": "tab:red", "marker": "^", "markersize": 8, "fillstyle": "none", "linestyle": "none"}
+SKIPPED: dict[str, Any] = {"color": "black", "marker": "x", "markersize": 6, "linestyle": "none"}
+LOST: dict[str, Any] = {"color": "tab:purple", "marker": "v", "markersize": 7, "linestyle": "none"}
+CLIPPED: dict[str, Any] = {"color": "tab:orange", "marker": "o", "markersize": 2.5, "linestyle": "none"}
+
+
+def draw_norm_panel(axes: Any, events: Events, width: float, suggested: float | None = None) -> None:
+    """Draw the joint norms by step, the limits, and what happened."""
+    axes.set_yscale("log")
+    axes.set_ylabel("norm of all gradients")
+    set_steps(axes, events, width)
+    if len(events.steps):
+        _curve(axes, events.steps, events.norm, "steps")
+    if not bool(events.norm.isfinite().any()):
+        say(axes, "no norm is finite and above 0")
+    _clipped(axes, events)
+    _limits(axes, events)
+    if suggested is not None:
+        axes.axhline(as_drawn(suggested), label=f"suggested: {number(suggested)}", **SUGGESTED)
+    _marks(axes, events)
+    _labels(axes, events, width)
+
+
+def _clipped(axes: Any, events: Events) -> None:
+    """The largest clipped norm of each column."""
+    clipped = (events.clipped > 0) & events.norm.isfinite()
+    if bool(clipped.any()):
+        size = column_size(len(events.steps))
+        heights = in_columns(torch.where(clipped, events.norm, torch.nan), size, largest)
+        label = f"clipped: {int(clipped.sum()):,} steps"
+        axes.plot(in_columns(events.steps, size, means).tolist(), heights.tolist(), label=label, **CLIPPED)
+
+
+def _limits(axes: Any, events: Events) -> None:
+    if bool(events.limits.isfinite().any()):
+        size = column_size(len(events.steps))
+        x = torch.cat([events.steps[::size] - 0.5, events.steps[-1:] + 0.5])
+        heights = in_columns(events.limits, size, medians)
+        y = torch.cat([heights, heights[-1:]])
+        label = f"limit: {'' if events.has_one_limit else 'median '}{number(events.limit)}"
+        axes.plot(x.tolist(), y.tolist(), drawstyle="steps-post", label=label, zorder=3, **LIMIT)
+
+
+def _curve(axes: Any, x: Tensor, norms: Tensor, what: str) -> None:
+    """A line of norms, or of the median and the largest of several."""
+    size = column_size(len(norms))
+    middle, highest = in_columns(norms, size, medians).tolist(), in_columns(norms, size, largest).tolist()
+    place = in_columns(x, size, means).tolist()
+    if size == 1:
+        dots = 2 if len(norms) > FEW else 6
+        axes.plot(place, middle, color="tab:blue", linewidth=0.8, marker=".", markersize=dots, label="norm")
+        return
+    axes.fill_between(place, middle, highest, color="tab:blue", alpha=0.35, linewidth=0)
+    axes.plot(place, highest, color="tab:blue", alpha=0.6, linewidth=0.6, label=f"largest of {size:,} {what}")
+    axes.plot(place, middle, color="tab:blue", linewidth=1.2, label=f"median of {size:,} {what}")
+
+
+def _marks(axes: Any, events: Events) -> None:
+    """Spikes and skipped steps; at the upper edge where the norm is not finite."""
+    known = events.norm.isfinite()
+    lost = events.spikes & ~known
+    for where, style, what in ((events.spikes & known, SPIKE, "spikes"), (lost, LOST, "inf or NaN")):
+        if bool(where.any()):
+            _mark(axes, events, where, f"{what}: {int(where.sum()):,}", style)
+    if bool(events.skipped.any()):
+        _mark(axes, events, events.skipped, f"skipped: {int(events.skipped.sum()):,} steps", SKIPPED)
+
+
+def _mark(axes: Any, events: Events, where: Tensor, label: str, style: dict[str, Any]) -> None:
+    known = where & events.norm.isfinite()
+    axes.plot(events.steps[known].tolist(), events.norm[known].tolist(), label=label, zorder=4, **style)
+    lost = events.steps[where & ~known].tolist()
+    if lost:
+        axes.plot(lost, [LOST_AT] * len(lost), transform=axes.get_xaxis_transform(), zorder=4, **style)
+
+
+def _labels(axes: Any, events: Events, width: float) -> None:
+    """The numbers of the worst steps beside their marks, where there is room."""
+    low, high = axes.get_ylim()
+    high = high * (high / low) ** 0.18
+    axes.set_ylim(low, high)
+    set_log_ticks(axes.yaxis, low, high)
+    for x, place, norm in _places(axes, events, width):
+        known = math.isfinite(norm)
+        axes.annotate(
+            f"step {x:,.0f}",
+            (x, norm if known else LOST_AT),
+            xycoords="data" if known else axes.get_xaxis_transform(),
+            xytext=(0, 7 if known else -14),
+            textcoords="offset points",
+            ha="left" if place < EDGE else "right" if place > 1 - EDGE else "center",
+            fontsize="small",
+            zorder=5,
+        )
+
+
+def _places(axes: Any, events: Events, width: float) -> list[tuple[float, float, float]]:
+    """The worst steps whose labels do not overlap: the step, its place from 0 to 1 in the panel, and its norm."""
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    wide = LABEL / width
+    taken: list[tuple[float, float]] = []
+    found: list[tuple[float, float, float]] = []
+    for row in events.marked(MOST_CANDIDATES):
+        x, norm = float(events.steps[row]), float(events.norm[row])
+        place = (x - left) / (right - left)
+        height = math.log(norm / low) / math.log(high / low) if math.isfinite(norm) else LOST_AT - 0.12
+        middle = place + wide / 2 if place < EDGE else place - wide / 2 if place > 1 - EDGE else place
+        overlaps = any(abs(middle - a) < wide and abs(height - b) < 0.08 for a, b in taken)
+        if not overlaps and len(found) < MOST_LABELS:
+            taken.append((middle, height))
+            found.append((x, place, norm))
+    return found
+
+
+def thin_panels(record: "Record", events: Events) -> dict[str, Tensor]:
+    """What panels below the norms show, by their labels."""
+    panels: dict[str, Tensor] = {}
+    if bool(events.clipped.isfinite().any()):
+        panels["% clipped"] = 100 * events.clipped
+    if bool(record.loss.isfinite().any()):
+        panels["loss"] = record.loss
+    return panels
+
+
+def draw_thin_panels(rows: list[Any], panels: Mapping[str, Tensor], events: Events, width: float) -> None:
+    """Draw what `thin_panels` returned."""
+    for axes, (label, values) in zip(rows, panels.items(), strict=True):
+        size = column_size(len(values))
+        place = in_columns(events.steps, size, means).tolist()
+        axes.set_ylabel(label)
+        set_steps(axes, events, width)
+        if label == "loss":
+            known = torch.where(values.isfinite(), values.clamp(-HUGE, HUGE), torch.nan)
+            axes.plot(place, in_columns(known, size, medians).tolist(), color="0.35", linewidth=0.8)
+            if size > 1:
+                axes.plot(place, in_columns(known, size, largest).tolist(), color="0.35", linewidth=0.4)
+            if bool((known > 0).any()) and float(known[known > 0].max() / known[known > 0].min()) > 100:
+                axes.set_yscale("log")
+        else:
+            starts = [*(events.steps[::size] - 0.5).tolist(), float(events.steps[-1]) + 0.5]
+            axes.stairs(in_columns(values, size, means).tolist(), starts, fill=True, color="tab:orange")
+            axes.set_ylim(0, 105)
+
+
+def draw_bars(axes: Any, events: Events, suggested: float | None = None) -> None:
+    """Draw how often each norm was seen."""
+    axes.set_xlabel("norm of all gradients")
+    axes.set_ylabel("how many steps")
+    norms = events.norm[events.norm.isfinite()]
+    if not len(norms):
+        say(axes, "no norm is finite and above 0")
+        return
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    bars = Bars.of(norms)
+    set_log_ticks(axes.xaxis, bars.edges[0], bars.edges[-1])
+    lefts, widths = bars.edges[:-1], [b - a for a, b in zip(bars.edges[:-1], bars.edges[1:], strict=True)]
+    axes.bar(lefts, bars.counts, widths, align="edge", color="tab:blue", alpha=0.6, label="steps")
+    axes.set_ylim(0.7, max(bars.counts) * 2)
+    if math.isfinite(events.limit):
+        share = 100 * float((norms > events.limit).double().mean())
+        about = "limit" if events.has_one_limit else "median limit"
+        axes.axvline(events.limit, label=f"{about}: {number(events.limit)}, {share:.3g}% above", **LIMIT)
+    if suggested is not None:
+        share = 100 * float((norms > suggested).double().mean())
+        axes.axvline(as_drawn(suggested), label=f"suggested: {number(suggested)}, {share:.3g}% above", **SUGGESTED)
+    spikes = events.norm[events.spikes & events.norm.isfinite()].tolist()
+    if spikes:
+        axes.plot(spikes, [0.05] * len(spikes), transform=axes.get_xaxis_transform(), label="spikes", **SPIKE)
+    axes.legend(loc="upper right", fontsize="small")
+
+
+def draw_series_row(axes: Any, side: Any, series: "Series", limit: float) -> int:
+    """Draw the norms in their order, and beside them how often each was seen; return how many are spikes."""
+    axes.set_yscale("log")
+    axes.set_ylabel("norm")
+    count = len(series.norms)
+    norms, place = series.norms.clamp(1 / HUGE, HUGE), torch.arange(count, dtype=torch.float64)
+    _curve(axes, place, norms, "norms")
+    if series.start:
+        axes.axvspan(-0.5, series.start - 0.5, color="0.85", hatch="//", ec="0.7", label="left out: still changing")
+    spikes = series.spikes.nonzero().flatten() + series.start
+    if len(spikes):
+        axes.plot(spikes.tolist(), norms[spikes].tolist(), label="spikes", **SPIKE)
+    axes.axhline(as_drawn(limit), label="limit", **LIMIT)
+    axes.set_xlim(-0.5, count - 0.5)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    bars = Bars.of(norms[series.start :])
+    heights = [b - a for a, b in zip(bars.edges[:-1], bars.edges[1:], strict=True)]
+    side.barh(bars.edges[:-1], bars.counts, heights, align="edge", color="tab:blue", alpha=0.6)
+    side.axhline(as_drawn(limit), **LIMIT)
+    set_log_ticks(axes.yaxis, float(norms.min()), float(norms.max()))
+    side.set_xscale("log")
+    side.set_xlim(0.7, max(bars.counts) * 2)
+    side.tick_params(labelleft=False)
+    return len(spikes)

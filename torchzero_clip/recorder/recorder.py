@@ -1,0 +1,303 @@
+"""The recorder of an optimizer."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from torchzero_clip.checks import count, one_of
+from torchzero_clip.compat import never_compiled
+from torchzero_clip.core.modular import Modular
+from torchzero_clip.core.reported_loss import ReportedLoss
+from torchzero_clip.core.wrapped import unwrap
+from torchzero_clip.functional.norms import each_norm
+from torchzero_clip.functional.scratch import Scratch
+from torchzero_clip.recorder.files import check
+from torchzero_clip.recorder.layout import By, Layout
+from torchzero_clip.recorder.log import Log
+from torchzero_clip.recorder.record import Place, Readable, Record
+from torchzero_clip.recorder.run import FAILED, OPEN, Run, nothing
+from torchzero_clip.recorder.suggestion import Scope, Suggestion, suggested
+from torchzero_clip.recorder.tape import Note
+
+
+class Recorder(Readable):
+    """Records what happens to gradients in every step: norms by layer, limits, what was clipped or skipped, the loss.
+
+    It changes nothing: training is bit for bit what it is without a recorder. It is no part of the chain, and adds
+    nothing to the checkpoints of the optimizer; a copy or a pickle of the optimizer has no recorder.
+
+    Steps count from 0, and skipped ones count. A step that never reaches ``optimizer.step()`` does not: `GradScaler`
+    skips such steps of optimizers that are not fused.
+
+    Args:
+        optimizer: A `Modular`, or any other `torch.optim.Optimizer`; also in the wrappers of Accelerate and Lightning.
+            For other optimizers there are no limits and factors.
+        by: What a layer is: a "parameter", a "module" (the parameters that it holds itself, taken together) or a
+            "group" of parameters.
+        keep: How many steps are kept on the device. The memory is 8 bytes for each step and parameter tensor.
+        path: A file, such as ``"run.jsonl"``, to which every ``keep`` steps are appended, and the rest when the process
+            ends. None for no file. With several processes only the first one writes.
+        ratios_every: After how many steps the norms of parameters and of updates are recorded; 0 for never. Such a step
+            copies the parameters and takes two more passes over them.
+        model: Gives names to parameters that have none in the optimizer.
+
+    Raises:
+        TypeError: If ``optimizer`` is no optimizer, or an argument is of the wrong type.
+        ValueError: If the optimizer has a recorder already, for an unknown ``by``, for ``keep`` below 1, or if no
+            record can be written to ``path``.
+
+    A step waits for the device only when a full ring is written to the file; reading waits once. In a step in which no
+    transform measures single tensors (a joint clip, or no clip at all), the recorder takes a pass over the gradients.
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import ClipNorm, Modular, Recorder
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = Modular(model, ClipNorm(1.0))
+        >>> recorder = Recorder(optimizer)
+        >>> for size in (1.0, 1.0, 50.0):
+        ...     model(torch.full((1, 2), size)).sum().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> recorder.worst(step=2)
+        name    norm  usual  ratio
+        weight  70.71  1.414     50
+        bias        1      1      1
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        by: By = "parameter",
+        keep: int = 1000,
+        path: Place | None = None,
+        ratios_every: int = 100,
+        model: nn.Module | None = None,
+    ) -> None:
+        found = unwrap(optimizer)
+        if not isinstance(found, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        one_of("by", by, get_args(By))
+        count("keep", keep)
+        count("ratios_every", ratios_every)
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, got {keep}")
+        if model is not None and not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if _is_recorded(found):
+            raise ValueError("optimizer has a recorder already: close() it first")
+        log = None if path is None else _opened(Path(path), by)
+        self.optimizer = found
+        """The optimizer that is recorded, out of its wrappers."""
+        self._run = Run(by, keep, log, ratios_every, model)
+        self._hooks: _Hooks | None = None
+        if isinstance(found, Modular):
+            found.listener = self._run
+        else:
+            self._hooks = _Hooks(self._run, found)
+
+    @property
+    def step(self) -> int:
+        """The number of the next step."""
+        return self._run.step
+
+    def report_loss(self, loss: Tensor | float) -> None:
+        """Tell the loss of the next step, for an optimizer other than `Modular`; else it is `Modular.report_loss`.
+
+        Args:
+            loss: A number, or a tensor of one number, before a gradient scaler multiplies it. The loss of several calls
+                is their mean.
+        """
+        if isinstance(self.optimizer, Modular):
+            self.optimizer.report_loss(loss)
+        elif self._hooks is not None:
+            self._hooks.reported.add(loss)
+
+    @override
+    def record(self) -> Record:
+        """Return the steps that are kept, on the CPU. It waits for the device once."""
+        found = self._run.record()
+        if found is None:
+            layers, norms = self._layout().joined(
+                torch.zeros(0, len(self._layout().names), dtype=torch.float64), self._run.by
+            )
+            none = torch.zeros(0, dtype=torch.float64)
+            return Record([], [], none, none, {}, layers, [], norms)
+        return found
+
+    def _layout(self) -> Layout:
+        return Layout.of(self.optimizer.param_groups, self._run.model)
+
+    @override
+    def suggest_max_norm(self, share_clipped: float = 0.01, scope: Scope = "joint") -> Suggestion:
+        one_of("scope", scope, get_args(Scope))
+        self._run.finish()
+        tape = self._run.tape
+        if scope == "joint" or tape is None:
+            return super().suggest_max_norm(share_clipped)
+        norms, layout = tape.norms(), tape.layout
+        if scope == "parameter":
+            return suggested({"parameter": norms.flatten()}, share_clipped, scope)
+        if len(set(layout.groups)) > 1 and not layout.has_group_names:
+            raise ValueError('limits by group need names of groups: write "name" into each param group')
+        groups, of_groups = layout.joined(norms, "group")
+        return suggested(dict(zip(groups, of_groups.unbind(dim=1), strict=True)), share_clipped, scope)
+
+    def flush(self) -> None:
+        """Write all steps to the file now. It does nothing without ``path``.
+
+        Raises:
+            OSError: If the file cannot be written. Nothing of it is lost then, and the next call tries again.
+        """
+        self._run.flush()
+
+    def close(self) -> None:
+        """Stop recording, and write the rest to the file. What is kept can still be read."""
+        self._run.finish()
+        if self._hooks is not None:
+            self._hooks.remove()
+        if isinstance(self.optimizer, Modular) and self.optimizer.listener is self._run:
+            self.optimizer.listener = None
+        self._run.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps, and the steps that are kept: tensors on the CPU, numbers and strings."""
+        return self._run.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue the record of a run that is resumed.
+
+        Steps that an earlier process wrote to the file after this checkpoint do not count any more.
+
+        Args:
+            state_dict: What `state_dict` returned, for the same parameters.
+
+        Raises:
+            ValueError: If it belongs to other parameters, or is no such dict. Nothing has changed then.
+        """
+        if not isinstance(state_dict, Mapping) or not {"step", "tape"} <= set(state_dict):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError("state_dict must be that of a Recorder, with 'step' and 'tape'")
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        device = params[0].device if params else torch.device("cpu")
+        try:
+            self._run.load_state_dict(dict(state_dict), self._layout(), device)
+        except (AttributeError, KeyError, TypeError, RuntimeError) as error:
+            raise ValueError(f"state_dict is not that of a Recorder: {error!r}") from error
+
+    def __repr__(self) -> str:
+        path = "" if self._run.log is None else f", path={str(self._run.log.path)!r}"
+        return f"Recorder({type(self.optimizer).__name__}, by={self._run.by!r}, keep={self._run.keep}{path})"
+
+
+def _is_recorded(optimizer: Optimizer) -> bool:
+    if isinstance(optimizer, Modular):
+        return optimizer.listener is not None
+    hooks: Any = optimizer._optimizer_step_pre_hooks.values()
+    return any(isinstance(getattr(hook, "__self__", None), _Hooks) for hook in hooks)
+
+
+def _opened(path: Path, by: By) -> Log:
+    check(path)
+    log = Log(path, by)
+    if any(run.log is not None and run.log.path == log.path for run in OPEN):
+        raise ValueError(f"another Recorder writes to path={str(path)!r}: close() it, or choose another path")
+    return log
+
+
+class _Hooks:
+    """Measures the gradients of an optimizer that is no `Modular`, before its step."""
+
+    def __init__(self, run: Run, optimizer: Optimizer) -> None:
+        self.reported = ReportedLoss()
+        before, after = optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)
+        self._handles = (before, after)
+        self._run = run
+        self._scratch = Scratch()
+        self._seen: list[tuple[int, int]] | None = None
+        """The gradients of the step that was measured, and their versions."""
+
+    def remove(self) -> None:
+        """Leave the optimizer."""
+        for handle in self._handles:
+            handle.remove()
+
+    @never_compiled
+    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Measure the gradients, or wrap the closure that makes them."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if isinstance(closure, _Measured):  # a subclass calls the step of its base class
+            return None
+        if closure is None:
+            if self._seen is None or self._seen != _versions(optimizer):
+                self._run.finish()
+                self._measure(optimizer, None)
+            return None
+        self._run.finish()
+        closure = _Measured(closure, partial(self._measure, optimizer))
+        return (
+            (args, {**kwargs, "closure": closure}) if "closure" in kwargs else ((optimizer, closure, *args[2:]), kwargs)
+        )
+
+    @torch.no_grad()
+    @never_compiled
+    def _measure(self, optimizer: Optimizer, loss: Any) -> None:
+        groups = optimizer.param_groups
+        params = [param for group in groups for param in group["params"] if param.grad is not None]
+        grads = [_dense(param.grad) for param in params]
+        norms = each_norm(grads, self._scratch) if grads else None
+        scale = getattr(optimizer, "grad_scale", None)
+        if norms is not None and isinstance(scale, Tensor):
+            norms = norms / scale.to(norms.device, torch.float64)
+        if loss is None and self.reported.count:
+            loss = self.reported.mean()
+        self.reported.clear()
+        numbers: dict[str, Any] = {} if loss is None else {"loss": loss}
+        found_inf = getattr(optimizer, "found_inf", None)
+        if isinstance(found_inf, Tensor):
+            numbers["found_inf"] = found_inf.detach()
+        self._run.save_params(params)
+        self._seen = _versions(optimizer)
+        self._run.finish = partial(self._write, groups, params, norms, numbers, FAILED)
+
+    @torch.no_grad()
+    def _write(self, groups: Any, params: Any, norms: Tensor | None, numbers: dict[str, Any], reason: str) -> None:
+        self._run.finish, self._seen = nothing, None
+        self._run.write(groups, params, norms, numbers, Note(self._run.step, reason))
+
+    @never_compiled
+    def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Write a step that was taken."""
+        finish = self._run.finish
+        if isinstance(finish, partial):
+            finish.func(*finish.args[:-1], "")
+
+
+class _Measured:
+    """A closure after whose first call the gradients are measured. `torch.optim.LBFGS` calls it several times."""
+
+    def __init__(self, closure: Callable[[], Any], measure: Callable[[Any], None]) -> None:
+        self._closure = closure
+        self._measure: Callable[[Any], None] | None = measure
+
+    def __call__(self) -> Any:
+        loss = self._closure()
+        measure, self._measure = self._measure, None
+        if measure is not None:
+            measure(loss)
+        return loss
+
+
+def _versions(optimizer: Optimizer) -> list[tuple[int, int]]:
+    grads = (param.grad for group in optimizer.param_groups for param in group["params"])
+    return [(id(grad), grad._version) for grad in grads if grad is not None]
+
+
+def _dense(grad: Any) -> Tensor:
+    """A gradient, or the values of a sparse one."""
+    return grad.coalesce().values() if grad.layout == torch.sparse_coo else grad.detach()

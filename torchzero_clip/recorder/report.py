@@ -1,0 +1,179 @@
+"""A page for people: what happened to the gradients of a run."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torchzero_clip.recorder import words
+from torchzero_clip.recorder.axes import WIDE
+from torchzero_clip.recorder.binning import Events
+from torchzero_clip.recorder.figures import draw_histogram, draw_layers, draw_norms, png_of
+from torchzero_clip.recorder.numbers import median_of
+from torchzero_clip.recorder.page import code, page, paragraph, picture, section
+from torchzero_clip.recorder.record import Place, Record
+from torchzero_clip.recorder.suggestion import Suggestion
+from torchzero_clip.recorder.worst import Worst, ratio_table
+
+NARROW = 4.2  # inches
+GUIDE = {
+    "Norm": "The square root of the sum of squares of all gradients of a step, before the first transform.",
+    "Usual norm": "In the tables of steps, the median of the norms before this step. In the picture of layers, the "
+    "median over the run.",
+    "Limit": "The norm above which a transform scales gradients down. Where several transforms have a limit, pictures "
+    "show the lowest one.",
+    "Factor": "What a transform multiplied the gradients with: 1 means that it left them as they were.",
+    "Clipped": "The share of the gradients that a transform changed.",
+    "Spike": "A norm far above the others: its logarithm exceeds the median by more than 6 standard deviations, "
+    "estimated from the median distance, and the norm is more than twice the median. Norms that are inf or NaN count.",
+    "Skipped step": "A step that changed no parameter, because a transform or the gradient scaler refused it.",
+}
+
+
+def write_report(record: Record, path: Place) -> None:
+    """Write one HTML page with pictures, the worst steps and layers, and a suggested limit. It loads nothing else.
+
+    Args:
+        record: What was recorded.
+        path: Where to write the page, for example ``"report.html"``.
+
+    Raises:
+        ValueError: If the record has no steps.
+        ModuleNotFoundError: Without matplotlib.
+        OSError: If the page cannot be written.
+    """
+    if not record.steps:
+        raise ValueError("the record has no steps")
+    Path(path).write_text(_Report(record).page(), encoding="utf-8", errors="replace")
+
+
+class _Report:
+    """Makes the sections of the page."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._events = Events.of(record)
+        self._norms = self._events.norm[self._events.norm.isfinite()]
+        self._worst = Worst(record, self._events)
+        self._suggestion: Suggestion | None = None
+        self._doubt = ""
+        try:
+            self._suggestion = record.suggest_max_norm()
+        except ValueError as error:
+            self._doubt = str(error)
+        self._suggested = self._suggestion.limits["joint"] if self._suggestion is not None else None
+
+    def page(self) -> str:
+        parts = [
+            ("limit", "Suggested limit", self._limit()),
+            ("norms", "Norms by step", self._norm_picture()),
+            ("steps", "Worst steps", self._worst.step_table()),
+            ("step-layers", "Layers in the worst steps", self._worst.layer_tables()),
+            ("often", "Layers that stood out most often", self._worst.often_table()),
+            ("layers", "Layers by step", self._layer_picture()),
+            ("histogram", "How often each norm was seen", self._histogram()),
+            ("ratios", "Updates relative to parameters", ratio_table(self._record)),
+            ("guide", "How to read this page", _guide()),
+        ]
+        known = [part for part in parts if part[2]]
+        links = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title, _ in known)
+        return page(
+            "What happened to the gradients",
+            paragraph(self._summary()),
+            f'<nav aria-label="Sections"><ul>{links}</ul></nav>',
+            *(section(name, title, *content) for name, title, content in known),
+        )
+
+    def _summary(self) -> str:
+        """What the run was, in sentences."""
+        steps, events, norms = self._record.steps, self._events, self._norms
+        place = f"step {steps[0]:,}" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,}"
+        text = [f"{words.counted(len(steps), 'step')} {words.was(len(steps))} recorded: {place}."]
+        if len(norms):
+            top = steps[int(events.norm.nan_to_num(nan=-1.0).argmax())]
+            text.append(
+                f"The joint norm of the gradients has the median {words.number(median_of(norms))} and the maximum "
+                f"{words.number(float(norms.max()))}, in step {top:,}."
+            )
+        else:
+            text.append("No step has a joint norm that is finite and above 0.")
+        if bool(events.clipped.isfinite().any()):
+            clipped = int((events.clipped > 0).sum())
+            share = words.percent(clipped / len(steps))
+            text.append(f"In {words.counted(clipped, 'step')} ({share}), gradients were clipped.")
+        else:
+            text.append("No transform reported how much it clipped.")
+        lost = int((events.spikes & ~events.norm.isfinite()).sum())
+        more = f" ({lost:,} with a norm that is inf or NaN)" if lost else ""
+        skipped, spikes = int(events.skipped.sum()), int(events.spikes.sum())
+        text.append(f"{words.counted(skipped, 'step')} {words.was(skipped)} skipped.")
+        text.append(f"There {words.was(spikes)} {words.counted(spikes, 'spike')}{more}.")
+        return " ".join(text)
+
+    def _limit(self) -> list[str]:
+        if self._suggestion is None or self._suggested is None:
+            return [paragraph(f"There is no suggestion: {self._doubt}.")]
+        sentences = [paragraph(line) for line in str(self._suggestion).split("\n")]
+        lines = (
+            "# in a chain of torchzero_clip:",
+            f'ClipNorm({self._suggested:.4g}, dim="global")',
+            "# in any other training loop:",
+            f"torch.nn.utils.clip_grad_norm_(model.parameters(), {self._suggested:.4g})",
+        )
+        return [*sentences, code("\n".join(lines))]
+
+    def _picture(self, draw: Callable[..., Any], alt: str, caption: str, **options: Any) -> list[str]:
+        wide, narrow = (png_of(draw(self._record, self._events, width=width, **options)) for width in (WIDE, NARROW))
+        return [picture(wide, narrow, alt, caption)]
+
+    def _norm_picture(self) -> list[str]:
+        events, norms = self._events, self._norms
+        alt = f"Line of the joint norm over {words.counted(len(self._record.steps), 'step')}"
+        if len(norms):
+            alt += f", from {words.number(float(norms.min()))} to {words.number(float(norms.max()))}"
+        if math.isfinite(events.limit):
+            alt += f"; the limit is {'' if events.has_one_limit else 'in the median '}{words.number(events.limit)}"
+        if self._suggested is not None:
+            alt += f"; the suggested limit is {words.number(self._suggested)}"
+        shown = ", ".join(f"{step:,}" for step in self._worst.steps[:6])
+        alt += f". The worst steps are {shown}." if shown else ". There was no spike, and no step was skipped."
+        caption = (
+            "The norm of all gradients before the first transform. Below it, if known, what was clipped and the loss."
+        )
+        return self._picture(draw_norms, alt, caption, suggested=self._suggested)
+
+    def _layer_picture(self) -> list[str]:
+        record = self._record
+        if not record.layers or not (record.blocks or record.layer_steps):
+            return []
+        layers, steps = words.counted(len(record.layers), "layer"), words.counted(len(record.steps), "step")
+        found = [(step, *rows[0]) for step, rows in self._worst.layers[:3]]
+        said = "; ".join(
+            f"in step {step:,} {name}{f' has the norm {norm}, with the ratio {ratio}' if norm else ''}"
+            for step, name, norm, _, ratio in found
+        )
+        alt = f"Heat map of the norms of {layers} over {steps}, relative to the usual norm of each"
+        caption = (
+            "Each row is a layer, and each column some steps. The shade says how the largest norm in these steps "
+            "compares with the usual norm of the layer. Long names are shortened."
+        )
+        return self._picture(draw_layers, f"{alt}{f': {said}' if said else ''}.", caption)
+
+    def _histogram(self) -> list[str]:
+        norms = self._norms
+        if not len(norms):
+            return []
+        alt = f"Histogram of {words.counted(len(norms), 'norm')} with the median {words.number(median_of(norms))}"
+        for what, limit in (("limit", self._events.limit), ("suggested limit", self._suggested)):
+            if limit is not None and math.isfinite(limit):
+                above = words.percent(float((norms > limit).double().mean()))
+                alt += f"; {above} are above the {what} of {words.number(limit)}"
+        caption = (
+            "Both axes are logarithmic, so that single spikes are visible beside thousands of usual steps. Shares "
+            "count all steps, also those that the suggestion leaves out."
+        )
+        return self._picture(draw_histogram, f"{alt}.", caption, suggested=self._suggested)
+
+
+def _guide() -> list[str]:
+    return ["<dl>", *(f"<dt>{term}</dt><dd>{text}</dd>" for term, text in GUIDE.items()), "</dl>"]

@@ -1,0 +1,223 @@
+"""A limit found from the norms that were seen."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor, tensor_split
+
+from torchzero_clip.clipping.clip_norm import ClipNorm
+from torchzero_clip.core.chain import Chain
+from torchzero_clip.core.transform import Transform
+from torchzero_clip.recorder.figures import draw_series
+from torchzero_clip.recorder.numbers import median_of, quantile
+
+Scope: TypeAlias = Literal["joint", "parameter", "group"]
+Trend: TypeAlias = Literal["settled", "growing", "falling"]
+Confidence: TypeAlias = Literal["high", "low"]
+
+FEWEST = 20
+BLOCKS = 20
+LARGEST = 709.0  # the logarithm of the largest number
+MOST_DROPPED = 10
+CLOSE = 1.25
+EQUAL = 1e-5
+"""Norms that differ from the largest one by at most this share of it are equal to it: clips round."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """Norms in the order of their steps, and what is known of them.
+
+    Args:
+        norms: Finite norms above 0.
+        dropped: How many leading blocks were left out, because the norms still changed.
+        start: The index of the first norm that was not left out.
+        spikes: True for each norm from ``start`` on that is a spike.
+        spike_limit: The norm above which a norm counts as a spike.
+        trend: Whether the norms grow, fall or neither, in their last half.
+    """
+
+    norms: Tensor
+    dropped: int
+    start: int
+    spikes: Tensor
+    spike_limit: float
+    trend: Trend
+
+    @classmethod
+    def of(cls, norms: Tensor) -> "Series":
+        """Judge at least four norms; those that are not finite or not above 0 must not be among them."""
+        count = len(norms)
+        starts = [k * count // BLOCKS for k in range(BLOCKS)]
+        usual = median_of(norms[count // 2 :])
+        medians = [median_of(block) for block in tensor_split(norms, starts[1:]) if len(block)]
+        steady = (k for k, median in enumerate(medians) if 1 / CLOSE <= median / usual <= CLOSE)
+        dropped = min(next(steady, MOST_DROPPED), MOST_DROPPED)
+        start = starts[dropped]
+        logs = norms[start:].log()
+        border = _spike_border(logs)
+        change = median_of(norms[3 * count // 4 :]) / median_of(norms[count // 2 : 3 * count // 4])
+        trend: Trend = "growing" if change > CLOSE else "falling" if change < 1 / CLOSE else "settled"
+        return cls(norms, dropped, start, logs > border, math.exp(min(border, LARGEST)), trend)
+
+    @property
+    def usual(self) -> Tensor:
+        """The norms that are neither left out nor spikes."""
+        return self.norms[self.start :][self.spikes.logical_not()]
+
+    def doubts(self, share_clipped: float) -> list[str]:
+        """Why a limit found from these norms may be wrong."""
+        found: list[str] = []
+        count, same = len(self.norms), int((self.norms >= self.norms.max() * (1 - EQUAL)).sum())
+        if count * share_clipped < 1:
+            found.append(f"{count} norms are too few to find what {100 * share_clipped:.3g}% of them exceed")
+        if self.dropped == MOST_DROPPED:
+            found.append("the norms still changed in the first half of the run, which was left out")
+        if same >= max(2, count / 20):
+            largest = float(self.norms.max())
+            found.append(f"{same} of {count} norms are {largest:.4g}, the largest: something else clipped them before")
+        return found
+
+
+def _spike_border(logs: Tensor) -> float:
+    """The logarithm above which a norm among these is a spike.
+
+    It is above the median by max(6 · 1.4826 · MAD, ln 2), where MAD is the median distance from that median.
+    """
+    median = median_of(logs)
+    return median + max(6 * 1.4826 * median_of((logs - median).abs()), math.log(2))
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A limit for `ClipNorm`, found from a record. Print it to read why.
+
+    Attributes:
+        limit: The limit; for scope "group" one for each group, by its name.
+        spikes: How many norms were spikes.
+        trend: Whether the norms of the last quarter are more than 1.25 times those of the quarter before ("growing"),
+            less than 0.8 times ("falling"), or neither ("settled").
+        confidence: "low" if there is a reason to doubt the limit.
+        reason: The reason; empty if there is none.
+    """
+
+    limit: float | dict[str, float]
+    spikes: int
+    trend: Trend
+    confidence: Confidence
+    reason: str
+    scope: Scope
+    share_clipped: float
+    series: Mapping[str, Series] = field(repr=False)
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The limit of each group; of all gradients together, or of each tensor, under the name of the scope."""
+        return self.limit if isinstance(self.limit, dict) else {self.scope: self.limit}
+
+    def transform(self) -> Transform:
+        """Return the `ClipNorm` with this limit; for several groups a chain with one for each.
+
+        With scope "parameter" it clips each tensor on its own, else all gradients, or those of a group, together.
+        """
+        if len(self.limits) > 1:
+            return Chain(*(ClipNorm(x, dim="global").only(groups=name) for name, x in self.limits.items()))
+        (limit,) = self.limits.values()
+        return ClipNorm(limit) if self.scope == "parameter" else ClipNorm(limit, dim="global")
+
+    def plot(self, path: Any = None) -> Any:
+        """Draw the norms, the limit and the spikes, and save the picture.
+
+        Args:
+            path: Where to save it, for example ``"limit.png"``; None for nowhere.
+
+        Returns:
+            The `matplotlib.figure.Figure`.
+
+        Raises:
+            ModuleNotFoundError: Without matplotlib.
+        """
+        return draw_series(self.series, self.limits, path)
+
+    def __str__(self) -> str:
+        lines = [_sentences(name, s, self.limits[name], self) for name, s in self.series.items()]
+        if self.reason:
+            lines.append(f"Confidence: low, because {self.reason}.")
+        else:
+            lines.append("Confidence: high.")
+        return "\n".join(lines)
+
+
+def suggested(norms: Mapping[str, Tensor], share_clipped: float, scope: Scope) -> Suggestion:
+    """Find a limit for each series of norms.
+
+    Args:
+        norms: The norms of each group in the order of their steps; one entry, under the name of the scope, for others.
+        share_clipped: The share of usual norms that is to be clipped.
+        scope: What the norms belong to.
+    """
+    if isinstance(share_clipped, bool) or not isinstance(share_clipped, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"share_clipped must be a number, got {share_clipped!r}")
+    if not 0 < share_clipped < 1:
+        raise ValueError(f"share_clipped must be above 0 and below 1, got {share_clipped!r}")
+    series: dict[str, Series] = {}
+    for name, values in norms.items():
+        usable = values[values.isfinite() & (values > 0)]
+        if len(usable) < FEWEST:
+            raise ValueError(
+                f"a limit needs at least {FEWEST} norms that are finite and above 0, got {len(usable)}"
+                f"{f' of group {name!r}' if scope == 'group' else ''}: record more steps"
+            )
+        series[name] = Series.of(usable)
+    limits = {name: quantile(s.usual, 1 - share_clipped) for name, s in series.items()}
+    doubts = [
+        f"{f'in {name!r} ' if len(series) > 1 else ''}{doubt}"
+        for name, s in series.items()
+        for doubt in s.doubts(share_clipped)
+    ]
+    trends = [s.trend for s in series.values()]
+    trend: Trend = "growing" if "growing" in trends else "falling" if "falling" in trends else "settled"
+    spikes = sum(int(s.spikes.sum()) for s in series.values())
+    limit = limits if scope == "group" else limits[scope]
+    confidence: Confidence = "low" if doubts else "high"
+    return Suggestion(limit, spikes, trend, confidence, "; ".join(doubts), scope, share_clipped, series)
+
+
+def _clip(limit: float, scope: str) -> str:
+    return f"ClipNorm({limit:.4g})" if scope == "parameter" else f'ClipNorm({limit:.4g}, dim="global")'
+
+
+def _sentences(name: str, series: Series, limit: float, suggestion: Suggestion) -> str:
+    share, usual = suggestion.share_clipped, series.usual
+    what = "norms of tensors" if suggestion.scope == "parameter" else "steps"
+    where = f"Group {name!r}: " if suggestion.scope == "group" else ""
+    text = [
+        f"{where}{_clip(limit, suggestion.scope)} would have clipped {100 * share:.3g}% of the usual {what}: "
+        f"{len(usual):,} norms with the median {quantile(usual, 0.5):.4g}."
+    ]
+    if series.dropped:
+        text.append(
+            f"The first {series.start:,} of {len(series.norms):,} norms are left out: they were still changing."
+        )
+    count = int(series.spikes.sum())
+    if count:
+        largest = float(series.norms[series.start :].max())
+        text.append(
+            f"{_counted(count, 'spike')} above {series.spike_limit:.4g}, up to {largest:.4g}, would be clipped too."
+        )
+    else:
+        text.append("There was no spike.")
+    if series.trend == "settled":
+        text.append("The norms have settled.")
+    else:
+        text.append(
+            f"The norms are {series.trend}, so that a fixed limit will soon be too "
+            f"{'low' if series.trend == 'growing' else 'high'}: take one that adapts, such as ZClip."
+        )
+    return " ".join(text)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -1,0 +1,194 @@
+"""The last steps of a run, on the device of the parameters."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.functional import foreach
+from torchzero_clip.recorder.layout import By, Layout
+from torchzero_clip.recorder.numbers import joined_norms
+from torchzero_clip.recorder.record import Ratios, Record
+
+ABSENT = -1.0
+"""The norm of a gradient that is not there."""
+
+
+@dataclass
+class Note:
+    """What the host knows of a step.
+
+    Args:
+        step: The number of the step.
+        refused_by: Who refused it; empty if it was taken.
+        limits: The limits that are settings, by the names of their transforms.
+    """
+
+    step: int
+    refused_by: str = ""
+    limits: Mapping[str, float] = field(default_factory=dict)
+
+
+class Ring:
+    """The last rows of numbers.
+
+    Args:
+        keep: How many rows.
+        width: How many numbers a row has.
+        device: Where they are.
+    """
+
+    def __init__(self, keep: int, width: int, device: torch.device) -> None:
+        with torch.inference_mode(False):  # memory that is made in inference mode cannot be written to outside of it
+            self.rows = torch.full((keep, width), torch.nan, dtype=torch.float64, device=device)
+
+    def widen(self, width: int) -> None:
+        """Add columns."""
+        with torch.inference_mode(False):
+            more = self.rows.new_full((len(self.rows), width - self.rows.shape[1]), torch.nan)
+            self.rows = torch.cat([self.rows, more], dim=1)
+
+    def write(self, count: int, row: Tensor) -> None:
+        """Write the row of a step over the oldest one."""
+        foreach.copy_([self.rows.select(0, count % len(self.rows))], [row])
+
+
+class Tape:
+    """The norms and numbers of the last steps, as vectors on the device, all with the same layout.
+
+    Args:
+        keep: How many steps.
+        layout: The parameters.
+        device: Where the numbers are kept.
+    """
+
+    def __init__(self, keep: int, layout: Layout, device: torch.device) -> None:
+        self.layout = layout
+        self.device = device
+        self.keep = keep
+        self.count = 0
+        """How many steps were written."""
+        self.keys: list[str] = []
+        self.notes: deque[Note] = deque(maxlen=keep)
+        self.ratios: deque[tuple[int, Tensor, Tensor]] = deque(maxlen=keep)
+        self._norms = Ring(keep, len(layout.names), device)
+        self._numbers = Ring(keep, 0, device)
+        self._absent = torch.full((len(layout.names),), ABSENT, dtype=torch.float64, device=device)
+        self._unknown = torch.full((), torch.nan, dtype=torch.float64, device=device)
+        self._places: list[int] = []
+        self._runs: list[int] = []
+        self._gaps: list[Tensor] = []
+
+    def write(self, note: Note, norms: Tensor | None, places: Sequence[int] | None, numbers: dict[str, Tensor]) -> None:
+        """Write one step.
+
+        Args:
+            note: What the host knows of it.
+            norms: The norm of each gradient; None if there were none.
+            places: The columns of these norms; None for all.
+            numbers: 0-d tensors by name.
+        """
+        if norms is None:
+            norms = self._absent
+        elif places is not None:
+            norms = self._spread(norms, places)
+        self._norms.write(self.count, norms)
+        found = list(numbers.values())
+        if list(numbers) != self.keys:
+            new = [key for key in numbers if key not in self.keys]
+            if new:
+                self.keys += new
+                self._numbers.widen(len(self.keys))
+            found = [numbers.get(key, self._unknown) for key in self.keys]
+        if found:
+            if {self.device} != {number.device for number in found}:
+                found = [number.to(self.device, non_blocking=True) for number in found]
+            self._numbers.write(self.count, torch.stack(found))
+        self.notes.append(note)
+        self.count += 1
+
+    def write_ratios(self, step: int, params: Tensor, updates: Tensor, places: Sequence[int] | None) -> None:
+        """Write the norms of parameters, and of what was subtracted from them; ``places`` as in `write`."""
+        if places is not None:
+            params, updates = self._spread(params, places), self._spread(updates, places)
+        self.ratios.append((step, params, updates))
+
+    def _spread(self, norms: Tensor, places: Sequence[int]) -> Tensor:
+        """One norm for each parameter, without indices, which would have to go to the device."""
+        if places != self._places:
+            self._places = list(places)
+            starts = [k for k, place in enumerate(places) if k == 0 or place != places[k - 1] + 1]
+            ends = [*starts[1:], len(places)]
+            self._runs = [end - start for start, end in zip(starts, ends, strict=True)]
+            edges = [(places[start], places[end - 1] + 1) for start, end in zip(starts, ends, strict=True)]
+            begins = [0, *(end for _, end in edges)]
+            stops = [*(start for start, _ in edges), len(self._absent)]
+            self._gaps = [self._absent[begin:stop] for begin, stop in zip(begins, stops, strict=True)]
+        pieces = [self._gaps[0]]
+        for run, gap in zip(norms.split(self._runs), self._gaps[1:], strict=True):
+            pieces += (run, gap)
+        return torch.cat(pieces)
+
+    def norms(self) -> Tensor:
+        """The norms of the steps that are kept, on the CPU, a row for each; `ABSENT` where there is no gradient."""
+        return self._read()[0]
+
+    def _read(self) -> tuple[Tensor, Tensor, list[tuple[int, Tensor]]]:
+        """Norms, numbers and ratios in order, by one transfer. A ratio has the norms of parameters and of updates."""
+        kept, ratios = min(self.count, self.keep), list(self.ratios)
+        rings, pairs = (self._norms.rows, self._numbers.rows), [torch.stack(pair) for _, *pair in ratios]
+        everything = torch.cat([part.flatten() for part in (*rings, *pairs)]).cpu()
+        parts = everything.split([part.numel() for part in (*rings, *pairs)])
+        rows = [i % self.keep for i in range(self.count - kept, self.count)]
+        norms, numbers = (part.view(ring.shape)[rows] for part, ring in zip(parts[:2], rings, strict=True))
+        steps = [step for step, *_ in ratios]
+        return norms, numbers, list(zip(steps, (part.view(2, -1) for part in parts[2:]), strict=True))
+
+    def record(self, by: By) -> Record:
+        """The steps that are kept, on the CPU. It waits for the device."""
+        notes = list(self.notes)
+        norms, numbers, pairs = self._read()
+        layers, of_layers = self.layout.joined(norms, by)
+        columns = {key: numbers[:, k] for k, key in enumerate(self.keys)}
+        for name in dict.fromkeys(name for note in notes for name in note.limits):
+            columns[f"{name}/limit"] = norms.new_tensor([note.limits.get(name, torch.nan) for note in notes])
+        unknown = norms.new_full((len(notes),), torch.nan)
+        found_inf = columns.pop("found_inf", unknown) > 0
+        reasons = [note.refused_by or ("found_inf" if inf else "") for note, inf in zip(notes, found_inf, strict=True)]
+        loss = columns.pop("loss", unknown)
+        steps = [note.step for note in notes]
+        ratios = [Ratios(step, *self.layout.joined(pair, by)[1]) for step, pair in pairs if steps and step >= steps[0]]
+        return Record(steps, reasons, joined_norms(norms), loss, columns, layers, list(steps), of_layers, [], ratios)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The steps that are kept."""
+        norms, numbers, ratios = self._read()
+        return {
+            "names": list(self.layout.names),
+            "steps": [note.step for note in self.notes],
+            "refused_by": [note.refused_by for note in self.notes],
+            "limits": [dict(note.limits) for note in self.notes],
+            "keys": list(self.keys),
+            "norms": norms,
+            "numbers": numbers,
+            "ratios": ratios,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Write the steps that were kept."""
+        self.keys = list(state["keys"])
+        self._numbers.widen(len(self.keys))
+        expected = [(len(state["steps"]), width) for width in (len(self.layout.names), len(self.keys))]
+        if [tuple(state[key].shape) for key in ("norms", "numbers")] != expected:
+            raise ValueError("the numbers of the record have wrong shapes")
+        rows = zip(state["steps"], state["refused_by"], state["limits"], state["norms"], state["numbers"], strict=True)
+        for step, refused_by, limits, norms, numbers in list(rows)[-self.keep :]:
+            self._norms.write(self.count, norms.to(self.device))
+            self._numbers.write(self.count, numbers.to(self.device))
+            self.notes.append(Note(step, refused_by, limits))
+            self.count += 1
+        for step, pair in state["ratios"]:
+            self.ratios.append((step, *pair.to(self.device).unbind()))
