@@ -231,9 +231,10 @@ def test_an_input_that_an_attempt_has_changed_is_refused():
         return m.lin(x) @ torch.ones(3, 3) + x @ m.p.diag()
 
     model = Bare(forward, 3)
-    refused = pytest.raises(RuntimeError, match=r"Bare changes its input in place.*whole=\(Bare,\)")
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)), refused:
-        model(torch.randn(5, 4, 3))
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)):
+        for _ in range(2):  # a second try is not another one
+            with pytest.raises(RuntimeError, match=r"Bare changes its input in place.*whole=\(Bare,\)"):
+                model(torch.randn(5, 4, 3))
 
 
 def test_a_use_that_changes_asks_for_the_forward_again():

@@ -1,14 +1,12 @@
 """Callbacks for trainers, and the metrics of an optimizer that a trainer has wrapped."""
 
 import importlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from torchzero_clip.core.modular import Modular
 from torchzero_clip.core.wrapped import unwrap
-from torchzero_clip.recorder.recorder import Recorder
 
 if TYPE_CHECKING:
     from torchzero_clip.integrations.huggingface import TrainerCallback as TrainerCallback
@@ -53,22 +51,6 @@ def metrics(optimizer: Any) -> dict[str, Tensor]:
         5.0
     """
     return unwrapped(optimizer).metrics()
-
-
-def attached(recorder: Recorder | Callable[[Any], Recorder], optimizer: Any) -> Recorder:
-    """Return the recorder of an optimizer.
-
-    Args:
-        recorder: The recorder, or a function that makes one for an optimizer.
-        optimizer: The optimizer, which a trainer may have wrapped.
-
-    Raises:
-        ValueError: If the recorder records another optimizer.
-    """
-    found = recorder if isinstance(recorder, Recorder) else recorder(optimizer)
-    if found.optimizer is not unwrap(optimizer):
-        raise ValueError("the recorder records another optimizer than the one that is trained")
-    return found
 
 
 def __getattr__(name: str) -> Any:

@@ -10,8 +10,8 @@ import transformers
 from transformers.trainer_callback import CallbackHandler
 from typing_extensions import override
 
-from torchzero_clip.integrations import attached, metrics
-from torchzero_clip.recorder.recorder import Recorder
+from torchzero_clip.integrations import metrics
+from torchzero_clip.recorder.recorder import Recorder, attached
 
 SAVED = "recorder.pt"
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from torchzero_clip.core.modular import Modular
-from torchzero_clip.integrations import attached, unwrapped
-from torchzero_clip.recorder.recorder import Recorder
+from torchzero_clip.integrations import unwrapped
+from torchzero_clip.recorder.recorder import Recorder, attached
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback

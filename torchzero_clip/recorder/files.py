@@ -128,9 +128,25 @@ def read_record(path: Place) -> Record:
     Every run in it begins at a step, and replaces what earlier runs wrote of this step and later ones. A last line that
     was cut off, as a killed process leaves it, is left out.
 
+    Args:
+        path: The file, as it was given to `Recorder`.
+
     Raises:
         OSError: If the file cannot be read.
         ValueError: For a line that is not as it should be; the message names it.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from torchzero_clip import ClipNorm, Modular, Recorder, read_record
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = Modular([("weight", weight)], ClipNorm(1.0))
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     recorder = Recorder(optimizer, path=f"{directory}/run.jsonl")
+        ...     weight.grad = torch.tensor([3.0, 4.0])
+        ...     optimizer.step()
+        ...     recorder.close()
+        ...     read_record(f"{directory}/run.jsonl").norm
+        tensor([5.], dtype=torch.float64)
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -179,7 +179,7 @@ class Record(Readable):
 
     Vectors and matrices are float64, with one row for each step.
 
-    Attributes:
+    Args:
         steps: The numbers of the steps, in order.
         reasons: Who refused the step, such as "skip_step" or "nonfinite"; empty if it was taken.
         norm: The joint norm of the gradients before the first transform; NaN if there was no gradient.
@@ -190,7 +190,19 @@ class Record(Readable):
         layer_norms: These norms: a row for each of these steps, a column for each layer; -1 without a gradient.
         blocks: For a record from a file, the median and the largest norm of each layer over several steps.
         ratios: The norms of parameters, and of what was subtracted from them, in some steps.
-        joint: The names of transforms that have one norm of all tensors.
+        joint: The names of transforms that limit the joint norm.
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import ClipNorm, Modular, Recorder
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = Modular([("weight", weight)], ClipNorm(1.0))
+        >>> recorder = Recorder(optimizer)
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> optimizer.step()
+        >>> record = recorder.record()
+        >>> record.norm.tolist(), record.metrics["clip_norm/limit"].tolist()
+        ([5.0], [1.0])
     """
 
     steps: list[int]
@@ -238,7 +250,7 @@ class Record(Readable):
         """The last steps. The layers of all of them must be known."""
         first = max(len(self.steps) - count, 0)
         metrics = {name: values[first:] for name, values in self.metrics.items()}
-        ratios = [ratio for ratio in self.ratios if ratio.step >= self.steps[first]]
+        ratios = [ratio for ratio in self.ratios if ratio.step in self.steps[first:]]
         vectors = (self.norm[first:], self.loss[first:], metrics, self.layers)
         layers = (self.layer_steps[first:], self.layer_norms[first:])
         return Record(self.steps[first:], self.reasons[first:], *vectors, *layers, [], ratios, self.joint)

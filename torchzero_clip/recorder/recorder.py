@@ -66,7 +66,7 @@ class Recorder(Readable):
         ...     optimizer.step()
         ...     optimizer.zero_grad()
         >>> recorder.worst(step=2)
-        name    norm  usual  ratio
+        name     norm  usual  ratio
         weight  70.71  1.414     50
         bias        1      1      1
     """
@@ -193,6 +193,22 @@ class Recorder(Readable):
     def __repr__(self) -> str:
         path = "" if self._run.log is None else f", path={str(self._run.log.path)!r}"
         return f"Recorder({type(self.optimizer).__name__}, by={self._run.by!r}, keep={self._run.keep}{path})"
+
+
+def attached(recorder: Recorder | Callable[[Any], Recorder], optimizer: Any) -> Recorder:
+    """Return the recorder of an optimizer.
+
+    Args:
+        recorder: The recorder, or a function that makes one for an optimizer.
+        optimizer: The optimizer, which a trainer may have wrapped.
+
+    Raises:
+        ValueError: If the recorder records another optimizer.
+    """
+    found = recorder if isinstance(recorder, Recorder) else recorder(optimizer)
+    if found.optimizer is not unwrap(optimizer):
+        raise ValueError("the recorder records another optimizer than the one that is trained")
+    return found
 
 
 def _is_recorded(optimizer: Optimizer) -> bool:

@@ -94,13 +94,31 @@ def _spike_border(logs: Tensor) -> float:
 class Suggestion:
     """A limit for `ClipNorm`, found from a record. Print it to read why.
 
-    Attributes:
+    Args:
         limit: The limit; for scope "group" one for each group, by its name.
         spikes: How many norms were spikes.
         trend: Whether the norms of the last quarter are more than 1.25 times those of the quarter before ("growing"),
             less than 0.8 times ("falling"), or neither ("settled").
         confidence: "low" if there is a reason to doubt the limit.
         reason: The reason; empty if there is none.
+        scope: What the limit is for: "joint", "parameter" or "group".
+        share_clipped: The share of usual norms that it clips.
+        series: The norms that it was found from, by the names of groups, or under the name of the scope.
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import ClipNorm, Modular, Recorder
+        >>> weight = torch.nn.Parameter(torch.zeros(1))
+        >>> optimizer = Modular([weight], ClipNorm(1.0))
+        >>> recorder = Recorder(optimizer)
+        >>> for step in range(100):
+        ...     weight.grad = torch.full((1,), 50.0 if step == 80 else 1.0 + step % 5 / 10)
+        ...     optimizer.step()
+        >>> suggestion = recorder.suggest_max_norm()
+        >>> round(suggestion.limit, 3), suggestion.spikes, suggestion.trend, suggestion.confidence
+        (1.4, 1, 'settled', 'high')
+        >>> suggestion.transform()
+        ClipNorm(1.399999976158142, dim='global')
     """
 
     limit: float | dict[str, float]

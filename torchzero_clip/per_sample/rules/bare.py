@@ -52,13 +52,14 @@ class BareRule(Rule):
             # a checkpoint counts what an attempt stores, so that it has to be made apart
             with saved_tensors_hooks(_same, _same) if hooked else nullcontext():
                 output = _run(layer, count, args, kwargs)
-            layer.known[TRIED] = True
+            fits = True
             if not hooked:
+                layer.known[TRIED] = True
                 state.end()
                 state.join()
                 return output
         except NotARowError:
-            _take_whole(layer)
+            fits = False
         except BaseException:
             state.undo()
             raise
@@ -69,6 +70,10 @@ class BareRule(Rule):
                 f"{layer} changes its input in place, and cannot be run again: name it in "
                 f"whole=({type(layer.module).__name__},)"
             )
+        if fits:
+            layer.known[TRIED] = True
+        else:
+            _take_whole(layer)
         return self.run(layer, *args, **kwargs)
 
 
