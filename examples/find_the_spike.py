@@ -3,8 +3,7 @@
 A small transformer learns the reference manual of Python, which ships inside Python itself. Some of its batches are
 corrupted in one of two ways: their targets are shuffled and the loss is summed instead of averaged, or the text is one
 character over and over, as a broken reader returns it, and the loss is summed. The program that reads the record is not
-told which. It prints what it found beside the truth, and writes the report that
-``python -m torchzero_clip report run.jsonl`` writes.
+told which. It prints what it found beside the truth. Records, pictures and a report are in the folder find_the_spike.
 """
 
 import argparse
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from torchzero_clip import Adam, Modular, Record, Recorder, Suggestion, Transform
+from torchzero_clip import Adam, Modular, Record, Recorder, Suggestion, Transform, read_record
 from torchzero_clip.recorder.report import write_report
 
 CONTEXT, BATCH, WIDTH, HEADS, LAYERS = 32, 16, 32, 2, 2
@@ -136,18 +135,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1200, help="steps of each of the two runs")
     steps: int = parser.parse_args().steps
 
-    before = train("without a clip", steps, Path("run.jsonl"), [])
+    folder = Path("find_the_spike")
+    folder.mkdir(exist_ok=True)
+    before = train("without a clip", steps, folder / "run.jsonl", [])
     print_findings(before)
     print(f"\n{before.suggestion}\n")
-    after = train("with the limit", steps, Path("run_with_limit.jsonl"), [before.suggestion.transform()])
+    after = train("with the limit", steps, folder / "run_with_limit.jsonl", [before.suggestion.transform()])
 
     print(f"\n{'':18}{'held-out loss':>14}{'steps clipped':>15}")
     for name, run in (("without a clip", before), ("with the limit", after)):
         print(f"{name:18}{run.held_out:14.3f}{run.record.share_clipped.nan_to_num().mean():15.1%}")
-    before.record.plot("norms.png")
-    before.suggestion.plot("limit.png")
-    write_report(before.record, "report.html")
-    print("\nThe pictures are norms.png and limit.png, and the report is report.html")
+    before.record.plot(folder / "norms.png")
+    before.suggestion.plot(folder / "limit.png")
+    write_report(read_record(folder / "run.jsonl"), folder / "report.html")
+    print(f"\nThe pictures are {folder}/norms.png and {folder}/limit.png, and the report is {folder}/report.html")
 
 
 if __name__ == "__main__":

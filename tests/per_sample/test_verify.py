@@ -377,7 +377,7 @@ def test_noise_that_the_loss_refuses_is_left_out(target):
     def loss_fn(model, batch):
         return F.binary_cross_entropy(model(batch[0]), batch[1].to(batch[0].dtype), reduction="none").sum(1)
 
-    with pytest.raises(ValueError, match=r"'head' .* gives a sample another output alone"):
+    with pytest.raises(ValueError, match=r"'head' .* gets another input for a sample alone"):
         check_per_sample(model, (torch.randn(4, 3), target), loss_fn, whole=(Layer,))
 
 
@@ -465,3 +465,9 @@ def test_sequences_first():
     check_per_sample(nn.LSTM(4, 3), torch.randn(7, 5, 4), loss_fn, batch_first=False)
     with pytest.raises(ValueError, match="samples"):
         check_per_sample(nn.Linear(4, 3), torch.randn(7, 5, 4), lambda m, x: m(x).square().sum((0, 2)))
+
+
+def test_what_mixes_between_two_modules_is_not_blamed_on_the_next_one():
+    model = Layer(lambda m, x: m.second((h := m.first(x)) - h.mean(0)), first=linear(), second=linear())
+    with pytest.raises(ValueError, match=r"^'second' \(Linear\) gets another input .* what comes before it mixes samples$"):
+        check_per_sample(model, torch.randn(4, 3), squares)

@@ -139,6 +139,21 @@ def test_a_module_that_mixes_samples_cannot_be_run_whole():
         model(torch.randn(5, 3))
 
 
+def test_a_home_made_batch_norm_whose_deviation_of_one_sample_is_nan_cannot_be_run_whole():
+    class Normalized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return (x - x.mean(0)) / (x.std(0) + 1e-5) * self.gain
+
+    with clipper_for(model := Normalized(), Normalized), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of the deviation
+        with pytest.raises(ValueError, match="Normalized gives another output for a batch"):
+            model(torch.randn(5, 3))
+
+
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", TABLE)

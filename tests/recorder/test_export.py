@@ -50,7 +50,8 @@ def test_without_pandas_it_is_a_dict_of_lists(recorder, monkeypatch):
 def test_with_pandas_it_is_a_data_frame(recorder):
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     frame = recorder.frame()
-    pandas.testing.assert_frame_equal(frame, pandas.DataFrame(EXPECTED))
+    pandas.testing.assert_frame_equal(frame, pandas.DataFrame(EXPECTED, index=[0, 1, 2]))
+    assert frame.loc[2].norm == 1000.0
 
 
 def test_csv(recorder, tmp_path):
@@ -81,6 +82,11 @@ def test_tensorboard(recorder):
     assert ("clip_norm/factor", 0.5, 1) in writer.calls
     assert not [call for call in writer.calls if call[2] == 0]
     assert not [call for call in writer.calls if math.isnan(call[1])]
+
+
+def test_a_folder_is_no_writer(recorder):
+    with pytest.raises(TypeError, match="SummaryWriter"):
+        recorder.to_tensorboard("logs")
 
 
 def test_wandb(recorder):

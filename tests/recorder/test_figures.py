@@ -145,7 +145,7 @@ def test_of_500_layers_those_that_stood_out_most_are_named():
     assert "layers.321.weight" in shown
     assert "layers.7.weight" in shown
     assert sum(text.endswith(".weight") for text in shown) == 25
-    assert "25 of 500 layers that stood out most: largest norm / usual norm" in shown
+    assert "25 of 500 layers that stood out most: largest norm / median norm of the run" in shown
     assert "inf or NaN" in shown
 
 

@@ -366,6 +366,18 @@ def test_a_fork_does_not_write(tmp_path):
     assert not path.exists()
 
 
+def test_a_run_that_begins_anew_warns_that_it_replaces_the_file(tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = start(path)
+    run(optimizer, 5)
+    recorder.close()
+    optimizer, recorder = start(path)
+    run(optimizer, 2)
+    with pytest.warns(UserWarning, match="has a record already"):
+        recorder.close()
+    assert read_record(path).steps == [0, 1]
+
+
 def test_lines_for_steps_that_are_not_there_are_left_out(tmp_path):
     path = tmp_path / "run.jsonl"
     path.write_text(BEGIN + '{"kind": "layers", "step": 5, "norms": [1.0, 2.0]}\n')

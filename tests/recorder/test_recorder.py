@@ -451,6 +451,8 @@ def test_bad_arguments(tmp_path):
         Recorder(optimizer, ratios_every=-1)
     with pytest.raises(TypeError, match="model must be"):
         Recorder(optimizer, model="net")
+    with pytest.raises(ValueError, match="none of the parameters"):
+        Recorder(optimizer, model=model())
     with pytest.raises(ValueError, match="does not exist"):
         Recorder(optimizer, path=tmp_path / "missing" / "run.jsonl")
     with pytest.raises(ValueError, match="is a directory"):

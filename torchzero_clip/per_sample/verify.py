@@ -20,6 +20,10 @@ LossFunction = Callable[[nn.Module, Any], Tensor]
 Norms = Mapping[str, Tensor]
 
 
+Tensors = dict[tuple[str, int], Tensor]
+"""Tensors by the name of a module and a number."""
+
+
 def check_per_sample(
     model: nn.Module,
     batch: Any,
@@ -140,9 +144,12 @@ def _samples(batch: Any, dim: int) -> list[Any]:
 def _check_alone(twin: nn.Module, batch: Any, loss_fn: LossFunction, *, dim: int, tolerance: float) -> None:
     noisy, noisy_batch = _with_noise(twin, batch)
     for model, inputs in ((noisy, noisy_batch), (noisy, batch), (twin, batch)):
-        runs: list[dict[tuple[str, int], Tensor]] = [{}]
+        runs: list[Tensors] = [{}]
+        given: list[Tensors] = [{}]
         with nullcontext() if model is twin else suppress(Exception):  # some models accept no other values
-            runs = [_outputs(model, x, loss_fn) for x in (inputs, *_samples(inputs, dim))]
+            runs, given = map(
+                list, zip(*(_seen(model, x, loss_fn) for x in (inputs, *_samples(inputs, dim))), strict=True)
+            )
         others = {key[0] for run in runs for key in run.keys() ^ runs[0].keys()}  # called another number of times
         first = ""  # the first that reorders samples, which is right if a later module restores their order
         for key in (key for key in runs[0] if key[0] not in others):
@@ -151,7 +158,15 @@ def _check_alone(twin: nn.Module, batch: Any, loss_fn: LossFunction, *, dim: int
                 mixes = _differ(rows, tolerance, in_order=False)
                 first = key[0] if mixes else first or key[0]
                 if mixes or key[0] == "the loss":
-                    raise ValueError(f"{first} gives a sample another output alone than in the batch: it mixes samples")
+                    raise ValueError(_blamed(first, given, tolerance))
+
+
+def _blamed(name: str, given: list[Tensors], tolerance: float) -> str:
+    """The message for a module with another output for a sample alone: is it the module, or what stands before it?"""
+    keys = [key for key in given[0] if key[0] == name and all(key in run for run in given)]
+    if any(_differ(_rows(*(run[key] for run in given)), tolerance, in_order=False) for key in keys):
+        return f"{name} gets another input for a sample alone than in the batch: what comes before it mixes samples"
+    return f"{name} gives a sample another output alone than in the batch: it mixes samples"
 
 
 def _with_noise(twin: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
@@ -170,22 +185,23 @@ def _with_noise(twin: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
     return twin, pytree.tree_map_only(Tensor, partial(noisy, is_input=True), batch)
 
 
-def _outputs(twin: nn.Module, batch: Any, loss_fn: LossFunction) -> dict[tuple[str, int], Tensor]:
-    """The outputs of all modules, in the order in which they are computed, and the loss."""
-    model, numbers, outputs = _fresh(twin), Counter[str](), dict[tuple[str, int], Tensor]()
+def _seen(twin: nn.Module, batch: Any, loss_fn: LossFunction) -> tuple[Tensors, Tensors]:
+    """The outputs of all modules, in the order in which they are computed, with the loss; and their inputs."""
+    model, numbers, outputs, inputs = _fresh(twin), Counter[str](), Tensors(), Tensors()
 
-    def keep(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
-        for leaf in pytree.tree_leaves(output):
-            numbers[name] += 1
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not (leaf.is_nested or leaf.is_sparse):
-                outputs[name, numbers[name]] = leaf.detach().clone()
+    def keep(name: str, _module: nn.Module, args: Any, output: Any) -> None:
+        for found, value in ((inputs, args), (outputs, output)):
+            for leaf in pytree.tree_leaves(value):
+                numbers[name] += 1
+                if isinstance(leaf, Tensor) and leaf.is_floating_point() and not (leaf.is_nested or leaf.is_sparse):
+                    found[name, numbers[name]] = leaf.detach().clone()
 
     for name, module in model.named_modules():
         kind = type(module).__name__
         module.register_forward_hook(partial(keep, f"{name!r} ({kind})" if name else kind))
     with torch.random.fork_rng({param.device for param in model.parameters() if param.is_cuda}):
         keep("the loss", model, (), loss_fn(model, _wide(batch)))
-    return outputs
+    return outputs, inputs
 
 
 def _rows(together: Tensor, *alone: Tensor) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torchzero_clip.recorder.binning import Events, Tiles
 
 MOST_LABELS = 6
 MOST_CANDIDATES = 200
-STANDS_OUT = 3.0  # ratios from this on are written beside their tiles
+STANDS_OUT = 3.0  # ratios from this on are written in or beside their tiles
 
 
 def heat_height(tiles: Tiles) -> float:
@@ -24,7 +24,7 @@ def draw_heat(figure: Any, axes: Any, tiles: Tiles, events: Events, width: float
     set_steps(axes, events, width)
     axes.set_xlabel("step")
     some = f"{len(tiles.names)} of {tiles.count:,} layers that stood out most:{' ' if is_wide else chr(10)}"
-    title = f"{some if tiles.count > len(tiles.names) > 0 else ''}largest norm / usual norm"
+    title = f"{some if tiles.count > len(tiles.names) > 0 else ''}largest norm / median norm of the run"
     axes.set_title(title, loc="left", fontsize="medium" if is_wide else "small")
     if not tiles.names:
         axes.set_yticks([])
@@ -59,7 +59,10 @@ def _draw_tiles(figure: Any, axes: Any, tiles: Tiles, shrink: float) -> None:
 def _explain(axes: Any, tiles: Tiles) -> None:
     """A legend of the shades that are not on the colour bar."""
     patch = module("matplotlib.patches").Patch
-    shades = [("black", "inf or NaN", tiles.ratios.isinf()), ("0.8", "no gradient, or 0", tiles.ratios.isnan())]
+    shades = [
+        ("black", "inf or NaN", tiles.ratios.isinf()),
+        ("0.8", "no gradient, 0, or not recorded", tiles.ratios.isnan()),
+    ]
     handles = [patch(color=color, label=label) for color, label, where in shades if bool(where.any())]
     if handles:
         place = {"loc": "lower right", "bbox_to_anchor": (1, 1.01), "borderaxespad": 0}
@@ -67,7 +70,7 @@ def _explain(axes: Any, tiles: Tiles) -> None:
 
 
 def _name_worst(axes: Any, tiles: Tiles, events: Events, width: float) -> None:
-    """The largest ratio of each of the worst steps, beside its tile, where there is room."""
+    """The largest ratio of each of the worst steps, in its tile or beside it, where there is room."""
     highest, rows = torch.where(tiles.ratios.isnan(), 0.0, tiles.ratios).max(dim=0)
     (left, right), taken = axes.get_xlim(), [(-1.0, 0)]
     for event in events.marked(MOST_CANDIDATES):
@@ -75,17 +78,23 @@ def _name_worst(axes: Any, tiles: Tiles, events: Events, width: float) -> None:
         if column >= len(highest) or len(taken) > MOST_LABELS:
             continue
         ratio, row = float(highest[column]), int(rows[column])
-        place = (tiles.edges[column + 1] - left) / (right - left)
+        span = (tiles.edges[column + 1] - tiles.edges[column]) / (right - left)
+        is_inside = span * width > 0.45  # inches: the label fits into its tile
+        place = (tiles.edges[column + 1] - left) / (right - left) - (span / 2 if is_inside else 0)
         if ratio < STANDS_OUT or any(abs(place - x) < 1.2 / width and abs(row - y) < 2 for x, y in taken):
             continue
         taken.append((place, row))
         at_right = place > 0.9
+        where = tiles.edges[column if at_right else column + 1]
+        align, offset = ("right", -3) if at_right else ("left", 3)
+        if is_inside:
+            where, align, offset = (tiles.edges[column] + tiles.edges[column + 1]) / 2, "center", 0
         axes.annotate(
             f"{ratio:,.0f}x" if ratio < 1e6 else f"{ratio:.0e}x" if math.isfinite(ratio) else "inf or NaN",
-            (tiles.edges[column if at_right else column + 1], row),
-            xytext=(-3 if at_right else 3, 0),
+            (where, row),
+            xytext=(offset, 0),
             textcoords="offset points",
-            ha="right" if at_right else "left",
+            ha=align,
             va="center",
             fontsize="x-small",
             bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "0.5", "linewidth": 0.5},

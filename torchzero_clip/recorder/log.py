@@ -1,6 +1,7 @@
 """The file of a run, while it is written."""
 
 import os
+import warnings
 from collections import deque
 from pathlib import Path
 
@@ -51,6 +52,8 @@ class Log:
             return
         layers = tuple(record.layers)
         lines: list[str] = []
+        if self._layers is None and not record.steps[first] and self.path.exists() and self.path.stat().st_size:
+            warnings.warn(f"{self.path} has a record already: this run begins at step 0 and replaces it", stacklevel=2)
         if layers != self._layers or not self.path.exists() or not self.path.stat().st_size:
             lines.append(header(record.steps[first], self._by, layers, record.joint))
         before = [norm for step, norm in self._norms if step < record.steps[0]]

@@ -105,9 +105,9 @@ class Readable(ABC):
                 (before it), ``"clip_norm/factor"`` and ``"clip_norm/clipped"``.
 
         Returns:
-            A `pandas.DataFrame`, or without pandas a dict of lists, with the columns ``step``; ``norm``, of all
-                gradients together before the first transform (NaN if there was no gradient); ``loss`` (NaN if unknown);
-                ``share_clipped``, the largest share that a transform clipped; ``skipped``.
+            A `pandas.DataFrame` indexed by step, or without pandas a dict of lists, with the columns ``step``;
+                ``norm``, of all gradients together before the first transform (NaN if there was no gradient); ``loss``
+                (NaN if unknown); ``share_clipped``, the largest share that a transform clipped; ``skipped``.
         """
         return self.record().frame(transforms=transforms)
 
@@ -121,7 +121,12 @@ class Readable(ABC):
         Args:
             writer: A `torch.utils.tensorboard.SummaryWriter`, or anything else with its ``add_scalar``.
             since: The first step to write.
+
+        Raises:
+            TypeError: If it has no ``add_scalar``.
         """
+        if not hasattr(writer, "add_scalar"):
+            raise TypeError(f"writer must be a SummaryWriter, got {type(writer).__name__}")
         for step, numbers in self.record().numbers(since):
             for name, number in numbers.items():
                 writer.add_scalar(name, number, step)
@@ -333,7 +338,7 @@ class Record(Readable):
             pandas = importlib.import_module("pandas")
         except ModuleNotFoundError:
             return columns
-        return pandas.DataFrame(columns)
+        return pandas.DataFrame(columns, index=pandas.Index(self.steps))
 
     def columns(self, *, transforms: bool = False) -> dict[str, list[Any]]:
         """The columns of `frame`, as lists."""

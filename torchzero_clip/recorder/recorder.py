@@ -45,12 +45,12 @@ class Recorder(Readable):
             ends. None for no file. With several processes only the first one writes.
         ratios_every: After how many steps the norms of parameters and of updates are recorded; 0 for never. Such a step
             copies the parameters and takes two more passes over them.
-        model: Gives names to parameters that have none in the optimizer.
+        model: Gives names to parameters that have none in the optimizer, such as those of ``model.parameters()``.
 
     Raises:
         TypeError: If ``optimizer`` is no optimizer, or an argument is of the wrong type.
         ValueError: If the optimizer has a recorder already, for an unknown ``by``, for ``keep`` below 1, or if no
-            record can be written to ``path``.
+            record can be written to ``path``, or none of the parameters is in ``model``.
 
     A step waits for the device only when a full ring is written to the file; reading waits once. In a step in which no
     transform measures single tensors (a joint clip, or no clip at all), the recorder takes a pass over the gradients.
@@ -90,6 +90,8 @@ class Recorder(Readable):
             raise ValueError(f"keep must be at least 1, got {keep}")
         if model is not None and not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if model is not None and set(model.parameters()).isdisjoint(p for g in found.param_groups for p in g["params"]):
+            raise ValueError("none of the parameters of the optimizer is in model")
         if _is_recorded(found):
             raise ValueError("optimizer has a recorder already: close() it first")
         log = None if path is None else _opened(Path(path), by)
@@ -108,7 +110,7 @@ class Recorder(Readable):
         return self._run.step
 
     def report_loss(self, loss: Tensor | float) -> None:
-        """Tell the loss of the next step, for an optimizer other than `Modular`; else it is `Modular.report_loss`.
+        """Tell the loss of the next step, before it is taken. For a `Modular` it is the same as its ``report_loss``.
 
         Args:
             loss: A number, or a tensor of one number, before a gradient scaler multiplies it. The loss of several calls

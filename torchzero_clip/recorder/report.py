@@ -18,8 +18,8 @@ from torchzero_clip.recorder.worst import Worst, ratio_table
 NARROW = 4.2  # inches
 GUIDE = {
     "Norm": "The square root of the sum of squares of all gradients of a step, before the first transform.",
-    "Usual norm": "In the tables of steps, the median of the norms before this step. In the picture of layers, the "
-    "median over the run.",
+    "Usual norm": "In the tables of steps, the median of the norms before this step. In the other table and in the "
+    "picture of layers, the median over the run.",
     "Limit": "The norm above which a transform scales gradients down. Where several transforms have a limit, pictures "
     "show the lowest one.",
     "Factor": "What a transform multiplied the gradients with: 1 means that it left them as they were.",

@@ -232,7 +232,7 @@ def _sentences(name: str, series: Series, limit: float, suggestion: Suggestion) 
     else:
         text.append(
             f"The norms are {series.trend}, so that a fixed limit will soon be too "
-            f"{'low' if series.trend == 'growing' else 'high'}: take one that adapts, such as ZClip."
+            f"{'low' if series.trend == 'growing' else 'high'}: take one that adapts, such as ZClip(max_norm=None)."
         )
     return " ".join(text)
 

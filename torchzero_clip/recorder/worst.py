@@ -68,7 +68,7 @@ class Worst:
 
     def _cells(self, row: int) -> list[str]:
         norm, usual, more = float(self._events.norm[row]), self._usual(row), self._lost.get(row, 1) - 1
-        deeds = self._deeds(row) or ["taken"]
+        deeds = self._deeds(row) or ["not clipped"]
         if more:
             deeds.append(f"(the norm of the next {words.counted(more, 'step')} was not finite either)")
         return [

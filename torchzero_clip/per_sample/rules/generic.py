@@ -287,6 +287,8 @@ def _agree(alone: Tensor, together: Tensor, dim: int, drew: bool) -> bool:
         together = together.expand(*together.shape[:dim], alone.shape[dim], *together.shape[dim + 1 :])
     if alone.shape != together.shape or drew or not alone.is_floating_point():
         return alone.shape == together.shape
+    if not torch.equal(alone.isnan(), together.isnan()):
+        return False
     compared = alone.isfinite() & together.isfinite() & (alone != together)  # equal values, as in masks, set no scale
     scale = torch.finfo(together.dtype if together.element_size() < 4 else torch.float32).eps ** 0.5
     alone, together = alone[compared].double(), together[compared].double()
