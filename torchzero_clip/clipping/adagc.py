@@ -19,18 +19,18 @@ class AdaGC(NormStatistics):
         then, for each tensor:         u ← u · min(1, ratio · usual / ‖u‖);     usual ← beta · usual + (1 - beta) · ‖u‖
 
     where ‖u‖ on the right is the norm after the clip. A spike of one tensor does not shrink the updates of the others.
-    The usual norm rises by at most ``(1 - beta) · (ratio - 1)`` of itself in a step: 0.04 % by default, so that it
-    takes 1,734 steps to double.
+    The usual norm rises by at most ``(1 - beta) · (ratio - 1)`` of itself in a step. This is 0.04 % by default, so the
+    norm needs 1,734 steps to double.
 
-    **Guarantees.** Norms of 0 are never remembered: a tensor without a usual norm takes its first norm that is not 0,
-    whenever it comes. A step of the warm-up with a non-finite gradient passes unchanged and is not counted; later, a
-    tensor with one passes unchanged, and the others do not notice.
+    **Guarantees.** Norms of 0 are never stored: the usual norm of a tensor starts as its first norm that is not 0, at
+    any step. If a gradient is not finite in the warm-up, all updates of this step pass unchanged, and the step is not
+    counted. After the warm-up, only the update of the tensor with this gradient passes unchanged.
 
     Args:
         ratio: The largest multiple of the usual norm, > 0; a setting of the param groups.
         beta: The decay rate of the usual norm, in [0, 1]; a setting.
         max_norm: The limit of the joint norm in the warm-up, > 0; a setting that must be the same in all param groups.
-        warmup_steps: At least 0. With 0, each tensor begins with its first norm.
+        warmup_steps: At least 0. With 0, the usual norm of each tensor starts as its first norm.
         target: What it acts on, see `Transform`.
         name: The name in the chain and in checkpoints; the class name in snake case if None.
 
@@ -56,8 +56,8 @@ class AdaGC(NormStatistics):
         0.4
 
     Source: Wang et al., [AdaGC: enhancing LLM pretraining stability via adaptive gradient
-    clipping](https://arxiv.org/abs/2502.11034), 2025. There, a tensor with one gradient of 0 in the warm-up never
-    moves again, such as every first matrix of LoRA.
+    clipping](https://arxiv.org/abs/2502.11034), 2025. In the reference, a tensor with one gradient of 0 in the warm-up
+    never changes again. The first matrix of LoRA is such a tensor.
     """
 
     checks = {"ratio": positive, "beta": unit_interval, "max_norm": positive}

@@ -20,16 +20,16 @@ class AdaptiveGradientClip(Scaling):
 
         u ← u · min(1, clip_factor · max(‖w‖, eps) / ‖u‖)
 
-    A unit is what has one index in dimension ``unit_dim``: the weights of one output of a linear layer or convolution
-    of torch. Vectors and scalars are one unit each.
+    A unit is the part of a tensor with one index in dimension ``unit_dim``. In a linear layer or convolution of torch,
+    these are the weights of one output. Vectors and scalars are one unit each.
 
-    Leave the last layer out, with ``.without("head.*")``: it has to learn the scale of the targets. Where weights are
-    stored as (in, out), as in the Conv1D of GPT-2 in transformers, use ``unit_dim=1``. Weights that begin with zeros
-    move by at most ``clip_factor * eps``, times the learning rate, in their first steps.
+    Exclude the last layer with ``.without("head.*")``, because it has to learn the scale of the targets. For weights
+    that are stored as (in, out), as in the Conv1D of GPT-2 in transformers, use ``unit_dim=1``. The limit of weights
+    that start at zero is ``clip_factor * eps``, so with SGD they hardly change in their first steps.
 
     Args:
         clip_factor: The largest ratio of the norms, > 0; a setting of the param groups.
-        eps: The smallest norm of weights that counts, > 0; a setting.
+        eps: A smaller norm of weights counts as ``eps``, > 0; a setting.
         unit_dim: The dimension of the units.
         target: What it acts on, see `Transform`.
         name: The name in the chain and in checkpoints; the class name in snake case if None.
@@ -38,7 +38,7 @@ class AdaptiveGradientClip(Scaling):
         ValueError: For a setting out of range, an unknown ``target``, or a tensor without dimension ``unit_dim``.
         TypeError: For an argument of the wrong type.
 
-    A tensor with a non-finite gradient passes unchanged. No state; a pass over the weights in each step.
+    A tensor with a non-finite gradient passes unchanged. It has no state. Each step reads the weights once.
 
     Examples:
         >>> import torch

@@ -17,15 +17,15 @@ class AutoClip(NormStatistics):
         limit = percentile of the last ``window`` norms, the current one included, with linear interpolation
         u     ← u · min(1, limit / ‖u‖)
 
-    The limit needs no choice in units of the gradient and follows a change of level within a window. About
-    ``100 - percentile`` percent of the steps are clipped, also where nothing is wrong.
+    You do not choose a limit in units of the gradient. After a lasting change of the norms, the limit follows within
+    ``window`` steps. About ``100 - percentile`` percent of the steps are clipped, also in a run without spikes.
 
-    **Guarantees.** The norms are stored as they are before the clip. Steps with a non-finite gradient are not stored,
-    and their updates pass unchanged. Storing starts at the first gradient that is not all zero.
+    **Guarantees.** The stored norms are those before the clip. Steps with a non-finite gradient are not stored, and
+    their updates pass unchanged. Storing starts at the first gradient that is not all zero.
 
     Args:
-        percentile: In [0, 100]; a setting that must be the same in all param groups. The paper has 10 of all norms so
-            far, which clips nine steps of ten; its author advises about 80 with a window.
+        percentile: In [0, 100]; a setting that must be the same in all param groups. The paper uses 10, of all norms so
+            far, which clips nine of ten steps. Its author suggests about 80 with a window.
         window: How many norms are stored, at least 1.
         target: What it acts on, see `Transform`.
         name: The name in the chain and in checkpoints; the class name in snake case if None.
@@ -37,10 +37,10 @@ class AutoClip(NormStatistics):
     | update | result |
     | --- | --- |
     | the first one that is not all zero | unchanged |
-    | norm 0 | unchanged, and stored once the storing has started |
+    | norm 0 | unchanged; stored if an earlier gradient was not all zero |
     | inf or NaN in a gradient | all updates unchanged, nothing stored |
 
-    It adds the metric ``limit``. State: ``window`` numbers for the whole chain.
+    It adds the metric ``limit``. State: ``window + 1`` numbers for the whole chain.
 
     Examples:
         >>> import torch

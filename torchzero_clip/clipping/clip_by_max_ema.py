@@ -20,14 +20,14 @@ LARGEST = Slicing(LINF)
 
 
 class ClipByMaxEMA(Elementwise):
-    """Scales down the elements of an update that exceed the average of its largest elements so far.
+    """Scales down the elements of an update that exceed an average of the largest elements of all steps so far.
 
         m     ← beta · m + (1 - beta) · max |u|
-        limit = m̂                                (m without the bias towards 0 of the first steps)
+        limit = m̂                                (m with the bias correction of Adam)
         uₑ    ← uₑ · limit / max |u|              for the elements with |uₑ| > limit
 
-    The current update enters the average before the comparison. The largest element ends at the limit; others that
-    exceed it end below, in proportion.
+    The current update enters the average before the comparison. The largest element becomes equal to the limit. Other
+    elements above the limit are multiplied by the same factor, so they become smaller than the limit.
 
     **Guarantees.** Elements within the limit are bitwise unchanged. A non-finite gradient does not change the average
     of its tensor, and its update passes unchanged. The average starts at the first gradient that is not all zero.
@@ -57,8 +57,8 @@ class ClipByMaxEMA(Elementwise):
         [7.0, -6.0]
 
     Source: Huang et al., [Stable-SPAM: how to train in 4-bit more stably than 16-bit
-    Adam](https://arxiv.org/abs/2502.17055), 2025, there called AdaClip; it sets back the count of steps and not the
-    average, so that the limit is far too high for long after.
+    Adam](https://arxiv.org/abs/2502.17055), 2025, where it is called AdaClip. The reference resets the count of steps
+    but not the average, so after a reset its limit is far too high for many steps.
     """
 
     checks = {"beta": unit_interval}

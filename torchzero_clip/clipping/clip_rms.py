@@ -17,12 +17,12 @@ class ClipRMS(Scaling):
 
         u ← u / max(1, RMS(u) / max_rms),   RMS(u) = ‖u‖ / √elements
 
-    Behind Adam, whose updates have an RMS of 0.2 for noise and of 1 for constant gradients, it bounds the updates that
-    are too large because the averages are not up to date. Before a rule it is `ClipNorm` with a limit that grows with
-    the size of the tensor.
+    Use it after Adam. Adam's updates have an RMS of 0.2 for noise and of 1 for constant gradients. They become larger
+    if gradients grow suddenly, because Adam's averages follow slowly. Before an optimizer, this transform is `ClipNorm`
+    with a limit that grows with the size of the tensor.
 
     Args:
-        max_rms: The limit, > 0; a setting of the param groups. 1 in Adafactor.
+        max_rms: The limit, > 0; a setting of the param groups. Adafactor uses 1.
         target: What it acts on, see `Transform`.
         name: The name in the chain and in checkpoints; the class name in snake case if None.
 
@@ -30,7 +30,7 @@ class ClipRMS(Scaling):
         ValueError: For a limit out of range, or an unknown ``target``.
         TypeError: For an argument of the wrong type.
 
-    An update that is not finite passes unchanged. No state.
+    An update that is not finite passes unchanged. It has no state.
 
     Examples:
         >>> import torch

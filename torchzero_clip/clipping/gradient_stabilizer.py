@@ -12,15 +12,15 @@ from torchzero_clip.types import Schedule, Setting, Target
 
 
 class GradientStabilizer(NormStatistics):
-    """Scales the update of each tensor to a norm near 1 that follows how steady its norms are.
+    """Scales the update of each tensor to a norm of about 1, or less after a spike.
 
         m ← beta1 · m + (1 - beta1) · ‖u‖,   v ← beta2 · v + (1 - beta2) · ‖u‖²
-        u ← u / ‖u‖ · m̂ / (√v̂ + eps)        (m̂ and v̂ without the bias towards 0 of the first steps)
+        u ← u / ‖u‖ · m̂ / (√v̂ + eps)        (m̂ and v̂ with the bias correction of Adam)
 
-    The norm that leaves is about 1 or less, whatever the gradient: it replaces a clip, and removes the relative scale
-    of tensors. So it is for chains with Adam behind it, which does not see a scale, and not for SGD. A spike of 100
-    times the usual leaves at a norm of 0.97, and the steps after it are small for long: 0.08 ten steps later, half of
-    the usual after 50.
+    The norm of the result is about 1 or less for every gradient. So this transform replaces a clip, and removes the
+    relative scale of tensors. Use it before Adam, on which a constant scale has no effect, and not before SGD. A spike
+    of 100 times the usual norm gets a norm of 0.97. The steps after it are small for long: their norm is 0.08 after 14
+    steps, and half of the usual norm after 56.
 
     **Guarantees.** Directions do not change. A non-finite gradient does not change the averages of its tensor, and its
     update passes unchanged. The averages start at the first gradient that is not all zero.
@@ -36,7 +36,7 @@ class GradientStabilizer(NormStatistics):
         ValueError: For a setting out of range, or an unknown ``target``.
         TypeError: For an argument of the wrong type.
 
-    An update of norm 0 stays 0; the averages move. State: three numbers for each tensor.
+    An update of norm 0 stays 0, and the averages are updated. State: three numbers for each tensor.
 
     Examples:
         >>> import torch
@@ -53,8 +53,8 @@ class GradientStabilizer(NormStatistics):
         0.76
         0.55
 
-    Source: Huang et al., [GradientStabilizer: fix the norm, not the gradient](https://arxiv.org/abs/2502.17055), 2026;
-    in Stable-SPAM, its first version, it is called AdaGN.
+    Source: Huang et al., [GradientStabilizer: fix the norm, not the gradient](https://arxiv.org/abs/2502.17055), 2025.
+    Its first version, Stable-SPAM, calls the transform AdaGN.
     """
 
     checks = {"beta1": unit_interval, "beta2": unit_interval, "eps": non_negative}

@@ -26,17 +26,18 @@ class SkipStep(Gate):
         with sigma also if  ‖g‖ or the loss exceeds the mean of the last ``window`` of its values by more than
         sigma · their standard deviation, or the loss is not finite
 
-    The decision is made before the first transform, wherever in the chain this one stands. A skipped step changes no
+    The decision is made before the first transform, for any place of `SkipStep` in the chain. A skipped step changes no
     parameter and no state of any other transform. A clipped step still follows the direction of a bad gradient; a
     skipped step does not.
 
-    **The window** has the values of steps that were taken, so that a spike does not widen it. Norm and loss are judged
-    once ``max(2, window // 2 - 1)`` of their values are stored. A standard deviation counts as at least a thousandth of
-    the mean. After ``max(3, window // 8)`` steps in a row that were skipped for their size, the values of these steps
-    become the window, because a lasting change is no spike.
+    **The window** stores the norms and losses of steps that were taken, so a spike does not raise the standard
+    deviation. Norm and loss are judged after ``max(2, window // 2 - 1)`` of their values are stored. A standard
+    deviation counts as at least a thousandth of the mean. If ``max(3, window // 8)`` steps in a row are skipped for
+    their size, their values become the window, because a lasting change is not a spike.
 
-    The loss is what a closure returned, or what the loop told `Modular.report_loss`. Without one, only the norm is
-    judged. With ``sigma`` and several processes, each step takes one all-reduce for the mean loss of all of them.
+    The loss is the value that a closure returned, or that was passed to `Modular.report_loss`. Without a loss, only the
+    norm is judged. With ``sigma`` and several processes, each step takes one all-reduce for the mean loss of all
+    processes.
 
     Args:
         max_norm: The largest L2 norm of all gradients together for which a step is taken; None for no such limit. A
@@ -44,7 +45,7 @@ class SkipStep(Gate):
         max_ratio: The largest multiple of the running mean for which a step is taken, >= 1; None for no such limit. The
             first gradient that is not all zero always passes this limit.
         beta: The decay rate of the running mean, in [0, 1].
-        sigma: How many standard deviations above the mean a norm or a loss may be, > 0; None not to judge this.
+        sigma: How many standard deviations above the mean a norm or a loss may be, > 0; None for no such limit.
         window: How many norms and losses are stored, at least 4, if ``sigma`` is given.
         target: Must be "update", because gradients are judged before any transform.
         name: The name in the chain and in checkpoints; the class name in snake case if None.
@@ -69,10 +70,10 @@ class SkipStep(Gate):
         >>> optimizer.metrics()["skipped_steps"]
         tensor(1)
 
-    Source: for ``sigma``, OLMo et al., [2 OLMo 2 Furious](https://arxiv.org/abs/2501.00656), 2024; there, skipped
-    values widen the window, and one NaN skips a hundred steps. The other limits are not published in this form.
+    Source: for ``sigma``, OLMo et al., [2 OLMo 2 Furious](https://arxiv.org/abs/2501.00656), 2024. There, skipped
+    values raise the standard deviation, and one NaN skips 129 steps. The other limits are not published in this form.
     Related: Chowdhery et al., [PaLM: scaling language modeling with pathways](https://arxiv.org/abs/2204.02311), 2022,
-    where a run goes back before a loss spike and skips its batches.
+    where training restarts from a checkpoint before a loss spike and skips the batches around it.
     """
 
     checks = {

@@ -16,17 +16,20 @@ class SoftSpectralClip(TensorwiseTransform):
 
         σ ← σ / √(1 + σ² / limit²)
 
-    Small singular values hardly change, large ones end near the limit, and directions stay. The matrix is multiplied by
-    (I + u uᵀ / limit²)^(-1/2), computed in ``steps`` Newton-Schulz iterations. They are accurate to 2 % for singular
-    values up to half of ``1.5 ** steps`` times the limit; above, small ones shrink too. Tensors of more than two
-    dimensions are matrices with their first dimension as rows. A vector or scalar is unchanged up to the limit, and
-    n / √(1 + n² / limit²) long above: its length jumps by a factor of √2 there.
+    Small singular values hardly change, large ones become about equal to the limit, and singular vectors do not change.
+    The matrix is multiplied by (I + u uᵀ / limit²)^(-1/2), computed in ``steps`` Newton-Schulz iterations. They are
+    accurate to 2 % for singular values up to half of ``1.5 ** steps`` times the limit. If one is larger, small singular
+    values shrink too. Tensors of more than two dimensions are treated as matrices with their first dimension as rows.
 
-    Leave embeddings out, with ``.without("embed*")``: their rows are looked up one by one, and the products are large.
+    A vector or scalar with a norm n up to the limit is unchanged. Above the limit its norm becomes
+    ``n / √(1 + n² / limit²)``. So the norm drops by a factor of √2 at the limit.
+
+    Exclude embeddings with ``.without("embed*")``: their rows are looked up one by one, and the matrix products are
+    large.
 
     Args:
-        limit: In units of the update, > 0; a setting of the param groups. The paper has 10 on updates of a rule and 0.1
-            on gradients.
+        limit: The limit of singular values, > 0, in units of the update; a setting of the param groups. The paper uses
+            10 for updates of an optimizer and 0.1 for gradients.
         steps: The number of iterations, at least 1.
         target: What it acts on, see `Transform`.
         name: The name in the chain and in checkpoints; the class name in snake case if None.
@@ -36,7 +39,8 @@ class SoftSpectralClip(TensorwiseTransform):
         TypeError: For an argument of the wrong type.
 
     Half precision is computed in float32. A tensor that is not finite passes unchanged. A sharded matrix is gathered on
-    each rank. No state; three products of small Gram matrices for each step but the first, and two of the whole matrix.
+    each rank. It has no state. Each iteration but the first takes three products of small Gram matrices. Two more
+    products take the whole matrix.
 
     Examples:
         >>> import torch

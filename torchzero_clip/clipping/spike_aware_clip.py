@@ -24,8 +24,8 @@ class SpikeAwareClip(Elementwise):
         u     ← sign(u) · min(|u|, limit)       from step ``warmup_steps`` on, and where v is not 0
         v     ← beta · v + (1 - beta) · u²      (u after the clip)
 
-    Each element has its own limit, from the steps before this one. Elements that never had a gradient have none, and
-    pass: rows of an embedding may be seen for the first time at any step.
+    Each element has its own limit, from the steps before this one. An element has no limit until its first gradient
+    that is not 0. So rows of an embedding may be used for the first time at any step.
 
     **Guarantees.** Elements within the limit are bitwise unchanged. A non-finite gradient does not change the
     averages of its tensor, and its update passes unchanged. The averages start at the first gradient that is not all
@@ -57,8 +57,8 @@ class SpikeAwareClip(Elementwise):
         >>> round(-weight.item(), 3)
         1.732
 
-    Source: Huang et al., [SPAM: spike-aware Adam with momentum reset](https://arxiv.org/abs/2501.06842), 2025: the clip
-    alone, without the reset. There, an element without a gradient before step 20 never moves.
+    Source: Huang et al., [SPAM: spike-aware Adam with momentum reset](https://arxiv.org/abs/2501.06842), 2025. This is
+    the clip without the reset. In the reference, an element without a gradient before step 20 never changes.
     """
 
     checks = {"threshold": positive, "beta": unit_interval}

@@ -15,29 +15,31 @@ ClipOption = Literal["adaptive_scaling", "mean"]
 
 
 class ZClip(NormStatistics):
-    """Scales updates whose joint norm is far above the usual, in standard deviations of past norms.
+    """Scales updates whose joint norm is many standard deviations above the mean of past norms.
 
         z     = (‖u‖ - mean) / (deviation + eps)
         limit = clip_factor · (mean + deviation · z_thresh² / z)  if z > z_thresh, else none
         mean  ← beta · mean + (1 - beta) · x,   variance ← beta · variance + (1 - beta) · (x - mean)²
 
-    where x is the norm, or the limit if there is one. So a spike is cut to less than ``z_thresh`` deviations above the
-    mean, the further the larger it is. Mean and variance begin as those of the first ``warmup_steps`` norms, in which
-    only ``max_norm`` limits. After that, ``max_norm`` limits too; the statistics do not see it.
+    where x is the norm, or the limit if there is one. So a spike is clipped to less than ``z_thresh`` deviations above
+    the mean. The larger the spike, the closer the limit is to the mean. Mean and variance start as those of the first
+    ``warmup_steps`` norms, in which ``max_norm`` is the only limit. After that, the lower of the two limits applies.
+    ``max_norm`` has no effect on the statistics.
 
-    **Guarantees.** Updates that are no spike are bitwise unchanged. A non-finite gradient does not change the
-    statistics, and its step passes unchanged. They start at the first gradient that is not all zero.
+    **Guarantees.** Updates below both limits are bitwise unchanged. A non-finite gradient does not change the
+    statistics, and all updates of its step pass unchanged. The statistics start at the first gradient that is not all
+    zero.
 
     Args:
         beta: The decay rate of mean and variance, in [0, 1]; a setting that must be the same in all param groups, like
-            the next four.
+            ``z_thresh``, ``max_norm``, ``eps`` and ``clip_factor``.
         z_thresh: The z-score above which a norm is a spike, > 0.
-        max_norm: A fixed limit beside the other, >= 0; None for none.
+        max_norm: A second limit, which is fixed, >= 0; None for no such limit.
         eps: Added to the deviation, >= 0. After constant norms the deviation is 0, and every rise by more than
             ``z_thresh * eps`` is a spike.
-        warmup_steps: How many norms the statistics begin with, at least 1.
-        clip_factor: Multiplies the limit of a spike, > 0.
-        clip_option: "adaptive_scaling" for the limit above; with "mean" the limit of a spike is the mean.
+        warmup_steps: How many norms the first mean and variance are computed from, at least 1.
+        clip_factor: Multiplies the limit of a spike with "adaptive_scaling", > 0.
+        clip_option: With "adaptive_scaling", the limit of a spike is the one above. With "mean", it is the mean.
         target: What it acts on, see `Transform`.
         name: The name in the chain and in checkpoints; the class name in snake case if None.
 
@@ -45,7 +47,7 @@ class ZClip(NormStatistics):
         ValueError: For a setting out of range, an unknown ``clip_option`` or ``target``, or groups that differ.
         TypeError: For an argument of the wrong type.
 
-    It adds the metrics ``limit`` (inf where there is none) and ``z``. State: ``warmup_steps`` numbers and three more
+    It adds the metrics ``limit`` (inf if there is no limit) and ``z``. State: ``warmup_steps`` numbers and three more
     for the whole chain.
 
     Examples:
@@ -61,7 +63,7 @@ class ZClip(NormStatistics):
         1.019
 
     Source: Kumar et al., [ZClip: adaptive spike mitigation for LLM pre-training](https://arxiv.org/abs/2504.02507),
-    2025. There, one NaN switches the clip off for ever.
+    2025. In the reference, no step is clipped after one NaN.
     """
 
     checks = {

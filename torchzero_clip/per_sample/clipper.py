@@ -20,45 +20,47 @@ LossReduction: TypeAlias = Literal["mean", "sum"]
 
 
 class PerSampleGradientClipper:
-    """Makes ``.grad`` the sum or mean of per-sample gradients, each of which is first scaled to a limit.
+    """Makes ``.grad`` the sum or mean of per-sample gradients, each scaled so that its norm is at most a limit.
 
         grad = Σᵢ cᵢ · gᵢ   (mean: divided by B),   cᵢ = min(1, C / (‖gᵢ‖ + 1e-6))
 
-    It needs one forward and one backward of the module, which is not wrapped, and works with any optimizer. While the
-    backward runs, the norms of the samples are computed from the input of each layer and the gradient of its output.
-    The clipped sums are computed after that, when the factors are known.
+    It needs one forward and one backward of the module, does not wrap the module, and works with any optimizer. During
+    the backward, it computes the norms of the samples from the input of each layer and the gradient of its output. The
+    factors follow from the norms. After the backward, it computes the clipped sums.
 
-    It acts on every forward of the module with gradients enabled, in training and in eval mode, until `detach()`, the
-    end of a ``with`` block, or the deletion of the clipper. Parameters outside of the module are not clipped.
+    It captures every forward of the module with gradients enabled, in training and in eval mode. It stops at
+    `detach()`, at the end of a ``with`` block, or when the clipper is deleted. Parameters outside of the module are not
+    clipped.
 
     Args:
-        module: The model. For layers that mix samples, such as BatchNorm, an error names the layer.
-        norm_clipper: How norms become factors: `ConstantFlatClipper`, `ConstantPerLayerClipper`, or one of your own.
+        module: The model. If a layer mixes samples, as BatchNorm does, the error names it.
+        norm_clipper: Computes factors from norms: `ConstantFlatClipper`, `ConstantPerLayerClipper`, or your own
+            subclass of `NormClipper`.
         batch_first: Whether sequences have shape (B, T, ...) rather than (T, B, ...).
         loss_reduction: With "mean", ``.grad`` is the mean over samples, and the loss before `clip_and_accumulate` must
-            be a mean over samples too. "sum" is the same with sums.
+            be a mean over samples too. With "sum", both are sums.
         memory: With "low", linear layers, convolutions and embeddings store no per-sample gradients. Some of them then
             need a second matmul.
-        nonfinite: What happens to samples with a gradient that is inf or NaN: "zero" leaves them out and reports them,
-            "raise" raises.
+        nonfinite: For samples whose gradient has an inf or a NaN: "zero" excludes and reports them, "raise" raises.
         keep_grad_samples: Store the per-sample gradients as ``p.grad_sample`` of shape (B, *p.shape), from the backward
             until `clip_and_accumulate` or the next forward. They take B times the memory of the model.
-        whole: Modules that run sample by sample with all that is in them: classes, or patterns for names, such as
-            ``"encoder.layers.*"``. It is the way out for modules that cannot be captured layer by layer; error messages
-            have the line to write. It takes memory for B gradients of the parameters inside.
-        verify: When `backward` checks that the loss of a sample gives gradients to no other sample: "first" in a few
-            steps after a layer is first used, "always", "never", or a number n to check in every n-th step too.
+        whole: Modules that run sample by sample together with their submodules: classes, or patterns for names, such as
+            ``"encoder.layers.*"``. Use it for modules that cannot be captured layer by layer; error messages contain
+            the line to write. It takes memory for B gradients of the parameters of these modules.
+        verify: When `backward` checks that the loss of a sample gives gradients to no other sample. With "first", in a
+            few steps after a layer is first used; with a number n, also in every n-th step; with "always", in all
+            steps; with "never", in none.
 
     Raises:
-        ValueError: If a layer mixes samples or cannot be captured, or an argument has a value it cannot have.
+        ValueError: If a layer mixes samples or cannot be captured, or the value of an argument is invalid.
         TypeError: If an argument has the wrong type.
 
     | gradient of a sample | what happens |
     | --- | --- |
     | norm 0 | factor 1 |
     | norm just above the limit C | scaled to C · (1 - 1e-6 / C): at most C · (1 + 1e-6), rounding included |
-    | an inf or a NaN | the sample is left out and marked in ``result.nonfinite``; or RuntimeError |
-    | finite and not 0, however large or small | its norm is finite and not 0 |
+    | an inf or a NaN | the sample is excluded and marked in ``result.nonfinite``; RuntimeError with "raise" |
+    | finite and not 0, of any size | its norm is finite and not 0 |
     | a layer that the forward did not use | counts as a gradient of 0 |
     | B = 0 | gradients of zeros |
 
@@ -76,8 +78,8 @@ class PerSampleGradientClipper:
         tensor([[0.3000, 0.6500]])
 
     Source: Abadi et al., [Deep learning with differential privacy](https://arxiv.org/abs/1607.00133), 2016; Bu et al.,
-    [Differentially private optimization on large model at small cost](https://arxiv.org/abs/2210.00038), 2022. No noise
-    is added here; clipping without noise gives no privacy.
+    [Differentially private optimization on large model at small cost](https://arxiv.org/abs/2210.00038), 2022. This
+    class adds no noise; clipping without noise gives no privacy.
     """
 
     def __init__(
@@ -115,12 +117,12 @@ class PerSampleGradientClipper:
 
     @property
     def whole(self) -> dict[str, str]:
-        """The modules that run sample by sample with all that is in them, by name, with the reason."""
+        """The names of modules that run sample by sample with their submodules, and the reason for each."""
         return dict(self._engine.attachment.whole)
 
     @property
     def norm_clipper(self) -> NormClipper:
-        """Turns norms into factors. It may be replaced between steps."""
+        """Computes factors from norms. You may replace it between steps."""
         return self._norm_clipper
 
     @norm_clipper.setter
@@ -133,12 +135,12 @@ class PerSampleGradientClipper:
         return f"PerSampleGradientClipper({self._norm_clipper!r}, loss_reduction={self.loss_reduction!r})"
 
     def backward(self, losses: Tensor) -> ClippingResult:
-        """Add the clipped gradients to ``.grad``: their sum, divided by the B of this call for "mean".
+        """Add the sum of the clipped gradients to ``.grad``; with "mean", the sum divided by the B of this call.
 
-        To accumulate over calls of different B exactly, use "sum", or `clip_and_accumulate`.
+        For exact accumulation over calls with different B, use "sum" or `clip_and_accumulate`.
 
         Args:
-            losses: One loss for each sample, of shape (B,): ``reduction="none"``.
+            losses: One loss for each sample, of shape (B,), as ``reduction="none"`` gives.
 
         Raises:
             ValueError: If the losses do not have that shape, or a layer saw another number of samples.
@@ -153,8 +155,8 @@ class PerSampleGradientClipper:
         """Clip the gradients of the last ``loss.backward()``, and add them to the sums for `pre_step`.
 
         Args:
-            batch_size: The number of samples. It is needed where it cannot be seen: if no argument of the forward is a
-                tensor, or if gradients of several forwards have arrived.
+            batch_size: The number of samples. It is needed if no argument of the forward is a tensor, or if gradients
+                of several forwards have arrived.
 
         Raises:
             RuntimeError: If there was no backward, or for a non-finite sample with ``nonfinite="raise"``.
@@ -180,10 +182,10 @@ class PerSampleGradientClipper:
         return result
 
     def pre_step(self) -> tuple[Tensor, int]:
-        """Set ``.grad`` to the accumulated sums, for "mean" divided by the number of samples, and reset the sums.
+        """Set ``.grad`` to the accumulated sums, with "mean" divided by the number of samples, and reset the sums.
 
         Returns:
-            The norm of all limits together, repeated for each trainable parameter, and the number of samples.
+            The norm of the vector of limits, repeated for each trainable parameter, and the number of samples.
 
         Raises:
             ValueError: If there was no `clip_and_accumulate` since the last `pre_step`.
@@ -214,7 +216,7 @@ class PerSampleGradientClipper:
         self._engine.discard()
 
     def detach(self) -> None:
-        """Stop clipping, and restore the module. `pre_step` still works for accumulated sums."""
+        """Stop clipping, and restore the module. `pre_step` still works for sums accumulated before."""
         self._engine.detach()
 
     def __enter__(self) -> Self:

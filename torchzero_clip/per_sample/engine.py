@@ -290,9 +290,9 @@ class Engine:
             raise RuntimeError(
                 f"{name!r} got a gradient from outside the call of its layer, where samples are not told apart. "
                 "Either the forward ran before the clipper was attached, or the parameter is used by another module or "
-                "by the loss: call its own module instead, or freeze it. Or another tensor is made of it in a hook, as "
-                "torch.nn.utils.weight_norm does: use torch.nn.utils.parametrizations"
-                f"{whole_line(self.attachment.model, name)}"
+                "by the loss: call its own module instead, or freeze it; a penalty on parameters belongs into "
+                "weight_decay. Or another tensor is made of it in a hook, as torch.nn.utils.weight_norm does: use "
+                f"torch.nn.utils.parametrizations{whole_line(self.attachment.model, name.rpartition('.')[0])}"
             )
 
     def _show(self, param: Any, **values: Tensor) -> None:

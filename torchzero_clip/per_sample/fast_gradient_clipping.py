@@ -22,12 +22,12 @@ OWN = {"loss_reduction", "max_grad_norm", "_settings", "_engine"}
 
 
 class GradSampleModuleFastGradientClipping(nn.Module):
-    """A wrapper that has, after a backward, the norm of each per-sample gradient and the coefficient that clips it.
+    """A wrapper of a model that computes per-sample gradient norms, and the coefficients that clip these gradients.
 
         coef = min(1, max_grad_norm / (norm + 1e-6))
 
-    It calls the model, and has the model's attributes, parameters and state_dict. Clipping takes one backward,
-    ``module.backward(losses)``, or two, in loops of this form:
+    It calls the model, and has the model's attributes, parameters and state_dict. Clipping takes one backward with
+    ``module.backward(losses)``. It takes two backwards in loops of this form:
 
         losses.mean().backward(retain_graph=True)      leaves .grad unchanged
         coef = module.get_clipping_coef()
@@ -40,22 +40,23 @@ class GradSampleModuleFastGradientClipping(nn.Module):
     Args:
         m: The model.
         batch_first: Whether sequences have shape (B, T, ...) rather than (T, B, ...).
-        loss_reduction: "mean" or "sum": how the loss of the backward is reduced over the samples.
-        strict: Raise for models with buffers, by which samples may influence each other.
+        loss_reduction: "mean" or "sum": how the loss is reduced over the samples before the backward.
+        strict: Raise for models with buffers, because samples may influence each other through buffers.
         force_functorch: Run every layer by the generic rule, which uses vmap.
         max_grad_norm: The limit, >= 0, in units of the gradient.
         use_ghost_clipping: Compute norms without storing per-sample gradients, as ``memory="low"`` of
-            `PerSampleGradientClipper`. With False, layers store them where that is faster; results are the same.
+            `PerSampleGradientClipper`. With False, layers store them if that is faster and takes no more memory;
+            results are the same.
         whole: As in `PerSampleGradientClipper`.
         verify: As in `PerSampleGradientClipper`, for ``module.backward``. Two passes are not checked.
 
     Raises:
-        NotImplementedError: If strict and there is a buffer.
-        ValueError: If a layer mixes samples or cannot be captured, or an argument has a value it cannot have.
+        NotImplementedError: If ``strict`` is True and the model has a buffer.
+        ValueError: If a layer mixes samples or cannot be captured, or the value of an argument is invalid.
         TypeError: If an argument has the wrong type.
 
-    ``module.backward`` treats norms of 0, inf and NaN as `PerSampleGradientClipper` does. `get_clipping_coef` returns
-    1, 0 and NaN for them, and a second backward gives NaN gradients for inf and NaN.
+    ``module.backward`` treats norms of 0, inf and NaN as `PerSampleGradientClipper` does. For these norms,
+    `get_clipping_coef` returns 1, 0 and NaN. With norms of inf and NaN, a second backward gives NaN gradients.
 
     Examples:
         >>> import torch
@@ -180,7 +181,7 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         return engine.norms
 
     def get_clipping_coef(self) -> Tensor:
-        """Return the factors for the losses of the samples in the second backward: (B,), at most 1.
+        """Return the factors that multiply the losses in the second backward: (B,), at most 1.
 
         Raises:
             RuntimeError: If there was no backward since the last forward.
@@ -188,7 +189,7 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         return (self.max_grad_norm / (self.get_norm_sample() + STABILITY)).clamp(max=1.0)
 
     def backward(self, losses: Tensor) -> ClippingResult:
-        """Add the sum of the clipped gradients, for "mean" divided by B, to ``.grad``, in one backward.
+        """Add the sum of the clipped gradients to ``.grad``, with "mean" divided by B, in one backward.
 
         Args:
             losses: One loss for each sample, of shape (B,).
@@ -211,9 +212,10 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         loss_reduction: LossReduction,
         batch_first: bool,
     ) -> None:
-        """Pass the gradient of an output by hand, for a call that was not captured; vmap runs the module again.
+        """Pass the gradient of an output yourself, for a call that was not captured. The module runs again under vmap.
 
-        All calls in a forward of this wrapper are captured. Do not pass them again, because they would count twice.
+        All calls in a forward of this wrapper are captured. Do not pass their gradients, because they would count
+        twice.
 
         Args:
             module: A module of the model.
@@ -237,7 +239,7 @@ class GradSampleModuleFastGradientClipping(nn.Module):
             torch.autograd.backward(WHOLE.run(layer, *inputs), grad * scale)
 
     def disable_hooks(self) -> None:
-        """Stop capturing: backwards give ordinary gradients."""
+        """Stop capturing, so that backwards give ordinary gradients."""
         self._engine.enabled = False
 
     def enable_hooks(self) -> None:
@@ -245,7 +247,7 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         self._engine.enabled = True
 
     def detach(self) -> None:
-        """Stop capturing for good, and restore the model."""
+        """Stop capturing permanently, and restore the model."""
         self._engine.detach()
 
 

@@ -99,10 +99,10 @@ class MixingCheck:
         key, samples = next(iter(receivers.items()))
         who = f"the loss of sample {givers[0]} gives" if len(givers) == 1 else f"the losses of samples {givers} give"
         raise RuntimeError(
-            f"{who} {names[key]!r} a gradient that was taken for one of {_list(samples)}: the model or the loss mixes "
-            "or reorders samples, at that layer or behind it, so that per-sample gradients would be wrong. "
-            "check_per_sample names the module. If a layer without samples in its input has as many positions as "
-            "there are samples, give it a batch dimension. Nothing was changed"
+            f"the model or the loss mixes or reorders samples, at the layer of {names[key]!r} or behind it: {who} "
+            f"{names[key]!r} a gradient that was taken for one of {_list(samples)}, so that per-sample gradients would "
+            "be wrong. check_per_sample names the module. If a layer without samples in its input has as many "
+            "positions as there are samples, give it a batch dimension. Nothing was changed"
         )
 
     def give_up(self, reason: str) -> None:

@@ -14,7 +14,7 @@ STABILITY = 1e-6  # added to norms, as in privacy libraries: the limit still hol
 
 
 class NormClipper(ABC):
-    """Turns the norms of B samples into factors that bring their gradients to a limit.
+    """Computes, from the norms of B samples, the factors that bring their gradients to a limit.
 
     Subclass it for a limit of your own: `PerSampleGradientClipper` takes any subclass.
 
@@ -37,8 +37,8 @@ class NormClipper(ABC):
         """Return one tensor of factors, of shape (B,), for each parameter tensor.
 
         Args:
-            norms: Tensors of shape (B,): one for each parameter tensor if `is_per_layer`, else a single one with the
-                norms over all parameters.
+            norms: Tensors of shape (B,). If `is_per_layer` is True, there is one for each parameter tensor. Otherwise
+                there is one, with the norms over all parameters.
         """
 
     @property
@@ -49,11 +49,11 @@ class NormClipper(ABC):
     @property
     @abstractmethod
     def thresholds(self) -> Tensor:
-        """The limits, as a vector: a single one, or one for each parameter tensor."""
+        """The limits as a vector, with a single limit or one for each parameter tensor."""
 
 
 class ConstantFlatClipper(NormClipper):
-    """Scales each sample so that its gradient, all parameters together, has a norm of at most ``flat_value``.
+    """Scales each sample so that its gradient over all parameters has a norm of at most ``flat_value``.
 
         factor = min(1, flat_value / (norm + 1e-6))
 
@@ -86,7 +86,7 @@ class ConstantFlatClipper(NormClipper):
 
     @override
     def calc_clipping_factors(self, norms: Sequence[Tensor]) -> Iterable[Tensor]:
-        """Return an endless iterator over one tensor: all parameter tensors have the same factors.
+        """Return an iterator that repeats one tensor without end: all parameter tensors have the same factors.
 
         Args:
             norms: One tensor of shape (B,): the norms over all parameters.
@@ -122,11 +122,11 @@ class ConstantPerLayerClipper(NormClipper):
 
         factorₖ = min(1, flat_values[k] / (normₖ + 1e-6))
 
-    What one sample adds to the sum then has an L2 norm of at most that of the vector of limits. The weight and the bias
-    of a layer are two parameter tensors; frozen ones have no limit.
+    So the contribution of one sample to the sum has an L2 norm of at most the L2 norm of the vector of limits. The
+    weight and the bias of a layer are two parameter tensors. Frozen parameters have no limit.
 
     Args:
-        flat_values: The limits, each >= 0, in the order of the trainable parameters. One limit is repeated for all.
+        flat_values: The limits, each >= 0, in the order of the trainable parameters. A single limit is used for all.
 
     Raises:
         ValueError: If a limit is negative or NaN, or the list is empty.
@@ -162,7 +162,7 @@ class ConstantPerLayerClipper(NormClipper):
             norms: One tensor of shape (B,) for each parameter tensor.
 
         Raises:
-            ValueError: If there are several limits, and another number of norms.
+            ValueError: If there are several limits, and their number is not the number of norms.
         """
         values = self.flat_values
         if len(values) not in (1, len(norms)):

@@ -37,33 +37,35 @@ def check_per_sample(
     """Raise unless `PerSampleGradientClipper` agrees with one backward for each sample, on this model and batch.
 
     In float64, on a copy of the model, it compares the norms of every parameter and the clipped sums, in every memory
-    mode. It also compares the outputs of all modules, and the loss, of a sample alone with those in the batch, with and
-    without noise on parameters and inputs, because zeros hide what they multiply. It takes B backwards and 3 B more
-    forwards of single samples, so check once, with a few samples that differ.
+    mode. It also runs each sample alone, and compares the loss and the outputs of all modules with those in the batch.
+    It does this with and without noise on parameters and inputs, because a factor of zero can hide a difference. It
+    takes B backwards and 3 B more forwards of single samples. So check once, with a few samples that differ.
 
-    It finds wrong rules, modules and losses that mix samples, a batch dimension that is not where it was declared,
-    positions that are taken for samples where there are as many, and a loss that is not the declared mean or sum over
-    samples. It does not find what happens only in another mode, or with other values, lengths or numbers of samples.
+    It finds wrong rules, modules and losses that mix samples, a batch dimension in another place than declared, and a
+    loss that is not the declared mean or sum over samples. If there are as many positions as samples, it also finds
+    positions that are mistaken for samples. It does not find errors that occur only in another mode, or with other
+    values, lengths or numbers of samples.
 
     Args:
         model: The model. If it draws random numbers, as dropout does, call ``eval()`` first.
-        batch: A tensor, or a tuple, list, dict or other tree of tensors, with the samples in the dimension that
-            ``batch_first`` declares. Tensors of another size there are shared by all samples.
-        loss_fn: Called as ``loss_fn(model, batch)``. It returns one loss for each sample, of shape (B,), as
-            `PerSampleGradientClipper.backward` takes it; or a single loss, reduced according to ``loss_reduction``.
+        batch: A tensor, or a tuple, list, dict or other tree of tensors. ``batch_first`` declares the dimension of the
+            samples. All samples share the tensors with another size in this dimension.
+        loss_fn: Called as ``loss_fn(model, batch)``. It returns one loss for each sample, of shape (B,), as for
+            `PerSampleGradientClipper.backward`, or a single loss, reduced according to ``loss_reduction``.
         batch_first: As in `PerSampleGradientClipper`.
-        loss_reduction: As in `PerSampleGradientClipper`: whether a single loss is the mean or the sum over samples.
-        tolerance: The largest difference, relative to the largest magnitude in the same tensor; for outputs >= 1e-5.
-        whole: As in `PerSampleGradientClipper`. Modules in it must not mix samples either.
+        loss_reduction: As in `PerSampleGradientClipper`: "mean" or "sum" if ``loss_fn`` returns a single loss.
+        tolerance: The largest difference that passes, relative to the largest magnitude in the same tensor. For
+            outputs, it is at least 1e-5.
+        whole: As in `PerSampleGradientClipper`. These modules must not mix samples either.
 
     Returns:
         The norms of the per-sample gradients, by parameter: of shape (B,), float64.
 
     Raises:
-        ValueError: If a sample gives another output alone than in the batch: the message names the first module, in the
-            order in which outputs are computed, or the loss. If gradients differ: it names the first layer, in the
+        ValueError: If a sample gives another output alone than in the batch. The message names the first module, in the
+            order in which outputs are computed, or the loss. If gradients differ, it names the first layer, in the
             order of the model, or the declared reduction. Also if the model draws random numbers or cannot be clipped.
-        RuntimeError: If a parameter is used where samples cannot be told apart, or ``loss_fn`` fails for one sample.
+        RuntimeError: If a parameter is used outside the call of its layer, or ``loss_fn`` fails for a single sample.
         TypeError: If an argument has the wrong type.
 
     Examples:
