@@ -1,9 +1,9 @@
-"""Find the steps and the layers of loss spikes from the record of a run alone, and train again with a limit from it.
+"""Find the steps and layers of loss spikes from the record of a run, and train again with the limit that it suggests.
 
-A small transformer learns the reference manual of Python, which ships inside Python itself. Some of its batches are
-corrupted in one of two ways: their targets are shuffled and the loss is summed instead of averaged, or the text is one
-character over and over, as a broken reader returns it, and the loss is summed. The program that reads the record is not
-told which. It prints what it found beside the truth. Records, pictures and a report are in the folder find_the_spike.
+A small transformer learns the reference manual of Python, which is part of every Python installation. Some batches are
+corrupted. Their loss is summed instead of averaged. In addition, either the targets are shuffled, or the text is one
+character again and again, as a broken reader returns it. Only the record is used to find these batches. The table shows
+beside each step how its batch was corrupted. The folder find_the_spike has the records, the pictures and a report.
 """
 
 import argparse

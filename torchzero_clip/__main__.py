@@ -1,4 +1,4 @@
-"""Reads the file of a `Recorder`: ``python -m torchzero_clip suggest run.jsonl``."""
+"""Commands that read the file of a `Recorder`, such as ``python -m torchzero_clip suggest run.jsonl``."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ EXAMPLES = """examples:
   python -m torchzero_clip suggest run.jsonl --share-clipped 0.05 --plot limit.png
   python -m torchzero_clip report run.jsonl -o report.html
 
-Recorder(optimizer, path="run.jsonl") writes such a file.
+Recorder(optimizer, path="run.jsonl") writes the file.
 """
 
 
@@ -30,12 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m torchzero_clip",
-        description="Read what a Recorder wrote: find a limit for gradient clipping, or see what happened to a run.",
+        description="Read the file of a Recorder: suggest a limit for gradient clipping, or write a report of the run.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(title="commands", metavar="{suggest,report}", required=True)
-    suggest = commands.add_parser("suggest", help="print a limit for ClipNorm, and how far to trust it")
+    suggest = commands.add_parser("suggest", help="print a limit for ClipNorm, and whether to trust it")
     suggest.add_argument("file", help="the file that a Recorder wrote, such as run.jsonl")
     suggest.add_argument(
         "--share-clipped",
@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SHARE",
         help="the share of usual steps that the limit clips, above 0 and below 1 (default: %(default)s)",
     )
-    suggest.add_argument("--plot", metavar="FILE", help="draw the norms and the limit, such as limit.png")
+    suggest.add_argument("--plot", metavar="FILE", help="save a picture of the norms and the limit, such as limit.png")
     suggest.set_defaults(run=_suggest)
     report = commands.add_parser("report", help="write an HTML page with pictures, the worst steps and layers")
     report.add_argument("file", help="the file that a Recorder wrote, such as run.jsonl")

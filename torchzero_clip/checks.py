@@ -86,6 +86,13 @@ def unit_interval(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be in [0, 1], got {value}")
 
 
+def decay_rate(name: str, value: Any) -> None:
+    """A number in [0, 1)."""
+    unit_interval(name, value)
+    if value == 1:
+        raise ValueError(f"{name} must be below 1, got {value}")
+
+
 def percent(name: str, value: Any) -> None:
     """A number in [0, 100]."""
     number(name, value)

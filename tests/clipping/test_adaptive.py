@@ -3,6 +3,7 @@
 import copy
 import math
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torchzero_clip import (
     AdaGC,
     AdaptiveGradientClip,
     AutoClip,
+    Chain,
     ClipByMaxEMA,
     ClipRMS,
     GradientStabilizer,
@@ -270,3 +272,94 @@ def test_a_ring_with_a_nan_is_refused_on_load():
     saved["param_groups"][0]["auto_clip/ring"][2] = math.nan
     with pytest.raises(ValueError, match="'auto_clip/ring' of the chain is not finite"):
         optimizer.load_state_dict(saved)
+
+
+def test_a_zero_outside_of_the_scope_of_a_composite_does_not_start_its_statistic():
+    results = []
+    for fast in (True, False):
+        a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+        chain = Chain(AutoClip(0.0, 4), target="update_difference").only("a")
+        optimizer = Modular([("a", a), ("b", b)], chain, LR(1.0), nonfinite="skip", fast=fast)
+        for size in (0.0, 1.0, 1.0):
+            a.grad, b.grad = torch.full((1,), size), torch.ones(1)
+            optimizer.step()
+        results.append(a.item())
+    assert results == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_agc_of_tensors_without_elements(fast):
+    optimizer = Modular([nn.Parameter(torch.zeros(0))], AdaptiveGradientClip(), SGD(0.1), fast=fast)
+    optimizer.param_groups[0]["params"][0].grad = torch.zeros(0)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda b: GradientStabilizer(beta1=b), lambda b: GradientStabilizer(beta2=b), ClipByMaxEMA]
+)
+def test_a_decay_rate_of_1_is_refused(make):
+    with pytest.raises(ValueError, match="must be below 1"):
+        make(1.0)
+
+
+def test_a_large_vector_of_half_precision_keeps_the_factor_of_a_soft_spectral_clip():
+    weight = nn.Parameter(torch.zeros(4096, dtype=torch.float16))
+    optimizer = Modular([weight], SoftSpectralClip(0.1))
+    weight.grad = torch.full((4096,), 30000.0, dtype=torch.float16)
+    optimizer.step()
+    torch.testing.assert_close(-weight.data, torch.full_like(weight.data, 0.1 / 64))
+
+
+@pytest.mark.parametrize(
+    "make", [AdaGC, GradientStabilizer, lambda: ZClip(max_norm=None), lambda: SoftSpectralClip(1.0)]
+)
+def test_a_huge_finite_gradient_is_forgotten(make):
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    optimizer = Modular([weight], make())
+    for size in (1.0, 1e200, *[1.0] * 300):
+        weight.data.zero_()
+        weight.grad = torch.tensor([size, size], dtype=torch.float64)
+        optimizer.step()
+        assert weight.isfinite().all()
+    assert weight.abs().max() > 0
+    state = [v for values in optimizer.state.values() for v in values.values()] + list(
+        optimizer._chain_state.values.values()
+    )
+    assert all(v.isfinite().all() for v in state if isinstance(v, torch.Tensor))
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_squares_of_an_element_stay_finite(fast):
+    weight = nn.Parameter(torch.zeros(100_000))
+    optimizer = Modular([weight], SpikeAwareClip(warmup_steps=1), SGD(0.1), fast=fast)
+    for size in (1e30, 1.0, 1.0):
+        weight.grad = torch.full((100_000,), size)
+        optimizer.step()
+    assert optimizer.state[weight]["spike_aware_clip/square"].isfinite().all()
+
+
+def test_parts_of_complex_numbers_are_elements_of_the_largest():
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.complex64))
+    optimizer = Modular([weight], ClipByMaxEMA(beta=0.5))
+    for value in (3 + 4j, 25 + 40j):
+        weight.data.zero_()
+        weight.grad = torch.tensor([value], dtype=torch.complex64)
+        optimizer.step()
+    limit = (0.25 * 4 + 0.5 * 40) / 0.75
+    torch.testing.assert_close(-weight.data, torch.tensor([25 + limit * 1j], dtype=torch.complex64))
+
+
+def test_losses_that_are_not_numbers_are_refused_by_name():
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = Modular([weight], SkipStep(sigma=6.0), SGD(0.1))
+    weight.grad = torch.ones(1)
+    for loss, error in (
+        ((1.0, 2.0), TypeError),
+        ({"loss": 1.0}, TypeError),
+        (torch.ones(2), ValueError),
+        (True, TypeError),
+    ):
+        with pytest.raises(error, match="loss must be a number"):
+            optimizer.step(lambda loss=loss: loss)
+    optimizer.report_loss(numpy.float32(1.0))
+    optimizer.step()

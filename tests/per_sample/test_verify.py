@@ -469,5 +469,7 @@ def test_sequences_first():
 
 def test_what_mixes_between_two_modules_is_not_blamed_on_the_next_one():
     model = Layer(lambda m, x: m.second((h := m.first(x)) - h.mean(0)), first=linear(), second=linear())
-    with pytest.raises(ValueError, match=r"^'second' \(Linear\) gets another input .* what comes before it mixes samples$"):
+    with pytest.raises(
+        ValueError, match=r"^'second' \(Linear\) gets another input .* what comes before it mixes samples$"
+    ):
         check_per_sample(model, torch.randn(4, 3), squares)

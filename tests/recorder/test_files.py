@@ -209,7 +209,7 @@ GOOD = '{"kind": "step", "step": 0, "norm": 1.0, "loss": null, "reason": "", "me
         ("[" * 100_000, "line 2: it is not JSON"),
         (
             '{"kind": "run", "version": 2, "start": 0, "by": "parameter", "joint": [], "layers": []}',
-            "version 2 is not the one",
+            "version 2 cannot be read",
         ),
     ],
 )
@@ -373,7 +373,7 @@ def test_a_run_that_begins_anew_warns_that_it_replaces_the_file(tmp_path):
     recorder.close()
     optimizer, recorder = start(path)
     run(optimizer, 2)
-    with pytest.warns(UserWarning, match="has a record already"):
+    with pytest.warns(UserWarning, match="already has a record"):
         recorder.close()
     assert read_record(path).steps == [0, 1]
 
@@ -382,7 +382,7 @@ def test_lines_for_steps_that_are_not_there_are_left_out(tmp_path):
     path = tmp_path / "run.jsonl"
     path.write_text(BEGIN + '{"kind": "layers", "step": 5, "norms": [1.0, 2.0]}\n')
     assert read_record(path).layer_steps == []
-    with pytest.raises(ValueError, match="the layers of no step"):
+    with pytest.raises(ValueError, match="does not have the layers of any step"):
         read_record(path).worst()
 
 

@@ -79,7 +79,7 @@ def test_few_norms_are_refused_and_not_counted_twice():
     [
         (lambda: lognormal(0, 50), "50 norms are too few"),
         (lambda: torch.linspace(1, 100, 1000, dtype=torch.float64), "still changed in the first half"),
-        (lambda: lognormal(0).clamp(max=1.2), "something else clipped them before"),
+        (lambda: lognormal(0).clamp(max=1.2), "something else probably clipped them before"),
     ],
 )
 def test_doubts(norms, reason):
@@ -111,8 +111,8 @@ def test_spikes_of_constant_norms_are_those_above_twice_the_median():
 
 def test_it_prints_sentences_with_numbers():
     text = str(suggest(spiked(lognormal(0), 3)))
-    assert 'ClipNorm(1.619, dim="global") would have clipped 1% of the usual steps: 997 norms' in text
-    assert "3 spikes above" in text
+    assert 'ClipNorm(1.619, dim="global") would have clipped 1% of the 997 usual steps, whose median norm is' in text
+    assert "The limit would also have clipped 3 spikes: norms above" in text
     assert text.endswith("Confidence: high.")
 
 

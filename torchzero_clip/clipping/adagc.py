@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from torchzero_clip.checks import positive, steps, unit_interval
 from torchzero_clip.clipping.statistics import NormStatistics, Tracked, numbers, same_in_all_groups
+from torchzero_clip.functional.norms import combine
 from torchzero_clip.types import Schedule, Setting, Target
 
 
@@ -98,7 +99,7 @@ class AdaGC(NormStatistics):
         norms, usual, known = tracked.norms, tracked["usual"], tracked.started
         warm_steps = tracked.chain_state["warm_steps"]
         warms_up, finite = warm_steps < self.warmup_steps, tracked.finite
-        joint, most = torch.linalg.vector_norm(norms), tracked.shared[0][0]["max_norm"]
+        joint, most = combine(norms, 2.0), tracked.shared[0][0]["max_norm"]
         shrunk = torch.where(joint > most, most / joint, 1.0)
         tracked.chain_state["warm_steps"] = warm_steps + (warms_up & finite & ((joint > 0) | (warm_steps > 0)))
 

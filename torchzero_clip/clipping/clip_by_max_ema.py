@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.checks import unit_interval
+from torchzero_clip.checks import decay_rate
 from torchzero_clip.clipping.statistics import Tracked, numbers
 from torchzero_clip.core.elementwise import Elementwise, Flags
 from torchzero_clip.core.step import Step
@@ -33,13 +33,16 @@ class ClipByMaxEMA(Elementwise):
     of its tensor, and its update passes unchanged. The average starts at the first gradient that is not all zero.
 
     Args:
-        beta: The decay rate of the average, in [0, 1]; a setting of the param groups.
+        beta: The decay rate of the average, in [0, 1); a setting of the param groups.
         target: What it acts on, see `Transform`.
         name: The name in the chain and in checkpoints; the class name in snake case if None.
 
     Raises:
         ValueError: For a ``beta`` out of range, or an unknown ``target``.
         TypeError: For an argument of the wrong type.
+
+    The real and the imaginary part of a complex number are two elements. If ``beta`` changes in mid-run, the bias
+    correction is wrong for some steps, as it is in Adam.
 
     It has one metric, ``clipped``: the share of elements that changed. State: two numbers for each tensor.
 
@@ -61,7 +64,7 @@ class ClipByMaxEMA(Elementwise):
     but not the average, so after a reset its limit is far too high for many steps.
     """
 
-    checks = {"beta": unit_interval}
+    checks = {"beta": decay_rate}
     keeps_statistics = True
     reads_tensors = True
 
@@ -82,6 +85,7 @@ class ClipByMaxEMA(Elementwise):
     @override
     def flags(self, updates: Sequence[Tensor], step: Step, rows: Sequence[int] | None) -> Flags:
         """The limit of each tensor, and its ratio to the largest element, after moving the averages."""
+        updates = [torch.view_as_real(x) if x.is_complex() else x for x in updates]
         is_plain = step.scratch is not None and foreach.are_plain(updates)
         tracked = Tracked(measure(updates, LARGEST, scratch=step.scratch, plain=is_plain), step, False, lambda _: True)
         count = tracked["started"] + 1

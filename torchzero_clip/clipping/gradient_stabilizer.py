@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.checks import non_negative, unit_interval
-from torchzero_clip.clipping.statistics import NormStatistics, Tracked, numbers
+from torchzero_clip.checks import decay_rate, non_negative
+from torchzero_clip.clipping.statistics import SQUARABLE, NormStatistics, Tracked, numbers
 from torchzero_clip.types import Schedule, Setting, Target
 
 
@@ -25,9 +25,11 @@ class GradientStabilizer(NormStatistics):
     **Guarantees.** Directions do not change. A non-finite gradient does not change the averages of its tensor, and its
     update passes unchanged. The averages start at the first gradient that is not all zero.
 
+    If ``beta1`` or ``beta2`` changes in mid-run, the bias correction is wrong for some steps, as it is in Adam.
+
     Args:
-        beta1: The decay rate of the average norm, in [0, 1]; a setting of the param groups.
-        beta2: The decay rate of the average square, in [0, 1]; a setting.
+        beta1: The decay rate of the average norm, in [0, 1); a setting of the param groups.
+        beta2: The decay rate of the average square, in [0, 1); a setting.
         eps: Added to the root of the average square, >= 0; a setting, in units of the gradient.
         target: What it acts on, see `Transform`.
         name: The name in the chain and in checkpoints; the class name in snake case if None.
@@ -57,7 +59,7 @@ class GradientStabilizer(NormStatistics):
     Its first version, Stable-SPAM, calls the transform AdaGN.
     """
 
-    checks = {"beta1": unit_interval, "beta2": unit_interval, "eps": non_negative}
+    checks = {"beta1": decay_rate, "beta2": decay_rate, "eps": non_negative}
 
     def __init__(
         self,
@@ -79,8 +81,9 @@ class GradientStabilizer(NormStatistics):
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
         """The factors that bring the norms to the ratio of the averages."""
         norms, count = tracked.norms, tracked["started"] + 1
-        norm = tracked.by_setting(_average("beta1"), tracked["norm"], norms)
-        square = tracked.by_setting(_average("beta2"), tracked["square"], norms.square())
+        seen = norms.clamp(max=SQUARABLE)
+        norm = tracked.by_setting(_average("beta1"), tracked["norm"], seen)
+        square = tracked.by_setting(_average("beta2"), tracked["square"], seen.square())
         tracked.keep(norm=norm, square=square, started=count)
         return torch.where(norms > 0, tracked.by_setting(_target, norm, square, count) / norms, 1.0)
 

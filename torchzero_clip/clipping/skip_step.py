@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import at_least_one, non_negative, optional, positive, steps, unit_interval
-from torchzero_clip.clipping.statistics import filled, numbers, same_in_all_groups, written
+from torchzero_clip.clipping.statistics import SQUARABLE, filled, numbers, same_in_all_groups, written
 from torchzero_clip.core.kinds import Gate
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
@@ -200,7 +200,7 @@ class SkipStep(Gate):
             if sigma is None:
                 break
             count = state[f"{key}_stored"].clamp(max=len(state[key]))
-            stored = filled(state[key], count)
+            stored = filled(state[key], count).clamp(-SQUARABLE, SQUARABLE)
             mean = stored.nanmean()
             deviation = ((stored - mean).square().nansum() / (count - 1).clamp(min=1)).sqrt()
             limit = mean + sigma * torch.maximum(deviation, mean.abs() / 1000)

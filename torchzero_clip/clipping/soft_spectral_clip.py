@@ -6,6 +6,7 @@ from typing_extensions import override
 
 from torchzero_clip.checks import positive, steps
 from torchzero_clip.core.transform import TensorwiseTransform
+from torchzero_clip.functional import foreach
 from torchzero_clip.functional.norms import norm
 from torchzero_clip.functional.shards import laid_out_as, replicated
 from torchzero_clip.types import Schedule, Setting, State, Target
@@ -69,13 +70,14 @@ class SoftSpectralClip(TensorwiseTransform):
         self, tensor: Tensor, param: Tensor, grad: Tensor, loss: Tensor | float | None, state: State, setting: Setting
     ) -> Tensor:
         """Limit the singular values of one update."""
-        limit = setting["limit"]
+        limit, dtype = setting["limit"], torch.promote_types(tensor.dtype, torch.float32)
         if tensor.ndim < 2:
             length = norm(tensor).to(tensor.device)
-            shrunk = (1 + (length / limit).square()).rsqrt()
-            return tensor.mul_(torch.where((length > limit) & length.isfinite(), shrunk, 1.0).to(tensor.dtype))
+            shrunk = torch.hypot(length / limit, torch.ones_like(length)).reciprocal()
+            factor = torch.where((length > limit) & length.isfinite(), shrunk, 1.0)
+            foreach.copy_([tensor], [tensor.to(dtype) * factor.to(dtype.to_real())])
+            return tensor
         whole = replicated(tensor)
-        dtype = torch.promote_types(whole.dtype, torch.float32)
         result = _soft(whole.to(dtype).flatten(1), limit, self.steps).to(whole.dtype).view_as(whole)
         return laid_out_as(torch.where(whole.isfinite().all(), result, whole), tensor)
 

@@ -102,7 +102,8 @@ class SpikeAwareClip(Elementwise):
         limit = (square * setting["threshold"]).sqrt()
         exceeds = usable & started & (limit > 0) & (size > limit)
         limited = torch.where(exceeds, limit, size)
-        moved = setting["beta"] * square + (1 - setting["beta"]) * limited.square()
+        seen = limited.square().clamp(max=torch.finfo(square.dtype).max)
+        moved = setting["beta"] * square + (1 - setting["beta"]) * seen
         foreach.copy_([square], [torch.where(usable, moved, square)])
         foreach.copy_([x], [torch.where(exceeds, torch.copysign(limited, x), x)])
         return exceeds.count_nonzero()
@@ -124,6 +125,6 @@ class SpikeAwareClip(Elementwise):
             limit.add_(torch.eq(square, 0, out=other), alpha=torch.finfo(square.dtype).max)
             count = torch.gt(torch.abs(x, out=other), limit, out=other).sum()
             torch.clamp(x, torch.neg(limit, out=other), limit, out=result)
-            torch.mul(result, result, out=new)
+            torch.mul(result, result, out=new).clamp_(max=torch.finfo(square.dtype).max)
         square.mul_(setting["beta"]).add_(new, alpha=1 - setting["beta"])
         return count

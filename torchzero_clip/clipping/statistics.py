@@ -18,6 +18,9 @@ from torchzero_clip.functional.norms import may_look
 from torchzero_clip.functional.shards import chosen, pack
 from torchzero_clip.types import Ord, Setting, State, Target
 
+SQUARABLE = 1e150
+"""The square of a larger norm, or a sum of such squares, may be infinite."""
+
 
 def numbers(*keys: str, device: torch.device | None = None) -> dict[str, Tensor]:
     """A 0-d float64 zero for each key. Float64 holds norms exactly, whatever the dtype of the gradients."""

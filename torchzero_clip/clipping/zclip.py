@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import non_negative, one_of, optional, positive, steps, unit_interval
-from torchzero_clip.clipping.statistics import NormStatistics, Tracked, numbers
+from torchzero_clip.clipping.statistics import SQUARABLE, NormStatistics, Tracked, numbers
 from torchzero_clip.functional.norms import may_look
 from torchzero_clip.types import Schedule, Target
 
@@ -120,7 +120,7 @@ class ZClip(NormStatistics):
 
     def _first(self, tracked: Tracked, warms_up: Tensor) -> list[Tensor]:
         """Mean, variance, limit and z-score during the warm-up."""
-        ring = tracked.remember(warms_up)
+        ring = tracked.remember(warms_up).clamp(max=SQUARABLE)
         mean = ring.nanmean().view(1)
         variance = (ring - mean).square().nanmean().view(1)
         return [mean, variance, torch.full_like(mean, torch.inf), torch.zeros_like(mean)]
@@ -134,6 +134,6 @@ class ZClip(NormStatistics):
         if self.clip_option == "adaptive_scaling":
             cut = (mean + deviation * (setting["z_thresh"] ** 2 / z)) * setting["clip_factor"]
         limit = torch.where(z > setting["z_thresh"], cut, torch.inf)
-        seen = torch.where(limit < torch.inf, limit, norm)
+        seen = torch.where(limit < torch.inf, limit, norm).clamp(max=SQUARABLE)
         moved = beta * mean + (1 - beta) * seen
         return [moved, beta * variance + (1 - beta) * (seen - moved).square(), limit, z]

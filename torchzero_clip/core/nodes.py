@@ -82,9 +82,11 @@ class Nodes:
         self.storage_keys = {f"{n.path}/{key}": stored for n in nodes for key, stored in n.storage_keys.items()}
         """The key of a param group for each qualified key of a setting."""
         self.targets = {node.transform.target for node in nodes}
-        keepers = [node.transform for node in nodes if node.transform.keeps_statistics]
+        keepers = [node for node in nodes if node.transform.keeps_statistics]
         self.keeps_statistics = bool(keepers)
-        self.only_joint_statistics = all(getattr(t, "joint", False) and not t.scope.limited for t in keepers)
+        self.only_joint_statistics = all(
+            getattr(node.transform, "joint", False) and not node.scope.limited for node in keepers
+        )
         """Whether it is enough to know if the gradients are finite and not zero all together."""
 
     def __iter__(self) -> Iterator[Node]:

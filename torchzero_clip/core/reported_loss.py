@@ -1,5 +1,6 @@
 """The loss of a step, for transforms that judge it."""
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -24,10 +25,7 @@ class ReportedLoss:
             TypeError: If it is neither a number nor a tensor.
             ValueError: If it is a tensor of more than one number.
         """
-        if isinstance(loss, bool) or not isinstance(loss, int | float | Tensor):
-            raise TypeError(f"loss must be a number or a 0-d tensor, got {type(loss).__name__}")
-        if isinstance(loss, Tensor) and loss.numel() != 1:
-            raise ValueError(f"loss must be a number or a 0-d tensor, got a tensor of shape {tuple(loss.shape)}")
+        _check_loss(loss)
         if self._begins_anew:
             self.clear()
         self._sum = self._sum + (loss.detach().reshape(()).double() if isinstance(loss, Tensor) else float(loss))
@@ -63,9 +61,18 @@ def joint_loss(loss: Any, count: int, device: torch.device) -> tuple[Tensor, Ten
     if loss is None and not several:
         return None
     value = 0.0 if loss is None else loss
+    _check_loss(value)
     mean = value.detach().reshape(()) if isinstance(value, Tensor) else torch.tensor(float(value))
     mean = mean.to(device, torch.float64)
     total = torch.stack([mean * count, torch.full_like(mean, count)])
     if several:
         dist.all_reduce(total)
     return total[0] / total[1].clamp(min=1), total[1] > 0
+
+
+def _check_loss(loss: Any) -> None:
+    """Raise if a loss is not one number."""
+    if isinstance(loss, bool) or not isinstance(loss, Real | Tensor):
+        raise TypeError(f"loss must be a number or a 0-d tensor, got {type(loss).__name__}")
+    if isinstance(loss, Tensor) and loss.numel() != 1:
+        raise ValueError(f"loss must be a number or a 0-d tensor, got a tensor of shape {tuple(loss.shape)}")

@@ -1,1 +1,1 @@
-"""What clipping does: a record of steps, layers and losses, and a limit found from it."""
+"""Records the gradients, layers and losses of each step, and finds a limit from the record."""

@@ -1,4 +1,4 @@
-"""What all pictures share: axes, texts and matplotlib itself, which is imported when the first picture is drawn."""
+"""Axes and texts that all pictures share. Matplotlib is imported when the first picture is drawn."""
 
 import importlib
 from typing import Any
@@ -18,7 +18,7 @@ def module(name: str) -> Any:
 def printable(name: str, most: int) -> str:
     """A name for a picture, in characters that common fonts have.
 
-    In a name that is too long, leading parts become their first letters, as in "t.l.0.mlp.up.weight".
+    If a name is too long, its first parts are cut to their first letters, as in "t.l.0.mlp.up.weight".
     """
     parts = "".join(c if c.isprintable() and ord(c) < 0x250 else "?" for c in name).split(".")
     for i, part in enumerate(parts[:-1]):

@@ -1,4 +1,4 @@
-"""The numbers of pictures: what happened in which step, and long runs in few columns."""
+"""The numbers that pictures show: the events of each step, and long runs reduced to a few columns."""
 
 import math
 from collections.abc import Callable
@@ -28,9 +28,9 @@ class Events:
     Args:
         steps: The numbers of the steps.
         norm: The joint norms; NaN for those that are not finite or not above 0.
-        clipped: The share that was clipped; NaN where it is unknown.
-        limits: The limit of each step; NaN where it is unknown.
-        spikes: True for a spike, also for one that is not finite.
+        clipped: The share that was clipped; NaN if it is unknown.
+        limits: The limit of each step; NaN if it is unknown.
+        spikes: True for a spike or a norm that is not finite.
         skipped: True for a skipped step.
     """
 
@@ -75,8 +75,8 @@ class Events:
         """Rows of spikes and skipped steps, the worst first.
 
         Returns:
-            For those without a finite norm, the first row of each run of consecutive rows, with the length of the run;
-            the rows of the others, the largest norm first.
+            For rows without a finite norm, the first row of each series of consecutive rows, and the length of the
+            series. Then the rows with a finite norm, the largest norm first.
         """
         rows, known = self.spikes | self.skipped, self.norm.isfinite()
         lost: dict[int, int] = {}
@@ -90,7 +90,7 @@ class Events:
         return lost, sorted(high, key=lambda row: -norms[row])
 
     def marked(self, most: int) -> list[int]:
-        """The rows of the worst steps, in turn without a finite norm and with a large one."""
+        """The rows of the worst steps; rows without a finite norm alternate with rows with a large norm."""
         lost, high = self.worst()
         pairs = zip_longest(list(lost)[:most], high[:most])
         return [row for pair in pairs for row in pair if row is not None][:most]
@@ -106,17 +106,17 @@ def as_drawn(value: float) -> float:
 
 
 def column_size(count: int, most: int = MOST_COLUMNS) -> int:
-    """How many rows one column stands for; 1 for up to twice as many rows as columns."""
+    """How many rows are in one column; 1 if there are at most twice as many rows as columns."""
     return 1 if count <= 2 * most else math.ceil(count / most)
 
 
 def in_columns(values: Tensor, size: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """One number for each ``size`` values, from those that are not NaN; NaN where there are none.
+    """One number for each ``size`` values, from those that are not NaN; NaN if all are NaN.
 
     Args:
         values: A vector.
-        size: How many values one number stands for.
-        reduce: Makes a column from a matrix whose rows are to be reduced, and may contain NaN: `medians`, `largest`.
+        size: How many values are reduced to one number.
+        reduce: Reduces each row of a matrix, which may contain NaN, to one number, as `medians` and `largest` do.
     """
     missing = -len(values) % size
     return reduce(torch.cat([values, values.new_full((missing,), torch.nan)]).view(-1, size))
@@ -139,7 +139,7 @@ def means(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Bars:
-    """How many norms lie between edges that are equally far apart on a log axis."""
+    """The number of norms between edges that have equal distances on a log axis."""
 
     edges: list[float]
     counts: list[int]
@@ -164,8 +164,8 @@ class Tiles:
         names: The layers that are shown, in the order of the model.
         count: How many layers there are.
         edges: Where each column begins, in steps, and where the last one ends.
-        ratios: A row for each layer, a column for each span of steps: the largest norm over the usual one, which is the
-            median of the norms above 0. Inf and NaN as in `relative`.
+        ratios: A row for each layer, a column for each span of steps: the largest norm divided by the usual norm, which
+            is the median of the norms above 0. For inf and NaN see `relative`.
     """
 
     names: list[str]
@@ -175,7 +175,7 @@ class Tiles:
 
     @classmethod
     def of(cls, record: "Record", most: int = MOST_NAMES, *, width: float = 9.0) -> "Tiles":
-        """Take the layers with the largest ratios; those with norms that are not finite first."""
+        """Take first the layers with norms that are not finite, then those with the largest ratios."""
         edges, highest = _spans(record, int(width * TILES_PER_INCH))
         ratios = relative(highest, usual_norms(record)).T
         if not ratios.numel():
@@ -188,14 +188,14 @@ class Tiles:
 
 
 def relative(norms: Tensor, usual: Tensor) -> Tensor:
-    """Norms over usual norms: inf for a norm that is not finite, NaN for no gradient or one that is always 0."""
+    """Norms divided by usual norms: inf for norms that are not finite, NaN without a gradient or if all are 0."""
     of_zero = torch.full_like(norms, HUGE).where(norms > 0, torch.nan)
     known = of_zero.where(usual.isnan(), (norms / usual).clamp(max=HUGE))
     return torch.where(norms.isfinite(), torch.where(norms < 0, torch.nan, known), torch.inf)
 
 
 def usual_norms(record: "Record") -> Tensor:
-    """The median norm of each layer over the run, of the norms above 0; NaN where there are none."""
+    """The median of the norms above 0 of each layer over the run; NaN if there are none."""
     rows = torch.stack([block.median for block in record.blocks]) if record.blocks else record.layer_norms
     if not rows.numel():
         return torch.full((len(record.layers),), torch.nan, dtype=torch.float64)
@@ -204,7 +204,7 @@ def usual_norms(record: "Record") -> Tensor:
 
 
 def _spans(record: "Record", most: int) -> tuple[list[float], Tensor]:
-    """Where each column begins and the last one ends, and the largest norm of each layer in each column."""
+    """The edges of the columns, and the largest norm of each layer in each column."""
     if record.blocks:
         blocks = sorted(record.blocks, key=lambda block: block.first)
         spans = [(block.first, block.last) for block in blocks]

@@ -18,7 +18,7 @@ MOST_GROUPS = 6
 
 
 def draw_record(record: "Record", path: Any) -> Any:
-    """The norms, the layers and how often each norm was seen, in one figure; saved if there is a path."""
+    """Draw the norms, the layers and how often each norm was seen in one figure; save it if there is a path."""
     events, tiles = Events.of(record).drawn(), Tiles.of(record, width=WIDE)
     thin = thin_panels(record, events)
     heights = [3.2, *[0.8] * len(thin), heat_height(tiles), 2.4]
@@ -39,7 +39,7 @@ def draw_norms(
 ) -> Any:
     """The joint norms by step, with limits, spikes, clipped and skipped steps, and the loss if it is known.
 
-    ``events``, here and below, saves finding the events of the record again.
+    Here and below, ``events`` are the events of the record, if the caller already has them.
     """
     events = (events or Events.of(record)).drawn()
     thin = thin_panels(record, events)
@@ -71,7 +71,7 @@ def draw_histogram(
 
 
 def draw_series(series: Mapping[str, "Series"], limits: Mapping[str, float], path: Any) -> Any:
-    """The norms that a limit was found from, what was left out, the spikes and the limit; a row for each group."""
+    """Draw the norms, those that were left out, the spikes and the limit, in a row for each group."""
     shown = list(series)[:MOST_GROUPS]
     figure = _figure(WIDE, 2.6 * len(shown) + 0.7)
     rows = figure.subplots(len(shown), 2, sharey="row", squeeze=False, width_ratios=[3, 1])

@@ -23,7 +23,7 @@ from torchzero_clip.recorder.record import Block, Place, Ratios, Record
 VERSION = 1
 BLOCK = 100
 IN_A_ROW = 10
-"""Of a series of spikes or refused steps, so many keep all their layers."""
+"""In a series of spikes or refused steps, the layers of so many steps are written."""
 KINDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "run": {"version": int, "start": int, "by": str, "joint": list, "layers": list},
     "step": {
@@ -46,8 +46,8 @@ def lines_of(record: Record, first: int, spikes: set[int], known: set[int]) -> t
     Args:
         record: Some steps.
         first: The first row that is not in the file.
-        spikes: The steps that are spikes, also among those in the file.
-        known: The steps whose layers are in the file.
+        spikes: The steps that are spikes, including those that are already in the file.
+        known: The steps whose layers are already in the file.
     """
     columns = zip(record.steps, record.norm.tolist(), record.loss.tolist(), record.reasons, strict=True)
     metrics = {name: values.tolist() for name, values in record.metrics.items()}
@@ -72,7 +72,7 @@ def lines_of(record: Record, first: int, spikes: set[int], known: set[int]) -> t
 
 
 def _in_whole(record: Record, spikes: set[int]) -> set[int]:
-    """Steps that were spikes or refused, of a series without a break only the first ones."""
+    """Spikes and refused steps; of several in a row, only the first `IN_A_ROW`."""
     found, series = set[int](), 0
     for step, reason in zip(record.steps, record.reasons, strict=True):
         series = series + 1 if reason or step in spikes else 0
@@ -82,13 +82,13 @@ def _in_whole(record: Record, spikes: set[int]) -> set[int]:
 
 
 def header(start: int, by: str, layers: Sequence[str], joint: Sequence[str] = ()) -> str:
-    """The line before the steps of a run, or of a part of it with other layers."""
+    """The line before the steps of a run, or before steps with other layers than those before."""
     row = {"kind": "run", "version": VERSION, "start": start, "by": by, "joint": list(joint), "layers": list(layers)}
     return json.dumps(row)
 
 
 def append(path: Path, lines: list[str]) -> None:
-    """Add lines to a file, all or none. A line that an earlier process left unfinished is ended first."""
+    """Append all lines to a file, or none. If the last line of the file is incomplete, it is ended first."""
     data = "".join(f"{line}\n" for line in lines).encode()
     with path.open("ab+") as file:
         size = file.tell()
@@ -119,21 +119,21 @@ def check(path: Path) -> None:
     except OSError as error:
         raise ValueError(f"path={str(path)!r} cannot be written: {error}") from error
     if begin and not begin.startswith(b'{"kind": "run"'):
-        raise ValueError(f"path={str(path)!r} is a file that no Recorder wrote: choose another path")
+        raise ValueError(f"path={str(path)!r} was not written by a Recorder: choose another path")
 
 
 def read_record(path: Place) -> Record:
     """Read the file of a `Recorder`.
 
-    Every run in it begins at a step, and replaces what earlier runs wrote of this step and later ones. A last line that
-    was cut off, as a killed process leaves it, is left out.
+    The file may have several runs. Each run replaces the steps of earlier runs from its own first step on. If the last
+    line is incomplete because the process was killed, it is ignored.
 
     Args:
-        path: The file, as it was given to `Recorder`.
+        path: The path that was given to `Recorder`.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: For a line that is not as it should be; the message names it.
+        ValueError: If a line is wrong. The message has its number.
 
     Examples:
         >>> import tempfile, torch
@@ -162,7 +162,7 @@ def read_record(path: Place) -> Record:
 
 
 class _Reader:
-    """Takes the lines of a file one by one."""
+    """Reads the lines of a file one by one."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -175,7 +175,7 @@ class _Reader:
         self._joint: list[str] = []
 
     def read(self, number: int, line: str, *, may_be_cut: bool) -> None:
-        """Take one line."""
+        """Read one line."""
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -202,7 +202,7 @@ class _Reader:
 
     def _read_run(self, row: dict[str, Any]) -> None:
         if row["version"] != VERSION:
-            raise ValueError(f"version {row['version']} is not the one that this release reads, which is {VERSION}")
+            raise ValueError(f"version {row['version']} cannot be read: this release reads version {VERSION}")
         self._begun = True
         names = [str(name) for name in row["layers"]]
         self._joint = [str(name) for name in row["joint"]]
@@ -242,11 +242,11 @@ class _Reader:
         return vector
 
     def _wide(self, vector: Tensor) -> Tensor:
-        """A vector with the layers that came later."""
+        """Add -1 for the layers that came later."""
         return torch.cat([vector, vector.new_full((len(self._layers) - len(vector),), -1.0)])
 
     def record(self) -> Record:
-        """What all lines say."""
+        """Return the record of all lines."""
         rows = [self._steps[step] for step in sorted(self._steps)]
         names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
         whole = sorted(step for step in self._whole if step in self._steps)
@@ -287,7 +287,7 @@ def _row(values: Tensor) -> list[float | None]:
 
 
 def _summary(norms: Tensor) -> tuple[list[float | None], list[float | None]]:
-    """The median and the largest norm of each layer; -1 where no step has a gradient."""
+    """The median and the largest norm of each layer; -1 for layers without a gradient in all steps."""
     absent = ((norms < 0).all(dim=0)).tolist()
     columns = (_row(medians(norms)), _row(norms.amax(dim=0)))
     median, maximum = ([-1.0 if no else x for x, no in zip(column, absent, strict=True)] for column in columns)

@@ -57,7 +57,7 @@ def _draw_tiles(figure: Any, axes: Any, tiles: Tiles, shrink: float) -> None:
 
 
 def _explain(axes: Any, tiles: Tiles) -> None:
-    """A legend of the shades that are not on the colour bar."""
+    """A legend of the colors that are not on the color bar."""
     patch = module("matplotlib.patches").Patch
     shades = [
         ("black", "inf or NaN", tiles.ratios.isinf()),
@@ -70,7 +70,7 @@ def _explain(axes: Any, tiles: Tiles) -> None:
 
 
 def _name_worst(axes: Any, tiles: Tiles, events: Events, width: float) -> None:
-    """The largest ratio of each of the worst steps, in its tile or beside it, where there is room."""
+    """Write the largest ratio of each of the worst steps in or beside its tile, if there is space."""
     highest, rows = torch.where(tiles.ratios.isnan(), 0.0, tiles.ratios).max(dim=0)
     (left, right), taken = axes.get_xlim(), [(-1.0, 0)]
     for event in events.marked(MOST_CANDIDATES):

@@ -1,4 +1,4 @@
-"""The parameters of a record: their names, and the layers they are joined into."""
+"""The names of the parameters of a record, and the layers that they belong to."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class Layout:
     Args:
         names: The name of each parameter.
         groups: The name of the param group of each.
-        has_group_names: Whether all groups were named by the user.
+        has_group_names: True if the user gave a name to every group.
     """
 
     names: tuple[str, ...]
@@ -50,7 +50,7 @@ class Layout:
         return list(self.groups) if by == "group" else [name.rpartition(".")[0] or name for name in self.names]
 
     def joined(self, norms: Tensor, by: By) -> tuple[list[str], Tensor]:
-        """The layers, and the norm of each, from rows with the norm of each parameter; -1 where there is none."""
+        """The layers and their norms, from the norms of parameters in each row; -1 without a gradient."""
         owners = self.owners(by)
         layers = list(dict.fromkeys(owners))
         if len(layers) == len(owners):

@@ -1,4 +1,4 @@
-"""The file of a run, while it is written."""
+"""Writes the file of a run."""
 
 import os
 import warnings
@@ -14,11 +14,11 @@ from torchzero_clip.recorder.layout import By
 from torchzero_clip.recorder.record import Record
 
 REMEMBERED = 1000
-"""So many joint norms that are in the file help to tell which of the next ones are spikes."""
+"""How many earlier joint norms are used to find spikes among the next ones."""
 
 
 class Log:
-    """Appends steps to a file. Only the first process of a group writes, and no fork of it.
+    """Appends steps to a file. Only the first process of a group writes; its forks do not write.
 
     Args:
         path: The file.
@@ -37,23 +37,23 @@ class Log:
 
     @property
     def is_writer(self) -> bool:
-        """False in a fork of the process, and in all processes of a group but the first, also once it has ended."""
+        """True in the first process of a group, also after the group was destroyed; False in a fork."""
         if dist.is_available() and dist.is_initialized():
             self._rank = dist.get_rank()
         return self._rank == 0 and os.getpid() == self._process
 
     def begin_anew(self) -> None:
-        """Let the next steps replace those in the file from the same number on."""
+        """Let the next steps replace the steps of the file that have the same or larger numbers."""
         self._layers = None
 
     def write(self, record: Record, first: int) -> None:
-        """Append the steps from row ``first`` on, and the layers of earlier steps that turn out to be spikes."""
+        """Append the steps from row ``first`` on, and the layers of earlier steps that are spikes, as is known now."""
         if not record.steps or not self.is_writer:
             return
         layers = tuple(record.layers)
         lines: list[str] = []
         if self._layers is None and not record.steps[first] and self.path.exists() and self.path.stat().st_size:
-            warnings.warn(f"{self.path} has a record already: this run begins at step 0 and replaces it", stacklevel=2)
+            warnings.warn(f"{self.path} already has a record: this run begins at step 0 and replaces it", stacklevel=2)
         if layers != self._layers or not self.path.exists() or not self.path.stat().st_size:
             lines.append(header(record.steps[first], self._by, layers, record.joint))
         before = [norm for step, norm in self._norms if step < record.steps[0]]

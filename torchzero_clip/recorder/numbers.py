@@ -5,9 +5,9 @@ from torch import Tensor
 
 
 def quantile(values: Tensor, share: float) -> float:
-    """The value that this share of the values does not exceed, linear between neighbours; at least one value.
+    """The value that this share of at least one value does not exceed, linear between neighbors.
 
-    Unlike `torch.quantile` it takes any number of values.
+    Unlike `torch.quantile`, it has no upper limit for the number of values.
     """
     ordered = values.sort().values
     place = share * (len(ordered) - 1)
@@ -22,7 +22,7 @@ def median_of(values: Tensor) -> float:
 
 
 def joined_norms(norms: Tensor) -> Tensor:
-    """The joint norm of each row of norms, where -1 says that there was no gradient; NaN if a row has none at all."""
+    """The joint norm of each row of norms, where -1 means no gradient; NaN if a row has no gradient."""
     absent = norms < 0
     present = torch.where(absent, 0.0, norms)
     largest = present.amax(dim=-1, keepdim=True) if norms.shape[-1] else norms.new_zeros((*norms.shape[:-1], 1))
@@ -32,7 +32,7 @@ def joined_norms(norms: Tensor) -> Tensor:
 
 
 def medians(norms: Tensor) -> Tensor:
-    """The median of each column, of finite numbers from 0 on; NaN for a column without any."""
+    """The median of the finite numbers >= 0 in each column; NaN for a column without such numbers."""
     if not len(norms):
         return norms.new_full((norms.shape[1],), torch.nan)
     usable = norms.isfinite() & (norms >= 0)

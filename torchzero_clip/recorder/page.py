@@ -1,4 +1,4 @@
-"""The parts of an HTML page that loads nothing from elsewhere. Texts are escaped here."""
+"""The parts of an HTML page that loads no other files. Texts are escaped here."""
 
 import base64
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ class Column:
 
     Args:
         title: Its heading.
-        is_text: True for words, which are written from the left; False for numbers.
+        is_text: True for words, which are aligned to the left; False for numbers.
     """
 
     title: str
@@ -63,7 +63,7 @@ def paragraph(text: str, kind: str = "") -> str:
 
 
 def section(name: str, title: str, *parts: str) -> str:
-    """A part of the page with a heading that links can lead to."""
+    """A part of the page with a heading and an anchor for links."""
     return f'<section id="{name}">\n<h2>{escape(title)}</h2>\n' + "\n".join(parts) + "\n</section>"
 
 

@@ -1,4 +1,4 @@
-"""The panels of norms: by step, and how often each was seen."""
+"""The panels that show norms by step, and how often each norm was seen."""
 
 import math
 from collections.abc import Mapping
@@ -40,14 +40,14 @@ CLIPPED: dict[str, Any] = {"color": "tab:orange", "marker": "o", "markersize": 2
 
 
 def draw_norm_panel(axes: Any, events: Events, width: float, suggested: float | None = None) -> None:
-    """Draw the joint norms by step, the limits, and what happened."""
+    """Draw the joint norms by step, the limits, spikes, and clipped and skipped steps."""
     axes.set_yscale("log")
     axes.set_ylabel("norm of all gradients")
     set_steps(axes, events, width)
     if len(events.steps):
         _curve(axes, events.steps, events.norm, "steps")
     if not bool(events.norm.isfinite().any()):
-        say(axes, "no norm is finite and above 0")
+        say(axes, "all norms are 0, inf or NaN, or missing")
     _clipped(axes, events)
     _limits(axes, events)
     if suggested is not None:
@@ -77,7 +77,7 @@ def _limits(axes: Any, events: Events) -> None:
 
 
 def _curve(axes: Any, x: Tensor, norms: Tensor, what: str) -> None:
-    """A line of norms, or of the median and the largest of several."""
+    """A line of norms, or for many norms, lines of their medians and largest values."""
     size = column_size(len(norms))
     middle, highest = in_columns(norms, size, medians).tolist(), in_columns(norms, size, largest).tolist()
     place = in_columns(x, size, means).tolist()
@@ -91,7 +91,7 @@ def _curve(axes: Any, x: Tensor, norms: Tensor, what: str) -> None:
 
 
 def _marks(axes: Any, events: Events) -> None:
-    """Spikes and skipped steps; at the upper edge where the norm is not finite."""
+    """Mark spikes and skipped steps; those whose norm is not finite are at the upper edge."""
     known = events.norm.isfinite()
     lost = events.spikes & ~known
     for where, style, what in ((events.spikes & known, SPIKE, "spikes"), (lost, LOST, "inf or NaN")):
@@ -110,7 +110,7 @@ def _mark(axes: Any, events: Events, where: Tensor, label: str, style: dict[str,
 
 
 def _labels(axes: Any, events: Events, width: float) -> None:
-    """The numbers of the worst steps beside their marks, where there is room."""
+    """Write the numbers of the worst steps beside their marks, if there is space."""
     low, high = axes.get_ylim()
     high = high * (high / low) ** 0.18
     axes.set_ylim(low, high)
@@ -148,7 +148,7 @@ def _places(axes: Any, events: Events, width: float) -> list[tuple[float, float,
 
 
 def thin_panels(record: "Record", events: Events) -> dict[str, Tensor]:
-    """What panels below the norms show, by their labels."""
+    """The values of the panels below the norms, by the labels of the panels."""
     panels: dict[str, Tensor] = {}
     if bool(events.clipped.isfinite().any()):
         panels["% clipped"] = 100 * events.clipped
@@ -183,7 +183,7 @@ def draw_bars(axes: Any, events: Events, suggested: float | None = None) -> None
     axes.set_ylabel("how many steps")
     norms = events.norm[events.norm.isfinite()]
     if not len(norms):
-        say(axes, "no norm is finite and above 0")
+        say(axes, "all norms are 0, inf or NaN, or missing")
         return
     axes.set_xscale("log")
     axes.set_yscale("log")

@@ -32,7 +32,10 @@ class Layer(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """The norm over the usual one; inf if the norm is not finite, or the usual one is 0; NaN if it is unknown."""
+        """The norm divided by the usual norm; NaN if the usual norm is unknown.
+
+        It is inf if the norm is not finite, or if the usual norm is 0 and the norm is not. It is 1 if both are 0.
+        """
         if not math.isfinite(self.norm):
             return math.inf
         if self.usual == 0:
@@ -62,7 +65,7 @@ class Block(NamedTuple):
 
 
 class Ratios(NamedTuple):
-    """Norms of parameters, and of what was subtracted from them in a step; -1 where no gradient was."""
+    """Norms of parameters, and of what was subtracted from them in a step; -1 without a gradient."""
 
     step: int
     params: Tensor
@@ -74,19 +77,20 @@ class Readable(ABC):
 
     @abstractmethod
     def record(self) -> "Record":
-        """Return what was recorded, on the CPU. It waits for the device."""
+        """Return what was recorded, on the CPU. The call waits for the device."""
 
     def worst(self, step: int | None = None, top: int = 5) -> Layers:
         """Return the layers whose gradients stood out most in one step.
 
         Args:
-            step: The number of the step; None for the one whose joint norm stands out most.
+            step: The number of the step. None for the first step whose joint norm is not finite, or else the step with
+                the largest joint norm.
             top: How many layers.
 
         Returns:
-            Rows of ``name``, ``norm`` and ``usual``, the median norm of the steps before; the largest ratio of the two
-                first, and gradients that are not finite before all others. They print as a table. Layers without a
-                gradient in this step are left out.
+            Rows with ``name``, ``norm`` and ``usual``, which is the median norm of the steps before. The row with the
+                largest ratio of ``norm`` to ``usual`` is the first, but norms that are not finite come before all
+                others. The rows print as a table. Layers without a gradient in this step are left out.
 
         Raises:
             ValueError: If the layers of this step were not kept.
@@ -94,7 +98,7 @@ class Readable(ABC):
         return self.record().worst(step, top)
 
     def spikes(self) -> list[int]:
-        """Return the steps whose joint norm was a spike or not finite, as in `suggest_max_norm`."""
+        """Return the steps whose joint norm was a spike, as in `suggest_max_norm`, or was not finite."""
         return self.record().spikes()
 
     def frame(self, *, transforms: bool = False) -> Any:
@@ -105,9 +109,10 @@ class Readable(ABC):
                 (before it), ``"clip_norm/factor"`` and ``"clip_norm/clipped"``.
 
         Returns:
-            A `pandas.DataFrame` indexed by step, or without pandas a dict of lists, with the columns ``step``;
-                ``norm``, of all gradients together before the first transform (NaN if there was no gradient); ``loss``
-                (NaN if unknown); ``share_clipped``, the largest share that a transform clipped; ``skipped``.
+            A `pandas.DataFrame` indexed by step, or a dict of lists if pandas is not installed. The columns are
+                ``step``; ``norm``, the joint norm of all gradients before the first transform (NaN if there was no
+                gradient); ``loss`` (NaN if unknown); ``share_clipped``, the largest share that a transform clipped;
+                and ``skipped``.
         """
         return self.record().frame(transforms=transforms)
 
@@ -123,7 +128,7 @@ class Readable(ABC):
             since: The first step to write.
 
         Raises:
-            TypeError: If it has no ``add_scalar``.
+            TypeError: If ``writer`` has no ``add_scalar``.
         """
         if not hasattr(writer, "add_scalar"):
             raise TypeError(f"writer must be a SummaryWriter, got {type(writer).__name__}")
@@ -136,7 +141,7 @@ class Readable(ABC):
 
         Args:
             run: What ``wandb.init`` returned, or anything else with its ``log``.
-            since: The first step to write. Weights & Biases takes steps in rising order only.
+            since: The first step to write. Weights & Biases accepts steps only in increasing order.
         """
         for step, numbers in self.record().numbers(since):
             run.log(numbers, step=step)
@@ -145,7 +150,7 @@ class Readable(ABC):
         """Draw the norms with limits and spikes, the layers by steps, and how often each norm was seen.
 
         Args:
-            path: Where to save the picture, for example ``"norms.png"``; None for nowhere.
+            path: Where to save the picture, for example ``"norms.png"``. None if it should not be saved.
 
         Returns:
             The `matplotlib.figure.Figure`.
@@ -158,22 +163,25 @@ class Readable(ABC):
     def suggest_max_norm(self, share_clipped: float = 0.01, scope: Scope = "joint") -> Suggestion:
         """Find a limit for `ClipNorm` that would have clipped a given share of the usual norms.
 
-        Norms that are 0 or not finite do not count. Leading twentieths of the run are left out, at most ten, until the
-        median of one is within a factor of 1.25 of that of the second half. Of the rest, a norm is a spike if its
-        logarithm exceeds the median by more than max(6 · 1.4826 · MAD, ln 2). The limit is the quantile 1 -
-        ``share_clipped`` of the norms that are no spikes.
+        Norms that are 0 or not finite do not count. The others are divided into twenty blocks in the order of steps.
+        The first blocks are left out, at most ten, until the median of a block is within a factor of 1.25 of the median
+        of the second half of the run. A remaining norm is a spike if its logarithm exceeds the median of the logarithms
+        by more than max(6 · 1.4826 · MAD, ln 2). The limit is the quantile 1 - ``share_clipped`` of the remaining norms
+        that are not spikes.
 
         Args:
-            share_clipped: The share of usual norms that the limit clips, above 0 and below 1. Spikes come on top.
+            share_clipped: The share of usual norms that the limit clips, above 0 and below 1. Spikes are clipped too,
+                and are not counted in this share.
             scope: "joint" for all gradients together, "parameter" for one limit that clips each tensor on its own,
-                "group" for a limit of each param group. A record that was read from a file has only "joint".
+                "group" for one limit per param group. A record that was read from a file supports only "joint".
 
         Returns:
-            The limit, and how far to trust it. Print it to read it.
+            The limit, and whether to trust it. Print the result to read the explanation.
 
         Raises:
-            ValueError: For fewer than 20 norms, an unknown scope, or a share out of range.
-            TypeError: For a share that is no number.
+            ValueError: If there are fewer than 20 norms, if ``scope`` is unknown, or if ``share_clipped`` is out of
+                range.
+            TypeError: If ``share_clipped`` is not a number.
         """
         return self.record().suggest_max_norm(share_clipped, scope)
 
@@ -186,15 +194,15 @@ class Record(Readable):
 
     Args:
         steps: The numbers of the steps, in order.
-        reasons: Who refused the step, such as "skip_step" or "nonfinite"; empty if it was taken.
+        reasons: Why the step was not taken, such as "skip_step" or "nonfinite"; empty if it was taken.
         norm: The joint norm of the gradients before the first transform; NaN if there was no gradient.
         loss: The loss, if it was reported or a closure returned it; else NaN.
-        metrics: What the transforms measured, by names such as "clip_norm/factor"; NaN where there is no number.
+        metrics: What the transforms measured, by names such as "clip_norm/factor"; NaN if there is no number.
         layers: The names of the layers.
         layer_steps: The steps for which the norms of all layers are known.
-        layer_norms: These norms: a row for each of these steps, a column for each layer; -1 without a gradient.
-        blocks: For a record from a file, the median and the largest norm of each layer over several steps.
-        ratios: The norms of parameters, and of what was subtracted from them, in some steps.
+        layer_norms: A row for each step in ``layer_steps``, a column for each layer; -1 without a gradient.
+        blocks: In a record from a file, the median and the largest norm of each layer over several steps.
+        ratios: In some steps, the norms of parameters, and of what was subtracted from them.
         joint: The names of transforms that limit the joint norm.
 
     Examples:
@@ -236,7 +244,7 @@ class Record(Readable):
 
     @property
     def share_clipped(self) -> Tensor:
-        """The largest share that a transform clipped, for each step; NaN where no transform reports one."""
+        """The largest share that a transform clipped, for each step; NaN if no transform reports a share."""
         shares = [values for name, values in self.metrics.items() if name.endswith("/clipped")]
         if not shares:
             return torch.full_like(self.norm, torch.nan)
@@ -245,7 +253,7 @@ class Record(Readable):
         return torch.where(unknown, torch.nan, columns.nan_to_num(nan=-1.0).amax(dim=0))
 
     def limits(self) -> Tensor:
-        """The lowest limit of the joint norm in each step, of transforms that have one; NaN where none is known."""
+        """The lowest limit that a transform sets to the joint norm, for each step; NaN if none is known."""
         found = torch.full_like(self.norm, torch.nan)
         for name in self.joint:
             found = torch.fmin(found, self.metrics.get(f"{name}/limit", found))
@@ -268,9 +276,9 @@ class Record(Readable):
         """
         if step in self._rows:
             return self._rows[step]
-        kept = f"steps {self.steps[0]} to {self.steps[-1]} are" if self.steps else "no step is"
+        kept = f"steps {self.steps[0]} to {self.steps[-1]}" if self.steps else "no steps"
         raise ValueError(
-            f"step {step} was not kept: {kept}. More are kept with a larger keep=, or in a file with path="
+            f"step {step} was not kept: the record has {kept}. To keep more steps, set a larger keep=, or set path="
         )
 
     def worst(self, step: int | None = None, top: int = 5) -> Layers:
@@ -280,7 +288,7 @@ class Record(Readable):
         self.index(step)
         if step not in self._layer_rows:
             raise ValueError(
-                f"the file does not have the layers of step {step}, only those of steps that were spikes or skipped: "
+                f"the file does not have the layers of step {step}. It has the layers of spikes and skipped steps: "
                 f"{_some(self.layer_steps)}"
             )
         norms = self.layer_norms[self._layer_rows[step]].tolist()
@@ -299,16 +307,16 @@ class Record(Readable):
         return medians(self.layer_norms[[i for i, known in enumerate(self.layer_steps) if known < step]]).tolist()
 
     def _most_unusual(self) -> int:
-        """The step with the largest joint norm, or the first with one that is not finite."""
+        """The first step whose joint norm is not finite, or else the step with the largest one."""
         if not self.layer_steps:
-            raise ValueError("the layers of no step were recorded")
+            raise ValueError("the record does not have the layers of any step")
         norms = [math.inf if self._is_bad(i) else _or_zero(norm) for i, norm in enumerate(self.norm.tolist())]
         known = set(self.layer_steps)
         rows = [i for i, step in enumerate(self.steps) if step in known]
         return self.steps[max(rows, key=lambda i: norms[i])]
 
     def _is_bad(self, row: int) -> bool:
-        """True if the gradients of a step were not finite; False if there were none, or all were 0."""
+        """True if a gradient of a step was not finite; False if the step had no gradients."""
         norm, step = float(self.norm[row]), self.steps[row]
         if not math.isnan(norm):
             return math.isinf(norm)
@@ -319,7 +327,7 @@ class Record(Readable):
         return self.spikes_after(self.norm[:0])
 
     def spikes_after(self, before: Tensor) -> list[int]:
-        """The spikes of a run that began with other joint norms."""
+        """The spikes, if the run began with the joint norms ``before``."""
         usable = self.norm.isfinite() & (self.norm > 0)
         found = {self.steps[i] for i in usable.logical_not().nonzero().flatten().tolist() if self._is_bad(i)}
         before = before[before.isfinite() & (before > 0)]
@@ -355,7 +363,7 @@ class Record(Readable):
         return columns
 
     def numbers(self, since: int = 0) -> Iterator[tuple[int, dict[str, float]]]:
-        """Each step from ``since`` on, with its numbers by name; unknown ones are left out."""
+        """Each step from ``since`` on, with its numbers by name, without the unknown ones."""
         columns = self.columns(transforms=True)
         del columns["reason"]
         names = [name for name in columns if name != "step"]
@@ -375,12 +383,14 @@ class Record(Readable):
     def suggest_max_norm(self, share_clipped: float = 0.01, scope: Scope = "joint") -> Suggestion:
         """Find a limit from the joint norms: see `Recorder.suggest_max_norm`."""
         if scope != "joint":
-            raise ValueError(f"a record has joint norms only: scope must be 'joint', got {scope!r}. Ask the Recorder")
+            raise ValueError(
+                f"scope must be 'joint' for a Record, got {scope!r}: call suggest_max_norm of the Recorder"
+            )
         return suggested({"joint": self.norm}, share_clipped, "joint")
 
 
 def joined(records: list[Record]) -> Record:
-    """Records of one run, one after the other, as one."""
+    """Join consecutive records of one run into one record."""
     if len(records) == 1:
         return records[0]
     layers = list(dict.fromkeys(name for record in records for name in record.layers))
@@ -410,7 +420,7 @@ def joined(records: list[Record]) -> Record:
 
 
 def as_table(rows: list[tuple[str, ...]]) -> str:
-    """Rows in columns, the first to the left and the others to the right."""
+    """Rows as text; the first column is aligned to the left, the others to the right."""
     rows = [
         tuple(cell.encode("unicode_escape").decode() if not cell.isprintable() else cell for cell in row)
         for row in rows
@@ -430,11 +440,11 @@ def _step_number(step: Any) -> int:
     try:
         return operator.index(step)
     except TypeError:
-        raise TypeError(f"step must be the number of a step, got {step!r}") from None
+        raise TypeError(f"step must be an integer, got {step!r}") from None
 
 
 def _some(steps: list[int]) -> str:
-    """Some numbers of steps, the last ones if they are many."""
+    """The numbers of steps, or of the last 20 if there are more."""
     shown = ", ".join(map(str, steps[-20:])) or "none"
     return f"..., {shown}" if len(steps) > 20 else shown
 

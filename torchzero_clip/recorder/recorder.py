@@ -29,31 +29,31 @@ from torchzero_clip.recorder.tape import Note
 class Recorder(Readable):
     """Records what happens to gradients in every step: norms by layer, limits, what was clipped or skipped, the loss.
 
-    It changes nothing: training is bit for bit what it is without a recorder. It is no part of the chain, and adds
-    nothing to the checkpoints of the optimizer; a copy or a pickle of the optimizer has no recorder.
+    With and without a recorder, the results of training are bitwise the same. The recorder is not part of the chain,
+    and adds nothing to the checkpoints of the optimizer. A copy or a pickle of the optimizer has no recorder.
 
-    Steps count from 0, and skipped ones count. A step that never reaches ``optimizer.step()`` does not: `GradScaler`
-    skips such steps of optimizers that are not fused.
+    Steps are counted from 0, and skipped steps count. A step that does not reach ``optimizer.step()`` does not count:
+    `GradScaler` skips steps in this way, unless the optimizer is fused.
 
     Args:
-        optimizer: A `Modular`, or any other `torch.optim.Optimizer`; also in the wrappers of Accelerate and Lightning.
-            For other optimizers there are no limits and factors.
+        optimizer: A `Modular` or any other `torch.optim.Optimizer`, also in a wrapper of Accelerate or Lightning.
+            Optimizers other than `Modular` have no limits and factors.
         by: What a layer is: a "parameter", a "module" (the parameters that it holds itself, taken together) or a
             "group" of parameters.
         keep: How many steps are kept on the device. The memory is 8 bytes for each step and parameter tensor.
-        path: A file, such as ``"run.jsonl"``, to which every ``keep`` steps are appended, and the rest when the process
-            ends. None for no file. With several processes only the first one writes.
-        ratios_every: After how many steps the norms of parameters and of updates are recorded; 0 for never. Such a step
-            copies the parameters and takes two more passes over them.
+        path: A file, such as ``"run.jsonl"``. The recorder appends to it after every ``keep`` steps, and when the
+            process ends. None for no file. With several processes, only the first one writes.
+        ratios_every: The norms of parameters and of updates are recorded once in so many steps; 0 for never. Such a
+            step copies the parameters and takes two more passes over them.
         model: Gives names to parameters that have none in the optimizer, such as those of ``model.parameters()``.
 
     Raises:
-        TypeError: If ``optimizer`` is no optimizer, or an argument is of the wrong type.
-        ValueError: If the optimizer has a recorder already, for an unknown ``by``, for ``keep`` below 1, or if no
-            record can be written to ``path``, or none of the parameters is in ``model``.
+        TypeError: If ``optimizer`` is not an optimizer, or an argument is of the wrong type.
+        ValueError: If the optimizer already has a recorder, if ``by`` is unknown, if ``keep`` is below 1, if the record
+            cannot be written to ``path``, or if none of the parameters is in ``model``.
 
-    A step waits for the device only when a full ring is written to the file; reading waits once. In a step in which no
-    transform measures single tensors (a joint clip, or no clip at all), the recorder takes a pass over the gradients.
+    A step waits for the device only when ``keep`` steps are written to the file. Reading the record waits once. If no
+    transform measures single tensors (a joint clip, or no clip), the recorder takes one more pass over the gradients.
 
     Examples:
         >>> import torch
@@ -93,10 +93,10 @@ class Recorder(Readable):
         if model is not None and set(model.parameters()).isdisjoint(p for g in found.param_groups for p in g["params"]):
             raise ValueError("none of the parameters of the optimizer is in model")
         if _is_recorded(found):
-            raise ValueError("optimizer has a recorder already: close() it first")
+            raise ValueError("optimizer already has a recorder: call close() of that recorder first")
         log = None if path is None else _opened(Path(path), by)
         self.optimizer = found
-        """The optimizer that is recorded, out of its wrappers."""
+        """The optimizer that is recorded, without its wrappers."""
         self._run = Run(by, keep, log, ratios_every, model)
         self._hooks: _Hooks | None = None
         if isinstance(found, Modular):
@@ -110,11 +110,11 @@ class Recorder(Readable):
         return self._run.step
 
     def report_loss(self, loss: Tensor | float) -> None:
-        """Tell the loss of the next step, before it is taken. For a `Modular` it is the same as its ``report_loss``.
+        """Report the loss of the next step, before the call of ``step``. A `Modular` has the same method.
 
         Args:
-            loss: A number, or a tensor of one number, before a gradient scaler multiplies it. The loss of several calls
-                is their mean.
+            loss: A number, or a tensor of one number, before a gradient scaler multiplies it. If the method is called
+                several times before a step, the mean is recorded.
         """
         if isinstance(self.optimizer, Modular):
             self.optimizer.report_loss(loss)
@@ -123,7 +123,7 @@ class Recorder(Readable):
 
     @override
     def record(self) -> Record:
-        """Return the steps that are kept, on the CPU. It waits for the device once."""
+        """Return the steps that are kept, on the CPU. The call waits for the device once."""
         found = self._run.record()
         if found is None:
             layers, norms = self._layout().joined(
@@ -147,20 +147,21 @@ class Recorder(Readable):
         if scope == "parameter":
             return suggested({"parameter": norms.flatten()}, share_clipped, scope)
         if len(set(layout.groups)) > 1 and not layout.has_group_names:
-            raise ValueError('limits by group need names of groups: write "name" into each param group')
+            raise ValueError('scope="group" needs names of groups: write "name" into each param group')
         groups, of_groups = layout.joined(norms, "group")
         return suggested(dict(zip(groups, of_groups.unbind(dim=1), strict=True)), share_clipped, scope)
 
     def flush(self) -> None:
-        """Write all steps to the file now. It does nothing without ``path``.
+        """Write to the file all steps that are not in it yet. Without ``path``, nothing is done.
 
         Raises:
-            OSError: If the file cannot be written. Nothing of it is lost then, and the next call tries again.
+            OSError: If the file cannot be written. The recorder still has the last ``keep`` steps, and the next call
+                tries again.
         """
         self._run.flush()
 
     def close(self) -> None:
-        """Stop recording, and write the rest to the file. What is kept can still be read."""
+        """Stop recording, and write the last steps to the file. The steps that are kept can still be read."""
         self._run.finish()
         if self._hooks is not None:
             self._hooks.remove()
@@ -169,28 +170,29 @@ class Recorder(Readable):
         self._run.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps, and the steps that are kept: tensors on the CPU, numbers and strings."""
+        """Return the number of the next step, and the steps that are kept, as CPU tensors, numbers and strings."""
         return self._run.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue the record of a run that is resumed.
 
-        Steps that an earlier process wrote to the file after this checkpoint do not count any more.
+        If an earlier process wrote steps after this checkpoint to the file, these steps no longer count.
 
         Args:
             state_dict: What `state_dict` returned, for the same parameters.
 
         Raises:
-            ValueError: If it belongs to other parameters, or is no such dict. Nothing has changed then.
+            ValueError: If the dict belongs to other parameters, or was not returned by `state_dict`. Then the recorder
+                is unchanged.
         """
         if not isinstance(state_dict, Mapping) or not {"step", "tape"} <= set(state_dict):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError("state_dict must be that of a Recorder, with 'step' and 'tape'")
+            raise ValueError("state_dict must come from Recorder.state_dict(), with the keys 'step' and 'tape'")
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         device = params[0].device if params else torch.device("cpu")
         try:
             self._run.load_state_dict(dict(state_dict), self._layout(), device)
         except (AttributeError, KeyError, TypeError, RuntimeError) as error:
-            raise ValueError(f"state_dict is not that of a Recorder: {error!r}") from error
+            raise ValueError(f"state_dict does not come from Recorder.state_dict(): {error!r}") from error
 
     def __repr__(self) -> str:
         path = "" if self._run.log is None else f", path={str(self._run.log.path)!r}"
@@ -209,7 +211,7 @@ def attached(recorder: Recorder | Callable[[Any], Recorder], optimizer: Any) -> 
     """
     found = recorder if isinstance(recorder, Recorder) else recorder(optimizer)
     if found.optimizer is not unwrap(optimizer):
-        raise ValueError("the recorder records another optimizer than the one that is trained")
+        raise ValueError("the recorder belongs to another optimizer, not to the one that is trained")
     return found
 
 
@@ -224,12 +226,12 @@ def _opened(path: Path, by: By) -> Log:
     check(path)
     log = Log(path, by)
     if any(run.log is not None and run.log.path == log.path for run in OPEN):
-        raise ValueError(f"another Recorder writes to path={str(path)!r}: close() it, or choose another path")
+        raise ValueError(f"another Recorder writes to path={str(path)!r}: call its close(), or choose another path")
     return log
 
 
 class _Hooks:
-    """Measures the gradients of an optimizer that is no `Modular`, before its step."""
+    """Measures the gradients of an optimizer that is not a `Modular`, before its step."""
 
     def __init__(self, run: Run, optimizer: Optimizer) -> None:
         self.reported = ReportedLoss()
@@ -241,7 +243,7 @@ class _Hooks:
         """The gradients of the step that was measured, and their versions."""
 
     def remove(self) -> None:
-        """Leave the optimizer."""
+        """Remove the hooks from the optimizer."""
         for handle in self._handles:
             handle.remove()
 
@@ -297,7 +299,7 @@ class _Hooks:
 
 
 class _Measured:
-    """A closure after whose first call the gradients are measured. `torch.optim.LBFGS` calls it several times."""
+    """A closure that measures the gradients after its first call. `torch.optim.LBFGS` calls it several times."""
 
     def __init__(self, closure: Callable[[], Any], measure: Callable[[Any], None]) -> None:
         self._closure = closure

@@ -1,4 +1,4 @@
-"""A page for people: what happened to the gradients of a run."""
+"""A report of a run: one HTML page about what happened to the gradients."""
 
 import math
 from collections.abc import Callable
@@ -17,21 +17,23 @@ from torchzero_clip.recorder.worst import Worst, ratio_table
 
 NARROW = 4.2  # inches
 GUIDE = {
-    "Norm": "The square root of the sum of squares of all gradients of a step, before the first transform.",
-    "Usual norm": "In the tables of steps, the median of the norms before this step. In the other table and in the "
-    "picture of layers, the median over the run.",
-    "Limit": "The norm above which a transform scales gradients down. Where several transforms have a limit, pictures "
-    "show the lowest one.",
-    "Factor": "What a transform multiplied the gradients with: 1 means that it left them as they were.",
+    "Norm": "The square root of the sum of squares of the gradients, before the first transform. The norm of a step is "
+    "the joint norm of all gradients. The norm of a layer is the norm of the gradients of this layer.",
+    "Usual norm": "In the tables of the worst steps, the median of the norms in the steps before. In the table of the "
+    "layers that stood out most often and in the picture of layers, the median over the run.",
+    "Limit": "If the norm is above this number, a transform scales the gradients down. If several transforms have a "
+    "limit, the pictures show the lowest one.",
+    "Factor": "The number by which a transform multiplied the gradients. With 1, they are unchanged.",
     "Clipped": "The share of the gradients that a transform changed.",
-    "Spike": "A norm far above the others: its logarithm exceeds the median by more than 6 standard deviations, "
-    "estimated from the median distance, and the norm is more than twice the median. Norms that are inf or NaN count.",
-    "Skipped step": "A step that changed no parameter, because a transform or the gradient scaler refused it.",
+    "Spike": "A norm far above the others. Its logarithm exceeds the median of the logarithms by more than 6 standard "
+    "deviations, which are estimated from the median distance to this median, and the norm is more than twice the "
+    "median. A norm that is inf or NaN is also a spike.",
+    "Skipped step": "A step that a transform or the gradient scaler refused, or that raised an error.",
 }
 
 
 def write_report(record: Record, path: Place) -> None:
-    """Write one HTML page with pictures, the worst steps and layers, and a suggested limit. It loads nothing else.
+    """Write one HTML page with pictures, the worst steps and layers, and a suggested limit. It loads no other files.
 
     Args:
         record: What was recorded.
@@ -85,22 +87,22 @@ class _Report:
         )
 
     def _summary(self) -> str:
-        """What the run was, in sentences."""
+        """The number of steps, norms, clipped steps, skipped steps and spikes, in sentences."""
         steps, events, norms = self._record.steps, self._events, self._norms
-        place = f"step {steps[0]:,}" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,}"
+        place = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
         text = [f"{words.counted(len(steps), 'step')} {words.was(len(steps))} recorded: {place}."]
         if len(norms):
             top = steps[int(events.norm.nan_to_num(nan=-1.0).argmax())]
             text.append(
-                f"The joint norm of the gradients has the median {words.number(median_of(norms))} and the maximum "
+                f"The joint norm of all gradients had the median {words.number(median_of(norms))}. The largest was "
                 f"{words.number(float(norms.max()))}, in step {top:,}."
             )
         else:
-            text.append("No step has a joint norm that is finite and above 0.")
+            text.append("Every joint norm was 0, inf or NaN, or there was no gradient.")
         if bool(events.clipped.isfinite().any()):
             clipped = int((events.clipped > 0).sum())
             share = words.percent(clipped / len(steps))
-            text.append(f"In {words.counted(clipped, 'step')} ({share}), gradients were clipped.")
+            text.append(f"Gradients were clipped in {words.counted(clipped, 'step')} ({share}).")
         else:
             text.append("No transform reported how much it clipped.")
         lost = int((events.spikes & ~events.norm.isfinite()).sum())
@@ -136,9 +138,10 @@ class _Report:
         if self._suggested is not None:
             alt += f"; the suggested limit is {words.number(self._suggested)}"
         shown = ", ".join(f"{step:,}" for step in self._worst.steps[:6])
-        alt += f". The worst steps are {shown}." if shown else ". There was no spike, and no step was skipped."
+        alt += f". The worst steps are {shown}." if shown else ". There were no spikes and no skipped steps."
         caption = (
-            "The norm of all gradients before the first transform. Below it, if known, what was clipped and the loss."
+            "The joint norm of all gradients before the first transform. The panels below show the share that was "
+            "clipped and the loss, if they are known."
         )
         return self._picture(draw_norms, alt, caption, suggested=self._suggested)
 
@@ -154,8 +157,8 @@ class _Report:
         )
         alt = f"Heat map of the norms of {layers} over {steps}, relative to the usual norm of each"
         caption = (
-            "Each row is a layer, and each column some steps. The shade says how the largest norm in these steps "
-            "compares with the usual norm of the layer. Long names are shortened."
+            "Each row is a layer. Each column is one or more steps. The color shows the largest norm in these steps "
+            "divided by the usual norm of the layer. Long names are shortened."
         )
         return self._picture(draw_layers, f"{alt}{f': {said}' if said else ''}.", caption)
 
@@ -169,8 +172,8 @@ class _Report:
                 above = words.percent(float((norms > limit).double().mean()))
                 alt += f"; {above} are above the {what} of {words.number(limit)}"
         caption = (
-            "Both axes are logarithmic, so that single spikes are visible beside thousands of usual steps. Shares "
-            "count all steps, also those that the suggestion leaves out."
+            "Both axes are logarithmic, so single spikes are visible beside thousands of usual steps. The shares above "
+            "a limit count all steps, including those that the suggestion leaves out."
         )
         return self._picture(draw_histogram, f"{alt}.", caption, suggested=self._suggested)
 

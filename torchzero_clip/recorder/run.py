@@ -1,4 +1,4 @@
-"""The recording of a run: every step on the device, and full rings in a file."""
+"""Records the steps of a run on the device, and writes them to a file after every ``keep`` steps."""
 
 import atexit
 import operator
@@ -36,7 +36,7 @@ class Run(Listener):
         by: What the norms are joined into.
         keep: How many steps are kept.
         log: The file; None for none.
-        ratios_every: Norms of parameters and updates are taken every so many steps; 0 for never.
+        ratios_every: The norms of parameters and updates are taken once in so many steps; 0 for never.
         model: Gives names to parameters that have none.
     """
 
@@ -49,7 +49,7 @@ class Run(Listener):
         """The number of the next step."""
         self.tape: Tape | None = None
         self.finish: Callable[[], None] = nothing
-        """Writes a step that was measured, and of which it is not known yet whether it was taken."""
+        """Writes a step that was measured, but may not have been taken yet."""
         self._ratios_every = ratios_every
         self._before: list[Tensor] | None = None
         self._joint: list[str] = []
@@ -73,7 +73,7 @@ class Run(Listener):
         self.write(walk.groups, walk.params, walk.norms_before, numbers, note)
 
     def _limits(self, walk: Walk) -> dict[str, float]:
-        """The limits that are settings, of transforms whose groups agree."""
+        """The limits that are settings with one value in all groups."""
         if self._limited is None:
             self._limited = [node for node in walk.nodes if node.transform.limit_setting is not None]
             self._joint = _with_limits_of_all(list(walk.nodes))
@@ -85,7 +85,7 @@ class Run(Listener):
         return found
 
     def save_params(self, params: Sequence[Tensor]) -> None:
-        """Copy the parameters before a step after which the norms of updates are to be taken."""
+        """Copy the parameters, if the norms of updates are taken in the next step."""
         wanted = self._ratios_every and self.step % self._ratios_every == 0
         self._before = foreach.clone(params) if wanted else None
 
@@ -151,7 +151,7 @@ class Run(Listener):
         return replace(tape.record(self.by), joint=self._joint)
 
     def _last_of_older(self, count: int) -> list[Record]:
-        """The last steps with other layouts."""
+        """The last ``count`` of the steps from before parameters were added or removed."""
         kept: list[Record] = []
         for record in reversed(self._older):
             part = record.last(count)
@@ -160,7 +160,7 @@ class Run(Listener):
         return [record for record in kept if record.steps]
 
     def flush(self) -> None:
-        """Write the steps to the file that are not there yet."""
+        """Write to the file the steps that are not in it yet."""
         self.finish()
         if self.log is None or self.tape is None or not self._unwritten:
             return
@@ -173,10 +173,12 @@ class Run(Listener):
             self.flush()
         except OSError as error:
             path = None if self.log is None else self.log.path
-            warnings.warn(f"the record could not be written to {path}, and will be tried again: {error}", stacklevel=2)
+            warnings.warn(
+                f"the record could not be written to {path}, the next write tries again: {error}", stacklevel=2
+            )
 
     def close(self) -> None:
-        """Write the rest."""
+        """Write the last steps to the file."""
         try:
             self.flush()
         finally:
@@ -188,7 +190,7 @@ class Run(Listener):
             self._flush_or_warn()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies keep what was recorded, but write no file."""
+        """Copies keep what was recorded, but do not write to the file."""
         return self.__dict__ | {"log": None, "finish": nothing, "_before": None, "_params": [], "_limited": None}
 
     def state_dict(self) -> dict[str, Any]:
@@ -198,13 +200,14 @@ class Run(Listener):
         return {"step": self.step, "joint": list(self._joint), "tape": tape}
 
     def load_state_dict(self, state: dict[str, Any], layout: Layout, device: torch.device) -> None:
-        """Continue a record. The file gets a new beginning at the first step that is kept."""
+        """Continue a record. The next write to the file replaces its steps from the first kept step on."""
         kept, tape = state["tape"], None
         if kept is not None:
             if list(layout.names) != kept["names"]:
                 theirs, ours = set(kept["names"]) - set(layout.names), set(layout.names) - set(kept["names"])
-                only = sorted(theirs or ours)[:3] or "in another order"
-                raise ValueError(f"the record has other parameters than this optimizer: {only}")
+                only = f"only the {'record' if theirs else 'optimizer'} has {sorted(theirs or ours)[:3]}"
+                problem = only if theirs or ours else "they are in another order"
+                raise ValueError(f"the record has other parameters than this optimizer: {problem}")
             tape = Tape(self.keep, layout, device)
             tape.load_state_dict(kept)
         self.flush()
@@ -227,7 +230,7 @@ def _finish() -> None:
         try:
             run.close()
         except Exception as error:  # one file that cannot be written must not cost the others
-            warnings.warn(f"the end of a record was not written: {error!r}", stacklevel=1)
+            warnings.warn(f"the last steps of a record were not written: {error!r}", stacklevel=1)
 
 
 def nothing() -> None:
@@ -247,7 +250,7 @@ def _with_limits_of_all(nodes: list[Node]) -> list[str]:
 
 
 def _places(groups: Sequence[dict[str, Any]], params: Sequence[Tensor]) -> list[int]:
-    """The place of each parameter among those of all groups, in order; one that is listed twice has two."""
+    """The places of parameters among those of all groups, in order; a parameter that is listed twice has two."""
     wanted = iter([id(param) for param in params])
     found: list[int] = []
     current = next(wanted, None)
@@ -259,7 +262,7 @@ def _places(groups: Sequence[dict[str, Any]], params: Sequence[Tensor]) -> list[
 
 
 def _as_tensors(numbers: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
-    """The numbers as 0-d tensors, without what is not one number."""
+    """The numbers as 0-d tensors. Values that are not one number are left out."""
     found: dict[str, Tensor] = {}
     for name, number in numbers.items():
         if isinstance(number, Tensor) and number.numel() == 1:

@@ -1,4 +1,4 @@
-"""A limit found from the norms that were seen."""
+"""A limit that is found from the norms of a run."""
 
 import math
 from collections.abc import Mapping
@@ -23,20 +23,20 @@ LARGEST = 709.0  # the logarithm of the largest number
 MOST_DROPPED = 10
 CLOSE = 1.25
 EQUAL = 1e-5
-"""Norms that differ from the largest one by at most this share of it are equal to it: clips round."""
+"""Norms that differ from the largest one by at most this share count as equal to it, because clipping rounds."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """Norms in the order of their steps, and what is known of them.
+    """Norms in the order of their steps, and which of them are left out or are spikes.
 
     Args:
         norms: Finite norms above 0.
-        dropped: How many leading blocks were left out, because the norms still changed.
-        start: The index of the first norm that was not left out.
-        spikes: True for each norm from ``start`` on that is a spike.
-        spike_limit: The norm above which a norm counts as a spike.
-        trend: Whether the norms grow, fall or neither, in their last half.
+        dropped: How many of the first blocks are left out because the norms still changed.
+        start: The index of the first norm that is not left out.
+        spikes: For each norm from ``start`` on, True if it is a spike.
+        spike_limit: A norm above this number is a spike.
+        trend: Whether the last quarter of the norms is larger or smaller than the quarter before.
     """
 
     norms: Tensor
@@ -48,7 +48,7 @@ class Series:
 
     @classmethod
     def of(cls, norms: Tensor) -> "Series":
-        """Judge at least four norms; those that are not finite or not above 0 must not be among them."""
+        """Find the spikes and the trend of at least four norms, which must be finite and above 0."""
         count = len(norms)
         starts = [k * count // BLOCKS for k in range(BLOCKS)]
         usual = median_of(norms[count // 2 :])
@@ -68,23 +68,26 @@ class Series:
         return self.norms[self.start :][self.spikes.logical_not()]
 
     def doubts(self, share_clipped: float) -> list[str]:
-        """Why a limit found from these norms may be wrong."""
+        """The reasons why a limit found from these norms may be wrong."""
         found: list[str] = []
         count, same = len(self.norms), int((self.norms >= self.norms.max() * (1 - EQUAL)).sum())
         if count * share_clipped < 1:
-            found.append(f"{count} norms are too few to find what {100 * share_clipped:.3g}% of them exceed")
+            found.append(f"{count} norms are too few to find the norm that {100 * share_clipped:.3g}% of them exceed")
         if self.dropped == MOST_DROPPED:
             found.append("the norms still changed in the first half of the run, which was left out")
         if same >= max(2, count / 20):
             largest = float(self.norms.max())
-            found.append(f"{same} of {count} norms are {largest:.4g}, the largest: something else clipped them before")
+            found.append(
+                f"{same} of {count} norms are equal to the largest, {largest:.4g}, "
+                "so something else probably clipped them before the recorder measured them"
+            )
         return found
 
 
 def _spike_border(logs: Tensor) -> float:
-    """The logarithm above which a norm among these is a spike.
+    """The logarithm above which a norm is a spike.
 
-    It is above the median by max(6 · 1.4826 · MAD, ln 2), where MAD is the median distance from that median.
+    It exceeds the median by max(6 · 1.4826 · MAD, ln 2), where MAD is the median distance from the median.
     """
     median = median_of(logs)
     return median + max(6 * 1.4826 * median_of((logs - median).abs()), math.log(2))
@@ -92,18 +95,19 @@ def _spike_border(logs: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A limit for `ClipNorm`, found from a record. Print it to read why.
+    """A limit for `ClipNorm`, found from a record. Print it to read how it was found.
 
     Args:
-        limit: The limit; for scope "group" one for each group, by its name.
+        limit: The limit. For scope "group", a dict with one limit for each group, by the name of the group.
         spikes: How many norms were spikes.
-        trend: Whether the norms of the last quarter are more than 1.25 times those of the quarter before ("growing"),
-            less than 0.8 times ("falling"), or neither ("settled").
-        confidence: "low" if there is a reason to doubt the limit.
-        reason: The reason; empty if there is none.
+        trend: Compares the median norm of the last quarter of the run with that of the quarter before. "growing" if it
+            is more than 1.25 times as large, "falling" if less than 0.8 times, else "settled". With several groups,
+            "growing" if a group grows, else "falling" if a group falls.
+        confidence: "low" if there is a reason to doubt the limit, else "high".
+        reason: The reasons for low confidence; empty if there are none.
         scope: What the limit is for: "joint", "parameter" or "group".
-        share_clipped: The share of usual norms that it clips.
-        series: The norms that it was found from, by the names of groups, or under the name of the scope.
+        share_clipped: The share of usual norms that the limit clips.
+        series: The norms that the limit was found from, by the names of groups, or under the name of the scope.
 
     Examples:
         >>> import torch
@@ -132,13 +136,14 @@ class Suggestion:
 
     @property
     def limits(self) -> dict[str, float]:
-        """The limit of each group; of all gradients together, or of each tensor, under the name of the scope."""
+        """The limits by the names of groups. For the other scopes, one limit under the name of the scope."""
         return self.limit if isinstance(self.limit, dict) else {self.scope: self.limit}
 
     def transform(self) -> Transform:
-        """Return the `ClipNorm` with this limit; for several groups a chain with one for each.
+        """Return a `ClipNorm` with this limit, or for several groups a chain with one `ClipNorm` for each group.
 
-        With scope "parameter" it clips each tensor on its own, else all gradients, or those of a group, together.
+        With scope "parameter", each tensor is clipped on its own. With scope "joint", all gradients are clipped
+        together. With scope "group", the gradients of each group are clipped together.
         """
         if len(self.limits) > 1:
             return Chain(*(ClipNorm(x, dim="global").only(groups=name) for name, x in self.limits.items()))
@@ -149,7 +154,7 @@ class Suggestion:
         """Draw the norms, the limit and the spikes, and save the picture.
 
         Args:
-            path: Where to save it, for example ``"limit.png"``; None for nowhere.
+            path: Where to save the picture, for example ``"limit.png"``. None if it should not be saved.
 
         Returns:
             The `matplotlib.figure.Figure`.
@@ -172,8 +177,8 @@ def suggested(norms: Mapping[str, Tensor], share_clipped: float, scope: Scope) -
     """Find a limit for each series of norms.
 
     Args:
-        norms: The norms of each group in the order of their steps; one entry, under the name of the scope, for others.
-        share_clipped: The share of usual norms that is to be clipped.
+        norms: The norms in the order of their steps: an entry for each group, or one under the name of the scope.
+        share_clipped: The share of usual norms that the limit clips.
         scope: What the norms belong to.
     """
     if isinstance(share_clipped, bool) or not isinstance(share_clipped, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -209,30 +214,31 @@ def _clip(limit: float, scope: str) -> str:
 
 def _sentences(name: str, series: Series, limit: float, suggestion: Suggestion) -> str:
     share, usual = suggestion.share_clipped, series.usual
-    what = "norms of tensors" if suggestion.scope == "parameter" else "steps"
+    what = "norms of tensors, whose median" if suggestion.scope == "parameter" else "steps, whose median norm"
     where = f"Group {name!r}: " if suggestion.scope == "group" else ""
     text = [
-        f"{where}{_clip(limit, suggestion.scope)} would have clipped {100 * share:.3g}% of the usual {what}: "
-        f"{len(usual):,} norms with the median {quantile(usual, 0.5):.4g}."
+        f"{where}{_clip(limit, suggestion.scope)} would have clipped {100 * share:.3g}% of the {len(usual):,} usual "
+        f"{what} is {quantile(usual, 0.5):.4g}."
     ]
     if series.dropped:
         text.append(
-            f"The first {series.start:,} of {len(series.norms):,} norms are left out: they were still changing."
+            f"The first {series.start:,} of {len(series.norms):,} norms are left out because they were still changing."
         )
     count = int(series.spikes.sum())
     if count:
         largest = float(series.norms[series.start :].max())
-        text.append(
-            f"{_counted(count, 'spike')} above {series.spike_limit:.4g}, up to {largest:.4g}, would be clipped too."
-        )
+        norms = f"a norm above {series.spike_limit:.4g}, which is {largest:.4g}"
+        if count > 1:
+            norms = f"norms above {series.spike_limit:.4g}, of which the largest is {largest:.4g}"
+        text.append(f"The limit would also have clipped {_counted(count, 'spike')}: {norms}.")
     else:
-        text.append("There was no spike.")
+        text.append("There were no spikes.")
     if series.trend == "settled":
         text.append("The norms have settled.")
     else:
         text.append(
-            f"The norms are {series.trend}, so that a fixed limit will soon be too "
-            f"{'low' if series.trend == 'growing' else 'high'}: take one that adapts, such as ZClip(max_norm=None)."
+            f"The norms are {series.trend}, so a fixed limit will soon be too "
+            f"{'low' if series.trend == 'growing' else 'high'}. Use a limit that adapts, such as ZClip(max_norm=None)."
         )
     return " ".join(text)
 

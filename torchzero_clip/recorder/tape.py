@@ -14,17 +14,17 @@ from torchzero_clip.recorder.numbers import joined_norms
 from torchzero_clip.recorder.record import Ratios, Record
 
 ABSENT = -1.0
-"""The norm of a gradient that is not there."""
+"""Stands for the norm of a parameter without a gradient."""
 
 
 @dataclass
 class Note:
-    """What the host knows of a step.
+    """What is known about a step without reading the device.
 
     Args:
         step: The number of the step.
-        refused_by: Who refused it; empty if it was taken.
-        limits: The limits that are settings, by the names of their transforms.
+        refused_by: What refused the step; empty if it was taken.
+        limits: Limits that are settings, by the names of the transforms.
     """
 
     step: int
@@ -33,12 +33,12 @@ class Note:
 
 
 class Ring:
-    """The last rows of numbers.
+    """A buffer of the last rows of numbers.
 
     Args:
         keep: How many rows.
         width: How many numbers a row has.
-        device: Where they are.
+        device: Where the numbers are stored.
     """
 
     def __init__(self, keep: int, width: int, device: torch.device) -> None:
@@ -62,7 +62,7 @@ class Tape:
     Args:
         keep: How many steps.
         layout: The parameters.
-        device: Where the numbers are kept.
+        device: Where the numbers are stored.
     """
 
     def __init__(self, keep: int, layout: Layout, device: torch.device) -> None:
@@ -86,7 +86,7 @@ class Tape:
         """Write one step.
 
         Args:
-            note: What the host knows of it.
+            note: What is known about the step without reading the device.
             norms: The norm of each gradient; None if there were none.
             places: The columns of these norms; None for all.
             numbers: 0-d tensors by name.
@@ -111,13 +111,13 @@ class Tape:
         self.count += 1
 
     def write_ratios(self, step: int, params: Tensor, updates: Tensor, places: Sequence[int] | None) -> None:
-        """Write the norms of parameters, and of what was subtracted from them; ``places`` as in `write`."""
+        """Write the norms of parameters and of what was subtracted from them; ``places`` is as in `write`."""
         if places is not None:
             params, updates = self._spread(params, places), self._spread(updates, places)
         self.ratios.append((step, params, updates))
 
     def _spread(self, norms: Tensor, places: Sequence[int]) -> Tensor:
-        """One norm for each parameter, without indices, which would have to go to the device."""
+        """One norm for each parameter. Tensors of indices are not used: copying them to the device would wait."""
         if places != self._places:
             self._places = list(places)
             starts = [k for k, place in enumerate(places) if k == 0 or place != places[k - 1] + 1]
@@ -133,11 +133,11 @@ class Tape:
         return torch.cat(pieces)
 
     def norms(self) -> Tensor:
-        """The norms of the steps that are kept, on the CPU, a row for each; `ABSENT` where there is no gradient."""
+        """The norms on the CPU, a row for each step that is kept; `ABSENT` if there is no gradient."""
         return self._read()[0]
 
     def _read(self) -> tuple[Tensor, Tensor, list[tuple[int, Tensor]]]:
-        """Norms, numbers and ratios in order, by one transfer. A ratio has the norms of parameters and of updates."""
+        """Norms, numbers and ratios in order, copied at once. A ratio has the norms of parameters and of updates."""
         kept, ratios = min(self.count, self.keep), list(self.ratios)
         rings, pairs = (self._norms.rows, self._numbers.rows), [torch.stack(pair) for _, *pair in ratios]
         everything = torch.cat([part.flatten() for part in (*rings, *pairs)]).cpu()
@@ -148,7 +148,7 @@ class Tape:
         return norms, numbers, list(zip(steps, (part.view(2, -1) for part in parts[2:]), strict=True))
 
     def record(self, by: By) -> Record:
-        """The steps that are kept, on the CPU. It waits for the device."""
+        """The steps that are kept, on the CPU. The call waits for the device."""
         notes = list(self.notes)
         norms, numbers, pairs = self._read()
         layers, of_layers = self.layout.joined(norms, by)
@@ -178,12 +178,12 @@ class Tape:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Write the steps that were kept."""
+        """Write the steps of a state."""
         self.keys = list(state["keys"])
         self._numbers.widen(len(self.keys))
         expected = [(len(state["steps"]), width) for width in (len(self.layout.names), len(self.keys))]
         if [tuple(state[key].shape) for key in ("norms", "numbers")] != expected:
-            raise ValueError("the numbers of the record have wrong shapes")
+            raise ValueError("the norms or numbers in state_dict have wrong shapes")
         rows = zip(state["steps"], state["refused_by"], state["limits"], state["norms"], state["numbers"], strict=True)
         for step, refused_by, limits, norms, numbers in list(rows)[-self.keep :]:
             self._norms.write(self.count, norms.to(self.device))

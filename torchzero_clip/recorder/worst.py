@@ -18,7 +18,11 @@ MOST_LAYERS = 20
 MOST_OFTEN = 10
 TOP = 5
 OPEN = 5  # worst steps whose layers are shown without a click
-REASONS = {"nonfinite": "a gradient was inf or NaN", "found_inf": "the gradient scaler found inf or NaN"}
+REASONS = {
+    "nonfinite": "a gradient was inf or NaN",
+    "found_inf": "the gradient scaler found inf or NaN",
+    "error": "the step raised an error",
+}
 LAYER = Column("Layer", is_text=True)
 
 
@@ -42,7 +46,7 @@ class Worst:
         """The worst steps: those whose norm is not finite, then the largest ratios of norm to usual norm."""
         known = set(record.layer_steps) if record.layers else set[int]()
         self.layers = [(step, self._layers_of(step)) for step in self.steps if step in known]
-        """For each of these steps whose layers are known: name, norm, usual norm and ratio of the worst layers."""
+        """The worst layers of each of these steps, if known: name, norm, usual norm and ratio."""
 
     def _usual(self, row: int) -> float:
         """The median of the finite norms before a step."""
@@ -57,10 +61,12 @@ class Worst:
     def step_table(self) -> list[str]:
         """What happened in the worst steps."""
         if not self._rows:
-            return [paragraph("There was no spike, and no step was skipped.")]
+            return [paragraph("There were no spikes and no skipped steps.")]
         total = int((self._events.spikes | self._events.skipped).sum())
         shown = sum(self._lost.get(row, 1) for row in self._rows)
-        caption = "Spikes and skipped steps: first norms that are inf or NaN, then the largest ratios to the usual norm"
+        caption = (
+            "Spikes and skipped steps. Norms that are inf or NaN come first, then the largest ratios to the usual norm"
+        )
         caption += f" ({shown:,} of {total:,} steps)." if total > shown else "."
         columns = [Column("Step"), Column("Norm"), Column("Usual"), Column("Ratio"), Column("Loss")]
         columns += [Column("What happened", is_text=True)]
@@ -70,7 +76,7 @@ class Worst:
         norm, usual, more = float(self._events.norm[row]), self._usual(row), self._lost.get(row, 1) - 1
         deeds = self._deeds(row) or ["not clipped"]
         if more:
-            deeds.append(f"(the norm of the next {words.counted(more, 'step')} was not finite either)")
+            deeds.append(f"(the norm was not finite in the next {words.counted(more, 'step')} either)")
         return [
             f"{self._record.steps[row]:,}",
             words.norm(norm) if self._events.spikes[row] else words.number(norm),
@@ -105,7 +111,7 @@ class Worst:
         return f" by {name}{f', whose running mean was {words.number(mean)}' if math.isfinite(mean) else ''}"
 
     def _layers_of(self, step: int) -> list[list[str]]:
-        """The worst layers of a step, and how many are not finite, if more than these."""
+        """The worst layers of a step. If more layers are not finite, the last row counts them."""
         record = self._record
         norms = record.layer_norms[record.layer_steps.index(step)]
         lost, count = int(norms.isfinite().logical_not().sum()), int((norms != -1).sum())
@@ -145,19 +151,21 @@ class Worst:
         ratios = ratios[some]
         counts = Counter(layer for values in ratios for layer in _largest(values))
         if not counts:
-            return [paragraph("No layer stood out: in each of these steps all layers were inf or NaN, or had none.")]
+            return [
+                paragraph("No layer stood out: in each of these steps, all layers were inf or NaN, or had no gradient.")
+            ]
         found: list[list[str]] = []
         for layer, count in counts.most_common(MOST_OFTEN):
             worst = int(ratios[:, layer].argmax())
             largest = words.times(float(ratios[worst, layer]))
             found.append([record.layers[layer], f"{count:,}", largest, f"{steps[worst]:,}"])
         in_steps = words.counted(len(steps), "step")
-        caption = f"How often a layer was among the {TOP} worst of a spike or a skipped step ({in_steps})."
+        caption = f"How often a layer was among the {TOP} worst layers of a spike or a skipped step ({in_steps})."
         return [table(caption, [LAYER, Column("Times"), Column("Largest ratio"), Column("In step")], found)]
 
 
 def _largest(ratios: Tensor) -> list[int]:
-    """The places of the largest ratios, and of all that are not finite; -1 says that there was no gradient."""
+    """The places of the largest ratios, and of all that are not finite. A ratio of -1 means no gradient."""
     order = ratios.argsort(descending=True, stable=True).tolist()
     return [i for place, i in enumerate(order) if float(ratios[i]) >= 0 and (place < TOP or bool(ratios[i].isinf()))]
 
@@ -178,7 +186,7 @@ def ratio_table(record: Record) -> list[str]:
         rows.append([record.layers[i], *numbers, f"{record.ratios[top].step:,}"])
     if not rows:
         return []
-    some = f" ({len(rows)} of {len(usual):,} layers, the largest medians)" if len(rows) < len(usual) else ""
+    some = f" (the {len(rows)} of {len(usual):,} layers with the largest medians)" if len(rows) < len(usual) else ""
     taken = words.counted(len(record.ratios), "step")
-    caption = f"The norm of the update over the norm of the parameters, in {taken}{some}."
+    caption = f"The norm of the update divided by the norm of the parameters, in {taken}{some}."
     return [table(caption, [LAYER, Column("Median"), Column("Largest"), Column("In step")], rows)]
