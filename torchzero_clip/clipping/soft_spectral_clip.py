@@ -75,7 +75,7 @@ class SoftSpectralClip(TensorwiseTransform):
             length = norm(tensor).to(tensor.device)
             shrunk = torch.hypot(length / limit, torch.ones_like(length)).reciprocal()
             factor = torch.where((length > limit) & length.isfinite(), shrunk, 1.0)
-            foreach.copy_([tensor], [tensor.to(dtype) * factor.to(dtype.to_real())])
+            foreach.copy_([tensor], [tensor.to(dtype) * factor])
             return tensor
         whole = replicated(tensor)
         result = _soft(whole.to(dtype).flatten(1), limit, self.steps).to(whole.dtype).view_as(whole)
