@@ -148,22 +148,32 @@ class Updates:
         return True
 
     def catch_up(self, rows: Sequence[int]) -> None:
-        """Apply the pending operations on some rows."""
-        asked = set(rows)
-        pending, self._pending = self._pending, []
-        for item in pending:
-            if asked.isdisjoint(item.rows):
-                self._pending.append(item)
-            elif item.stage is not None:
-                self._run_alone(item.stage, self._own(item.rows, False))
-            elif item.shifts is not None:
-                foreach.subtract_each_(self._own(item.rows, False), item.shifts)
-            elif item.measured is None or item.factors is None or all_ones(item.factors):
-                self._mark(item.rows)
-            else:
-                updates = self._own(item.rows, item.over_grads)
-                targets = [memory(updates[i]) for i in item.measured.indices]
-                scale_(replace(item.measured, targets=targets), item.factors)
+        """Apply the pending operations that the updates of some rows depend on."""
+        for item in self._due(rows):
+            self._pending.remove(item)
+            self._apply(item)
+
+    def _due(self, rows: Sequence[int]) -> list[Pending]:
+        """The pending operations on some rows, and those on rows of a later one of these, in order."""
+        concerned = set(rows)
+        due: list[Pending] = []
+        for item in reversed(self._pending):
+            if not concerned.isdisjoint(item.rows):
+                concerned.update(item.rows)
+                due.append(item)
+        return due[::-1]
+
+    def _apply(self, item: Pending) -> None:
+        if item.stage is not None:
+            self._run_alone(item.stage, self._own(item.rows, False))
+        elif item.shifts is not None:
+            foreach.subtract_each_(self._own(item.rows, False), item.shifts)
+        elif item.measured is None or item.factors is None or all_ones(item.factors):
+            self._mark(item.rows)
+        else:
+            updates = self._own(item.rows, item.over_grads)
+            targets = [memory(updates[i]) for i in item.measured.indices]
+            scale_(replace(item.measured, targets=targets), item.factors)
 
     def _mark(self, rows: Sequence[int]) -> None:
         """Note that a transform has acted on updates without changing them: they are the gradients still."""
