@@ -132,7 +132,8 @@ class ClipNormByEMA(NormStatistics):
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
         """Move the averages towards the updates, and compare the updates with them."""
         averages = tracked.column("ema")
-        self._follow([updates[i] for i in tracked.indices], averages, tracked)
+        own = [updates[i] for i in tracked.indices]
+        tracked.average_(averages, own, begins_with_update=self.ema_init == "update")
         size = self._grown(averages, tracked)
 
         ratio = tracked.norms / tracked.root(tracked.by_setting(_at_least_eps, size))
@@ -142,17 +143,6 @@ class ClipNormByEMA(NormStatistics):
     def _bounded(self, setting: Setting, ratio: Tensor) -> Tensor:
         """The ratios by which updates are divided."""
         return ratio.clamp(min=self.slicing.metric.root(setting["eps"]) if self.NORMALIZE else 1.0)
-
-    def _follow(self, updates: Sequence[Tensor], averages: Sequence[Tensor], tracked: Tracked) -> None:
-        """Move the averages towards the updates."""
-        if tracked.average_(averages, updates, self.ema_init == "update"):
-            return
-        if self.ema_init == "update":
-            foreach.lerp_rows_(tracked.per_tensor(tracked.starting), averages, updates, 1.0)
-        usable = tracked.per_tensor(tracked.usable)
-        for setting, own in tracked.shared:
-            chosen = usable.narrow(0, own.start, own.stop - own.start)
-            foreach.lerp_rows_(chosen, averages[own], updates[own], 1 - setting["beta"])
 
     def _grown(self, averages: Sequence[Tensor], tracked: Tracked) -> Tensor:
         """Keep the averages from growing too fast, and return their norms."""

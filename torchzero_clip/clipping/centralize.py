@@ -11,6 +11,7 @@ from torchzero_clip.core.step import Step
 from torchzero_clip.functional.clip import centralize_
 from torchzero_clip.functional.measure import Slicing
 from torchzero_clip.functional.norms import whole_sums
+from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Dim, Target
 
 
@@ -76,13 +77,12 @@ class Centralize(Shifting):
         self._slicing = Slicing.checked(1, dim, inverse_dims, min_size)
 
     @override
-    def shifts(self, updates: list[Tensor], step: Step) -> Tensor | None:
+    def shifts(self, updates: list[Tensor], scratch: Scratch) -> Tensor | None:
         """The means of the updates, if each is one slice; else None."""
-        is_whole = self.dim is None and not self.inverse_dims and type(self).apply_tensors is Centralize.apply_tensors
-        if not is_whole or step.scratch is None:
+        if self.dim is not None or self.inverse_dims or type(self).apply_tensors is not Centralize.apply_tensors:
             return None
-        counts, acts, all_act = step.scratch.plan("means", updates, lambda: self._counted(updates), self.min_size)
-        means = whole_sums(updates, step.scratch) / counts
+        counts, acts, all_act = scratch.plan("means", updates, lambda: self._counted(updates), self.min_size)
+        means = whole_sums(updates, scratch) / counts
         return means if all_act else torch.where(acts, means, 0.0)
 
     def _counted(self, updates: Sequence[Tensor]) -> tuple[Tensor, Tensor, bool]:

@@ -11,8 +11,7 @@ from torchzero_clip.checks import decay_rate
 from torchzero_clip.clipping.statistics import Tracked, numbers
 from torchzero_clip.core.elementwise import Elementwise, Flags
 from torchzero_clip.core.step import Step
-from torchzero_clip.functional import foreach
-from torchzero_clip.functional.measure import LINF, Slicing, measure
+from torchzero_clip.functional.measure import LINF, Slicing
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Schedule, Setting, Target
 
@@ -86,8 +85,7 @@ class ClipByMaxEMA(Elementwise):
     def flags(self, updates: Sequence[Tensor], step: Step, rows: Sequence[int] | None) -> Flags:
         """The limit of each tensor, and its ratio to the largest element, after moving the averages."""
         updates = [torch.view_as_real(x) if x.is_complex() else x for x in updates]
-        is_plain = step.scratch is not None and foreach.are_plain(updates)
-        tracked = Tracked(measure(updates, LARGEST, scratch=step.scratch, plain=is_plain), step, False, lambda _: True)
+        tracked = Tracked(step.tools.measure(updates, LARGEST), step, False, lambda _: True)
         count = tracked["started"] + 1
         average = tracked.by_setting(_moved, tracked["largest"], tracked.norms)
         tracked.keep(largest=average, started=count)

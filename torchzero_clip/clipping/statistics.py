@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.core.elementwise import Elementwise, Flags
 from torchzero_clip.core.kinds import Scaling
-from torchzero_clip.core.pieces import Stage, run_pieces
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.measure import Measured, Slicing, by_setting, measure
+from torchzero_clip.functional.measure import Measured, Slicing, by_setting
 from torchzero_clip.functional.norms import may_look
 from torchzero_clip.functional.shards import chosen, pack
 from torchzero_clip.types import Ord, Setting, State, Target
@@ -56,22 +54,6 @@ def same_in_all_groups(owner: object, groups: Sequence[Setting], keys: Iterable[
             )
 
 
-class _Average(Elementwise):
-    """Moves an average towards updates, and leaves the updates unchanged."""
-
-    def __init__(self, begins_with_update: bool) -> None:
-        super().__init__({})
-        self.begins_with_update = begins_with_update
-
-    @override
-    def change_(self, x: Tensor, state: Sequence[Tensor], setting: Setting, usable: Tensor, started: Tensor) -> Tensor:
-        (average,) = state
-        if self.begins_with_update:
-            foreach.lerp_where_(usable & started.logical_not(), average, x, 1.0)
-        foreach.lerp_where_(usable, average, x, 1 - setting["beta"])
-        return usable  # this count is not used
-
-
 class Tracked:
     """The norms of a step, and numbers stored in earlier steps: one for each tensor, or one for all if ``joint``.
 
@@ -89,7 +71,6 @@ class Tracked:
         self.degree = measured.metric.degree
         self.joint = joint
         self._step = step
-        self._is_plain = measured.is_plain
         self._count = len(measured.indices)
         everybody = joint or all(takes_part(setting) for setting, _ in step.by_setting())
         numbered = enumerate(measured.indices)
@@ -108,11 +89,6 @@ class Tracked:
         self.usable = usable & (self.norms < torch.inf)
         """True where gradient and norm are usable. An earlier transform may make an inf of a finite gradient."""
 
-    @property
-    def starting(self) -> Tensor:
-        """True where this is the first gradient that is not all zero."""
-        return self.usable & self.started.logical_not()
-
     def of(self, measured: Measured) -> Tensor:
         """The norms of the tensors with a statistic, from what `measure` returned."""
         if self.joint:
@@ -122,22 +98,14 @@ class Tracked:
 
     def measure(self, tensors: Sequence[Tensor], slicing: Slicing) -> Measured:
         """The norms of other tensors of the same shapes."""
-        is_plain = self._is_plain and self._step.scratch is not None and foreach.are_plain(tensors)
-        return measure(tensors, slicing, scratch=self._step.scratch, plain=is_plain)
+        return self._step.tools.measure(tensors, slicing)
 
-    def average_(self, averages: Sequence[Tensor], updates: Sequence[Tensor], begins_with_update: bool) -> bool:
-        """Move averages towards updates in few operations, where reading flags would wait for the device.
-
-        Return False without changing the averages if that is not possible, or if reading does not wait.
-        """
-        scratch = self._step.scratch
-        if scratch is None or averages[0].is_cpu or not foreach.are_alike([averages, updates]):
-            return False
-        settings = [setting for setting, own in self.shared for _ in range(own.start, own.stop)]
-        flags = Flags(self.per_tensor(self.usable), self.per_tensor(self.started))
-        stage = Stage(_Average(begins_with_update), settings, [list(averages)], flags, False, self._step, lambda: None)
-        run_pieces([stage], updates, settings, (None, None), scratch, lambda rows, cut, views: None)
-        return True
+    def average_(self, averages: Sequence[Tensor], updates: Sequence[Tensor], *, begins_with_update: bool) -> None:
+        """Move averages towards usable updates; with ``begins_with_update`` the first ones become the averages."""
+        usable, started = self.per_tensor(self.usable), self.per_tensor(self.started)
+        self._step.tools.average_(
+            averages, updates, self.shared, usable, started, begins_with_update=begins_with_update
+        )
 
     def __getitem__(self, key: str) -> Tensor:
         """The stored numbers under one key."""

@@ -1,45 +1,17 @@
 """The end of a chain in one pass over memory: a kernel that also applies the factors of the last scaling."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from torchzero_clip.core.kinds import Kernel
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import by_setting
 from torchzero_clip.types import Setting
 
 LONG = 65536
 """Longer tensors are passed to a kernel one by one, with their factors; shorter ones are multiplied together before."""
-
-
-class Kernel(Protocol):
-    """Changes parameters and state as the rest of a chain would."""
-
-    def __call__(
-        self, params: list[Tensor], updates: list[Tensor], state: list[list[Tensor]], setting: Setting, scale: Any
-    ) -> None:
-        """Take the step of some parameters, or of parts of them.
-
-        Args:
-            params: The parameters.
-            updates: Their updates.
-            state: Tensors of the same shapes, one list for each key, and after them lists of 0-d tensors.
-            setting: Their settings.
-            scale: A 0-d float32 tensor by which the updates are first divided, in place; None for 1.
-        """
-        ...
-
-
-class Fused(NamedTuple):
-    """The rest of a chain as one operation on lists of plain tensors."""
-
-    kernel: Kernel
-    state: Sequence[str]
-    """The keys of state shaped like the parameters, which the kernel changes."""
-    counters: Sequence[str] = ()
-    """The keys of numbers that count the steps, this one included."""
 
 
 def run_kernel(

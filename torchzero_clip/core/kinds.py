@@ -1,22 +1,19 @@
 """Kinds of transforms on which the optimizer calls special methods: scalings, update rules and gates."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import learning_rate
-from torchzero_clip.core.kernels import Fused
 from torchzero_clip.core.schedules import at
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional.measure import Measured, Slicing
+from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Dim, Ord, Schedule, Setting, Target
-
-TakeStep: TypeAlias = Callable[[], None]
-"""Changes the parameters as the rest of a chain would."""
 
 
 class NeverApplied(Transform):
@@ -120,13 +117,44 @@ class Shifting(Transform):
     """Subtracts numbers from updates, as `Centralize` does; `shifts` returns them if there is one for each update."""
 
     @abstractmethod
-    def shifts(self, updates: list[Tensor], step: Step) -> Tensor | None:
+    def shifts(self, updates: list[Tensor], scratch: Scratch) -> Tensor | None:
         """Return the number to subtract from each update: a float64 vector; None if an update needs more than one.
 
         Args:
             updates: Plain real tensors of one dtype on one device, not to be modified.
-            step: As in `Transform.apply_tensors`.
+            scratch: Memory for intermediate results.
         """
+
+
+class Kernel(Protocol):
+    """Changes parameters and state as the rest of a chain would."""
+
+    def __call__(
+        self, params: list[Tensor], updates: list[Tensor], state: list[list[Tensor]], setting: Setting, scale: Any
+    ) -> None:
+        """Take the step of some parameters, or of parts of them.
+
+        Args:
+            params: The parameters.
+            updates: Their updates.
+            state: Tensors of the same shapes, one list for each key, and after them lists of 0-d tensors.
+            setting: Their settings.
+            scale: A 0-d float32 tensor by which the updates are first divided, in place; None for 1.
+        """
+        ...
+
+
+class Fused(NamedTuple):
+    """The rest of a chain as one call for lists of tensors of one dtype."""
+
+    state: Sequence[str]
+    """The keys of state shaped like the parameters, which the calls change."""
+    kernel: Kernel | None
+    """For plain real tensors that are laid out alike for each parameter: one pass over memory."""
+    loop: Kernel | None = None
+    """For all other tensors on CPU. It is never given a ``scale``."""
+    counters: Sequence[str] = ()
+    """The keys of numbers that count the steps, this one included."""
 
 
 class UpdateRule(Transform):
@@ -178,28 +206,18 @@ class UpdateRule(Transform):
         self.lr = lr
         super().__init__(defaults, target=target, name=name)
 
-    def fuse(self, rest: Sequence[Transform], updates: list[Tensor], step: Step) -> TakeStep | None:
-        """Return a function that does the work of this rule and of the rest of the chain at once; None if it cannot.
-
-        Args:
-            rest: The transforms after this one that act on these parameters. Their settings are in ``step.settings``.
-            updates: The updates, not to be modified except by a rule that never returns None.
-            step: As in `Transform.apply_tensors`.
-        """
-        return None
-
     def variant(self, setting: Setting) -> Hashable:
         """Return a key. One call of `kernel` gets only parameters whose keys are equal."""
         return None
 
     def kernel(self, rest: Sequence[Transform], step: Step) -> Fused | None:
-        """Return the rule and the rest of the chain as one operation, which also multiplies by pending factors.
+        """Return the rule and the rest of the chain as one call that equals them up to rounding; None if there is none.
 
-        Return None if there is none. The optimizer does not call this under `torch.compile`.
+        The optimizer calls this only for steps that may be fast.
 
         Args:
-            rest: As in `fuse`.
-            step: As in `fuse`.
+            rest: The transforms after this one that act on these parameters. Their settings are in ``step.settings``.
+            step: As in `Transform.apply_tensors`.
         """
         return None
 
@@ -207,13 +225,18 @@ class UpdateRule(Transform):
 class FinalRule(NeverApplied, UpdateRule):
     """An update rule that changes the parameters itself, and so has to stand at the end of the chain.
 
-    Its `fuse` creates the state of a parameter in the first step. `init_state` returns such a state in advance, for the
-    checks of checkpoints.
+    Its `take_step` creates the state of a parameter in the first step. `init_state` returns such a state in advance,
+    for the checks of checkpoints.
     """
 
     @abstractmethod
-    @override
-    def fuse(self, rest: Sequence[Transform], updates: list[Tensor], step: Step) -> TakeStep: ...
+    def take_step(self, updates: list[Tensor], step: Step) -> None:
+        """Change the parameters and their state.
+
+        Args:
+            updates: The updates, which may be modified.
+            step: As in `Transform.apply_tensors`, with the settings of the transforms after this one.
+        """
 
 
 class Gate(NeverApplied):

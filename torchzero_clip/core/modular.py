@@ -17,17 +17,21 @@ from torchzero_clip.core.chain import Chain, Transforms, as_written, flatten
 from torchzero_clip.core.chain_state import COUNTERS, SCHEDULE_STEP, SKIPPED, ChainState
 from torchzero_clip.core.checkpoint import agreed, fitted
 from torchzero_clip.core.described import described
-from torchzero_clip.core.gathering import alike, refuse_unusable, taking_part
+from torchzero_clip.core.executor import Executor
+from torchzero_clip.core.fast import Fast
+from torchzero_clip.core.gathering import refuse_unusable, taking_part
 from torchzero_clip.core.identity import IDENTITY, members_of, written
 from torchzero_clip.core.learning_rate import with_learning_rate
 from torchzero_clip.core.listener import Listener
 from torchzero_clip.core.nonfinite import Nonfinite, StepPolicy
 from torchzero_clip.core.param_groups import normalized, split
+from torchzero_clip.core.readable import Readable
 from torchzero_clip.core.reported_loss import ReportedLoss
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.states import own_numbers
 from torchzero_clip.core.transform import Transform
+from torchzero_clip.core.updates import Updates
 from torchzero_clip.core.validation import check_not_local, check_params, check_places, check_shapes, warn_of_slips
 from torchzero_clip.core.walk import Walk
 from torchzero_clip.core.workspace import Workspace
@@ -235,7 +239,6 @@ class Modular(Optimizer):
                     self.listener.end(walk)
             return result
         finally:
-            self._workspace.scratch.checked = (), None
             if self._reported.count:
                 self._reported.clear()
 
@@ -275,28 +278,30 @@ class Modular(Optimizer):
             states = list(map(kept.get, params))
         if None in states:
             states = [new.setdefault(p, {}) if s is None else s for p, s in zip(params, states, strict=True)]
-        # the compiler makes a step fast by itself; memory that is made in inference mode cannot be used outside of it;
-        # and a target="grad" transform would change gradients that postponed operations still have to read
-        workspace = self._workspace if self.fast and not torch.compiler.is_compiling() else None
-        if workspace is not None and ("grad" in self._nodes.targets or torch.is_inference_mode_enabled()):
-            workspace = None
-        plain = None
-        if params and workspace is not None:
-            plain = alike(params, grads, states, workspace.layouts, workspace.vectors)
-            if plain is not None:
-                workspace.scratch.checked = grads, workspace.layouts.like["grads"]
-        listed_twice = plain is None and len(set(map(id, params))) < len(params)
-        if plain is None:
+        is_fast = self._may_be_fast()
+        columns = self._workspace.columns(params, grads, states) if is_fast else None
+        if columns is None:  # else they have passed a check of their layouts
             refuse_unusable(self.param_groups)
             check_shapes(self._nodes, self.param_groups, params, states, group_of, self._shapes)
             grads = own_gradients(params)
+        listed_twice = columns is None and len(set(map(id, params))) < len(params)
         self._move_chain_state()
+        updates = Updates(params, grads, states, self._chain_state.values, self.maximize)
+        is_fast = is_fast and not listed_twice
+        executor: Executor = Fast(updates, self._workspace, columns) if is_fast else Readable(updates)
         keep_grads = self.keep_grads or "grad" in self._nodes.targets or listed_twice
-        lists = (params, grads, states, group_of)
-        may_fuse = not (listed_twice or torch.compiler.is_compiling())
-        shared = (self._chain_state.values, loss, loss_count, self.maximize, keep_grads, may_fuse, workspace)
-        listens = self.listener is not None
-        return Walk(self._nodes, self.param_groups, settings, *lists, *shared, plain, listens, new)
+        lists = (self._nodes, self.param_groups, settings, params, grads, states, group_of)
+        shared = (self._chain_state.values, loss, loss_count, executor, keep_grads, self.listener is not None, new)
+        return Walk(*lists, *shared)
+
+    def _may_be_fast(self) -> bool:
+        """True if operations may wait and be combined.
+
+        The compiler combines them by itself; memory that is made in inference mode cannot be used outside of it; and a
+        transform with ``target="grad"`` would change gradients that operations on hold still have to read.
+        """
+        usable = not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled())
+        return self.fast and usable and "grad" not in self._nodes.targets
 
     def _run(self, walk: Walk) -> None:
         """Send the gradients down the chain, and subtract the result from the parameters."""

@@ -1,15 +1,13 @@
 """Runs elementwise transforms and the kernel after them piece by piece, so that pieces stay in the cache."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchzero_clip.core.elementwise import Elementwise, Flags
 from torchzero_clip.core.kernels import LONG, inverse
-from torchzero_clip.core.step import Step
+from torchzero_clip.core.ops import Op, Pointwise, Scale, Shift
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import by_setting
 from torchzero_clip.functional.scratch import Scratch
@@ -24,36 +22,6 @@ ELSEWHERE = 2**24
 
 Sink = Callable[[list[int], "slice | None", list[Tensor]], None]
 """Takes the updates of some parameters: their indices, which of their elements (None for all), and the updates."""
-
-
-@dataclass
-class Stage:
-    """An elementwise transform in this step. Parameters, gradients and state are plain and alike."""
-
-    transform: Elementwise
-    settings: Sequence[Setting]
-    state: list[list[Tensor]]
-    flags: Flags
-    follows_safe: bool
-    """Its updates are finite where gradients are."""
-    step: Step
-    done: Callable[[], None]
-    """Called at the end."""
-    counts: list[Tensor] = field(default_factory=list)
-    """How many elements of each piece changed."""
-
-    def usual(self) -> list[bool]:
-        """For each parameter, True if `Elementwise.change_usual_` fits. False on CUDA, where reading would wait."""
-        usable, started, _ = self.flags
-        if not usable.is_cpu or not self.follows_safe or not self.transform.has_usual_way():
-            return [False] * len(self.settings)
-        return (usable & started).tolist()
-
-    def finish(self) -> None:
-        """Report the share of elements that changed."""
-        elements = max(sum(param.numel() for param in self.step.params), 1)
-        self.step.metrics["clipped"] = torch.stack(self.counts).double().sum() / elements
-        self.done()
 
 
 class _Piece(NamedTuple):
@@ -72,32 +40,27 @@ class _Piece(NamedTuple):
 
 
 def run_pieces(
-    stages: Sequence[Stage],
-    updates: Sequence[Tensor],
-    settings: Sequence[Setting],
-    numbers: tuple[Tensor | None, Tensor | None],
-    scratch: Scratch,
-    sink: Sink,
+    ops: Sequence[Op], updates: Sequence[Tensor], settings: Sequence[Setting], scratch: Scratch, sink: Sink
 ) -> None:
-    """Multiply or shift updates, send them through elementwise transforms, and pass the results to ``sink``.
+    """Send updates through operations, and pass the results to ``sink``.
 
     Args:
-        stages: The transforms, in order.
+        ops: The operations, in order. Only the first may be a scaling or a shift.
         updates: The updates, not to be modified.
         settings: A setting for each update; neighbours that share one are taken together.
-        numbers: The factors of the updates (one for each, a 0-d tensor for all, or None), and the numbers to subtract
-            from them (one for each, or None).
         scratch: Memory for pieces.
         sink: Takes the results.
     """
     first = updates[0]
+    stages = [op for op in ops if isinstance(op, Pointwise)]
     groups = [own for _, own in by_setting(settings)]
     depth = max([len(stage.state) + len(stage.flags.numbers) for stage in stages], default=0)
     key = (*[group.stop for group in groups], depth)
     pieces = scratch.plan("pieces", updates, lambda: _planned(updates, groups, depth, scratch), key)
     usual = [stage.usual() for stage in stages]
-    factors, shifts = numbers
-    means = [] if shifts is None else list(shifts.to(first.dtype).unbind())
+    before = ops[0] if ops else None
+    factors = before.factor if isinstance(before, Scale) else None
+    means = list(before.numbers.to(first.dtype).unbind()) if isinstance(before, Shift) else []
     for piece in pieces:
         source = _read(piece, updates, factors, means)
         for stage, is_usual in zip(stages, usual, strict=True):
@@ -106,6 +69,8 @@ def run_pieces(
         if source is not piece.flat:
             piece.flat.copy_(source)
         sink(piece.rows, piece.cut, piece.views)
+    for stage in stages:
+        stage.finish()
 
 
 def _read(piece: _Piece, updates: Sequence[Tensor], factors: Tensor | None, means: Sequence[Tensor]) -> Tensor:
@@ -140,7 +105,7 @@ def _multiply(piece: _Piece, factors: Tensor) -> None:
         foreach.multiply_plain_(piece.views, list(foreach.as_factors(own, piece.flat.dtype).unbind()))
 
 
-def _run(stage: Stage, piece: _Piece, source: Tensor, usual: Sequence[bool], scratch: Scratch) -> None:
+def _run(stage: Pointwise, piece: _Piece, source: Tensor, usual: Sequence[bool], scratch: Scratch) -> None:
     """Send one piece through one transform, from ``source`` to the memory of the piece."""
     columns = [[column[i] for i in piece.rows] for column in stage.state]
     setting = stage.settings[piece.rows[0]]
@@ -171,7 +136,7 @@ def _run(stage: Stage, piece: _Piece, source: Tensor, usual: Sequence[bool], scr
 
 
 def _change(
-    stage: Stage,
+    stage: Pointwise,
     source: Tensor,
     result: Tensor,
     state: list[Tensor],

@@ -1,14 +1,11 @@
 """The state of one transform in one step: by parameter, or by key as columns and vectors of numbers."""
 
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.compat import FakeTensor
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.shards import pack
 from torchzero_clip.types import State
@@ -22,8 +19,6 @@ class States(Sequence[State]):
         path: The prefix of the keys of this transform.
         own: Returns the entries of this transform, without the prefix.
         begin: Makes the state of a parameter that has none, from its index.
-        vectors: Stores numbers as elements of vectors; None to read and write them one by one.
-        known: Columns of state by qualified key, if they were collected before. Outdated ones are removed.
     """
 
     def __init__(
@@ -32,18 +27,13 @@ class States(Sequence[State]):
         path: str,
         own: Callable[[State], State],
         begin: Callable[[int], State],
-        vectors: "Vectors | None" = None,
-        known: dict[str, list[Tensor]] | None = None,
     ) -> None:
         self._stored = stored
         self._path = path
         self._own = own
         self._begin = begin
-        self._vectors = vectors
-        self._known: dict[str, list[Tensor]] = {} if known is None else known
         self._dicts: list[State] | None = None
         self._has_begun = False
-        self._found: dict[str, Tensor | None] = {}
 
     @classmethod
     def of(cls, dicts: Sequence[State]) -> "States":
@@ -100,19 +90,13 @@ class States(Sequence[State]):
 
     def _store(self, stored: State, own: State) -> None:
         for key, value in own.items():
-            name = f"{self._path}/{key}"
-            if name in self._known and stored.get(name) is not value:
-                del self._known[name]
-            stored[name] = value
+            stored[f"{self._path}/{key}"] = value
 
     def column(self, key: str, indices: Sequence[int] | None = None) -> list[Any]:
         """The values of one key: of all parameters, or of some."""
         rows, name = (self._stored, f"{self._path}/{key}") if self._dicts is None else (self._dicts, key)
         if indices is not None:
             rows = [rows[i] for i in indices]
-        elif self._dicts is None and name in self._known:
-            self._has_begun = True
-            return self._known[name]
         try:
             found = [row[name] for row in rows]
         except KeyError:
@@ -128,86 +112,17 @@ class States(Sequence[State]):
 
     def numbers(self, key: str, indices: Sequence[int] | None = None) -> Tensor:
         """The numbers of one key, of all parameters or of some: a float64 vector, not to be modified."""
-        vector = self._vector(key, indices)
-        return pack(self.column(key, indices)) if vector is None else vector.double()
+        return pack(self.column(key, indices))
 
     def keep(self, key: str, values: Tensor, indices: Sequence[int] | None = None) -> None:
         """Replace the numbers of one key."""
-        vector = self._vector(key, indices)
-        if vector is None:
-            foreach.copy_(self.column(key, indices), list(values.unbind()))
-        else:
-            foreach.copy_([vector], [values])
+        foreach.copy_(self.column(key, indices), list(values.unbind()))
 
     def add(self, key: str, number: float) -> None:
         """Add to the numbers of one key."""
-        vector = self._vector(key, None)
-        foreach.add_number_(self.column(key) if vector is None else [vector], number)
-
-    def _vector(self, key: str, indices: Sequence[int] | None) -> Tensor | None:
-        if self._vectors is None or self._dicts is not None:
-            return None
-        name = f"{self._path}/{key}"
-        if indices is not None:
-            rows = [self._stored[i] for i in indices]
-            self._known.pop(name, None)
-            self._found.pop(key, None)  # its views leave the rows
-            return self._vectors.vector(name, self.column(key, indices), rows)
-        if key not in self._found:
-            self._found[key] = self._vectors.vector(name, self.column(key), self._stored)
-        return self._found[key]
-
-
-class _Kept(NamedTuple):
-    vector: Tensor
-    views: list[Tensor]
-    pointers: list[int]
-
-
-class Vectors:
-    """Numbers of many parameters as elements of vectors, so that one operation changes all of one key.
-
-    The state of each parameter holds a view of its element. A checkpoint or a user may replace a number. `vector`
-    notices, because the number is then another tensor or in other memory, and builds a new vector.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[str, _Kept] = {}
-
-    def are_views(self, name: str, column: list[Any]) -> bool:
-        """Whether the numbers under a name are the views that `vector` made last."""
-        kept = self._kept.get(name)
-        return kept is not None and len(column) == len(kept.views) and all(map(operator.is_, column, kept.views))
-
-    def vector(self, name: str, column: list[Tensor], rows: Sequence[State]) -> Tensor | None:
-        """The numbers that ``rows`` have under a name as a vector, to be modified; None if they cannot be one.
-
-        Args:
-            name: The qualified key.
-            column: The numbers as they are now, to be replaced by views of the vector.
-            rows: The states, in which they are replaced too.
-        """
-        kept = self._kept.get(name)
-        if kept and self.are_views(name, column) and pointers(column) == kept.pointers:
-            return kept.vector
-        if len({(type(n), n.ndim, n.dtype, n.device) for n in column}) != 1 or column[0].ndim:
-            return None
-        if len(set(map(id, column))) < len(column):  # a parameter that is listed twice
-            return None
-        vector = torch.stack(column)
-        views = list(vector.unbind())
-        for row, view in zip(rows, views, strict=True):
-            row[name] = view
-        column[:] = views
-        self._kept[name] = _Kept(vector, views, pointers(views))
-        return vector
+        foreach.add_number_(self.column(key), number)
 
 
 def own_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a parameter, with copies of numbers that are elements of a vector, so that they are saved alone."""
     return {key: v.clone() if isinstance(v, Tensor) and not v.ndim else v for key, v in state.items()}
-
-
-def pointers(tensors: Sequence[Tensor]) -> list[int]:
-    """The address of each tensor's memory; empty for fake tensors, which have none."""
-    return [] if isinstance(tensors[0], FakeTensor) else list(map(Tensor.data_ptr, tensors))

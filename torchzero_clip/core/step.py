@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.core.states import States
+from torchzero_clip.core.tools import Tools
 from torchzero_clip.functional.measure import by_setting
-from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import chosen
 from torchzero_clip.types import Setting, State
 
@@ -31,7 +31,7 @@ class Step:
         gradient_norms: A p-norm of each gradient before any transform, for transforms that declare
             ``keeps_statistics``; None for others. `finite` and `nonzero` read it. Its p depends on the chain.
         apply_child: Applies a child of a composite, by its name, to tensors that it may write to.
-        scratch: Memory of the optimizer for intermediate results; None if there is none.
+        tools: Norms and averages of lists of tensors.
         has_loss: Whether a process has a loss, as a 0-d tensor; None except for gates that declare ``needs_loss``.
 
     Examples:
@@ -52,7 +52,7 @@ class Step:
     metrics: MutableMapping[str, Tensor] = field(default_factory=dict)
     gradient_norms: Tensor | None = None
     apply_child: Callable[[str, list[Tensor]], list[Tensor]] | None = None
-    scratch: Scratch | None = None
+    tools: Tools = field(default_factory=Tools)
     has_loss: Tensor | None = None
 
     def __post_init__(self) -> None:

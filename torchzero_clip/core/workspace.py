@@ -1,12 +1,17 @@
-"""Buffers and caches that the steps of an optimizer reuse. They are not state."""
+"""Buffers and caches that the fast steps of an optimizer reuse. They are not state."""
 
-from torchzero_clip.core.gathering import Layouts
-from torchzero_clip.core.states import Vectors
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from torchzero_clip.core.layout import Layout, columns_of
+from torchzero_clip.core.vectors import Vectors
 from torchzero_clip.functional.scratch import Scratch
+from torchzero_clip.types import State
 
 
 class Workspace:
-    """Memory for intermediate results, numbers of state as vectors, and layouts that passed a check.
+    """Memory for intermediate results, numbers of state as vectors, and the layout of the last step.
 
     It is never saved or copied with an optimizer, because a new one serves as well.
     """
@@ -14,4 +19,15 @@ class Workspace:
     def __init__(self) -> None:
         self.scratch = Scratch()
         self.vectors = Vectors()
-        self.layouts = Layouts()
+        self.layout: Layout | None = None
+
+    def columns(
+        self, params: list[Tensor], grads: list[Tensor], states: Sequence[State]
+    ) -> dict[str, list[Tensor]] | None:
+        """Parameters, gradients and state by key, if they have a layout, which becomes that of this step; else None."""
+        found = columns_of(params, grads, states) if params else None
+        if found is None or (self.layout and self.layout.fits(found, self.vectors)):
+            return found
+        layout = Layout.of(found, self.vectors)
+        self.layout = layout or self.layout
+        return found if layout else None

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adam import adam
 
-from torchzero_clip.compat import FakeTensor
+from torchzero_clip.compat import FakeTensor, any_distributed
 from torchzero_clip.functional.shards import distributed_like, local, locals_of
 
 PLAIN = {Tensor, nn.Parameter, FakeTensor}
@@ -37,7 +38,8 @@ def reals(tensor: Tensor) -> Tensor:
 
 
 def reals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [reals(tensor) for tensor in tensors]
+    """Each tensor as `reals`."""
+    return [torch.view_as_real(t) if t.is_complex() else t for t in locals_of(tensors)]
 
 
 def alike(*tensors: Tensor) -> bool:
@@ -79,6 +81,33 @@ def fused_adamw_(
     lists = (params, updates, first, second, largest, steps)
     _foreach._fused_adamw_(
         *lists, lr=_beside_params(lr, params), maximize=False, grad_scale=scale, found_inf=None, **options
+    )
+
+
+def loop_adamw_(
+    params: list[Tensor],
+    updates: list[Tensor],
+    averages: Sequence[list[Tensor]],
+    steps: list[Tensor],
+    *,
+    scale: None,
+    **options: Any,
+) -> None:
+    """Take a step of AdamW by torch's loop, for tensors of any layout. ``steps`` include this one."""
+    first, second, *largest = averages
+    adam(
+        params,
+        updates,
+        first,
+        second,
+        largest[0] if largest else [],
+        [step - 1 for step in steps],  # torch counts this step itself
+        foreach=False,
+        fused=False,
+        has_complex=params[0].is_complex(),
+        decoupled_weight_decay=True,
+        maximize=False,
+        **options,
     )
 
 
@@ -164,8 +193,9 @@ def scale_(tensors: Sequence[Tensor], factors: Sequence[Tensor], *, exact: bool 
     ``exact`` multiplies in float64, for factors that float32 cannot hold. A 0-d factor would be rounded to the dtype of
     the tensor first; with a dimension it is not.
     """
+    wide = {dtype: torch.float64 if exact else wide_dtype(dtype) for dtype in {tensor.dtype for tensor in tensors}}
     for tensor, factor in zip(locals_of(tensors), factors, strict=True):
-        tensor.mul_(_beside(tensor, factor, torch.float64 if exact else wide_dtype(tensor.dtype)))
+        tensor.mul_(_beside(tensor, factor, wide[tensor.dtype]))
 
 
 def multiply_each_(tensors: Sequence[Tensor], factors: Tensor) -> None:
@@ -285,6 +315,17 @@ def clone(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.clone() for tensor in tensors]
 
 
+def widened(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Each tensor in float32 or wider: itself if it is."""
+    wide = {dtype: wide_dtype(dtype) for dtype in {tensor.dtype for tensor in tensors}}
+    return [tensor.to(wide[tensor.dtype]) for tensor in tensors]
+
+
+def cast(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """Each tensor in the dtype of another one."""
+    return [tensor.to(other.dtype) for tensor, other in zip(tensors, like, strict=True)]
+
+
 def lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
     """``tensors += weight * (ends - tensors)``, in place."""
     _foreach._foreach_lerp_(locals_of(tensors), locals_of(ends), weight)
@@ -355,6 +396,9 @@ def _beside(tensor: Tensor, value: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def _wrap(parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of `reals_of`: tensors that are complex and distributed like others."""
     pairs = zip(parts, like, strict=True)
-    whole = [(torch.view_as_complex(p) if t.is_complex() and not p.is_complex() else p, t) for p, t in pairs]
-    return [distributed_like(part, tensor) for part, tensor in whole]
+    whole = [torch.view_as_complex(p) if t.is_complex() and not p.is_complex() else p for p, t in pairs]
+    if not any_distributed(like):
+        return whole
+    return [distributed_like(part, tensor) for part, tensor in zip(whole, like, strict=True)]

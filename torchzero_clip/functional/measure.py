@@ -31,7 +31,17 @@ from torchzero_clip.functional.norms import (
     whole_norms,
 )
 from torchzero_clip.functional.scratch import Scratch
-from torchzero_clip.functional.shards import Part, all_reduce, locals_of, memory, pack, part, summed, whole
+from torchzero_clip.functional.shards import (
+    Part,
+    all_reduce,
+    locals_of,
+    memories,
+    pack,
+    part,
+    summed,
+    whole,
+    wholes,
+)
 from torchzero_clip.functional.slices import Slices, plan, sliced_norms
 from torchzero_clip.types import Dim, Ord
 
@@ -253,12 +263,12 @@ def measure(
         if slices is not None:
             return _measure_slices(tensors, slices)
     indices, parts = cut(tensors, slicing, dims_of)
-    targets = [memory(tensors[i]) for i in indices]
+    targets = memories([tensors[i] for i in indices])
     # decided by dimensions, not by what this process holds, because all ranks have to agree
     one_slice_each = len(parts) == len(tensors) and all(len(p.dims) == p.tensor.ndim for p in parts)
     if not metric.is_power:
         known = moments(parts, metric) if len(parts) == len(tensors) else None
-        whole_parts = [whole(tensor) for tensor in tensors] if known is None else parts
+        whole_parts = wholes(tensors) if known is None else parts
         total = joint_metric(whole_parts, metric, known=known) ** metric.degree
         norms = pack(slice_metrics(parts, metric, known))
         return Measured(metric, indices, norms, total, targets, _parts=None if plain and one_slice_each else parts)
@@ -274,7 +284,7 @@ def _measure_powers(
     kept = set(indices)
     rest = [whole(tensor) for i, tensor in enumerate(tensors) if i not in kept]
     left_alone = p_norms([p for p in rest if p.size], metric.p)
-    targets = [memory(tensors[i]) for i in indices]
+    targets = memories([tensors[i] for i in indices])
     total = metric.of_norm(total_norm(parts, values, left_alone, metric.p), sum(t.numel() for t in tensors))
     rows = zip(values, parts, strict=True)
     norms = pack([metric.of_norm(value, p.size) for value, p in rows] if metric.kind == "mad" else values)
@@ -295,7 +305,7 @@ def _measure_plain(
             return Measured(L2, indices, total.expand(len(targets)), total, targets, True, norms)
     norms = (whole_norms if metric == L2 else whole_maxima)(targets, scratch)
     if not are_local:
-        norms = merged([whole(tensor) for tensor in tensors], norms, metric.p)
+        norms = merged(wholes(tensors), norms, metric.p)
     wide = tensors[0].dtype == torch.float64  # the squares of other dtypes are in the range of float64
     total = torch.linalg.vector_norm(norms) if metric == L2 and not wide else combine(norms, metric.p)
     vector = total.expand(len(norms)) if joint else norms
@@ -331,7 +341,7 @@ def _size(tensor: Tensor, dims: Sequence[int]) -> int:
 def _measure_slices(tensors: Sequence[Tensor], slices: Slices) -> Measured:
     """The L2 norms of slices of plain tensors, measured together."""
     norms = sliced_norms(tensors, slices)
-    targets = list(tensors) if min(map(Tensor.dim, tensors)) else list(map(memory, tensors))
+    targets = list(tensors) if min(map(Tensor.dim, tensors)) else memories(tensors)
     total, tensor_norms = combine(norms, 2.0), None
     if tensors[0].dtype != torch.float64:  # their squares are in the range of float64
         squares = torch.zeros(len(tensors), dtype=torch.float64).index_add_(0, slices.owner, norms.square())
@@ -350,12 +360,12 @@ def measured_like(measured: Measured, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _measure_jointly(tensors: Sequence[Tensor], metric: Metric) -> Measured:
-    parts = [whole(tensor) for tensor in tensors]
+    parts = wholes(tensors)
     indices = [i for i, p in enumerate(parts) if p.size]
     kept = [parts[i] for i in indices]
     norms = pack(p_norms(kept, metric.p)) if metric.is_power else None
     root = joint_metric(kept, metric, norms)
-    targets = [memory(tensors[i]) for i in indices]
+    targets = memories([tensors[i] for i in indices])
     tensor_norms = norms if metric.p > 0 and len(kept) == len(parts) else None
     total, vector = root**metric.degree, root.expand(len(kept))
     return Measured(metric, indices, vector, total, targets, True, tensor_norms, kept)
@@ -409,6 +419,6 @@ def share(tensors: Sequence[Tensor], counts: Sequence[Tensor]) -> Tensor:
         tensors: The tensors; a complex number has two elements.
         counts: How many elements of the local part of each were counted.
     """
-    parts = [whole(tensor) for tensor in tensors]
+    parts = wholes(tensors)
     elements = sum(p.size * (2 if p.tensor.is_complex() else 1) for p in parts)
     return pack(all_reduce(parts, list(counts), ReduceOp.SUM)).sum() / max(elements, 1)

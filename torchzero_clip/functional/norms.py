@@ -27,7 +27,7 @@ from torchzero_clip.functional.blocks import (
 )
 from torchzero_clip.functional.metric import Metric, parse_ord
 from torchzero_clip.functional.scratch import Scratch
-from torchzero_clip.functional.shards import Part, all_reduce, pack, summed, whole
+from torchzero_clip.functional.shards import Part, all_reduce, pack, summed, whole, wholes
 from torchzero_clip.functional.shards import part as part_of
 from torchzero_clip.functional.shards import replicated as replicated
 from torchzero_clip.types import Ord
@@ -240,10 +240,10 @@ def whole_norms(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor:
     first = tensors[0]
     if not may_look(first):
         if first.dtype == torch.float64:
-            return pack(p_norms([whole(tensor) for tensor in tensors], 2.0))
+            return pack(p_norms(wholes(tensors), 2.0))
         return torch.stack(foreach.norms(tensors, 2.0, torch.float64))
     if not foreach.is_real_and_wide(first.dtype):
-        return pack(p_norms([whole(tensor) for tensor in tensors], 2.0))
+        return pack(p_norms(wholes(tensors), 2.0))
     return _mended(direct_norms(tensors) if scratch is None else block_norms(tensors, scratch), tensors)
 
 
@@ -263,7 +263,7 @@ def whole_maxima(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor:
     if not may_look(first):
         return torch.stack(foreach.norms(tensors, math.inf, torch.float64))
     if scratch is None or not foreach.is_real_and_wide(first.dtype):
-        return pack(p_norms([whole(tensor) for tensor in tensors], math.inf))
+        return pack(p_norms(wholes(tensors), math.inf))
     return block_maxima(tensors, scratch)
 
 
@@ -271,7 +271,7 @@ def each_norm(tensors: Sequence[Tensor], scratch: Scratch | None = None) -> Tens
     """The L2 norm of each of some dense tensors, of full tensors under FSDP2: a float64 vector, equal on all ranks."""
     if len(tensors) and foreach.are_plain(tensors):
         return whole_norms(tensors, scratch)
-    return pack(p_norms([whole(tensor) for tensor in tensors], 2.0))
+    return pack(p_norms(wholes(tensors), 2.0))
 
 
 def whole_norm(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -299,7 +299,7 @@ def whole_sums(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
     They are those of `slice_sums` up to the rounding of sums of up to 1024 elements to the dtype.
     """
     if not may_look(tensors[0]) or not foreach.is_real_and_wide(tensors[0].dtype):
-        return pack(slice_sums([whole(tensor) for tensor in tensors]))
+        return pack(slice_sums(wholes(tensors)))
     sums = block_sums(tensors, scratch)
     odd = sums.isfinite().logical_not_()
     if bool(odd.any()):

@@ -1,5 +1,6 @@
 """Memory that steps reuse."""
 
+import copy
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -29,9 +30,19 @@ class Scratch:
     def __init__(self) -> None:
         self._memory: dict[Hashable, Tensor] = {}
         self._plans: dict[str, _Plan] = {}
-        self.checked: tuple[Sequence[Tensor], object] = (), None
-        """Tensors that `plan` takes without a check, and an object that stands for their layouts: the same one only for
-        equal layouts. To be set back in the same step."""
+        self._known: Sequence[Tensor] = ()
+        self._layout: object = None
+
+    def knowing(self, tensors: Sequence[Tensor], layout: object) -> "Scratch":
+        """The same memory and plans, for as long as the layout of some tensors is known, so that `plan` need not check.
+
+        Args:
+            tensors: The tensors.
+            layout: An object that stands for their layout: the same one only for equal layouts.
+        """
+        knowing = copy.copy(self)
+        knowing._known, knowing._layout = tensors, layout
+        return knowing
 
     def memory(self, name: str, count: int, like: Tensor) -> Tensor:
         """A vector of ``count`` elements, of the dtype and on the device of ``like``, with any values."""
@@ -51,9 +62,8 @@ class Scratch:
             key: What else the result depends on.
         """
         kept = self._plans.get(name)
-        checked, layout = self.checked
-        if not (len(tensors) == len(checked) and all(map(operator.is_, tensors, checked))):
-            layout = None
+        is_known = len(tensors) == len(self._known) and all(map(operator.is_, tensors, self._known))
+        layout = self._layout if is_known else None
         if kept is not None and kept.key == key and layout is not None and kept.layout is layout:
             return kept.result
         if kept is not None and kept.key == key and kept.fits(tensors):

@@ -109,6 +109,19 @@ def memory(tensor: Tensor) -> Tensor:
     return data if data.ndim else data.view(1)
 
 
+def memories(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The `memory` of each tensor."""
+    return [data if data.ndim else data.view(1) for data in locals_of(tensors)]
+
+
+def wholes(tensors: Sequence[Tensor]) -> list[Part]:
+    """Each tensor as `whole`."""
+    if any_distributed(tensors):
+        return list(map(whole, tensors))
+    plain = [tensor if tensor.ndim else tensor.view(1) for tensor in tensors]
+    return [Part(tensor, tuple(range(tensor.ndim)), tensor.numel()) for tensor in plain]
+
+
 def part(tensor: Tensor, dims: Sequence[int]) -> Part:
     """The local part of ``tensor``, cut into slices along ``dims``; a scalar counts as a vector of one element."""
     shape = tuple(tensor.shape) or (1,)

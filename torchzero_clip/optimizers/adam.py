@@ -1,28 +1,26 @@
 """Adam."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam
 from typing_extensions import override
 
 from torchzero_clip.checks import betas as check_betas
 from torchzero_clip.checks import boolean, floating_dtype, non_negative, optional
-from torchzero_clip.core.kernels import Fused
-from torchzero_clip.core.kinds import TakeStep, UpdateRule
+from torchzero_clip.core.kinds import Fused, UpdateRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.shards import locals_of, pack
+from torchzero_clip.functional.shards import pack
 from torchzero_clip.optimizers.weight_decay import WeightDecay
-from torchzero_clip.types import Schedule, Setting, State, Target
+from torchzero_clip.types import Schedule, Setting, Target
 
 TORCHS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128)
-"""Dtypes for which `Adam.fuse` calls torch's own code. Float16 is not among them, because ``eps`` rounds to 0."""
+"""Dtypes for which torch's own code computes the step. Float16 is not among them, because ``eps`` rounds to 0."""
 
 KERNELS_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 """Dtypes for which torch's fused kernel computes right results."""
@@ -107,33 +105,31 @@ class Adam(UpdateRule):
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
         """Update the averages and return new tensors."""
+        columns = [step.column(key) for key in (*self._keys, "step")]
         result: list[Tensor] = []
         for setting, own in step.by_setting():
-            result += self._adam(updates[own], step.states[own], setting)
+            result += self._adam(updates[own], [column[own] for column in columns], setting)
         return result
 
-    def _adam(self, tensors: list[Tensor], states: Sequence[State], setting: Setting) -> list[Tensor]:
+    def _adam(self, tensors: list[Tensor], state: Sequence[list[Tensor]], setting: Setting) -> list[Tensor]:
         beta1, beta2 = setting["betas"]
-        averages = [state["exp_avg"] for state in states]
-        squares = [state["exp_avg_sq"] for state in states]
-        inputs = [t.to(average.dtype) for t, average in zip(tensors, averages, strict=True)]
+        averages, squares, *largest, steps = state
+        inputs = foreach.cast(tensors, averages)
 
         foreach.lerp_(averages, inputs, 1 - beta1)
         foreach.decay_squares_(squares, inputs, beta2)
         if self.amsgrad:
-            largest = [state["max_exp_avg_sq"] for state in states]
-            foreach.maximum_(largest, squares)
-            squares = largest
+            foreach.maximum_(largest[0], squares)
+            squares = largest[0]
 
-        steps = [state["step"] for state in states]
         foreach.add_number_(steps, 1)
         # in float16 eps rounds to 0, which gives 0 / 0
-        denominators = foreach.square_roots([square.to(foreach.wide_dtype(square.dtype)) for square in squares])
+        denominators = foreach.square_roots(foreach.widened(squares))
         foreach.scale_(denominators, _bias_corrections(steps, beta2, -0.5))
         foreach.add_number_(denominators, setting["eps"])
         updates = foreach.divide(averages, denominators)
         foreach.scale_(updates, _bias_corrections(steps, beta1, -1.0))
-        return [update.to(t.dtype) for update, t in zip(updates, tensors, strict=True)]
+        return foreach.cast(updates, tensors)
 
     def _ends_as_torchs(self, rest: Sequence[Transform]) -> bool:
         """True if this and the rest of the chain are `torch.optim.AdamW`."""
@@ -143,76 +139,38 @@ class Adam(UpdateRule):
 
     @override
     def kernel(self, rest: Sequence[Transform], step: Step) -> Fused | None:
-        """Return torch's fused kernel, if it computes this step."""
-        if self.fused is False or not self._ends_as_torchs(rest) or step.params[0].dtype not in KERNELS_DTYPES:
+        """Return torch's fused kernel and its loop, if this and the rest of the chain are `torch.optim.AdamW`."""
+        dtype = step.params[0].dtype
+        if not self._ends_as_torchs(rest) or dtype not in TORCHS_DTYPES:
             return None
-        return Fused(self._kernel, self._keys, ("step",))
+        may_fuse = self.fused is not False and dtype in KERNELS_DTYPES
+        kernel = partial(self._torchs_step, foreach.fused_adamw_) if may_fuse else None
+        return Fused(self._keys, kernel, partial(self._torchs_step, foreach.loop_adamw_), ("step",))
 
-    def _kernel(
-        self, params: list[Tensor], updates: list[Tensor], state: list[list[Tensor]], setting: Setting, scale: Any
+    def _torchs_step(
+        self,
+        torchs: Callable[..., None],
+        params: list[Tensor],
+        updates: list[Tensor],
+        state: list[list[Tensor]],
+        setting: Setting,
+        scale: Any,
     ) -> None:
+        """A step of AdamW by one of torch's functions."""
         *averages, steps = state
-        foreach.fused_adamw_(params, updates, averages, steps, scale=scale, **self._options(setting))
-
-    def _options(self, setting: Setting) -> dict[str, Any]:
-        """The settings as torch's functions name them."""
         beta1, beta2 = setting["betas"]
-        return {
-            "amsgrad": self.amsgrad,
-            "beta1": beta1,
-            "beta2": beta2,
-            "lr": setting["lr"],
-            "weight_decay": setting.get("weight_decay", 0.0),
-            "eps": setting["eps"],
-        }
-
-    @override
-    def fuse(self, rest: Sequence[Transform], updates: list[Tensor], step: Step) -> TakeStep | None:
-        """Return a step by torch's functions if this and the rest of the chain are `torch.optim.AdamW`; else None."""
-        if not self._ends_as_torchs(rest) or torch.compiler.is_compiling():
-            return None
-        columns = [step.column(key) for key in self._keys]
-        rows = list(zip(updates, step.params, *columns, strict=True))
-        if not all(self._is_torchs(*row) for row in rows):
-            return None
-        uses_kernel = [False] * len(rows) if self.fused is False else [self._uses_kernel(*row) for row in rows]
-        return partial(self._take_torchs_step, updates, step, uses_kernel)
-
-    def _is_torchs(self, update: Tensor, param: Tensor, *averages: Tensor) -> bool:
-        if param.dtype not in TORCHS_DTYPES or any(value.dtype != param.dtype for value in (update, *averages)):
-            return False
-        # on other devices the step count is there too, and torch's other implementations would wait for it
-        if param.is_cpu:
-            return True
-        return param.device.type == "cuda" and self.fused is not False and self._uses_kernel(update, param, *averages)
-
-    def _uses_kernel(self, *alike: Tensor) -> bool:
-        """True if torch's fused kernel can be used. It ignores strides, so tensors must be laid out alike."""
-        return not alike[0].is_complex() and foreach.alike(*alike)
-
-    def _take_torchs_step(self, updates: list[Tensor], step: Step, uses_kernel: Sequence[bool]) -> None:
-        for setting, own in step.by_setting():
-            rows = list(zip(step.params[own], updates[own], step.states[own], uses_kernel[own], strict=True))
-            for fused in (True, False):
-                chosen = [(param, update, state) for param, update, state, kernel in rows if kernel == fused]
-                if chosen:
-                    self._torchs_step(chosen, setting, fused=fused)
-
-    def _torchs_step(self, rows: Sequence[tuple[Tensor, Tensor, State]], setting: Setting, *, fused: bool) -> None:
-        params, tensors, states = [p for p, _, _ in rows], [t for _, t, _ in rows], [state for _, _, state in rows]
-        adam(
-            locals_of(params),
-            locals_of(tensors),
-            locals_of([state["exp_avg"] for state in states]),
-            locals_of([state["exp_avg_sq"] for state in states]),
-            locals_of([state["max_exp_avg_sq"] for state in states] if self.amsgrad else []),
-            [state["step"] for state in states],
-            foreach=False,
-            fused=fused,
-            has_complex=params[0].is_complex(),
-            decoupled_weight_decay=True,
-            maximize=False,
-            **self._options(setting),
+        torchs(
+            params,
+            updates,
+            averages,
+            steps,
+            scale=scale,
+            amsgrad=self.amsgrad,
+            beta1=beta1,
+            beta2=beta2,
+            lr=setting["lr"],
+            weight_decay=setting.get("weight_decay", 0.0),
+            eps=setting["eps"],
         )
 
 

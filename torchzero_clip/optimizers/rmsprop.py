@@ -101,7 +101,7 @@ class RMSprop(UpdateRule):
             means = [state["grad_avg"] for state in states]
             foreach.lerp_(means, inputs, 1 - setting["alpha"])
             spreads = foreach.subtract_squares(squares, means)
-        denominators = foreach.square_roots([spread.to(foreach.wide_dtype(spread.dtype)) for spread in spreads])
+        denominators = foreach.square_roots(foreach.widened(spreads))
         foreach.add_number_(denominators, setting["eps"])
         return foreach.divide(inputs, denominators)
 

@@ -9,8 +9,7 @@ from typing_extensions import override
 
 from torchzero_clip.checks import boolean, non_negative, number, optional
 from torchzero_clip.compat import FakeTensor
-from torchzero_clip.core.kernels import Fused
-from torchzero_clip.core.kinds import UpdateRule
+from torchzero_clip.core.kinds import Fused, UpdateRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
@@ -104,7 +103,7 @@ class SGD(UpdateRule):
             return None
         settings = [setting for setting, _ in step.by_setting()]
         if not self.variant(settings[0]):
-            return Fused(self._kernel, ())
+            return Fused((), self._kernel)
         if not step.has("momentum_buffer"):
             # a buffer of zeros becomes the update, as in torch, unless the update is dampened
             is_dampened = any(setting["dampening"] for setting in settings)
@@ -112,7 +111,7 @@ class SGD(UpdateRule):
                 return None
             for state, param in zip(step.states, step.params, strict=True):
                 state.setdefault("momentum_buffer", torch.zeros_like(param))
-        return Fused(self._kernel, ("momentum_buffer",))
+        return Fused(("momentum_buffer",), self._kernel)
 
     def _kernel(
         self, params: list[Tensor], updates: list[Tensor], state: list[list[Tensor]], setting: Setting, scale: Any

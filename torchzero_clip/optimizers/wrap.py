@@ -4,7 +4,6 @@ import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from typing_extensions import override
 
 from torchzero_clip.checks import is_numeric, plain
 from torchzero_clip.compat import never_compiled
-from torchzero_clip.core.kinds import FinalRule, TakeStep
+from torchzero_clip.core.kinds import FinalRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.schedules import at
 from torchzero_clip.core.step import Step
@@ -154,12 +153,9 @@ class Wrap(FinalRule):
             )
 
     @override
-    def fuse(self, rest: Sequence[Transform], updates: list[Tensor], step: Step) -> TakeStep:
-        """A step of the optimizer."""
-        return partial(self._take_step, updates, step)  # pyright: ignore[reportAttributeAccessIssue]
-
     @never_compiled
-    def _take_step(self, updates: list[Tensor], step: Step) -> None:
+    def take_step(self, updates: list[Tensor], step: Step) -> None:
+        """Take a step of the optimizer on the parameters, with the updates as their gradients."""
         template = self.template
         optimizer = object.__new__(self.optimizer_class)
         optimizer.__dict__.update(template.__dict__)

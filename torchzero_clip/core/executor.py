@@ -1,0 +1,85 @@
+"""What the walk asks of whoever computes. The walk knows the order of the transforms, the executor how each is done."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.core.nodes import Node
+from torchzero_clip.core.states import States
+from torchzero_clip.core.step import Step
+from torchzero_clip.core.tools import Tools
+from torchzero_clip.core.updates import Updates
+from torchzero_clip.functional.measure import Measured
+from torchzero_clip.types import Setting, State
+
+
+class Host(Protocol):
+    """What an executor asks of the walk."""
+
+    @property
+    def settings(self) -> Mapping[str, list[Setting]]:
+        """The settings of each transform by path, one dict for each group."""
+        ...
+
+    @property
+    def group_of(self) -> list[int]:
+        """The index of the group of each parameter."""
+        ...
+
+    def step_for(self, node: Node, rows: list[int], rest: Sequence[Node] = ()) -> Step:
+        """What a transform sees of the step, with the settings of the ``rest`` of the chain beside its own."""
+        ...
+
+    def store(self, node: Node, step: Step) -> None:
+        """Store the state and the metrics of a transform."""
+        ...
+
+    def dtypes(self, rows: list[int]) -> list[torch.dtype]:
+        """The dtype of each parameter."""
+        ...
+
+    def in_scope(self, node: Node, rows: list[int]) -> list[int]:
+        """The rows that a transform acts on; the same list if these are all."""
+        ...
+
+
+class Executor(Tools):
+    """Reads and changes the updates of one step."""
+
+    memory: Updates
+    """The updates, and the memory that they are in."""
+
+    @abstractmethod
+    def read(self, rows: list[int], *, writable: bool = False) -> list[Tensor]:
+        """The updates of some rows, after all that was done so far; see `Updates.current`."""
+
+    @abstractmethod
+    def settle(self, rows: Sequence[int]) -> None:
+        """Make sure that the memory holds the updates of some rows, because somebody else will read it."""
+
+    @abstractmethod
+    def scale(self, rows: list[int], measured: Measured, factors: Tensor, over_grads: bool) -> None:
+        """Multiply what was measured by its factors. With ``over_grads`` this may write over the gradients."""
+
+    @abstractmethod
+    def take(self, host: Host, node: Node, rows: list[int]) -> bool:
+        """Do the work of a transform. Return False to leave it to the walk."""
+
+    @abstractmethod
+    def finish(self, host: Host, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
+        """Change the parameters as an update rule and the ``rest`` of the chain would. Return the rows done."""
+
+    @abstractmethod
+    def joint_norm(self, grads: list[Tensor]) -> Tensor | None:
+        """The L2 norm of all gradients together; None if the norm of each takes as long."""
+
+    @abstractmethod
+    def norm_of_each(self, grads: list[Tensor]) -> Tensor:
+        """The L2 norm of each gradient: a float64 vector, equal on all ranks."""
+
+    @abstractmethod
+    def states(self, node: Node, stored: list[State], begin: Callable[[int], State]) -> States:
+        """The state of a transform."""

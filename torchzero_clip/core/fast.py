@@ -1,0 +1,324 @@
+"""The fast way of a step: operations wait until an update rule's kernel, or whoever reads the updates, needs them.
+
+It computes what `Readable` computes, up to rounding. Whatever it does not know is left to the walk, as in `Readable`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, final
+
+from torch import Tensor
+from typing_extensions import override
+
+from torchzero_clip.core.averages import Average
+from torchzero_clip.core.elementwise import Elementwise, Flags
+from torchzero_clip.core.executor import Executor, Host
+from torchzero_clip.core.kernels import call_kernel, run_kernel
+from torchzero_clip.core.kinds import Fused, Kernel, Shifting, UpdateRule
+from torchzero_clip.core.nodes import Node
+from torchzero_clip.core.ops import Op, Pointwise, Scale, Shift
+from torchzero_clip.core.pieces import run_pieces
+from torchzero_clip.core.queues import Queues
+from torchzero_clip.core.states import States
+from torchzero_clip.core.step import Step
+from torchzero_clip.core.transform import overridden_last
+from torchzero_clip.core.updates import Updates
+from torchzero_clip.core.vectors import VectorStates
+from torchzero_clip.core.workspace import Workspace
+from torchzero_clip.functional import foreach
+from torchzero_clip.functional.measure import Measured, Slicing, measure, scale_
+from torchzero_clip.functional.norms import each_norm, whole_norm, whole_norms
+from torchzero_clip.functional.shards import is_partial, locals_of, memories
+from torchzero_clip.types import Setting, State
+
+
+@final
+class Fast(Executor):
+    """Lets operations wait, and carries out several in one pass over memory.
+
+    Args:
+        memory: The updates.
+        workspace: Buffers and caches of the optimizer.
+        columns: Parameters, gradients and state by key, if they have the layout of the workspace; else None.
+    """
+
+    def __init__(self, memory: Updates, workspace: Workspace, columns: dict[str, list[Tensor]] | None) -> None:
+        self.memory = memory
+        self._columns = columns
+        self._layout = None if columns is None else workspace.layout
+        self._vectors = workspace.vectors
+        self._scratch = workspace.scratch
+        if columns is not None:
+            self._scratch = workspace.scratch.knowing(columns["grads"], self._layout)
+        self._queues = Queues()
+        self._last_read: list[Tensor] = []
+
+    @property
+    def _has_layout(self) -> bool:
+        """True if updates have the layout of the parameters: until a transform returns other tensors."""
+        return self._layout is not None and self.memory.untouched
+
+    def _are_like(self, node: Node, keys: Iterable[str]) -> bool:
+        """True if the state of a transform under these keys has the layout of the parameters."""
+        names = [f"{node.path}/{key}" for key in keys]
+        known = self._columns
+        return self._layout is not None and known is not None and known.keys() >= set(names) and self._layout.has(names)
+
+    @override
+    def states(self, node: Node, stored: list[State], begin: Callable[[int], State]) -> States:
+        known = self._columns if self._columns is not None and len(stored) == len(self._columns["params"]) else None
+        return VectorStates(stored, node.path, node.state, begin, self._vectors, known)
+
+    # Norms and averages.
+
+    @override
+    def read(self, rows: list[int], *, writable: bool = False) -> list[Tensor]:
+        if self._queues:
+            self.settle(rows)
+        self._last_read = self.memory.current(rows, writable=writable)
+        return self._last_read
+
+    def _are_plain(self, tensors: Sequence[Tensor]) -> bool:
+        """True if local parts are plain, and none is a pending sum."""
+        if tensors is not self._last_read:
+            return foreach.are_plain(tensors)
+        return self._has_layout or (foreach.are_plain(locals_of(tensors), 0) and not any(map(is_partial, tensors)))
+
+    @override
+    def measure(
+        self,
+        tensors: Sequence[Tensor],
+        slicing: Slicing,
+        dims_of: Callable[[Tensor], tuple[int, ...]] | None = None,
+        *,
+        each: bool = False,
+        beside: bool = False,
+        name: str = "",
+    ) -> Measured:
+        is_plain = self._are_plain(tensors)
+        scratch = self._scratch if is_plain else None
+        return measure(tensors, slicing, dims_of, scratch, plain=is_plain, each=each, beside=beside, name=name)
+
+    @override
+    def average_(
+        self,
+        averages: Sequence[Tensor],
+        updates: Sequence[Tensor],
+        settings: Sequence[tuple[Setting, slice]],
+        usable: Tensor,
+        started: Tensor,
+        *,
+        begins_with_update: bool,
+    ) -> None:
+        if averages[0].is_cpu or not foreach.are_alike([averages, updates]):
+            super().average_(averages, updates, settings, usable, started, begins_with_update=begins_with_update)
+            return
+        each = [setting for setting, own in settings for _ in range(own.start, own.stop)]
+        op = Pointwise(Average(begins_with_update), each, [list(averages)], Flags(usable, started))
+        run_pieces([op], updates, each, self._scratch, lambda rows, cut, views: None)
+
+    @override
+    def joint_norm(self, grads: list[Tensor]) -> Tensor | None:
+        return whole_norm(grads) if self._layout is not None or foreach.are_plain(grads) else None
+
+    @override
+    def norm_of_each(self, grads: list[Tensor]) -> Tensor:
+        return each_norm(grads, self._scratch) if self._layout is None else whole_norms(grads, self._scratch)
+
+    # Operations that wait.
+
+    @override
+    def settle(self, rows: Sequence[int]) -> None:
+        for queue in self._queues.claim(rows):
+            for op in queue.ops:
+                self._carry_out(op, queue.rows)
+
+    def _carry_out(self, op: Op, rows: list[int]) -> None:
+        """Carry out one operation alone."""
+        if isinstance(op, Scale):
+            if not op.does_nothing:
+                updates = self.memory.own(rows, op.over_grads)
+                targets = memories([updates[i] for i in op.measured.indices])
+                scale_(replace(op.measured, targets=targets), op.factors)
+            return
+        updates = self.memory.own(rows, False)
+        if isinstance(op, Shift):
+            foreach.subtract_each_(updates, op.numbers)
+            return
+
+        def store(rows: list[int], cut: slice | None, views: list[Tensor]) -> None:
+            own = [updates[i] if cut is None else updates[i].view(-1)[cut] for i in rows]
+            foreach.copy_plain_(own, views)
+
+        run_pieces([op], updates, op.settings, self._scratch, store)
+
+    @override
+    def scale(self, rows: list[int], measured: Measured, factors: Tensor, over_grads: bool) -> None:
+        self._queues.wait(rows, Scale(measured, factors, over_grads))
+
+    @override
+    def take(self, host: Host, node: Node, rows: list[int]) -> bool:
+        """Let a shift or an elementwise transform wait, where updates have the layout."""
+        transform = node.transform
+        if self._layout is None or not self._layout.is_wide or not self.memory.untouched:
+            return False
+        if isinstance(transform, Shifting):
+            return self._shift(transform, rows)
+        return isinstance(transform, Elementwise) and self._pointwise(host, node, transform, rows)
+
+    def _shift(self, transform: Shifting, rows: list[int]) -> bool:
+        updates = self.read(rows)
+        numbers = transform.shifts(updates, self._scratch) if self.memory.untouched else None
+        if numbers is not None:
+            self._queues.wait(rows, Shift(numbers))
+        return numbers is not None
+
+    def _pointwise(self, host: Host, node: Node, transform: Elementwise, rows: list[int]) -> bool:
+        if node.children or not transform.is_elementwise():
+            return False
+        step = host.step_for(node, rows)
+        if transform.rows_of(step) is not None or not transform.may_wait(step):
+            return False
+        if transform.reads_tensors or self._queues.on(rows) is None:
+            self.settle(rows)
+            if not self.memory.untouched:
+                return False
+        state = [step.column(key) for key in transform.keys]
+        if not self._are_like(node, transform.keys) and not foreach.are_alike([step.params, *state]):
+            return False
+        updates = self._last_read = self.memory.current(rows)
+        flags = transform.flags(updates, step, None)
+        op = Pointwise(
+            transform, step.settings, state, flags, self._are_finite(rows), done=partial(_finished, host, node, step)
+        )
+        self._queues.wait(rows, op)
+        return True
+
+    def _are_finite(self, rows: list[int]) -> bool:
+        """True if updates are finite where gradients are. Always False where reading would wait for the device."""
+        queue = self._queues.on(rows)
+        is_known = self.memory.untouched and self.memory.current(rows)[0].is_cpu
+        return is_known and (queue is None or all(op.keeps_finite for op in queue.ops))
+
+    # The end of the chain.
+
+    @override
+    def finish(self, host: Host, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
+        rule = node.transform
+        # a subclass that overrides only `apply_tensors` would not be asked
+        if not isinstance(rule, UpdateRule) or overridden_last(type(rule), "kernel", "apply_tensors") != "kernel":
+            return set()
+        done: set[int] = set()
+        for later, part in self._grouped(host, node, rule, rows, rest):
+            if self._take_step(host, node, rule, part, later):
+                done.update(part)
+        return done
+
+    def _grouped(
+        self, host: Host, node: Node, rule: UpdateRule, rows: list[int], rest: Sequence[Node]
+    ) -> list[tuple[list[Node], list[int]]]:
+        """Rows that the rest of the chain treats alike, with the transforms that act on them."""
+        variants = list(map(rule.variant, host.settings[node.path]))
+        acting = [host.in_scope(n, rows) for n in rest]
+        same_dtype = self._layout is not None or len(set(host.dtypes(rows))) == 1
+        if same_dtype and len(set(variants)) == 1 and all(own is rows for own in acting):
+            return [(list(rest), rows)]
+        chosen = list(map(set, acting))
+        grouped: dict[Any, list[int]] = {}
+        for i, dtype in zip(rows, host.dtypes(rows), strict=True):
+            later = tuple(k for k, own in enumerate(chosen) if i in own)
+            grouped.setdefault((later, dtype, variants[host.group_of[i]]), []).append(i)
+        return [([rest[k] for k in later], part) for (later, *_), part in grouped.items()]
+
+    def _take_step(self, host: Host, node: Node, rule: UpdateRule, rows: list[int], rest: Sequence[Node]) -> bool:
+        """Take the step of some rows by a call of torch. Return False if there is none."""
+        step = host.step_for(node, rows, rest)
+        try:
+            fused = rule.kernel([n.transform for n in rest], step)
+            run = None
+            if fused is not None and fused.kernel is not None and self._fits(node, fused, rows, step):
+                run = partial(self._run, fused, fused.kernel, rows, step)
+            elif fused is not None:
+                run = self._by_tensor(fused, rows, step)
+            if fused is None or run is None:
+                return False
+            _count(fused, step, 1)  # kernels read the count
+            try:
+                run()
+            except BaseException:
+                _count(fused, step, -1)
+                raise
+            return True
+        finally:
+            host.store(node, step)
+
+    def _fits(self, node: Node, fused: Fused, rows: list[int], step: Step) -> bool:
+        """True if parameters, updates and state are laid out as a kernel needs them."""
+        if self._has_layout and self._are_like(node, fused.state):
+            return True
+        columns = [step.params, self.memory.current(rows), *map(step.column, fused.state)]
+        return foreach.are_alike([locals_of(column) for column in columns])
+
+    def _run(self, fused: Fused, kernel: Kernel, rows: list[int], step: Step) -> None:
+        """Carry out what waits and the rest of the chain in one pass over memory."""
+        ops = self._claimed(rows)
+        params, *state = (step.params, *map(step.column, (*fused.state, *fused.counters)))
+        over_grads = all(isinstance(op, Scale) and op.over_grads for op in ops)
+        if self._layout is not None and self._layout.is_wide and not over_grads:
+            sink = partial(call_kernel, kernel, params, state, step.settings)
+            run_pieces(ops, self.memory.current(rows), step.settings, self._scratch, sink)
+            return
+        if self._layout is None:
+            params, *state = map(locals_of, (params, *state))
+        factors = next((op.factor for op in ops if isinstance(op, Scale)), None)
+        updates = self.memory.current(rows, writable=factors is not None, over_grads=over_grads)
+        run_kernel(kernel, params, locals_of(updates), state, step.settings, factors)
+
+    def _claimed(self, rows: list[int]) -> list[Op]:
+        """What waits on exactly these rows, for a kernel to carry out. All else that waits on them is carried out."""
+        queue = self._queues.on(rows)
+        if queue is None or any(isinstance(op, Scale) and not op.fits_kernels for op in queue.ops):
+            self.settle(rows)
+            return []
+        self._queues.claim(rows)
+        return [op for op in queue.ops if not (isinstance(op, Scale) and op.does_nothing)]
+
+    def _by_tensor(self, fused: Fused, rows: list[int], step: Step) -> Callable[[], None] | None:
+        """A function that passes each tensor to the kernel or to the loop. None if a tensor fits neither."""
+        updates = self.read(rows)
+        state = list(map(step.column, fused.state))
+        calls = [_call_for(fused, row) for row in zip(step.params, updates, *state, strict=True)]
+        return None if None in calls else partial(self._run_each, fused, calls, [step.params, updates, *state], step)
+
+    def _run_each(
+        self, fused: Fused, calls: Sequence[Kernel | None], columns: Sequence[list[Tensor]], step: Step
+    ) -> None:
+        columns = [*map(locals_of, columns), *map(step.column, fused.counters)]
+        for setting, own in step.by_setting():
+            for call in (fused.kernel, fused.loop):
+                chosen = [i for i in range(own.start, own.stop) if calls[i] is call]
+                if call is not None and chosen:
+                    params, updates, *state = [[column[i] for i in chosen] for column in columns]
+                    call(params, updates, state, setting, None)
+
+
+def _call_for(fused: Fused, tensors: Sequence[Tensor]) -> Kernel | None:
+    """The call that takes these tensors of one parameter."""
+    first = tensors[0]
+    if any(tensor.dtype != first.dtype for tensor in tensors):
+        return None
+    if fused.kernel is not None and foreach.alike(*tensors):
+        return fused.kernel
+    return fused.loop if first.is_cpu else None  # on other devices torch's loop would wait for the step counts
+
+
+def _count(fused: Fused, step: Step, number: int) -> None:
+    for key in fused.counters:
+        step.add(key, number)
+
+
+def _finished(host: Host, node: Node, step: Step, changed: Tensor) -> None:
+    """Report the share of elements that an elementwise transform changed, and store its state."""
+    step.metrics["clipped"] = changed / max(sum(param.numel() for param in step.params), 1)
+    host.store(node, step)

@@ -1,0 +1,78 @@
+"""The one answer to the question whether the tensors of a step may go the fast way."""
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor
+
+from torchzero_clip.compat import SameLayout, same_layout
+from torchzero_clip.core.vectors import Vectors
+from torchzero_clip.functional import foreach
+from torchzero_clip.types import State
+
+_FACTS = attrgetter("dtype", "is_cpu", "shape")
+
+
+class Layout:
+    """How the parameters, gradients and state of a step are laid out. Later steps are compared with it.
+
+    All are plain, contiguous, of one dtype and on one device. Gradients are shaped like the parameters. State is
+    shaped like the parameters, or 0-d. No tensor is listed twice.
+
+    Args:
+        tensors: Parameters, gradients and state by key.
+        like: The keys of those shaped like the parameters.
+    """
+
+    def __init__(self, tensors: Mapping[str, list[Tensor]], like: Iterable[str]) -> None:
+        self._keys: Set[str] = set(tensors)
+        self._like: dict[str, SameLayout] = {key: same_layout(tensors[key]) for key in like}
+        self.is_wide = foreach.is_real_and_wide(tensors["params"][0].dtype)
+        """True for float32 and float64, of which statistics have the same dtype."""
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, list[Tensor]], vectors: Vectors) -> "Layout | None":
+        """The layout of tensors; None if they have none."""
+        params = tensors["params"]
+        if params[0].is_meta or foreach.kind(params) is None or not foreach.all_contiguous(params) or _repeated(params):
+            return None
+        facts = list(map(_FACTS, params))
+        like = {key for key, column in tensors.items() if key == "params" or _are_like(facts, column)}
+        layout = cls(tensors, like)
+        return layout if "grads" in like and layout.fits(tensors, vectors) else None
+
+    def fits(self, tensors: Mapping[str, list[Tensor]], vectors: Vectors) -> bool:
+        """True if other tensors have this layout. Numbers that are views of ``vectors`` need no check."""
+        if self._keys != tensors.keys() or not all(fits(tensors[key]) for key, fits in self._like.items()):
+            return False
+        others = [(key, column) for key, column in tensors.items() if key not in self._like]
+        return all(vectors.are_views(key, column) or _are_numbers(column) for key, column in others)
+
+    def has(self, keys: Iterable[str]) -> bool:
+        """True if the state under all these keys is shaped like the parameters."""
+        return all(key in self._like for key in keys)
+
+
+def columns_of(params: list[Tensor], grads: list[Tensor], states: Sequence[State]) -> dict[str, list[Tensor]] | None:
+    """Parameters, gradients and state by key; None if parameters have different state."""
+    if len(set(map(len, states))) > 1:
+        return None
+    try:
+        return {"params": params, "grads": grads, **{key: [state[key] for state in states] for key in states[0]}}
+    except KeyError:
+        return None
+
+
+def _are_like(facts: list[Any], tensors: Sequence[Any]) -> bool:
+    is_plain = foreach.PLAIN.issuperset(map(type, tensors)) and list(map(_FACTS, tensors)) == facts
+    one_device = is_plain and (tensors[0].is_cpu or len({tensor.device for tensor in tensors}) == 1)
+    return one_device and not _repeated(tensors) and foreach.all_contiguous(tensors)
+
+
+def _repeated(tensors: Sequence[Tensor]) -> bool:
+    return len(set(map(id, tensors))) < len(tensors)
+
+
+def _are_numbers(column: Sequence[Any]) -> bool:
+    return all(isinstance(number, Tensor) and number.ndim == 0 for number in column)

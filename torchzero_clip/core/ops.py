@@ -1,0 +1,89 @@
+"""Operations that wait: a scaling, a shift, or an elementwise transform."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.core.elementwise import Elementwise, Flags
+from torchzero_clip.functional import foreach
+from torchzero_clip.functional.measure import Measured
+from torchzero_clip.functional.norms import all_ones, beyond_float32
+from torchzero_clip.types import Setting
+
+
+@dataclass(frozen=True, eq=False)
+class Scale:
+    """Multiplies each slice of the updates by its factor."""
+
+    measured: Measured
+    factors: Tensor
+    over_grads: bool
+    """It may write over the gradients."""
+
+    @property
+    def factor(self) -> Tensor:
+        """The factors, one for each update, or a 0-d tensor if there is one for all."""
+        one = self.measured.joint and foreach.is_one_number(self.factors)
+        return self.factors.select(0, 0) if one else self.factors
+
+    @property
+    def fits_kernels(self) -> bool:
+        """True if a kernel can apply it. On CUDA factors are clamped instead of checked: reading them would wait."""
+        return self.measured.is_plain and not (self.factors.is_cpu and beyond_float32(self.factors))
+
+    @property
+    def keeps_finite(self) -> bool:
+        """True if no factor is above 1. It reads them."""
+        return bool((self.factors.abs() <= 1).all())
+
+    @property
+    def does_nothing(self) -> bool:
+        """True if all factors are known to be 1."""
+        return all_ones(self.factors)
+
+
+@dataclass(frozen=True, eq=False)
+class Shift:
+    """Subtracts its number from each update."""
+
+    numbers: Tensor
+    keeps_finite = False
+
+
+@dataclass(frozen=True, eq=False)
+class Pointwise:
+    """Sends updates through an elementwise transform. The updates and the state have the layout of the parameters."""
+
+    transform: Elementwise
+    settings: Sequence[Setting]
+    state: list[list[Tensor]]
+    flags: Flags
+    follows_finite: bool = False
+    """Its updates are known to be finite where gradients are."""
+    counts: list[Tensor] = field(default_factory=list)
+    """How many elements of each piece changed."""
+    done: Callable[[Tensor], None] | None = None
+    """Called at the end with the number of elements that changed."""
+
+    @property
+    def keeps_finite(self) -> bool:
+        """True if finite updates stay finite."""
+        return self.transform.has_usual_way()
+
+    def usual(self) -> list[bool]:
+        """For each parameter, True if `Elementwise.change_usual_` fits. False on CUDA, where reading would wait."""
+        usable, started, _ = self.flags
+        if not usable.is_cpu or not self.follows_finite or not self.transform.has_usual_way():
+            return [False] * len(self.settings)
+        return (usable & started).tolist()
+
+    def finish(self) -> None:
+        """Report how many elements changed."""
+        if self.done is not None:
+            self.done(torch.stack(self.counts).double().sum())
+
+
+Op: TypeAlias = Scale | Shift | Pointwise

@@ -1,0 +1,65 @@
+"""The readable way of a step: each transform is applied in its turn, by the method that its author wrote."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import final
+
+from torch import Tensor
+from typing_extensions import override
+
+from torchzero_clip.core.executor import Executor, Host
+from torchzero_clip.core.nodes import Node
+from torchzero_clip.core.states import States
+from torchzero_clip.core.updates import Updates
+from torchzero_clip.functional.measure import Measured, scale_
+from torchzero_clip.functional.norms import all_ones, p_norms
+from torchzero_clip.functional.shards import memories, pack, wholes
+from torchzero_clip.types import State
+
+
+@final
+class Readable(Executor):
+    """Does everything at once, with whole tensors. It says what any other executor has to compute.
+
+    Args:
+        memory: The updates.
+    """
+
+    def __init__(self, memory: Updates) -> None:
+        self.memory = memory
+
+    @override
+    def read(self, rows: list[int], *, writable: bool = False) -> list[Tensor]:
+        return self.memory.current(rows, writable=writable)
+
+    @override
+    def settle(self, rows: Sequence[int]) -> None:
+        """The memory always holds the updates."""
+
+    @override
+    def scale(self, rows: list[int], measured: Measured, factors: Tensor, over_grads: bool) -> None:
+        if all_ones(factors):
+            self.memory.mark(rows)
+            return
+        updates = self.memory.own(rows, over_grads)
+        scale_(replace(measured, targets=memories([updates[i] for i in measured.indices])), factors)
+
+    @override
+    def take(self, host: Host, node: Node, rows: list[int]) -> bool:
+        return False
+
+    @override
+    def finish(self, host: Host, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
+        return set()
+
+    @override
+    def joint_norm(self, grads: list[Tensor]) -> Tensor | None:
+        return None
+
+    @override
+    def norm_of_each(self, grads: list[Tensor]) -> Tensor:
+        return pack(p_norms(wholes(grads), 2.0))
+
+    @override
+    def states(self, node: Node, stored: list[State], begin: Callable[[int], State]) -> States:
+        return States(stored, node.path, node.state, begin)

@@ -1,0 +1,146 @@
+"""Numbers of many parameters as elements of vectors."""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torchzero_clip.compat import FakeTensor
+from torchzero_clip.core.states import States
+from torchzero_clip.functional import foreach
+from torchzero_clip.types import State
+
+
+class _Kept(NamedTuple):
+    vector: Tensor
+    views: list[Tensor]
+    pointers: list[int]
+
+
+class Vectors:
+    """Numbers of many parameters as elements of vectors, so that one operation changes all of one key.
+
+    The state of each parameter holds a view of its element. A checkpoint or a user may replace a number. `vector`
+    notices, because the number is then another tensor or in other memory, and builds a new vector.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, _Kept] = {}
+
+    def are_views(self, name: str, column: list[Any]) -> bool:
+        """Whether the numbers under a name are the views that `vector` made last."""
+        kept = self._kept.get(name)
+        return kept is not None and len(column) == len(kept.views) and all(map(operator.is_, column, kept.views))
+
+    def vector(self, name: str, column: list[Tensor], rows: Sequence[State]) -> Tensor | None:
+        """The numbers that ``rows`` have under a name as a vector, to be modified; None if they cannot be one.
+
+        Args:
+            name: The qualified key.
+            column: The numbers as they are now, to be replaced by views of the vector.
+            rows: The states, in which they are replaced too.
+        """
+        kept = self._kept.get(name)
+        if kept and self.are_views(name, column) and pointers(column) == kept.pointers:
+            return kept.vector
+        if len({(type(n), n.ndim, n.dtype, n.device) for n in column}) != 1 or column[0].ndim:
+            return None
+        if len(set(map(id, column))) < len(column):  # a parameter that is listed twice
+            return None
+        vector = torch.stack(column)
+        views = list(vector.unbind())
+        for row, view in zip(rows, views, strict=True):
+            row[name] = view
+        column[:] = views
+        self._kept[name] = _Kept(vector, views, pointers(views))
+        return vector
+
+
+def pointers(tensors: Sequence[Tensor]) -> list[int]:
+    """The address of each tensor's memory; empty for fake tensors, which have none."""
+    return [] if isinstance(tensors[0], FakeTensor) else list(map(Tensor.data_ptr, tensors))
+
+
+class VectorStates(States):
+    """States whose numbers are elements of vectors, and whose columns may be known.
+
+    Args:
+        stored: As in `States`.
+        path: As in `States`.
+        own: As in `States`.
+        begin: As in `States`.
+        vectors: The vectors of the optimizer.
+        known: Columns of all parameters by qualified key, if they were collected before. Outdated ones are removed.
+    """
+
+    def __init__(
+        self,
+        stored: Sequence[State],
+        path: str,
+        own: Callable[[State], State],
+        begin: Callable[[int], State],
+        vectors: Vectors,
+        known: dict[str, list[Tensor]] | None,
+    ) -> None:
+        super().__init__(stored, path, own, begin)
+        self._vectors = vectors
+        self._known: dict[str, list[Tensor]] = {} if known is None else known
+        self._found: dict[str, Tensor | None] = {}
+
+    @override
+    def _store(self, stored: State, own: State) -> None:
+        for key, value in own.items():
+            name = f"{self._path}/{key}"
+            if name in self._known and stored.get(name) is not value:
+                del self._known[name]
+            stored[name] = value
+
+    @override
+    def column(self, key: str, indices: Sequence[int] | None = None) -> list[Any]:
+        """The values of one key: of all parameters, or of some."""
+        name = f"{self._path}/{key}"
+        if self._dicts is not None or indices is not None or name not in self._known:
+            return super().column(key, indices)
+        self._has_begun = True
+        return self._known[name]
+
+    @override
+    def numbers(self, key: str, indices: Sequence[int] | None = None) -> Tensor:
+        """The numbers of one key, of all parameters or of some: a float64 vector, not to be modified."""
+        vector = self._vector(key, indices)
+        return super().numbers(key, indices) if vector is None else vector.double()
+
+    @override
+    def keep(self, key: str, values: Tensor, indices: Sequence[int] | None = None) -> None:
+        """Replace the numbers of one key."""
+        vector = self._vector(key, indices)
+        if vector is None:
+            super().keep(key, values, indices)
+        else:
+            foreach.copy_([vector], [values])
+
+    @override
+    def add(self, key: str, number: float) -> None:
+        """Add to the numbers of one key."""
+        vector = self._vector(key, None)
+        if vector is None:
+            super().add(key, number)
+        else:
+            foreach.add_number_([vector], number)
+
+    def _vector(self, key: str, indices: Sequence[int] | None) -> Tensor | None:
+        """The vector of one key; None if its numbers cannot be one, or dicts were read, which may replace them."""
+        if self._dicts is not None:
+            return None
+        name = f"{self._path}/{key}"
+        if indices is not None:
+            rows = [self._stored[i] for i in indices]
+            self._known.pop(name, None)
+            self._found.pop(key, None)  # its views leave the rows
+            return self._vectors.vector(name, self.column(key, indices), rows)
+        if key not in self._found:
+            self._found[key] = self._vectors.vector(name, self.column(key), self._stored)
+        return self._found[key]
