@@ -24,8 +24,6 @@ from torchzero_clip.core.kinds import Gate as Gate
 from torchzero_clip.core.kinds import Scaling as Scaling
 from torchzero_clip.core.kinds import UpdateRule as UpdateRule
 from torchzero_clip.core.learning_rate import LR as LR
-from torchzero_clip.core.modular import Modular as Modular
-from torchzero_clip.core.modular import adapt_state_dict as adapt_state_dict
 from torchzero_clip.core.step import Step as Step
 from torchzero_clip.core.transform import TensorwiseTransform as TensorwiseTransform
 from torchzero_clip.core.transform import Transform as Transform
@@ -40,11 +38,13 @@ from torchzero_clip.functional.per_example import per_example_global_norm_clip a
 from torchzero_clip.functional.per_example import per_example_layer_norm_clip as per_example_layer_norm_clip
 from torchzero_clip.functional.total import clip_grads_with_norm_ as clip_grads_with_norm_
 from torchzero_clip.functional.total import get_total_norm as get_total_norm
+from torchzero_clip.migrating.as_lr import as_lr as as_lr
+from torchzero_clip.migrating.moving import from_torch_optim as from_torch_optim
+from torchzero_clip.migrating.moving import to_torch_optim as to_torch_optim
+from torchzero_clip.modular.modular import Modular as Modular
+from torchzero_clip.modular.modular import adapt_state_dict as adapt_state_dict
 from torchzero_clip.optimizers.adam import Adam as Adam
 from torchzero_clip.optimizers.adamw import AdamW as AdamW
-from torchzero_clip.optimizers.as_lr import as_lr as as_lr
-from torchzero_clip.optimizers.moving import from_torch_optim as from_torch_optim
-from torchzero_clip.optimizers.moving import to_torch_optim as to_torch_optim
 from torchzero_clip.optimizers.muon import Muon as Muon
 from torchzero_clip.optimizers.rmsprop import RMSprop as RMSprop
 from torchzero_clip.optimizers.sgd import SGD as SGD

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from torchzero_clip.core.modular import Modular
-from torchzero_clip.core.wrapped import unwrap
+from torchzero_clip.modular.modular import Modular
+from torchzero_clip.modular.wrapped import unwrap
 
 if TYPE_CHECKING:
     from torchzero_clip.integrations.huggingface import TrainerCallback as TrainerCallback

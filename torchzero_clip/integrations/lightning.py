@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from torchzero_clip.core.modular import Modular
 from torchzero_clip.integrations import unwrapped
+from torchzero_clip.modular.modular import Modular
 from torchzero_clip.recorder.recorder import Recorder, attached
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torchzero_clip.core.kinds import Scaling, UpdateRule
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.orthogonal import orthogonalized
+from torchzero_clip.optimizers.orthogonal import orthogonalized
 from torchzero_clip.types import Schedule, Setting, Target
 
 AdjustLR = Literal["original", "match_rms_adamw"]

@@ -12,11 +12,11 @@ from typing_extensions import override
 
 from torchzero_clip.checks import count, one_of
 from torchzero_clip.compat import never_compiled
-from torchzero_clip.core.modular import Modular
-from torchzero_clip.core.reported_loss import ReportedLoss
-from torchzero_clip.core.wrapped import unwrap
+from torchzero_clip.engine.reported_loss import ReportedLoss
 from torchzero_clip.functional.norms import each_norm
 from torchzero_clip.functional.scratch import Scratch
+from torchzero_clip.modular.modular import Modular
+from torchzero_clip.modular.wrapped import unwrap
 from torchzero_clip.recorder.files import check
 from torchzero_clip.recorder.layout import By, Layout
 from torchzero_clip.recorder.log import Log

@@ -14,9 +14,9 @@ from typing_extensions import override
 
 from torchzero_clip.compat import never_compiled
 from torchzero_clip.core.kinds import Scaling, UpdateRule
-from torchzero_clip.core.listener import Listener
 from torchzero_clip.core.nodes import Node
-from torchzero_clip.core.walk import Walk
+from torchzero_clip.engine.listener import Listener
+from torchzero_clip.engine.walk import Walk
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import L2
 from torchzero_clip.functional.norms import each_norm

@@ -10,9 +10,9 @@ from torchzero_clip.checks import count, one_of
 from torchzero_clip.core.chain_state import CONSECUTIVE, SKIPPED
 from torchzero_clip.core.kinds import Gate
 from torchzero_clip.core.nodes import Node
-from torchzero_clip.core.reported_loss import joint_loss
 from torchzero_clip.core.transform import Transform
-from torchzero_clip.core.walk import Walk
+from torchzero_clip.engine.reported_loss import joint_loss
+from torchzero_clip.engine.walk import Walk
 from torchzero_clip.functional.norms import combine
 from torchzero_clip.functional.shards import largest_on_all_ranks
 

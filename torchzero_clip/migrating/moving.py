@@ -7,16 +7,16 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
+from torchzero_clip.checkpoints.fitting import saved_groups
+from torchzero_clip.checkpoints.identity import IDENTITY
 from torchzero_clip.checks import instance
 from torchzero_clip.core.chain_state import COUNTERS
-from torchzero_clip.core.checkpoint import saved_groups
-from torchzero_clip.core.identity import IDENTITY
 from torchzero_clip.core.kinds import FinalRule
-from torchzero_clip.core.modular import Modular
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.transform import Transform
-from torchzero_clip.optimizers.torch_groups import TORCHS, Group, copied, optimizer_of, settings_from, settings_to
+from torchzero_clip.migrating.torch_groups import TORCHS, Group, copied, optimizer_of, settings_from, settings_to
+from torchzero_clip.modular.modular import Modular
 from torchzero_clip.optimizers.wrap import Wrap
 from torchzero_clip.types import State
 

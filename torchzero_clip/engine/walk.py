@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.core.chain import Chain
-from torchzero_clip.core.checked import check_factors, check_result, check_state
-from torchzero_clip.core.executor import Executor
 from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, UpdateRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.targets import TARGETS, change_gradients
 from torchzero_clip.core.transform import Transform
+from torchzero_clip.engine.checked import check_factors, check_result, check_state
+from torchzero_clip.engine.executor import Executor
+from torchzero_clip.engine.targets import TARGETS, change_gradients
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import L2, Measured, effect, scale_, summary
 from torchzero_clip.functional.shards import chosen

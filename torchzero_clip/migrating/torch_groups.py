@@ -6,15 +6,15 @@ from typing import Any
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
+from torchzero_clip.checkpoints.fitting import OPTIMIZER_KEYS
+from torchzero_clip.checkpoints.identity import IDENTITY
 from torchzero_clip.checks import plain
 from torchzero_clip.core.chain_state import COUNTERS
-from torchzero_clip.core.checkpoint import OPTIMIZER_KEYS
-from torchzero_clip.core.identity import IDENTITY
 from torchzero_clip.core.learning_rate import LR
-from torchzero_clip.core.modular import Modular
-from torchzero_clip.core.param_groups import HOST_KEYS
 from torchzero_clip.core.scope import NamedParam
 from torchzero_clip.core.transform import Transform
+from torchzero_clip.modular.modular import Modular
+from torchzero_clip.modular.param_groups import HOST_KEYS
 from torchzero_clip.optimizers.adam import Adam
 from torchzero_clip.optimizers.muon import Muon
 from torchzero_clip.optimizers.rmsprop import RMSprop

@@ -7,10 +7,10 @@ from typing import final
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.core.executor import Executor, Host
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.states import States
-from torchzero_clip.core.updates import Updates
+from torchzero_clip.engine.executor import Executor, Host
+from torchzero_clip.engine.updates import Updates
 from torchzero_clip.functional.measure import Measured, scale_
 from torchzero_clip.functional.norms import all_ones, p_norms
 from torchzero_clip.functional.shards import memories, pack, wholes

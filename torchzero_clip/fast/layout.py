@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from torchzero_clip.compat import SameLayout, same_layout
-from torchzero_clip.core.vectors import Vectors
+from torchzero_clip.fast.vectors import Vectors
 from torchzero_clip.functional import foreach
 from torchzero_clip.types import State
 

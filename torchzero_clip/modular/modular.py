@@ -11,31 +11,31 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
+from torchzero_clip.checkpoints.adapt import adapted
+from torchzero_clip.checkpoints.fitting import agreed, fitted
+from torchzero_clip.checkpoints.identity import IDENTITY, members_of, written
 from torchzero_clip.checks import boolean
-from torchzero_clip.core.adapt import adapted
 from torchzero_clip.core.chain import Chain, Transforms, as_written, flatten
 from torchzero_clip.core.chain_state import COUNTERS, SCHEDULE_STEP, SKIPPED, ChainState
-from torchzero_clip.core.checkpoint import agreed, fitted
-from torchzero_clip.core.described import described
-from torchzero_clip.core.executor import Executor
-from torchzero_clip.core.fast import Fast
-from torchzero_clip.core.gathering import refuse_unusable, taking_part
-from torchzero_clip.core.identity import IDENTITY, members_of, written
 from torchzero_clip.core.learning_rate import with_learning_rate
-from torchzero_clip.core.listener import Listener
-from torchzero_clip.core.nonfinite import Nonfinite, StepPolicy
-from torchzero_clip.core.param_groups import normalized, split
-from torchzero_clip.core.readable import Readable
-from torchzero_clip.core.reported_loss import ReportedLoss
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.states import own_numbers
 from torchzero_clip.core.transform import Transform
-from torchzero_clip.core.updates import Updates
-from torchzero_clip.core.validation import check_not_local, check_params, check_places, check_shapes, warn_of_slips
-from torchzero_clip.core.walk import Walk
-from torchzero_clip.core.workspace import Workspace
+from torchzero_clip.engine.executor import Executor
+from torchzero_clip.engine.listener import Listener
+from torchzero_clip.engine.nonfinite import Nonfinite, StepPolicy
+from torchzero_clip.engine.readable import Readable
+from torchzero_clip.engine.reported_loss import ReportedLoss
+from torchzero_clip.engine.updates import Updates
+from torchzero_clip.engine.walk import Walk
+from torchzero_clip.fast.fast import Fast
+from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.functional.gradients import own_gradients
+from torchzero_clip.modular.described import described
+from torchzero_clip.modular.gathering import refuse_unusable, taking_part
+from torchzero_clip.modular.param_groups import normalized, split
+from torchzero_clip.modular.validation import check_not_local, check_params, check_places, check_shapes, warn_of_slips
 from torchzero_clip.types import Setting, State
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 from torch.optim import Optimizer
 
 from torchzero_clip.checks import instance, is_numeric
-from torchzero_clip.core.modular import Modular
+from torchzero_clip.modular.modular import Modular
 
 
 def as_lr(optimizer: Optimizer, key: str) -> Optimizer:

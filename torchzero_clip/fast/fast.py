@@ -11,21 +11,21 @@ from typing import Any, final
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.core.averages import Average
 from torchzero_clip.core.elementwise import Elementwise, Flags
-from torchzero_clip.core.executor import Executor, Host
-from torchzero_clip.core.kernels import call_kernel, run_kernel
 from torchzero_clip.core.kinds import Fused, Kernel, Shifting, UpdateRule
 from torchzero_clip.core.nodes import Node
-from torchzero_clip.core.ops import Op, Pointwise, Scale, Shift
-from torchzero_clip.core.pieces import run_pieces
-from torchzero_clip.core.queues import Queues
 from torchzero_clip.core.states import States
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import overridden_last
-from torchzero_clip.core.updates import Updates
-from torchzero_clip.core.vectors import VectorStates
-from torchzero_clip.core.workspace import Workspace
+from torchzero_clip.engine.executor import Executor, Host
+from torchzero_clip.engine.updates import Updates
+from torchzero_clip.fast.averages import Average
+from torchzero_clip.fast.kernels import call_kernel, run_kernel
+from torchzero_clip.fast.ops import Op, Pointwise, Scale, Shift
+from torchzero_clip.fast.pieces import run_pieces
+from torchzero_clip.fast.queues import Queues
+from torchzero_clip.fast.vectors import VectorStates
+from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Measured, Slicing, measure, scale_
 from torchzero_clip.functional.norms import each_norm, whole_norm, whole_norms

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchzero_clip.core.ops import Op
+from torchzero_clip.fast.ops import Op
 
 
 @dataclass

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchzero_clip.core.kernels import LONG, inverse
-from torchzero_clip.core.ops import Op, Pointwise, Scale, Shift
+from torchzero_clip.fast.kernels import LONG, inverse
+from torchzero_clip.fast.ops import Op, Pointwise, Scale, Shift
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import by_setting
 from torchzero_clip.functional.scratch import Scratch

@@ -11,7 +11,7 @@ from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.states import States
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.tools import Tools
-from torchzero_clip.core.updates import Updates
+from torchzero_clip.engine.updates import Updates
 from torchzero_clip.functional.measure import Measured
 from torchzero_clip.types import Setting, State
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchzero_clip.checkpoints.identity import IDENTITY
 from torchzero_clip.checks import count
 from torchzero_clip.compat import is_distributed
 from torchzero_clip.core.chain_state import CONSECUTIVE, COUNTERS, SCHEDULE_STEP, saved_chain_state
-from torchzero_clip.core.identity import IDENTITY
 from torchzero_clip.core.kinds import FinalRule
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.schedules import Schedules

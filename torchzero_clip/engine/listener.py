@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 
-from torchzero_clip.core.walk import Walk
+from torchzero_clip.engine.walk import Walk
 
 
 class Listener(ABC):

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from torchzero_clip.core.layout import Layout, columns_of
-from torchzero_clip.core.vectors import Vectors
+from torchzero_clip.fast.layout import Layout, columns_of
+from torchzero_clip.fast.vectors import Vectors
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import State
 

@@ -5,8 +5,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from torchzero_clip.core.executor import Executor
 from torchzero_clip.core.nodes import Node, Nodes
+from torchzero_clip.engine.executor import Executor
 from torchzero_clip.functional import foreach
 from torchzero_clip.types import Target
 

@@ -1,0 +1,1 @@
+"""From the optimizers of torch to a chain, and back."""
