@@ -1,6 +1,5 @@
 """Memory that steps reuse."""
 
-import copy
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -27,11 +26,12 @@ class Scratch:
     overwrite each other's numbers.
     """
 
+    _known: Sequence[Tensor] = ()
+    _layout: object = None
+
     def __init__(self) -> None:
         self._memory: dict[Hashable, Tensor] = {}
         self._plans: dict[str, _Plan] = {}
-        self._known: Sequence[Tensor] = ()
-        self._layout: object = None
 
     def knowing(self, tensors: Sequence[Tensor], layout: object) -> "Scratch":
         """The same memory and plans, for as long as the layout of some tensors is known, so that `plan` need not check.
@@ -40,7 +40,8 @@ class Scratch:
             tensors: The tensors.
             layout: An object that stands for their layout: the same one only for equal layouts.
         """
-        knowing = copy.copy(self)
+        knowing = object.__new__(Scratch)
+        knowing._memory, knowing._plans = self._memory, self._plans
         knowing._known, knowing._layout = tensors, layout
         return knowing
 
