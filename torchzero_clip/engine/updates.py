@@ -42,12 +42,13 @@ class Updates:
         With ``writable`` they share no memory with gradients, parameters or state, except that with ``over_grads`` they
         may be the gradients themselves.
         """
+        # the usual case first: a list of gradients needs no look at each row
         if self.untouched and not self._maximize and (over_grads or not writable):
             return list(self._grads) if len(rows) == len(self._grads) else [self._grads[i] for i in rows]
         found: list[Tensor] = []
         for i in rows:
             update, borrowed, grad = self._updates[i], self._borrowed[i], self._grads[i]
-            if update is None:
+            if update is None:  # no transform has acted: with maximize the sign turns here, and only once
                 update, borrowed = (-grad, False) if self._maximize else (grad, True)
             # a copy, because another transform may still need what the memory belongs to
             found.append(update.clone() if writable and borrowed and not (over_grads and update is grad) else update)
@@ -64,6 +65,8 @@ class Updates:
 
     def put(self, rows: list[int], updates: Sequence[Tensor]) -> None:
         """Store the updates that a transform returned: new tensors, or gradients, parameters and state themselves."""
+        # a rule may return its input or its own state (momentum without Nesterov): writing to that would change them.
+        # One tensor for two parameters is shared too. Tensors hash by identity, so this reads no value
         values = [*self._chain_state.values(), *(value for state in self._states for value in state.values())]
         others = {*self._grads, *self._params, *(value for value in values if isinstance(value, Tensor))}
         counts: dict[Tensor, int] = {}
@@ -75,6 +78,7 @@ class Updates:
 
     def keep(self, rows: list[int]) -> None:
         """Copy updates that share a tensor with ``.grad``, because a ``target="grad"`` transform will write to it."""
+        # an update of None still follows the gradient: `target="grad"` reaches it if no transform has acted before
         shared = [i for i in rows if self._updates[i] is self._grads[i]]
         self._put_own(shared, [self._grads[i].clone() for i in shared])
 

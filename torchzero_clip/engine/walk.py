@@ -105,6 +105,7 @@ class Walk:
         With ``jointly`` it may be one number, the norm of all together, if the statistics of the chain need only that.
         """
         if self.gradient_norms is None:
+            # the joint norm of finite gradients is finite, and 0 only if all are 0: joint statistics ask no more
             total = self.executor.joint_norm(self.grads) if jointly and self.nodes.only_joint_statistics else None
             self.gradient_norms = self.executor.norm_of_each(self.grads) if total is None else total.view(1)
             self._note_norms(self.gradient_norms if total is None else None)
@@ -130,6 +131,7 @@ class Walk:
                 rows = self.rows_of(path)
                 if rows:
                     change_gradients(self, self.nodes.by_path[path], rows)
+                # later statistics judge the gradients that enter the rest of the chain
                 self.gradient_norms = None
 
     def run(self, chain: Chain, prefix: str, rows: list[int], *, to_params: bool = False) -> None:
@@ -143,10 +145,11 @@ class Walk:
                 self._note_norms()
             if to_params and own and isinstance(transform, UpdateRule):
                 done = self._finish(node, own, rest)
-                if done:
+                if done:  # their parameters have changed: no later transform may see these rows
                     rows, own = ([i for i in these if i not in done] for these in (rows, own))
             if not rows:
                 return
+            # torch subtracts lr times the update in one operation, which rounds once instead of twice
             if to_params and not rest and _is_subtracted(transform):
                 transform.subtract(self.executor.read(rows), self.step_for(node, rows))
                 return
@@ -173,7 +176,7 @@ class Walk:
         """Apply a transform to what its target names. With ``over_grads`` a scaling may write over the gradients."""
         transform = node.transform
         if self.nodes.keeps_statistics and not _measures_gradients(transform):
-            self.measure_gradients()
+            self.measure_gradients()  # before this transform changes what a later statistic has to judge
         if "grad" in self.nodes.targets:
             self.executor.memory.keep(rows)
         if transform.target != "update":
@@ -183,6 +186,7 @@ class Walk:
             measured, factors = self._measured(node, transform, rows, self.executor.read(rows))
             self.executor.scale(rows, measured, factors, over_grads)
         elif not self.executor.take(self, node, rows):
+            # a rule only reads, so it may get the gradients themselves: a copy would cost a pass over memory
             updates = self.executor.read(rows, writable=not isinstance(transform, UpdateRule))
             self.executor.memory.put(rows, self.apply(node, rows, updates))
 
@@ -203,7 +207,7 @@ class Walk:
             check_state(node, step)
             return list(result)
         finally:
-            self.store(node, step)
+            self.store(node, step)  # also after an error: states that were changed have to match the others
 
     def _apply_child(self, node: Node, rows: list[int], name: str, updates: list[Tensor]) -> list[Tensor]:
         child = self.nodes.by_path[f"{node.path}/{name}"]
@@ -218,6 +222,7 @@ class Walk:
     ) -> tuple[Measured, Tensor]:
         """The norms of updates, and the factors that a scaling computes from them."""
         step = self.step_for(node, rows)
+        # None tells `measure` that tensors are cut as the arguments say, which it may do faster
         dims_of = None if type(transform).slice_dims is Scaling.slice_dims else transform.slice_dims
         try:
             keeps, slicing = self.nodes.keeps_statistics, transform.slicing
@@ -228,7 +233,7 @@ class Walk:
                 jointly = jointly and len(measured.vector) > 0
                 self.gradient_norms = measured.vector.narrow(0, 0, 1) if jointly else measured.tensor_norms
                 self.measure_gradients()
-            if beside:
+            if beside:  # the same pass gave the listener its norms, unless they are of another metric
                 self._note_norms(measured.tensor_norms if measured.metric == L2 else None)
             if transform.keeps_statistics:
                 step.gradient_norms = self.norms_of(rows)
@@ -257,7 +262,7 @@ class Walk:
                 {**{key: value for other in later[::-1] for key, value in other[g].items()}, **own[g]}
                 for g in range(len(self.groups))
             ]
-        if len(own) == 1:
+        if len(own) == 1:  # one object for all: `by_setting` then finds one range without comparing
             return [own[0]] * len(rows)
         return [own[g] for g in self._picked(self.group_of, rows)]
 
@@ -289,6 +294,7 @@ class Walk:
 
     def _may_write_grads(self, rest: Sequence[Node]) -> bool:
         """True if only scalings stand before the next update rule, which does not write to its updates."""
+        # torch's clip leaves the clipped gradient in .grad too; a final rule may write to what it gets
         acting = (n.transform for n in rest if n.transform.target == "update")
         following = next((t for t in acting if not isinstance(t, Scaling | Gate)), None)
         return not self.keep_grads and isinstance(following, UpdateRule) and not isinstance(following, FinalRule)
@@ -307,6 +313,7 @@ def _begin(transform: Transform, params: Sequence[Tensor], settings: Sequence[Se
 
 def _measures_gradients(transform: Transform) -> bool:
     """True if a transform, as the first of the chain, measures the gradients of all parameters."""
+    # a norm of some gradients says nothing of the others, and a norm of parameters nothing of gradients
     if transform.scope.limited or transform.target not in ("update", "update_difference", "grad"):
         return False
     if isinstance(transform, Chain):
