@@ -15,6 +15,7 @@ from torchzero_clip.core.kinds import FinalRule
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
+from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional.shards import largest_on_all_ranks, local
 
 Group = dict[str, Any]
@@ -164,8 +165,8 @@ def _check_state(number: Any, saved: Any, nodes: Nodes, named: NamedParam, group
     # the keys of state may depend on settings, which may have changed since the last step
     now, at_first = nodes.init_state(named, group), nodes.init_state(named)
     expected = {**nodes.possible_state(named, group), **at_first, **now}
-    final = [f"{node.path}/" for node in nodes if isinstance(node.transform, FinalRule)]
-    not_begun = tuple(prefix for prefix in final if not any(str(key).startswith(prefix) for key in saved))
+    later = [f"{node.path}/" for node in nodes if _may_begin_later(node.transform)]
+    not_begun = tuple(prefix for prefix in later if not any(str(key).startswith(prefix) for key in saved))
     needed = [key for key in expected if key in now and key in at_first and not key.startswith(not_begun)]
     missing = [key for key in needed if key not in saved] if saved else []
     extra = [key for key in saved if key not in expected]
@@ -176,6 +177,11 @@ def _check_state(number: Any, saved: Any, nodes: Nodes, named: NamedParam, group
         what = f"the state {key!r} of parameter {number}"
         _check_value(what, value, expected[key], finite=key.startswith(statistics))
     return expected
+
+
+def _may_begin_later(transform: Transform) -> bool:
+    """True if a parameter may have been without state: a setting may have been another at its first gradient."""
+    return isinstance(transform, FinalRule) or type(transform).possible_state is not Transform.possible_state
 
 
 def _check_value(what: str, value: Any, expected: Any, *, finite: bool) -> None:
