@@ -376,7 +376,8 @@ def scale_(measured: Measured, factors: Tensor) -> None:
     if measured.slices is not None and not beyond_float32(factors):
         measured.slices.scale_(measured.targets, factors)
         return
-    foreach.scale_(measured.targets, measured.shaped(factors), exact=beyond_float32(factors))
+    targets = list(map(memory, measured.targets))  # a scalar is measured as a vector
+    foreach.scale_(targets, measured.shaped(factors), exact=beyond_float32(factors))
 
 
 def effect(measured: Measured, factors: Tensor) -> Scaled:
