@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 SameLayout = Callable[[Sequence[Tensor]], bool]
-"""Whether each tensor has the type, dtype, device, shape and strides of the one that it stands for."""
+"""Whether each tensor has the type, dtype, device, shape, strides and negation of the one that it stands for."""
 
 never_compiled = _disable_dynamo
 """`torch.compiler.disable` as torch itself uses it: the public one imports the compiler at once, which takes 0.5 s."""
@@ -68,9 +68,12 @@ def same_layout(tensors: Sequence[Tensor]) -> SameLayout:
 
 def _in_python(tensors: Sequence[Tensor]) -> SameLayout:
     types, layouts, strides = list(map(type, tensors)), list(map(_LAYOUT, tensors)), list(map(Tensor.stride, tensors))
+    negated = list(map(Tensor.is_neg, tensors))
 
     def fits(others: Sequence[Tensor]) -> bool:
         if list(map(type, others)) != types or list(map(_LAYOUT, others)) != layouts:
+            return False
+        if list(map(Tensor.is_neg, others)) != negated:
             return False
         return list(map(Tensor.stride, others)) == strides and len(set(map(id, others))) == len(others)
 

@@ -57,10 +57,11 @@ def distributed_like(part: Tensor, like: Tensor) -> Tensor:
 
 
 def aligned(grad: Tensor, param: Tensor) -> Tensor:
-    """A gradient laid out like its parameter, after carrying out pending sums and conjugations."""
+    """A gradient laid out like its parameter, after carrying out pending sums, conjugations and negations."""
     if is_distributed(grad) and is_distributed(param) and grad.placements != param.placements:
         return grad.redistribute(param.device_mesh, param.placements)
-    return grad.resolve_conj() if grad.is_complex() else grad
+    grad = grad.resolve_conj() if grad.is_complex() else grad
+    return grad.resolve_neg() if grad.is_neg() else grad
 
 
 def is_partial(tensor: Tensor) -> bool:
