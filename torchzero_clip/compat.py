@@ -7,6 +7,7 @@ which transformation, such as vmap, the forward of a module runs; torch has no p
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,15 @@ def stores_by_hooks() -> bool:
     """True if hooks of saved tensors, such as those of checkpoints, see what the graph stores now."""
     top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore
     return top is None or top(True) is not None
+
+
+def cpu_by_default() -> AbstractContextManager[Any]:
+    """A context in which tensors that are made without a device are on the CPU.
+
+    torch's optimizers and transforms of other authors make numbers in this way. It does nothing if the CPU is the
+    default, because within `torch.device` every call of torch takes longer.
+    """
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 _LAYOUT = attrgetter("dtype", "device", "layout", "shape")

@@ -91,7 +91,8 @@ def agreed(groups: Sequence[Group]) -> Generator[None]:
     except (TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as found:
         error = ValueError(f"the checkpoint does not fit: {found}")
         error.__cause__ = found
-    refused = largest_on_all_ranks(torch.tensor([float(error is not None)]), [p for g in groups for p in g["params"]])
+    failed = torch.tensor([float(error is not None)], dtype=torch.float64, device="cpu")
+    refused = largest_on_all_ranks(failed, [param for group in groups for param in group["params"]])
     if error is not None:
         raise error
     if refused.item() > 0:

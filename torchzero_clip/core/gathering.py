@@ -116,8 +116,9 @@ def alike(
 def _are_like(facts: list[Any], tensors: Sequence[Tensor]) -> bool:
     is_plain = foreach.PLAIN.issuperset(map(type, tensors)) and list(map(_FACTS, tensors)) == facts
     one_device = is_plain and (tensors[0].is_cpu or len({tensor.device for tensor in tensors}) == 1)
-    is_lazy = any(map(Tensor.is_neg, tensors))  # see `own_gradients`
-    return one_device and not (is_lazy or _repeated(tensors)) and foreach.all_contiguous(tensors)
+    if not one_device or _repeated(tensors) or any(map(Tensor.is_neg, tensors)):  # see `own_gradients`
+        return False
+    return foreach.all_contiguous(tensors)
 
 
 def _repeated(tensors: Sequence[Tensor]) -> bool:

@@ -174,8 +174,8 @@ class Modular(Optimizer):
             {'clip_norm/norm': 5.0, 'clip_norm/factor': 0.2, 'clip_norm/clipped': 1.0}
         """
         self._chain_state.take_counters(self.param_groups)
-        counted = {"skipped_steps": torch.tensor(self._chain_state.values[SKIPPED])} if self._policy.may_skip else {}
-        return {**self._metrics, **counted}
+        skipped = torch.tensor(self._chain_state.values[SKIPPED], device="cpu") if self._policy.may_skip else None
+        return self._metrics | ({} if skipped is None else {"skipped_steps": skipped})
 
     @overload
     def step(self, closure: None = None) -> None: ...

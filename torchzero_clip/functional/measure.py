@@ -334,7 +334,7 @@ def _measure_slices(tensors: Sequence[Tensor], slices: Slices) -> Measured:
     targets = list(tensors) if min(map(Tensor.dim, tensors)) else list(map(memory, tensors))
     total, tensor_norms = combine(norms, 2.0), None
     if tensors[0].dtype != torch.float64:  # their squares are in the range of float64
-        squares = torch.zeros(len(tensors), dtype=torch.float64).index_add_(0, slices.owner, norms.square())
+        squares = norms.new_zeros(len(tensors)).index_add_(0, slices.owner, norms.square())
         tensor_norms = squares.sqrt_()
     indices = list(range(len(tensors)))
     return Measured(L2, indices, norms, total, targets, tensor_norms=tensor_norms, slices=slices)

@@ -139,7 +139,7 @@ def whole(tensor: Tensor) -> Part:
 def pack(values: Sequence[Tensor]) -> Tensor:
     """All values in one float64 vector, on the device of the first."""
     if not values:
-        return torch.zeros(0, dtype=torch.float64)
+        return torch.zeros(0, dtype=torch.float64, device="cpu")
     device, dtype = values[0].device, values[0].dtype
     if all(value.device == device and value.dtype == dtype for value in values):
         return torch.cat([value.reshape(-1) for value in values]).double()  # one cast instead of one for each value
