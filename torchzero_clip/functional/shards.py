@@ -60,8 +60,9 @@ def aligned(grad: Tensor, param: Tensor) -> Tensor:
     """A gradient laid out like its parameter, after carrying out pending sums, conjugations and negations."""
     if is_distributed(grad) and is_distributed(param) and grad.placements != param.placements:
         return grad.redistribute(param.device_mesh, param.placements)
-    grad = grad.resolve_conj() if grad.is_complex() else grad
-    return grad.resolve_neg() if grad.is_neg() else grad
+    if torch.compiler.is_compiling():  # which cannot ask for pending negations
+        return grad.resolve_conj() if grad.is_complex() else grad
+    return grad.resolve_conj().resolve_neg() if grad.is_conj() or grad.is_neg() else grad
 
 
 def is_partial(tensor: Tensor) -> bool:
