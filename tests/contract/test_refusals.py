@@ -291,7 +291,11 @@ HOSTILE = {
     "betas of three": lambda c: c | {"param_groups": [c["param_groups"][0] | {"betas": (0.1, 0.2, 0.3)}]},
     "lr is a string": lambda c: c | {"param_groups": [c["param_groups"][0] | {"lr": "0.1"}]},
     "wrong shape": lambda c: with_state(c, "adam/exp_avg", torch.zeros(5)),
-    "wrong dtype": lambda c: with_state(c, "adam/exp_avg", torch.zeros(4, 3, dtype=torch.float64)),
+    "complex numbers": lambda c: with_state(c, "adam/exp_avg", torch.zeros(4, 3, dtype=torch.complex64)),
+    "booleans": lambda c: with_state(c, "adam/exp_avg", torch.zeros(4, 3, dtype=torch.bool)),
+    "an average beyond float32": lambda c: with_state(
+        c, "clip_norm_by_ema/ema", torch.full((4, 3), 1e300, dtype=torch.float64)
+    ),
     "integers": lambda c: with_state(c, "adam/exp_avg", torch.zeros(4, 3, dtype=torch.int64)),
     "sparse": lambda c: with_state(c, "adam/exp_avg", torch.zeros(4, 3).to_sparse()),
     "number for a tensor": lambda c: with_state(c, "adam/exp_avg", 1.0),

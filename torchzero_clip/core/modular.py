@@ -384,8 +384,9 @@ class Modular(Optimizer):
     ) -> None:
         """Load a checkpoint. It is checked completely before the first change.
 
-        A checkpoint belongs to its chain: it loads into the same transforms in the same order. State keeps the dtype it
-        was saved in. Keys that schedulers added to the groups stay if the checkpoint lacks them.
+        A checkpoint belongs to its chain: it loads into the same transforms in the same order. State that was saved in
+        another floating point dtype is converted, as in torch: after ``model.double()`` it is that of a double model.
+        Keys that schedulers added to the groups stay if the checkpoint lacks them.
 
         Args:
             state_dict: What `state_dict` returned, for the same parameters.
