@@ -24,6 +24,7 @@ CHANGES = {
     "shape": lambda t: t.reshape(-1, 2, 5, 2) if t.ndim else t.view(1),
     "strides": lambda t: t.to(memory_format=torch.channels_last) if t.ndim == 4 else t.expand(2),
     "layout": lambda t: t.to_sparse(),
+    "negation": torch._neg_view,
     "type": nn.Parameter,
     "no tensor": lambda t: None,
 }

@@ -7,6 +7,7 @@ which transformation, such as vmap, the forward of a module runs; torch has no p
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 SameLayout = Callable[[Sequence[Tensor]], bool]
-"""Whether each tensor has the type, dtype, device, shape and strides of the one that it stands for."""
+"""Whether each tensor has the type, dtype, device, shape, strides and negation of the one that it stands for."""
 
 never_compiled = _disable_dynamo
 """`torch.compiler.disable` as torch itself uses it: the public one imports the compiler at once, which takes 0.5 s."""
@@ -40,6 +41,15 @@ def stores_by_hooks() -> bool:
     """True if hooks of saved tensors, such as those of checkpoints, see what the graph stores now."""
     top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore
     return top is None or top(True) is not None
+
+
+def cpu_by_default() -> AbstractContextManager[Any]:
+    """A context in which tensors that are made without a device are on the CPU.
+
+    torch's optimizers and transforms of other authors make numbers in this way. It does nothing if the CPU is the
+    default, because within `torch.device` every call of torch takes longer.
+    """
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 _LAYOUT = attrgetter("dtype", "device", "layout", "shape")
@@ -68,9 +78,12 @@ def same_layout(tensors: Sequence[Tensor]) -> SameLayout:
 
 def _in_python(tensors: Sequence[Tensor]) -> SameLayout:
     types, layouts, strides = list(map(type, tensors)), list(map(_LAYOUT, tensors)), list(map(Tensor.stride, tensors))
+    negated = list(map(Tensor.is_neg, tensors))
 
     def fits(others: Sequence[Tensor]) -> bool:
         if list(map(type, others)) != types or list(map(_LAYOUT, others)) != layouts:
+            return False
+        if list(map(Tensor.is_neg, others)) != negated:
             return False
         return list(map(Tensor.stride, others)) == strides and len(set(map(id, others))) == len(others)
 

@@ -93,6 +93,36 @@ def test_scaling_all_gradients_scales_all_updates(steps, exponent):
             torch.testing.assert_close(x, [v * scale for v in y], rtol=1e-12, atol=0)
 
 
+SPIKES = {
+    torch.float64: (1e150, 1.4e154, 1e160, 1.7e308),
+    torch.float32: (1e18, 1.9e19, 3e33, 3e38),
+    torch.bfloat16: (1e18, 1.9e19, 3e33, 3e38),
+    torch.float16: (256.0, 65504.0),
+}
+
+
+@pytest.mark.parametrize(("dtype", "spike"), [(dtype, spike) for dtype in SPIKES for spike in SPIKES[dtype]], ids=str)
+@pytest.mark.parametrize("init", ["zeros", "update"])
+@pytest.mark.parametrize("tensorwise", [True, False])
+@pytest.mark.parametrize("transform", [ClipNormByEMA, NormalizeByEMA])
+def test_a_spike_of_any_finite_size_is_one_large_gradient(transform, tensorwise, init, dtype, spike):
+    """The average of 1 grows to 1.5 in the step of the spike, for tensors of any number of dimensions."""
+    shapes = [(), (1,), (4,), (2, 2)]
+    params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+    optimizer = Modular(params, transform(0.5, "linf", tensorwise=tensorwise, ema_init=init))
+    for size in (*[1.0] * 20, spike, 1.0):
+        for param in params:
+            param.data.zero_()
+            param.grad = torch.full_like(param, size)
+        optimizer.step()
+        if size == spike:
+            for param in params:
+                torch.testing.assert_close(-param.data, torch.full_like(param, 1.5), rtol=1e-2, atol=0)
+    for param in params:  # 1.25 is the next average, to which NormalizeByEMA scales up
+        expected = 1.25 if transform is NormalizeByEMA else 1.0
+        torch.testing.assert_close(-param.data, torch.full_like(param, expected), rtol=1e-2, atol=0)
+
+
 def test_one_spike_does_not_lift_the_limit_of_the_steps_after_it():
     steps = [[[1.0]]] * 20 + [[[1e6]]] + [[[1.0]]] * 3 + [[[1e6]]]
     results, _ = outputs(ClipNormByEMA(0.5), steps)

@@ -117,6 +117,15 @@ def test_max_norm_zero_gives_zeros_and_inf_changes_nothing():
     assert all(torch.equal(a, b) for a, b in zip(transformed(tensors, ClipNorm(math.inf)), tensors, strict=True))
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (2, 2)])
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 3e38), (torch.float64, 1e300)], ids=str)
+def test_factors_beyond_float32_serve_scalars_too(dtype, size, shape):
+    weight = nn.Parameter(torch.zeros(shape, dtype=dtype))
+    weight.grad = torch.full_like(weight, size)
+    Modular([weight], ClipNorm(1e-3, "linf")).step()
+    torch.testing.assert_close(-weight.data, torch.full_like(weight, 1e-3))
+
+
 def test_float16_of_300s_is_clipped_not_zeroed():
     (result,) = transformed([torch.full((1000,), 300.0, dtype=torch.float16)], ClipNorm(1.0))
     assert result.double().norm().item() == pytest.approx(1, rel=5e-4)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from contract.entries import ENTRIES, Entry, LimitRMS, Mul
-from contract.training import assert_equal, assert_same_checkpoint, gradients, parameters, train, values
+from contract.training import assert_equal, assert_same_checkpoint, gradients, parameters, through_file, train, values
 from torch import nn
 
 from torchzero_clip import (
@@ -291,7 +291,11 @@ HOSTILE = {
     "betas of three": lambda c: c | {"param_groups": [c["param_groups"][0] | {"betas": (0.1, 0.2, 0.3)}]},
     "lr is a string": lambda c: c | {"param_groups": [c["param_groups"][0] | {"lr": "0.1"}]},
     "wrong shape": lambda c: with_state(c, "adam/exp_avg", torch.zeros(5)),
-    "wrong dtype": lambda c: with_state(c, "adam/exp_avg", torch.zeros(4, 3, dtype=torch.float64)),
+    "complex numbers": lambda c: with_state(c, "adam/exp_avg", torch.zeros(4, 3, dtype=torch.complex64)),
+    "booleans": lambda c: with_state(c, "adam/exp_avg", torch.zeros(4, 3, dtype=torch.bool)),
+    "an average beyond float32": lambda c: with_state(
+        c, "clip_norm_by_ema/ema", torch.full((4, 3), 1e300, dtype=torch.float64)
+    ),
     "integers": lambda c: with_state(c, "adam/exp_avg", torch.zeros(4, 3, dtype=torch.int64)),
     "sparse": lambda c: with_state(c, "adam/exp_avg", torch.zeros(4, 3).to_sparse()),
     "number for a tensor": lambda c: with_state(c, "adam/exp_avg", 1.0),
@@ -418,14 +422,40 @@ def test_state_that_came_with_a_setting_which_has_changed_since_is_taken(first):
             train(optimizer, params, gradients(params, 1))
 
 
+@pytest.mark.parametrize("at_construction", [None, 1.5])
 @pytest.mark.parametrize("growth", [ClipNormGrowth, ClipValueGrowth])
-def test_a_limit_that_came_and_went_leaves_a_checkpoint_that_loads(growth):
+@pytest.mark.parametrize(
+    "chain",
+    [
+        lambda growth: [growth, Adam()],
+        lambda growth: [Chain(growth, target="update_difference"), SGD(0.1, 0.9)],
+        lambda growth: [ClipValueByEMA(ema_tfm=growth), Adam()],
+        lambda growth: [growth.only(lambda p: p.ndim), RMSprop()],
+    ],
+)
+def test_a_limit_that_came_and_went_leaves_a_checkpoint_that_loads_and_goes_on_alike(chain, growth, at_construction):
+    def made(params):
+        return Modular(params, chain(growth(mul=at_construction)))
+
     params = parameters()
-    optimizer = Modular(params, growth(mul=None), Adam())
-    for mul in (None, 1.5, None):
-        optimizer.param_groups[0]["mul"] = mul
-        train(optimizer, params, gradients(params, 1))
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer = made(params)
+    key = next(key for key in optimizer.param_groups[0] if key.endswith("mul"))
+    for i, mul in enumerate((None, 1.5, None, 1.5)):
+        # the limit changes before the first gradient, and between the gradients of some parameters only
+        for acting in ((0, 1), (2, 3), (0, 1, 2, 3)):
+            optimizer.param_groups[0][key] = mul
+            saved = through_file(optimizer.state_dict())
+            twins = [nn.Parameter(value) for value in values(params)]
+            second = made(twins)
+            second.load_state_dict(saved)
+            assert_same_checkpoint(second.state_dict(), saved)
+            row = gradients(params, 1, seed=i)[0]
+            for own, either in ((params, optimizer), (twins, second)):
+                for k, param in enumerate(own):
+                    param.grad = row[k].clone() if k in acting else None
+                either.step()
+            assert_equal(twins, params)
+            assert_same_checkpoint(second.state_dict(), optimizer.state_dict())
 
 
 GLOBAL_STATE = [

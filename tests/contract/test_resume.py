@@ -17,7 +17,7 @@ from contract.training import (
     values,
 )
 
-from torchzero_clip import Modular
+from torchzero_clip import Adam, Modular
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -95,3 +95,51 @@ def test_state_dtypes_and_large_counts_survive():
     for state in optimizer.state.values():
         assert state["adam/step"].item() == 1001
         assert state["adam/exp_avg"].dtype == torch.float64
+
+
+CHANGES = [
+    (torch.float32, torch.float64), (torch.float64, torch.float32), (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32), (torch.complex64, torch.complex128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGES, ids=str)
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_a_checkpoint_loads_after_the_dtype_of_the_model_has_changed(entry, before, after):
+    if before.is_complex and entry.name == "Muon+Adam":
+        pytest.skip("Muon takes no complex parameters")
+    params = parameters(before)
+    optimizer = Modular(params, entry.make())
+    train(optimizer, params, gradients(params, 2))
+    saved = through_file(optimizer.state_dict())
+    for param in params:
+        param.grad, param.data = None, param.data.to(after)
+    twins = [torch.nn.Parameter(value) for value in values(params)]
+    second = Modular(twins, entry.make())
+    optimizer.load_state_dict(optimizer.state_dict())
+    second.load_state_dict(saved)
+    fresh_params = parameters(after)
+    fresh = Modular(fresh_params, entry.make())
+    train(fresh, fresh_params, gradients(fresh_params, 2))
+    for i, (param, other) in enumerate(zip(params, fresh_params, strict=True)):
+        for key, value in optimizer.state.get(param, {}).items():
+            assert value.dtype == fresh.state[other][key].dtype
+            torch.testing.assert_close(value, saved["state"][i][key].to(value.dtype), rtol=0, atol=0)
+    grads = gradients(params, 2)
+    train(optimizer, params, grads)
+    train(second, twins, grads)
+    assert_equal(twins, params)
+    assert_same_state(second, optimizer)
+
+
+def test_adam_goes_on_after_double_as_torchs_does():
+    params, others = parameters(), parameters()
+    optimizer, reference = Modular(params, Adam(0.1, fused=False)), torch.optim.Adam(others, 0.1, foreach=False)
+    grads = gradients(params, 4)
+    for either, own in ((optimizer, params), (reference, others)):
+        train(either, own, grads[:2])
+        for param in own:
+            param.grad, param.data = None, param.data.double()
+        either.load_state_dict(either.state_dict())
+        train(either, own, [[grad.double() for grad in row] for row in grads[2:]])
+    assert_equal(params, others)

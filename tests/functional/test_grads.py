@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
+from defaults import DEFAULTS
 from reference.clipping import as_double, centralize, clip_norm, norm_of_all, normalize
 from torch import nn
 
+import torchzero_clip
 from torchzero_clip import (
     centralize_grads_,
     clip_grad_norm_,
@@ -355,3 +357,27 @@ def test_two_parameters_with_one_gradient_are_scaled_once(name):
     IN_PLACE[name](plain)
     for param, expected in zip(params, plain, strict=True):
         assert torch.equal(param.grad, expected.grad)
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+@pytest.mark.parametrize("dim", [None, 0, "global"])
+@pytest.mark.parametrize("order", [2, 0, -1, math.inf, "mad", "std", "sum"])
+def test_defaults_of_the_process_do_not_matter(order, dim, default):
+    values = [torch.randn(shape) for shape in ((4, 3), (3,), (), (70_000,))]  # the last one is cut into blocks
+
+    def results():
+        params = [nn.Parameter(value.clone()) for value in values]
+        for param, value in zip(params, values, strict=True):
+            param.grad = 3 * value
+        found = [clip_grad_norm_(params, 0.5, order, dim, min_norm=0.1), normalize_grads_(params, 0.7, order, dim)]
+        centralize_grads_(params, dim)
+        clip_grad_value_(params, 0.3)
+        found += [get_total_norm(values, order), get_total_norm([], order), torchzero_clip.norm(values[0], order, 0)]
+        clip_grads_with_norm_(params, 0.5, 2.0)
+        return [*found, *(param.grad for param in params)]
+
+    expected = results()
+    with DEFAULTS[default]():
+        found = results()
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)

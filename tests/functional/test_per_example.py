@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from defaults import DEFAULTS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -159,3 +160,16 @@ def test_equals_optax(seed):
             assert [c.item() for c in counts] == [int(c) for c in expected_counts]
             for total, e in zip(sums, expected, strict=True):
                 torch.testing.assert_close(total, torch.tensor(e.tolist()), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_defaults_of_the_process_do_not_matter(default):
+    leaves = [torch.randn(5, 3), torch.randn(5)]
+
+    def results():
+        layers = [per_example_layer_norm_clip(leaves, 1.0, uniform=uniform) for uniform in (True, False)]
+        return [per_example_global_norm_clip(leaves, 1.0), per_example_global_norm_clip([], 1.0), *layers]
+
+    expected = results()
+    with DEFAULTS[default]():
+        torch.testing.assert_close(results(), expected, rtol=0, atol=0)

@@ -170,3 +170,27 @@ def test_conjugates_that_are_yet_to_be_taken(name):
     for param in (lazy, plain):
         FUNCTIONS[name](param, 2, None)
     torch.testing.assert_close(lazy.grad, plain.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("dim", [None, 0, "global"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_negations_that_are_yet_to_be_taken(name, dim, dtype):
+    lazy, plain = ([nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((2, 3), (4,), ())] for _ in range(2))
+    for i, (param, other) in enumerate(zip(lazy, plain, strict=True)):
+        other.grad = torch.randn(param.shape, dtype=dtype)
+        param.grad = other.grad.clone() if i == 1 else torch._neg_view(other.grad.neg())
+        assert param.grad.is_neg() == (i != 1)
+    results = [FUNCTIONS[name](params, 2, dim) for params in (lazy, plain)]
+    torch.testing.assert_close(*results)
+    for param, other in zip(lazy, plain, strict=True):
+        assert not param.grad.is_neg()
+        torch.testing.assert_close(param.grad, other.grad)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_total_norm_of_an_imaginary_part_of_a_conjugate(order):
+    lazy = torch.tensor([3 - 4j, 1 - 2j]).conj().imag
+    assert lazy.is_neg()
+    torch.testing.assert_close(get_total_norm(lazy, order), get_total_norm(torch.tensor([4.0, 2.0]), order))
+    assert lazy.is_neg()

@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 from contract.training import assert_equal, assert_same_checkpoint, gradients, parameters, through_file, train, values
+from defaults import DEFAULTS
 from torch import nn, optim
 
 from torchzero_clip import (
@@ -469,3 +470,25 @@ def test_scopes_keep_the_names_of_the_model():
     optimizer = Modular(model, ClipNorm(0.5).only("weight"), SGD())
     optimizer.load_state_dict(from_torch_optim(old.state_dict(), optimizer))
     assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "RMSprop"])
+def test_defaults_of_the_process_do_not_matter(name, default):
+    make, chain = {**PAIRS, "RMSprop": (optim.RMSprop, RMSprop)}[name]
+    params, grads = parameters(), gradients(parameters(), 2)
+
+    def results():
+        moved = twin(params)
+        optimizer = Modular(moved, ClipNorm(0.5), chain())
+        train(optimizer, moved, grads[:1])
+        saved = to_torch_optim(optimizer, make(moved))
+        optimizer.load_state_dict(from_torch_optim(saved, optimizer))
+        train(optimizer, moved, grads[1:])
+        return saved["state"], moved
+
+    expected = results()
+    with DEFAULTS[default]():
+        found = results()
+    assert_same_checkpoint(found[0], expected[0])
+    assert_equal(found[1], expected[1])

@@ -5,10 +5,17 @@ import math
 
 import pytest
 import torch
+from defaults import DEFAULTS
 from per_sample.harness import assert_close, loop, losses_of, norms_of, total_of
 from torch import nn
 
-from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
+from torchzero_clip import (
+    ConstantFlatClipper,
+    ConstantPerLayerClipper,
+    GradSampleModuleFastGradientClipping,
+    PerSampleGradientClipper,
+    check_per_sample,
+)
 from torchzero_clip.per_sample.squared_norms import squared_norms
 
 
@@ -188,3 +195,62 @@ def test_samples_without_gradient_have_norm_zero():
         result = clipper.backward(model(torch.randn(4, 3)).sum(1) * torch.tensor([0.0, 1.0, 0.0, 1.0]))
     assert result.norms[[0, 2]].tolist() == [0, 0]
     assert result.factors[[0, 2]].tolist() == [1, 1]
+
+
+class Mixed(nn.Module):
+    """Layers of several rules, with a parameter of their own and positions without samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.positions = nn.Embedding(9, 6, padding_idx=0), nn.Embedding(5, 6)
+        self.linear, self.norm, self.scale = nn.Linear(6, 4), nn.LayerNorm(4), nn.Parameter(torch.ones(4))
+        self.conv, self.recurrent = nn.Conv1d(4, 3, 2), nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, words):
+        words = self.words(words) + self.positions(torch.arange(5, device=words.device))
+        x = self.norm(self.linear(words)) * self.scale
+        return losses_of(self.conv(x.transpose(1, 2))) + losses_of(self.recurrent(x)[0])
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_defaults_of_the_process_do_not_matter(default):
+    model, words = Mixed(), torch.randint(0, 9, (6, 5))
+
+    def grads_of(run):
+        twin = copy.deepcopy(model)
+        found = run(twin)
+        return [*found, *(param.grad for param in twin.parameters())]
+
+    def at_once(limit, **options):
+        def run(twin):
+            with PerSampleGradientClipper(twin, limit, verify="always", **options) as clipper:
+                result = clipper.backward(twin(words))
+            return [result.norms, result.factors]
+
+        return run
+
+    def in_parts(twin):
+        with PerSampleGradientClipper(twin, ConstantFlatClipper(0.5)) as clipper:
+            for part in (words, words[:3]):
+                twin(part).mean().backward()
+                clipper.clip_and_accumulate()
+            return [clipper.pre_step()[0]]
+
+    def in_two_passes(twin):
+        wrapped = GradSampleModuleFastGradientClipping(twin)
+        losses = wrapped(words)
+        losses.mean().backward(retain_graph=True)
+        factors = wrapped.get_clipping_coef()
+        wrapped.disable_hooks()
+        (factors * losses).mean().backward()
+        return [wrapped.get_norm_sample(), factors]
+
+    def results():
+        check_per_sample(copy.deepcopy(model), words, lambda twin, batch: twin(batch))
+        flat, per_layer = ConstantFlatClipper(0.5), ConstantPerLayerClipper([0.5])
+        runs = (at_once(flat), at_once(flat, memory="low"), at_once(per_layer), in_parts, in_two_passes)
+        return [grads_of(run) for run in runs]
+
+    expected = results()
+    with DEFAULTS[default]():
+        torch.testing.assert_close(results(), expected, rtol=0, atol=0)

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from defaults import DEFAULTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -28,6 +29,7 @@ from torchzero_clip import (
     Normalize,
     Recorder,
     SkipStep,
+    read_record,
 )
 
 
@@ -770,3 +772,32 @@ def test_a_compiled_step_of_another_optimizer_does_not_compile_anew():
         step()
     assert recorder.record().steps == list(range(12))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_defaults_of_the_process_do_not_matter(default, tmp_path):
+    net = model()
+    grads = [[torch.randn(param.shape) for param in net.parameters()] for _ in range(30)]
+
+    def results(path):
+        twin = copy.deepcopy(net)
+        optimizer = Modular(twin, ClipNorm(0.5), AdamW())
+        recorder = Recorder(optimizer, keep=20, path=path, ratios_every=7)
+        empty = recorder.record()
+        for step, row in enumerate(grads):
+            for param, grad in zip(twin.parameters(), row, strict=True):
+                param.grad = grad.clone() * (50 if step == 25 else 1)
+            recorder.report_loss(0.1 * step)
+            optimizer.step()
+        recorder.plot(path.with_suffix(".png"))
+        recorder.close()
+        found = [empty, recorder.record(), read_record(path)]
+        text = [str(recorder.worst(step=25)), str(recorder.suggest_max_norm())]
+        return text, [[r.norm, r.loss, r.layer_norms, r.share_clipped, r.limits()] for r in found]
+
+    pytest.importorskip("matplotlib").use("Agg")
+    expected = results(tmp_path / "a.jsonl")
+    with DEFAULTS[default]():
+        found = results(tmp_path / "b.jsonl")
+    assert found[0] == expected[0]
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0, equal_nan=True)

@@ -41,7 +41,7 @@ def adapted(
     for group, ours in zip(saved_ones, groups, strict=True):
         added = {key: ours[key] for node in fresh for key in node.storage_keys.values()}
         for node in fresh:
-            added |= node.qualified(node.transform.init_global_state())
+            added |= node.init_global_state()
         result.append({**keys.of_group(group), **added, IDENTITY: written(own)})
 
     state = dict(state_dict["state"])

@@ -15,6 +15,7 @@ from torchzero_clip.core.kinds import FinalRule
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
+from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional.shards import largest_on_all_ranks, local
 
 Group = dict[str, Any]
@@ -56,7 +57,7 @@ def fitted(
                 f"the checkpoint lacks the state {key!r} of the chain: load it into the chain that wrote it"
             )
         _check_value(f"the state {key!r} of the chain", found[key], expected, finite=True)
-    chain_state = {**own, **begins, **found}
+    chain_state = {**own, **begins, **{key: _like(value, own.get(key)) for key, value in found.items()}}
     merged = [{**_merged(group, saved), **chain_state} for group, saved in zip(groups, all_saved, strict=True)]
     merged = schedules.applied(groups, merged, chain_state.get(SCHEDULE_STEP, 0))
     nodes.checked_settings(merged)
@@ -73,7 +74,7 @@ def fitted(
     for i, named, group in zip(ids, known, settings, strict=True):
         if i in state:
             fresh = _check_state(i, state[i], nodes, named, group)
-            placed[i] = {key: _beside(value, fresh[key]) for key, value in state[i].items()}
+            placed[i] = {key: _like(value, fresh[key]) for key, value in state[i].items()}
     for saved in all_saved:
         _check_keys(saved, {*nodes.storage_keys.values(), *own, IDENTITY})
     return {**state_dict, "state": placed, "param_groups": merged}, chain_state
@@ -90,7 +91,8 @@ def agreed(groups: Sequence[Group]) -> Generator[None]:
     except (TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as found:
         error = ValueError(f"the checkpoint does not fit: {found}")
         error.__cause__ = found
-    refused = largest_on_all_ranks(torch.tensor([float(error is not None)]), [p for g in groups for p in g["params"]])
+    failed = torch.tensor([float(error is not None)], dtype=torch.float64, device="cpu")
+    refused = largest_on_all_ranks(failed, [param for group in groups for param in group["params"]])
     if error is not None:
         raise error
     if refused.item() > 0:
@@ -116,9 +118,13 @@ def _merged(group: Group, saved: Group) -> Group:
     return {**{k: v for k, v in group.items() if k != "params"}, **given, **own}
 
 
-def _beside(value: Any, fresh: Any) -> Any:
-    """A copy of a saved value on the device of a fresh one: torch's optimizers count steps on the CPU."""
-    return value.detach().to(fresh.device, copy=True) if isinstance(value, Tensor) else value
+def _like(value: Any, fresh: Any) -> Any:
+    """A copy of a saved value, on the device and in the dtype of a fresh one.
+
+    torch's optimizers count steps on the CPU. The dtype differs if that of the parameter was changed, as by
+    ``model.double()``.
+    """
+    return value.detach().to(fresh.device, fresh.dtype, copy=True) if isinstance(value, Tensor) else value
 
 
 def saved_groups(state_dict: Any, groups: list[Group]) -> list[Group]:
@@ -164,8 +170,8 @@ def _check_state(number: Any, saved: Any, nodes: Nodes, named: NamedParam, group
     # the keys of state may depend on settings, which may have changed since the last step
     now, at_first = nodes.init_state(named, group), nodes.init_state(named)
     expected = {**nodes.possible_state(named, group), **at_first, **now}
-    final = [f"{node.path}/" for node in nodes if isinstance(node.transform, FinalRule)]
-    not_begun = tuple(prefix for prefix in final if not any(str(key).startswith(prefix) for key in saved))
+    later = [f"{node.path}/" for node in nodes if _may_begin_later(node.transform)]
+    not_begun = tuple(prefix for prefix in later if not any(str(key).startswith(prefix) for key in saved))
     needed = [key for key in expected if key in now and key in at_first and not key.startswith(not_begun)]
     missing = [key for key in needed if key not in saved] if saved else []
     extra = [key for key in saved if key not in expected]
@@ -178,6 +184,11 @@ def _check_state(number: Any, saved: Any, nodes: Nodes, named: NamedParam, group
     return expected
 
 
+def _may_begin_later(transform: Transform) -> bool:
+    """True if a parameter may have been without state: a setting may have been another at its first gradient."""
+    return isinstance(transform, FinalRule) or type(transform).possible_state is not Transform.possible_state
+
+
 def _check_value(what: str, value: Any, expected: Any, *, finite: bool) -> None:
     if not isinstance(expected, Tensor):
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -185,15 +196,20 @@ def _check_value(what: str, value: Any, expected: Any, *, finite: bool) -> None:
         return
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         raise ValueError(f"{what} is a dense tensor in this chain, got {_describe(value)}")
-    if finite and not local(value).isfinite().all():
-        raise ValueError(f"{what} is not finite: it is a statistic, which no gradient makes inf or NaN")
-    if value.shape != expected.shape or value.dtype != expected.dtype:
+    if value.shape != expected.shape or _kind_of(value) != _kind_of(expected):
         raise ValueError(
             f"{what} has {_describe(value)} in the checkpoint and {_describe(expected)} in this chain: "
-            "build the optimizer on a model of the same shapes and dtypes, and with the same state_dtype"
+            "build the optimizer on a model of the same shapes"
         )
+    if finite and not local(value).to(expected.dtype).isfinite().all():
+        raise ValueError(f"{what} is not finite in {expected.dtype}: it is a statistic, which no gradient makes inf")
     if is_distributed(expected) != is_distributed(value):
         raise ValueError(f"{what}: sharded and whole tensors do not mix; load through torch.distributed.checkpoint")
+
+
+def _kind_of(value: Tensor) -> torch.dtype | str:
+    """Equal for dtypes of which one may be converted to the other, as torch's optimizers do."""
+    return "complex" if value.is_complex() else "real" if value.is_floating_point() else value.dtype
 
 
 def _describe(value: Any) -> str:

@@ -57,7 +57,7 @@ class ClipRMS(Scaling):
         """The factors that bring every tensor to at most ``max_rms``."""
         if not measured.indices:
             return torch.ones_like(measured.vector)
-        roots = torch.tensor([updates[i].numel() ** 0.5 for i in measured.indices], dtype=torch.float64)
+        roots = torch.tensor([updates[i].numel() ** 0.5 for i in measured.indices], dtype=torch.float64, device="cpu")
         measured.vector = measured.vector / roots.to(measured.vector.device, non_blocking=True)
 
         def rule(norms: Tensor, setting: Setting) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torchzero_clip.compat import cpu_by_default
 from torchzero_clip.core.scope import NamedParam, Scope
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.types import Schedule, Setting, State
@@ -57,6 +58,11 @@ class Node:
         """Its state of the whole chain, without the prefix."""
         return {key: values[f"{self.path}/{key}"] for key in self.global_keys}
 
+    def init_global_state(self) -> dict[str, Any]:
+        """Its state of the whole chain before its first step, by qualified keys: on the CPU, whatever the default."""
+        with cpu_by_default():
+            return self.qualified(self.transform.init_global_state())
+
     def qualified(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Values under keys with the prefix."""
         return {f"{self.path}/{key}": value for key, value in values.items()}
@@ -102,7 +108,7 @@ class Nodes:
 
     def init_global_state(self) -> dict[str, Any]:
         """The state of the whole chain before its first step, by qualified keys."""
-        return {key: value for n in self for key, value in n.qualified(n.transform.init_global_state()).items()}
+        return {key: value for n in self for key, value in n.init_global_state().items()}
 
     def checked_settings(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, list[Setting]]:
         """The settings of each transform by its path, one dict per param group. Raises if a setting is out of range.

@@ -108,7 +108,8 @@ class Transform(ABC):
     def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
         """Return every entry that the state of one parameter may ever have. Checkpoints are compared with it.
 
-        Override this method if the transform adds state later, or if its state depends on settings.
+        Override this method if the transform adds state later, or if its state depends on settings. A checkpoint may
+        then lack its state of a parameter, and the next gradient of that parameter creates it.
         """
         return self.init_state(param, setting)
 

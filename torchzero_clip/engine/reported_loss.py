@@ -62,7 +62,11 @@ def joint_loss(loss: Any, count: int, device: torch.device) -> tuple[Tensor, Ten
         return None
     value = 0.0 if loss is None else loss
     _check_loss(value)
-    mean = value.detach().reshape(()) if isinstance(value, Tensor) else torch.tensor(float(value))
+    mean = (
+        value.detach().reshape(())
+        if isinstance(value, Tensor)
+        else torch.tensor(float(value), dtype=torch.float64, device="cpu")
+    )
     mean = mean.to(device, torch.float64)
     total = torch.stack([mean * count, torch.full_like(mean, count)])
     if several:

@@ -67,7 +67,9 @@ def columns_of(params: list[Tensor], grads: list[Tensor], states: Sequence[State
 def _are_like(facts: list[Any], tensors: Sequence[Any]) -> bool:
     is_plain = foreach.PLAIN.issuperset(map(type, tensors)) and list(map(_FACTS, tensors)) == facts
     one_device = is_plain and (tensors[0].is_cpu or len({tensor.device for tensor in tensors}) == 1)
-    return one_device and not _repeated(tensors) and foreach.all_contiguous(tensors)
+    if not one_device or _repeated(tensors) or any(map(Tensor.is_neg, tensors)):  # see `own_gradients`
+        return False
+    return foreach.all_contiguous(tensors)
 
 
 def _repeated(tensors: Sequence[Tensor]) -> bool:

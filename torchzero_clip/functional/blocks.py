@@ -77,7 +77,12 @@ def direct_norms(tensors: Sequence[Tensor]) -> Tensor:
         rows = [torch.linalg.vector_norm(part, dim=1) for part in _rows_of(tensors[i])]
         found.append(torch.linalg.vector_norm(torch.cat(rows), dtype=torch.float64).view(1))
     norms = torch.cat(found)
-    return norms if not long else torch.empty_like(norms).index_copy_(0, torch.tensor([*short, *long]), norms)
+    return norms if not long else _placed(norms, [*short, *long])
+
+
+def _placed(values: Tensor, places: Sequence[int]) -> Tensor:
+    """The values of a vector, each at its place."""
+    return torch.empty_like(values).index_copy_(0, torch.tensor(places, device=values.device), values)
 
 
 def joint_norm(tensors: Sequence[Tensor], long: Mapping[int, list[Tensor]] | None = None) -> Tensor:
@@ -106,7 +111,7 @@ def joint_and_each(tensors: Sequence[Tensor], scratch: Scratch) -> tuple[Tensor,
     found += [torch.linalg.vector_norm(torch.cat(rows), dtype=torch.float64).view(1) for rows in long.values()]
     norms = torch.cat(found)
     if short and long:
-        norms = torch.empty_like(norms).index_copy_(0, torch.tensor([*short, *long]), norms)
+        norms = _placed(norms, [*short, *long])
     return joint_norm(tensors, long), norms
 
 

@@ -154,7 +154,7 @@ def _strides(tensor: Tensor) -> list[int]:
 
 
 def are_plain(tensors: Sequence[Tensor], min_size: int = 1) -> bool:
-    """Whether all are plain real tensors of one dtype, on one device, and of at least so many elements.
+    """Whether all are plain real tensors of one dtype, on one device, and of at least so many elements; see `kind`.
 
     Always False under `torch.compile`, which combines operations by itself.
     """
@@ -164,8 +164,10 @@ def are_plain(tensors: Sequence[Tensor], min_size: int = 1) -> bool:
 
 
 def kind(tensors: Sequence[Tensor]) -> tuple[torch.dtype, bool, torch.device] | None:
-    """The dtype and the device of plain real tensors, if all have the same."""
+    """The dtype and the device of plain real tensors, if all have the same, and the negation of none is pending."""
     if not PLAIN.issuperset(map(type, tensors)) or len(set(map(_DTYPE_AND_PLACE, tensors))) != 1:
+        return None
+    if any(map(Tensor.is_neg, tensors)):  # torch has no kernels on lists for these
         return None
     first = tensors[0]
     one_device = first.is_cpu or len({tensor.device for tensor in tensors}) == 1

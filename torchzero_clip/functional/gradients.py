@@ -34,8 +34,8 @@ def gradients(params: Tensors) -> list[Tensor]:
 def own_gradients(params: Sequence[Tensor]) -> list[Tensor]:
     """The gradients of parameters that have one, each laid out like its parameter and in memory of its own.
 
-    Four kinds of gradients are replaced, in ``.grad`` too: those with other placements than their parameter, complex
-    ones whose conjugation is pending, expanded ones (their elements share memory), and those of two parameters.
+    Four kinds of gradients are replaced, in ``.grad`` too: those with other placements than their parameter, those
+    whose conjugation or negation is pending, expanded ones (their elements share memory), and those of two parameters.
     """
     found: list[Any] = [param.grad for param in params]
     strided = {torch.strided}.issuperset([grad.layout for grad in found])

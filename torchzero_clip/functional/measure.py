@@ -344,7 +344,7 @@ def _measure_slices(tensors: Sequence[Tensor], slices: Slices) -> Measured:
     targets = list(tensors) if min(map(Tensor.dim, tensors)) else memories(tensors)
     total, tensor_norms = combine(norms, 2.0), None
     if tensors[0].dtype != torch.float64:  # their squares are in the range of float64
-        squares = torch.zeros(len(tensors), dtype=torch.float64).index_add_(0, slices.owner, norms.square())
+        squares = norms.new_zeros(len(tensors)).index_add_(0, slices.owner, norms.square())
         tensor_norms = squares.sqrt_()
     indices = list(range(len(tensors)))
     return Measured(L2, indices, norms, total, targets, tensor_norms=tensor_norms, slices=slices)
@@ -386,7 +386,8 @@ def scale_(measured: Measured, factors: Tensor) -> None:
     if measured.slices is not None and not beyond_float32(factors):
         measured.slices.scale_(measured.targets, factors)
         return
-    foreach.scale_(measured.targets, measured.shaped(factors), exact=beyond_float32(factors))
+    targets = memories(measured.targets)  # a scalar is measured as a vector
+    foreach.scale_(targets, measured.shaped(factors), exact=beyond_float32(factors))
 
 
 def effect(measured: Measured, factors: Tensor) -> Scaled:

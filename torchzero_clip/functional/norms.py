@@ -169,7 +169,7 @@ def joint_sum(parts: Sequence[Part]) -> Tensor:
     """The signed sum of all elements of whole tensors: a 0-d tensor on the device of the first."""
     sums = slice_sums(parts)
     if not sums:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     return torch.cat([value.view(1).to(sums[0].device) for value in sums]).sum()
 
 

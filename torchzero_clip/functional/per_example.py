@@ -57,7 +57,7 @@ def per_example_global_norm_clip(grads: Any, l2_norm_clip: float) -> tuple[Any, 
     non_negative("l2_norm_clip", l2_norm_clip)
     leaves, structure = _examples(grads)
     if not leaves:
-        return grads, torch.zeros((), dtype=torch.int64)
+        return grads, torch.zeros((), dtype=torch.int64, device="cpu")
     norms = _joined(_norms(leaves))
     factors = _factors(norms, l2_norm_clip)
     sums = [_weighted_sum(factors, leaf) for leaf in leaves]

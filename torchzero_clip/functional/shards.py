@@ -57,10 +57,12 @@ def distributed_like(part: Tensor, like: Tensor) -> Tensor:
 
 
 def aligned(grad: Tensor, param: Tensor) -> Tensor:
-    """A gradient laid out like its parameter, after carrying out pending sums and conjugations."""
+    """A gradient laid out like its parameter, after carrying out pending sums, conjugations and negations."""
     if is_distributed(grad) and is_distributed(param) and grad.placements != param.placements:
         return grad.redistribute(param.device_mesh, param.placements)
-    return grad.resolve_conj() if grad.is_complex() else grad
+    if torch.compiler.is_compiling():  # which cannot ask for pending negations
+        return grad.resolve_conj() if grad.is_complex() else grad
+    return grad.resolve_conj().resolve_neg() if grad.is_conj() or grad.is_neg() else grad
 
 
 def is_partial(tensor: Tensor) -> bool:
@@ -151,7 +153,7 @@ def whole(tensor: Tensor) -> Part:
 def pack(values: Sequence[Tensor]) -> Tensor:
     """All values in one float64 vector, on the device of the first."""
     if not values:
-        return torch.zeros(0, dtype=torch.float64)
+        return torch.zeros(0, dtype=torch.float64, device="cpu")
     device, dtype = values[0].device, values[0].dtype
     if all(value.device == device and value.dtype == dtype for value in values):
         return torch.cat([value.reshape(-1) for value in values]).double()  # one cast instead of one for each value

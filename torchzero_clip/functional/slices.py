@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from itertools import compress
+from itertools import accumulate, compress
 from typing import NamedTuple
 
 import torch
@@ -47,7 +47,9 @@ class Slices(NamedTuple):
 
     def scale_(self, tensors: Sequence[Tensor], factors: Tensor) -> None:
         """Multiply each slice by its factor, in place. Tensors without a factor other than 1 are not touched."""
-        counts = torch.zeros(len(tensors)).index_add_(0, self.owner, (factors != 1).float())
+        counts = torch.zeros(len(tensors), dtype=torch.float32, device="cpu").index_add_(
+            0, self.owner, (factors != 1).float()
+        )
         changed = (counts > 0).tolist()
         numbers = self.shaped(factors.to(tensors[0].dtype))
         foreach.multiply_plain_(list(compress(tensors, changed)), list(compress(numbers, changed)))
@@ -84,11 +86,10 @@ def plan(tensors: Sequence[Tensor], dims: Sequence[tuple[int, ...]], scratch: Sc
         for own in (together[cut] for cut in spans([tensors[i].numel() for i in together], ROWS * ROW))
     ]
     measured = [i for chunk in chunks for i in chunk.own] + others
-    ends = torch.tensor(counts).cumsum(0)
-    starts = (ends - torch.tensor(counts)).tolist()
-    places = torch.cat([torch.arange(starts[i], starts[i] + counts[i]) for i in measured])
+    starts = list(accumulate(counts, initial=0))
+    places = torch.cat([torch.arange(starts[i], starts[i] + counts[i], device="cpu") for i in measured])
     templates = [like.new_zeros(()).expand(shape) for shape in shapes]
-    owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    owner = torch.repeat_interleave(torch.tensor(counts, device="cpu"))
     return Slices(list(dims), counts, owner, templates, chunks, others, places.argsort())
 
 

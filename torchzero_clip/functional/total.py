@@ -88,7 +88,7 @@ def clip_grads_with_norm_(params: Tensors, max_norm: float, total_norm: Tensor |
     if not isinstance(total_norm, Tensor):
         if total_norm == total_norm:  # NaN is a norm too
             non_negative("total_norm", total_norm)
-        total_norm = torch.tensor(total_norm, dtype=torch.float64)
+        total_norm = torch.tensor(total_norm, dtype=torch.float64, device="cpu")
     elif total_norm.numel() != 1:
         raise ValueError(f"total_norm must have one element, got shape {tuple(total_norm.shape)}")
     with opened(gradients(params), lambda values: True) as tensors:

@@ -130,7 +130,7 @@ def to_torch_optim(optimizer: Modular, target: Optimizer) -> dict[str, Any]:
             if mine:
                 _check_dtypes(mine, named)
                 # RMSprop counts steps, and does not use the count
-                state[i] = {"step": torch.zeros(())} if isinstance(target, optim.RMSprop) else {}
+                state[i] = {"step": _counted(0)} if isinstance(target, optim.RMSprop) else {}
                 state[i].update({key: copied(value) for key, value in mine.items()})
     return {"state": state, "param_groups": groups}
 
@@ -180,4 +180,4 @@ def _state_from(
 
 def _counted(step: float | Tensor) -> Tensor:
     """The step count as a tensor: in older versions of torch it was a number."""
-    return step.float() if isinstance(step, Tensor) else torch.tensor(float(step))
+    return step.float() if isinstance(step, Tensor) else torch.tensor(float(step), dtype=torch.float32, device="cpu")

@@ -178,8 +178,8 @@ class Modular(Optimizer):
             {'clip_norm/norm': 5.0, 'clip_norm/factor': 0.2, 'clip_norm/clipped': 1.0}
         """
         self._chain_state.take_counters(self.param_groups)
-        counted = {"skipped_steps": torch.tensor(self._chain_state.values[SKIPPED])} if self._policy.may_skip else {}
-        return {**self._metrics, **counted}
+        skipped = torch.tensor(self._chain_state.values[SKIPPED], device="cpu") if self._policy.may_skip else None
+        return self._metrics | ({} if skipped is None else {"skipped_steps": skipped})
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -389,8 +389,9 @@ class Modular(Optimizer):
     ) -> None:
         """Load a checkpoint. It is checked completely before the first change.
 
-        A checkpoint belongs to its chain: it loads into the same transforms in the same order. State keeps the dtype it
-        was saved in. Keys that schedulers added to the groups stay if the checkpoint lacks them.
+        A checkpoint belongs to its chain: it loads into the same transforms in the same order. State that was saved in
+        another floating point dtype is converted, as in torch: after ``model.double()`` it is that of a double model.
+        Keys that schedulers added to the groups stay if the checkpoint lacks them.
 
         Args:
             state_dict: What `state_dict` returned, for the same parameters.

@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer, SparseAdam
 from typing_extensions import override
 
 from torchzero_clip.checks import is_numeric, plain
-from torchzero_clip.compat import never_compiled
+from torchzero_clip.compat import cpu_by_default, never_compiled
 from torchzero_clip.core.kinds import FinalRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.schedules import at
@@ -179,7 +179,8 @@ class Wrap(FinalRule):
                 state.update(kept)
 
     def _on(self, param: Tensor, setting: Setting) -> Optimizer:
-        return self.optimizer_class([param], **self._with(setting))
+        with cpu_by_default():
+            return self.optimizer_class([param], **self._with(setting))
 
     @override
     def structure(self) -> dict[str, str]:
@@ -202,7 +203,8 @@ class Wrap(FinalRule):
 def constructed(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any]) -> Optimizer:
     """An optimizer on a parameter of its own. Raises if the optimizer raises for the arguments."""
     try:
-        return optimizer_class([nn.Parameter(torch.zeros(1, 1))], **kwargs)
+        with cpu_by_default():
+            return optimizer_class([nn.Parameter(torch.zeros(1, 1, dtype=torch.float32))], **kwargs)
     except (TypeError, ValueError) as error:
         raise type(error)(f"Wrap({optimizer_class.__name__}, ...): {error}") from error
     except (LookupError, RuntimeError, ArithmeticError) as error:
@@ -226,7 +228,7 @@ def _state_elsewhere(optimizer: Optimizer) -> list[str]:
 def _kept(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The values of the param group, and the attributes that only this kind of optimizer has."""
     group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    base = {"state", "param_groups", "defaults", *vars(SGD([torch.zeros(1)]))}
+    base = {"state", "param_groups", "defaults", *vars(SGD([torch.zeros(1, device="cpu")]))}
     own = {key: value for key, value in vars(optimizer).items() if key not in base}
     return [{k: v for k, v in kept.items() if isinstance(v, (int, float, str, list, dict))} for kept in (group, own)]
 
@@ -241,4 +243,5 @@ def _step(optimizer: Optimizer) -> None:
     """Take a step without the hooks, which run around the step of `Modular`."""
     step = type(optimizer).step
     unhooked = step.__wrapped__ if getattr(step, "hooked", False) else step  # pyright: ignore[reportFunctionMemberAccess]
-    unhooked(optimizer)
+    with cpu_by_default():
+        unhooked(optimizer)

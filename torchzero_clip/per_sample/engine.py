@@ -65,7 +65,7 @@ class Engine:
         """The batch dimension of sequences."""
         self.of_mean = of_mean
         self.mixing = MixingCheck(verify)
-        self.anchor = torch.empty(0, requires_grad=True)
+        self.anchor = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
         """An input of every captured call, so that a backward can be asked for these calls alone."""
         self.enabled = self.attached = True
         self.inside = False
@@ -220,7 +220,7 @@ class Engine:
                 variable._execution_engine.queue_callback(lambda: self._backward_ended(task))
         for part in contributions:
             if not self.enabled:
-                value = part.weighted_sum(torch.ones(part.batch_size))
+                value = part.weighted_sum(torch.ones(part.batch_size, dtype=torch.float32, device="cpu"))
                 earlier = self._ordinary.get(id(part.param))
                 self._ordinary[id(part.param)] = part.param, value if earlier is None else earlier[1] + value
                 continue

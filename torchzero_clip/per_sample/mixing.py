@@ -30,7 +30,7 @@ class MixingCheck:
         self._decisions: set[Hashable] = set()
         self._seen: Counter[str] = Counter()
         self._steps = self._age = self._checks = 0
-        self._generator = torch.Generator()
+        self._generator = torch.Generator("cpu")
         self._warned = False
 
     def note(self, decision: Hashable) -> None:
@@ -90,7 +90,7 @@ class MixingCheck:
         self._age = self._checks = 0
         givers = chosen.nonzero()[:, 0].tolist()
         for sample in givers:
-            alone = torch.arange(len(losses)) == sample
+            alone = torch.arange(len(losses), device="cpu") == sample
             found, _ = _receivers(backward(losses, alone), alone)
             _restore(retained)
             if found:
@@ -122,7 +122,8 @@ class MixingCheck:
         Each sample has a random number, and each check takes another binary digit of it, so that it parts other pairs.
         """
         digits = (count - 1).bit_length()
-        numbers = torch.randperm(count, generator=self._generator.manual_seed(len(self._decisions)))
+        generator = self._generator.manual_seed(len(self._decisions))
+        numbers = torch.randperm(count, generator=generator, device="cpu")
         digit, turns = self._checks % digits, self._checks // digits
         self._checks += 1
         return (numbers >> digit) % 2 == (turns + digit) % 2

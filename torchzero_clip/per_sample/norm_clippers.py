@@ -110,7 +110,7 @@ class ConstantFlatClipper(NormClipper):
     @property
     @override
     def thresholds(self) -> Tensor:
-        return torch.tensor([self.flat_value], dtype=torch.float64)
+        return torch.tensor([self.flat_value], dtype=torch.float64, device="cpu")
 
     @override
     def __repr__(self) -> str:
@@ -180,7 +180,7 @@ class ConstantPerLayerClipper(NormClipper):
     @property
     @override
     def thresholds(self) -> Tensor:
-        return torch.tensor(self.flat_values * self._repeated, dtype=torch.float64)
+        return torch.tensor(self.flat_values * self._repeated, dtype=torch.float64, device="cpu")
 
     @override
     def __repr__(self) -> str:

@@ -173,12 +173,14 @@ def _blamed(name: str, given: list[Tensors], tolerance: float) -> str:
 
 def _with_noise(twin: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
     """Zeros in padding, and inputs that are whole numbers, such as masks and lengths, get no noise."""
-    twin, generator = copy.deepcopy(twin), torch.Generator().manual_seed(0)
+    twin, generator = copy.deepcopy(twin), torch.Generator("cpu").manual_seed(0)
 
     def noisy(x: Tensor, *, is_input: bool) -> Tensor:
         if not x.is_floating_point() or x.is_sparse or (is_input and x.any() and (x == x.round()).all()):
             return x
-        noise = 0.1 * torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device) * (1 + x.abs())
+        noise = (
+            0.1 * torch.randn(x.shape, generator=generator, dtype=x.dtype, device="cpu").to(x.device) * (1 + x.abs())
+        )
         zeros = x == 0 if is_input else (x == 0).all(-1, keepdim=True)
         return torch.where((zeros & x.any()) | ~x.isfinite(), x, x + noise)
 

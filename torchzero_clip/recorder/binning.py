@@ -47,12 +47,12 @@ class Events:
         found = set(record.spikes())
         norm = torch.where(record.norm.isfinite() & (record.norm > 0), record.norm, torch.nan)
         return cls(
-            torch.tensor(record.steps, dtype=torch.float64),
+            torch.tensor(record.steps, dtype=torch.float64, device="cpu"),
             norm,
             record.share_clipped,
             _above_zero(record.limits()),
-            torch.tensor([step in found for step in record.steps], dtype=torch.bool),
-            torch.tensor([bool(reason) for reason in record.reasons], dtype=torch.bool),
+            torch.tensor([step in found for step in record.steps], dtype=torch.bool, device="cpu"),
+            torch.tensor([bool(reason) for reason in record.reasons], dtype=torch.bool, device="cpu"),
         )
 
     def drawn(self) -> "Events":
@@ -198,7 +198,7 @@ def usual_norms(record: "Record") -> Tensor:
     """The median of the norms above 0 of each layer over the run; NaN if there are none."""
     rows = torch.stack([block.median for block in record.blocks]) if record.blocks else record.layer_norms
     if not rows.numel():
-        return torch.full((len(record.layers),), torch.nan, dtype=torch.float64)
+        return torch.full((len(record.layers),), torch.nan, dtype=torch.float64, device="cpu")
     rows = rows[:: column_size(len(rows), SAMPLE)]
     return torch.where(rows.isfinite() & (rows > 0), rows, torch.nan).nanmedian(dim=0).values
 
@@ -219,7 +219,7 @@ def _spans(record: "Record", most: int) -> tuple[list[float], Tensor]:
     for k in range(0, len(spans), size):
         first, last = spans[k][0], spans[min(k + size, len(spans)) - 1][1]
         if edges and first > edges[-1] + 1 + gap:
-            columns.append(torch.full((len(record.layers),), -1.0, dtype=torch.float64))
+            columns.append(torch.full((len(record.layers),), -1.0, dtype=torch.float64, device="cpu"))
             edges.append(first - 0.5)
         if not edges:
             edges.append(first - 0.5)

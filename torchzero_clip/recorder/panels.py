@@ -210,7 +210,7 @@ def draw_series_row(axes: Any, side: Any, series: "Series", limit: float) -> int
     axes.set_yscale("log")
     axes.set_ylabel("norm")
     count = len(series.norms)
-    norms, place = series.norms.clamp(1 / HUGE, HUGE), torch.arange(count, dtype=torch.float64)
+    norms, place = series.norms.clamp(1 / HUGE, HUGE), torch.arange(count, dtype=torch.float64, device="cpu")
     _curve(axes, place, norms, "norms")
     if series.start:
         axes.axvspan(-0.5, series.start - 0.5, color="0.85", hatch="//", ec="0.7", label="left out: still changing")

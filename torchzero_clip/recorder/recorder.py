@@ -127,9 +127,9 @@ class Recorder(Readable):
         found = self._run.record()
         if found is None:
             layers, norms = self._layout().joined(
-                torch.zeros(0, len(self._layout().names), dtype=torch.float64), self._run.by
+                torch.zeros(0, len(self._layout().names), dtype=torch.float64, device="cpu"), self._run.by
             )
-            none = torch.zeros(0, dtype=torch.float64)
+            none = torch.zeros(0, dtype=torch.float64, device="cpu")
             return Record([], [], none, none, {}, layers, [], norms)
         return found
 
