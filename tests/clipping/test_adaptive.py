@@ -198,6 +198,19 @@ def test_rms_of_tensors_of_any_size():
     assert [-p.detach().flatten()[0].item() for p in params] == pytest.approx([0.5, 0.1, -0.5])
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_rms_of_complex_numbers_is_that_of_their_parts(fast):
+    small, large = (nn.Parameter(torch.zeros(shape, dtype=torch.complex64)) for shape in ((1,), (2, 1)))
+    optimizer = Modular([small, large], ClipRMS(0.5), LR(1.0), fast=fast)
+    small.grad = torch.tensor([0.4 - 0.5j])  # the root of (0.16 + 0.25) / 2 is 0.45, below the limit
+    large.grad = torch.tensor([[3 + 4j], [-5j]])  # the root of (9 + 16 + 25) / 4 is 3.54, and 0.5 / 3.54 = 0.1414
+    optimizer.step()
+    torch.testing.assert_close(-small.data, torch.tensor([0.4 - 0.5j]), rtol=0, atol=0)
+    expected = torch.tensor([[0.4243 + 0.5657j], [-0.7071j]])
+    torch.testing.assert_close(-large.data, expected, rtol=0, atol=1e-4)
+    assert optimizer.metrics()["clip_rms/clipped"].item() == 0.5
+
+
 @pytest.mark.parametrize(
     ("make", "error", "match"),
     [

@@ -17,6 +17,8 @@ class ClipRMS(Scaling):
 
         u ← u / max(1, RMS(u) / max_rms),   RMS(u) = ‖u‖ / √elements
 
+    The real and the imaginary part of a complex number are two elements.
+
     Use it after Adam. Adam's updates have an RMS of 0.2 for noise and of 1 for constant gradients. They become larger
     if gradients grow suddenly, because Adam's averages follow slowly. Before an optimizer, this transform is `ClipNorm`
     with a limit that grows with the size of the tensor.
@@ -57,7 +59,8 @@ class ClipRMS(Scaling):
         """The factors that bring every tensor to at most ``max_rms``."""
         if not measured.indices:
             return torch.ones_like(measured.vector)
-        roots = torch.tensor([updates[i].numel() ** 0.5 for i in measured.indices], dtype=torch.float64, device="cpu")
+        counts = [updates[i].numel() * (2 if updates[i].is_complex() else 1) for i in measured.indices]
+        roots = torch.tensor(counts, dtype=torch.float64, device="cpu").sqrt()
         measured.vector = measured.vector / roots.to(measured.vector.device, non_blocking=True)
 
         def rule(norms: Tensor, setting: Setting) -> Tensor:
