@@ -142,7 +142,7 @@ class Updates:
             return False
         for item in self._pending:
             shrinks = item.factors is not None and bool((item.factors.abs() <= 1).all())
-            clips = item.stage is not None and item.stage.transform.has_usual_way()
+            clips = item.stage is not None and item.stage.transform.stays_finite()
             if not (shrinks or clips):
                 return False
         return True
