@@ -300,9 +300,11 @@ class ClipValueByEMA(Elementwise, Composite):
             ema = reals(average)
             self._follow(x.abs().to(ema.dtype), ema, setting, at)
         bounds = step.apply_child("ema_tfm", foreach.clone(averages))
-        limits = [reals(bound).abs().nan_to_num_(nan=torch.inf, posinf=torch.inf) for bound in bounds]
-        pairs = zip(rows, limits, strict=True)
-        counts = [_clip(x, x, x.abs().to(limit.dtype), limit, at) for (x, at, _), limit in pairs]
+        counts: list[Tensor] = []
+        for (x, at, _), bound in zip(rows, bounds, strict=True):
+            limit = reals(bound).abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+            counts.append(at.count(x.abs() > limit))
+            at.clamp(x, -limit, limit, x)
         step.metrics["clipped"] = share(updates, counts)
         return updates
 
@@ -312,7 +314,9 @@ class ClipValueByEMA(Elementwise, Composite):
         (ema,) = state
         size = torch.abs(x, out=at.memory("size", ema))
         self._follow(size, ema, setting, at)
-        return _clip(x, result, size, ema, at)
+        count = at.count(torch.gt(size, ema, out=size))  # writing numbers is several times faster than booleans
+        at.clamp(x, torch.neg(ema, out=size), ema, result)
+        return count
 
     def _follow(self, size: Tensor, ema: Tensor, setting: Setting, at: Elements) -> None:
         """Move averages towards the magnitudes of updates."""
@@ -320,13 +324,6 @@ class ClipValueByEMA(Elementwise, Composite):
         if self.ema_init == "update":
             finite.begin_(ema, size)
         finite.lerp_(ema, size, 1 - setting["beta"])
-
-
-def _clip(x: Tensor, result: Tensor, size: Tensor, limit: Tensor, at: Elements) -> Tensor:
-    """Clip elements to a magnitude, and return how many changed. Their own, ``size``, is overwritten."""
-    count = at.count(torch.gt(size, limit, out=size))  # writing numbers is several times faster than booleans
-    at.clamp(x, torch.neg(limit, out=size), limit, result)
-    return count
 
 
 def _largest(setting: Setting, prev: Tensor) -> Tensor:

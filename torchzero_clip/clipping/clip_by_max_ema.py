@@ -93,9 +93,8 @@ class ClipByMaxEMA(Elementwise):
         average = tracked.by_setting(_moved, tracked["largest"], tracked.norms)
         tracked.keep(largest=average, started=count)
         limits = tracked.by_setting(_limit, average, count)
-        # an update that is not usable passes unchanged
-        limits = torch.where(tracked.usable, limits, torch.inf)
-        ratios = torch.where(tracked.norms > limits, limits / tracked.norms, 1.0)
+        exceed = tracked.usable & (tracked.norms > limits)
+        ratios = torch.where(exceed, limits / tracked.norms, 1.0)
         return Flags(numbers=(limits, ratios))
 
     @override

@@ -93,12 +93,13 @@ class SpikeAwareClip(Elementwise):
             result.copy_(x)
             count = torch.zeros_like(other.select(0, 0))
         else:
-            at = at.only_finite(torch.abs(x, out=other))
-            limit = torch.mul(square, setting["threshold"], out=at.memory("limit", square)).sqrt_()
+            limit = torch.mul(square, setting["threshold"], out=new).sqrt_()
             # an element without a history has no limit; numbers are written several times faster than booleans
-            limit.add_(torch.eq(square, 0, out=new), alpha=torch.finfo(square.dtype).max)
+            limit.add_(torch.eq(square, 0, out=other), alpha=torch.finfo(square.dtype).max)
+            size = torch.abs(x, out=other)
+            at = at.only_finite(size)
             at.fill_new_(limit, torch.inf)
-            count = at.count(torch.gt(other, limit, out=other))
+            count = at.count(torch.gt(size, limit, out=size))
             at.clamp(x, torch.neg(limit, out=other), limit, result)
             torch.mul(result, result, out=new).clamp_(max=torch.finfo(square.dtype).max)
         moved = torch.mul(square, setting["beta"], out=at.draft("moved", square))

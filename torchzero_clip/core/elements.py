@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchzero_clip.functional import foreach
 from torchzero_clip.functional.scratch import Scratch
 
 
@@ -42,8 +43,6 @@ class Elements:
         """
         if self._scratch is not None:
             return self._scratch.memory(name, like.numel(), like)
-        if torch.compiler.is_compiling():  # it breaks graphs at `out=` with other strides
-            return torch.empty_like(like, memory_format=torch.contiguous_format)
         return torch.empty_like(like)
 
     def only_finite(self, size: Tensor) -> "Elements":
@@ -83,7 +82,7 @@ class Elements:
         if self.mask is not None:
             _choose(self.mask, new, state, state)
         elif new is not state:
-            state.copy_(new)
+            foreach.copy_([state], [new])
 
     def clamp(self, x: Tensor, low: Tensor | float, high: Tensor | float, result: Tensor) -> None:
         """Clamp elements to [low, high]. NaN stays NaN.
@@ -119,7 +118,7 @@ class Elements:
 def _choose(mask: Tensor, new: Tensor, old: Tensor, out: Tensor) -> None:
     """Write the new elements where the mask is True, and the old ones elsewhere."""
     if torch.compiler.is_compiling() or not new.dtype == old.dtype == out.dtype:
-        out.copy_(torch.where(mask, new, old))
+        foreach.copy_([out], [torch.where(mask, new, old)])
     else:
         torch.where(mask, new, old, out=out)
 

@@ -1,5 +1,6 @@
 """Transforms that act on each element alone, so that they may run on parts of tensors or on several joined."""
 
+import functools
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -11,6 +12,7 @@ from typing_extensions import override
 from torchzero_clip.core.elements import Elements
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import TensorwiseTransform, overridden_last
+from torchzero_clip.functional import foreach
 from torchzero_clip.functional.foreach import reals, wide_dtype
 from torchzero_clip.functional.measure import share
 from torchzero_clip.functional.scratch import Scratch
@@ -177,20 +179,23 @@ class Elementwise(TensorwiseTransform):
     def _change_each_(self, updates: list[Tensor], step: Step) -> None:
         """Change every tensor, one after the other."""
         rows = self.rows_of(step)
-        counts = [torch.zeros((), dtype=torch.int64, device=update.device) for update in updates]
         indices = range(len(updates)) if rows is None else rows
-        if indices:
-            flags = self.flags(updates, step, rows)
-            columns = [step.column(key, rows) for key in self.keys]
-            for k, i in enumerate(indices):
-                x = reals(updates[i])
-                own = _own(x)
-                numbers = [vector.select(0, k).to(own.device, own.dtype) for vector in flags.numbers]
-                state = [*(reals(column[k]) for column in columns), *numbers]
-                counts[i] = self.change(own, own, state, step.settings[i], flags.elements(k, own.device))
-                if own is not x:
-                    x.copy_(own)
-            step.metrics["clipped"] = share(updates, counts)
+        if not indices:
+            return
+        flags = self.flags(updates, step, rows)
+        columns = [step.column(key, rows) for key in self.keys]
+        counts: dict[int, Tensor] = {}
+        for k, i in enumerate(indices):
+            given = [reals(tensor) for tensor in (updates[i], *(column[k] for column in columns))]
+            x, *state = own = _of_one_dtype(given)
+            numbers = [vector.select(0, k).to(x.device, x.dtype) for vector in flags.numbers]
+            at = flags.elements(k, x.device)
+            counts[i] = self.change(x, x, [*state, *numbers], step.settings[i], at)
+            changed = [(to, of) for to, of in zip(given, own, strict=True) if to is not of]
+            foreach.copy_([to for to, _ in changed], [of for _, of in changed])
+        zeros = ((i, u) for i, u in enumerate(updates) if i not in counts)
+        counts |= {i: torch.zeros((), dtype=torch.int64, device=u.device) for i, u in zeros}
+        step.metrics["clipped"] = share(updates, [counts[i] for i in range(len(updates))])
 
     @override
     def apply_tensor(
@@ -202,8 +207,9 @@ class Elementwise(TensorwiseTransform):
         return tensor
 
 
-def _own(x: Tensor) -> Tensor:
-    """The same elements in float32 or wider, in the same memory if possible."""
+def _of_one_dtype(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same elements in the widest of the dtypes, float32 or wider; in the same memory if possible."""
+    dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors], torch.float32)
     if torch.compiler.is_compiling():  # it breaks graphs at `out=` with other strides
-        return x.to(wide_dtype(x.dtype), copy=True, memory_format=torch.contiguous_format)
-    return x.to(wide_dtype(x.dtype))
+        return [tensor.to(dtype, copy=True, memory_format=torch.contiguous_format) for tensor in tensors]
+    return [tensor.to(dtype) for tensor in tensors]
