@@ -49,7 +49,7 @@ class Elements:
         """Return those of the elements whose magnitude is finite: an earlier transform may make an inf of a gradient.
 
         Args:
-            size: The magnitudes, or their squares.
+            size: The magnitudes. Their squares may overflow where all elements are finite.
         """
         if self._finite:
             return self

@@ -56,7 +56,7 @@ class Elementwise(TensorwiseTransform):
         ValueError: As in `Transform`.
 
     Examples:
-        A limit of each element by the average of its past magnitudes, without the current one:
+        A clip of each element to a multiple of the average of its magnitudes, which starts at the first update:
 
         >>> import torch
         >>> from torchzero_clip import Elementwise, Modular
@@ -64,27 +64,28 @@ class Elementwise(TensorwiseTransform):
         >>> class ClipToUsual(Elementwise):
         ...     checks = {"factor": positive, "beta": unit_interval}
         ...     keeps_statistics = True
-        ...     keys = ("usual",)
+        ...     keys = ("average",)
         ...     def __init__(self, factor: float, beta: float = 0.9) -> None:
         ...         super().__init__({"factor": factor, "beta": beta})
         ...     def change(self, x, result, state, setting, at):
-        ...         (usual,) = state
+        ...         (average,) = state
         ...         size = torch.abs(x, out=at.memory("size", x))
-        ...         at.only_finite(size).begin_(usual, size)
-        ...         limit = torch.mul(usual, setting["factor"], out=at.memory("limit", x))
-        ...         at.only_finite(size).lerp_(usual, size, 1 - setting["beta"])
+        ...         finite = at.only_finite(size)
+        ...         finite.begin_(average, size)
+        ...         finite.lerp_(average, size, 1 - setting["beta"])
+        ...         limit = torch.mul(average, setting["factor"], out=at.memory("limit", x))
         ...         count = at.count(torch.gt(size, limit, out=size))
         ...         at.clamp(x, torch.neg(limit, out=size), limit, result)
         ...         return count
         >>> weight = torch.nn.Parameter(torch.zeros(2))
-        >>> optimizer = Modular([weight], ClipToUsual(2.0))
+        >>> optimizer = Modular([weight], ClipToUsual(2.0, 0.75))
         >>> for gradient in ([1.0, -1.0], [9.0, -1.5]):
         ...     weight.data = torch.zeros(2)
         ...     weight.grad = torch.tensor(gradient)
         ...     optimizer.step()
         ...     print([-x for x in weight.tolist()])
         [1.0, -1.0]
-        [2.0, -1.5]
+        [6.0, -1.5]
     """
 
     keys: ClassVar[Sequence[str]] = ()
