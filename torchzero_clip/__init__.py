@@ -20,6 +20,7 @@ from torchzero_clip.clipping.soft_spectral_clip import SoftSpectralClip as SoftS
 from torchzero_clip.clipping.spike_aware_clip import SpikeAwareClip as SpikeAwareClip
 from torchzero_clip.clipping.zclip import ZClip as ZClip
 from torchzero_clip.core.chain import Chain as Chain
+from torchzero_clip.core.elementwise import Elementwise as Elementwise
 from torchzero_clip.core.kinds import Gate as Gate
 from torchzero_clip.core.kinds import Scaling as Scaling
 from torchzero_clip.core.kinds import UpdateRule as UpdateRule

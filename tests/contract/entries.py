@@ -24,6 +24,7 @@ from torchzero_clip import (
     ClipValue,
     ClipValueByEMA,
     ClipValueGrowth,
+    Elementwise,
     GradientStabilizer,
     Muon,
     Normalize,
@@ -41,7 +42,7 @@ from torchzero_clip import (
     rms,
 )
 from torchzero_clip import norm as norm_of
-from torchzero_clip.checks import number, positive
+from torchzero_clip.checks import number, positive, unit_interval
 
 
 class LimitRMS(TensorwiseTransform):
@@ -73,6 +74,28 @@ class ClipByWeights(Scaling):
             weights = norm_of(step.params[i], dim=dims, keepdim=True)
             factors.append((step.settings[i]["clipping"] * weights.clamp(min=1e-3) / norms).clamp(max=1.0))
         return measured.joined(factors)
+
+
+class ClipToUsual(Elementwise):
+    """An author's limit of elements, with state and a statistic."""
+
+    checks = {"factor": positive, "beta": unit_interval}
+    keeps_statistics = True
+    keys = ("average",)
+
+    def __init__(self, factor: float, beta: float) -> None:
+        super().__init__({"factor": factor, "beta": beta})
+
+    def change(self, x, result, state, setting, at):
+        (average,) = state
+        size = torch.abs(x, out=at.memory("size", x))
+        finite = at.only_finite(size)
+        finite.begin_(average, size)
+        finite.lerp_(average, size, 1 - setting["beta"])
+        limit = torch.mul(average, setting["factor"], out=at.memory("limit", x))
+        count = at.count(torch.gt(size, limit, out=size))
+        at.clamp(x, torch.neg(limit, out=size), limit, result)
+        return count
 
 
 class Mul(Transform):
@@ -232,6 +255,7 @@ ENTRIES = [
     Entry("schedules", lambda: [ClipNorm(warm_up), Adam(betas=later_betas), WeightDecay(warm_up), LR(0.1)]),
     Entry("LimitRMS", lambda: LimitRMS(0.2)),
     Entry("ClipByWeights", lambda: ClipByWeights(0.2)),
+    Entry("ClipToUsual", lambda: ClipToUsual(0.9, 0.5)),
     Entry("TrackJointNorm", lambda: TrackJointNorm(), joint=True),
     Entry("ClipNorm+AdamW", lambda: [ClipNorm(0.5, dim="global"), AdamW(), LR(0.1)], joint=True),
     Entry("L2+ClipValue+SGD", lambda: [WeightDecay(0.1), ClipValue(0.1), SGD(0.1, 0.9)], varies=True),

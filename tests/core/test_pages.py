@@ -24,7 +24,15 @@ def shown(page, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "lines"), [("LimitRMS", 15), ("Average", 15), ("ClipByWeights", 25), ("ClipToLimit", 25), ("Lion", 25)]
+    ("name", "lines"),
+    [
+        ("LimitRMS", 15),
+        ("Average", 15),
+        ("ClipToUsual", 25),
+        ("ClipByWeights", 25),
+        ("ClipToLimit", 25),
+        ("Lion", 25),
+    ],
 )
 def test_they_are_short(name, lines):
     assert len(shown("write_a_transform.md", name)[1].splitlines()) < lines

@@ -8,15 +8,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import boolean, non_negative, one_of, optional, positive, unit_interval
-from torchzero_clip.clipping.statistics import NormStatistics, Tracked, numbers
+from torchzero_clip.clipping.statistics import NormStatistics, Tracked
 from torchzero_clip.core.chain import Chain, Composite, Transforms
+from torchzero_clip.core.elements import Elements
 from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.foreach import reals, wide_dtype
 from torchzero_clip.functional.measure import scale_, share
-from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Ord, Schedule, Setting, Target
 
 EMAInit = Literal["zeros", "update"]
@@ -256,6 +256,7 @@ class ClipValueByEMA(Elementwise, Composite):
     checks = {"beta": unit_interval}
     keeps_statistics = True
     keys = ("ema",)
+    keeps_finite = True
 
     def __init__(
         self,
@@ -279,62 +280,40 @@ class ClipValueByEMA(Elementwise, Composite):
                 raise ValueError(f"ema_tfm has no learning rate, which is the chain's: {transform!r} cannot be in it")
 
     @override
-    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        """The average of magnitudes, float32 or wider."""
-        ema = torch.zeros_like(param, dtype=wide_dtype(param.dtype))
-        return {"ema": ema, **numbers("started", device=param.device)}
-
-    @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
         """Clip every element, in place."""
         if step.apply_child is None:
             return super().apply_tensors(updates, step)
-        averages, flags = step.column("ema"), self.flags(updates, step, None)[:2]
-        rows = list(zip(updates, averages, step.settings, *(flag.unbind() for flag in flags), strict=True))
-        for update, average, setting, usable, started in rows:
-            self._follow(reals(update), reals(average), setting, usable.to(update.device), started.to(update.device))
+        averages, flags = step.column("ema"), self.flags(updates, step, None)
+        rows = [(reals(u), flags.elements(i, u.device), step.settings[i]) for i, u in enumerate(updates)]
+        for (x, at, setting), average in zip(rows, averages, strict=True):
+            ema = reals(average)
+            self._follow(x.abs().to(ema.dtype), ema, setting, at)
         bounds = step.apply_child("ema_tfm", foreach.clone(averages))
-        pairs = zip(rows, bounds, strict=True)
-        counts = [_clip_(reals(row[0]), reals(bound), row[3].to(row[0].device)) for row, bound in pairs]
+        counts: list[Tensor] = []
+        for (x, at, _), bound in zip(rows, bounds, strict=True):
+            limit = reals(bound).abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+            counts.append(at.count(x.abs() > limit))
+            at.clamp(x, -limit, limit, x)
         step.metrics["clipped"] = share(updates, counts)
         return updates
 
     @override
-    def change_(self, x: Tensor, state: Sequence[Tensor], setting: Setting, usable: Tensor, started: Tensor) -> Tensor:
+    def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
         """Move the averages towards the magnitudes, and clip the elements to them."""
         (ema,) = state
-        self._follow(x, ema, setting, usable, started)
-        return _clip_(x, ema, usable)
-
-    def _follow(self, x: Tensor, ema: Tensor, setting: Setting, usable: Tensor, started: Tensor) -> None:
-        """Move averages towards the magnitudes of updates."""
-        size = x.abs()
-        chosen = usable & size.isfinite()  # an earlier transform may have made an inf of a finite gradient
-        if self.ema_init == "update":
-            foreach.lerp_where_(chosen & started.logical_not(), ema, size, 1.0)
-        foreach.lerp_where_(chosen, ema, size, 1 - setting["beta"])
-
-    @override
-    def change_usual_(
-        self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, scratch: Scratch
-    ) -> Tensor | None:
-        """Move the averages towards the magnitudes, and clip the elements to them."""
-        (ema,) = state
-        if self.transforms:
-            return None
-        size = torch.abs(x, out=scratch.memory("size", x.numel(), ema))
-        ema.lerp_(size, 1 - setting["beta"])
-        count = torch.gt(size, ema, out=size).sum()  # writing numbers is several times faster than booleans
-        torch.clamp(x, torch.neg(ema, out=size), ema, out=result)
+        size = torch.abs(x, out=at.memory("size", ema))
+        self._follow(size, ema, setting, at)
+        count = at.count(torch.gt(size, ema, out=size))  # writing numbers is several times faster than booleans
+        at.clamp(x, torch.neg(ema, out=size), ema, result)
         return count
 
-
-def _clip_(x: Tensor, bound: Tensor, usable: Tensor) -> Tensor:
-    """Clip to the magnitudes of ``bound`` where ``usable``, in place; return how many elements changed."""
-    limit = bound.abs()
-    chosen = usable & (x.abs() > limit)
-    foreach.copy_([x], [torch.where(chosen, torch.copysign(limit, x), x)])
-    return chosen.count_nonzero()
+    def _follow(self, size: Tensor, ema: Tensor, setting: Setting, at: Elements) -> None:
+        """Move averages towards the magnitudes of updates."""
+        finite = at.only_finite(size)
+        if self.ema_init == "update":
+            finite.begin_(ema, size)
+        finite.lerp_(ema, size, 1 - setting["beta"])
 
 
 def _largest(setting: Setting, prev: Tensor) -> Tensor:

@@ -9,10 +9,10 @@ from typing_extensions import override
 
 from torchzero_clip.checks import decay_rate
 from torchzero_clip.clipping.statistics import Tracked, numbers
+from torchzero_clip.core.elements import Elements
 from torchzero_clip.core.elementwise import Elementwise, Flags
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional.measure import LINF, Slicing
-from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Schedule, Setting, Target
 
 LARGEST = Slicing(LINF)
@@ -66,6 +66,7 @@ class ClipByMaxEMA(Elementwise):
     checks = {"beta": decay_rate}
     keeps_statistics = True
     reads_tensors = True
+    keeps_finite = True
 
     def __init__(self, beta: float | Schedule = 0.999, *, target: Target = "update", name: str | None = None) -> None:
         super().__init__({"beta": beta}, target=target, name=name)
@@ -90,28 +91,20 @@ class ClipByMaxEMA(Elementwise):
         average = tracked.by_setting(_moved, tracked["largest"], tracked.norms)
         tracked.keep(largest=average, started=count)
         limits = tracked.by_setting(_limit, average, count)
-        ratios = torch.where(tracked.norms > limits, limits / tracked.norms, 1.0)
-        return Flags(tracked.usable, torch.ones_like(tracked.usable), (limits, ratios))
+        exceed = tracked.usable & (tracked.norms > limits)
+        ratios = torch.where(exceed, limits / tracked.norms, 1.0)
+        return Flags(numbers=(limits, ratios))
 
     @override
-    def change_(self, x: Tensor, state: Sequence[Tensor], setting: Setting, usable: Tensor, started: Tensor) -> Tensor:
+    def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
         """Scale down the elements above the limit."""
-        limit, ratio = (number.to(x.dtype) for number in state)
-        exceeds = usable & (x.abs() > limit)
-        x.mul_(torch.where(exceeds, ratio, 1.0))
-        return exceeds.count_nonzero()
-
-    @override
-    def change_usual_(
-        self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, scratch: Scratch
-    ) -> Tensor | None:
-        """Scale down the elements above the limit."""
-        limit, ratio = (number.to(x.dtype) for number in state)
-        within = torch.abs(x, out=scratch.memory("within", x.numel(), x))
-        torch.le(within, limit, out=within)  # writing numbers is several times faster than booleans
-        count = x.numel() - within.sum()
-        torch.mul(x, torch.maximum(within, ratio, out=within), out=result)
-        return count
+        limit, ratio = state
+        factor = torch.abs(x, out=at.memory("factor", x))
+        torch.maximum(
+            torch.le(factor, limit, out=factor), ratio, out=factor
+        )  # writing numbers is several times faster than booleans
+        torch.mul(x, factor, out=result)
+        return at.count(torch.lt(factor, 1, out=factor))
 
 
 def _limit(setting: Setting, average: Tensor, count: Tensor) -> Tensor:

@@ -7,9 +7,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import non_negative
+from torchzero_clip.core.elements import Elements
 from torchzero_clip.core.elementwise import Elementwise
-from torchzero_clip.functional import foreach
-from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Schedule, Setting, Target
 
 
@@ -54,27 +53,16 @@ class ClipValue(Elementwise):
 
     checks = {"value": non_negative}
     limit_setting = "value"
+    keeps_finite = True
 
     def __init__(self, value: float | Schedule, *, target: Target = "update", name: str | None = None) -> None:
         super().__init__({"value": value}, target=target, name=name)
 
     @override
-    def change_(self, x: Tensor, state: Sequence[Tensor], setting: Setting, usable: Tensor, started: Tensor) -> Tensor:
+    def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
         """Clamp the elements."""
         value = setting["value"]
-        count = (x > value).count_nonzero() + (x < -value).count_nonzero()
-        foreach.clamp_([x], value)
-        return count
-
-    @override
-    def change_usual_(
-        self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, scratch: Scratch
-    ) -> Tensor | None:
-        """Clamp the elements."""
-        value = setting["value"]
-        if value > torch.finfo(x.dtype).max:
-            return None
-        size = torch.abs(x, out=scratch.memory("size", x.numel(), x))
-        count = torch.gt(size, value, out=size).sum()  # writing numbers is several times faster than booleans
-        torch.clamp(x, -value, value, out=result)
+        size = torch.abs(x, out=at.memory("size", x))
+        count = at.count(torch.gt(size, value, out=size))  # writing numbers is several times faster than booleans
+        at.clamp(x, -value, value, result)
         return count

@@ -8,13 +8,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import at_least_one, boolean, non_negative, optional, positive
-from torchzero_clip.clipping.statistics import NormStatistics, Tracked, numbers
+from torchzero_clip.clipping.statistics import NormStatistics, Tracked
+from torchzero_clip.core.elements import Elements
 from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.core.step import Step
-from torchzero_clip.functional import foreach
-from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.functional.measure import Measured
-from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Ord, Schedule, Setting, State, Target
 
 CHECKS = {
@@ -81,6 +79,7 @@ class ClipValueGrowth(Elementwise):
     checks = CHECKS
     keeps_statistics = True
     keys = ("prev",)
+    keeps_finite = True
 
     def __init__(
         self,
@@ -102,11 +101,6 @@ class ClipValueGrowth(Elementwise):
         return self.possible_state(param, setting) if _limits(setting) else {}
 
     @override
-    def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        prev = torch.zeros_like(param, dtype=wide_dtype(param.dtype))
-        return {"prev": prev, **numbers("started", device=param.device)}
-
-    @override
     def acts_with(self, setting: Setting) -> bool:
         """True if there is a limit."""
         return _limits(setting)
@@ -121,58 +115,43 @@ class ClipValueGrowth(Elementwise):
         return super().rows_of(step)
 
     @override
-    def change_(self, x: Tensor, state: Sequence[Tensor], setting: Setting, usable: Tensor, started: Tensor) -> Tensor:
+    def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
         """Limit the elements."""
         (prev,) = state
         add, mul, low, decay = (setting[key] for key in ("add", "mul", "min_value", "max_decay"))
-        usable = usable & x.isfinite()  # an earlier transform may have made an inf of a finite gradient
-        floor = prev if low is None else prev.clamp(min=low)
-        size = x.abs().to(prev.dtype)
-        grown = size if add is None else torch.minimum(size, prev + add)
-        limited = grown if mul is None else torch.minimum(grown, floor * mul)
-        limited = torch.where(started, limited, size)
-        tracked = limited
-        if decay is not None:
-            tracked = torch.where(started & (grown < floor / decay), prev / decay, limited)
-        count = (usable & (limited < size)).count_nonzero()
-        foreach.copy_([prev], [torch.where(usable, tracked, prev)])
-        foreach.copy_([x], [torch.where(usable, torch.copysign(limited, x), x)])
-        return count
-
-    @override
-    def change_usual_(
-        self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, scratch: Scratch
-    ) -> Tensor | None:
-        """Limit the elements."""
-        (prev,) = state
-        add, mul, low, decay = (setting[key] for key in ("add", "mul", "min_value", "max_decay"))
-        size, limit, other = (scratch.memory(name, x.numel(), prev) for name in ("size", "limit", "other"))
-        torch.abs(x, out=size)
+        size, limit, other = (at.memory(name, prev) for name in ("size", "limit", "other"))
+        at = at.only_finite(torch.abs(x, out=size))
         # comparisons write numbers, which is several times faster than writing booleans
         if mul is None:
             torch.add(prev, add, out=limit)
         else:
-            floor = prev if low is None else torch.clamp(prev, min=low, out=limit)
-            torch.mul(floor, mul, out=limit)
+            torch.mul(_floor(prev, low, limit), mul, out=limit)
             if add is not None:
                 torch.minimum(limit, torch.add(prev, add, out=other), out=limit)
-        count = torch.gt(size, limit, out=other).sum()
+        at.fill_new_(limit, torch.inf)
+        count = at.count(torch.gt(size, limit, out=other))
+        tracked = at.draft("tracked", prev)
         if decay is None:
-            torch.minimum(size, limit, out=prev)
-        else:
-            # what dropped below floor / decay is tracked at prev / decay
-            torch.clamp(prev, min=low, out=other).div_(decay) if low is not None else torch.div(prev, decay, out=other)
-            grown = (
-                size
-                if add is None
-                else torch.minimum(size, scratch.memory("grown", x.numel(), prev).copy_(prev).add_(add))
-            )
-            torch.ge(grown, other, out=other)
+            torch.minimum(size, limit, out=tracked)
+        else:  # what dropped below floor / decay is tracked at prev / decay
+            slowest = torch.div(_floor(prev, low, other), decay, out=other)
+            at.fill_new_(slowest, 0.0)
+            grown = size if add is None else _at_most(size, prev, add, at.memory("grown", prev))
+            is_tracked = torch.ge(grown, slowest, out=other)
             torch.minimum(size, limit, out=size)
-            prev.div_(decay)
-            torch.lerp(prev, size, other, out=prev)
-        torch.clamp(x, torch.neg(limit, out=other), limit, out=result)
+            torch.lerp(torch.div(prev, decay, out=tracked), size, is_tracked, out=tracked)
+        at.put(tracked, prev)
+        at.clamp(x, torch.neg(limit, out=other), limit, result)
         return count
+
+
+def _floor(prev: Tensor, low: float | None, out: Tensor) -> Tensor:
+    return prev if low is None else torch.clamp(prev, min=low, out=out)
+
+
+def _at_most(size: Tensor, prev: Tensor, add: float, out: Tensor) -> Tensor:
+    """Magnitudes, but at most ``prev + add``."""
+    return torch.minimum(size, torch.add(prev, add, out=out), out=out)
 
 
 class ClipNormGrowth(NormStatistics):

@@ -1,19 +1,15 @@
 """A limit of each element by the average of its squares."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import positive, steps, unit_interval
-from torchzero_clip.clipping.statistics import numbers
+from torchzero_clip.core.elements import Elements
 from torchzero_clip.core.elementwise import Elementwise, Flags
 from torchzero_clip.core.step import Step
-from torchzero_clip.functional import foreach
-from torchzero_clip.functional.foreach import wide_dtype
-from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Schedule, Setting, Target
 
 
@@ -64,6 +60,7 @@ class SpikeAwareClip(Elementwise):
     checks = {"threshold": positive, "beta": unit_interval}
     keeps_statistics = True
     keys = ("square",)
+    keeps_finite = True
 
     def __init__(
         self,
@@ -79,12 +76,6 @@ class SpikeAwareClip(Elementwise):
         super().__init__({"threshold": threshold, "beta": beta}, target=target, name=name)
 
     @override
-    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        """The average of squares, float32 or wider, and how many entered it."""
-        square = torch.zeros_like(param, dtype=wide_dtype(param.dtype))
-        return {"square": square, **numbers("started", device=param.device)}
-
-    @override
     def flags(self, updates: Sequence[Tensor], step: Step, rows: Sequence[int] | None) -> Flags:
         """Which averages are usable and limit in this step, after counting the usable ones."""
         count = step.live_numbers("started", rows)
@@ -94,37 +85,29 @@ class SpikeAwareClip(Elementwise):
         return Flags(usable, limits)
 
     @override
-    def change_(self, x: Tensor, state: Sequence[Tensor], setting: Setting, usable: Tensor, started: Tensor) -> Tensor:
+    def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
         """Clip the elements, and move the averages."""
         (square,) = state
-        usable = usable & x.isfinite()  # an earlier transform may have made an inf of a finite gradient
-        size = x.abs().to(square.dtype)
-        limit = (square * setting["threshold"]).sqrt()
-        exceeds = usable & started & (limit > 0) & (size > limit)
-        limited = torch.where(exceeds, limit, size)
-        seen = limited.square().clamp(max=torch.finfo(square.dtype).max)
-        moved = setting["beta"] * square + (1 - setting["beta"]) * seen
-        foreach.copy_([square], [torch.where(usable, moved, square)])
-        foreach.copy_([x], [torch.where(exceeds, torch.copysign(limited, x), x)])
-        return exceeds.count_nonzero()
-
-    @override
-    def change_usual_(
-        self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, scratch: Scratch
-    ) -> Tensor | None:
-        """Clip the elements, and move the averages."""
-        (square,) = state
-        new, other = (scratch.memory(name, x.numel(), square) for name in ("new", "other"))
-        torch.mul(x, x, out=new)
-        if torch.add(new, square, alpha=-setting["threshold"], out=other).amax() <= 0:  # all are within their limits
+        new, other = (at.memory(name, square) for name in ("new", "other"))
+        if at.usual and _are_within(x, square, setting["threshold"], new, other):  # so it is in most steps
             result.copy_(x)
             count = torch.zeros_like(other.select(0, 0))
         else:
             limit = torch.mul(square, setting["threshold"], out=new).sqrt_()
             # an element without a history has no limit; numbers are written several times faster than booleans
             limit.add_(torch.eq(square, 0, out=other), alpha=torch.finfo(square.dtype).max)
-            count = torch.gt(torch.abs(x, out=other), limit, out=other).sum()
-            torch.clamp(x, torch.neg(limit, out=other), limit, out=result)
+            size = torch.abs(x, out=other)
+            at = at.only_finite(size)
+            at.fill_new_(limit, torch.inf)
+            count = at.count(torch.gt(size, limit, out=size))
+            at.clamp(x, torch.neg(limit, out=other), limit, result)
             torch.mul(result, result, out=new).clamp_(max=torch.finfo(square.dtype).max)
-        square.mul_(setting["beta"]).add_(new, alpha=1 - setting["beta"])
+        moved = torch.mul(square, setting["beta"], out=at.draft("moved", square))
+        at.put(moved.add_(new, alpha=1 - setting["beta"]), square)
         return count
+
+
+def _are_within(x: Tensor, square: Tensor, threshold: float, new: Tensor, other: Tensor) -> bool:
+    """True if all elements are within their limits. Writes their squares to ``new``, and to ``other``."""
+    torch.mul(x, x, out=new)
+    return bool(torch.add(new, square, alpha=-threshold, out=other).amax() <= 0)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor
 from typing_extensions import override
 
+from torchzero_clip.core.elements import Elements
 from torchzero_clip.core.elementwise import Elementwise
-from torchzero_clip.functional import foreach
 from torchzero_clip.types import Setting
 
 
@@ -18,9 +18,9 @@ class Average(Elementwise):
         self.begins_with_update = begins_with_update
 
     @override
-    def change_(self, x: Tensor, state: Sequence[Tensor], setting: Setting, usable: Tensor, started: Tensor) -> Tensor:
+    def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
         (average,) = state
         if self.begins_with_update:
-            foreach.lerp_where_(usable & started.logical_not(), average, x, 1.0)
-        foreach.lerp_where_(usable, average, x, 1 - setting["beta"])
-        return usable  # this count is not used
+            at.begin_(average, x)
+        at.lerp_(average, x, 1 - setting["beta"])
+        return average  # this count is not used

@@ -7,10 +7,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from torchzero_clip.core.elements import Elements
 from torchzero_clip.core.elementwise import Elementwise, Flags
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Measured
 from torchzero_clip.functional.norms import all_ones, beyond_float32
+from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Setting
 
 
@@ -71,14 +73,20 @@ class Pointwise:
     @property
     def keeps_finite(self) -> bool:
         """True if finite updates stay finite."""
-        return self.transform.has_usual_way()
+        return self.transform.stays_finite()
 
-    def usual(self) -> list[bool]:
-        """For each parameter, True if `Elementwise.change_usual_` fits. False on CUDA, where reading would wait."""
-        usable, started, _ = self.flags
-        if not usable.is_cpu or not self.follows_finite or not self.transform.has_usual_way():
+    def known(self) -> list[bool]:
+        """For each parameter, True if all its elements take part. False on CUDA, where reading flags would wait."""
+        flags = [flag for flag in self.flags[:2] if flag is not None]
+        if not flags:
+            return [True] * len(self.settings)
+        if not flags[0].is_cpu:
             return [False] * len(self.settings)
-        return (usable & started).tolist()
+        return torch.stack(flags).all(0).tolist()
+
+    def elements(self, scratch: Scratch) -> Elements:
+        """The elements of tensors that are known to take part."""
+        return Elements(finite=self.follows_finite, scratch=scratch)
 
     def finish(self) -> None:
         """Report how many elements changed."""

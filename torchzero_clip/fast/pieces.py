@@ -1,11 +1,13 @@
 """Runs elementwise transforms and the kernel after them piece by piece, so that pieces stay in the cache."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchzero_clip.core.elements import Elements
 from torchzero_clip.fast.kernels import LONG, inverse
 from torchzero_clip.fast.ops import Op, Pointwise, Scale, Shift
 from torchzero_clip.functional import foreach
@@ -57,14 +59,14 @@ def run_pieces(
     depth = max([len(stage.state) + len(stage.flags.numbers) for stage in stages], default=0)
     key = (*[group.stop for group in groups], depth)
     pieces = scratch.plan("pieces", updates, lambda: _planned(updates, groups, depth, scratch), key)
-    usual = [stage.usual() for stage in stages]
+    known = [stage.known() for stage in stages]
     before = ops[0] if ops else None
     factors = before.factor if isinstance(before, Scale) else None
     means = list(before.numbers.to(first.dtype).unbind()) if isinstance(before, Shift) else []
     for piece in pieces:
         source = _read(piece, updates, factors, means)
-        for stage, is_usual in zip(stages, usual, strict=True):
-            _run(stage, piece, source, is_usual, scratch)
+        for stage, rows in zip(stages, known, strict=True):
+            _run(stage, piece, source, rows, scratch)
             source = piece.flat
         if source is not piece.flat:
             piece.flat.copy_(source)
@@ -105,20 +107,18 @@ def _multiply(piece: _Piece, factors: Tensor) -> None:
         foreach.multiply_plain_(piece.views, list(foreach.as_factors(own, piece.flat.dtype).unbind()))
 
 
-def _run(stage: Pointwise, piece: _Piece, source: Tensor, usual: Sequence[bool], scratch: Scratch) -> None:
+def _run(stage: Pointwise, piece: _Piece, source: Tensor, known: Sequence[bool], scratch: Scratch) -> None:
     """Send one piece through one transform, from ``source`` to the memory of the piece."""
     columns = [[column[i] for i in piece.rows] for column in stage.state]
-    setting = stage.settings[piece.rows[0]]
     if piece.cut is not None or len(piece.rows) == 1:
         state = [column[0].view(-1) if piece.cut is None else column[0].view(-1)[piece.cut] for column in columns]
-        stage.counts.append(_change(stage, source, piece.flat, state, setting, piece.rows[0], usual, scratch))
+        _change(stage, source, piece.flat, state, piece.rows[0], known, scratch)
         return
-    flags = [usual[i] for i in piece.rows]
-    if piece.flat.is_cpu and not all(flags):
+    are_known = all(known[i] for i in piece.rows)
+    if piece.flat.is_cpu and not are_known:
         for k, (i, view) in enumerate(zip(piece.rows, piece.views, strict=True)):
             state = [column[k].view(-1) for column in columns]
-            x = view.view(-1)
-            stage.counts.append(_change(stage, x, x, state, setting, i, usual, scratch))
+            _change(stage, view.view(-1), view.view(-1), state, i, known, scratch)
         return
     joined = piece.state[: len(columns)]
     usable, started, numbers = stage.flags
@@ -127,10 +127,10 @@ def _run(stage: Pointwise, piece: _Piece, source: Tensor, usual: Sequence[bool],
         state += _spread([vector.to(piece.flat.dtype) for vector in numbers], piece, piece.state[len(columns) :])
     for (_, views), column in zip(joined, columns, strict=True):
         foreach.copy_plain_(views, column)
-    count = stage.transform.change_usual_(piece.flat, piece.flat, state, setting, scratch) if all(flags) else None
-    if count is None:
-        count = stage.transform.change_(piece.flat, state, setting, *_of_elements([usable, started], piece))
-    stage.counts.append(count)
+    at = stage.elements(scratch)
+    if not are_known:
+        at = Elements(usable, started, scratch=scratch, spread=partial(_of_elements, piece=piece))
+    stage.counts.append(stage.transform.change(piece.flat, piece.flat, state, stage.settings[piece.rows[0]], at))
     for (_, views), column in zip(joined, columns, strict=True):
         foreach.copy_plain_(column, views)
 
@@ -140,20 +140,14 @@ def _change(
     source: Tensor,
     result: Tensor,
     state: list[Tensor],
-    setting: Setting,
     row: int,
-    usual: Sequence[bool],
+    known: Sequence[bool],
     scratch: Scratch,
-) -> Tensor:
+) -> None:
     """Change elements of one tensor."""
-    usable, started, *numbers = (vector.select(0, row) for vector in (*stage.flags[:2], *stage.flags.numbers))
-    state = [*state, *numbers]
-    count = stage.transform.change_usual_(source, result, state, setting, scratch) if usual[row] else None
-    if count is None:
-        if source is not result:
-            result.copy_(source)
-        count = stage.transform.change_(result, state, setting, usable, started)
-    return count
+    at = stage.elements(scratch) if known[row] else stage.flags.elements(row, source.device, scratch)
+    state = [*state, *(vector.select(0, row).to(source.dtype) for vector in stage.flags.numbers)]
+    stage.counts.append(stage.transform.change(source, result, state, stage.settings[row], at))
 
 
 def _spread(
@@ -161,17 +155,17 @@ def _spread(
 ) -> Sequence[Tensor]:
     """The numbers of each element, from vectors with one for each parameter."""
     if not piece.flat.is_cpu:
-        return _of_elements(vectors, piece)
+        return [_of_elements(vector, piece) for vector in vectors]
     for vector, (_, views) in zip(vectors, memory, strict=False):
         foreach.copy_plain_(views, vector.narrow(0, piece.rows[0], len(piece.rows)).unbind())
     return [flat for flat, _ in memory[: len(vectors)]]
 
 
-def _of_elements(vectors: Sequence[Tensor], piece: _Piece) -> list[Tensor]:
-    """The same in a new vector for each."""
+def _of_elements(vector: Tensor, piece: _Piece) -> Tensor:
+    """The number of each element, from a vector with one for each parameter."""
     assert piece.counts is not None
     owner = _owner(piece.counts, piece.flat.numel()) if piece.owner is None else piece.owner
-    return [vector.narrow(0, piece.rows[0], len(piece.rows)).index_select(0, owner) for vector in vectors]
+    return vector.narrow(0, piece.rows[0], len(piece.rows)).index_select(0, owner)
 
 
 def _owner(counts: Tensor, total: int) -> Tensor:

@@ -1,0 +1,164 @@
+"""An author's elementwise transform runs by pieces, and joined tensors give the numbers of each tensor alone."""
+
+import pytest
+import torch
+from contract.test_dispatch import operations_of_a_step
+from contract.training import set_grads
+from core.test_pages import shown
+from torch import nn
+from typing_extensions import override
+
+from torchzero_clip import (
+    SGD,
+    AdamW,
+    ClipByMaxEMA,
+    ClipValue,
+    ClipValueByEMA,
+    ClipValueGrowth,
+    Elementwise,
+    Modular,
+    SpikeAwareClip,
+)
+from torchzero_clip.core.elements import Elements
+from torchzero_clip.functional.scratch import Scratch
+
+SHAPES = [(3, 5), (7,), (), (300, 1000)]
+CLIP, _ = shown("write_a_transform.md", "ClipToUsual")
+EVENTS = ["zero", "none", "inf", "nan", "missing", "huge", "tiny", "none"]
+
+
+def gradients(step, dtype):
+    generator = torch.Generator().manual_seed(step)
+    found = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in SHAPES]
+    i, event = step % len(SHAPES), EVENTS[step]
+    if event in ("inf", "nan"):
+        found[i].view(-1)[0] = float(event)
+    found[i] *= {"zero": 0.0, "huge": 1e25, "tiny": 1e-25}.get(event, 1.0)
+    return [None if event == "missing" and k == i else grad for k, grad in enumerate(found)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_the_fast_way_of_an_author_equals_the_readable_one(dtype):
+    runs = []
+    for fast in (True, False):
+        params = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in SHAPES]
+        optimizer = Modular(params, CLIP(1.0, 0.7), SGD(0.1), fast=fast)
+        clipped = []
+        for step in range(len(EVENTS)):
+            for param, grad in zip(params, gradients(step, dtype), strict=True):
+                param.grad = grad
+            optimizer.step()
+            clipped.append(optimizer.metrics()["clip_to_usual/clipped"])
+        states = [optimizer.state[param]["clip_to_usual/average"] for param in params]
+        runs.append([*params, *states, torch.stack(clipped)])
+    for fast, readable in zip(*runs, strict=True):
+        torch.testing.assert_close(fast, readable, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert runs[0][-1].max() > 0.05
+
+
+def test_the_transform_of_an_author_is_called_with_pieces(monkeypatch):
+    seen = []
+    change = CLIP.change
+    monkeypatch.setattr(
+        CLIP, "change", lambda self, x, *rest: seen.append((tuple(x.shape), rest[-1])) or change(self, x, *rest)
+    )
+    for fast, shapes in ((True, [(131072,), (131072,), (37856,), (23,)]), (False, SHAPES)):
+        params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+        optimizer = Modular(params, CLIP(), AdamW(), fast=fast)
+        for step in (1, 7):  # steps without an event
+            seen.clear()
+            set_grads(params, gradients(step, torch.float32))
+            optimizer.step()
+        assert [shape for shape, _ in seen] == shapes
+        assert [at.usual for _, at in seen] == [fast] * len(shapes)
+
+
+def test_the_transform_of_an_author_takes_no_more_operations_than_ours():
+    own = [operations_of_a_step(lambda: [CLIP(), AdamW()], count) for count in (20, 80)]
+    ours = operations_of_a_step(lambda: [ClipValueByEMA(ema_init="update"), AdamW()], 20)
+    assert own == [ours + 1] * 2  # it multiplies by `factor`
+
+
+class Doubles(ClipValue):
+    @override
+    def change(self, x, result, state, setting, at):
+        torch.mul(x, 2.0, out=result)
+        return torch.zeros(())
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_an_inf_that_a_transform_makes_of_a_finite_element_enters_no_statistic(fast):
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = Modular([weight], Doubles(1.0), ClipValueByEMA(0.5), SGD(1.0), fast=fast)
+    for first in (1.0, 3e38):
+        weight.grad = torch.tensor([first, 1.0])
+        optimizer.step()
+    assert optimizer.state[weight]["clip_value_by_ema/ema"].tolist() == [1.0, 1.5]
+
+
+TRANSFORMS = [
+    ClipValue(0.5),
+    ClipValueByEMA(0.9),
+    ClipValueByEMA(0.9, "update"),
+    ClipValueGrowth(),
+    ClipValueGrowth(0.1, max_decay=None),
+    ClipValueGrowth(0.1, None, None),
+    SpikeAwareClip(2.0, 0.9),
+    ClipByMaxEMA(),
+    CLIP(1.0),
+]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=repr)
+def test_joined_tensors_with_flags_for_each_element_are_those_of_each_tensor(transform):
+    """So CUDA calls it; here it runs on CPU."""
+    torch.manual_seed(0)
+    sizes = torch.tensor([6, 10, 3, 8])
+    usable, started = torch.tensor([True, True, False, False]), torch.tensor([True, False, True, False])
+    xs = [torch.randn(size) for size in sizes]
+    xs[0][:2] = torch.tensor([torch.inf, torch.nan])
+    states = [[torch.rand(size) for _ in transform.keys] for size in sizes]
+    numbers = [torch.tensor([1.0, 0.5, torch.inf, 0.3]), torch.tensor([0.5, 0.2, 1.0, 1.0])]
+    numbers = numbers if isinstance(transform, ClipByMaxEMA) else []
+
+    def spread(vector):
+        return vector.repeat_interleave(sizes)
+
+    x, result = torch.cat(xs), torch.empty(int(sizes.sum()))
+    joined = [torch.cat([state[k] for state in states]) for k in range(len(transform.keys))]
+    flags = (usable, started) if transform.keeps_statistics and not numbers else (None, None)
+    at = Elements(*flags, scratch=Scratch(), spread=spread)
+    count = transform.change(x, result, [*joined, *map(spread, numbers)], transform.defaults, at)
+    counts, copies = 0, [value.clone() for value in xs]
+    for i, (value, state) in enumerate(zip(copies, states, strict=True)):
+        at = Elements(*(None if flag is None else flag[i] for flag in flags))
+        counts += transform.change(value, value, [*state, *(v[i] for v in numbers)], transform.defaults, at)
+    torch.testing.assert_close(result, torch.cat(copies), rtol=0, atol=0, equal_nan=True)
+    for k, whole in enumerate(joined):
+        torch.testing.assert_close(whole, torch.cat([state[k] for state in states]), rtol=0, atol=0)
+        assert whole.isfinite().all()
+    assert float(count) == float(counts) > 0
+    if flags[0] is not None:  # what is not usable passes
+        torch.testing.assert_close(result[16:], x[16:], rtol=0, atol=0)
+
+
+def test_a_limit_beyond_the_range_of_the_dtype_limits_no_finite_element():
+    x, result = torch.tensor([3e38, -torch.inf]), torch.empty(2)
+    Elements().clamp(x, -1e39, 1e39, result)
+    assert torch.equal(result, x)
+
+
+def test_state_is_declared_by_keys_and_statistics():
+    class Plain(Elementwise):
+        @override
+        def change(self, x, result, state, setting, at):
+            return torch.zeros(())
+
+    class Keyed(Plain):
+        keys = ("average",)
+
+    param = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    assert (Plain({}).has_state(), Plain({}).init_state(param, {})) == (False, {})
+    assert Keyed({}).has_state()
+    assert Keyed({}).init_state(param, {})["average"].dtype == torch.float32
+    assert CLIP().init_state(param, {}).keys() == {"average", "started"}

@@ -1,0 +1,128 @@
+"""The elements that an elementwise transform acts on, and operations that leave the others unchanged."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.functional import foreach
+from torchzero_clip.functional.scratch import Scratch
+
+
+class Elements:
+    """The elements that take part in one call of `Elementwise.change`, and operations that leave the others unchanged.
+
+    Without statistics all elements take part. With statistics the elements of a tensor take part if its gradient is
+    finite and, before its statistic has started, not all zero. If the optimizer knows without waiting for a device that
+    all elements take part, the methods add no operations.
+    """
+
+    def __init__(
+        self,
+        usable: Tensor | None = None,
+        started: Tensor | None = None,
+        *,
+        finite: bool = False,
+        scratch: Scratch | None = None,
+        spread: Callable[[Tensor], Tensor] = lambda flags: flags,
+    ) -> None:
+        self.mask = None if usable is None else spread(usable)
+        self.usual = usable is None and finite
+        """True if all elements take part, are finite and have a statistic that has started, and reading a number does
+        not wait for a device. False if any of this is not known."""
+        self._finite, self._started, self._scratch, self._spread = finite, started, scratch, spread
+        self._new: Tensor | None = None
+
+    def memory(self, name: str, like: Tensor) -> Tensor:
+        """Return memory for as many numbers as ``like`` has, of its dtype, with any values.
+
+        Args:
+            name: Calls with another name return other memory.
+            like: The elements or their state.
+        """
+        if self._scratch is not None:
+            return self._scratch.memory(name, like.numel(), like)
+        return torch.empty_like(like)
+
+    def only_finite(self, size: Tensor) -> "Elements":
+        """Return those of the elements whose magnitude is finite: an earlier transform may make an inf of a gradient.
+
+        Args:
+            size: The magnitudes. Their squares may overflow where all elements are finite.
+        """
+        if self._finite:
+            return self
+        finite = size < torch.inf  # False for NaN
+        usable = finite if self.mask is None else finite.logical_and_(self.mask)
+        found = Elements(usable, finite=True, scratch=self._scratch)
+        found._started, found._spread, found._new = self._started, self._spread, self._new
+        return found
+
+    def begin_(self, state: Tensor, first: Tensor) -> None:
+        """Set state to ``first`` where the statistic starts in this step, in place."""
+        if (new := self._not_started()) is not None:
+            _choose(new if self.mask is None else new & self.mask, first, state, state)
+
+    def fill_new_(self, tensor: Tensor, number: float) -> None:
+        """Fill a tensor with a number where the statistic had not started before this step, in place."""
+        if (new := self._not_started()) is not None:
+            tensor.masked_fill_(new, number)
+
+    def lerp_(self, state: Tensor, end: Tensor, weight: float) -> None:
+        """Compute ``state += weight * (end - state)``, in place."""
+        state.lerp_(end if self.mask is None else torch.where(self.mask, end, state), weight)
+
+    def draft(self, name: str, state: Tensor) -> Tensor:
+        """Return memory for the next value of ``state``, to be passed to `put`: the state itself if all take part."""
+        return state if self.mask is None else self.memory(name, state)
+
+    def put(self, new: Tensor, state: Tensor) -> None:
+        """Replace state by its next value."""
+        if self.mask is not None:
+            _choose(self.mask, new, state, state)
+        elif new is not state:
+            foreach.copy_([state], [new])
+
+    def clamp(self, x: Tensor, low: Tensor | float, high: Tensor | float, result: Tensor) -> None:
+        """Clamp elements to [low, high]. NaN stays NaN.
+
+        Args:
+            x: The elements.
+            low: Numbers of the shape of ``x``, or one for all.
+            high: As ``low``.
+            result: Where the result goes, or ``x`` itself.
+        """
+        limits: Any = [bound if isinstance(bound, Tensor) else _within(bound, x.dtype) for bound in (low, high)]
+        if self.mask is not None:
+            _choose(self.mask, torch.clamp(x, *limits), x, result)
+        else:
+            torch.clamp(x, *limits, out=result)
+
+    def count(self, hits: Tensor) -> Tensor:
+        """Return how many of the elements are hit.
+
+        Args:
+            hits: 1 or True for each element that is hit, else 0. It is overwritten.
+        """
+        hits = hits if self.mask is None else hits.mul_(self.mask)
+        return hits.count_nonzero() if self._scratch is None else hits.sum()
+
+    def _not_started(self) -> Tensor | None:
+        """True where the statistic had not started before this step; None if it had everywhere."""
+        if self._started is not None and self._new is None:
+            self._new = self._spread(self._started.logical_not())
+        return self._new
+
+
+def _choose(mask: Tensor, new: Tensor, old: Tensor, out: Tensor) -> None:
+    """Write the new elements where the mask is True, and the old ones elsewhere."""
+    if torch.compiler.is_compiling() or not new.dtype == old.dtype == out.dtype:
+        foreach.copy_([out], [torch.where(mask, new, old)])
+    else:
+        torch.where(mask, new, old, out=out)
+
+
+def _within(bound: float, dtype: torch.dtype) -> float:
+    """A limit that torch accepts for a dtype: no finite element exceeds one beyond its range."""
+    return bound if abs(bound) <= torch.finfo(dtype).max else bound * torch.inf
