@@ -4,7 +4,7 @@ Comparisons are written so that NaN fails them. The checks in `Transform.checks`
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -13,11 +13,11 @@ from torch import Tensor
 Check: TypeAlias = Callable[[str, Any], None]
 
 
-def plain(value: Any) -> Any:
+def as_builtin(value: Any) -> Any:
     """The value with NumPy's float64 as float, which ``weights_only`` loading needs, and lists as tuples."""
     if isinstance(value, float) and type(value) is not float:
         return float(value)
-    return tuple(map(plain, value)) if isinstance(value, tuple | list) else value  # pyright: ignore[reportUnknownVariableType]
+    return tuple(map(as_builtin, value)) if isinstance(value, tuple | list) else value  # pyright: ignore[reportUnknownVariableType]
 
 
 def is_numeric(value: Any) -> bool:
@@ -179,3 +179,14 @@ def dims(name: str, value: object) -> None:
     items = value if isinstance(value, Sequence) else (value,)
     if any(isinstance(item, bool) or not isinstance(item, int) for item in items):
         raise TypeError(f"{name} must be None, an int, a sequence of ints or 'global', got {value!r}")
+
+
+def same_in_all_groups(owner: object, groups: Sequence[Mapping[str, Any]], keys: Iterable[str]) -> None:
+    """Raise if groups differ in a setting of a transform that has one statistic for all tensors."""
+    for key in keys:
+        found = [settings[key] for settings in groups]
+        if others := [value for value in found if value != found[0]]:
+            raise ValueError(
+                f"{key} must be the same in every param group for {owner!r}, which has one statistic for all "
+                f"tensors; got {found[0]} and {others[0]}"
+            )

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.checks import positive, steps, unit_interval
-from torchzero_clip.clipping.statistics import NormStatistics, Tracked, numbers, same_in_all_groups
+from torchzero_clip.checks import positive, same_in_all_groups, steps, unit_interval
+from torchzero_clip.clipping.statistics import NormStatistics, Tracked
+from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.functional.norms import combine
 from torchzero_clip.types import Schedule, Setting, Target
 
@@ -86,12 +87,12 @@ class AdaGC(NormStatistics):
 
     @override
     def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        return numbers("usual", "started", device=param.device)
+        return zero_numbers("usual", "started", device=param.device)
 
     @override
     def init_global_state(self) -> dict[str, Any]:
         """How many steps of the warm-up were taken."""
-        return numbers("warm_steps")
+        return zero_numbers("warm_steps")
 
     @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:

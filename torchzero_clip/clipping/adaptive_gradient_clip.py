@@ -11,7 +11,7 @@ from torchzero_clip.checks import positive
 from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional.measure import Measured, measured_like
-from torchzero_clip.functional.shards import chosen
+from torchzero_clip.functional.shards import elements_at
 from torchzero_clip.types import Schedule, Setting, Target
 
 
@@ -87,7 +87,7 @@ class AdaptiveGradientClip(Scaling):
             return torch.ones_like(measured.vector)
         weights = measured_like(measured, [step.params[i] for i in measured.indices])
         limits = replace(measured, vector=weights).by_setting(step.settings, _limit)
-        finite = measured.of_slices(chosen(step.finite, measured.indices))
+        finite = measured.of_slices(elements_at(step.finite, measured.indices))
         exceeds = finite & (measured.vector > limits)
         return torch.where(exceeds, limits / measured.vector, 1.0)
 

@@ -7,7 +7,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import percent, steps
-from torchzero_clip.clipping.statistics import NormStatistics, Tracked, numbers
+from torchzero_clip.clipping.statistics import NormStatistics, Tracked
+from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.types import Schedule, Target
 
 
@@ -77,7 +78,7 @@ class AutoClip(NormStatistics):
     @override
     def init_global_state(self) -> dict[str, Any]:
         """The last norms, and how many were stored."""
-        return {"ring": torch.zeros(self.window, dtype=torch.float64), **numbers("started")}
+        return {"ring": torch.zeros(self.window, dtype=torch.float64), **zero_numbers("started")}
 
     @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:

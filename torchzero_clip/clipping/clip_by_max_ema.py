@@ -8,9 +8,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import decay_rate
-from torchzero_clip.clipping.statistics import Tracked, numbers
+from torchzero_clip.clipping.statistics import Tracked
 from torchzero_clip.core.elements import Elements
 from torchzero_clip.core.elementwise import Elementwise, Flags
+from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional.measure import LINF, Slicing
 from torchzero_clip.types import Schedule, Setting, Target
@@ -74,7 +75,7 @@ class ClipByMaxEMA(Elementwise):
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
         """The average of the largest elements, and how many entered it."""
-        return numbers("largest", "started", device=param.device)
+        return zero_numbers("largest", "started", device=param.device)
 
     @override
     def rows_of(self, step: Step) -> list[int] | None:

@@ -7,7 +7,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import decay_rate, non_negative
-from torchzero_clip.clipping.statistics import SQUARABLE, NormStatistics, Tracked, numbers
+from torchzero_clip.clipping.statistics import NormStatistics, Tracked
+from torchzero_clip.core.states import zero_numbers
+from torchzero_clip.functional.norms import SQUARABLE
 from torchzero_clip.types import Schedule, Setting, Target
 
 
@@ -75,7 +77,7 @@ class GradientStabilizer(NormStatistics):
 
     @override
     def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        return numbers("norm", "square", "started", device=param.device)
+        return zero_numbers("norm", "square", "started", device=param.device)
 
     @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:

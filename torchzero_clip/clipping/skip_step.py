@@ -7,11 +7,21 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.checks import at_least_one, non_negative, optional, positive, steps, unit_interval
-from torchzero_clip.clipping.statistics import SQUARABLE, filled, numbers, same_in_all_groups, written
+from torchzero_clip.checks import (
+    at_least_one,
+    non_negative,
+    optional,
+    positive,
+    same_in_all_groups,
+    steps,
+    unit_interval,
+)
 from torchzero_clip.core.kinds import Gate
+from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
+from torchzero_clip.functional.norms import SQUARABLE
+from torchzero_clip.functional.rings import filled, written
 from torchzero_clip.types import Schedule, Setting, State, Target
 
 VALUES = ("norms", "losses")
@@ -123,14 +133,14 @@ class SkipStep(Gate):
     @override
     def init_global_state(self) -> dict[str, Any]:
         """The running mean; with ``sigma``, the last norms and losses, and those of the steps skipped in a row."""
-        state = numbers("mean", "started")
+        state = zero_numbers("mean", "started")
         if not self._stores:
             return state
         vectors: dict[str, Any] = {}
         for key in VALUES:
             vectors[key] = torch.zeros(self.window, dtype=torch.float64)
             vectors[f"skipped_{key}"] = torch.zeros(max(3, self.window // 8), dtype=torch.float64)
-        return {**state, **vectors, **numbers(*(f"{key}_stored" for key in VALUES), "in_a_row", "losses_in_a_row")}
+        return {**state, **vectors, **zero_numbers(*(f"{key}_stored" for key in VALUES), "in_a_row", "losses_in_a_row")}
 
     @override
     def refuses(self, norm: Tensor, step: Step) -> Tensor:

@@ -1,57 +1,23 @@
 """Scalings that store norms: one for each tensor, or one of all tensors together."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from torchzero_clip.checks import same_in_all_groups
 from torchzero_clip.core.kinds import Scaling
+from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Measured, Slicing, by_setting
 from torchzero_clip.functional.norms import may_look
-from torchzero_clip.functional.shards import chosen, pack
+from torchzero_clip.functional.rings import filled, written
+from torchzero_clip.functional.shards import elements_at, pack
 from torchzero_clip.types import Ord, Setting, State, Target
-
-SQUARABLE = 1e150
-"""The square of a larger norm, or a sum of such squares, may be infinite."""
-
-
-def numbers(*keys: str, device: torch.device | None = None) -> dict[str, Tensor]:
-    """A 0-d float64 zero for each key. Float64 holds norms exactly, whatever the dtype of the gradients."""
-    return {key: torch.zeros((), dtype=torch.float64, device=device) for key in keys}
-
-
-def written(ring: Tensor, count: Tensor, value: Tensor, where: Tensor) -> Tensor:
-    """A ring buffer with one more value, in place of the oldest one, if ``where`` is true.
-
-    Args:
-        ring: The values, a vector.
-        count: How many values were written before.
-        value: The value.
-        where: A boolean.
-    """
-    places = torch.arange(len(ring), device=ring.device)
-    return torch.where((places == count % len(ring)) & where, value, ring)
-
-
-def filled(ring: Tensor, count: Tensor) -> Tensor:
-    """A ring buffer with NaN where nothing was written yet: its quantiles need not wait for the device."""
-    return torch.where(torch.arange(len(ring), device=ring.device) < count, ring, torch.nan)
-
-
-def same_in_all_groups(owner: object, groups: Sequence[Setting], keys: Iterable[str]) -> None:
-    """Raise if groups differ in a setting of a transform that has one statistic for all tensors."""
-    for key in keys:
-        found = [settings[key] for settings in groups]
-        if others := [value for value in found if value != found[0]]:
-            raise ValueError(
-                f"{key} must be the same in every param group for {owner!r}, which has one statistic for all "
-                f"tensors; got {found[0]} and {others[0]}"
-            )
 
 
 class Tracked:
@@ -94,7 +60,7 @@ class Tracked:
         if self.joint:
             return measured.vector.narrow(0, 0, 1)
         is_subset = self._taken is not None and len(measured.indices) > len(self._taken)
-        return chosen(measured.vector, self._taken or []) if is_subset else measured.vector
+        return elements_at(measured.vector, self._taken or []) if is_subset else measured.vector
 
     def measure(self, tensors: Sequence[Tensor], slicing: Slicing) -> Measured:
         """The norms of other tensors of the same shapes."""
@@ -237,7 +203,7 @@ class NormStatistics(Scaling):
 
     @override
     def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        return {} if self.joint else numbers("prev", "started", device=param.device)
+        return {} if self.joint else zero_numbers("prev", "started", device=param.device)
 
     @override
     def has_state(self) -> bool:
@@ -247,7 +213,7 @@ class NormStatistics(Scaling):
     @override
     def init_global_state(self) -> dict[str, Any]:
         """The norm of the step before, if all tensors have one."""
-        return numbers("prev", "started") if self.joint else {}
+        return zero_numbers("prev", "started") if self.joint else {}
 
     @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:

@@ -7,8 +7,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import non_negative, one_of, optional, positive, steps, unit_interval
-from torchzero_clip.clipping.statistics import SQUARABLE, NormStatistics, Tracked, numbers
-from torchzero_clip.functional.norms import may_look
+from torchzero_clip.clipping.statistics import NormStatistics, Tracked
+from torchzero_clip.core.states import zero_numbers
+from torchzero_clip.functional.norms import SQUARABLE, may_look
 from torchzero_clip.types import Schedule, Target
 
 ClipOption = Literal["adaptive_scaling", "mean"]
@@ -99,7 +100,7 @@ class ZClip(NormStatistics):
         """The norms of the warm-up, the mean, the variance, and how many norms were seen."""
         return {
             "ring": torch.zeros(self.warmup_steps, dtype=torch.float64),
-            **numbers("mean", "variance", "started"),
+            **zero_numbers("mean", "variance", "started"),
         }
 
     @override

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from torchzero_clip.checks import plain
+from torchzero_clip.checks import as_builtin
 from torchzero_clip.core.chain_state import SCHEDULE_STEP
 from torchzero_clip.types import Schedule
 
@@ -128,7 +128,7 @@ def at(value: Any, step: int) -> Any:
     if not callable(value):
         return value
     try:
-        return plain(value(step))
+        return as_builtin(value(step))
     except Exception as error:
         error.add_note(f"in a schedule, {value!r}, of step {step}")
         raise

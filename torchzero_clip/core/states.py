@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -126,3 +127,8 @@ class States(Sequence[State]):
 def own_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a parameter, with copies of numbers that are elements of a vector, so that they are saved alone."""
     return {key: v.clone() if isinstance(v, Tensor) and not v.ndim else v for key, v in state.items()}
+
+
+def zero_numbers(*keys: str, device: torch.device | None = None) -> dict[str, Tensor]:
+    """A 0-d float64 zero for each key. Float64 holds norms exactly, whatever the dtype of the gradients."""
+    return {key: torch.zeros((), dtype=torch.float64, device=device) for key in keys}

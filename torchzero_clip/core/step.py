@@ -10,7 +10,7 @@ from torch import Tensor
 from torchzero_clip.core.states import States
 from torchzero_clip.core.tools import Tools
 from torchzero_clip.functional.measure import by_setting
-from torchzero_clip.functional.shards import chosen
+from torchzero_clip.functional.shards import elements_at
 from torchzero_clip.types import Setting, State
 
 
@@ -135,7 +135,7 @@ class Step:
         """
         norms = self._declared_norms()
         if indices is not None:
-            norms = chosen(norms, indices)
+            norms = elements_at(norms, indices)
         expected = 1 if joint else norms.numel()
         if started.dtype != torch.bool or started.numel() != expected:
             got = f"{started.dtype} of shape {tuple(started.shape)}"

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self, get_args
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.checks import Check, one_of, plain, setting_name, transform_name
+from torchzero_clip.checks import Check, as_builtin, one_of, setting_name, transform_name
 from torchzero_clip.core.schedules import at
 from torchzero_clip.core.scope import Scope, Where
 from torchzero_clip.core.step import Step
@@ -77,7 +77,7 @@ class Transform(ABC):
         for key in defaults:
             setting_name(key)
         self.schedules: dict[str, Schedule] = {key: value for key, value in defaults.items() if callable(value)}
-        self.defaults = {key: plain(at(value, 0)) for key, value in defaults.items()}
+        self.defaults = {key: as_builtin(at(value, 0)) for key, value in defaults.items()}
         self.target: Target = target
         self.name = name or snake_case(type(self).__name__)
         self.overrides: list[dict[str, Any]] = []
@@ -338,14 +338,14 @@ def override_groups(param_groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple
         if not isinstance(group, Mapping) or "params" not in group:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"each of param_groups must be a dict with 'params', got {group!r}")
         params = group["params"]
-        settings = {key: plain(value) for key, value in group.items() if key != "params"}
+        settings = {key: as_builtin(value) for key, value in group.items() if key != "params"}
         listed = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
         yield listed, settings
 
 
 def as_text(value: Any) -> str:
     """The text of a value in code, the same in every process."""
-    value = plain(value)
+    value = as_builtin(value)
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # 2.0 and 2 have the same text
     if isinstance(value, set | frozenset):

@@ -20,7 +20,7 @@ from torchzero_clip.engine.executor import Executor
 from torchzero_clip.engine.targets import TARGETS, change_gradients
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import L2, Measured, effect, scale_, summary
-from torchzero_clip.functional.shards import chosen
+from torchzero_clip.functional.shards import elements_at
 from torchzero_clip.types import Setting, State
 
 T = TypeVar("T")
@@ -119,7 +119,7 @@ class Walk:
     def norms_of(self, rows: list[int]) -> Tensor:
         """The norm of the gradient of each row, or the joint norm if statistics need only that."""
         norms = self.measure_gradients()
-        return norms if len(norms) < len(self.params) else chosen(norms, rows)
+        return norms if len(norms) < len(self.params) else elements_at(norms, rows)
 
     def change_closure_gradients(self, chain: Chain) -> None:
         """Apply the transforms with ``target="closure"`` to the gradients that the closure left."""

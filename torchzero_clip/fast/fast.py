@@ -111,7 +111,7 @@ class Fast(Executor):
         *,
         begins_with_update: bool,
     ) -> None:
-        if averages[0].is_cpu or not foreach.are_alike([averages, updates]):
+        if averages[0].is_cpu or not foreach.fit_kernels([averages, updates]):
             super().average_(averages, updates, settings, usable, started, begins_with_update=begins_with_update)
             return
         each = [setting for setting, own in settings for _ in range(own.start, own.stop)]
@@ -185,7 +185,7 @@ class Fast(Executor):
             if not self.memory.untouched:
                 return False
         state = [step.column(key) for key in transform.keys]
-        if not self._are_like(node, transform.keys) and not foreach.are_alike([step.params, *state]):
+        if not self._are_like(node, transform.keys) and not foreach.fit_kernels([step.params, *state]):
             return False
         updates = self._last_read = self.memory.current(rows)
         flags = transform.flags(updates, step, None)
@@ -258,7 +258,7 @@ class Fast(Executor):
         if self._has_layout and self._are_like(node, fused.state):
             return True
         columns = [step.params, self.memory.current(rows), *map(step.column, fused.state)]
-        return foreach.are_alike([locals_of(column) for column in columns])
+        return foreach.fit_kernels([locals_of(column) for column in columns])
 
     def _run(self, fused: Fused, kernel: Kernel, rows: list[int], step: Step) -> None:
         """Carry out what waits and the rest of the chain in one pass over memory."""
@@ -308,7 +308,7 @@ def _call_for(fused: Fused, tensors: Sequence[Tensor]) -> Kernel | None:
     first = tensors[0]
     if any(tensor.dtype != first.dtype for tensor in tensors):
         return None
-    if fused.kernel is not None and foreach.alike(*tensors):
+    if fused.kernel is not None and foreach.laid_out_alike(*tensors):
         return fused.kernel
     return fused.loop if first.is_cpu else None  # on other devices torch's loop would wait for the step counts
 

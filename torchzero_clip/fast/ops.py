@@ -34,7 +34,7 @@ class Scale:
     @property
     def fits_kernels(self) -> bool:
         """True if a kernel can apply it. On CUDA factors are clamped instead of checked: reading them would wait."""
-        return self.measured.is_plain and not (self.factors.is_cpu and beyond_float32(self.factors))
+        return self.measured.is_whole and not (self.factors.is_cpu and beyond_float32(self.factors))
 
     @property
     def keeps_finite(self) -> bool:

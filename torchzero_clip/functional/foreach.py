@@ -42,7 +42,7 @@ def reals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.view_as_real(t) if t.is_complex() else t for t in locals_of(tensors)]
 
 
-def alike(*tensors: Tensor) -> bool:
+def laid_out_alike(*tensors: Tensor) -> bool:
     """True if elements with the same index are at the same place in memory, without gaps."""
     first, *others = locals_of(tensors)
     if all(tensor.is_contiguous() for tensor in (first, *others)):
@@ -51,7 +51,7 @@ def alike(*tensors: Tensor) -> bool:
     return dense and all(_strides(other) == _strides(first) for other in others)
 
 
-def are_alike(columns: Sequence[Sequence[Tensor]]) -> bool:
+def fit_kernels(columns: Sequence[Sequence[Tensor]]) -> bool:
     """True if lists of tensors fit torch's fused kernels, which ignore strides.
 
     They fit if all tensors are plain, of one dtype and on one device, and laid out alike in each row. Shapes are
@@ -62,7 +62,7 @@ def are_alike(columns: Sequence[Sequence[Tensor]]) -> bool:
         return False
     if all(all_contiguous(column) for column in columns):
         return True
-    return all(alike(*row) for row in zip(*columns, strict=True))
+    return all(laid_out_alike(*row) for row in zip(*columns, strict=True))
 
 
 def fused_adamw_(

@@ -133,7 +133,7 @@ class Measured:
         return [p.dims for p in self.parts]
 
     @property
-    def is_plain(self) -> bool:
+    def is_whole(self) -> bool:
         """True if each is a plain tensor and one slice."""
         return self._parts is None and self.slices is None
 
@@ -380,7 +380,7 @@ def scale_(measured: Measured, factors: Tensor) -> None:
     """
     if not measured.targets or all_ones(factors):
         return
-    if measured.is_plain and not (factors.is_cpu and beyond_float32(factors)):
+    if measured.is_whole and not (factors.is_cpu and beyond_float32(factors)):
         foreach.multiply_each_(measured.targets, factors)
         return
     if measured.slices is not None and not beyond_float32(factors):

@@ -160,7 +160,7 @@ def pack(values: Sequence[Tensor]) -> Tensor:
     return torch.cat([value.reshape(-1).to(device, torch.float64) for value in values])
 
 
-def chosen(vector: Tensor, indices: Sequence[int]) -> Tensor:
+def elements_at(vector: Tensor, indices: Sequence[int]) -> Tensor:
     """The elements of a vector at some indices, in order, without a tensor of indices on the device."""
     return vector if len(indices) == len(vector) else torch.stack([vector.select(0, i) for i in indices])
 

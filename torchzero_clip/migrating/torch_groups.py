@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from torchzero_clip.checkpoints.fitting import OPTIMIZER_KEYS
 from torchzero_clip.checkpoints.identity import IDENTITY
-from torchzero_clip.checks import plain
+from torchzero_clip.checks import as_builtin
 from torchzero_clip.core.chain_state import COUNTERS
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.scope import NamedParam
@@ -73,7 +73,7 @@ def settings_from(old: Group, optimizer: Modular, name: str, known: Sequence[Nam
     result: Group = {}
     for key, value in old.items():
         if f"{name}/{key}" in optimizer.storage_keys:
-            result[optimizer.storage_keys[f"{name}/{key}"]] = plain(value)
+            result[optimizer.storage_keys[f"{name}/{key}"]] = as_builtin(value)
         elif key in usual:
             _check_same(key, value, optimizer, transform)
         else:
@@ -116,7 +116,7 @@ def _check_same(key: str, theirs: Any, optimizer: Modular, transform: Transform)
     else:
         ours, owner = getattr(transform, key), repr(transform)
     theirs, ours = ("original" if key == "adjust_lr_fn" and value is None else value for value in (theirs, ours))
-    if plain(theirs) != plain(ours) and (theirs or ours):
+    if as_builtin(theirs) != as_builtin(ours) and (theirs or ours):
         raise ValueError(f"torch's optimizer has {key}={theirs!r}, and {owner} {key}={ours!r}")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchzero_clip.checks import plain
+from torchzero_clip.checks import as_builtin
 from torchzero_clip.core.learning_rate import rates_of
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.scope import NamedParam
@@ -28,7 +28,7 @@ def normalized(group: Mapping[str, Any], nodes: Nodes) -> dict[str, Any]:
             raise ValueError(_unknown_key_message(key, nodes, stored))
         if target in result:
             raise ValueError(f"the setting {target!r} is given twice, also as {key!r}")
-        result[target] = plain(value) if target in stored else value
+        result[target] = as_builtin(value) if target in stored else value
     params = result.get("params")
     if params is not None and not isinstance(params, set):  # torch raises for sets, and its message says why
         params = result["params"] = [params] if isinstance(params, Tensor) else list(params)

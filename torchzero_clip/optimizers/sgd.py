@@ -107,7 +107,7 @@ class SGD(UpdateRule):
         if not step.has("momentum_buffer"):
             # a buffer of zeros becomes the update, as in torch, unless the update is dampened
             is_dampened = any(setting["dampening"] for setting in settings)
-            if is_dampened or not foreach.are_alike([locals_of(step.params), locals_of(step.grads)]):
+            if is_dampened or not foreach.fit_kernels([locals_of(step.params), locals_of(step.grads)]):
                 return None
             for state, param in zip(step.states, step.params, strict=True):
                 state.setdefault("momentum_buffer", torch.zeros_like(param))

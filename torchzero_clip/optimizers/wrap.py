@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer, SparseAdam
 from typing_extensions import override
 
-from torchzero_clip.checks import is_numeric, plain
+from torchzero_clip.checks import as_builtin, is_numeric
 from torchzero_clip.compat import cpu_by_default, never_compiled
 from torchzero_clip.core.kinds import FinalRule
 from torchzero_clip.core.learning_rate import LR
@@ -75,7 +75,7 @@ class Wrap(FinalRule):
         usual = {key: argument.default for key, argument in inspect.signature(optimizer_class).parameters.items()}
         schedules = {key: value for key, value in kwargs.items() if _is_schedule(value, usual.get(key))}
         self.optimizer_class = optimizer_class
-        self.kwargs = {key: plain(at(value, 0) if key in schedules else value) for key, value in kwargs.items()}
+        self.kwargs = {key: as_builtin(at(value, 0) if key in schedules else value) for key, value in kwargs.items()}
         template = constructed(optimizer_class, self.kwargs)
         if elsewhere := _state_elsewhere(constructed(optimizer_class, self.kwargs)):
             raise ValueError(
@@ -84,7 +84,7 @@ class Wrap(FinalRule):
             )
         defaults = dict(template.defaults)
         self.default_lr = defaults.pop("lr", None)
-        self._settings = {key: plain(value) for key, value in defaults.items() if is_numeric(value)}
+        self._settings = {key: as_builtin(value) for key, value in defaults.items() if is_numeric(value)}
         self._checked: list[Setting] = []
         self._built: Optimizer | None = template
         schedules.pop("lr", None)  # the chain's
@@ -102,7 +102,7 @@ class Wrap(FinalRule):
 
     def _with(self, settings: Setting) -> dict[str, Any]:
         """The arguments of the constructor, with the settings that differ from them."""
-        given = {key: plain(settings[key]) for key in self._settings if key in settings}
+        given = {key: as_builtin(settings[key]) for key in self._settings if key in settings}
         return self.kwargs | {key: value for key, value in given.items() if value != self._settings[key]}
 
     @override

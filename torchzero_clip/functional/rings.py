@@ -1,0 +1,22 @@
+"""Ring buffers: the last values of a number, in a vector."""
+
+import torch
+from torch import Tensor
+
+
+def written(ring: Tensor, count: Tensor, value: Tensor, where: Tensor) -> Tensor:
+    """A ring buffer with one more value, in place of the oldest one, if ``where`` is true.
+
+    Args:
+        ring: The values, a vector.
+        count: How many values were written before.
+        value: The value.
+        where: A boolean.
+    """
+    places = torch.arange(len(ring), device=ring.device)
+    return torch.where((places == count % len(ring)) & where, value, ring)
+
+
+def filled(ring: Tensor, count: Tensor) -> Tensor:
+    """A ring buffer with NaN where nothing was written yet: its quantiles need not wait for the device."""
+    return torch.where(torch.arange(len(ring), device=ring.device) < count, ring, torch.nan)
