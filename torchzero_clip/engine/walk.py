@@ -15,9 +15,9 @@ from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
+from torchzero_clip.engine import targets
 from torchzero_clip.engine.checked import check_factors, check_result, check_state
 from torchzero_clip.engine.executor import Executor
-from torchzero_clip.engine.targets import TARGETS, change_gradients
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import L2, Measured, effect, scale_, summary
 from torchzero_clip.functional.shards import elements_at
@@ -130,7 +130,8 @@ class Walk:
                 self._note_norms()
                 rows = self.rows_of(path)
                 if rows:
-                    change_gradients(self, self.nodes.by_path[path], rows)
+                    apply = partial(self.apply, self.nodes.by_path[path], rows)
+                    targets.change_gradients(self._picked(self.grads, rows), apply)
                 # later statistics judge the gradients that enter the rest of the chain
                 self.gradient_norms = None
 
@@ -181,7 +182,8 @@ class Walk:
             self.executor.memory.keep(rows)
         if transform.target != "update":
             self.executor.settle(rows)
-            TARGETS[transform.target](self, node, rows)
+            tensors = (self._picked(self.params, rows), self._picked(self.grads, rows))
+            targets.change(transform.target, self.executor, rows, *tensors, partial(self.apply, node, rows))
         elif isinstance(transform, Scaling):
             measured, factors = self._measured(node, transform, rows, self.executor.read(rows))
             self.executor.scale(rows, measured, factors, over_grads)

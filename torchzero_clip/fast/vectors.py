@@ -65,16 +65,7 @@ def pointers(tensors: Sequence[Tensor]) -> list[int]:
 
 
 class VectorStates(States):
-    """States whose numbers are elements of vectors, and whose columns may be known.
-
-    Args:
-        stored: As in `States`.
-        path: As in `States`.
-        own: As in `States`.
-        begin: As in `States`.
-        vectors: The vectors of the optimizer.
-        known: Columns of all parameters by qualified key, if they were collected before. Outdated ones are removed.
-    """
+    """States whose numbers are elements of vectors. Columns of all parameters that are ``known`` need no collecting."""
 
     def __init__(
         self,
