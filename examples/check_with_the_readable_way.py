@@ -1,0 +1,90 @@
+"""Check a transform of your own: train with the fast way and with the readable way, and compare each step.
+
+The transform is written for single elements, so the fast way runs it in pieces, joined with torch's fused kernel. The
+readable way applies it to one whole tensor after the other. If both agree to rounding, the combination is not the cause
+of a surprising result.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from torchzero_clip import AdamW, ClipNorm, Elementwise, Modular
+from torchzero_clip.checks import positive, unit_interval
+from torchzero_clip.core.elements import Elements
+from torchzero_clip.types import Setting
+
+
+class ClipToUsual(Elementwise):
+    """Clips each element to ``factor`` times the average of its magnitudes."""
+
+    checks = {"factor": positive, "beta": unit_interval}
+    keeps_statistics = True
+    keeps_finite = True
+    keys = ("average",)
+
+    def __init__(self, factor: float = 3.0, beta: float = 0.99) -> None:
+        super().__init__({"factor": factor, "beta": beta})
+
+    def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
+        """Move the averages towards the magnitudes, and clip the elements."""
+        (average,) = state
+        size = torch.abs(x, out=at.memory("size", x))
+        finite = at.only_finite(size)
+        finite.begin_(average, size)
+        finite.lerp_(average, size, 1 - setting["beta"])
+        limit = torch.mul(average, setting["factor"], out=at.memory("limit", x))
+        count = at.count(torch.gt(size, limit, out=size))
+        at.clamp(x, torch.neg(limit, out=size), limit, result)
+        return count
+
+
+class Run:
+    """A model, its optimizer, and the time that its steps took."""
+
+    def __init__(self, *, fast: bool) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 1))
+        chain = (ClipNorm(1.0, dim="global"), ClipToUsual(), AdamW(1e-3))
+        self.optimizer = Modular(self.model, *chain, fast=fast)
+        self.seconds = 0.0
+
+    def step(self, inputs: Tensor, target: Tensor) -> float:
+        """Take a step, and return the loss."""
+        loss = nn.functional.mse_loss(self.model(inputs), target)
+        self.optimizer.zero_grad()
+        loss.backward()
+        start = time.perf_counter()
+        self.optimizer.step()
+        self.seconds += time.perf_counter() - start
+        return loss.item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    steps = parser.parse_args().steps
+    fast, readable = Run(fast=True), Run(fast=False)
+    for step in range(steps):
+        inputs = torch.randn(64, 32)
+        target = inputs[:, :4].prod(dim=1, keepdim=True).tanh()
+        # the same parameters and state before each step: a difference in rounding must not grow from step to step
+        readable.model.load_state_dict(fast.model.state_dict())
+        readable.optimizer.load_state_dict(fast.optimizer.state_dict())
+        loss = fast.step(inputs, target)
+        readable.step(inputs, target)
+        pairs = zip(fast.model.parameters(), readable.model.parameters(), strict=True)
+        difference = max((a - b).abs().max().item() for a, b in pairs)
+        if difference > 1e-6:
+            raise SystemExit(f"step {step}: the ways differ by {difference:.1e}")
+        if step % 50 == 0:
+            clipped = fast.optimizer.metrics()["clip_to_usual/clipped"].item()
+            print(f"step {step:3}: loss {loss:.4f}, clipped {clipped:6.2%}, the ways differ by {difference:.1e}")
+    print(f"time of a step, readable / fast: {readable.seconds / fast.seconds:.1f}")
+
+
+if __name__ == "__main__":
+    main()
