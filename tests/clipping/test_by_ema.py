@@ -8,7 +8,7 @@ from clipping.statistics import ELEMENTS, ORDERS, assert_follows, outputs, runs
 from contract.entries import EMA, Mul
 from hypothesis import given
 from hypothesis import strategies as st
-from reference.statistics import NormByEMA, ValueByEMA
+from oracles.statistics import NormByEMA, ValueByEMA
 from torch import nn
 from versions import needs_grad_dtype
 

@@ -7,7 +7,7 @@ import torch
 from clipping.updates import ORDERS, slack, transformed, updates
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference.clipping import as_double, clip_norm, norm_of_all
+from oracles.clipping import as_double, clip_norm, norm_of_all
 from torch import nn
 
 from torchzero_clip import SGD, ClipNorm, Modular

@@ -8,7 +8,7 @@ import torch
 from clipping.statistics import ELEMENTS, ORDERS, assert_follows, outputs, runs
 from hypothesis import given
 from hypothesis import strategies as st
-from reference.statistics import NormGrowth, ValueGrowth
+from oracles.statistics import NormGrowth, ValueGrowth
 from torch import nn
 
 from torchzero_clip import Adam, ClipNormGrowth, ClipValueGrowth, Modular, TensorwiseTransform

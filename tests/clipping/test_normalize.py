@@ -7,7 +7,7 @@ import torch
 from clipping.updates import ROUNDING, transformed, updates
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference.clipping import norm_of_all, normalize
+from oracles.clipping import norm_of_all, normalize
 from torch import nn
 
 from torchzero_clip import Modular, Normalize

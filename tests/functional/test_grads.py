@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from reference.clipping import as_double, centralize, clip_norm, norm_of_all, normalize
+from oracles.clipping import as_double, centralize, clip_norm, norm_of_all, normalize
 from torch import nn
 
 from torchzero_clip import (

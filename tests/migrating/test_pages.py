@@ -35,7 +35,7 @@ from torchzero_clip import (
     integrations,
 )
 
-PAGES = Path(__file__).parents[1] / "docs" / "migrating"
+PAGES = Path(__file__).parents[2] / "docs" / "migrating"
 HALF = torch.full((50_000,), 300.0, dtype=torch.float16)
 
 

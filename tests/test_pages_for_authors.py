@@ -10,7 +10,7 @@ from torch import nn
 
 from torchzero_clip import LR, ClipNorm, Modular
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 def shown(page, name):
