@@ -6,6 +6,7 @@ import pytest
 import torch
 from clipping.statistics import ELEMENTS, ORDERS, assert_follows, outputs, runs
 from contract.entries import EMA, Mul
+from contract.training import assert_equal, train
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles.statistics import NormByEMA, ValueByEMA
@@ -233,3 +234,12 @@ def test_nothing_but_empty_tensors_is_no_error():
         param.grad = torch.zeros(0)
         Modular([param], transform).step()
     assert param.numel() == 0
+
+
+def test_the_first_update_of_mixed_dtypes_passes_unchanged():
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]
+    optimizer = Modular(params, NormalizeByEMA(ema_init="update"), SGD(1.0))
+    grads = [torch.tensor([1.0, 0.3, 0.7]), torch.tensor([0.1, 0.7], dtype=torch.bfloat16)]
+    train(optimizer, params, [grads])
+    assert_equal([p.grad for p in params], grads)
+    assert float(optimizer.metrics()["normalize_by_ema/clipped"]) == 0

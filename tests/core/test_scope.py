@@ -305,3 +305,13 @@ def test_scopes_stay_with_the_names_of_the_optimizer_when_a_checkpoint_has_other
         ValueError, match=r"the same parameters in another order: .*'param_names', 'body\.0\.weight' first"
     ):
         turned.load_state_dict(Modular(module, SGD(0.1, 0.9)).state_dict())
+
+
+def test_only_numbered_parts_of_a_group_count_as_the_group():
+    p, q = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    groups = [{"params": [p], "name": "block"}, {"params": [q], "name": "block (bias)"}]
+    optimizer = Modular(groups, ClipNorm(0.1).only(groups="block"), SGD(1.0))
+    p.grad, q.grad = torch.ones(2), torch.ones(2)
+    optimizer.step()
+    assert torch.equal(q.data, torch.zeros(2))
+    assert not torch.equal(p.data, torch.zeros(2))

@@ -203,8 +203,6 @@ def is_no_vector(param: Tensor) -> bool:
 
 
 chains = st.lists(st.sampled_from(sorted(CLIPS)), max_size=3, unique=True)
-
-
 cases = {
     "clips": chains,
     "rule": st.sampled_from(sorted(RULES)),

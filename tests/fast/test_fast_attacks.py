@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from torchzero_clip import (
     SGD,
-    Adam,
     AdamW,
     ClipNorm,
     ClipNormGrowth,
@@ -20,9 +19,7 @@ from torchzero_clip import (
     ClipValueByEMA,
     ClipValueGrowth,
     Modular,
-    NormalizeByEMA,
     SkipStep,
-    Transform,
 )
 
 
@@ -44,15 +41,6 @@ def test_another_default_dtype(default):
     finally:
         torch.set_default_dtype(torch.float32)
     assert params[0].tolist() == pytest.approx([0.8] * 3, abs=0.01)
-
-
-@pytest.mark.parametrize("limit", [100.0, 1.0])
-def test_a_clip_that_does_nothing_has_acted_all_the_same(limit):
-    weight = nn.Parameter(torch.zeros(3))
-    optimizer = Modular([weight], ClipNorm(limit), ClipValue(0.02, target="grad"), SGD(1.0))
-    train(optimizer, [weight], [[torch.tensor([3.0, 4.0, 0.0])]])
-    expected = [-3.0, -4.0, 0.0] if limit == 100.0 else [-0.6, -0.8, 0.0]
-    assert weight.tolist() == pytest.approx(expected)
 
 
 class Halves(ClipValue):
@@ -163,19 +151,6 @@ def test_a_setting_that_the_dtype_cannot_hold_changes_nothing():
     assert {float(optimizer.state[p]["adam/step"]) for p in params} == {2.0}
 
 
-def test_numbers_of_a_step_do_not_change_when_new_ones_are_kept():
-    class Counts(ClipNormGrowth):
-        @override
-        def factors(self, measured, updates, step):
-            before = step.numbers("prev")
-            step.keep("prev", before + 1)
-            assert before.tolist() == [0.0]
-            return torch.ones_like(measured.vector)
-
-    weight = nn.Parameter(torch.ones(2))
-    train(Modular([weight], Counts(), AdamW()), [weight], [[torch.ones(2)]])
-
-
 def test_a_step_in_inference_mode_does_not_break_those_after_it():
     weight = nn.Parameter(torch.ones(2))
     optimizer = Modular([weight], ClipNorm(1), AdamW())
@@ -198,75 +173,3 @@ def test_another_default_device():
     finally:
         torch.set_default_device(None)
     assert all(param.isfinite().all() and (param < 1).all() for param in params)
-
-
-def test_the_first_update_of_mixed_dtypes_passes_unchanged():
-    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]
-    optimizer = Modular(params, NormalizeByEMA(ema_init="update"), SGD(1.0))
-    grads = [torch.tensor([1.0, 0.3, 0.7]), torch.tensor([0.1, 0.7], dtype=torch.bfloat16)]
-    train(optimizer, params, [grads])
-    assert_equal([p.grad for p in params], grads)
-    assert float(optimizer.metrics()["normalize_by_ema/clipped"]) == 0
-
-
-class ReadsTwice(Transform):
-    """Changes the list that `Step.column` returned, and asks for it again."""
-
-    def __init__(self):
-        super().__init__({})
-
-    def init_state(self, param, setting):
-        return {"m": torch.zeros_like(param)}
-
-    def apply_tensors(self, updates, step):
-        averages = step.column("m")
-        for i, update in enumerate(updates):
-            averages[i] = 0.5 * averages[i] + update
-        torch._foreach_copy_(step.column("m"), averages)
-        return [average.clone() for average in averages]
-
-
-class CountsSome(Transform):
-    """Counts for some parameters, then for all."""
-
-    def __init__(self):
-        super().__init__({})
-
-    def init_state(self, param, setting):
-        return {"n": torch.zeros(())}
-
-    def apply_tensors(self, updates, step):
-        step.numbers("n")
-        step.keep("n", step.numbers("n", [0]) + 1, [0])
-        step.add("n", 10)
-        return updates
-
-
-@pytest.mark.parametrize("fast", [True, False])
-def test_lists_of_state_belong_to_the_transform_and_numbers_of_some_are_those_of_all(fast):
-    params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    optimizer = Modular(params, ReadsTwice(), CountsSome(), fast=fast)
-    train(optimizer, params, [[torch.ones(2)] * 2] * 4)
-    assert optimizer.state[params[0]]["reads_twice/m"].tolist() == [1.875, 1.875]
-    assert [optimizer.state[p]["counts_some/n"].item() for p in params] == [44.0, 40.0]
-
-
-@pytest.mark.parametrize("chain", [[ClipNorm(1.0), SGD(0.1)], [Adam(0.1)]], ids=str)
-def test_meta_parameters_with_meta_gradients_are_refused(chain):
-    params = [nn.Parameter(torch.ones(3, device="meta")) for _ in range(2)]
-    optimizer = Modular(params, *chain)
-    set_grads(params, [torch.ones(3, device="meta")] * 2)
-    with pytest.raises(RuntimeError, match="is on the meta device and has no values"):
-        optimizer.step()
-    assert not optimizer.state
-
-
-@pytest.mark.parametrize("number", [torch.zeros(5), torch.zeros(1)], ids=["five", "one"])
-def test_a_number_replaced_by_a_vector_is_refused_and_nothing_changes(number):
-    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
-    optimizer = Modular(params, ClipNorm(1.0), Adam(0.1))
-    train(optimizer, params, [[torch.ones(3)] * 2] * 2)
-    optimizer.state[params[0]]["adam/step"] = number
-    with pytest.raises(RuntimeError, match="the state 'adam/step' of a parameter has shape"):
-        train(optimizer, params, [[torch.ones(3)] * 2])
-    assert optimizer.state[params[1]]["adam/step"] == 2
