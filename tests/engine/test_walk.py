@@ -14,7 +14,6 @@ from torch import nn
 
 import torchzero_clip
 from torchzero_clip import (
-    LR,
     Adam,
     AdamW,
     Chain,
@@ -169,21 +168,3 @@ def test_metrics_stay_those_of_the_step_before_if_a_step_fails():
     with pytest.raises(RuntimeError, match="has shape"):
         optimizer.step()
     assert Counter(optimizer.metrics()) == Counter(before)
-
-
-def test_subclasses_that_override_arithmetic_are_not_replaced_by_that_of_torch():
-    class Still(Adam):
-        def apply_tensors(self, updates, step):
-            return [torch.zeros_like(update) for update in updates]
-
-    class Doubled(LR):
-        def apply_tensors(self, updates, step):
-            return [2 * update for update in super().apply_tensors(updates, step)]
-
-    params = parameters()
-    before = values(params)
-    train(Modular(params, Still()), params, gradients(params, 1))
-    assert_equal(params, before)
-    param = nn.Parameter(torch.zeros(1))
-    train(Modular([param], Doubled(0.5)), [param], [[torch.ones(1)]])
-    assert param.tolist() == [-1.0]
