@@ -61,6 +61,11 @@ def test_the_documented_numbers():
     torch.testing.assert_close(results, expected, rtol=1e-3, atol=0)
 
 
+def test_a_joint_average_grows_out_of_a_tiny_first_gradient():
+    results, _ = outputs(ClipNormByEMA(0.5, tensorwise=False), [[[1e-9, 0.0]], *[[[3.0, 4.0]]] * 60])
+    assert math.hypot(*results[-1][0]) > 4.9
+
+
 def test_normalize_is_the_clip_with_another_class_attribute():
     assert issubclass(NormalizeByEMA, ClipNormByEMA)
     assert (ClipNormByEMA.NORMALIZE, NormalizeByEMA.NORMALIZE) == (False, True)

@@ -47,6 +47,11 @@ def test_the_documented_numbers():
     assert results[-1][0][0] == pytest.approx(0.075)
 
 
+def test_a_norm_of_1e_15_is_a_statistic():
+    results, _ = outputs(ClipNormGrowth(min_value=None), [[[1e-15]], [[1.0]]])
+    assert results == [[[1e-15]], [[pytest.approx(1.5e-15)]]]
+
+
 def test_a_change_of_sign_is_no_growth():
     assert issubclass(ClipValueGrowth, TensorwiseTransform)
     results, _ = outputs(ClipValueGrowth(), [[[1.0]], [[-1.0]], [[-3.0]]])

@@ -173,6 +173,14 @@ def test_nothing_to_do_is_no_error(clip):
     assert weight.grad is None
 
 
+def test_zeros_are_not_normalized_to_nan():
+    weight = nn.Parameter(torch.zeros(2))
+    for dim in (None, "global"):
+        weight.grad = torch.zeros(2)
+        normalize_grads_(weight, 1.0, dim=dim)
+        assert weight.grad.tolist() == [0.0, 0.0]
+
+
 def test_nothing_to_do_returns_zero():
     assert clip_grad_norm_([], 1.0).item() == 0
     assert clip_grad_norm_([], 1.0, "std").item() == 0
