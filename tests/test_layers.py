@@ -85,11 +85,14 @@ def reached(imports, start):
 
 
 def test_no_module_is_part_of_a_circle_of_imports():
-    """Imports for types count too. The recorder has a circle today, to be mended later."""
+    """Imports for types count too, except in packages. The recorder has a circle today, to be mended later."""
     names = {module_name(path) for path in FILES}
     imports = {}
     for path in FILES:
-        given = set(imported(ast.parse(path.read_text())))
+        tree = ast.parse(path.read_text())
+        if path.name == "__init__.py":
+            tree.body = [node for node in tree.body if not isinstance(node, ast.If)]
+        given = set(imported(tree))
         imports[module_name(path)] = {name if name in names else name.rpartition(".")[0] for name in given} & names
     assert imports["torchzero_clip.engine.walk"] >= {"torchzero_clip.core.chain", "torchzero_clip.functional.foreach"}
     circular = {name for name in names if name in reached(imports, name)}
