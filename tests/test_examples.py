@@ -32,6 +32,7 @@ def test_a_limit_that_grows_beats_both_its_ends():
     )  # the scheduler of torch does the same
 
 
+@pytest.mark.fast_way
 @pytest.mark.slow
 def test_mixed_precision_with_accumulation_is_like_whole_batches():
     mixed = example("mixed_precision")

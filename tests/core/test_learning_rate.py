@@ -1,11 +1,9 @@
 """The one learning rate of a chain, and several update rules with rates of their own."""
 
-import copy
-
 import pytest
 import torch
 from contract.schedulers import SCHEDULERS, advance
-from contract.training import assert_equal, gradients, stepped, train, values
+from contract.training import gradients, stepped, train
 from torch import nn
 
 from torchzero_clip import LR, SGD, Adam, AdamW, Chain, ClipNorm, ClipValue, Modular, Muon, UpdateRule
@@ -100,26 +98,6 @@ def test_a_parameter_of_two_rates_is_refused():
     assert [g["lr"] for g in Modular(model(), SGD(0.5), Adam(0.5)).param_groups] == [0.5]
     groups = [{"params": model().parameters(), "lr": 0.1}]
     assert [g["lr"] for g in Modular(groups, SGD(0.5), Adam(0.25)).param_groups] == [0.1]
-
-
-def test_it_resumes_exactly():
-    module, other = model(), model()
-    params, resumed = list(module.parameters()), list(other.parameters())
-    rows = gradients(params, 6)
-    optimizer = Modular(module, *chain())
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    train(optimizer, params, rows[:3])
-    scheduler.step()
-    saved = copy.deepcopy(optimizer.state_dict())
-    with torch.no_grad():
-        for param, value in zip(resumed, values(params), strict=True):
-            param.copy_(value)
-    second = Modular(other, *chain())
-    second.load_state_dict(saved)
-    assert [group["lr"] for group in second.param_groups] == [0.01, 1.5e-4]
-    train(optimizer, params, rows[3:])
-    train(second, resumed, rows[3:])
-    assert_equal(resumed, params)
 
 
 def test_rates_may_be_functions_and_rules_stand_in_units():

@@ -7,10 +7,8 @@ import torch
 from contract.training import (
     assert_equal,
     assert_same_checkpoint,
-    assert_same_state,
     gradients,
     parameters,
-    through_file,
     train,
     values,
 )
@@ -90,26 +88,6 @@ def test_all_settings_can_be_scheduled(chain):
     for key in scheduled:
         value = optimizer.param_groups[0][key]
         assert (value[0] if isinstance(value, tuple) else value) == pytest.approx(0.13)
-
-
-def test_resumes_exactly_where_it_was():
-    def build():
-        params = parameters()
-        return params, Modular(params, ClipNorm(warm_up), Adam(0.1))
-
-    params, optimizer = build()
-    grads = gradients(params, 6)
-    train(optimizer, params, grads[:3])
-    saved = through_file({"params": values(params), "optimizer": optimizer.state_dict()})
-    train(optimizer, params, grads[3:])
-    resumed, second = build()
-    for param, value in zip(resumed, saved["params"], strict=True):
-        param.data.copy_(value)
-    second.load_state_dict(saved["optimizer"])
-    assert second.param_groups[0]["max_norm"] == warm_up(3)
-    train(second, resumed, grads[3:])
-    assert_equal(resumed, params)
-    assert_same_state(second, optimizer)
 
 
 def test_a_schedule_that_a_checkpoint_does_not_know_begins_at_its_start():
