@@ -41,6 +41,8 @@ def test_targets_on_parameters():
     assert param.tolist() == pytest.approx([0.5**0.5 - 6, 0.5**0.5 - 8])
     param, _ = stepped([Mul(2.0), ClipNorm(1.0, target="params_difference")], [3.0, 4.0], start=1.0)
     assert param.tolist() == pytest.approx([0.5**0.5, 0.5**0.5])
+    param, _ = stepped([ClipNorm(1.0, target="params_difference"), Mul(0.5)], [3.0, 4.0], start=1.0)
+    assert param.tolist() == pytest.approx([(1 + 0.5**0.5) / 2] * 2)
 
 
 @pytest.mark.parametrize("unit", [False, True])

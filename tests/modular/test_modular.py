@@ -1,4 +1,4 @@
-"""The chain as an optimizer: keys, overrides, the learning rate, targets, state of the chain, repr."""
+"""The chain as an optimizer: settings between steps, state of the chain, metrics."""
 
 import pytest
 import torch
@@ -43,10 +43,3 @@ def test_metrics_are_of_the_last_step_that_did_something(reason):
         param.grad = None
     optimizer.step()
     assert optimizer.metrics()["clip_norm/norm"].item() == 5
-
-
-def test_a_step_leaves_nothing_in_the_transforms():
-    clip = ClipNorm(1.0)
-    stepped(clip, [3.0, 4.0])
-    assert not hasattr(clip, "metrics")
-    assert not hasattr(clip, "global_state")

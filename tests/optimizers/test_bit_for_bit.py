@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from contract.training import assert_equal
+from contract.training import assert_equal, train
 from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -105,21 +105,22 @@ def same_gradients(params, other, k):
         b.grad = a.grad.clone()
 
 
-def assert_same_steps(optimizer, reference, params, other, *, zeros_first=True):
-    schedulers = [optim.lr_scheduler.CosineAnnealingLR(o, 20) for o in (optimizer, reference)]
-    for k in range(12):
+def assert_same_steps(optimizers, params, other, *, steps=12, zeros_first=True, scheduled=True, change=None):
+    """Ours is the first of the optimizers. ``change`` changes the gradients of a step, by its number."""
+    schedulers = [optim.lr_scheduler.CosineAnnealingLR(o, 20) for o in optimizers if scheduled]
+    for k in range(steps):
         same_gradients(params, other, k if zeros_first else k + 1)
-        optimizer.step()
-        reference.step()
+        if change is not None:
+            change(k)
+        for each in (*optimizers, *schedulers):
+            each.step()
         assert_equal(params, other)
-        for scheduler in schedulers:
-            scheduler.step()
 
 
 def assert_same_run(chain, make, params, other, maximize, **options):
     reference = make(other)
     reference.param_groups[0]["maximize"] = maximize
-    assert_same_steps(Modular(params, *chain, maximize=maximize), reference, params, other, **options)
+    assert_same_steps([Modular(params, *chain, maximize=maximize), reference], params, other, **options)
 
 
 @pytest.mark.fast_way
@@ -217,7 +218,7 @@ def two_groups(name, dtype):
 @pytest.mark.parametrize("name", GROUPS)
 def test_every_bit_is_that_of_torchs_kernel_in_several_groups(name, dtype):
     params, optimizer, other, reference = two_groups(name, dtype)
-    assert_same_steps(optimizer, reference, params, other, zeros_first=False)
+    assert_same_steps([optimizer, reference], params, other, zeros_first=False)
 
 
 @pytest.mark.fast_way
@@ -225,13 +226,13 @@ def test_every_bit_is_that_of_torchs_kernel_in_several_groups(name, dtype):
 @pytest.mark.parametrize("name", GROUPS)
 def test_every_bit_is_that_of_torchs_kernel_where_a_group_joins_later_and_pauses(name, dtype):
     params, optimizer, other, reference = two_groups(name, dtype)
-    for k in range(12):
-        same_gradients(params, other, k + 1)
+
+    def pause(k):
         for param in [*params[2:], *other[2:]] if k in (0, 1, 2, 6) else ():
             param.grad = None
-        optimizer.step()
-        reference.step()
-        assert_equal(params, other)
+
+    options = {"zeros_first": False, "scheduled": False}
+    assert_same_steps([optimizer, reference], params, other, change=pause, **options)
 
 
 @pytest.mark.fast_way
@@ -243,10 +244,9 @@ def test_gradients_laid_out_unlike_their_parameters_take_the_loop(name, dtype):
     params, other = two_of([torch.randn(8, 5, 3, 3, dtype=dtype).contiguous(memory_format=torch.channels_last)])
     optimizer, reference = Modular(params, ours(**arguments)), theirs(other, **arguments)
     for _ in range(4):
-        params[0].grad = torch.randn(8, 5, 3, 3, dtype=dtype)
-        other[0].grad = params[0].grad.clone()
-        optimizer.step()
-        reference.step()
+        grad = torch.randn(8, 5, 3, 3, dtype=dtype)
+        train(optimizer, params, [[grad]])
+        train(reference, other, [[grad]])
         assert_equal(params, other)
 
 
@@ -254,21 +254,15 @@ def test_gradients_laid_out_unlike_their_parameters_take_the_loop(name, dtype):
 @each_way
 def test_every_bit_is_torchs_within_scopes_and_groups(ours, theirs):
     params, other = twins(torch.float32)
-    wide, narrow = [0, 2], [1, 3, 4]
     groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.5, "lr": 0.1}]
-    is_wide = {id(params[i]) for i in wide}
+    is_wide = {id(params[0]), id(params[2])}
     rest = AdamW(0.01, **ours).without(lambda p: id(p) in is_wide)
     optimizer = Modular(groups, SGD(momentum=0.9, **ours).only(lambda p: id(p) in is_wide), rest)
     first = [{"params": other[0], "lr": 0.01}, {"params": other[2], "lr": 0.1}]
     sgd = optim.SGD(first, momentum=0.9, **theirs)
     small = [{"params": other[1]}, {"params": [other[3], other[4]], "lr": 0.1, "weight_decay": 0.5}]
     adamw = optim.AdamW(small, 0.01, weight_decay=0.01, **theirs)
-    for k in range(6):
-        same_gradients(params, other, k)
-        optimizer.step()
-        sgd.step()
-        adamw.step()
-        assert_equal([params[i] for i in [*wide, *narrow]], [other[i] for i in [*wide, *narrow]])
+    assert_same_steps([optimizer, sgd, adamw], params, other, steps=6, scheduled=False)
 
 
 def test_a_later_transform_for_some_of_the_parameters_still_acts():
@@ -310,11 +304,7 @@ def test_every_bit_is_torchs_where_only_some_parameters_decay(ours, theirs):
     chosen = [p for p in other if p.ndim > 1], [p for p in other if p.ndim <= 1]
     groups = [{"params": chosen[0], "weight_decay": 0.3}, {"params": chosen[1], "weight_decay": 0.0}]
     reference = optim.AdamW(groups, 0.1, **theirs)
-    for k in range(6):
-        same_gradients(params, other, k)
-        optimizer.step()
-        reference.step()
-        assert_equal(params, other)
+    assert_same_steps([optimizer, reference], params, other, steps=6, scheduled=False)
 
 
 @pytest.mark.fast_way
@@ -340,10 +330,8 @@ def test_a_model_may_change_its_dtype_between_steps(chain, fused):
     model = nn.Linear(3, 2)
     optimizer = Modular(model, chain(**fused))
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        model.to(dtype)
-        for param in model.parameters():
-            param.grad = torch.ones_like(param)
-        optimizer.step()
+        params = list(model.to(dtype).parameters())
+        train(optimizer, params, [[torch.ones_like(param) for param in params]])
         assert all(param.isfinite().all() for param in model.parameters())
 
 
@@ -356,4 +344,4 @@ def test_every_bit_is_that_of_torchs_kernel_on_cuda(name, dtype, fused):
     ours, theirs = KERNELS[name]
     params, other = ([nn.Parameter(p.detach().cuda()) for p in group] for group in twins(dtype))
     optimizer, reference = Modular(params, ours(**fused)), theirs(other, fused=True)
-    assert_same_steps(optimizer, reference, params, other, zeros_first=False)
+    assert_same_steps([optimizer, reference], params, other, zeros_first=False)
