@@ -244,9 +244,6 @@ def test_a_gradient_that_no_update_was_made_of_yet_may_still_change():
 class RowsAndColumns(Transform):
     """Its state can only be made for matrices."""
 
-    def __init__(self):
-        super().__init__({})
-
     def init_state(self, param, setting):
         return {"rows": torch.zeros(param.shape[0]), "columns": torch.zeros(param.shape[1])}
 
@@ -257,7 +254,7 @@ class RowsAndColumns(Transform):
 @pytest.mark.filterwarnings("ignore:no optimizer acts on bias")
 def test_what_is_out_of_scope_is_never_shown_to_a_transform():
     module = with_gradients(nn.Linear(3, 3))
-    optimizer = Modular(module, RowsAndColumns().only("weight"), Adam())
+    optimizer = Modular(module, RowsAndColumns({}).only("weight"), Adam())
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
     assert "rows_and_columns/rows" in optimizer.state[module.weight]

@@ -11,9 +11,6 @@ from torchzero_clip import AdamW, ClipNormGrowth, Modular, TensorwiseTransform, 
 
 def test_each_part_of_the_state_is_stored_even_if_a_later_tensor_fails():
     class Fails(TensorwiseTransform):
-        def __init__(self):
-            super().__init__({})
-
         def init_state(self, param, setting):
             return {"count": torch.zeros(())}
 
@@ -24,7 +21,7 @@ def test_each_part_of_the_state_is_stored_even_if_a_later_tensor_fails():
             return tensor
 
     params = parameters()
-    optimizer = Modular(params, Fails())
+    optimizer = Modular(params, Fails({}))
     with pytest.raises(ArithmeticError, match="bad luck"):
         train(optimizer, params, gradients(params, 1))
     assert [optimizer.state[p]["fails/count"].item() for p in params] == [1, 1, 0, 0]
@@ -46,9 +43,6 @@ def test_numbers_of_a_step_do_not_change_when_new_ones_are_kept():
 class ReadsTwice(Transform):
     """Changes the list that `Step.column` returned, and asks for it again."""
 
-    def __init__(self):
-        super().__init__({})
-
     def init_state(self, param, setting):
         return {"m": torch.zeros_like(param)}
 
@@ -63,9 +57,6 @@ class ReadsTwice(Transform):
 class CountsSome(Transform):
     """Counts for some parameters, then for all."""
 
-    def __init__(self):
-        super().__init__({})
-
     def init_state(self, param, setting):
         return {"n": torch.zeros(())}
 
@@ -79,7 +70,7 @@ class CountsSome(Transform):
 @pytest.mark.parametrize("fast", [True, False])
 def test_lists_of_state_belong_to_the_transform_and_numbers_of_some_are_those_of_all(fast):
     params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    optimizer = Modular(params, ReadsTwice(), CountsSome(), fast=fast)
+    optimizer = Modular(params, ReadsTwice({}), CountsSome({}), fast=fast)
     train(optimizer, params, [[torch.ones(2)] * 2] * 4)
     assert optimizer.state[params[0]]["reads_twice/m"].tolist() == [1.875, 1.875]
     assert [optimizer.state[p]["counts_some/n"].item() for p in params] == [44.0, 40.0]

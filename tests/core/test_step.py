@@ -23,9 +23,6 @@ from torchzero_clip import (
 
 def test_gradient_statistics_have_to_be_declared():
     class Undeclared(TensorwiseTransform):
-        def __init__(self):
-            super().__init__({})
-
         def apply_tensor(self, tensor, param, grad, loss, state, setting):
             return tensor
 
@@ -34,7 +31,7 @@ def test_gradient_statistics_have_to_be_declared():
 
     params = parameters()
     with pytest.raises(RuntimeError, match="write keeps_statistics = True in the class of the transform"):
-        train(Modular(params, Undeclared()), params, gradients(params, 1))
+        train(Modular(params, Undeclared({})), params, gradients(params, 1))
 
 
 class Asks(Transform):
@@ -93,13 +90,10 @@ def test_started_is_a_vector_of_booleans(started):
     class Careless(Transform):
         keeps_statistics = True
 
-        def __init__(self):
-            super().__init__({})
-
         def apply_tensors(self, updates, step):
             step.usable(started)
             return updates
 
     params = parameters()
     with pytest.raises(ValueError, match="started must be booleans, 4 of them, got"):
-        train(Modular(params, Careless()), params, gradients(params, 1))
+        train(Modular(params, Careless({})), params, gradients(params, 1))

@@ -21,15 +21,12 @@ from torchzero_clip import Modular, Scaling, TensorwiseTransform
 )
 def test_wrong_factors_are_named(make, message):
     class Wrong(Scaling):
-        def __init__(self):
-            super().__init__({})
-
         def factors(self, measured, updates, step):
             return make()
 
     params = parameters(shapes=[(2,), (3,)])
     with pytest.raises(RuntimeError, match=message):
-        train(Modular(params, Wrong()), params, gradients(params, 1))
+        train(Modular(params, Wrong({})), params, gradients(params, 1))
 
 
 def test_a_transform_that_returns_no_list_is_named():
@@ -45,9 +42,6 @@ def test_a_transform_that_returns_no_list_is_named():
 class Lazy(TensorwiseTransform):
     """Keeps state of matrices that it does not declare."""
 
-    def __init__(self):
-        super().__init__({})
-
     def apply_tensor(self, tensor, param, grad, loss, state, setting):
         if param.ndim == 2:
             state["count"] = 1
@@ -55,9 +49,6 @@ class Lazy(TensorwiseTransform):
 
 
 class LazyScaling(Scaling):
-    def __init__(self):
-        super().__init__({})
-
     def factors(self, measured, updates, step):
         step.states[-1]["count"] = 1
         return torch.ones_like(measured.joined(measured.norms))
@@ -67,7 +58,7 @@ class LazyScaling(Scaling):
 def test_state_that_is_not_declared_is_named_whichever_parameter_has_it(lazy):
     params = parameters(shapes=[(2,), (2, 2)])
     with pytest.raises(RuntimeError, match=r"keeps state \['count'\] that its init_state does not return"):
-        train(Modular(params, lazy()), params, gradients(params, 1))
+        train(Modular(params, lazy({})), params, gradients(params, 1))
 
 
 class Returns(Mul):

@@ -149,9 +149,6 @@ def test_one_tensor_for_two_parameters_is_scaled_for_those_in_scope_only():
 class Keeps(TensorwiseTransform):
     """Puts what it is given into its state, and returns it."""
 
-    def __init__(self):
-        super().__init__({})
-
     def init_state(self, param, setting):
         return {"last": torch.zeros_like(param)}
 
@@ -164,7 +161,7 @@ class Keeps(TensorwiseTransform):
 def test_what_a_transform_kept_of_its_updates_is_not_written_to(before):
     params = parameters()
     rows = gradients(params, 1)
-    optimizer = Modular(params, before(), Keeps(), ClipNorm(0.01), LR(1.0))
+    optimizer = Modular(params, before(), Keeps({}), ClipNorm(0.01), LR(1.0))
     train(optimizer, params, rows)
     assert_equal([optimizer.state[p]["keeps/last"] for p in params], rows[0])
 

@@ -72,6 +72,14 @@ def groups_of(params):
     return [{"params": params[:2]}, {"params": params[2:], "lr": 0.03}]
 
 
+def ran(make, steps):
+    """Parameters and an optimizer of torch after some steps."""
+    params = parameters()
+    old = make(params)
+    train(old, params, gradients(params, steps))
+    return params, old
+
+
 def twin(params):
     return [nn.Parameter(value) for value in values(params)]
 
@@ -222,9 +230,7 @@ def test_a_momentum_that_has_not_begun_begins_as_in_torch(chain, fused):
 
 
 def test_nothing_is_changed_by_converting():
-    params = parameters()
-    old = optim.AdamW(params, 0.1)
-    train(old, params, gradients(params, 2))
+    params, old = ran(lambda p: optim.AdamW(p, 0.1), 2)
     optimizer = Modular(twin(params), ClipNorm(1), AdamW())
     saved = old.state_dict()
     before = copy.deepcopy((saved, optimizer.state_dict()))
@@ -248,9 +254,7 @@ def test_parameters_without_state_and_before_the_first_step():
 
 def test_checkpoints_of_older_versions():
     """Steps were numbers once, groups did not say whether decay is decoupled, and SGD kept None for no momentum."""
-    params = parameters()
-    old = optim.AdamW(params, 0.1, weight_decay=0.2)
-    train(old, params, gradients(params, 2))
+    params, old = ran(lambda p: optim.AdamW(p, 0.1, weight_decay=0.2), 2)
     saved = old.state_dict()
     for state in saved["state"].values():
         state["step"] = int(state["step"])
@@ -319,9 +323,7 @@ def test_keys_of_schedulers_and_trainers_and_names_come_along():
     ],
 )
 def test_what_does_not_fit_is_refused(make, chain, message):
-    params = parameters()
-    old = make(params)
-    train(old, params, gradients(params, 1))
+    params, old = ran(make, 1)
     optimizer = Modular(params, chain())
     before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(ValueError, match=message):
@@ -359,9 +361,7 @@ def test_what_torch_cannot_continue_is_refused(chain, make, message):
 
 
 def test_loading_without_converting_says_how():
-    params = parameters()
-    old = optim.AdamW(params)
-    train(old, params, gradients(params, 1))
+    params, old = ran(lambda p: optim.AdamW(p), 1)
     with pytest.raises(ValueError, match="from_torch_optim"):
         Modular(params, ClipNorm(1), AdamW()).load_state_dict(old.state_dict())
 
@@ -450,9 +450,7 @@ def test_the_usual_two_groups_move_and_come_back(fused, in_chain):
 
 
 def test_empty_groups_tensor_rates_and_incomplete_checkpoints():
-    params = parameters()
-    old = optim.AdamW([{"params": params}, {"params": []}], torch.tensor(0.1))
-    train(old, params, gradients(params, 1))
+    params, old = ran(lambda p: optim.AdamW([{"params": p}, {"params": []}], torch.tensor(0.1)), 1)
     optimizer = Modular([{"params": params}, {"params": []}], ClipNorm(1), AdamW())
     optimizer.load_state_dict(from_torch_optim(old.state_dict(), optimizer))
     back = to_torch_optim(optimizer, old)

@@ -97,9 +97,6 @@ def test_a_parameter_of_another_shape_is_an_error_before_anything_changes(what):
 
 def test_state_of_a_shape_of_its_own_is_no_error():
     class Window(TensorwiseTransform):
-        def __init__(self):
-            super().__init__({})
-
         def init_state(self, param, setting):
             return {"last": torch.zeros(5, device=param.device)}
 
@@ -108,7 +105,7 @@ def test_state_of_a_shape_of_its_own_is_no_error():
             return tensor
 
     params = parameters()
-    optimizer = Modular(params, Window(), Adam())
+    optimizer = Modular(params, Window({}), Adam())
     train(optimizer, params, gradients(params, 3))
     assert all(state["window/last"].shape == (5,) for state in optimizer.state.values())
 
