@@ -34,42 +34,39 @@ def moments(optimizer, name="adam"):
 @pytest.mark.parametrize(
     ("saver", "loader"),
     [
-        (lambda: [ClipNorm(1), ClipValue(2)], lambda: [ClipValue(2), ClipNorm(1)]),
-        (lambda: ClipNorm(1), lambda: ClipNorm(1, "linf")),
-        (lambda: ClipNorm(1), lambda: ClipNorm(1, dim="global")),
-        (lambda: ClipNorm(1), lambda: ClipNorm(1, target="grad")),
-        (lambda: ClipNorm(1), lambda: Normalize(1)),
-        (lambda: ClipNorm(1, name="first"), lambda: [ClipNorm(1, name="first"), ClipNorm(1, name="second")]),
+        ([ClipNorm(1), ClipValue(2)], [ClipValue(2), ClipNorm(1)]),
+        (ClipNorm(1), ClipNorm(1, "linf")),
+        (ClipNorm(1), ClipNorm(1, dim="global")),
+        (ClipNorm(1), ClipNorm(1, target="grad")),
+        (ClipNorm(1), Normalize(1)),
+        (ClipNorm(1, name="first"), [ClipNorm(1, name="first"), ClipNorm(1, name="second")]),
         (
-            lambda: [ClipNorm(1, name="first"), ClipNorm(2, name="second")],
-            lambda: [ClipNorm(2, name="second"), ClipNorm(1, name="first")],
+            [ClipNorm(1, name="first"), ClipNorm(2, name="second")],
+            [ClipNorm(2, name="second"), ClipNorm(1, name="first")],
         ),
         (
-            lambda: [ClipNorm(1, name="first"), ClipNorm(2, name="second")],
-            lambda: [ClipNorm(2, name="third"), ClipNorm(1, name="fourth")],
+            [ClipNorm(1, name="first"), ClipNorm(2, name="second")],
+            [ClipNorm(2, name="third"), ClipNorm(1, name="fourth")],
         ),
-        (lambda: Chain(ClipNorm(1), target="grad"), lambda: Chain(ClipNorm(1, "l1"), target="grad")),
+        (Chain(ClipNorm(1), target="grad"), Chain(ClipNorm(1, "l1"), target="grad")),
+        (Chain(ClipNorm(1), Normalize(2), target="grad"), Chain(Normalize(2), ClipNorm(1), target="grad")),
         (
-            lambda: Chain(ClipNorm(1), Normalize(2), target="grad"),
-            lambda: Chain(Normalize(2), ClipNorm(1), target="grad"),
+            [ClipNorm(1, name="clip_norm_1"), Adam(), ClipNorm(9, name="clip_norm_2")],
+            [ClipNorm(9, name="clip_norm_2"), Adam(), ClipNorm(1, name="clip_norm_1")],
         ),
-        (
-            lambda: [ClipNorm(1, name="clip_norm_1"), Adam(), ClipNorm(9, name="clip_norm_2")],
-            lambda: [ClipNorm(9, name="clip_norm_2"), Adam(), ClipNorm(1, name="clip_norm_1")],
-        ),
-        (lambda: ClipValueByEMA(ema_tfm=Mul(2.0)), lambda: ClipValueByEMA()),
-        (lambda: Muon(ns_steps=5), lambda: Muon(ns_steps=6)),
-        (lambda: Wrap(torch.optim.NAdam), lambda: Wrap(torch.optim.RAdam)),
-        (lambda: Wrap(torch.optim.NAdam), lambda: Wrap(torch.optim.NAdam, decoupled_weight_decay=True)),
-        (lambda: [Adam(), LR(0.1)], lambda: [LR(0.1), Adam()]),
+        (ClipValueByEMA(ema_tfm=Mul(2.0)), ClipValueByEMA()),
+        (Muon(ns_steps=5), Muon(ns_steps=6)),
+        (Wrap(torch.optim.NAdam), Wrap(torch.optim.RAdam)),
+        (Wrap(torch.optim.NAdam), Wrap(torch.optim.NAdam, decoupled_weight_decay=True)),
+        ([Adam(), LR(0.1)], [LR(0.1), Adam()]),
     ],
 )
 def test_another_chain_is_refused_and_nothing_is_changed(saver, loader):
     def params():
         return [nn.Parameter(torch.ones(2, 2))]
 
-    saved = Modular(params(), saver()).state_dict()
-    optimizer = Modular(params(), loader())
+    saved = Modular(params(), saver).state_dict()
+    optimizer = Modular(params(), loader)
     before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(ValueError, match=r"belongs to another chain\. .* load_state_dict\(state_dict, (new|dropped)="):
         optimizer.load_state_dict(saved)
@@ -79,19 +76,19 @@ def test_another_chain_is_refused_and_nothing_is_changed(saver, loader):
 @pytest.mark.parametrize(
     ("saver", "loader"),
     [
-        (lambda: Adam(), lambda: Adam(fused=True)),
-        (lambda: ClipNorm(1), lambda: ClipNorm(2)),
-        (lambda: ClipNorm(1), lambda: ClipNorm(1).only(lambda p: p.ndim == 2)),
-        (lambda: ClipNorm(1), lambda: ClipNorm(lambda step: 1.0)),
-        (lambda: ClipNorm(1, 2), lambda: ClipNorm(1, 2.0)),
-        (lambda: ClipNorm(1, 1), lambda: ClipNorm(1, 1.0)),
-        (lambda: Wrap(torch.optim.NAdam), lambda: Wrap(torch.optim.NAdam, decoupled_weight_decay=False)),
-        (lambda: AdamW(0.1), lambda: [Chain(Adam(0.5)), [WeightDecay(0.3)]]),
-        (lambda: Adam(0.5), lambda: [Adam(), LR(0.5)]),
+        (Adam(), Adam(fused=True)),
+        (ClipNorm(1), ClipNorm(2)),
+        (ClipNorm(1), ClipNorm(1).only(lambda p: p.ndim == 2)),
+        (ClipNorm(1), ClipNorm(lambda step: 1.0)),
+        (ClipNorm(1, 2), ClipNorm(1, 2.0)),
+        (ClipNorm(1, 1), ClipNorm(1, 1.0)),
+        (Wrap(torch.optim.NAdam), Wrap(torch.optim.NAdam, decoupled_weight_decay=False)),
+        (AdamW(0.1), [Chain(Adam(0.5)), [WeightDecay(0.3)]]),
+        (Adam(0.5), [Adam(), LR(0.5)]),
     ],
 )
 def test_what_is_no_structure_makes_no_other_chain(saver, loader):
-    old, new = Modular(parameters(), saver()), Modular(parameters(), loader())
+    old, new = Modular(parameters(), saver), Modular(parameters(), loader)
     new.load_state_dict(old.state_dict())
     same = {key: old.param_groups[0][key] for key in old.defaults if not new.is_scheduled(key)}
     assert {key: new.param_groups[0][key] for key in same} == same

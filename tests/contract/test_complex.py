@@ -13,10 +13,7 @@ PAIRS = {
     "Adam-amsgrad": (lambda: Adam(0.1, amsgrad=True), lambda p: torch.optim.Adam(p, 0.1, amsgrad=True)),
     "AdamW": (lambda: AdamW(0.1), lambda p: torch.optim.AdamW(p, 0.1)),
     "SGD": (lambda: SGD(0.1, 0.9), lambda p: torch.optim.SGD(p, 0.1, 0.9)),
-    "SGD-nesterov": (
-        lambda: SGD(0.1, 0.9, nesterov=True),
-        lambda p: torch.optim.SGD(p, 0.1, 0.9, nesterov=True),
-    ),
+    "SGD-nesterov": (lambda: SGD(0.1, 0.9, nesterov=True), lambda p: torch.optim.SGD(p, 0.1, 0.9, nesterov=True)),
 }
 
 

@@ -65,10 +65,7 @@ def test_schedulers_set_the_learning_rate(entry, name, as_tensor):
 
 @pytest.mark.parametrize(
     ("ours", "theirs"),
-    [
-        (lambda: Adam(), lambda p: torch.optim.Adam(p)),
-        (lambda: SGD(0.1, 0.9), lambda p: torch.optim.SGD(p, 0.1, 0.9)),
-    ],
+    [(lambda: Adam(), lambda p: torch.optim.Adam(p)), (lambda: SGD(0.1, 0.9), lambda p: torch.optim.SGD(p, 0.1, 0.9))],
     ids=["Adam", "SGD"],
 )
 @pytest.mark.parametrize(

@@ -11,10 +11,7 @@ from torchzero_clip import Modular, Scaling, TensorwiseTransform
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda: torch.ones(3),
-            r"returned factors of shape \(3,\) for 2 slices: see Measured.joined",
-        ),
+        (lambda: torch.ones(3), r"returned factors of shape \(3,\) for 2 slices: see Measured.joined"),
         (lambda: [1.0, 1.0], r"returned factors of list for 2 slices"),
         (lambda: None, r"returned factors of NoneType"),
     ],

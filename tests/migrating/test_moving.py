@@ -128,8 +128,8 @@ def test_goes_on_bit_for_bit_where_clipping_is_inactive(name, dtype, clip):
 @pytest.mark.parametrize(
     ("make", "chain"),
     [
-        (lambda p: optim.RMSprop(p, 0.1, momentum=0.5, centered=True), lambda: RMSprop(centered=True)),
-        (lambda p: optim.Muon(p, 0.1, weight_decay=0.3), lambda: [Muon(), WeightDecay(0.0)]),
+        (lambda p: optim.RMSprop(p, 0.1, momentum=0.5, centered=True), RMSprop(centered=True)),
+        (lambda p: optim.Muon(p, 0.1, weight_decay=0.3), [Muon(), WeightDecay(0.0)]),
     ],
     ids=["RMSprop", "Muon"],
 )
@@ -139,7 +139,7 @@ def test_others_go_on_within_rounding(make, chain):
     grads = gradients(params, 6)
     train(old, params, grads[:3])
     moved = twin(params)
-    optimizer = Modular(moved, ClipNorm(1e9), chain())
+    optimizer = Modular(moved, ClipNorm(1e9), chain)
     optimizer.load_state_dict(from_torch_optim(old.state_dict(), optimizer))
     again = twin(params)
     back = make(again)
@@ -289,42 +289,34 @@ def test_keys_of_schedulers_and_trainers_and_names_come_along():
 @pytest.mark.parametrize(
     ("make", "chain", "message"),
     [
-        (lambda p: optim.AdamW(p), lambda: Adam(), r"weight_decay=0.01: put WeightDecay\(0.01\) after 'adam'"),
-        (lambda p: optim.Adam(p, weight_decay=0.1), lambda: AdamW(), r"put WeightDecay\(0.1\) before 'adam'"),
-        (lambda p: optim.SGD(p, weight_decay=0.1), lambda: [SGD(), WeightDecay(0.1)], "before 'sgd'"),
+        (lambda p: optim.AdamW(p), Adam(), r"weight_decay=0.01: put WeightDecay\(0.01\) after 'adam'"),
+        (lambda p: optim.Adam(p, weight_decay=0.1), AdamW(), r"put WeightDecay\(0.1\) before 'adam'"),
+        (lambda p: optim.SGD(p, weight_decay=0.1), [SGD(), WeightDecay(0.1)], "before 'sgd'"),
         (
             lambda p: optim.AdamW(p),
-            lambda: [Adam(), WeightDecay(0.1).only(lambda p: p.ndim > 1)],
+            [Adam(), WeightDecay(0.1).only(lambda p: p.ndim > 1)],
             "after 'adam', for all parameters of this group",
         ),
-        (lambda p: optim.AdamW(p), lambda: [Adam(), LR(0.1), WeightDecay(0.0)], "put LR at the end"),
-        (lambda p: optim.Adam(p, weight_decay=0.1), lambda: [WeightDecay(0.1), LR(0.1), Adam()], "put LR at the end"),
-        (lambda p: optim.AdamW(p, amsgrad=True), lambda: AdamW(), r"has amsgrad=True, and Adam\(\) amsgrad=False"),
-        (
-            lambda p: optim.AdamW(p, maximize=True),
-            lambda: AdamW(),
-            "maximize=True, and Modular maximize=False",
-        ),
-        (
-            lambda p: optim.Adagrad(p),
-            lambda: Adam(),
-            "it lacks amsgrad, betas; has initial_accumulator_value, lr_decay. At",
-        ),
-        (lambda p: optim.SGD(p, momentum=0.9), lambda: Adam(), "not one of torch.optim.Adam"),
-        (lambda p: optim.RMSprop(p), lambda: SGD(), "not one of torch.optim.SGD"),
-        (lambda p: optim.AdamW(p), lambda: ClipNorm(1), "needs exactly one of Adam, SGD, RMSprop, Muon, Wrap"),
-        (lambda p: optim.AdamW(p), lambda: [AdamW(), SGD(0.1)], "needs exactly one of"),
+        (lambda p: optim.AdamW(p), [Adam(), LR(0.1), WeightDecay(0.0)], "put LR at the end"),
+        (lambda p: optim.Adam(p, weight_decay=0.1), [WeightDecay(0.1), LR(0.1), Adam()], "put LR at the end"),
+        (lambda p: optim.AdamW(p, amsgrad=True), AdamW(), r"has amsgrad=True, and Adam\(\) amsgrad=False"),
+        (lambda p: optim.AdamW(p, maximize=True), AdamW(), "maximize=True, and Modular maximize=False"),
+        (lambda p: optim.Adagrad(p), Adam(), "it lacks amsgrad, betas; has initial_accumulator_value, lr_decay. At"),
+        (lambda p: optim.SGD(p, momentum=0.9), Adam(), "not one of torch.optim.Adam"),
+        (lambda p: optim.RMSprop(p), SGD(), "not one of torch.optim.SGD"),
+        (lambda p: optim.AdamW(p), ClipNorm(1), "needs exactly one of Adam, SGD, RMSprop, Muon, Wrap"),
+        (lambda p: optim.AdamW(p), [AdamW(), SGD(0.1)], "needs exactly one of"),
         (
             lambda p: optim.AdamW(p),
-            lambda: [AdamW().only(lambda p: p.ndim > 1), SGD(0.1).without(lambda p: p.ndim > 1)],
+            [AdamW().only(lambda p: p.ndim > 1), SGD(0.1).without(lambda p: p.ndim > 1)],
             "exactly one",
         ),
-        (lambda p: optim.AdamW(p[:2]), lambda: AdamW(), r"param groups of \[2\] parameters, this optimizer of \[4\]"),
+        (lambda p: optim.AdamW(p[:2]), AdamW(), r"param groups of \[2\] parameters, this optimizer of \[4\]"),
     ],
 )
 def test_what_does_not_fit_is_refused(make, chain, message):
     params, old = ran(make, 1)
-    optimizer = Modular(params, chain())
+    optimizer = Modular(params, chain)
     before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(from_torch_optim(old.state_dict(), optimizer))
@@ -334,27 +326,27 @@ def test_what_does_not_fit_is_refused(make, chain, message):
 @pytest.mark.parametrize(
     ("chain", "make", "message"),
     [
-        (lambda: AdamW(), lambda p: optim.SGD(p), "stands for torch.optim.Adam, not SGD"),
-        (lambda: Wrap(optim.NAdam), lambda p: optim.Adam(p), "stands for torch.optim.NAdam, not Adam"),
-        (lambda: AdamW(), lambda p: optim.Adam(p), "cannot decay weights as this chain"),
-        (lambda: [WeightDecay(0.1), Adam()], lambda p: optim.AdamW(p), "cannot decay weights as this chain"),
-        (lambda: [AdamW(), WeightDecay(0.1)], lambda p: optim.AdamW(p), "cannot decay weights as this chain"),
+        (AdamW(), lambda p: optim.SGD(p), "stands for torch.optim.Adam, not SGD"),
+        (Wrap(optim.NAdam), lambda p: optim.Adam(p), "stands for torch.optim.NAdam, not Adam"),
+        (AdamW(), lambda p: optim.Adam(p), "cannot decay weights as this chain"),
+        ([WeightDecay(0.1), Adam()], lambda p: optim.AdamW(p), "cannot decay weights as this chain"),
+        ([AdamW(), WeightDecay(0.1)], lambda p: optim.AdamW(p), "cannot decay weights as this chain"),
         (
-            lambda: [Adam(), WeightDecay(0.1).only(lambda p: p.ndim > 1)],
+            [Adam(), WeightDecay(0.1).only(lambda p: p.ndim > 1)],
             lambda p: optim.AdamW(p),
             "cannot decay weights as this chain",
         ),
-        (lambda: [Adam(), LR(0.1), WeightDecay(0.1)], lambda p: optim.AdamW(p), "put LR at the end"),
-        (lambda: [WeightDecay(0.1), Wrap(optim.AdamW)], lambda p: optim.AdamW(p), "cannot decay weights as this chain"),
-        (lambda: Wrap(optim.Adam), lambda p: optim.AdamW(p), "stands for torch.optim.Adam, not AdamW"),
-        (lambda: Adam(state_dtype=torch.float64), lambda p: optim.Adam(p), "torch would round it"),
-        (lambda: AdamW(amsgrad=True), lambda p: optim.AdamW(p), "amsgrad=False, and Adam"),
-        (lambda: Chain(AdamW(), target="update_difference"), lambda p: optim.AdamW(p), "exactly one"),
+        ([Adam(), LR(0.1), WeightDecay(0.1)], lambda p: optim.AdamW(p), "put LR at the end"),
+        ([WeightDecay(0.1), Wrap(optim.AdamW)], lambda p: optim.AdamW(p), "cannot decay weights as this chain"),
+        (Wrap(optim.Adam), lambda p: optim.AdamW(p), "stands for torch.optim.Adam, not AdamW"),
+        (Adam(state_dtype=torch.float64), lambda p: optim.Adam(p), "torch would round it"),
+        (AdamW(amsgrad=True), lambda p: optim.AdamW(p), "amsgrad=False, and Adam"),
+        (Chain(AdamW(), target="update_difference"), lambda p: optim.AdamW(p), "exactly one"),
     ],
 )
 def test_what_torch_cannot_continue_is_refused(chain, make, message):
     params = parameters()
-    optimizer = Modular(params, ClipNorm(1), chain())
+    optimizer = Modular(params, ClipNorm(1), chain)
     train(optimizer, params, gradients(params, 1))
     with pytest.raises(ValueError, match=message):
         to_torch_optim(optimizer, make(params))
@@ -406,12 +398,12 @@ def test_a_checkpoint_never_loads_into_another_optimizer(make, wrapped):
 @pytest.mark.parametrize(
     ("make", "chain"),
     [
-        (lambda p: optim.Adam(p, 0.1), lambda: AdamW(weight_decay=1.0)),
-        (lambda p: optim.AdamW(p, 0.1, weight_decay=0.0), lambda: [WeightDecay(1.0), Adam()]),
-        (lambda p: optim.AdamW(p, 0.1, weight_decay=0.5), lambda: [WeightDecay(1.0), AdamW()]),
-        (lambda p: optim.AdamW(p, 0.1, weight_decay=0.5), lambda: [Adam(), WeightDecay(1.0), WeightDecay(1.0)]),
-        (lambda p: optim.AdamW(p, 0.1, weight_decay=0.5), lambda: [WeightDecay(1.0), Wrap(optim.AdamW)]),
-        (lambda p: optim.Rprop(p, 0.1), lambda: [WeightDecay(1.0), Wrap(optim.Rprop)]),
+        (lambda p: optim.Adam(p, 0.1), AdamW(weight_decay=1.0)),
+        (lambda p: optim.AdamW(p, 0.1, weight_decay=0.0), [WeightDecay(1.0), Adam()]),
+        (lambda p: optim.AdamW(p, 0.1, weight_decay=0.5), [WeightDecay(1.0), AdamW()]),
+        (lambda p: optim.AdamW(p, 0.1, weight_decay=0.5), [Adam(), WeightDecay(1.0), WeightDecay(1.0)]),
+        (lambda p: optim.AdamW(p, 0.1, weight_decay=0.5), [WeightDecay(1.0), Wrap(optim.AdamW)]),
+        (lambda p: optim.Rprop(p, 0.1), [WeightDecay(1.0), Wrap(optim.Rprop)]),
     ],
 )
 def test_all_decay_is_that_of_the_checkpoint_whatever_the_constructors_say(make, chain):
@@ -420,7 +412,7 @@ def test_all_decay_is_that_of_the_checkpoint_whatever_the_constructors_say(make,
     grads = gradients(params, 5)
     train(old, params, grads[:2])
     moved = twin(params)
-    optimizer = Modular(moved, ClipNorm(1e9), chain())
+    optimizer = Modular(moved, ClipNorm(1e9), chain)
     optimizer.load_state_dict(from_torch_optim(old.state_dict(), optimizer))
     train(old, params, grads[2:])
     train(optimizer, moved, grads[2:])

@@ -447,10 +447,7 @@ PAIRS = {
         lambda optax: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, weight_decay=0.1)),
         lambda model: Modular(model, ClipNorm(1.0, dim="global"), AdamW(1e-2, weight_decay=0.1)),
     ),
-    "adamw's default": (
-        lambda optax: optax.adamw(1e-2),
-        lambda model: Modular(model, AdamW(1e-2, weight_decay=1e-4)),
-    ),
+    "adamw's default": (lambda optax: optax.adamw(1e-2), lambda model: Modular(model, AdamW(1e-2, weight_decay=1e-4))),
     "clip": (
         lambda optax: optax.chain(optax.clip(0.5), optax.sgd(0.1, momentum=0.9)),
         lambda model: Modular(model, ClipValue(0.5), SGD(0.1, momentum=0.9)),

@@ -488,10 +488,7 @@ def test_it_finds_the_optimizer_in_the_wrappers_of_accelerate_and_of_lightning()
 
 
 @settings(max_examples=25)
-@given(
-    st.lists(st.tuples(st.floats(1e-20, 1e20), st.booleans()), min_size=1, max_size=12),
-    st.integers(1, 5),
-)
+@given(st.lists(st.tuples(st.floats(1e-20, 1e20), st.booleans()), min_size=1, max_size=12), st.integers(1, 5))
 def test_what_is_kept_is_what_was_seen(steps, keep):
     weights = [nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(3)]
     optimizer = Modular(weights, ClipNorm(1.0), SGD(0.1))
