@@ -32,7 +32,6 @@ def test_a_limit_that_grows_beats_both_its_ends():
     )  # the scheduler of torch does the same
 
 
-@pytest.mark.fast_way
 @pytest.mark.slow
 def test_mixed_precision_with_accumulation_is_like_whole_batches():
     mixed = example("mixed_precision")
@@ -47,6 +46,7 @@ def test_mixed_precision_with_accumulation_is_like_whole_batches():
     assert 0.1 < half.clipped < 0.9
 
 
+@pytest.mark.fast_way
 def test_a_moved_run_takes_the_same_steps():
     assert example("move_a_run").move(20) == (True, True, False, 20)
 

@@ -105,12 +105,8 @@ def test_a_transform_after_one_that_makes_infs_of_finite_gradients_goes_on():
             return [update * (torch.inf if update[0] == 7 else 1.0) for update in updates]
 
     for name in ("ClipToUsualNorm", "ScaleByUsualNorm"):
-        page = (Path(__file__).parents[2] / "docs" / "statistics.md").read_text()
-        names = {"torch": torch, "model": nn.Linear(2, 2)}
-        for block in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
-            exec(compile(block, "statistics.md", "exec"), names)
         param = nn.Parameter(torch.zeros(2))
-        optimizer = Modular([param], Overflows(1.0), names[name]())
+        optimizer = Modular([param], Overflows(1.0), shown("statistics.md", name)[0]())
         for gradient in ([3.0, 4.0], [7.0, 1.0], [3.0, 4.0]):
             param.data.zero_()
             param.grad = torch.tensor(gradient)

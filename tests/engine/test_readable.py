@@ -58,13 +58,13 @@ def test_the_readable_way_calls_no_kernel_and_nothing_of_the_fast_way(entry, dty
     assert not log.fused or entry.name == "ClipNorm+Wrap"
 
 
-@pytest.mark.fast_way
 def test_only_a_users_wrap_reaches_a_kernel_in_the_readable_way():
     log = logged(lambda: [ClipNorm(0.5), Wrap(torch.optim.Adam, fused=True)], fast=False)
     assert log.fused == {"_fused_adam_.default"}
     assert not log.frames
 
 
+@pytest.mark.fast_way
 def test_the_logs_see_the_fast_way():
     log = logged(lambda: [ClipNorm(0.5), AdamW()], fast=True)
     assert log.fused == {"_fused_adamw_.default"}

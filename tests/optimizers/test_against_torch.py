@@ -61,11 +61,12 @@ def test_50_steps(name, maximize):
             scheduler.step()
 
 
-def test_adam_adds_eps_after_the_bias_correction():
+@pytest.mark.parametrize("fast", [True, False])
+def test_adam_adds_eps_after_the_bias_correction(fast):
     """A gradient as small as eps: before the correction eps would make this 0.0307."""
     param = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     param.grad = torch.tensor([1e-8], dtype=torch.float64)
-    Modular([param], Adam(1.0)).step()
+    Modular([param], Adam(1.0), fast=fast).step()
     assert param.item() == pytest.approx(-0.5, rel=1e-9)
 
 
