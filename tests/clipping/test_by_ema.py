@@ -6,9 +6,10 @@ import pytest
 import torch
 from clipping.statistics import ELEMENTS, ORDERS, assert_follows, outputs, runs
 from contract.entries import EMA, Mul
+from contract.training import assert_equal, train
 from hypothesis import given
 from hypothesis import strategies as st
-from reference.statistics import NormByEMA, ValueByEMA
+from oracles.statistics import NormByEMA, ValueByEMA
 from torch import nn
 from versions import needs_grad_dtype
 
@@ -58,6 +59,11 @@ def test_the_documented_numbers():
     results, _ = outputs(NormalizeByEMA(), [[[3.0, 4.0]]] * 4)
     expected = [[[0.03, 0.04]], [[0.045, 0.06]], [[0.0675, 0.09]], [[0.0968, 0.1291]]]
     torch.testing.assert_close(results, expected, rtol=1e-3, atol=0)
+
+
+def test_a_joint_average_grows_out_of_a_tiny_first_gradient():
+    results, _ = outputs(ClipNormByEMA(0.5, tensorwise=False), [[[1e-9, 0.0]], *[[[3.0, 4.0]]] * 60])
+    assert math.hypot(*results[-1][0]) > 4.9
 
 
 def test_normalize_is_the_clip_with_another_class_attribute():
@@ -263,3 +269,12 @@ def test_nothing_but_empty_tensors_is_no_error():
         param.grad = torch.zeros(0)
         Modular([param], transform).step()
     assert param.numel() == 0
+
+
+def test_the_first_update_of_mixed_dtypes_passes_unchanged():
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]
+    optimizer = Modular(params, NormalizeByEMA(ema_init="update"), SGD(1.0))
+    grads = [torch.tensor([1.0, 0.3, 0.7]), torch.tensor([0.1, 0.7], dtype=torch.bfloat16)]
+    train(optimizer, params, [grads])
+    assert_equal([p.grad for p in params], grads)
+    assert float(optimizer.metrics()["normalize_by_ema/clipped"]) == 0

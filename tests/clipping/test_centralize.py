@@ -5,7 +5,7 @@ import torch
 from clipping.updates import transformed, updates
 from hypothesis import given
 from hypothesis import strategies as st
-from reference.clipping import centralize
+from oracles.clipping import centralize
 
 from torchzero_clip import Centralize
 

@@ -6,11 +6,7 @@ import torch.distributed.checkpoint as dcp
 from contract.entries import ENTRIES
 from contract.training import assert_equal, gradients, parameters, train, values
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from torchzero_clip import Modular
 

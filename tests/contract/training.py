@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchzero_clip import Modular
+
 SHAPES = [(4, 3), (3,), (2, 3, 2), ()]
 
 
@@ -36,6 +38,23 @@ def train(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], grads: Ite
     for row in grads:
         set_grads(params, row)
         optimizer.step()
+
+
+def trained(*chain: Any, steps: int = 3) -> Modular:
+    """A chain after some steps."""
+    params = parameters()
+    optimizer = Modular(params, *chain)
+    train(optimizer, params, gradients(params, steps))
+    return optimizer
+
+
+def stepped(chain: Any, grad: list[float], start: float = 0.0) -> tuple[nn.Parameter, Modular]:
+    """One parameter after one step on a gradient."""
+    param = nn.Parameter(torch.full((len(grad),), start))
+    param.grad = torch.tensor(grad)
+    optimizer = Modular([param], chain)
+    optimizer.step()
+    return param, optimizer
 
 
 def values(params: Iterable[Tensor]) -> list[Tensor]:

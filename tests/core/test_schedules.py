@@ -1,40 +1,20 @@
 """Settings that are functions of the step, and torch's schedulers on settings other than the learning rate."""
 
 import copy
-import pickle
 
 import pytest
 import torch
-from contract.schedulers import SCHEDULERS, advance
 from contract.training import (
     assert_equal,
     assert_same_checkpoint,
-    assert_same_state,
     gradients,
     parameters,
-    through_file,
     train,
     values,
 )
 from torch import nn
-from torch.optim import lr_scheduler
-from versions import TORCH
 
-from torchzero_clip import (
-    LR,
-    SGD,
-    Adam,
-    Chain,
-    ClipNorm,
-    ClipNormByEMA,
-    ClipNormGrowth,
-    ClipValue,
-    ClipValueByEMA,
-    Modular,
-    WeightDecay,
-    Wrap,
-    as_lr,
-)
+from torchzero_clip import LR, SGD, Adam, Chain, ClipNorm, ClipNormByEMA, ClipValueByEMA, Modular, WeightDecay, Wrap
 
 
 def warm_up(step):
@@ -110,26 +90,6 @@ def test_all_settings_can_be_scheduled(chain):
         assert (value[0] if isinstance(value, tuple) else value) == pytest.approx(0.13)
 
 
-def test_resumes_exactly_where_it_was():
-    def build():
-        params = parameters()
-        return params, Modular(params, ClipNorm(warm_up), Adam(0.1))
-
-    params, optimizer = build()
-    grads = gradients(params, 6)
-    train(optimizer, params, grads[:3])
-    saved = through_file({"params": values(params), "optimizer": optimizer.state_dict()})
-    train(optimizer, params, grads[3:])
-    resumed, second = build()
-    for param, value in zip(resumed, saved["params"], strict=True):
-        param.data.copy_(value)
-    second.load_state_dict(saved["optimizer"])
-    assert second.param_groups[0]["max_norm"] == warm_up(3)
-    train(second, resumed, grads[3:])
-    assert_equal(resumed, params)
-    assert_same_state(second, optimizer)
-
-
 def test_a_schedule_that_a_checkpoint_does_not_know_begins_at_its_start():
     params = parameters()
     old = Modular(params, ClipNorm(1.0), Adam(0.1))
@@ -186,71 +146,6 @@ def test_a_schedule_of_wrong_values_is_refused_at_once():
         Modular(parameters(), Adam(warm_up), LR(0.1))
 
 
-def test_repr_shows_the_function():
-    assert repr(ClipNorm(warm_up)) == f"ClipNorm({warm_up!r})"
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_torchs_schedulers_take_any_setting(name):
-    """The limit goes the way that the learning rate of torch's SGD goes; and on from a checkpoint."""
-    if name == "SWALR" and TORCH < (2, 11):
-        pytest.skip("this torch has functions in the state_dict of SWALR, which weights_only=True refuses")
-
-    def build():
-        params = parameters()
-        groups = [{"params": params[:2]}, {"params": params[2:], "clip_norm_2/max_norm": 3.0}]
-        optimizer = Modular(groups, ClipNorm(9.0), ClipNorm(2.0), Adam(0.5))
-        return params, optimizer, SCHEDULERS[name](as_lr(optimizer, "clip_norm_2/max_norm"))
-
-    params, optimizer, scheduler = build()
-    reference = torch.optim.SGD([{"params": params[:2]}, {"params": params[2:], "lr": 3.0}], lr=2.0)
-    expected = SCHEDULERS[name](reference)
-    rows = gradients(params, 6)
-    for k, row in enumerate(rows):
-        if k == 3:
-            saved = through_file((optimizer.state_dict(), scheduler.state_dict()))
-            params, optimizer, scheduler = build()
-            optimizer.load_state_dict(saved[0])
-            scheduler.load_state_dict(saved[1])
-        limits = [group["clip_norm_2/max_norm"] for group in optimizer.param_groups]
-        assert limits == [group["lr"] for group in reference.param_groups]
-        train(optimizer, params, [row])
-        reference.step()
-        advance(scheduler)
-        advance(expected)
-    assert [group["max_norm"] for group in optimizer.param_groups] == [9.0, 9.0]
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
-
-
-def test_views_work_for_other_optimizers_and_beside_a_schedule_of_the_learning_rate():
-    params = parameters()
-    for optimizer in (torch.optim.AdamW(params, 0.1, weight_decay=0.5), Modular(params, Adam(0.1), WeightDecay(0.5))):
-        schedulers = [
-            lr_scheduler.ExponentialLR(optimizer, 0.5),
-            lr_scheduler.ExponentialLR(as_lr(optimizer, "weight_decay"), 0.1),
-        ]
-        train(optimizer, params, gradients(params, 1))
-        for scheduler in schedulers:
-            scheduler.step()
-        assert optimizer.param_groups[0]["lr"] == 0.05
-        assert optimizer.param_groups[0]["weight_decay"] == 0.05
-        assert optimizer.param_groups[0]["weight_decay:initial_lr"] == 0.5
-
-
-def test_views_of_what_is_no_number_are_refused():
-    optimizer = Modular(parameters(), ClipNorm(1.0), Adam())
-    with pytest.raises(ValueError, match="no setting 'max_nrom'; it has: betas, eps, lr, max_norm"):
-        as_lr(optimizer, "max_nrom")
-    with pytest.raises(
-        ValueError, match=r"'betas' is \(0.9, 0.999\) in param group 0: schedulers of torch change only numbers"
-    ):
-        as_lr(optimizer, "betas")
-    view = as_lr(optimizer, "clip_norm/max_norm")
-    assert repr(view) == "as_lr(Modular, 'max_norm')"
-    with pytest.raises(RuntimeError, match="call this of the optimizer itself"):
-        view.step()
-
-
 def test_a_table_of_values_needs_none_for_the_step_after_the_last():
     table = [1.0, 0.9, 0.8]
     params, other = parameters(), parameters()
@@ -303,25 +198,6 @@ def test_groups_that_were_put_in_by_hand_have_no_known_functions():
     with pytest.raises(ValueError, match=r"a param group was added by hand, .*: use add_param_group"):
         train(optimizer, params, gradients(params, 1))
     assert_equal(params, before)
-
-
-def test_what_schedulers_keep_never_meets_a_setting():
-    """OneCycleLR's min_lr, on ``value``, is no ``min_value``."""
-    params = parameters()
-    optimizer = Modular(params, ClipValue(0.5), ClipNormGrowth(1.0), Adam())
-    before = optimizer.param_groups[0]["min_value"]
-    lr_scheduler.OneCycleLR(as_lr(optimizer, "value"), 0.3, total_steps=10, cycle_momentum=False)
-    assert optimizer.param_groups[0]["min_value"] == before
-    optimizer.add_param_group({**optimizer.param_groups[0], "params": [torch.nn.Parameter(torch.zeros(2))]})
-
-
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-def test_schedulers_on_views_are_copied_with_their_optimizer(clone):
-    optimizer = Modular(parameters(), ClipNorm(1.0), SGD())
-    scheduler = lr_scheduler.ExponentialLR(as_lr(optimizer, "max_norm"), 0.5)
-    twin, second = clone((optimizer, scheduler))
-    second.step()
-    assert (twin.param_groups[0]["max_norm"], optimizer.param_groups[0]["max_norm"]) == (0.5, 1.0)
 
 
 @pytest.mark.parametrize("setting", ["lr", "max_norm"])

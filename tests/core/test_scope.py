@@ -244,9 +244,6 @@ def test_a_gradient_that_no_update_was_made_of_yet_may_still_change():
 class RowsAndColumns(Transform):
     """Its state can only be made for matrices."""
 
-    def __init__(self):
-        super().__init__({})
-
     def init_state(self, param, setting):
         return {"rows": torch.zeros(param.shape[0]), "columns": torch.zeros(param.shape[1])}
 
@@ -257,7 +254,7 @@ class RowsAndColumns(Transform):
 @pytest.mark.filterwarnings("ignore:no optimizer acts on bias")
 def test_what_is_out_of_scope_is_never_shown_to_a_transform():
     module = with_gradients(nn.Linear(3, 3))
-    optimizer = Modular(module, RowsAndColumns().only("weight"), Adam())
+    optimizer = Modular(module, RowsAndColumns({}).only("weight"), Adam())
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
     assert "rows_and_columns/rows" in optimizer.state[module.weight]
@@ -305,3 +302,13 @@ def test_scopes_stay_with_the_names_of_the_optimizer_when_a_checkpoint_has_other
         ValueError, match=r"the same parameters in another order: .*'param_names', 'body\.0\.weight' first"
     ):
         turned.load_state_dict(Modular(module, SGD(0.1, 0.9)).state_dict())
+
+
+def test_only_numbered_parts_of_a_group_count_as_the_group():
+    p, q = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    groups = [{"params": [p], "name": "block"}, {"params": [q], "name": "block (bias)"}]
+    optimizer = Modular(groups, ClipNorm(0.1).only(groups="block"), SGD(1.0))
+    p.grad, q.grad = torch.ones(2), torch.ones(2)
+    optimizer.step()
+    assert torch.equal(q.data, torch.zeros(2))
+    assert not torch.equal(p.data, torch.zeros(2))

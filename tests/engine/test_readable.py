@@ -64,6 +64,7 @@ def test_only_a_users_wrap_reaches_a_kernel_in_the_readable_way():
     assert not log.frames
 
 
+@pytest.mark.fast_way
 def test_the_logs_see_the_fast_way():
     log = logged(lambda: [ClipNorm(0.5), AdamW()], fast=True)
     assert log.fused == {"_fused_adamw_.default"}

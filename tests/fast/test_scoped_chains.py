@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from fast.comparison import Run, assert_same
 from torch import nn
 
 from torchzero_clip import (
@@ -78,37 +79,19 @@ def random_chain(r: random.Random) -> list[Any]:
     return [*made, *r.choice(ENDS)(r)]
 
 
-def differences(make: Callable[[], Sequence[Any]], grads: Sequence[dict[str, Any]], **options: Any) -> list[str]:
-    """Where parameters, gradients, state or metrics of the fast way and of the readable way differ."""
-    runs: list[tuple[dict[str, nn.Parameter], Modular]] = []
-    for fast in (True, False):
-        params = {name: nn.Parameter(torch.ones(shape, dtype=torch.float64)) for name, shape in SHAPES.items()}
-        params = {name: param for name, param in params.items() if name in grads[0]}
-        optimizer = Modular(list(params.items()), *make(), fast=fast, **options)
-        for row in grads:
-            for name, param in params.items():
-                param.grad = torch.as_tensor(row[name], dtype=torch.float64).clone()
-            optimizer.step()
-        runs.append((params, optimizer))
-    (one, fast), (other, readable) = runs
-    found = [name for name in one if not close(one[name], other[name])]
-    found += [f"{name}.grad" for name in one if not close(one[name].grad, other[name].grad)]
-    for name in one:
-        mine, theirs = fast.state[one[name]], readable.state[other[name]]
-        assert mine.keys() == theirs.keys()
-        found += [f"{key} of {name}" for key in mine if not close(mine[key], theirs[key])]
-    mine, theirs = fast.metrics(), readable.metrics()
-    assert mine.keys() == theirs.keys()
-    # an element at its limit counts as clipped or not by its rounding
-    return found + [key for key in mine if not key.endswith("clipped") and not close(mine[key], theirs[key])]
+def compare(make: Callable[[], Sequence[Any]], grads: Sequence[dict[str, Any]], what: str = "", **options: Any) -> None:
+    values = {name: torch.ones(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    fast, readable = (
+        Run(make, {name: nn.Parameter(value.clone()) for name, value in values.items()}, fast=fast, **options)
+        for fast in (True, False)
+    )
+    for row in grads:
+        for run in (fast, readable):
+            run.step(list(row.values()))
+    assert_same(fast, readable, 1e-9, 1e-9, what)
 
 
-def close(a: Any, b: Any) -> bool:
-    a, b = (torch.as_tensor(x).detach().double() for x in (a, b))
-    return torch.allclose(a, b, rtol=1e-9, atol=1e-9, equal_nan=True)
-
-
-def compare(seed: int) -> None:
+def compare_random(seed: int) -> None:
     r, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     options = {"maximize": r.random() < 0.2, "keep_grads": r.random() < 0.2}
     grads = [
@@ -121,7 +104,7 @@ def compare(seed: int) -> None:
         r.setstate(state)
         return random_chain(r)
 
-    assert not differences(make, grads, **options), f"seed {seed}: {make()}"
+    compare(make, grads, f"seed {seed}: {make()}: ", **options)
 
 
 def is_vector(param: Any) -> bool:
@@ -151,10 +134,11 @@ CROSSING: dict[str, Callable[[], list[Any]]] = {
 }
 
 
+@pytest.mark.fast_way
 @pytest.mark.parametrize("make", CROSSING.values(), ids=CROSSING)
 def test_chains_of_crossing_scopes(make):
     grads = [{name: torch.full(shape, 3.0 + k) for k, (name, shape) in enumerate(SHAPES.items())}] * 3
-    assert not differences(make, grads)
+    compare(make, grads)
 
 
 def test_operations_keep_their_order_across_scopes():
@@ -168,16 +152,18 @@ def test_operations_keep_their_order_across_scopes():
     assert params["c"].tolist() == pytest.approx([-0.5, -0.5])
 
 
+@pytest.mark.fast_way
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize("block", range(10))
 def test_random_chains_of_crossing_scopes(block):
     for seed in range(10 * block, 10 * block + 10):
-        compare(seed)
+        compare_random(seed)
 
 
+@pytest.mark.fast_way
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize("block", range(1, 10))
 def test_random_chains_of_crossing_scopes_in_many_cases(block):
     for seed in range(100 * block, 100 * block + 100):
-        compare(seed)
+        compare_random(seed)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from defaults import DEFAULTS
-from reference.clipping import as_double, centralize, clip_norm, norm_of_all, normalize
+from oracles.clipping import as_double, centralize, clip_norm, norm_of_all, normalize
 from torch import nn
 
 import torchzero_clip
@@ -173,6 +173,14 @@ def test_nothing_to_do_is_no_error(clip):
     clip(weight)
     clip(p for p in ())
     assert weight.grad is None
+
+
+def test_zeros_are_not_normalized_to_nan():
+    weight = nn.Parameter(torch.zeros(2))
+    for dim in (None, "global"):
+        weight.grad = torch.zeros(2)
+        normalize_grads_(weight, 1.0, dim=dim)
+        assert weight.grad.tolist() == [0.0, 0.0]
 
 
 def test_nothing_to_do_returns_zero():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reference.clipping import metric
+from oracles.clipping import metric
 
 from torchzero_clip import norm, rms
 from torchzero_clip.functional.measure import Slicing, measure

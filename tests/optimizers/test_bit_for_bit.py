@@ -7,17 +7,20 @@ import copy
 
 import pytest
 import torch
-from contract.training import assert_equal
+from contract.training import assert_equal, train
 from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchzero_clip import LR, SGD, Adam, AdamW, ClipNorm, Modular, Muon, WeightDecay
+from torchzero_clip import LR, SGD, Adam, AdamW, ClipNorm, Modular, WeightDecay
 
 REAL = [torch.float32, torch.float64, torch.bfloat16]
 WIDE = [torch.float32, torch.float64]
 ALL = [*REAL, torch.complex64]
 SHAPES = [(40, 33), (7,), (7, 5, 3), (), (0, 3)]
 """SGD's kernel rounds unlike the loop only in the elements that do not fill a vector register: all 7 of the second."""
+
+JOINT = ClipNorm(1e9, dim="global")
+"""A limit that is never reached."""
 
 ADAMS = {
     "Adam": (lambda **fused: Adam(0.01, **fused), lambda p, **fused: optim.Adam(p, 0.01, **fused)),
@@ -102,30 +105,33 @@ def same_gradients(params, other, k):
         b.grad = a.grad.clone()
 
 
-def assert_same_steps(optimizer, reference, params, other, *, zeros_first=True):
-    schedulers = [optim.lr_scheduler.CosineAnnealingLR(o, 20) for o in (optimizer, reference)]
-    for k in range(12):
+def assert_same_steps(optimizers, params, other, *, steps=12, zeros_first=True, scheduled=True, change=None):
+    """Ours is the first of the optimizers. ``change`` changes the gradients of a step, by its number."""
+    schedulers = [optim.lr_scheduler.CosineAnnealingLR(o, 20) for o in optimizers if scheduled]
+    for k in range(steps):
         same_gradients(params, other, k if zeros_first else k + 1)
-        optimizer.step()
-        reference.step()
+        if change is not None:
+            change(k)
+        for each in (*optimizers, *schedulers):
+            each.step()
         assert_equal(params, other)
-        for scheduler in schedulers:
-            scheduler.step()
 
 
 def assert_same_run(chain, make, params, other, maximize, **options):
     reference = make(other)
     reference.param_groups[0]["maximize"] = maximize
-    assert_same_steps(Modular(params, *chain, maximize=maximize), reference, params, other, **options)
+    assert_same_steps([Modular(params, *chain, maximize=maximize), reference], params, other, **options)
 
 
+@pytest.mark.fast_way
 @each_direction
 @pytest.mark.parametrize(("name", "dtype"), LOOP_CASES, ids=str)
 def test_every_bit_is_that_of_torchs_loop(name, dtype, maximize):
     ours, theirs = LOOPS[name]
-    assert_same_run([ClipNorm(1e9, dim="global"), ours(fused=False)], theirs, *twins(dtype), maximize)
+    assert_same_run([JOINT, ours(fused=False)], theirs, *twins(dtype), maximize)
 
 
+@pytest.mark.fast_way
 @each_direction
 @pytest.mark.parametrize(
     ("name", "dtype"),
@@ -135,28 +141,28 @@ def test_every_bit_is_that_of_torchs_loop(name, dtype, maximize):
 def test_the_default_is_torchs_loop_where_the_kernel_is_not_right(name, dtype, maximize):
     """It takes no complex parameters, and torch 2.13's for SGD in bfloat16 is off by a third of a step."""
     ours, theirs = LOOPS[name]
-    assert_same_run([ClipNorm(1e9, dim="global"), ours()], theirs, *twins(dtype), maximize)
+    assert_same_run([JOINT, ours()], theirs, *twins(dtype), maximize)
 
 
+@pytest.mark.fast_way
 @pytest.mark.parametrize("images", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize(
-    "clip", [[], [ClipNorm(1e9, dim="global")], [ClipNorm(1e9)]], ids=["no clip", "one limit", "limits"]
+    ("clip", "fused"),
+    [
+        ([], {}),
+        ([JOINT], {}),
+        ([ClipNorm(1e9)], {}),
+        ([JOINT], {"fused": True}),
+    ],
+    ids=["no clip", "one limit", "limits", "fused"],
 )
 @each_direction
 @pytest.mark.parametrize(("name", "dtype"), KERNEL_CASES, ids=str)
-def test_every_bit_is_that_of_torchs_kernel(name, dtype, maximize, clip, images):
+def test_every_bit_is_that_of_torchs_kernel(name, dtype, maximize, clip, fused, images):
     ours, theirs = KERNELS[name]
     image = torch.randn(8, 5, 3, 3, dtype=dtype).contiguous(memory_format=images)
     pair = two_of([*(torch.randn(shape, dtype=dtype) for shape in SHAPES), image])
-    assert_same_run([*clip, ours()], lambda p: theirs(p, fused=True), *pair, maximize, zeros_first=False)
-
-
-@each_direction
-@pytest.mark.parametrize(("name", "dtype"), KERNEL_CASES, ids=str)
-def test_every_bit_is_that_of_torchs_kernel_with_fused_true(name, dtype, maximize):
-    ours, theirs = KERNELS[name]
-    chain = [ClipNorm(1e9, dim="global"), ours(fused=True)]
-    assert_same_run(chain, lambda p: theirs(p, fused=True), *twins(dtype), maximize)
+    assert_same_run([*clip, ours(**fused)], lambda p: theirs(p, fused=True), *pair, maximize, zeros_first=False)
 
 
 class Kernels(TorchDispatchMode):
@@ -171,13 +177,14 @@ class Kernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.fast_way
 @pytest.mark.parametrize(("name", "dtype"), KERNEL_CASES, ids=str)
 def test_the_default_is_one_call_of_torchs_kernel(name, dtype):
     """Two optimizers may agree in every bit without it: SGD without momentum rounds as the loop does."""
     counts = []
     for fused in ({}, {"fused": True}, {"fused": False}):
         params, _ = twins(dtype)
-        optimizer = Modular(params, ClipNorm(1e9, dim="global"), KERNELS[name][0](**fused))
+        optimizer = Modular(params, JOINT, KERNELS[name][0](**fused))
         same_gradients(params, params, 1)
         optimizer.step()
         with Kernels() as kernels:
@@ -206,26 +213,29 @@ def two_groups(name, dtype):
     return params, optimizer, other, reference
 
 
+@pytest.mark.fast_way
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 @pytest.mark.parametrize("name", GROUPS)
 def test_every_bit_is_that_of_torchs_kernel_in_several_groups(name, dtype):
     params, optimizer, other, reference = two_groups(name, dtype)
-    assert_same_steps(optimizer, reference, params, other, zeros_first=False)
+    assert_same_steps([optimizer, reference], params, other, zeros_first=False)
 
 
+@pytest.mark.fast_way
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 @pytest.mark.parametrize("name", GROUPS)
 def test_every_bit_is_that_of_torchs_kernel_where_a_group_joins_later_and_pauses(name, dtype):
     params, optimizer, other, reference = two_groups(name, dtype)
-    for k in range(12):
-        same_gradients(params, other, k + 1)
+
+    def pause(k):
         for param in [*params[2:], *other[2:]] if k in (0, 1, 2, 6) else ():
             param.grad = None
-        optimizer.step()
-        reference.step()
-        assert_equal(params, other)
+
+    options = {"zeros_first": False, "scheduled": False}
+    assert_same_steps([optimizer, reference], params, other, change=pause, **options)
 
 
+@pytest.mark.fast_way
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "SGD momentum"])
 def test_gradients_laid_out_unlike_their_parameters_take_the_loop(name, dtype):
@@ -234,31 +244,25 @@ def test_gradients_laid_out_unlike_their_parameters_take_the_loop(name, dtype):
     params, other = two_of([torch.randn(8, 5, 3, 3, dtype=dtype).contiguous(memory_format=torch.channels_last)])
     optimizer, reference = Modular(params, ours(**arguments)), theirs(other, **arguments)
     for _ in range(4):
-        params[0].grad = torch.randn(8, 5, 3, 3, dtype=dtype)
-        other[0].grad = params[0].grad.clone()
-        optimizer.step()
-        reference.step()
+        grad = torch.randn(8, 5, 3, 3, dtype=dtype)
+        train(optimizer, params, [[grad]])
+        train(reference, other, [[grad]])
         assert_equal(params, other)
 
 
+@pytest.mark.fast_way
 @each_way
 def test_every_bit_is_torchs_within_scopes_and_groups(ours, theirs):
     params, other = twins(torch.float32)
-    wide, narrow = [0, 2], [1, 3, 4]
     groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.5, "lr": 0.1}]
-    is_wide = {id(params[i]) for i in wide}
+    is_wide = {id(params[0]), id(params[2])}
     rest = AdamW(0.01, **ours).without(lambda p: id(p) in is_wide)
     optimizer = Modular(groups, SGD(momentum=0.9, **ours).only(lambda p: id(p) in is_wide), rest)
     first = [{"params": other[0], "lr": 0.01}, {"params": other[2], "lr": 0.1}]
     sgd = optim.SGD(first, momentum=0.9, **theirs)
     small = [{"params": other[1]}, {"params": [other[3], other[4]], "lr": 0.1, "weight_decay": 0.5}]
     adamw = optim.AdamW(small, 0.01, weight_decay=0.01, **theirs)
-    for k in range(6):
-        same_gradients(params, other, k)
-        optimizer.step()
-        sgd.step()
-        adamw.step()
-        assert_equal([params[i] for i in [*wide, *narrow]], [other[i] for i in [*wide, *narrow]])
+    assert_same_steps([optimizer, sgd, adamw], params, other, steps=6, scheduled=False)
 
 
 def test_a_later_transform_for_some_of_the_parameters_still_acts():
@@ -271,22 +275,6 @@ def test_a_later_transform_for_some_of_the_parameters_still_acts():
     moved = [(param.detach() - old).norm().item() for param, old in zip(params, before, strict=True)]
     assert moved[1] == pytest.approx(1e-3, rel=1e-4)
     assert moved[0] == pytest.approx(0.1 * (40 * 33) ** 0.5, rel=1e-3)
-
-
-@each_way
-def test_muon_beside_adamw_is_torchs_muon_beside_torchs_adamw(ours, theirs):
-    params, other = twins(torch.float32)
-    matrix = [Muon(adjust_lr_fn="match_rms_adamw").only(lambda p: p.ndim == 2)]
-    optimizer = Modular(params[:4], *matrix, AdamW(0.02, weight_decay=0.0, **ours).without(lambda p: p.ndim == 2))
-    muon = optim.Muon([other[0]], 0.02, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-    adamw = optim.AdamW(other[1:4], 0.02, weight_decay=0.0, **theirs)
-    for k in range(6):
-        same_gradients(params, other, k)
-        optimizer.step()
-        muon.step()
-        adamw.step()
-        assert_equal(params[1:4], other[1:4])
-        torch.testing.assert_close(params[0], other[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -307,6 +295,7 @@ def test_decay_rates_and_learning_rates_are_not_rounded_to_half_precision(dtype)
     assert_equal(params[1:], [-(params[1].grad.double() * 0.9).to(dtype)])
 
 
+@pytest.mark.fast_way
 @each_way
 def test_every_bit_is_torchs_where_only_some_parameters_decay(ours, theirs):
     """The usual recipe: no decay for biases and norms."""
@@ -315,13 +304,10 @@ def test_every_bit_is_torchs_where_only_some_parameters_decay(ours, theirs):
     chosen = [p for p in other if p.ndim > 1], [p for p in other if p.ndim <= 1]
     groups = [{"params": chosen[0], "weight_decay": 0.3}, {"params": chosen[1], "weight_decay": 0.0}]
     reference = optim.AdamW(groups, 0.1, **theirs)
-    for k in range(6):
-        same_gradients(params, other, k)
-        optimizer.step()
-        reference.step()
-        assert_equal(params, other)
+    assert_same_steps([optimizer, reference], params, other, steps=6, scheduled=False)
 
 
+@pytest.mark.fast_way
 @each_way
 def test_every_bit_is_torchs_beside_parameters_of_other_dtypes_and_layouts(ours, theirs):
     values = [torch.randn(4, 4), torch.randn(3).half(), torch.randn(3, dtype=torch.complex64), torch.randn(8, 1, 3, 3)]
@@ -344,13 +330,12 @@ def test_a_model_may_change_its_dtype_between_steps(chain, fused):
     model = nn.Linear(3, 2)
     optimizer = Modular(model, chain(**fused))
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        model.to(dtype)
-        for param in model.parameters():
-            param.grad = torch.ones_like(param)
-        optimizer.step()
+        params = list(model.to(dtype).parameters())
+        train(optimizer, params, [[torch.ones_like(param) for param in params]])
         assert all(param.isfinite().all() for param in model.parameters())
 
 
+@pytest.mark.fast_way
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("fused", [{}, {"fused": True}], ids=["default", "fused"])
@@ -359,4 +344,4 @@ def test_every_bit_is_that_of_torchs_kernel_on_cuda(name, dtype, fused):
     ours, theirs = KERNELS[name]
     params, other = ([nn.Parameter(p.detach().cuda()) for p in group] for group in twins(dtype))
     optimizer, reference = Modular(params, ours(**fused)), theirs(other, fused=True)
-    assert_same_steps(optimizer, reference, params, other, zeros_first=False)
+    assert_same_steps([optimizer, reference], params, other, zeros_first=False)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchzero_clip import LR, SGD, Adam, ClipNorm, Modular, Muon, Normalize, WeightDecay
+from torchzero_clip import LR, SGD, ClipNorm, Modular, Muon, Normalize, WeightDecay
 
 SHAPES = [(4, 3), (3, 5), (8, 8), (1, 6)]
 
@@ -42,8 +42,7 @@ def test_equals_torch(ours, theirs, dtype):
         optimizer.step()
         reference.step()
     tolerance = {torch.float32: 1e-5, torch.float64: 1e-9, torch.bfloat16: 2e-2}[dtype]
-    for a, b in zip(params, other, strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(params, other, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-4, 1.0, 1e25])
@@ -55,32 +54,6 @@ def test_singular_values_end_near_1_at_every_magnitude(scale):
     values = torch.linalg.svdvals(param.detach()) / (0.2 * 6**0.5)
     assert values.max() < 1.6
     assert values.min() > 0.4
-
-
-def test_matrices_to_muon_and_the_rest_to_adam_in_one_optimizer():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    twin = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    twin.load_state_dict(model.state_dict())
-    matrices, vectors = ([p for p in twin.parameters() if p.ndim == n] for n in (2, 1))
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim == 2], "lr": 0.02, "name": "matrices"},
-        {"params": [p for p in model.parameters() if p.ndim == 1], "lr": 0.01, "name": "vectors"},
-    ]
-    optimizer = Modular(groups, Muon().only(groups="matrices"), Adam().only(groups="vectors"))
-    others = torch.optim.Muon(matrices, 0.02, weight_decay=0.0), torch.optim.Adam(vectors, 0.01)
-    for _ in range(5):
-        x = torch.randn(8, 3, dtype=torch.float64)
-        for net, steps in ((model, [optimizer]), (twin, others)):
-            net.zero_grad()
-            net(x).square().mean().backward()
-            for each in steps:
-                each.step()
-    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
-    Modular(groups, Muon().only(groups="matrices"), Adam().only(groups="vectors")).load_state_dict(
-        optimizer.state_dict()
-    )
 
 
 @pytest.mark.filterwarnings("ignore:no optimizer acts on")

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 import torch
+from recorder.records import column, made
 
-from torchzero_clip import Record
 from torchzero_clip.recorder.axes import printable
 from torchzero_clip.recorder.binning import Bars, Events, Tiles, in_columns, largest, medians, relative
 from torchzero_clip.recorder.figures import draw_histogram, draw_layers, draw_norms, draw_record, draw_series, png_of
@@ -19,29 +19,10 @@ matplotlib = pytest.importorskip("matplotlib")
 NAN, INF = math.nan, math.inf
 
 
-def made(norms, layers=("weight",), **options):
-    """A record with these joint norms, and equal norms of all layers unless others are given."""
-    norm = torch.tensor(norms, dtype=torch.float64)
-    count = len(norm)
-    options = {
-        "reasons": [""] * count,
-        "loss": torch.full((count,), NAN, dtype=torch.float64),
-        "metrics": {},
-        "layer_steps": list(range(count)),
-        "layer_norms": norm[:, None].expand(count, len(layers)).clone(),
-    } | options
-    joint = [name.removesuffix("/limit") for name in options.get("metrics", {}) if name.endswith("/limit")]
-    return Record(steps=list(range(count)), norm=norm, layers=list(layers), **({"joint": joint} | options))
-
-
 def spiky(count=300, at=200):
     norms = torch.linspace(0.9, 1.1, count).tolist()
     norms[at] = 50.0
     return norms
-
-
-def column(values):
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def texts(figure):

@@ -50,6 +50,12 @@ def train(net, optimizer, steps=6, spike=None, start=0):
         optimizer.step()
 
 
+def recorded(*chain, **options):
+    net = model()
+    optimizer = Modular(net, *chain)
+    return net, optimizer, Recorder(optimizer, **options)
+
+
 CHAINS = {
     "each": lambda: [ClipNorm(0.5), AdamW()],
     "joint": lambda: [ClipNorm(0.5, dim="global"), AdamW()],
@@ -97,9 +103,7 @@ def test_no_recorder_no_operation():
 
 
 def test_what_transforms_did():
-    net = model()
-    optimizer = Modular(net, ClipNorm(0.5, dim="global"), ClipNorm(0.1), SGD(0.1))
-    recorder = Recorder(optimizer)
+    net, optimizer, recorder = recorded(ClipNorm(0.5, dim="global"), ClipNorm(0.1), SGD(0.1))
     train(net, optimizer, 3)
     optimizer.param_groups[0]["max_norm"] = 0.25
     train(net, optimizer, 1, start=3)
@@ -174,9 +178,7 @@ def test_a_step_that_raises_is_recorded():
 
 
 def test_losses_of_reports_and_closures():
-    net = model()
-    optimizer = Modular(net, ClipNorm(1.0), Adam())
-    recorder = Recorder(optimizer)
+    net, optimizer, recorder = recorded(ClipNorm(1.0), Adam())
     gradients(net, 0)
     optimizer.report_loss(2.0)
     optimizer.report_loss(torch.tensor([4.0], requires_grad=True))
@@ -193,9 +195,7 @@ def test_losses_of_reports_and_closures():
 
 
 def test_gradients_that_are_missing():
-    net = model()
-    optimizer = Modular(net, ClipNorm(1.0), Adam())
-    recorder = Recorder(optimizer)
+    net, optimizer, recorder = recorded(ClipNorm(1.0), Adam())
     optimizer.step()  # no gradient at all
     gradients(net, 0)
     net[0].weight.grad = None
@@ -213,9 +213,7 @@ def test_gradients_that_are_missing():
 
 
 def test_only_the_last_steps_are_kept():
-    net = model()
-    optimizer = Modular(net, ClipNorm(1.0), Adam())
-    recorder = Recorder(optimizer, keep=4)
+    net, optimizer, recorder = recorded(ClipNorm(1.0), Adam(), keep=4)
     train(net, optimizer, 10)
     assert recorder.record().steps == [6, 7, 8, 9]
     assert recorder.step == 10
@@ -282,9 +280,7 @@ def test_layers_that_are_added_later():
 
 @pytest.mark.parametrize("every", [0, 1, 3])
 def test_ratios(every):
-    net = model()
-    optimizer = Modular(net, ClipNorm(0.5), SGD(0.1))
-    recorder = Recorder(optimizer, ratios_every=every)
+    net, optimizer, recorder = recorded(ClipNorm(0.5), SGD(0.1), ratios_every=every)
     expected = []
     for step in range(6):
         before = [p.clone() for p in net.parameters()]
@@ -379,9 +375,7 @@ def test_sparse_gradients_of_another_optimizer():
 
 
 def test_copies_and_pickles_have_no_recorder():
-    net = model()
-    optimizer = Modular(net, ClipNorm(1.0), Adam())
-    recorder = Recorder(optimizer)
+    net, optimizer, recorder = recorded(ClipNorm(1.0), Adam())
     train(net, optimizer, 1)
     before = optimizer.state_dict()
     for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
@@ -398,9 +392,7 @@ def test_copies_and_pickles_have_no_recorder():
 
 
 def test_an_optimizer_can_be_collected():
-    net = model()
-    optimizer = Modular(net, ClipNorm(1.0), Adam())
-    recorder = Recorder(optimizer)
+    net, optimizer, recorder = recorded(ClipNorm(1.0), Adam())
     train(net, optimizer, 1)
     gone = weakref.ref(optimizer)
     del optimizer, recorder
@@ -498,10 +490,7 @@ def test_it_finds_the_optimizer_in_the_wrappers_of_accelerate_and_of_lightning()
 
 
 @settings(max_examples=25)
-@given(
-    st.lists(st.tuples(st.floats(1e-20, 1e20), st.booleans()), min_size=1, max_size=12),
-    st.integers(1, 5),
-)
+@given(st.lists(st.tuples(st.floats(1e-20, 1e20), st.booleans()), min_size=1, max_size=12), st.integers(1, 5))
 def test_what_is_kept_is_what_was_seen(steps, keep):
     weights = [nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(3)]
     optimizer = Modular(weights, ClipNorm(1.0), SGD(0.1))
@@ -538,9 +527,7 @@ def test_no_sync_and_a_device_of_its_own():
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_step_is_recorded():
     torch._dynamo.reset()
-    net = model()
-    optimizer = Modular(net, ClipNorm(1.0), SGD(0.1))
-    recorder = Recorder(optimizer)
+    net, optimizer, recorder = recorded(ClipNorm(1.0), SGD(0.1))
     step = torch.compile(optimizer.step, backend="eager")
     for k in range(5):
         gradients(net, k)
@@ -647,9 +634,7 @@ def test_a_transform_that_raises():
         def factors(self, measured, updates, step):
             raise ZeroDivisionError
 
-    net = model()
-    optimizer = Modular(net, Fails(1.0), SGD(0.1))
-    recorder = Recorder(optimizer)
+    net, optimizer, recorder = recorded(Fails(1.0), SGD(0.1))
     gradients(net, 0)
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
@@ -675,9 +660,7 @@ def test_odd_groups_and_modes():
     a.grad = torch.ones(2)
     optimizer.step()
     assert (recorder.record().layer_norms[0] < 0).tolist() == [False, True, False]
-    net = model()
-    optimizer = Modular(net, ClipNorm(1.0), SGD(0.1))
-    recorder = Recorder(optimizer)
+    net, optimizer, recorder = recorded(ClipNorm(1.0), SGD(0.1))
     with torch.inference_mode():
         gradients(net, 0)
         optimizer.step()
@@ -692,9 +675,7 @@ def test_metrics_that_are_no_tensors_of_one_number():
             step.metrics.update(number=3.0, vector=torch.ones(1), many=torch.ones(2), word="no")
             return super().factors(measured, updates, step)
 
-    net = model()
-    optimizer = Modular(net, Odd(1.0), SGD(0.1))
-    recorder = Recorder(optimizer)
+    net, optimizer, recorder = recorded(Odd(1.0), SGD(0.1))
     train(net, optimizer, 2)
     metrics = recorder.record().metrics
     assert metrics["odd/number"].tolist() == [3.0, 3.0]
@@ -703,9 +684,7 @@ def test_metrics_that_are_no_tensors_of_one_number():
 
 
 def test_another_default_device():
-    net = model()
-    optimizer = Modular(net, ClipNorm(1.0), SGD(0.1))
-    recorder = Recorder(optimizer)
+    net, optimizer, recorder = recorded(ClipNorm(1.0), SGD(0.1))
     train(net, optimizer, 25)
     torch.set_default_device("meta")
     try:
@@ -735,9 +714,7 @@ def test_what_is_kept_of_older_layouts_is_bounded_and_numbers_do_not_grow():
     ("given", "error"), [({"top": -1}, ValueError), ({"step": "3"}, TypeError), ({"step": [1]}, TypeError)]
 )
 def test_bad_arguments_of_worst(given, error):
-    net = model()
-    optimizer = Modular(net, SGD(0.1))
-    recorder = Recorder(optimizer)
+    net, optimizer, recorder = recorded(SGD(0.1))
     train(net, optimizer, 3)
     assert len(recorder.worst(step=torch.tensor(2), top=2)) == 2
     with pytest.raises(error, match=next(iter(given))):
@@ -745,9 +722,7 @@ def test_bad_arguments_of_worst(given, error):
 
 
 def test_bad_states():
-    net = model()
-    optimizer = Modular(net, SGD(0.1))
-    recorder = Recorder(optimizer)
+    net, optimizer, recorder = recorded(SGD(0.1))
     train(net, optimizer, 3)
     good = recorder.state_dict()
     narrow = {**good["tape"], "norms": good["tape"]["norms"][:, :1]}

@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
+from recorder.records import column, made
 
-from torchzero_clip import Record
 from torchzero_clip.recorder.record import Ratios
 from torchzero_clip.recorder.report import write_report
 
@@ -56,24 +56,6 @@ class Page(HTMLParser):
 
     def table(self, start):
         return next(table["rows"] for table in self.tables if table["caption"].startswith(start))
-
-
-def made(norms, layers=("weight",), **options):
-    norm = torch.tensor(norms, dtype=torch.float64)
-    count = len(norm)
-    options = {
-        "reasons": [""] * count,
-        "loss": torch.full((count,), NAN, dtype=torch.float64),
-        "metrics": {},
-        "layer_steps": list(range(count)),
-        "layer_norms": norm[:, None].expand(count, len(layers)).clone(),
-    } | options
-    joint = [name.removesuffix("/limit") for name in options.get("metrics", {}) if name.endswith("/limit")]
-    return Record(steps=list(range(count)), norm=norm, layers=list(layers), **({"joint": joint} | options))
-
-
-def column(values):
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def run(layers=("first.weight", "second.weight")):

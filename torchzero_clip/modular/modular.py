@@ -70,8 +70,8 @@ class Modular(Optimizer):
             state unchanged. They wait for the device once a step, and under FSDP2 they decide alike on all ranks.
         max_consecutive_skips: Raise if more steps than this in a row were skipped; None for any number.
         fast: Combine transforms into few passes over memory. False takes the readable way, to check a result: each
-            transform is applied in its turn by the method that its author wrote, and no fused kernel of torch is called,
-            whatever ``fused`` says. The results differ by rounding. Equality with torch to the last bit is a promise of
+            transform is applied in its turn by the method that its author wrote, and torch's fused kernels are not
+            called, whatever ``fused`` says. The results differ by rounding. Equality with torch to the last bit is a promise of
             the fast way. The readable way takes two to six times as long.
 
     Raises:

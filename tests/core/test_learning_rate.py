@@ -1,14 +1,12 @@
-"""Several update rules with learning rates of their own."""
-
-import copy
+"""The one learning rate of a chain, and several update rules with rates of their own."""
 
 import pytest
 import torch
 from contract.schedulers import SCHEDULERS, advance
-from contract.training import assert_equal, gradients, train, values
+from contract.training import gradients, stepped, train
 from torch import nn
 
-from torchzero_clip import SGD, Adam, AdamW, Chain, ClipNorm, ClipValueByEMA, Modular, Muon, UpdateRule, Wrap
+from torchzero_clip import LR, SGD, Adam, AdamW, Chain, ClipNorm, ClipValue, Modular, Muon, UpdateRule
 
 
 def is_matrix(param):
@@ -102,39 +100,6 @@ def test_a_parameter_of_two_rates_is_refused():
     assert [g["lr"] for g in Modular(groups, SGD(0.5), Adam(0.25)).param_groups] == [0.1]
 
 
-def test_parts_of_a_named_group_have_names_of_their_own_and_are_still_in_it():
-    module = model()
-    groups = [{"params": list(module.named_parameters()), "name": "all"}]
-    clip = ClipNorm(0.1).only(groups="all").set_param_groups([{"params": module[2].bias, "max_norm": 9.0}])
-    optimizer = Modular(groups, clip, SGD(0.5).only(is_matrix), Adam(0.25).without(is_matrix))
-    assert [group["name"] for group in optimizer.param_groups] == ["all", "all (2)", "all (3)"]
-    rows = [(group["lr"], group["max_norm"]) for group in optimizer.param_groups]
-    assert rows == [(0.5, 0.1), (0.25, 0.1), (0.25, 9.0)]
-    params = list(module.parameters())
-    train(optimizer, params, [[torch.ones_like(p) for p in params]])
-    assert all(param.grad.norm() < 0.2 for param in params[:3])
-
-
-def test_it_resumes_exactly():
-    module, other = model(), model()
-    params, resumed = list(module.parameters()), list(other.parameters())
-    rows = gradients(params, 6)
-    optimizer = Modular(module, *chain())
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    train(optimizer, params, rows[:3])
-    scheduler.step()
-    saved = copy.deepcopy(optimizer.state_dict())
-    with torch.no_grad():
-        for param, value in zip(resumed, values(params), strict=True):
-            param.copy_(value)
-    second = Modular(other, *chain())
-    second.load_state_dict(saved)
-    assert [group["lr"] for group in second.param_groups] == [0.01, 1.5e-4]
-    train(optimizer, params, rows[3:])
-    train(second, resumed, rows[3:])
-    assert_equal(resumed, params)
-
-
 def test_rates_may_be_functions_and_rules_stand_in_units():
     unit = Chain(SGD(lambda step: 0.5 / (step + 1)), target="update_difference").only(is_matrix)
     module = model()
@@ -164,42 +129,6 @@ def test_repr_shows_the_rate_of_each_rule():
     assert "AdamW(lr=0.00015).without(is_matrix)" in text
 
 
-def test_names_beside_the_parameters_are_their_names():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    groups = [{key: g[key] for key in ("params", "param_names")} for g in Modular(model, Adam()).param_groups]
-    optimizer = Modular(groups, Muon(lr=0.02).only("0.weight"), AdamW(lr=3e-4).without("0.weight"))
-    assert [(g["param_names"], g["lr"]) for g in optimizer.param_groups] == [
-        (["0.weight"], 0.02),
-        (["0.bias", "1.weight", "1.bias"], 3e-4),
-    ]
-    with pytest.raises(ValueError, match="'param_names' has 1 names for 4 parameters"):
-        Modular([{**groups[0], "param_names": ["0.weight"]}], Adam())
-
-
-def test_parts_of_a_group_share_no_tensor():
-    p, q = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, 2))
-    clip = ClipNorm(1.0).set_param_groups([{"params": [p], "max_norm": 0.5}])
-    optimizer = Modular([{"params": [p, q], "lr": torch.tensor(0.5)}], clip, SGD(0.1))
-    assert optimizer.param_groups[0]["lr"] is not optimizer.param_groups[1]["lr"]
-
-
-def test_the_text_shows_a_rate_that_no_rule_names():
-    optimizer = Modular([nn.Parameter(torch.ones(2))], Adam())
-    assert "'lr'" not in repr(optimizer)
-    optimizer.param_groups[0]["lr"] = 7.0
-    assert "'lr': 7.0" in repr(optimizer)
-
-
-def test_only_numbered_parts_of_a_group_count_as_the_group():
-    p, q = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    groups = [{"params": [p], "name": "block"}, {"params": [q], "name": "block (bias)"}]
-    optimizer = Modular(groups, ClipNorm(0.1).only(groups="block"), SGD(1.0))
-    p.grad, q.grad = torch.ones(2), torch.ones(2)
-    optimizer.step()
-    assert torch.equal(q.data, torch.zeros(2))
-    assert not torch.equal(p.data, torch.zeros(2))
-
-
 class NoRate(UpdateRule):
     """An update rule of a user, without a rate or a default."""
 
@@ -214,20 +143,55 @@ def test_a_rule_without_any_rate_takes_that_of_no_other():
     assert [g["lr"] for g in optimizer.param_groups] == [0.3, 0.02, 1.0]
 
 
-def test_the_text_is_what_was_written_with_the_numbers_in_use_at_any_depth():
-    def text(*chain, **settings):
-        optimizer = Modular([nn.Parameter(torch.ones(2))], *chain)
-        assert settings.keys() <= optimizer.param_groups[0].keys()
-        optimizer.param_groups[0].update(settings)
-        return repr(optimizer)
+@pytest.mark.filterwarnings("ignore:two optimizers act on")
+@pytest.mark.parametrize(
+    ("make", "lr"),
+    [
+        (lambda: ClipNorm(1), 1.0),
+        (lambda: Adam(), 1e-3),
+        (lambda: SGD(), 1e-3),
+        (lambda: [Adam(), SGD()], 1e-3),
+        (lambda: Adam(0.5), 0.5),
+        (lambda: [Adam(), SGD(0.25)], 0.25),
+        (lambda: [LR(0.125), Adam()], 0.125),
+        (lambda: Chain(LR(0.125), target="update_difference"), 0.125),
+    ],
+)
+def test_there_is_exactly_one_learning_rate(make, lr):
+    optimizer = Modular([nn.Parameter(torch.zeros(1))], make())
+    assert optimizer.param_groups[0]["lr"] == lr
+    assert sum("lr" in key for key in optimizer.defaults) == 1
 
-    assert "Chain(ClipNorm(3), AdamW(lr=0.1))," in text(Chain(ClipNorm(3), AdamW(0.1)))
-    assert "Chain(ClipNorm(3), AdamW(lr=0.2))," in text(Chain(ClipNorm(3), AdamW(0.1)), lr=0.2)
-    nested = Chain(ClipNorm(3), Chain(ClipNorm(4)), target="update_difference")
-    assert "Chain(ClipNorm(3), Chain(ClipNorm(7)), target" in text(nested, **{"chain/clip_norm_2/max_norm": 7})
-    child = {"clip_value_by_ema/ema_tfm/clip_norm/max_norm": 9}
-    assert "ema_tfm=ClipNorm(9)" in text(ClipValueByEMA(ema_tfm=ClipNorm(3)), **child)
-    assert "ema_tfm=[ClipNorm(9)]" in text(ClipValueByEMA(ema_tfm=[ClipNorm(3)]), **child)
-    assert "ema_tfm=Chain(ClipNorm(9))" in text(ClipValueByEMA(ema_tfm=Chain(ClipNorm(3))), **child)
-    wrapped = text(Wrap(torch.optim.Adagrad, lr=0.1, lr_decay=0.5), lr_decay=0.25)
-    assert "Wrap(Adagrad, lr=0.1, lr_decay=0.25)," in wrapped
+
+@pytest.mark.filterwarnings("ignore:two optimizers act on")
+def test_default_learning_rates_that_differ_need_lr():
+    class Slow(SGD):
+        default_lr = 0.5
+
+    weight = nn.Parameter(torch.zeros(1))
+    with pytest.raises(ValueError, match=r"different default learning rates \[0.001, 0.5\]: add LR"):
+        Modular([weight], Adam(), Slow())
+    assert Modular([weight], Adam(), Slow(), LR(0.1)).param_groups[0]["lr"] == 0.1
+
+
+def test_lr_scales_where_it_stands():
+    assert stepped([LR(0.5), ClipNorm(1)], [3.0, 4.0])[0].tolist() == pytest.approx([-0.6, -0.8])
+    assert stepped([ClipNorm(1), LR(0.5)], [3.0, 4.0])[0].tolist() == pytest.approx([-0.3, -0.4])
+
+
+def test_the_learning_rate_of_an_optimizer_inside_a_unit_counts():
+    weight = nn.Parameter(torch.zeros(1))
+    unit = Chain(Adam(lr=0.5), ClipValue(0.1), target="update_difference")
+    assert Modular([weight], unit).param_groups[0]["lr"] == 0.5
+    with pytest.raises(
+        ValueError, match=r"a parameter of shape \(1,\) has several learning rates, those of Adam\(lr=0.5"
+    ):
+        Modular([weight], unit, SGD(0.1))
+
+
+def test_optimizers_share_no_tensor_settings():
+    clip = SGD(torch.tensor(0.5))
+    first, second = stepped(clip, [1.0])[1], stepped(clip, [1.0])[1]
+    first.param_groups[0]["lr"].fill_(9.0)
+    first.add_param_group({"params": nn.Parameter(torch.zeros(1))})
+    assert [g["lr"].item() for g in (second.param_groups[0], first.param_groups[1])] == [0.5, 0.5]

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from contract.entries import Mul
 from torch import nn
 
 from torchzero_clip import LR, ClipNorm, Modular
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 def shown(page, name):
@@ -104,3 +105,18 @@ def test_the_usual_joint_norm_by_hand():
         param.grad = torch.tensor(gradient)
         optimizer.step()
         assert (-param).tolist() == pytest.approx(expected, nan_ok=True)
+
+
+def test_a_transform_after_one_that_makes_infs_of_finite_gradients_goes_on():
+    class Overflows(Mul):
+        def apply_tensors(self, updates, step):
+            return [update * (torch.inf if update[0] == 7 else 1.0) for update in updates]
+
+    for name in ("ClipToUsualNorm", "ScaleByUsualNorm"):
+        param = nn.Parameter(torch.zeros(2))
+        optimizer = Modular([param], Overflows(1.0), shown("statistics.md", name)[0]())
+        for gradient in ([3.0, 4.0], [7.0, 1.0], [3.0, 4.0]):
+            param.data.zero_()
+            param.grad = torch.tensor(gradient)
+            optimizer.step()
+        assert param.isfinite().all(), name

@@ -30,12 +30,11 @@ from torchzero_clip import (
     PerSampleGradientClipper,
     WeightDecay,
     clip_grad_norm_,
-    from_torch_optim,
     get_total_norm,
     integrations,
 )
 
-PAGES = Path(__file__).parents[1] / "docs" / "migrating"
+PAGES = Path(__file__).parents[2] / "docs" / "migrating"
 HALF = torch.full((50_000,), 300.0, dtype=torch.float16)
 
 
@@ -181,6 +180,7 @@ def test_the_gradient_after_a_step():
         assert param.grad.tolist() == pytest.approx(left)
 
 
+@pytest.mark.fast_way
 @pytest.mark.parametrize("limit", [100.0, 0.05])
 def test_loops_of_torch_agree(limit):
     def clip(params):
@@ -199,21 +199,6 @@ def test_loops_of_torch_agree(limit):
         assert torch.equal(trained(lambda model: chain(model, fused=False)), old)
     for given in ({"chunks": 4}, {"scaler": torch.amp.GradScaler("cpu", init_scale=1024.0)}):
         torch.testing.assert_close(trained(chain, **given), trained(adamw, clip, **given), rtol=1e-4, atol=1e-5)
-
-
-def test_a_checkpoint_of_torch_goes_on():
-    model, twin = net(), net()
-    old = torch.optim.AdamW(model.parameters(), 1e-2)
-    model(torch.ones(2, 4)).sum().backward()
-    old.step()
-    twin.load_state_dict(model.state_dict())
-    new = Modular(twin, ClipNorm(1e6, dim="global"), AdamW(fused=False))
-    new.load_state_dict(from_torch_optim(old.state_dict(), new))
-    for module, optimizer in ((model, old), (twin, new)):
-        optimizer.zero_grad()
-        module(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 # from torchzero: its numbers are in the comments, and on the page
@@ -268,11 +253,6 @@ def test_adam_counts_the_steps_of_each_parameter_and_takes_no_gradient_for_none(
     assert second[1] == pytest.approx([by_hand] * 2, rel=1e-6)
 
 
-def test_without_a_learning_rate_adam_takes_that_of_torch():
-    assert updates([Adam()], [[3.0, 4.0]]) == [[pytest.approx([1e-3, 1e-3])]]
-    assert updates([Adam(lr=1)], [[3.0, 4.0]]) == [[pytest.approx([1, 1])]]
-
-
 def test_eps_as_a_function_of_the_step_is_added_before_the_bias_correction():
     def eps(step):
         return 1e-8 / (1 - 0.999 ** (step + 1)) ** 0.5
@@ -287,26 +267,6 @@ def test_eps_as_a_function_of_the_step_is_added_before_the_bias_correction():
         assert update == pytest.approx(scale * mean / (math.sqrt(square) + 1e-8), rel=1e-9)
         if step == 1:
             assert update == pytest.approx(0.030653, rel=1e-4)
-
-
-def test_the_limit_of_the_variance_is_kept():
-    ((update,),) = updates([ClipNorm(0.5, "var")], [[3.0, 4.0, -1.0]])
-    assert torch.tensor(update).var().item() == pytest.approx(0.5)
-
-
-def test_averages_of_bfloat16_do_not_stall():
-    (param,) = with_grads(torch.ones(1, dtype=torch.bfloat16))
-    optimizer = Modular([param], ClipNormByEMA())
-    for _ in range(1000):
-        param.data.zero_()
-        optimizer.step()
-    assert param.item() == -1  # -0.8047 with torchzero
-
-
-def test_keep_grads_leaves_the_gradient():
-    (param,) = with_grads([3.0, 4.0])
-    Modular([param], ClipNorm(1), Adam(), keep_grads=True).step()
-    assert param.grad.tolist() == [3, 4]
 
 
 def test_a_checkpoint_of_torchzero_is_refused():
@@ -487,10 +447,7 @@ PAIRS = {
         lambda optax: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, weight_decay=0.1)),
         lambda model: Modular(model, ClipNorm(1.0, dim="global"), AdamW(1e-2, weight_decay=0.1)),
     ),
-    "adamw's default": (
-        lambda optax: optax.adamw(1e-2),
-        lambda model: Modular(model, AdamW(1e-2, weight_decay=1e-4)),
-    ),
+    "adamw's default": (lambda optax: optax.adamw(1e-2), lambda model: Modular(model, AdamW(1e-2, weight_decay=1e-4))),
     "clip": (
         lambda optax: optax.chain(optax.clip(0.5), optax.sgd(0.1, momentum=0.9)),
         lambda model: Modular(model, ClipValue(0.5), SGD(0.1, momentum=0.9)),

@@ -2,7 +2,7 @@
 
 import math
 
-from reference.clipping import metric
+from oracles.clipping import metric
 
 
 def joined(rows):

@@ -1,0 +1,83 @@
+"""Names, settings and texts of transforms."""
+
+import pytest
+import torch
+from contract.entries import LimitRMS, Mul, TrackJointNorm
+from contract.training import parameters
+
+from torchzero_clip import SGD, Adam, AdamW, Chain, ClipNorm, ClipValue, Modular, Transform, UpdateRule
+from torchzero_clip.checks import non_negative
+from torchzero_clip.core.transform import snake_case
+
+
+@pytest.mark.parametrize("base", [Transform, UpdateRule])
+def test_the_learning_rate_is_no_setting_of_an_author(base):
+    def construct(self):
+        base.__init__(self, {"lr": 0.1})
+
+    own = type("Own", (base,), {"__init__": construct, "apply_tensors": lambda self, updates, step: updates})
+    with pytest.raises(ValueError, match=r"Own\(\) has a setting 'lr', .* pass lr= to super\(\).__init__"):
+        Modular(parameters(), own(), SGD(0.1))
+
+
+def test_a_check_of_a_setting_that_does_not_exist_is_an_error():
+    class Mistyped(Mul):
+        checks = {"ohter": non_negative}
+
+    with pytest.raises(ValueError, match="checks of Mistyped has 'ohter', which is none of its settings"):
+        Mistyped(1.0)
+
+
+def test_repr_of_an_author_shows_what_it_can():
+    class Own(Mul):
+        def __init__(self, other, hidden=3, *args, name=None, **kwargs):
+            super().__init__(other)
+
+    assert repr(Own(2.0)) == "Own(2.0)"
+
+
+@pytest.mark.parametrize("key", ["params", "a.b"])
+def test_names_that_a_setting_cannot_have(key):
+    class Bad(ClipNorm):
+        def __init__(self):
+            TrackJointNorm.__bases__[0].__init__(self, {key: 1.0})
+
+    with pytest.raises(ValueError, match="cannot be the name of a setting"):
+        Bad()
+
+
+def test_names_in_snake_case():
+    names = {
+        "ClipNorm": "clip_norm",
+        "ClipNormByEMA": "clip_norm_by_ema",
+        "LR": "lr",
+        "SGD": "sgd",
+        "LimitRMS": "limit_rms",
+    }
+    assert {name: snake_case(name) for name in names} == names
+
+
+@pytest.mark.parametrize(
+    ("transform", "expected"),
+    [
+        (ClipNorm(1, "mad", (0, 1), True, 3), "ClipNorm(1, ord='mad', dim=(0, 1), inverse_dims=True, min_size=3)"),
+        (ClipNorm(1.0, target="grad"), "ClipNorm(1.0, target='grad')"),
+        (Adam(amsgrad=True, state_dtype=torch.float32), "Adam(amsgrad=True, state_dtype=torch.float32)"),
+        (Adam(lr=torch.tensor(0.5)), "Adam(lr=tensor(0.5000))"),
+        (SGD(0.1, 0.9, nesterov=True), "SGD(lr=0.1, momentum=0.9, nesterov=True)"),
+        (AdamW(0.1), "AdamW(lr=0.1)"),
+        (AdamW(eps=0.5, weight_decay=0.1).only("a"), "AdamW(eps=0.5, weight_decay=0.1).only('a')"),
+        (Chain(ClipValue(1), target="grad"), "Chain(ClipValue(1), target='grad')"),
+        (LimitRMS(0.5), "LimitRMS(0.5)"),
+    ],
+)  # fmt: skip
+def test_repr_of_transforms(transform, expected):
+    assert repr(transform) == expected
+
+
+def test_repr_shows_the_function():
+    assert repr(ClipNorm(warm_up)) == f"ClipNorm({warm_up!r})"
+
+
+def warm_up(step):
+    return 0.1 * (step + 1)

@@ -1,0 +1,81 @@
+"""Wrong results of a transform are named."""
+
+import pytest
+import torch
+from contract.entries import Mul
+from contract.training import gradients, parameters, stepped, train
+
+from torchzero_clip import Modular, Scaling, TensorwiseTransform
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.ones(3), r"returned factors of shape \(3,\) for 2 slices: see Measured.joined"),
+        (lambda: [1.0, 1.0], r"returned factors of list for 2 slices"),
+        (lambda: None, r"returned factors of NoneType"),
+    ],
+)
+def test_wrong_factors_are_named(make, message):
+    class Wrong(Scaling):
+        def factors(self, measured, updates, step):
+            return make()
+
+    params = parameters(shapes=[(2,), (3,)])
+    with pytest.raises(RuntimeError, match=message):
+        train(Modular(params, Wrong({})), params, gradients(params, 1))
+
+
+def test_a_transform_that_returns_no_list_is_named():
+    class Forgets(Mul):
+        def apply_tensors(self, updates, step):
+            updates[0].mul_(2)
+
+    params = parameters()
+    with pytest.raises(RuntimeError, match="returned NoneType instead of a list of tensors"):
+        train(Modular(params, Forgets(1.0)), params, gradients(params, 1))
+
+
+class Lazy(TensorwiseTransform):
+    """Keeps state of matrices that it does not declare."""
+
+    def apply_tensor(self, tensor, param, grad, loss, state, setting):
+        if param.ndim == 2:
+            state["count"] = 1
+        return tensor
+
+
+class LazyScaling(Scaling):
+    def factors(self, measured, updates, step):
+        step.states[-1]["count"] = 1
+        return torch.ones_like(measured.joined(measured.norms))
+
+
+@pytest.mark.parametrize("lazy", [Lazy, LazyScaling])
+def test_state_that_is_not_declared_is_named_whichever_parameter_has_it(lazy):
+    params = parameters(shapes=[(2,), (2, 2)])
+    with pytest.raises(RuntimeError, match=r"keeps state \['count'\] that its init_state does not return"):
+        train(Modular(params, lazy({})), params, gradients(params, 1))
+
+
+class Returns(Mul):
+    def __init__(self, function):
+        super().__init__(1.0)
+        self.function = function
+
+    def apply_tensors(self, updates, step):
+        return [self.function(update, state) for update, state in zip(updates, step.states, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda tensor, state: None, "returned NoneType instead of a tensor"),
+        (lambda tensor, state: tensor.sum(), r"shape \(\) of torch.float32 for one of shape \(2,\)"),
+        (lambda tensor, state: tensor.double(), r"of torch.float64 for one"),
+        (lambda tensor, state: state.setdefault("seen", tensor), r"keeps state \['seen'\] that its init_state"),
+    ],
+)
+def test_slips_of_an_author_are_named(function, message):
+    with pytest.raises(RuntimeError, match=message):
+        stepped(Returns(function), [3.0, 4.0])

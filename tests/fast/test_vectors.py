@@ -1,0 +1,65 @@
+"""Numbers of the state that are elements of a vector look like numbers of their own to everybody else."""
+
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from contract.training import train
+from fast.comparison import both
+from torch import nn
+
+from torchzero_clip import AdamW, ClipNormGrowth, ClipValueByEMA, ClipValueGrowth, Modular
+
+
+@pytest.mark.fast_way
+@pytest.mark.parametrize("save", [torch.save, pickle.dump], ids=["torch.save", "pickle"])
+def test_a_saved_state_is_no_larger(save):
+    sizes = []
+    for run in both(lambda: [ClipNormGrowth(), AdamW()], [(3, 5)] * 200):
+        train(run.optimizer, run.params, [[torch.ones_like(p) for p in run.params]] * 2)
+        for saved in (run.optimizer.state_dict(), run.optimizer):
+            file = io.BytesIO()
+            save(saved, file)
+            sizes.append(file.tell())
+    assert sizes[0] <= sizes[2]
+    assert sizes[1] <= sizes[3]
+
+
+def test_a_state_that_was_handed_out_does_not_change():
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+    optimizer = Modular(params, ClipNormGrowth(), AdamW())
+    rows = [[torch.ones_like(p) for p in params]] * 2
+    train(optimizer, params, rows[:1])
+    saved = optimizer.state_dict()["state"]
+    numbers = {i: float(state["adam/step"]) for i, state in saved.items()}
+    saved[0]["adam/step"].fill_(9.0)  # as loaders do that write in place
+    train(optimizer, params, rows[1:])
+    assert numbers == {0: 1.0, 1: 1.0}
+    assert [float(optimizer.state[p]["adam/step"]) for p in params] == [2.0, 2.0]
+    assert float(saved[1]["adam/step"]) == 1.0
+
+
+@pytest.mark.parametrize("clip", [ClipValueByEMA(), ClipValueGrowth()], ids=repr)
+def test_a_parameter_that_is_listed_twice_has_one_statistic(clip):
+    states = []
+    for fast in (True, False):
+        weight = nn.Parameter(torch.ones(3))
+        with pytest.warns(UserWarning, match="duplicate parameters"):
+            optimizer = Modular([weight, weight], clip, AdamW(), fast=fast)
+        train(optimizer, [weight], [[torch.tensor([1.0, 2.0, 3.0]) * k] for k in (1, 2)])
+        states.append({key: value for key, value in optimizer.state[weight].items() if value.ndim})
+    torch.testing.assert_close(*states)
+
+
+def test_state_that_is_moved_away_frees_its_memory():
+    params = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    optimizer = Modular(params, ClipNormGrowth(), AdamW())
+    train(optimizer, params, [[torch.ones(3)] * 3] * 3)
+    kept = [weakref.ref(optimizer.state[p]["adam/exp_avg"]) for p in params]
+    for param in params:
+        optimizer.state[param]["adam/exp_avg"] = optimizer.state[param]["adam/exp_avg"].clone()
+    gc.collect()
+    assert [reference() for reference in kept] == [None] * 3

@@ -1,0 +1,107 @@
+"""Param groups: overrides, names, and what checkpoints can hold."""
+
+import copy
+
+import pytest
+import torch
+from contract.training import parameters, train
+from torch import nn
+
+from torchzero_clip import SGD, Adam, AdamW, ClipNorm, ClipValue, Modular, Muon, WeightDecay
+
+
+def test_overrides_split_a_group_in_the_order_of_first_parameters():
+    params = parameters()
+    clip = ClipNorm(1.0).set_param_groups(
+        [{"params": params[1], "max_norm": 0.1}, {"params": params[3:], "max_norm": 0.3}]
+    )
+    value = ClipValue(1.0).set_param_groups([{"params": params[1:3], "value": 0.5}])
+    optimizer = Modular([{"params": params, "max_norm": 9.0}], clip, value)
+    assert [[id(p) for p in g["params"]] for g in optimizer.param_groups] == [[id(p)] for p in params]
+    assert [(g["max_norm"], g["value"]) for g in optimizer.param_groups] == [
+        (9.0, 1.0),
+        (0.1, 0.5),
+        (9.0, 0.5),
+        (0.3, 1.0),
+    ]
+
+
+def test_overrides_keep_names_and_reach_later_groups():
+    model, head = nn.Linear(2, 2), nn.Linear(2, 1)
+    chain = AdamW().set_param_groups([{"params": [model.bias, head.bias], "weight_decay": 0.0, "betas": (0.5, 0.5)}])
+    optimizer = Modular(model, ClipNorm(1), chain)
+    optimizer.add_param_group({"params": [(f"head.{name}", p) for name, p in head.named_parameters()]})
+    assert [g["param_names"] for g in optimizer.param_groups] == [["weight"], ["bias"], ["head.weight"], ["head.bias"]]
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.01, 0.0, 0.01, 0.0]
+    assert [g["betas"] for g in optimizer.param_groups] == [(0.9, 0.999), (0.5, 0.5)] * 2
+
+
+def test_empty_groups_stay_where_they_are():
+    weight = nn.Parameter(torch.zeros(1))
+    clip = ClipNorm(1.0).set_param_groups([{"params": weight, "max_norm": 0.1}])
+    optimizer = Modular([{"params": []}, {"params": [weight]}], clip)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [0, 1]
+    with pytest.raises(TypeError, match="ordered collections"):
+        Modular([{"params": {weight}}], clip)
+
+
+def test_lists_and_numpy_floats_become_what_checkpoints_can_hold():
+    numpy = pytest.importorskip("numpy")
+    weight = nn.Parameter(torch.zeros(1))
+    groups = [{"params": [weight], "eps": numpy.float64(0.5)}]
+    optimizer = Modular(groups, ClipNorm(numpy.float64(1)), Adam(betas=[0.8, 0.9]))
+    group = optimizer.param_groups[0]
+    assert (type(group["max_norm"]), type(group["eps"]), group["betas"]) == (float, float, (0.8, 0.9))
+
+
+def test_checkpoint_order_of_overrides_is_stable_under_deepcopy():
+    params = parameters()
+    clip = ClipNorm(1.0).set_param_groups([{"params": params[2], "max_norm": 0.1}])
+    optimizer = Modular(params, clip, WeightDecay(0.1))
+    twin = copy.deepcopy(optimizer)
+    assert [len(g["params"]) for g in twin.param_groups] == [3, 1]
+    twin.load_state_dict(optimizer.state_dict())
+    added = nn.Parameter(torch.zeros(1))
+    twin.add_param_group({"params": added})
+    assert len(optimizer.param_groups) == 2
+
+
+def test_names_beside_the_parameters_are_their_names():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    groups = [{key: g[key] for key in ("params", "param_names")} for g in Modular(model, Adam()).param_groups]
+    optimizer = Modular(groups, Muon(lr=0.02).only("0.weight"), AdamW(lr=3e-4).without("0.weight"))
+    assert [(g["param_names"], g["lr"]) for g in optimizer.param_groups] == [
+        (["0.weight"], 0.02),
+        (["0.bias", "1.weight", "1.bias"], 3e-4),
+    ]
+    with pytest.raises(ValueError, match="'param_names' has 1 names for 4 parameters"):
+        Modular([{**groups[0], "param_names": ["0.weight"]}], Adam())
+
+
+def test_parts_of_a_group_share_no_tensor():
+    p, q = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, 2))
+    clip = ClipNorm(1.0).set_param_groups([{"params": [p], "max_norm": 0.5}])
+    optimizer = Modular([{"params": [p, q], "lr": torch.tensor(0.5)}], clip, SGD(0.1))
+    assert optimizer.param_groups[0]["lr"] is not optimizer.param_groups[1]["lr"]
+
+
+def is_matrix(param):
+    return param.ndim == 2
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+def test_parts_of_a_named_group_have_names_of_their_own_and_are_still_in_it():
+    module = model()
+    groups = [{"params": list(module.named_parameters()), "name": "all"}]
+    clip = ClipNorm(0.1).only(groups="all").set_param_groups([{"params": module[2].bias, "max_norm": 9.0}])
+    optimizer = Modular(groups, clip, SGD(0.5).only(is_matrix), Adam(0.25).without(is_matrix))
+    assert [group["name"] for group in optimizer.param_groups] == ["all", "all (2)", "all (3)"]
+    rows = [(group["lr"], group["max_norm"]) for group in optimizer.param_groups]
+    assert rows == [(0.5, 0.1), (0.25, 0.1), (0.25, 9.0)]
+    params = list(module.parameters())
+    train(optimizer, params, [[torch.ones_like(p) for p in params]])
+    assert all(param.grad.norm() < 0.2 for param in params[:3])
