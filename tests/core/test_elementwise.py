@@ -162,3 +162,10 @@ def test_state_is_declared_by_keys_and_statistics():
     assert Keyed({}).has_state()
     assert Keyed({}).init_state(param, {})["average"].dtype == torch.float32
     assert CLIP().init_state(param, {}).keys() == {"average", "started"}
+
+
+def test_names_of_memory_are_those_of_the_author():
+    scratch, x = Scratch(), torch.ones(4)
+    own = scratch.memory("blocks", 4, x).fill_(1.0)
+    Elements(scratch=scratch).memory("blocks", x).fill_(2.0)
+    assert own.tolist() == [1.0] * 4

@@ -42,7 +42,7 @@ class Elements:
             like: The elements or their state.
         """
         if self._scratch is not None:
-            return self._scratch.memory(name, like.numel(), like)
+            return self._scratch.memory(f"elements {name}", like.numel(), like)
         return torch.empty_like(like)
 
     def only_finite(self, size: Tensor) -> "Elements":
