@@ -97,9 +97,20 @@ class CapturedLayer:
         elif input.shape[dim] == 1 and count is not None and count != 1:
             found = Samples(input.expand(*input.shape[:dim], count, *input.shape[dim + 1 :]), dim, True)
         else:
+            self.check_rows(input, dim)
             found = Samples(input, dim)
         self.engine.mixing.note((self.name, found.dim, found.kept))
         return found
+
+    def check_rows(self, input: Tensor, dim: int) -> None:
+        """Raise a ValueError if an input has rows that values have selected where the layer expects the samples."""
+        selected, count = self.engine.selected, self.engine.forward.batch_size
+        if selected is not None and selected.has(input) and input.shape[dim] == (count or input.shape[dim]):
+            raise ValueError(
+                f"{self} got rows that values have selected, as in x[mask]. There are as many rows as samples, but row "
+                "i does not belong to sample i, so per-sample gradients would be wrong. Run the layer on all positions "
+                f"and select from its output: layer(x)[mask]{self.way_out}"
+            )
 
     def watch_params(
         self,
