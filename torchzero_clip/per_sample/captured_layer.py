@@ -24,6 +24,9 @@ class Rule(ABC):
     covers_submodules = False
     """Whether submodules run as parts of the layer, without rules of their own."""
 
+    runs_layers = False
+    """Whether submodules run as layers that have rules of their own."""
+
     def refusal(self, module: nn.Module) -> str | None:
         """The reason why per-sample gradients of this layer would be wrong, and the way out; None if there is none."""
         return None
@@ -184,7 +187,8 @@ class CapturedForward:
             raise ValueError(f"{layer} got a nested tensor: pad it, with x.to_padded_tensor(0.0), and mask the loss")
         around, engine.running = engine.running, layer
         try:
-            output = layer.rule.run(layer, *args, **kwargs)
+            with nullcontext() if layer.rule.runs_layers or engine.selected is None else engine.selected.paused():
+                output = layer.rule.run(layer, *args, **kwargs)
             if type(output) is Tensor:
                 engine.outputs.append(weakref.ref(output))
             return output
