@@ -11,6 +11,65 @@ from torchzero_clip.per_sample.engine import Engine
 MODES = ("auto", "low", "generic", "kept")
 
 
+class Net(nn.Module):
+    """A module with a forward of its own, which gets the module first, and what it holds."""
+
+    def __init__(self, forward, /, **held):
+        super().__init__()
+        self.call = forward
+        for name, value in held.items():
+            setattr(self, name, value)
+
+    def forward(self, *args, **kwargs):
+        return self.call(self, *args, **kwargs)
+
+
+def weight(*shape, value=None):
+    return nn.Parameter(torch.randn(shape) if value is None else torch.full(shape, value))
+
+
+def small():
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def batch(count=5):
+    return torch.randn(count, 3, dtype=torch.float64) * torch.arange(1, count + 1)[:, None]
+
+
+def clip(model, limit=1.0, **settings):
+    return PerSampleGradientClipper(model, ConstantFlatClipper(limit), **settings)
+
+
+def grads(model):
+    return [p.grad for p in model.parameters()]
+
+
+def assert_grads(model, expected, **kwargs):
+    for grad, value in zip(grads(model), expected, strict=True):
+        assert_close(grad, value, **kwargs)
+
+
+def reference(model, x, limit=1.0):
+    """Norms, and the clipped sum of each parameter, from one backward per sample."""
+    each = loop(copy.deepcopy(model), [x])
+    norms = total_of(norms_of(each))
+    factors = (limit / (norms + 1e-6)).clamp(max=1)
+    return norms, [torch.tensordot(factors, g, 1) for g in each.values()]
+
+
+def norms_by_loop(model, *inputs):
+    return total_of(norms_of(loop(copy.deepcopy(model), inputs)))
+
+
+def assert_step(clipper, model, *inputs, output=None, **kwargs):
+    """The norms of the samples in each parameter are those of one backward per sample."""
+    expected = norms_of(loop(copy.deepcopy(model), inputs))
+    result = clipper.backward(losses_of(model(*inputs) if output is None else output))
+    for name, norms in result.param_norms.items():
+        assert_close(norms, expected[name], **kwargs)
+    assert_close(result.norms, total_of(expected), **kwargs)
+
+
 def first_tensor(output):
     return output if isinstance(output, torch.Tensor) else first_tensor(output[0])
 

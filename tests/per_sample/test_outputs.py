@@ -6,11 +6,11 @@ import weakref
 
 import pytest
 import torch
-from per_sample.harness import assert_close, assert_matches_loop, frozen, loop, losses_of, norms_of, total_of
+from per_sample.harness import assert_close, assert_matches_loop, clip, frozen, loop, losses_of, norms_of, total_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torchzero_clip import ConstantFlatClipper, GradSampleModuleFastGradientClipping, PerSampleGradientClipper
+from torchzero_clip import GradSampleModuleFastGradientClipping
 from torchzero_clip.per_sample.contributions import Contribution
 
 FAST = ("auto", "low", "kept")
@@ -99,7 +99,7 @@ def test_rms_norm_without_eps_is_the_same_when_attached(dtype):
     model[0].weight.data *= torch.arange(16, dtype=dtype)
     expected = model(x)
     normalized = torch.rms_norm(x.float(), (16,))
-    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    clipper = clip(model)
     output = model(x)
     assert torch.equal(output, expected)
     norms = clipper.backward(output.float().sum(1)).param_norms["0.weight"]
@@ -111,7 +111,7 @@ def test_rms_norm_under_autocast_is_the_same_when_attached():
     model, x = nn.Sequential(nn.Linear(16, 16, bias=False), nn.RMSNorm(16)), torch.full((3, 16), 1e-3)
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(x)
-        PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+        clip(model)
         assert torch.equal(model(x), expected)
 
 
@@ -154,7 +154,7 @@ def test_checkpointed_layers_keep_no_activations():
     seen = []
     model[0].register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
     expected = total_of(norms_of(loop(copy.deepcopy(model), [x])))
-    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    clipper = clip(model)
     seen.clear()
     losses = losses_of(model(x))
     assert [ref() for ref in seen] == [None]
@@ -163,7 +163,7 @@ def test_checkpointed_layers_keep_no_activations():
 
 def test_the_graph_keeps_inputs_where_hooks_of_saved_tensors_see_them():
     model, x, kept = nn.Linear(6, 6), torch.randn(4, 6), Kept()
-    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    clipper = clip(model)
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
         losses = model(x).sum(1)
     assert kept.elements == x.numel()
@@ -172,7 +172,7 @@ def test_the_graph_keeps_inputs_where_hooks_of_saved_tensors_see_them():
 
 def test_a_step_leaves_no_activations_for_the_garbage_collector():
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Conv1d(3, 3, 1), nn.LayerNorm(6))
-    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0), verify="never")
+    clipper = clip(model, verify="never")
     gc.collect()
     gc.disable()
     try:

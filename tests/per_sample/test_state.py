@@ -7,10 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from per_sample.harness import assert_close, assert_matches_loop
+from per_sample.harness import assert_close, assert_matches_loop, clip
 from torch import nn
-
-from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
 
 
 class Storing(nn.Module):
@@ -56,7 +54,7 @@ def test_what_was_stored_can_be_read_as_without_a_clipper(how):
     model, x = Penalized(INNER[how]()), torch.randn(5, 3, 4)
     twin = copy.deepcopy(model)
     twin(x)
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), whole=(Storing,)):
+    with clip(model, whole=(Storing,)):
         model(x)
     assert_close(model.storing.seen, twin.storing.seen, rtol=1e-5, atol=1e-6)
     assert_close(model.storing.both[0], twin.storing.both[0], rtol=1e-5, atol=1e-6)
@@ -67,7 +65,7 @@ def test_what_was_stored_can_be_read_as_without_a_clipper(how):
 
 def test_sequences_first_are_stored_as_they_are():
     model, x = Penalized(nn.Linear(4, 4)).storing, torch.randn(3, 5, 4)
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), batch_first=False):
+    with clip(model, batch_first=False):
         model(x)
     assert_close(model.seen, model.inner(x * model.scale), rtol=1e-5, atol=1e-6)
 
@@ -89,7 +87,7 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("how", INNER)
 def test_statistics_in_buffers_are_refused_by_name_and_keep_their_values(how):
     model = Counting(INNER[how]())
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), whole=(Counting,)):
+    with clip(model, whole=(Counting,)):
         with pytest.raises(ValueError, match=r"Counting sets its buffer 'average' to a value that depends on"):
             model(torch.randn(5, 3, 4))
         assert model.average.item() == 0
@@ -179,7 +177,7 @@ def test_counters_count_steps_and_not_samples():
     model = Function(forward, steps=0, gru=nn.GRU(3, 3, batch_first=True))
     model.register_buffer("count", torch.zeros((), dtype=torch.int64))
     twin, x = copy.deepcopy(model), torch.randn(4, 2, 3)
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), whole=(Function,)) as clipper:
+    with clip(model, whole=(Function,)) as clipper:
         for _ in range(3):
             output = model(x)
             assert_close(output, twin(x), rtol=1e-5, atol=1e-6)
@@ -191,7 +189,7 @@ def test_counters_count_steps_and_not_samples():
 def test_spectral_norm_in_training_takes_one_step_of_its_iteration():
     model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), nn.Tanh()).double()
     twin, x = copy.deepcopy(model), torch.randn(4, 3).double()
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+    with clip(model) as clipper:
         for _ in range(2):
             output = model(x)
             assert_close(output, twin(x))
@@ -207,7 +205,7 @@ def test_a_tensor_that_is_changed_in_place_must_not_depend_on_the_sample():
         return h
 
     model = Function(forward, total=torch.zeros(()), gru=nn.GRU(3, 3, batch_first=True))
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), whole=(Function,)):
+    with clip(model, whole=(Function,)):
         with pytest.raises(ValueError, match=r"Function sets 'total' in place to a value that depends on the samples"):
             model(torch.randn(4, 2, 3))
         assert model.total.item() == 0
@@ -224,7 +222,7 @@ def test_tensors_in_objects_of_unknown_classes_are_refused_by_name(result):
     refused = pytest.raises(
         ValueError, match=r"Function stores 'held', in which tensors cannot be combined.*A dict can"
     )
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), whole=(Function,)), refused:
+    with clip(model, whole=(Function,)), refused:
         model(torch.randn(4, 2, 3))
     assert model.held is None
 
@@ -236,7 +234,7 @@ def test_modules_that_run_as_they_are_may_store_what_they_like():
         return h
 
     model, x = Function(forward, held=None, seen=0).double(), torch.randn(4, 3).double()
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+    with clip(model) as clipper:
         losses = (model(x) + model.held.value).square().sum(1)
         assert model.seen == 1
         assert_close(clipper.backward(losses).norms, (8 * x.square() * model.weight).norm(dim=1))
@@ -253,14 +251,14 @@ def test_what_an_attempt_without_the_generic_rule_has_changed_is_as_before():
     model = Function(forward, steps=0, calls=[], plain=torch.zeros(()))
     model.register_buffer("count", torch.zeros(()))
     twin, calls, x = copy.deepcopy(model), model.calls, torch.randn(4, 3)
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+    with clip(model) as clipper:
         torch.manual_seed(0)
         clipper.backward(model(x).sum(1))
         state = torch.get_rng_state()
     assert (model.steps, model.calls, model.plain.item(), model.count.item()) == (1, [1], 1, 1)
     assert model.calls is calls
     torch.manual_seed(0)
-    with PerSampleGradientClipper(twin, ConstantFlatClipper(1.0), whole=(Function,)):
+    with clip(twin, whole=(Function,)):
         twin(x)
     assert torch.equal(state, torch.get_rng_state())
 
@@ -272,7 +270,7 @@ def test_what_differs_from_sample_to_sample_and_is_no_tensor_is_refused():
         return h
 
     model = Function(forward, last=0.5, gru=nn.GRU(3, 3, batch_first=True))
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), whole=(Function,)):
+    with clip(model, whole=(Function,)):
         with pytest.raises((ValueError, RuntimeError), match=r"Function.*(stores 'last'|sample by sample)"):
             model(torch.randn(4, 2, 3))
         assert model.last == 0.5
@@ -287,7 +285,7 @@ def test_what_vmap_runs_first_and_not_later_changes_buffers_once():
     model = Function(forward, gru=nn.GRU(3, 3, batch_first=True))
     model.register_buffer("steps", torch.tensor(0.0))
     twin = copy.deepcopy(model)
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), whole=(Function,)) as clipper:
+    with clip(model, whole=(Function,)) as clipper:
         for length in (5, 10, 10, 5):
             x = torch.randn(4, length, 3)
             output = model(x)
@@ -306,7 +304,7 @@ def test_errors_of_a_forward_come_as_they_are_and_leave_its_state():
 
     model = Function(forward, raises=False, seen=[])
     model.register_buffer("steps", torch.tensor(0.0))
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), whole=(Function,)) as clipper:
+    with clip(model, whole=(Function,)) as clipper:
         clipper.backward(model(torch.randn(4, 3)).sum(1))
         model.raises = True
         with pytest.raises(RuntimeError, match=r"^my own$"):
@@ -324,6 +322,6 @@ def test_modules_that_write_to_their_parameters_are_refused_and_keep_them():
     model = Function(forward)
     before = model.weight.detach().clone()
     refused = pytest.raises(RuntimeError, match="Function cannot be run sample by sample")
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), whole=(Function,)), refused:
+    with clip(model, whole=(Function,)), refused:
         model(torch.randn(4, 3))
     assert torch.equal(model.weight, before)

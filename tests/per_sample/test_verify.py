@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from per_sample.harness import Net, weight
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -60,26 +61,13 @@ def test_a_loss_that_divides_by_something_of_the_batch_is_found():
         check_per_sample(small(), (torch.randn(5, 4), torch.tensor([1, 2, 1, 2, 1])), loss_fn)
 
 
-class Layer(nn.Module):
-    """A module of a function, with what it needs."""
-
-    def __init__(self, function, /, **held):
-        super().__init__()
-        self.function = function
-        for name, value in held.items():
-            setattr(self, name, value)
-
-    def forward(self, *args, **kwargs):
-        return self.function(self, *args, **kwargs)
+class Layer(Net):
+    """A module that errors and ``whole=`` name."""
 
 
 def squares(model, batch):
     output = model(*batch) if isinstance(batch, tuple) else model(batch)
     return output.square().flatten(1).sum(1)
-
-
-def weight(*shape, value=None):
-    return nn.Parameter(torch.randn(shape) if value is None else torch.full(shape, value))
 
 
 def linear(*sizes):
@@ -143,10 +131,7 @@ MIXERS = {
         torch.tensor([[0, 0], [1, 2], [3, 1]]),
     ),
     "reversed": lambda: (nn.Sequential(nn.Linear(3, 3), Layer(lambda _, x: x.flip(0))), torch.randn(4, 3)),
-    "samples as positions": lambda: (
-        Layer(attends_first, attention=nn.MultiheadAttention(4, 2)),
-        torch.randn(3, 5, 4),
-    ),
+    "samples as positions": lambda: (Layer(attends_first, attention=nn.MultiheadAttention(4, 2)), torch.randn(3, 5, 4)),
 }
 NAMED = {
     "batch norm": r"'1' \(BatchNorm2d\)",
@@ -294,10 +279,7 @@ RIGHT = {
         Layer(attends_first, attention=nn.MultiheadAttention(4, 2, batch_first=True)),
         torch.randn(5, 3, 4),
     ),
-    "encoder": lambda: (
-        Layer(encoded, encoder=encoder()),
-        (torch.randn(4, 5, 4), MASK),
-    ),
+    "encoder": lambda: (Layer(encoded, encoder=encoder()), (torch.randn(4, 5, 4), MASK)),
     "embedding": lambda: (
         Layer(truncated_mean, first=nn.Embedding(9, 3, padding_idx=0), head=linear()),
         (WORDS, LENGTHS),
@@ -473,3 +455,21 @@ def test_what_mixes_between_two_modules_is_not_blamed_on_the_next_one():
         ValueError, match=r"^'second' \(Linear\) gets another input .* what comes before it mixes samples$"
     ):
         check_per_sample(model, torch.randn(4, 3), squares)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "loss", "message"),
+    [
+        (linear(3, 1), torch.randn(0, 3), lambda m, x: m(x).squeeze(1), "batch must hold at least one sample"),
+        (
+            linear(3, 1).requires_grad_(False),
+            torch.randn(2, 3),
+            lambda m, x: m(x).squeeze(1),
+            "no parameters that train",
+        ),
+        (linear(3, 1), torch.randn(2, 3), lambda m, x: m(x), r"one loss for each sample, \(B,\), .* got \(2, 1\)"),
+    ],
+)
+def test_checks_of_nothing_are_refused(model, batch, loss, message):
+    with pytest.raises(ValueError, match=message):
+        check_per_sample(model, batch, loss)

@@ -5,10 +5,10 @@ import warnings
 
 import pytest
 import torch
-from per_sample.harness import assert_matches_loop
+from per_sample.harness import assert_matches_loop, clip
 from torch import nn
 
-from torchzero_clip import ConstantFlatClipper, GradSampleModuleFastGradientClipping, PerSampleGradientClipper
+from torchzero_clip import GradSampleModuleFastGradientClipping
 from torchzero_clip.per_sample.rules import whole
 from torchzero_clip.per_sample.rules.whole import TABLE, TESTED
 
@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 def clipper_for(model, *given):
-    return PerSampleGradientClipper(model, ConstantFlatClipper(1.0), whole=given)
+    return clip(model, whole=given)
 
 
 @pytest.mark.parametrize("given", [(Block,), ("blocks.*",), ("blocks.0", "blocks.1"), ("blocks",), (Net,), ("",)])
@@ -78,7 +78,7 @@ def test_what_the_user_gives_counts_more_than_the_table(monkeypatch):
 )
 def test_wrong_arguments_are_named(given, error, match):
     with pytest.raises(error, match=match):
-        PerSampleGradientClipper(Net(), ConstantFlatClipper(1.0), whole=given)
+        clip(Net(), whole=given)
     with pytest.raises(error, match=match):
         GradSampleModuleFastGradientClipping(Net(), whole=given)
 
