@@ -40,6 +40,12 @@ def clip(model, limit=1.0, **settings):
     return PerSampleGradientClipper(model, ConstantFlatClipper(limit), **settings)
 
 
+def attached(limit=1.0, **settings):
+    """A small model, a batch, and a clipper."""
+    model = small()
+    return model, batch(), clip(model, limit, **settings)
+
+
 def grads(model):
     return [p.grad for p in model.parameters()]
 

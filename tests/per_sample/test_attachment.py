@@ -13,6 +13,7 @@ from per_sample.harness import (
     Net,
     assert_close,
     assert_matches_loop,
+    attached,
     batch,
     clip,
     grads,
@@ -45,8 +46,7 @@ def test_detach_leaves_the_model_as_it_was():
 
 
 def test_detach_between_forward_and_backward_raises():
-    model = small()
-    clipper = clip(model)
+    model, _, clipper = attached()
     losses = losses_of(model(batch()))
     clipper.detach()
     with pytest.raises(RuntimeError, match="run the forward again"):
@@ -55,8 +55,7 @@ def test_detach_between_forward_and_backward_raises():
 
 
 def test_a_forward_that_the_user_sets_meanwhile_stays():
-    model = small()
-    clipper = clip(model)
+    model, _, clipper = attached()
     model[0].forward = own = lambda x: x
     clipper.detach()
     assert model[0].forward is own
@@ -64,8 +63,7 @@ def test_a_forward_that_the_user_sets_meanwhile_stays():
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 def test_copies_of_an_attached_model_are_models_as_any_other(copied):
-    model, x = small(), batch()
-    clipper = clip(model)
+    model, x, clipper = attached()
     twin = copied(model)
     losses_of(twin(x)).sum().backward()
     assert all(grad is not None for grad in grads(twin))
@@ -227,8 +225,7 @@ def test_distributed_data_parallel_is_refused_by_name():
 
 
 def test_parameters_freed_or_frozen_later_are_followed():
-    model, x = small(), batch()
-    clipper = clip(model)
+    model, x, clipper = attached()
     model[0].requires_grad_(False)
     assert_close(clipper.backward(losses_of(model(x))).norms, norms_by_loop(model, x))
     assert model[0].weight.grad is None
@@ -300,8 +297,7 @@ def test_a_model_that_gets_trainable_parameters_of_its_own_has_to_be_called_agai
 
 
 def test_a_layer_that_cannot_be_right_put_in_later_is_refused_and_nothing_trains():
-    model = small()
-    clipper = clip(model)
+    model, _, clipper = attached()
     model.append(nn.BatchNorm1d(2).double())
     for _ in range(2):
         with pytest.raises(ValueError, match=r"'3' \(BatchNorm1d\)"):

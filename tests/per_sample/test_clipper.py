@@ -6,6 +6,7 @@ from per_sample.harness import (
     Net,
     assert_close,
     assert_grads,
+    attached,
     batch,
     clip,
     grads,
@@ -88,8 +89,7 @@ def test_pre_step_begins_anew():
 
 
 def test_several_backwards_before_clipping_are_one_gradient():
-    model, x = small(), batch()
-    clipper = clip(model, loss_reduction="sum")
+    model, x, clipper = attached(loss_reduction="sum")
     losses = losses_of(model(x))
     (0.25 * losses).sum().backward(retain_graph=True)
     (0.75 * losses).sum().backward()
@@ -112,8 +112,7 @@ def test_keep_grad_samples_lasts_from_backward_until_clipping():
 
 
 def test_without_keep_grad_samples_nothing_is_put_on_parameters():
-    model = small()
-    clipper = clip(model)
+    model, _, clipper = attached()
     before = [set(vars(p)) for p in model.parameters()]
     losses_of(model(batch())).mean().backward()
     assert [set(vars(p)) for p in model.parameters()] == before
@@ -121,8 +120,7 @@ def test_without_keep_grad_samples_nothing_is_put_on_parameters():
 
 
 def test_grad_samples_of_a_parameter_that_was_frozen_are_forgotten():
-    model = small()
-    clipper = clip(model, keep_grad_samples=True)
+    model, _, clipper = attached(keep_grad_samples=True)
     clipper.backward(losses_of(model(batch())))
     model[0].weight.requires_grad_(False)
     model(batch())
@@ -198,8 +196,7 @@ def test_gradients_that_a_scaler_multiplied_take_a_limit_that_it_multiplied_too(
 
 
 def test_the_limit_may_change_between_steps():
-    model, x = small(), batch()
-    clipper = clip(model, 1e9)
+    model, x, clipper = attached(1e9)
     limit = clipper.backward(losses_of(model(x))).norms.quantile(0.5).item()
     clipper.norm_clipper = ConstantFlatClipper(limit)
     assert clipper.backward(losses_of(model(x))).factors.min() < 1
@@ -210,8 +207,7 @@ def test_the_limit_may_change_between_steps():
 
 
 def test_calls_out_of_order_raise():
-    model = small()
-    clipper = clip(model)
+    model, _, clipper = attached()
     with pytest.raises(ValueError, match="clip_and_accumulate"):
         clipper.pre_step()
     with pytest.raises(RuntimeError, match=r"call loss.backward\(\) first"):

@@ -8,6 +8,7 @@ from per_sample.harness import (
     Net,
     assert_close,
     assert_grads,
+    attached,
     batch,
     clip,
     grads,
@@ -102,8 +103,7 @@ def test_checkpointed_activations_are_right(reentrant):
 
 
 def test_parts_of_the_model_called_by_themselves_are_captured_and_refuse_to_go_on_unclipped():
-    model, x = small(), batch()
-    clipper = clip(model)
+    model, x, clipper = attached()
     assert_close(clipper.backward(losses_of(model[2](model[1](model[0](x))))).norms, norms_by_loop(model, x))
     model[0](x).sum().backward()
     with pytest.raises(RuntimeError, match="wait to be clipped"):
@@ -162,8 +162,7 @@ def test_a_forward_before_attaching_is_refused():
 
 
 def test_a_backward_that_nobody_consumed_raises_at_the_next_forward():
-    model, x = small(), batch()
-    clipper = clip(model)
+    model, x, clipper = attached()
     losses_of(model(x)).sum().backward()
     with pytest.raises(RuntimeError, match="wait to be clipped"):
         model(x)
@@ -196,8 +195,7 @@ def interrupted(model, x):
 
 
 def test_gradients_of_a_backward_that_raised_are_refused():
-    model = small()
-    clipper = clip(model)
+    model, _, clipper = attached()
     interrupted(model, batch())
     with pytest.raises(RuntimeError, match="raised before its end"):
         clipper.clip_and_accumulate()
@@ -207,8 +205,7 @@ def test_gradients_of_a_backward_that_raised_are_refused():
 
 @pytest.mark.parametrize("forget", [True, False], ids=["discard", "next forward"])
 def test_a_backward_that_raised_is_forgotten(forget):
-    model, x = small(), batch()
-    clipper = clip(model)
+    model, x, clipper = attached()
     interrupted(model, x)
     if forget:
         clipper.discard()
