@@ -5,7 +5,12 @@ import copy
 import torch
 from torch import nn
 
-from torchzero_clip import ConstantFlatClipper, ConstantPerLayerClipper, PerSampleGradientClipper
+from torchzero_clip import (
+    ConstantFlatClipper,
+    ConstantPerLayerClipper,
+    GradSampleModuleFastGradientClipping,
+    PerSampleGradientClipper,
+)
 from torchzero_clip.per_sample.engine import Engine
 
 MODES = ("auto", "low", "generic", "kept")
@@ -186,3 +191,48 @@ def frozen(module, *names):
 def between(layer, *before):
     """The layer behind another one, so that its input has a gradient."""
     return nn.Sequential(*before, layer)
+
+
+# ways to clip: each returns a function of the losses of a model, which takes a step and returns the norms
+
+
+def by_backward(model, limit=1.0, **settings):
+    clipper = clip(model, limit, **settings)
+
+    def step(losses):
+        result = clipper.backward(losses(model))
+        return result.norms, result.param_norms
+
+    return step
+
+
+def with_low_memory(model, limit=1.0, **settings):
+    return by_backward(model, limit, memory="low", **settings)
+
+
+def by_classic_form(model, limit=1.0, **settings):
+    clipper = clip(model, limit, **settings)
+
+    def step(losses):
+        losses(model).mean().backward()
+        result = clipper.clip_and_accumulate()
+        assert clipper.pre_step()[1] == len(result.norms)
+        return result.norms, result.param_norms
+
+    return step
+
+
+def by_two_passes(model, limit=1.0, **settings):
+    module = GradSampleModuleFastGradientClipping(model, strict=False, max_grad_norm=limit, **settings)
+
+    def step(losses):
+        each = losses(module)
+        each.mean().backward(retain_graph=True)
+        norms, coef = module.get_norm_sample(), module.get_clipping_coef()
+        shown = {name: p.norm_sample for name, p in model.named_parameters() if hasattr(p, "norm_sample")}
+        module.disable_hooks()
+        (coef * each).mean().backward()
+        module.enable_hooks()
+        return norms, shown
+
+    return step

@@ -8,14 +8,24 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from per_sample.harness import Net, assert_close, assert_matches_loop, clip, losses_of, norms_of, total_of
+from per_sample.harness import (
+    Net,
+    assert_close,
+    assert_matches_loop,
+    by_backward,
+    by_classic_form,
+    by_two_passes,
+    clip,
+    losses_of,
+    norms_of,
+    total_of,
+    with_low_memory,
+)
 from per_sample.layers import LAYERS, MODELS
 from per_sample.published import SAMPLES
 from per_sample.table import TABLE
 from torch import Tensor, nn
 from versions import TORCH
-
-from torchzero_clip import GradSampleModuleFastGradientClipping
 
 UNUSED = {"masked_spec_embed", "mask_token", "logit_scale"}  # parameters of pretraining
 PEER = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
@@ -123,35 +133,6 @@ def grads_of_one(model, entry, batch, index):
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()}
 
 
-def by_backward(model, entry, batch, limit, **settings):
-    result = clip(model, limit, **settings).backward(entry.losses(model, batch))
-    return result.norms, result.param_norms
-
-
-def by_classic_form(model, entry, batch, limit, **settings):
-    clipper = clip(model, limit, **settings)
-    entry.losses(model, batch).mean().backward()
-    result = clipper.clip_and_accumulate()
-    assert clipper.pre_step()[1] == SAMPLES
-    return result.norms, result.param_norms
-
-
-def with_low_memory(model, entry, batch, limit, **settings):
-    return by_backward(model, entry, batch, limit, memory="low", **settings)
-
-
-def by_two_passes(model, entry, batch, limit, **settings):
-    module = GradSampleModuleFastGradientClipping(model, strict=False, max_grad_norm=limit, **settings)
-    losses = entry.losses(module, batch)
-    losses.mean().backward(retain_graph=True)
-    norms, coef = module.get_norm_sample(), module.get_clipping_coef()
-    shown = {name: p.norm_sample for name, p in model.named_parameters() if hasattr(p, "norm_sample")}
-    module.disable_hooks()
-    (coef * losses).mean().backward()
-    module.enable_hooks()
-    return norms, shown
-
-
 entries = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=PEER if entry.published else ()) for name, entry in TABLE.items()]
 )
@@ -163,7 +144,7 @@ SLOW = [pytest.param(form, marks=pytest.mark.slow) for form in (by_classic_form,
 def test_norms_and_clipped_gradients_are_those_of_one_backward_per_sample(name, form):
     entry, (model, batch, expected, limit, buffers) = TABLE[name], truth(name)
     model = copy.deepcopy(model)
-    total, param_norms = form(model, entry, batch, limit, **({"whole": entry.whole} if entry.whole else {}))
+    total, param_norms = form(model, limit, whole=entry.whole)(lambda model: entry.losses(model, batch))
 
     close = functools.partial(
         torch.testing.assert_close, rtol=entry.tolerance, atol=entry.tolerance / 10 * limit, check_dtype=False

@@ -1,20 +1,16 @@
 """Rows that values select, as ids[mask] does, are never taken for samples: by default, in every step, in every form."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
-from per_sample.harness import assert_close
+from per_sample.harness import Net, assert_close, by_backward, by_classic_form, by_two_passes, clip, weight
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from torchzero_clip import (
-    ConstantFlatClipper,
-    GradSampleModuleFastGradientClipping,
-    PerSampleGradientClipper,
-    register_rule,
-)
+from torchzero_clip import register_rule
 from torchzero_clip.per_sample.rules.registry import RULES
 
 B, T, W = 4, 3, 4
@@ -23,36 +19,32 @@ UNEVEN = [(0, 1), (0, 2), (2, 0), (3, 1)]
 FEWER, MORE = UNEVEN[:3], [*UNEVEN, (1, 0), (1, 1), (3, 2)]
 
 
-class Selecting(nn.Module):
-    """Uses layers on selected rows, adds the rows of each sample, and has a head."""
-
-    def __init__(self, use, held):
-        super().__init__()
-        self.use, self.layer, self.head = use, held, nn.Linear(W, 2)
-
-    def forward(self, ids, x, mask):
-        rows = self.use(self.layer, ids, x, mask)
-        return self.head(torch.zeros(len(ids), W, dtype=x.dtype).index_add(0, mask.nonzero()[:, 0], rows))
+def added(rows, mask):
+    return torch.zeros(len(mask), W, dtype=rows.dtype).index_add(0, mask.nonzero()[:, 0], rows)
 
 
-class Scale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(W))
-
-    def forward(self, x):
-        return torch.tanh(x * self.weight)
+def selecting(name):
+    """Uses a layer on selected rows, adds the rows of each sample, and has a head."""
+    use, layer = USES[name]
+    head = nn.Linear(W, 2)
+    return Net(lambda m, *data: m.head(added(use(m.layer, *data), data[2])), layer=layer(), head=head).double()
 
 
-class Registered(Scale):
+def scale():
+    return Net(lambda m, x: torch.tanh(x * m.weight), weight=weight(W))
+
+
+def matrix():
+    """A parameter that is used for more than arithmetic."""
+    return Net(lambda m, x: x * m.weight.outer(m.weight).sum(0)[None].cumsum(1), weight=weight(W))
+
+
+class Registered(Net):
     pass
 
 
-class Matrix(Scale):
-    """A parameter that is used for more than arithmetic."""
-
-    def forward(self, x):
-        return x * self.weight.outer(self.weight).sum(0)[None].cumsum(1)
+def registered():
+    return Registered(scale().call, weight=weight(W))
 
 
 def words():
@@ -81,14 +73,14 @@ USES = {
     "a frozen embedding": (lambda layer, ids, x, mask: layer(ids[mask]), lambda: behind(nn.Linear(W, W))),
     "a layer norm": (lambda layer, ids, x, mask: layer(x[mask]), lambda: nn.LayerNorm(W)),
     "a convolution": (lambda layer, ids, x, mask: layer(x[mask][:, :, None])[:, :, 0], lambda: nn.Conv1d(W, W, 1)),
-    "a bare parameter": (lambda layer, ids, x, mask: layer(x[mask]), Scale),
-    "a parameter by the generic rule": (lambda layer, ids, x, mask: layer(x[mask]), Matrix),
+    "a bare parameter": (lambda layer, ids, x, mask: layer(x[mask]), scale),
+    "a parameter by the generic rule": (lambda layer, ids, x, mask: layer(x[mask]), matrix),
     "a cell": (lambda layer, ids, x, mask: layer(x[mask]), lambda: nn.GRUCell(W, W)),
     "a recurrent layer": (
         lambda layer, ids, x, mask: layer(x[mask][:, None])[0][:, 0],
         lambda: nn.GRU(W, W, batch_first=True),
     ),
-    "a registered rule": (lambda layer, ids, x, mask: layer(x[mask]), Registered),
+    "a registered rule": (lambda layer, ids, x, mask: layer(x[mask]), registered),
     "a bag": (lambda layer, ids, x, mask: layer(torch.stack([ids, ids + 1], 2)[mask]), lambda: nn.EmbeddingBag(9, W)),
     "masked_select": (lambda layer, ids, x, mask: layer(ids.masked_select(mask)), words),
     "nonzero": (lambda layer, ids, x, mask: layer(ids[mask.nonzero(as_tuple=True)]), words),
@@ -148,39 +140,15 @@ def oracle(model, data):
     return torch.stack(rows).norm(dim=1)
 
 
-def by_backward(model, **settings):
-    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0), **settings)
-    return lambda data: clipper.backward(losses_of(model, data)).norms
-
-
-def by_classic_form(model):
-    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
-
-    def step(data):
-        losses_of(model, data).mean().backward()
-        return clipper.clip_and_accumulate().norms
-
-    return step
-
-
-def by_two_passes(model):
-    wrapper = GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0)
-
-    def step(data):
-        losses = losses_of(wrapper, data)
-        losses.mean().backward(retain_graph=True)
-        norms = wrapper.get_norm_sample()
-        wrapper.disable_hooks()
-        (wrapper.get_clipping_coef() * losses).mean().backward()
-        wrapper.enable_hooks()
-        return norms
-
-    return step
+def step_of(form, model, **settings):
+    """A function of a batch, which takes a step and returns the norms."""
+    step = FORMS[form](model, **settings)
+    return lambda data: step(lambda model: losses_of(model, data))[0]
 
 
 FORMS = {
     "backward": by_backward,
-    "unchecked": lambda model: by_backward(model, verify="never"),
+    "unchecked": partial(by_backward, verify="never"),
     "classic": by_classic_form,
     "two passes": by_two_passes,
 }
@@ -189,10 +157,9 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", USES)
 def test_as_many_rows_as_samples_are_right_in_order_and_refused_otherwise(name, form):
-    use, layer = USES[name]
-    model = Selecting(use, layer()).double()
+    model = selecting(name)
     twin = copy.deepcopy(model)
-    step, refused = FORMS[form](model), pytest.raises(ValueError, match=r"'layer.*got rows .*as in x\[mask\]")
+    step, refused = step_of(form, model), pytest.raises(ValueError, match=r"'layer.*got rows .*as in x\[mask\]")
     for places in (UNEVEN, ONE_EACH, ONE_EACH, UNEVEN):
         before = [p.grad for p in model.parameters()]
         data = batch(places)
@@ -208,12 +175,11 @@ def test_as_many_rows_as_samples_are_right_in_order_and_refused_otherwise(name, 
 @pytest.mark.parametrize("name", sorted(USES.keys() - {"two of each sample"}))
 @pytest.mark.parametrize("places", [FEWER, MORE], ids=["fewer", "more"])
 def test_fewer_and_more_rows_than_samples_are_never_wrong(name, form, places):
-    use, layer = USES[name]
-    model = Selecting(use, layer()).double()
+    model = selecting(name)
     data = batch(places)
     expected = oracle(copy.deepcopy(model), data)
     try:
-        norms = FORMS[form](model)(data)
+        norms = step_of(form, model)(data)
     except (ValueError, RuntimeError):
         return
     assert_close(norms, expected)
@@ -221,20 +187,15 @@ def test_fewer_and_more_rows_than_samples_are_never_wrong(name, form, places):
 
 @pytest.mark.parametrize("places", [ONE_EACH, UNEVEN, MORE], ids=["one each", "uneven", "more"])
 def test_whole_is_a_way_out(places):
-    model = Selecting(USES["an embedding"][0], words()).double()
+    model = selecting("an embedding")
     data = batch(places)
     expected = oracle(copy.deepcopy(model), data)
-    assert_close(by_backward(model, whole=(Selecting,))(data), expected)
+    assert_close(step_of("backward", model, whole=(Net,))(data), expected)
 
 
-class Net(nn.Module):
-    def __init__(self, forward):
-        super().__init__()
-        self.use, self.emb, self.lin, self.head = forward, words(), nn.Linear(W, W), nn.Linear(W, 2)
-        self.frozen = words().requires_grad_(False)
-
-    def forward(self, ids, x, mask):
-        return self.head(self.use(self, ids, x, mask))
+def using(use):
+    held = {"emb": words(), "lin": nn.Linear(W, W), "frozen": words().requires_grad_(False), "head": nn.Linear(W, 2)}
+    return Net(lambda m, *data: m.head(use(m, *data)), **held).double()
 
 
 def placed(net, ids, x, mask):
@@ -255,7 +216,7 @@ def restored(net, ids, x, mask):
 
 
 RIGHT = {
-    "selected from the output": lambda net, ids, x, mask: placed_sum(net.emb(ids)[mask], mask),
+    "selected from the output": lambda net, ids, x, mask: added(net.emb(ids)[mask], mask),
     "put back": placed,
     "set in place": set_in_place,
     "split by sample": lambda net, ids, x, mask: torch.stack(
@@ -279,10 +240,6 @@ RIGHT = {
 }
 
 
-def placed_sum(rows, mask):
-    return torch.zeros(len(mask), W, dtype=rows.dtype).index_add(0, mask.nonzero()[:, 0], rows)
-
-
 def looked_up(net, distinct, inverse):
     return net.frozen(distinct)[inverse]
 
@@ -290,9 +247,9 @@ def looked_up(net, distinct, inverse):
 @pytest.mark.parametrize("form", ["backward", "classic"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_models_that_select_raise_no_alarm(name, form):
-    model = Net(RIGHT[name]).double()
+    model = using(RIGHT[name])
     twin = copy.deepcopy(model)
-    step = FORMS[form](model)
+    step = step_of(form, model)
     for places in (UNEVEN, ONE_EACH, MORE):
         data = batch(places)
         assert_close(step(data), oracle(twin, data))
@@ -302,8 +259,8 @@ def test_sequences_may_come_first():
     def forward(net, ids, x, mask):
         return torch.zeros(B, W, dtype=x.dtype).index_add(0, mask.nonzero()[:, 1], net.emb(ids[mask]))
 
-    model = Net(forward).double()
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), batch_first=False, verify="never") as clipper:
+    model = using(forward)
+    with clip(model, batch_first=False, verify="never") as clipper:
         for places in (UNEVEN, ONE_EACH):  # the rows of time 0 come first, which is another order
             ids, x, mask = (value.transpose(0, 1) for value in batch(places))
             with pytest.raises(ValueError, match=r"'emb' \(Embedding\) got rows"):
@@ -323,8 +280,8 @@ def test_a_forward_that_was_interrupted_leaves_nothing_behind():
             raise KeyboardInterrupt
         return net.emb(ids).sum(1)
 
-    interrupt, model = [True], Net(forward).double()
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+    interrupt, model = [True], using(forward)
+    with clip(model) as clipper:
         with pytest.raises(KeyboardInterrupt):
             model(*batch(UNEVEN))
         interrupt.clear()

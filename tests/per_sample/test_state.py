@@ -7,38 +7,36 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from per_sample.harness import assert_close, assert_matches_loop, clip
+from per_sample.harness import Net, assert_close, assert_matches_loop, clip
 from torch import nn
 
 
-class Storing(nn.Module):
-    """Stores what it computed: with a batch dimension, without one, in a list, detached."""
+def first(output):
+    return output[0] if isinstance(output, tuple) else output
 
+
+def stored(m, x):
+    """Stores what it computed: with a batch dimension, without one, in a list, detached."""
+    h = first(m.inner(x * m.scale))
+    m.penalty, m.seen, m.both = h.square().mean(), h.detach(), [h.sum((1, 2)), "two"]
+    return h
+
+
+class Storing(Net):
     def __init__(self, inner):
-        super().__init__()
-        self.scale, self.inner = nn.Parameter(torch.linspace(0.5, 2, 4)), inner
+        super().__init__(stored, scale=nn.Parameter(torch.linspace(0.5, 2, 4)), inner=inner)
         self.penalty = self.seen = self.both = None
 
-    def forward(self, x):
-        h = self.inner(x * self.scale)
-        h = h[0] if isinstance(h, tuple) else h
-        self.penalty = h.square().mean()
-        self.seen = h.detach()
-        self.both = [h.sum((1, 2)), "two"]
-        return h
 
-
-class Penalized(nn.Module):
+def penalized(inner):
     """Its output is that of a storing module, and what that stored."""
 
-    def __init__(self, inner):
-        super().__init__()
-        self.storing, self.head = Storing(inner), nn.Linear(4, 2)
+    def forward(m, x):
+        out = m.head(m.storing(x)).sum(1)
+        penalty = m.storing.penalty.reshape(-1, 1).expand(len(out), 1)
+        return torch.cat([out, penalty, m.storing.both[0][:, None]], 1)
 
-    def forward(self, x):
-        out = self.head(self.storing(x)).sum(1)
-        penalty = self.storing.penalty.reshape(-1, 1).expand(len(out), 1)
-        return torch.cat([out, penalty, self.storing.both[0][:, None]], 1)
+    return Net(forward, storing=Storing(inner), head=nn.Linear(4, 2))
 
 
 INNER = {"by vmap": lambda: nn.Linear(4, 4), "one by one": lambda: nn.GRU(4, 4, batch_first=True)}
@@ -46,12 +44,12 @@ INNER = {"by vmap": lambda: nn.Linear(4, 4), "one by one": lambda: nn.GRU(4, 4, 
 
 @pytest.mark.parametrize("how", INNER)
 def test_gradients_of_what_was_stored_are_those_of_the_samples(how):
-    assert_matches_loop(Penalized(INNER[how]()), torch.randn(5, 3, 4), whole=(Storing,))
+    assert_matches_loop(penalized(INNER[how]()), torch.randn(5, 3, 4), whole=(Storing,))
 
 
 @pytest.mark.parametrize("how", INNER)
 def test_what_was_stored_can_be_read_as_without_a_clipper(how):
-    model, x = Penalized(INNER[how]()), torch.randn(5, 3, 4)
+    model, x = penalized(INNER[how]()), torch.randn(5, 3, 4)
     twin = copy.deepcopy(model)
     twin(x)
     with clip(model, whole=(Storing,)):
@@ -64,46 +62,31 @@ def test_what_was_stored_can_be_read_as_without_a_clipper(how):
 
 
 def test_sequences_first_are_stored_as_they_are():
-    model, x = Penalized(nn.Linear(4, 4)).storing, torch.randn(3, 5, 4)
+    model, x = penalized(nn.Linear(4, 4)).storing, torch.randn(3, 5, 4)
     with clip(model, batch_first=False):
         model(x)
     assert_close(model.seen, model.inner(x * model.scale), rtol=1e-5, atol=1e-6)
 
 
-class Counting(nn.Module):
-    """Keeps an average of its inputs, in a buffer."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.scale, self.inner = nn.Parameter(torch.ones(4)), inner
-        self.register_buffer("average", torch.zeros(()))
-
-    def forward(self, x):
-        self.average = 0.9 * self.average + 0.1 * x.mean()
-        output = self.inner(x * self.scale)
-        return output[0] if isinstance(output, tuple) else output
-
-
 @pytest.mark.parametrize("how", INNER)
 def test_statistics_in_buffers_are_refused_by_name_and_keep_their_values(how):
-    model = Counting(INNER[how]())
-    with clip(model, whole=(Counting,)):
-        with pytest.raises(ValueError, match=r"Counting sets its buffer 'average' to a value that depends on"):
+    def forward(m, x):
+        m.average = 0.9 * m.average + 0.1 * x.mean()
+        return first(m.inner(x * m.scale))
+
+    model = Net(forward, scale=nn.Parameter(torch.ones(4)), inner=INNER[how]())
+    model.register_buffer("average", torch.zeros(()))
+    with clip(model, whole=(Net,)):
+        with pytest.raises(ValueError, match=r"Net sets its buffer 'average' to a value that depends on"):
             model(torch.randn(5, 3, 4))
         assert model.average.item() == 0
 
 
-class Function(nn.Module):
+class Function(Net):
     """A module with a parameter and a forward of its own, and what else it holds."""
 
     def __init__(self, forward, **held):
-        super().__init__()
-        self.weight, self.call = nn.Parameter(torch.linspace(0.5, 2, 3)), forward
-        for name, value in held.items():
-            setattr(self, name, value)
-
-    def forward(self, *args):
-        return self.call(self, *args)
+        super().__init__(forward, weight=nn.Parameter(torch.linspace(0.5, 2, 3)), **held)
 
 
 @dataclasses.dataclass
@@ -122,14 +105,6 @@ def in_list(module, h):
 
 def in_deque(module, h):
     module.held.append(h)
-
-
-def in_result(module, h):
-    module.held = Result(h)
-
-
-def in_namespace(module, h):
-    module.held.a = h
 
 
 HELD = {
@@ -151,19 +126,13 @@ def test_whatever_holds_what_was_stored_its_gradients_are_right(name, how, penal
         store(module, h if penalized == "each" else h.square().mean())
         return h
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            inner = {"gru": nn.GRU(3, 3, batch_first=True)} if how == "one by one" else {}
-            self.inner = Function(forward, held=copy.deepcopy(held), **inner)
-            self.kept = self.inner.held
+    def outer(net, x):
+        out = net.inner(x)
+        return torch.cat([out.flatten(1), read(net.inner.held).reshape(len(x), -1)], 1)
 
-        def forward(self, x):
-            out = self.inner(x)
-            stored = read(self.inner.held)
-            return torch.cat([out.flatten(1), stored.reshape(len(x), -1)], 1)
-
-    net = Net()
+    inner = {"gru": nn.GRU(3, 3, batch_first=True)} if how == "one by one" else {}
+    net = Net(outer, inner=Function(forward, held=copy.deepcopy(held), **inner))
+    net.kept = net.inner.held
     assert_matches_loop(net, torch.randn(4, 2, 3), modes=("auto", "low"), whole=(Function,))
     assert net.kept is None or net.inner.held is net.kept
 
