@@ -110,7 +110,7 @@ def loop(model, inputs, batch_dim=0, losses=losses_of):
 
 
 def norms_of(grads):
-    return {name: g.flatten(1).norm(dim=1) for name, g in grads.items()}
+    return {name: g.reshape(len(g), -1).norm(dim=1) for name, g in grads.items()}
 
 
 def total_of(norms):
