@@ -2,6 +2,7 @@
 
 import torch
 from per_sample.harness import Net, weight
+from per_sample.layers import LAYERS, MODELS
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -79,8 +80,6 @@ MIXERS = {
     "reversed": lambda: (nn.Sequential(nn.Linear(3, 3), Layer(lambda _, x: x.flip(0))), torch.randn(4, 3)),
     "samples as positions": lambda: (Layer(attends_first, attention=nn.MultiheadAttention(4, 2)), torch.randn(3, 5, 4)),
 }
-
-
 NAMED = {
     "batch norm": r"'1' \(BatchNorm2d\)",
     "without parameters": r"'1' \(Layer\)",
@@ -114,14 +113,8 @@ AS_MANY_AS_SAMPLES = {
     "": lambda: Layer(lambda m, x: x + m.gate * m.table, gate=weight(3, value=1.0), table=torch.randn(4, 3).double()),
     " ": lambda: Layer(lambda m, x: x + m.gate * m.table, gate=weight(3, value=0.0), table=torch.randn(4, 3).double()),
 }
-
-
 LENGTHS = torch.tensor([2, 4, 3, 1])
-
-
 MASK = torch.arange(5)[None] < LENGTHS[:, None]
-
-
 WORDS = (torch.arange(20).view(4, 5) % 8 + 1) * MASK
 
 
@@ -194,31 +187,21 @@ def rounding(_, x):
 
 
 TABLE = torch.arange(64 * 64).double().cos().view(64, 64)
-
-
 ROUNDING = Layer(rounding)
-
-
 BESIDE = Layer(lambda m, x: 1e9 * torch.cat([x, rounding(m, x)], 1))
-
-
 BY_LENGTH = Layer(lambda _, lengths: lengths.argsort(descending=True))
-
-
 SCORES = Layer(lambda _, q, k: (q @ k.mT).masked_fill(torch.ones(5, 5).triu(1).bool(), -1e9))
-
-
 KERNEL = nn.Parameter(1e-3 * torch.eye(3), requires_grad=False)
-
-
+OF_TABLE = (  # right models
+    *("activations in place", "group norm behind conv", "transformer layer"),
+    *("Linear called twice, 4", "positions of shape (-1,), 7", "GRU cells", "in dicts"),
+)
 RIGHT = {
-    "in place": lambda: (nn.Sequential(linear(), nn.ReLU(inplace=True), linear()), torch.randn(4, 3)),
-    "convolution": lambda: (nn.Sequential(nn.Conv1d(2, 4, 3), nn.GroupNorm(2, 4)), torch.randn(4, 2, 6)),
-    "lstm": lambda: (Layer(lambda m, x: m.lstm(x)[0], lstm=nn.LSTM(3, 2, batch_first=True)), torch.randn(4, 5, 3)),
-    "attention": lambda: (
-        Layer(attends_first, attention=nn.MultiheadAttention(4, 2, batch_first=True)),
-        torch.randn(5, 3, 4),
+    "batch norm in eval": lambda: (
+        nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3)).eval(),
+        torch.randn(4, 2, 3, 3),
     ),
+    **{name: lambda name=name: [make() for make in {**LAYERS, **MODELS}[name][:2]] for name in OF_TABLE},
     "encoder": lambda: (Layer(encoded, encoder=encoder()), (torch.randn(4, 5, 4), MASK)),
     "embedding": lambda: (
         Layer(truncated_mean, first=nn.Embedding(9, 3, padding_idx=0), head=linear()),
@@ -229,12 +212,6 @@ RIGHT = {
         (torch.randn(4, 5, 3) * MASK[..., None], MASK.float()),
     ),
     "dict": lambda: (Layer(in_dict, head=linear()), torch.randn(4, 3), lambda m, x: m(x)["logits"].square().sum(1)),
-    "twice": lambda: (Layer(lambda m, x: m.head(m.head(x).tanh()), head=linear()), torch.randn(4, 3)),
-    "table": lambda: (Layer(shifted, table=nn.Embedding(9, 3), head=linear()), torch.randn(4, 5, 3)),
-    "batch norm in eval": lambda: (
-        nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3)).eval(),
-        torch.randn(4, 2, 3, 3),
-    ),
     "float32, whole": lambda: (Layer(float32_inside, head=linear(32, 32)), torch.randn(4, 32)),
     "no noise": lambda: (
         Layer(lambda m, x: m.head(x) @ torch.linalg.cholesky(m.kernel), head=linear(), kernel=KERNEL),
@@ -277,23 +254,15 @@ RIGHT = {
 }
 
 
-class Scale(nn.Module):
+class Scale(Net):
     def __init__(self, size):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(size))
-
-    def forward(self, x):
-        return x * self.weight
+        super().__init__(lambda m, x: x * m.weight, weight=weight(size))
 
 
 class Shift(Scale):
     pass
 
 
-class Wrong(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(size))
-
+class Wrong(Scale):
     def forward(self, x):
         return x * self.weight

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from per_sample.harness import assert_close, clip, loop, losses_of, norms_of, total_of
+from per_sample.harness import Net, assert_close, clip, loop, losses_of, norms_of, total_of
 from torch import nn
 
 from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
@@ -72,17 +72,12 @@ def test_a_tied_weight_whose_uses_cancel():
     table, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
     head.weight = table.weight
 
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table, self.head = table, head
-
-        def forward(self, index, x, g):
-            return (self.table(index) * g).sum((1, 2)) + self.head(x)[:, :, 2].sum(1)
+    def forward(m, index, x, g):
+        return (m.table(index) * g).sum((1, 2)) + m.head(x)[:, :, 2].sum(1)
 
     x = torch.randn(2, 3, 4)
     g = -x + 1e-5 * torch.randn(2, 3, 4)
-    model = Both()
+    model = Net(forward, table=table, head=head)
     with clip(model) as clipper:
         result = clipper.backward(model(torch.full((2, 3), 2), x, g))
     assert_close(result.norms.double(), (x.double() + g.double()).sum(1).norm(dim=1), rtol=2e-2)
