@@ -53,8 +53,10 @@ def test_numbers_of_the_definition(reduction):
 def test_max_norm_is_the_norm_of_all_limits(values, expected):
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1, bias=False))
     clipper = PerSampleGradientClipper(net, ConstantPerLayerClipper(values))
-    net(torch.ones(2, 2)).mean().backward()
-    clipper.clip_and_accumulate()
+    for share in (1, 0.5):  # the largest limits count
+        clipper.norm_clipper = ConstantPerLayerClipper([share * value for value in values])
+        net(torch.ones(2, 2)).mean().backward()
+        clipper.clip_and_accumulate()
     assert clipper.pre_step()[0].tolist() == pytest.approx([expected] * 3, abs=1e-4)
 
 
