@@ -35,8 +35,6 @@ from torchzero_clip.functional.grads import normalize_grads_ as normalize_grads_
 from torchzero_clip.functional.norms import norm as norm
 from torchzero_clip.functional.norms import replicated as replicated
 from torchzero_clip.functional.norms import rms as rms
-from torchzero_clip.functional.per_example import per_example_global_norm_clip as per_example_global_norm_clip
-from torchzero_clip.functional.per_example import per_example_layer_norm_clip as per_example_layer_norm_clip
 from torchzero_clip.functional.total import clip_grads_with_norm_ as clip_grads_with_norm_
 from torchzero_clip.functional.total import get_total_norm as get_total_norm
 from torchzero_clip.migrating.as_lr import as_lr as as_lr
@@ -59,6 +57,8 @@ from torchzero_clip.per_sample.norm_clippers import ConstantFlatClipper as Const
 from torchzero_clip.per_sample.norm_clippers import ConstantPerLayerClipper as ConstantPerLayerClipper
 from torchzero_clip.per_sample.norm_clippers import NormClipper as NormClipper
 from torchzero_clip.per_sample.norm_sample import create_norm_sample as create_norm_sample
+from torchzero_clip.per_sample.per_example import per_example_global_norm_clip as per_example_global_norm_clip
+from torchzero_clip.per_sample.per_example import per_example_layer_norm_clip as per_example_layer_norm_clip
 from torchzero_clip.per_sample.rules.registry import register_rule as register_rule
 from torchzero_clip.per_sample.verify import check_per_sample as check_per_sample
 from torchzero_clip.per_sample.weighting import ClippingResult as ClippingResult

@@ -5,10 +5,80 @@ import copy
 import torch
 from torch import nn
 
-from torchzero_clip import ConstantFlatClipper, ConstantPerLayerClipper, PerSampleGradientClipper
+from torchzero_clip import (
+    ConstantFlatClipper,
+    ConstantPerLayerClipper,
+    GradSampleModuleFastGradientClipping,
+    PerSampleGradientClipper,
+)
 from torchzero_clip.per_sample.engine import Engine
 
 MODES = ("auto", "low", "generic", "kept")
+
+
+class Net(nn.Module):
+    """A module with a forward of its own, which gets the module first, and what it holds."""
+
+    def __init__(self, forward, /, **held):
+        super().__init__()
+        self.call = forward
+        for name, value in held.items():
+            setattr(self, name, value)
+
+    def forward(self, *args, **kwargs):
+        return self.call(self, *args, **kwargs)
+
+
+def weight(*shape, value=None):
+    return nn.Parameter(torch.randn(shape) if value is None else torch.full(shape, value))
+
+
+def small():
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def batch(count=5):
+    return torch.randn(count, 3, dtype=torch.float64) * torch.arange(1, count + 1)[:, None]
+
+
+def clip(model, limit=1.0, **settings):
+    return PerSampleGradientClipper(model, ConstantFlatClipper(limit), **settings)
+
+
+def attached(limit=1.0, **settings):
+    """A small model, a batch, and a clipper."""
+    model = small()
+    return model, batch(), clip(model, limit, **settings)
+
+
+def grads(model):
+    return [p.grad for p in model.parameters()]
+
+
+def assert_grads(model, expected, **kwargs):
+    for grad, value in zip(grads(model), expected, strict=True):
+        assert_close(grad, value, **kwargs)
+
+
+def reference(model, x, limit=1.0):
+    """Norms, and the clipped sum of each parameter, from one backward per sample."""
+    each = loop(copy.deepcopy(model), [x])
+    norms = total_of(norms_of(each))
+    factors = (limit / (norms + 1e-6)).clamp(max=1)
+    return norms, [torch.tensordot(factors, g, 1) for g in each.values()]
+
+
+def norms_by_loop(model, *inputs):
+    return total_of(norms_of(loop(copy.deepcopy(model), inputs)))
+
+
+def assert_step(clipper, model, *inputs, output=None, **kwargs):
+    """The norms of the samples in each parameter are those of one backward per sample."""
+    expected = norms_of(loop(copy.deepcopy(model), inputs))
+    result = clipper.backward(losses_of(model(*inputs) if output is None else output))
+    for name, norms in result.param_norms.items():
+        assert_close(norms, expected[name], **kwargs)
+    assert_close(result.norms, total_of(expected), **kwargs)
 
 
 def first_tensor(output):
@@ -40,7 +110,7 @@ def loop(model, inputs, batch_dim=0, losses=losses_of):
 
 
 def norms_of(grads):
-    return {name: g.flatten(1).norm(dim=1) for name, g in grads.items()}
+    return {name: g.reshape(len(g), -1).norm(dim=1) for name, g in grads.items()}
 
 
 def total_of(norms):
@@ -121,3 +191,48 @@ def frozen(module, *names):
 def between(layer, *before):
     """The layer behind another one, so that its input has a gradient."""
     return nn.Sequential(*before, layer)
+
+
+# ways to clip: each returns a function of the losses of a model, which takes a step and returns the norms
+
+
+def by_backward(model, limit=1.0, **settings):
+    clipper = clip(model, limit, **settings)
+
+    def step(losses):
+        result = clipper.backward(losses(model))
+        return result.norms, result.param_norms
+
+    return step
+
+
+def with_low_memory(model, limit=1.0, **settings):
+    return by_backward(model, limit, memory="low", **settings)
+
+
+def by_classic_form(model, limit=1.0, **settings):
+    clipper = clip(model, limit, **settings)
+
+    def step(losses):
+        losses(model).mean().backward()
+        result = clipper.clip_and_accumulate()
+        assert clipper.pre_step()[1] == len(result.norms)
+        return result.norms, result.param_norms
+
+    return step
+
+
+def by_two_passes(model, limit=1.0, **settings):
+    module = GradSampleModuleFastGradientClipping(model, strict=False, max_grad_norm=limit, **settings)
+
+    def step(losses):
+        each = losses(module)
+        each.mean().backward(retain_graph=True)
+        norms, coef = module.get_norm_sample(), module.get_clipping_coef()
+        shown = {name: p.norm_sample for name, p in model.named_parameters() if hasattr(p, "norm_sample")}
+        module.disable_hooks()
+        (coef * each).mean().backward()
+        module.enable_hooks()
+        return norms, shown
+
+    return step

@@ -1,35 +1,21 @@
 """One row of input that stands for all samples."""
 
-import copy
-
 import pytest
 import torch
-from per_sample.harness import assert_close, assert_matches_loop, loop, losses_of, norms_of
+from per_sample.harness import Net, assert_close, assert_matches_loop, assert_step, clip, losses_of, weight
 from torch import nn
 
-from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
 
-
-class Uses(nn.Module):
+def uses(use, layer=None, *, frozen=False):
     """Uses the output of a layer whose input is one row for all samples."""
-
-    def __init__(self, use, layer=None, *, frozen=False):
-        super().__init__()
-        self.layer, self.head, self.use = layer or nn.Linear(3, 3), nn.Linear(3, 2), use
-        self.head.requires_grad_(not frozen)
-        self.register_buffer("row", torch.randn(1, 4, 3))
-
-    def forward(self, x):
-        return self.head(self.use(x, self.layer(self.row)))
+    held = {"layer": layer or nn.Linear(3, 3), "head": nn.Linear(3, 2).requires_grad_(not frozen)}
+    model = Net(lambda m, x: m.head(use(x, m.layer(m.row))), **held)
+    model.register_buffer("row", torch.randn(1, 4, 3))
+    return model
 
 
-class Scale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3))
-
-    def forward(self, x):
-        return torch.tanh(x * self.weight)
+def scale():
+    return Net(lambda m, x: torch.tanh(x * m.weight), weight=weight(3))
 
 
 def added_in_place(x, row):
@@ -71,23 +57,23 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("layer", [nn.Linear(3, 3), nn.LayerNorm(3), Scale(), nn.Conv1d(4, 4, 1)], ids=str)
+@pytest.mark.parametrize("layer", [nn.Linear(3, 3), nn.LayerNorm(3), scale(), nn.Conv1d(4, 4, 1)], ids=str)
 @pytest.mark.parametrize("use", RIGHT)
 def test_arithmetic_with_one_row_for_all_samples_is_right(use, layer):
-    assert_matches_loop(Uses(RIGHT[use], layer), torch.randn(5, 4, 3), modes=("auto", "low"))
+    assert_matches_loop(uses(RIGHT[use], layer), torch.randn(5, 4, 3), modes=("auto", "low"))
 
 
 def test_layers_behind_one_row_for_all_samples_are_right():
-    behind = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), Scale(), nn.Linear(3, 3))
-    assert_matches_loop(Uses(RIGHT["added"], behind), torch.randn(5, 4, 3))
+    behind = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), scale(), nn.Linear(3, 3))
+    assert_matches_loop(uses(RIGHT["added"], behind), torch.randn(5, 4, 3))
 
 
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("use", WRONG)
 def test_other_uses_of_one_row_for_all_samples_are_refused_by_name(use, frozen):
-    model, x = Uses(WRONG[use], frozen=frozen).double(), torch.randn(5, 4, 3).double()
+    model, x = uses(WRONG[use], frozen=frozen).double(), torch.randn(5, 4, 3).double()
     expected = model(x).detach()
-    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    clipper = clip(model)
     output = model(x)
     assert_close(output, expected)
     with pytest.raises(RuntimeError, match=r"'layer' \(Linear\) had one row.*expand"):
@@ -96,75 +82,17 @@ def test_other_uses_of_one_row_for_all_samples_are_refused_by_name(use, frozen):
 
 
 def test_the_output_for_one_row_has_one_row():
-    model = Uses(lambda x, row: x + row.new_ones(row.shape))
-    _clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    model = uses(lambda x, row: x + row.new_ones(row.shape))
+    _clipper = clip(model)
     seen = []
     model.layer.register_forward_hook(lambda module, args, output: seen.append(output.shape))
     model(torch.randn(5, 4, 3))
     assert seen == [(1, 4, 3)]
 
 
-class Encoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 2), nn.Linear(2, 1)
-
-    def encode(self, x):
-        return self.first(x)
-
-    def forward(self, x, *others):
-        return self.second(self.encode(x)) * sum(other.sum() for other in others) if others else self.encode(x)
-
-
-def test_calls_outside_a_forward_do_not_know_the_batch_of_the_last():
-    model = Encoder()
-    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
-    clipper.backward(model(torch.randn(8, 3)).sum(1))
-    x = torch.randn(1, 3)
-    output = model.encode(x)
-    assert output.shape == (1, 2)
-    assert_close(clipper.backward(output.sum(1)).norms, (2 * (x.norm() ** 2 + 1)).sqrt()[None], rtol=1e-5)
-
-
-@pytest.mark.parametrize("count", [1, 4])
-def test_inputs_of_other_sizes_do_not_outvote_the_batch(count):
-    model, x, other = Encoder().double(), torch.randn(count, 3).double(), torch.rand(7).double()
-    check_one = [model(x[i : i + 1], other, other) for i in range(count)]
-    norms = []
-    for output in check_one:
-        grads = torch.autograd.grad(output.square().sum(), list(model.parameters()))
-        norms.append(torch.cat([grad.flatten() for grad in grads]).norm())
-    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
-    model(x, other, other).square().mean().backward()
-    assert_close(clipper.clip_and_accumulate().norms, torch.stack(norms))
-
-
-def test_a_bag_of_one_sample_is_one_sample():
-    model = nn.EmbeddingBag(9, 4)
-    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
-    for offsets in ([0], [0, 2]):
-        output = model(torch.tensor([1, 2, 3, 4, 5]), torch.tensor(offsets))
-        assert output.shape == (len(offsets), 4)
-        assert clipper.backward(output.sum(1)).norms.shape == (len(offsets),)
-
-
-def test_transforms_of_functions_run_the_model_as_it_is():
-    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(5, 3)
-    expected = torch.func.jacrev(model)(x)
-    _clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
-    assert_close(torch.func.jacrev(model)(x), expected)
-    assert torch.vmap(model)(x).shape == (5, 2)
-
-
-class Bare(nn.Module):
+def bare(use, *shape):
     """A module with a forward of its own and one parameter."""
-
-    def __init__(self, use, *shape):
-        super().__init__()
-        self.use, self.lin, self.p = use, nn.Linear(3, 3), nn.Parameter(torch.randn(shape))
-
-    def forward(self, x):
-        return self.use(self, x)
+    return Net(use, lin=nn.Linear(3, 3), p=weight(*shape))
 
 
 BARE = {
@@ -193,7 +121,7 @@ def caught(module, x):
 def test_parameters_beside_layers_are_right(name, count):
     use, shape = BARE[name]
     losses = (lambda output, dim: losses_of(output[:, :4])) if name == "the weight of a submodule" else losses_of
-    model = Bare(use, *shape)
+    model = bare(use, *shape)
     if name == "the weight of a submodule":
         model.lin.bias.requires_grad_(False)
     assert_matches_loop(model, torch.randn(count, 4, 3), modes=("auto", "low"), losses=losses)
@@ -204,13 +132,10 @@ def test_a_size_that_was_not_the_batch_is_not_taken_for_it_later():
         h = torch.cat([m.lin(x), x[:, :1]], 1)
         return h * m.p.expand(h.shape[1], 3)
 
-    model = Bare(forward, 1, 3).double()
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1e9)) as clipper:
+    model = bare(forward, 1, 3).double()
+    with clip(model, 1e9) as clipper:
         for length in (2, 3, 4):  # 4 samples: as many as positions in the second step
-            x = torch.randn(4, length, 3).double()
-            norms = norms_of(loop(copy.deepcopy(model), [x]))
-            for key, found in clipper.backward(losses_of(model(x))).param_norms.items():
-                assert_close(found, norms[key])
+            assert_step(clipper, model, torch.randn(4, length, 3).double())
 
 
 @pytest.mark.parametrize("hook", ["register_hook", "retain_grad"])
@@ -220,8 +145,8 @@ def test_hooks_of_a_row_are_refused_and_those_of_a_parameter_are_too(hook):
         getattr(row, hook)(*([abs] if hook == "register_hook" else []))
         return x + row
 
-    model = Bare(positions, 4, 3)
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)), pytest.raises((RuntimeError, ValueError)):
+    model = bare(positions, 4, 3)
+    with clip(model), pytest.raises((RuntimeError, ValueError)):
         model(torch.randn(5, 4, 3))
 
 
@@ -230,10 +155,10 @@ def test_an_input_that_an_attempt_has_changed_is_refused():
         x += m.p
         return m.lin(x) @ torch.ones(3, 3) + x @ m.p.diag()
 
-    model = Bare(forward, 3)
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)):
+    model = bare(forward, 3)
+    with clip(model):
         for _ in range(2):  # a second try is not another one
-            with pytest.raises(RuntimeError, match=r"Bare changes its input in place.*whole=\(Bare,\)"):
+            with pytest.raises(RuntimeError, match=r"Net changes its input in place.*whole=\(Net,\)"):
                 model(torch.randn(5, 4, 3))
 
 
@@ -241,25 +166,11 @@ def test_a_use_that_changes_asks_for_the_forward_again():
     def forward(m, x):
         return m.lin(x) * m.p if not m.turned else m.lin(x) * (x @ m.p.diag())
 
-    model, x = Bare(forward, 3).double(), torch.randn(5, 4, 3).double()
+    model, x = bare(forward, 3).double(), torch.randn(5, 4, 3).double()
     model.turned = False
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1e9)) as clipper:
+    with clip(model, 1e9) as clipper:
         clipper.backward(losses_of(model(x)))
         model.turned = True
-        with pytest.raises(RuntimeError, match=r"Bare used a parameter in another way .* run the forward again"):
+        with pytest.raises(RuntimeError, match=r"Net used a parameter in another way .* run the forward again"):
             model(x)
-        norms = norms_of(loop(copy.deepcopy(model), [x]))
-        for key, found in clipper.backward(losses_of(model(x))).param_norms.items():
-            assert_close(found, norms[key])
-
-
-def test_a_first_state_of_a_recurrent_network_is_right():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.h, self.gru = nn.Parameter(torch.randn(1, 1, 4)), nn.GRU(3, 4, batch_first=True)
-
-        def forward(self, x):
-            return self.gru(x, self.h.expand(1, len(x), 4).contiguous())[0]
-
-    assert_matches_loop(Net(), torch.randn(5, 6, 3), modes=("auto", "low"))
+        assert_step(clipper, model, x)

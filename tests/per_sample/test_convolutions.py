@@ -4,10 +4,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from per_sample.harness import assert_matches_loop
+from per_sample.harness import assert_matches_loop, clip
 from torch import nn
 
-from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
 from torchzero_clip.per_sample.rules.conv import Convolved, Options
 
 LAYERS = {
@@ -101,9 +100,7 @@ def assert_no_gradients(module, x):
     for kept in (False, True):
         for memory in ("auto", "low"):
             module.zero_grad()
-            with PerSampleGradientClipper(
-                module, ConstantFlatClipper(1.0), memory=memory, keep_grad_samples=kept
-            ) as clipper:
+            with clip(module, memory=memory, keep_grad_samples=kept) as clipper:
                 assert clipper.backward(module(x).flatten(1).sum(1)).norms.shape == (0,)
             assert not any(param.grad.any() for param in module.parameters())
 
@@ -121,3 +118,14 @@ def assert_no_gradients(module, x):
 def test_large_kernels_of_single_channels_are_right(layer, sizes):
     module = layer()
     assert_matches_loop(module, torch.randn(5, module.in_channels, *sizes))
+
+
+class Standardized(nn.Conv2d):
+    """Standardizes its weight where torch lets subclasses do so."""
+
+    def _conv_forward(self, input, weight, bias):
+        return super()._conv_forward(input, weight - weight.mean((1, 2, 3), keepdim=True), bias)
+
+
+def test_a_convolution_that_changes_its_weight_is_no_plain_convolution():
+    assert_matches_loop(Standardized(2, 3, 3), torch.randn(4, 2, 5, 5))

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from per_sample.harness import assert_close, loop, losses_of, norms_of, total_of
+from per_sample.harness import assert_close, assert_grads, grads, loop, losses_of, norms_of, total_of
 from torch import nn
 
 from torchzero_clip import GradSampleModuleFastGradientClipping, create_norm_sample
@@ -59,8 +59,7 @@ def test_one_pass_and_two_equal_one_backward_per_sample(ghost, functorch, reduct
     result = module.backward(losses_of(module(x)))
     assert_close(result.norms, norms)
     assert_close(module.get_norm_sample(), norms)
-    for param, value in zip(model.parameters(), expected, strict=True):
-        assert_close(param.grad, value)
+    assert_grads(model, expected)
 
     model.zero_grad()
     losses = losses_of(module(x))
@@ -72,15 +71,14 @@ def test_one_pass_and_two_equal_one_backward_per_sample(ghost, functorch, reduct
     module.disable_hooks()
     reduce(coef * losses).backward()
     module.enable_hooks()
-    for param, value in zip(model.parameters(), expected, strict=True):
-        assert_close(param.grad, value)
+    assert_grads(model, expected)
     module(x)
 
 
 @kinds
 def test_norm_samples_are_those_of_single_parameters_until_the_next_forward(ghost, functorch):
     model, x = small(), batch()
-    expected = norms_of(loop(copy.deepcopy(model), [x]))
+    expected = norms_of(loop(model, [x]))
     module = wrap(model, ghost, functorch)
     losses_of(module(x)).mean().backward()
     for name, param in model.named_parameters():
@@ -93,7 +91,7 @@ def test_norm_samples_are_those_of_single_parameters_until_the_next_forward(ghos
 
 def test_one_pass_leaves_norm_samples_too():
     model, x = small(), batch()
-    expected = norms_of(loop(copy.deepcopy(model), [x]))
+    expected = norms_of(loop(model, [x]))
     module = wrap(model)
     module.backward(losses_of(module(x)))
     for name, param in model.named_parameters():
@@ -107,8 +105,7 @@ def test_hooks_disabled_make_it_the_model_itself():
     module = wrap(model)
     module.disable_hooks()
     losses_of(module(x)).sum().backward()
-    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert_close(param.grad, other.grad)
+    assert_grads(model, grads(twin))
 
 
 @pytest.mark.parametrize("part", [False, True], ids=["model", "part"])

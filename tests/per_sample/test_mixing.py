@@ -5,27 +5,14 @@ import re
 
 import pytest
 import torch
-from per_sample.harness import assert_close, loop, losses_of, norms_of
+from per_sample.harness import Net, assert_close, assert_step, clip, loop, losses_of, norms_by_loop, norms_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from torchzero_clip import ConstantFlatClipper, GradSampleModuleFastGradientClipping, PerSampleGradientClipper
+from torchzero_clip import GradSampleModuleFastGradientClipping
 
 B = 6
-
-
-class Net(nn.Module):
-    """A module with a forward of its own."""
-
-    def __init__(self, forward, **held):
-        super().__init__()
-        self.call = forward
-        for name, value in held.items():
-            setattr(self, name, value)
-
-    def forward(self, *args):
-        return self.call(self, *args)
 
 
 def by_length(net, x):
@@ -95,7 +82,7 @@ def test_models_that_mix_samples_raise_in_the_first_step_and_change_nothing(name
     for param in (*model.parameters(), *criterion.parameters()):
         param.grad = torch.ones_like(param)
     refused = pytest.raises(RuntimeError, match=r"the loss of sample \d gives '.*' a gradient .* of samples? \d")
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper, refused:
+    with clip(model) as clipper, refused:
         clipper.backward(criterion(model(batch())).squeeze(1))
     assert all((p.grad == 1).all() for p in (*model.parameters(), *criterion.parameters()))
     assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
@@ -104,7 +91,7 @@ def test_models_that_mix_samples_raise_in_the_first_step_and_change_nothing(name
 def test_a_contrastive_loss_raises_in_every_form_that_sees_the_losses():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(B, 4)
     match = r"the loss of sample \d gives '0.weight' a gradient .* of samples"
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+    with clip(model) as clipper:
         for _ in range(2):  # a step that raised is not taken for checked
             with pytest.raises(RuntimeError, match=match):
                 clipper.backward(contrastive(model(x)))
@@ -117,7 +104,7 @@ def test_a_contrastive_loss_raises_in_every_form_that_sees_the_losses():
 
 def test_nobody_checks_with_never():
     model = nn.Linear(4, 4)
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), verify="never") as clipper:
+    with clip(model, verify="never") as clipper:
         clipper.backward(contrastive(model(torch.randn(B, 4))))
 
 
@@ -147,27 +134,23 @@ def test_one_pair_of_samples_is_found_within_eight_steps(pair, seed):
         each, pair = output.square().sum(1), F.one_hot(torch.tensor([a, b]), B).sum(0)
         return each + pair * (output[a] * output[b]).sum()
 
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+    with clip(model) as clipper:
         steps(clipper, losses, rf"sample ({a}|{b}) gives 'weight' a gradient .* sample ({a}|{b})", 4)
 
 
 def test_an_almost_sorted_batch_is_found():
     model, x = MIXERS["sorted by length"](), batch().sort(0, descending=True).values
     x = x[[0, 1, 3, 2, 4, 5]]
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+    with clip(model) as clipper:
         steps(clipper, lambda: model(x).square().sum(1), "the loss of sample", 8)
 
 
 @pytest.mark.parametrize("name", ["shifted positions", "reversed positions"])
 def test_positions_that_were_shared_stay_so_where_they_are_as_many_as_samples(name):
     model = MIXERS[name]().double()
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+    with clip(model) as clipper:
         for length in (4, B, 5):
-            x = batch(length=length).double()
-            expected = norms_of(loop(copy.deepcopy(model), [x]))
-            result = clipper.backward(losses_of(model(x)))
-            for key, norms in expected.items():
-                assert_close(result.param_norms[key], norms)
+            assert_step(clipper, model, batch(length=length).double())
 
 
 def test_a_mode_that_is_new_makes_a_check_due():
@@ -176,7 +159,7 @@ def test_a_mode_that_is_new_makes_a_check_due():
         return net.head(h.mean(1))
 
     model = Net(forward, linear=linear(), head=linear()).eval()
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+    with clip(model) as clipper:
         for _ in range(16):
             clipper.backward(model(batch()).square().sum(1))
         model.train()
@@ -187,7 +170,7 @@ def test_a_mode_that_is_new_makes_a_check_due():
 def due_steps(model, losses, steps=20, **kwargs):
     """The steps in which a backward ran twice."""
     found = []
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), **kwargs) as clipper:
+    with clip(model, **kwargs) as clipper:
         for step in range(1, steps + 1):
             calls = []
             output = losses()
@@ -210,7 +193,7 @@ def test_checks_run_in_a_few_steps_from_the_first():
 def test_parameters_without_gradients_are_checked_once_they_have_some():
     model = Net(lambda net, x: net.head(x) + net.gate * batch_statistic(net.inner, x[:, None]))
     model.head, model.inner, model.gate = linear(), Net(None, linear=linear(), head=linear()), 0.0
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+    with clip(model) as clipper:
         for _ in range(13):
             clipper.backward(model(torch.randn(B, 4)).square().sum(1))
         model.gate = 1.0
@@ -223,7 +206,7 @@ def test_dead_layers_and_samples_that_are_not_finite_are_no_evidence():
         model[0].bias.fill_(-100)
     x = torch.randn(B, 4)
     x[3] = torch.nan
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+    with clip(model) as clipper:
         for _ in range(8):
             result = clipper.backward(model(x).sum(1))
     assert result.nonfinite.tolist() == [False, False, False, True, False, False]
@@ -238,7 +221,7 @@ def test_a_check_leaves_no_trace(verify):
     criterion.weight.register_post_accumulate_grad_hook(lambda p: seen.append("criterion"))
     model[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append("model"))
     x.requires_grad_()
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), verify=verify) as clipper:
+    with clip(model, verify=verify) as clipper:
         hidden = model(x)
         hidden.retain_grad()
         clipper.backward(criterion(hidden).squeeze(1))
@@ -258,7 +241,7 @@ def test_a_check_leaves_no_trace(verify):
 
 def test_a_clipper_of_the_head_alone_sees_its_samples():
     body, head, x = nn.Linear(4, 4), linear(), torch.randn(B, 4)
-    with PerSampleGradientClipper(head, ConstantFlatClipper(1.0)) as clipper:
+    with clip(head) as clipper:
         clipper.backward(head(body(x).tanh()).square().sum(1))
         grad = body.weight.grad.clone()
         body.zero_grad()
@@ -273,7 +256,7 @@ def test_a_clipper_of_the_head_alone_sees_its_samples():
 def test_checkpoints_are_checked_unless_they_are_reentrant(reentrant):
     body, head, x = nn.Sequential(linear(), nn.Tanh()), linear(), torch.randn(B, 4, requires_grad=True)
     model = Net(lambda net, x: net.head(checkpoint(net.body, x, use_reentrant=reentrant)), body=body, head=head)
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+    with clip(model) as clipper:
         if reentrant:
             with pytest.warns(UserWarning, match="use_reentrant"):
                 norms = clipper.backward(losses_of(model(x))).norms
@@ -282,8 +265,8 @@ def test_checkpoints_are_checked_unless_they_are_reentrant(reentrant):
             with pytest.raises(RuntimeError, match="the loss of sample"):
                 clipper.backward(contrastive(model(x)))
     twin = copy.deepcopy(nn.Sequential(body, head))
-    expected = norms_of(loop(twin, [x.detach()]))
-    assert_close(norms, torch.stack(list(expected.values())).norm(dim=0), rtol=1e-5)
+    expected = norms_by_loop(twin, x.detach())
+    assert_close(norms, expected, rtol=1e-5)
 
 
 class GivesAway(torch.autograd.Function):
@@ -306,7 +289,7 @@ def raise_if_retained():
 
 def test_compiled_functions_that_give_memory_away_are_not_checked_with_one_warning():
     model, criterion, x = linear(), nn.Linear(4, 1), torch.randn(B, 4)
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+    with clip(model) as clipper:
         with pytest.warns(UserWarning, match="donated_buffer"):
             clipper.backward(criterion(GivesAway.apply(model(x))).squeeze(1))
         for _ in range(8):
@@ -331,7 +314,7 @@ def test_a_loss_that_writes_in_place_in_its_backward_is_right():
             return saved.mul_(grad[:, None])
 
     model, x = nn.Linear(4, 4).double(), torch.randn(B, 4).double()
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+    with clip(model) as clipper:
         expected = clipper.backward(model(x).square().sum(1)).norms
         with pytest.warns(UserWarning, match="a second backward raised: one of the variables"):
             assert_close(clipper.backward(InPlace.apply(model(x))).norms, expected)
@@ -349,7 +332,7 @@ class Graphs:
 
 def test_a_batch_object_needs_its_size_in_the_classic_form():
     model = Net(lambda net, b: torch.zeros(3, 4).index_add_(0, b.graph, net.linear(b.nodes)), linear=linear())
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+    with clip(model) as clipper:
         model(Graphs()).square().mean().backward()
         with pytest.raises(
             ValueError, match=r"no tensor that tells how many samples.*clip_and_accumulate\(batch_size="
@@ -363,7 +346,7 @@ def test_a_batch_object_needs_its_size_in_the_classic_form():
 
 def test_parts_of_a_batch_need_its_size_in_the_classic_form():
     model, x = linear(), torch.randn(6, 4)
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+    with clip(model) as clipper:
         torch.cat([model(part) for part in x.split(3)]).square().mean().backward()
         with pytest.raises(ValueError, match="gradients of 2 forwards have arrived"):
             clipper.clip_and_accumulate()
@@ -373,7 +356,7 @@ def test_parts_of_a_batch_need_its_size_in_the_classic_form():
 
 def test_inner_loops_whose_gradients_go_elsewhere_do_not_count():
     model, x = nn.Linear(4, 4).double(), torch.randn(6, 4).double()
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+    with clip(model) as clipper:
         for _ in range(3):
             noisy = x.clone().requires_grad_()
             (grad,) = torch.autograd.grad(model(noisy).square().sum(), noisy)
@@ -385,12 +368,6 @@ def test_inner_loops_whose_gradients_go_elsewhere_do_not_count():
         assert_close(found.param_norms[key], norms)
 
 
-def test_arguments():
-    for wrong in ("sometimes", 0, -1, True, 1.5, None):
-        with pytest.raises(ValueError, match="verify must be one of"):
-            PerSampleGradientClipper(linear(), ConstantFlatClipper(1.0), verify=wrong)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("what", ["model", "loss"])
@@ -398,7 +375,7 @@ def test_compiled_models_and_losses_raise_no_false_alarm(what):
     model, x = nn.Sequential(linear(), nn.Tanh(), linear(), nn.GELU(), linear()), torch.randn(B, 4)
     compiled = torch.compile(model) if what == "model" else model
     loss = torch.compile(losses_of) if what == "loss" else losses_of
-    expected = torch.stack(list(norms_of(loop(copy.deepcopy(model), [x])).values())).norm(dim=0)
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+    expected = norms_by_loop(model, x)
+    with clip(model) as clipper:
         for _ in range(2):
             assert_close(clipper.backward(loss(compiled(x))).norms, expected, rtol=1e-4)

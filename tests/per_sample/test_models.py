@@ -1,154 +1,211 @@
-"""Whole models, with what their authors do in them, equal one backward per sample."""
+"""Layers, small models and published models equal one backward per sample: in every mode, and in every way to clip."""
+
+import copy
+import functools
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from per_sample.harness import assert_matches_loop
-from torch import nn
+from per_sample.harness import (
+    Net,
+    assert_close,
+    assert_matches_loop,
+    by_backward,
+    by_classic_form,
+    by_two_passes,
+    clip,
+    losses_of,
+    norms_of,
+    total_of,
+    with_low_memory,
+)
+from per_sample.layers import LAYERS, MODELS
+from per_sample.published import SAMPLES
+from per_sample.table import TABLE
+from torch import Tensor, nn
+from versions import TORCH
+
+UNUSED = {"masked_spec_embed", "mask_token", "logit_scale"}  # parameters of pretraining
+PEER = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+EVEN = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 
 
-class Causal(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x):
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
-        return self.attention(x, x, x, attn_mask=mask, is_causal=True)[0]
-
-
-class VisionTransformer(nn.Module):
-    """A class token and positions as bare parameters at the top."""
-
-    def __init__(self):
-        super().__init__()
-        self.patches = nn.Conv2d(3, 8, 2, 2)
-        self.token, self.positions = nn.Parameter(torch.randn(1, 1, 8)), nn.Parameter(torch.randn(1, 5, 8))
-        self.encoder = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x):
-        x = self.patches(x).flatten(2).transpose(1, 2)
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions
-        return self.head(self.encoder(x)[:, 0])
+def made(entry, device="cpu"):
+    """The model, the inputs and the settings of an entry."""
+    make_model, make_input, *settings = entry
+    model, inputs = make_model(), make_input()
+    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+    inputs = [x.to(device) if isinstance(x, Tensor) else x for x in inputs]
+    return model.to(device), inputs, {} if not settings else settings[0]
 
 
-class LastState(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.lstm, self.head = nn.Embedding(7, 4), nn.LSTM(4, 6, batch_first=True), nn.Linear(6, 2)
-
-    def forward(self, index):
-        _, (hidden, _) = self.lstm(self.embedding(index))
-        return self.head(hidden[-1])
-
-
-class Cells(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cell = nn.LSTMCell(3, 4)
-
-    def forward(self, x):
-        state = x.new_zeros(len(x), 4), x.new_zeros(len(x), 4)
-        for step in x.unbind(1):
-            state = self.cell(step, state)
-        return state[0]
-
-
-class ByKeyword(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.conv, self.norm, self.groups = (
-            nn.Linear(3, 3),
-            nn.Conv1d(4, 4, 1),
-            nn.LayerNorm(3),
-            nn.GroupNorm(2, 4),
-        )
-
-    def forward(self, x):
-        return self.groups(input=self.norm(input=self.conv(input=self.linear(input=x))))
-
-
-class InDicts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scales = nn.ParameterDict({"a": nn.Parameter(torch.randn(3))})
-        self.layers = nn.ModuleDict({"x": nn.Linear(3, 2)})
-
-    def forward(self, x):
-        return self.layers["x"](x * self.scales["a"])
-
-
-class DetachedOnce(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.layer(x.detach()) + self.layer(torch.tanh(self.layer(x)).detach())
-
-
-class SomePositions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.second(self.first(x)[:, :2])
-
-
-class SomeSamples(SomePositions):
-    def forward(self, x):
-        hidden = self.first(x)
-        return torch.cat([self.second(hidden[:2]), hidden[2:, :2]])
-
-
-MODELS = {
-    "causal attention, as many positions as samples": (Causal, lambda: torch.randn(5, 5, 8)),
-    "vision transformer": (VisionTransformer, lambda: torch.randn(5, 3, 4, 4)),
-    "last state of an LSTM": (LastState, lambda: torch.randint(0, 7, (5, 6))),
-    "LSTM cells": (Cells, lambda: torch.randn(5, 4, 3)),
-    "by keyword": (ByKeyword, lambda: torch.randn(5, 4, 3)),
-    "in dicts": (InDicts, lambda: torch.randn(5, 3)),
-    "one use detached": (DetachedOnce, lambda: torch.randn(5, 3)),
-    "some positions": (SomePositions, lambda: torch.randn(5, 4, 3)),
-    "pooling": (
-        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)),
-        lambda: torch.randn(5, 3, 6, 6),
-    ),
-    "orthogonal weight": (
-        lambda: nn.utils.parametrizations.orthogonal(nn.Linear(3, 3)),
-        lambda: torch.randn(5, 3),
-    ),
-    "one sample": (lambda: nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2)), lambda: torch.randint(0, 5, (1, 4))),
-    "seventeen samples": (lambda: nn.Sequential(nn.Conv1d(8, 9, 3), nn.Conv1d(9, 4, 3)), lambda: torch.randn(17, 8, 7)),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
+@EVEN
+@pytest.mark.parametrize("name", [*LAYERS, *MODELS])
 def test_equals_one_backward_per_sample(name):
-    make_model, make_input = MODELS[name]
-    assert_matches_loop(make_model(), make_input())
+    model, inputs, settings = made({**LAYERS, **MODELS}[name])
+    assert_matches_loop(model, *inputs, **settings)
 
 
-def test_encoder_and_decoder():
-    assert_matches_loop(
-        nn.Transformer(8, 2, 1, 1, 12, dropout=0.0, batch_first=True), torch.randn(5, 4, 8), torch.randn(5, 3, 8)
-    )
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@EVEN
+@pytest.mark.parametrize("name", LAYERS)
+def test_equals_one_backward_per_sample_on_a_gpu(name):
+    model, inputs, _ = made(LAYERS[name], "cuda")
+    assert_matches_loop(model, *inputs, modes=("auto", "low"))
 
 
-def test_attention_with_sequences_first():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.attention = nn.Linear(8, 8), nn.MultiheadAttention(8, 2)
+@pytest.mark.skipif(TORCH < (2, 11), reason="this torch reads beyond the offsets in embedding_bag, and may crash")
+@pytest.mark.parametrize("include_last", [False, True])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_bags_of_different_sizes_are_samples(mode, include_last):
+    bag = nn.EmbeddingBag(6, 3, mode=mode, padding_idx=2, include_last_offset=include_last).double()
+    index, starts = torch.tensor([0, 1, 1, 2, 5, 2, 3, 0]), [0, 3, 3, 4]  # the second bag is empty
+    offsets = torch.tensor([*starts, len(index)] if include_last else starts)
+    expected = []
+    for part in index.tensor_split(starts[1:]):
+        loss = losses_of(bag(part[None])).sum() if len(part) else bag.weight.sum() * 0
+        expected += torch.autograd.grad(loss, bag.weight)
+    for memory in ("auto", "low"):
+        with clip(bag, 1e9, loss_reduction="sum", memory=memory) as clipper:
+            bag.zero_grad()
+            result = clipper.backward(losses_of(bag(index, offsets)))
+        assert_close(result.norms, torch.stack(expected).flatten(1).norm(dim=1))
+        assert_close(bag.weight.grad, torch.stack(expected).sum(0))
 
-        def forward(self, x):
-            hidden = self.linear(x)
-            return x + self.attention(hidden, hidden, hidden, need_weights=False)[0]
 
-    assert_matches_loop(Block(), torch.randn(4, 5, 8), batch_first=False)
+def test_a_bag_of_one_sample_is_one_sample():
+    model = nn.EmbeddingBag(9, 4)
+    clipper = clip(model)
+    for offsets in ([0], [0, 2]):
+        output = model(torch.tensor([1, 2, 3, 4, 5]), torch.tensor(offsets))
+        assert output.shape == (len(offsets), 4)
+        assert clipper.backward(output.sum(1)).norms.shape == (len(offsets),)
 
 
 def test_a_layer_called_on_some_samples_only_is_refused_by_name():
+    def forward(m, x):
+        hidden = m.first(x)
+        return torch.cat([m.second(hidden[:2]), hidden[2:, :2]])
+
     with pytest.raises(ValueError, match=r"'second' \(Linear\) saw 2 samples, the batch has 5"):
-        assert_matches_loop(SomeSamples(), torch.randn(5, 3))
+        assert_matches_loop(Net(forward, first=nn.Linear(3, 4), second=nn.Linear(4, 2)), torch.randn(5, 3))
+
+
+# published models
+
+
+class Truth(NamedTuple):
+    """The model before the step, its batch, and what one backward for each sample gives.
+
+    ``grads`` has the gradients of each parameter, with the samples first. ``limit`` is the median of the norms.
+    ``buffers`` has the buffers of the model after one forward of the batch.
+    """
+
+    model: nn.Module
+    batch: Any
+    grads: dict[str, Tensor]
+    limit: float
+    buffers: dict[str, Tensor]
+
+
+@functools.cache
+def truth(name):
+    entry = TABLE[name]
+    if entry.published:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model, batch = entry.model(), entry.batch()
+    rows = [grads_of_one(copy.deepcopy(model), entry, batch, i) for i in range(SAMPLES)]
+    grads = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+    twin = copy.deepcopy(model)
+    entry.losses(twin, batch)
+    return Truth(model, batch, grads, total_of(norms_of(grads)).median().item(), dict(twin.named_buffers()))
+
+
+def grads_of_one(model, entry, batch, index):
+    entry.losses(model, entry.sample(batch, index)).sum().backward()
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()}
+
+
+entries = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=PEER if entry.published else ()) for name, entry in TABLE.items()]
+)
+SLOW = [pytest.param(form, marks=pytest.mark.slow) for form in (by_classic_form, with_low_memory)]
+
+
+@entries
+@pytest.mark.parametrize("form", [by_backward, *SLOW, by_two_passes])
+def test_norms_and_clipped_gradients_are_those_of_one_backward_per_sample(name, form):
+    entry, (model, batch, expected, limit, buffers) = TABLE[name], truth(name)
+    model = copy.deepcopy(model)
+    total, param_norms = form(model, limit, whole=entry.whole)(lambda model: entry.losses(model, batch))
+
+    close = functools.partial(
+        torch.testing.assert_close, rtol=entry.tolerance, atol=entry.tolerance / 10 * limit, check_dtype=False
+    )
+    norms = norms_of(expected)
+    close(total, total_of(norms))
+    factors = (limit / (total_of(norms) + 1e-6)).clamp(max=1)
+    for key, param in model.named_parameters():
+        if key not in expected:
+            assert param.grad is None
+            continue
+        close(param_norms.get(key, torch.zeros(SAMPLES)), norms[key])
+        grad = torch.zeros_like(param) if param.grad is None else param.grad
+        close(grad, torch.tensordot(factors, expected[key], 1) / SAMPLES)
+    for key, buffer in model.named_buffers():
+        close(buffer, buffers[key])
+
+
+@entries
+def test_every_parameter_of_the_model_gets_a_gradient(name):
+    without = {key.rpartition(".")[2] for key, grads in truth(name).grads.items() if not grads.any()}
+    assert without <= UNUSED
+
+
+# the table in the docs
+
+PAGE = Path(__file__).parents[2] / "docs" / "per_sample.md"
+BEGIN, END = "<!-- the table of models, which a test compares -->\n", "<!-- end of the table of models -->"
+
+
+def line(name, entry):
+    """What the page says, with the modules that the table of the package runs whole."""
+    model = entry.model()
+    by_table = clip(copy.deepcopy(entry.model()), whole=entry.whole).whole
+    given = [item if isinstance(item, str) else item.__name__ for item in entry.whole]
+    kinds = sorted({type(model.get_submodule(path)).__name__ for path, why in by_table.items() if why != "whole="})
+    whole = f"right with `whole=({given[0]},)`, refused without" if given else "right"
+    whole = f"right; the table of the package runs `{kinds[0]}` whole" if kinds else whole
+    return f"| {name} | {whole} |"
+
+
+def groups():
+    lines = {name: line(name, entry) for name, entry in TABLE.items()}
+    plain = [name for name, text in lines.items() if text.endswith("| right |")]
+    rows = [f"| {', '.join(plain)} | right |", *(text for name, text in lines.items() if name not in plain)]
+    return "\n".join(["| model | result |", "| --- | --- |", *rows]) + "\n"
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
+def test_the_table_in_the_docs_is_what_is_found():
+    pytest.importorskip("transformers")
+    text = PAGE.read_text()
+    assert text[text.index(BEGIN) + len(BEGIN) : text.index(END)].strip() == groups().strip()
+
+
+@pytest.mark.parametrize("name", [name for name, entry in TABLE.items() if entry.whole])
+def test_models_that_need_whole_are_refused_with_the_line_to_write(name):
+    torch.manual_seed(0)
+    entry = TABLE[name]
+    model = entry.model()
+    refused = pytest.raises((ValueError, RuntimeError), match=rf"whole=\({entry.whole[0].__name__},\)")
+    with clip(model) as clipper, refused:
+        clipper.backward(entry.losses(model, entry.batch()))

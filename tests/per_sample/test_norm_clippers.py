@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from torchzero_clip import ConstantFlatClipper, ConstantPerLayerClipper, NormClipper
+from torchzero_clip import ConstantFlatClipper, ConstantPerLayerClipper, NormClipper, PerSampleGradientClipper
 
 
 def test_flat_factors_are_endless_and_the_same():
@@ -59,3 +60,12 @@ def test_limits_that_are_no_numbers_are_refused():
 def test_the_base_class_is_abstract():
     with pytest.raises(TypeError, match="abstract"):
         NormClipper()
+
+
+def test_a_single_limit_goes_on_to_another_model_and_to_frozen_layers():
+    limits = ConstantPerLayerClipper([1.0])
+    for model in (nn.Linear(3, 2), nn.Linear(3, 2, bias=False)):
+        with PerSampleGradientClipper(model, limits) as clipper:
+            clipper.backward(model(torch.randn(4, 3)).square().sum(1))
+        assert limits.thresholds.tolist() == [1.0] * len(list(model.parameters()))
+        assert limits.flat_values == [1.0]

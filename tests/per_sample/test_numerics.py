@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from defaults import DEFAULTS
-from per_sample.harness import assert_close, loop, losses_of, norms_of, total_of
+from per_sample.harness import Net, assert_close, clip, loop, losses_of, norms_of, total_of
 from torch import nn
 
 from torchzero_clip import (
@@ -45,7 +45,7 @@ def test_gradients_of_one_token_that_cancel(memory):
     x = torch.randn(320) + 1e-3 * torch.randn(2, 256, 320)
     signs = torch.tensor([1.0, -1.0]).repeat(128)[:, None] * torch.randn(300) + 1e-4 * torch.randn(256, 300)
     weights = torch.stack([signs, 14 * signs])
-    with PerSampleGradientClipper(layer, ConstantFlatClipper(1.0), memory=memory) as clipper:
+    with clip(layer, memory=memory) as clipper:
         result = clipper.backward((layer(x) * weights).sum((1, 2)))
     grads = torch.einsum("btp,btd->bpd", weights.double(), x.double())
     truth = (grads.square().sum((1, 2)) + weights.double().sum(1).square().sum(1)).sqrt()
@@ -59,7 +59,7 @@ def test_gradients_of_one_pixel_that_cancel(channels):
     x = torch.randn(2, channels, 1, 1) + 1e-3 * torch.randn(2, channels, 6, 6)
     signs = torch.tensor([1.0, -1.0]).repeat(8).view(4, 4) * torch.randn(60, 1, 1) + 1e-4 * torch.randn(60, 4, 4)
     weights = torch.stack([signs, 14 * signs])
-    with PerSampleGradientClipper(layer, ConstantFlatClipper(1.0), memory="low") as clipper:
+    with clip(layer, memory="low") as clipper:
         result = clipper.backward((layer(x) * weights).sum((1, 2, 3)))
     patches = nn.functional.unfold(x.double(), 3)
     truth = torch.einsum("bot,bpt->bop", weights.double().flatten(2), patches).flatten(1).norm(dim=1)
@@ -70,7 +70,7 @@ def test_gradients_of_one_pixel_that_cancel(channels):
 def test_rows_of_one_token_that_cancel(memory):
     table = nn.Embedding(3, 64)
     weights = torch.tensor([1.0, -1.0]).repeat(128)[:, None] * torch.randn(64) + 1e-3 * torch.randn(256, 64)
-    with PerSampleGradientClipper(table, ConstantFlatClipper(1.0), memory=memory) as clipper:
+    with clip(table, memory=memory) as clipper:
         result = clipper.backward((table(torch.ones(2, 256, dtype=torch.int64)) * weights).sum((1, 2)))
     assert_close(result.norms.double(), weights.double().sum(0).norm().expand(2), rtol=1e-3)
 
@@ -79,18 +79,13 @@ def test_a_tied_weight_whose_uses_cancel():
     table, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
     head.weight = table.weight
 
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table, self.head = table, head
-
-        def forward(self, index, x, g):
-            return (self.table(index) * g).sum((1, 2)) + self.head(x)[:, :, 2].sum(1)
+    def forward(m, index, x, g):
+        return (m.table(index) * g).sum((1, 2)) + m.head(x)[:, :, 2].sum(1)
 
     x = torch.randn(2, 3, 4)
     g = -x + 1e-5 * torch.randn(2, 3, 4)
-    model = Both()
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+    model = Net(forward, table=table, head=head)
+    with clip(model) as clipper:
         result = clipper.backward(model(torch.full((2, 3), 2), x, g))
     assert_close(result.norms.double(), (x.double() + g.double()).sum(1).norm(dim=1), rtol=2e-2)
 
@@ -137,7 +132,7 @@ def test_models_in_bfloat16_have_norms_in_float32():
 def test_backward_under_autocast_is_not_rounded():
     model, x = nn.Linear(6, 5), torch.randn(5, 4, 6)
     norms = total_of(norms_of(loop(model, [x])))
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+    with clip(model) as clipper:
         losses = losses_of(model(x))
         with torch.autocast("cpu", torch.bfloat16):
             result = clipper.backward(losses)
@@ -162,7 +157,7 @@ def test_norms_of_finite_gradients_are_finite_and_of_none_but_zeros_zero(name, s
     torch.manual_seed(2)
     make, shape = RANGE[name]
     model, x = make(), torch.randn(shape)
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), memory=memory) as clipper:
+    with clip(model, memory=memory) as clipper:
         plain = clipper.backward(model(x).square().flatten(1).sum(1)).norms.double()
         model.zero_grad()
         result = clipper.backward(model(x).square().flatten(1).sum(1) * scale)
@@ -184,14 +179,14 @@ def test_norms_do_not_lose_what_one_factor_is_too_small_for(layer, scales):
     for i in range(3):
         (grad,) = torch.autograd.grad((twin(x[i : i + 1].double()) * weights[i].double()).sum(), twin.weight)
         norms.append(grad.norm())
-    with PerSampleGradientClipper(module, ConstantFlatClipper(1.0), memory="low") as clipper:
+    with clip(module, memory="low") as clipper:
         result = clipper.backward((module(x) * weights).flatten(1).sum(1))
     assert_close(result.norms.double(), torch.stack(norms), rtol=1e-5, atol=0)
 
 
 def test_samples_without_gradient_have_norm_zero():
     model = nn.Linear(3, 4)
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+    with clip(model) as clipper:
         result = clipper.backward(model(torch.randn(4, 3)).sum(1) * torch.tensor([0.0, 1.0, 0.0, 1.0]))
     assert result.norms[[0, 2]].tolist() == [0, 0]
     assert result.factors[[0, 2]].tolist() == [1, 1]

@@ -6,25 +6,20 @@ import weakref
 
 import pytest
 import torch
-from per_sample.harness import assert_close, assert_matches_loop, frozen, loop, losses_of, norms_of, total_of
+from per_sample.harness import Net, assert_close, assert_matches_loop, clip, frozen, loop, losses_of, norms_of, total_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torchzero_clip import ConstantFlatClipper, GradSampleModuleFastGradientClipping, PerSampleGradientClipper
+from torchzero_clip import GradSampleModuleFastGradientClipping
 from torchzero_clip.per_sample.contributions import Contribution
 
 FAST = ("auto", "low", "kept")
 
 
-class After(nn.Module):
+def after(layer, change, before=None):
     """A function of the output of the last layer."""
-
-    def __init__(self, layer, change, before=None):
-        super().__init__()
-        self.before, self.layer, self.change = before, layer, change
-
-    def forward(self, x):
-        return self.change(self.layer(x if self.before is None else torch.tanh(self.before(x))), x)
+    before = nn.Identity() if before is None else nn.Sequential(before, nn.Tanh())
+    return Net(lambda m, x: change(m.layer(m.before(x)), x), layer=layer, before=before)
 
 
 def residual(h, x):
@@ -65,13 +60,13 @@ def hooked(h, x):
     ids=lambda layer: type(layer).__name__,
 )
 def test_changes_in_place_and_hooks_of_outputs_count(layer, before, change):
-    model = After(copy.deepcopy(layer), change, copy.deepcopy(before))
+    model = after(copy.deepcopy(layer), change, copy.deepcopy(before))
     assert_matches_loop(model, torch.randn(4, 3, 6), modes=FAST)
 
 
 @pytest.mark.parametrize("shape", [(4, 1, 6), (1, 3, 6), (4, 2, 3, 6)])
 def test_changes_in_place_of_outputs_of_any_shape_count(shape):
-    assert_matches_loop(After(nn.Linear(6, 6), residual, nn.Linear(6, 6)), torch.randn(shape), modes=FAST)
+    assert_matches_loop(after(nn.Linear(6, 6), residual, nn.Linear(6, 6)), torch.randn(shape), modes=FAST)
 
 
 def test_hooks_set_on_outputs_in_forward_hooks_count():
@@ -99,7 +94,7 @@ def test_rms_norm_without_eps_is_the_same_when_attached(dtype):
     model[0].weight.data *= torch.arange(16, dtype=dtype)
     expected = model(x)
     normalized = torch.rms_norm(x.float(), (16,))
-    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    clipper = clip(model)
     output = model(x)
     assert torch.equal(output, expected)
     norms = clipper.backward(output.float().sum(1)).param_norms["0.weight"]
@@ -111,38 +106,22 @@ def test_rms_norm_under_autocast_is_the_same_when_attached():
     model, x = nn.Sequential(nn.Linear(16, 16, bias=False), nn.RMSNorm(16)), torch.full((3, 16), 1e-3)
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(x)
-        PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+        clip(model)
         assert torch.equal(model(x), expected)
 
 
 # what is kept for the backward
 
 
-class Scribbling(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        x = x.clone()
-        output = self.layer(x)
-        x.zero_()
-        return output
+def scribbling(m, x):
+    x = x.clone()
+    output = m.layer(x)
+    x.zero_()
+    return output
 
 
 def test_a_layer_of_which_the_bias_alone_trains_keeps_no_input():
-    assert_matches_loop(Scribbling(frozen(nn.Linear(6, 6), "weight")), torch.randn(4, 3, 6), modes=FAST)
-
-
-class Kept:
-    """Counts the elements that a graph keeps."""
-
-    def __init__(self):
-        self.elements = 0
-
-    def pack(self, tensor):
-        self.elements += tensor.numel()
-        return tensor
+    assert_matches_loop(Net(scribbling, layer=frozen(nn.Linear(6, 6), "weight")), torch.randn(4, 3, 6), modes=FAST)
 
 
 def test_checkpointed_layers_keep_no_activations():
@@ -154,7 +133,7 @@ def test_checkpointed_layers_keep_no_activations():
     seen = []
     model[0].register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
     expected = total_of(norms_of(loop(copy.deepcopy(model), [x])))
-    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    clipper = clip(model)
     seen.clear()
     losses = losses_of(model(x))
     assert [ref() for ref in seen] == [None]
@@ -162,17 +141,19 @@ def test_checkpointed_layers_keep_no_activations():
 
 
 def test_the_graph_keeps_inputs_where_hooks_of_saved_tensors_see_them():
-    model, x, kept = nn.Linear(6, 6), torch.randn(4, 6), Kept()
-    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
-    with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
+    model, x, kept = nn.Linear(6, 6), torch.randn(4, 6), []
+    clipper = clip(model)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor.numel()) or tensor, lambda tensor: tensor
+    ):
         losses = model(x).sum(1)
-    assert kept.elements == x.numel()
+    assert sum(kept) == x.numel()
     clipper.backward(losses)
 
 
 def test_a_step_leaves_no_activations_for_the_garbage_collector():
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Conv1d(3, 3, 1), nn.LayerNorm(6))
-    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0), verify="never")
+    clipper = clip(model, verify="never")
     gc.collect()
     gc.disable()
     try:

@@ -7,40 +7,36 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from per_sample.harness import assert_close, assert_matches_loop
+from per_sample.harness import Net, assert_close, assert_matches_loop, clip
 from torch import nn
 
-from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
+
+def first(output):
+    return output[0] if isinstance(output, tuple) else output
 
 
-class Storing(nn.Module):
+def stored(m, x):
     """Stores what it computed: with a batch dimension, without one, in a list, detached."""
+    h = first(m.inner(x * m.scale))
+    m.penalty, m.seen, m.both = h.square().mean(), h.detach(), [h.sum((1, 2)), "two"]
+    return h
 
+
+class Storing(Net):
     def __init__(self, inner):
-        super().__init__()
-        self.scale, self.inner = nn.Parameter(torch.linspace(0.5, 2, 4)), inner
+        super().__init__(stored, scale=nn.Parameter(torch.linspace(0.5, 2, 4)), inner=inner)
         self.penalty = self.seen = self.both = None
 
-    def forward(self, x):
-        h = self.inner(x * self.scale)
-        h = h[0] if isinstance(h, tuple) else h
-        self.penalty = h.square().mean()
-        self.seen = h.detach()
-        self.both = [h.sum((1, 2)), "two"]
-        return h
 
-
-class Penalized(nn.Module):
+def penalized(inner):
     """Its output is that of a storing module, and what that stored."""
 
-    def __init__(self, inner):
-        super().__init__()
-        self.storing, self.head = Storing(inner), nn.Linear(4, 2)
+    def forward(m, x):
+        out = m.head(m.storing(x)).sum(1)
+        penalty = m.storing.penalty.reshape(-1, 1).expand(len(out), 1)
+        return torch.cat([out, penalty, m.storing.both[0][:, None]], 1)
 
-    def forward(self, x):
-        out = self.head(self.storing(x)).sum(1)
-        penalty = self.storing.penalty.reshape(-1, 1).expand(len(out), 1)
-        return torch.cat([out, penalty, self.storing.both[0][:, None]], 1)
+    return Net(forward, storing=Storing(inner), head=nn.Linear(4, 2))
 
 
 INNER = {"by vmap": lambda: nn.Linear(4, 4), "one by one": lambda: nn.GRU(4, 4, batch_first=True)}
@@ -48,15 +44,15 @@ INNER = {"by vmap": lambda: nn.Linear(4, 4), "one by one": lambda: nn.GRU(4, 4, 
 
 @pytest.mark.parametrize("how", INNER)
 def test_gradients_of_what_was_stored_are_those_of_the_samples(how):
-    assert_matches_loop(Penalized(INNER[how]()), torch.randn(5, 3, 4), whole=(Storing,))
+    assert_matches_loop(penalized(INNER[how]()), torch.randn(5, 3, 4), whole=(Storing,))
 
 
 @pytest.mark.parametrize("how", INNER)
 def test_what_was_stored_can_be_read_as_without_a_clipper(how):
-    model, x = Penalized(INNER[how]()), torch.randn(5, 3, 4)
+    model, x = penalized(INNER[how]()), torch.randn(5, 3, 4)
     twin = copy.deepcopy(model)
     twin(x)
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), whole=(Storing,)):
+    with clip(model, whole=(Storing,)):
         model(x)
     assert_close(model.storing.seen, twin.storing.seen, rtol=1e-5, atol=1e-6)
     assert_close(model.storing.both[0], twin.storing.both[0], rtol=1e-5, atol=1e-6)
@@ -66,46 +62,31 @@ def test_what_was_stored_can_be_read_as_without_a_clipper(how):
 
 
 def test_sequences_first_are_stored_as_they_are():
-    model, x = Penalized(nn.Linear(4, 4)).storing, torch.randn(3, 5, 4)
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), batch_first=False):
+    model, x = penalized(nn.Linear(4, 4)).storing, torch.randn(3, 5, 4)
+    with clip(model, batch_first=False):
         model(x)
     assert_close(model.seen, model.inner(x * model.scale), rtol=1e-5, atol=1e-6)
 
 
-class Counting(nn.Module):
-    """Keeps an average of its inputs, in a buffer."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.scale, self.inner = nn.Parameter(torch.ones(4)), inner
-        self.register_buffer("average", torch.zeros(()))
-
-    def forward(self, x):
-        self.average = 0.9 * self.average + 0.1 * x.mean()
-        output = self.inner(x * self.scale)
-        return output[0] if isinstance(output, tuple) else output
-
-
 @pytest.mark.parametrize("how", INNER)
 def test_statistics_in_buffers_are_refused_by_name_and_keep_their_values(how):
-    model = Counting(INNER[how]())
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), whole=(Counting,)):
-        with pytest.raises(ValueError, match=r"Counting sets its buffer 'average' to a value that depends on"):
+    def forward(m, x):
+        m.average = 0.9 * m.average + 0.1 * x.mean()
+        return first(m.inner(x * m.scale))
+
+    model = Net(forward, scale=nn.Parameter(torch.ones(4)), inner=INNER[how]())
+    model.register_buffer("average", torch.zeros(()))
+    with clip(model, whole=(Net,)):
+        with pytest.raises(ValueError, match=r"Net sets its buffer 'average' to a value that depends on"):
             model(torch.randn(5, 3, 4))
         assert model.average.item() == 0
 
 
-class Function(nn.Module):
+class Function(Net):
     """A module with a parameter and a forward of its own, and what else it holds."""
 
     def __init__(self, forward, **held):
-        super().__init__()
-        self.weight, self.call = nn.Parameter(torch.linspace(0.5, 2, 3)), forward
-        for name, value in held.items():
-            setattr(self, name, value)
-
-    def forward(self, *args):
-        return self.call(self, *args)
+        super().__init__(forward, weight=nn.Parameter(torch.linspace(0.5, 2, 3)), **held)
 
 
 @dataclasses.dataclass
@@ -124,14 +105,6 @@ def in_list(module, h):
 
 def in_deque(module, h):
     module.held.append(h)
-
-
-def in_result(module, h):
-    module.held = Result(h)
-
-
-def in_namespace(module, h):
-    module.held.a = h
 
 
 HELD = {
@@ -153,19 +126,13 @@ def test_whatever_holds_what_was_stored_its_gradients_are_right(name, how, penal
         store(module, h if penalized == "each" else h.square().mean())
         return h
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            inner = {"gru": nn.GRU(3, 3, batch_first=True)} if how == "one by one" else {}
-            self.inner = Function(forward, held=copy.deepcopy(held), **inner)
-            self.kept = self.inner.held
+    def outer(net, x):
+        out = net.inner(x)
+        return torch.cat([out.flatten(1), read(net.inner.held).reshape(len(x), -1)], 1)
 
-        def forward(self, x):
-            out = self.inner(x)
-            stored = read(self.inner.held)
-            return torch.cat([out.flatten(1), stored.reshape(len(x), -1)], 1)
-
-    net = Net()
+    inner = {"gru": nn.GRU(3, 3, batch_first=True)} if how == "one by one" else {}
+    net = Net(outer, inner=Function(forward, held=copy.deepcopy(held), **inner))
+    net.kept = net.inner.held
     assert_matches_loop(net, torch.randn(4, 2, 3), modes=("auto", "low"), whole=(Function,))
     assert net.kept is None or net.inner.held is net.kept
 
@@ -179,7 +146,7 @@ def test_counters_count_steps_and_not_samples():
     model = Function(forward, steps=0, gru=nn.GRU(3, 3, batch_first=True))
     model.register_buffer("count", torch.zeros((), dtype=torch.int64))
     twin, x = copy.deepcopy(model), torch.randn(4, 2, 3)
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), whole=(Function,)) as clipper:
+    with clip(model, whole=(Function,)) as clipper:
         for _ in range(3):
             output = model(x)
             assert_close(output, twin(x), rtol=1e-5, atol=1e-6)
@@ -191,7 +158,7 @@ def test_counters_count_steps_and_not_samples():
 def test_spectral_norm_in_training_takes_one_step_of_its_iteration():
     model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), nn.Tanh()).double()
     twin, x = copy.deepcopy(model), torch.randn(4, 3).double()
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+    with clip(model) as clipper:
         for _ in range(2):
             output = model(x)
             assert_close(output, twin(x))
@@ -207,7 +174,7 @@ def test_a_tensor_that_is_changed_in_place_must_not_depend_on_the_sample():
         return h
 
     model = Function(forward, total=torch.zeros(()), gru=nn.GRU(3, 3, batch_first=True))
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), whole=(Function,)):
+    with clip(model, whole=(Function,)):
         with pytest.raises(ValueError, match=r"Function sets 'total' in place to a value that depends on the samples"):
             model(torch.randn(4, 2, 3))
         assert model.total.item() == 0
@@ -224,7 +191,7 @@ def test_tensors_in_objects_of_unknown_classes_are_refused_by_name(result):
     refused = pytest.raises(
         ValueError, match=r"Function stores 'held', in which tensors cannot be combined.*A dict can"
     )
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), whole=(Function,)), refused:
+    with clip(model, whole=(Function,)), refused:
         model(torch.randn(4, 2, 3))
     assert model.held is None
 
@@ -236,7 +203,7 @@ def test_modules_that_run_as_they_are_may_store_what_they_like():
         return h
 
     model, x = Function(forward, held=None, seen=0).double(), torch.randn(4, 3).double()
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+    with clip(model) as clipper:
         losses = (model(x) + model.held.value).square().sum(1)
         assert model.seen == 1
         assert_close(clipper.backward(losses).norms, (8 * x.square() * model.weight).norm(dim=1))
@@ -253,14 +220,14 @@ def test_what_an_attempt_without_the_generic_rule_has_changed_is_as_before():
     model = Function(forward, steps=0, calls=[], plain=torch.zeros(()))
     model.register_buffer("count", torch.zeros(()))
     twin, calls, x = copy.deepcopy(model), model.calls, torch.randn(4, 3)
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+    with clip(model) as clipper:
         torch.manual_seed(0)
         clipper.backward(model(x).sum(1))
         state = torch.get_rng_state()
     assert (model.steps, model.calls, model.plain.item(), model.count.item()) == (1, [1], 1, 1)
     assert model.calls is calls
     torch.manual_seed(0)
-    with PerSampleGradientClipper(twin, ConstantFlatClipper(1.0), whole=(Function,)):
+    with clip(twin, whole=(Function,)):
         twin(x)
     assert torch.equal(state, torch.get_rng_state())
 
@@ -272,7 +239,7 @@ def test_what_differs_from_sample_to_sample_and_is_no_tensor_is_refused():
         return h
 
     model = Function(forward, last=0.5, gru=nn.GRU(3, 3, batch_first=True))
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), whole=(Function,)):
+    with clip(model, whole=(Function,)):
         with pytest.raises((ValueError, RuntimeError), match=r"Function.*(stores 'last'|sample by sample)"):
             model(torch.randn(4, 2, 3))
         assert model.last == 0.5
@@ -287,7 +254,7 @@ def test_what_vmap_runs_first_and_not_later_changes_buffers_once():
     model = Function(forward, gru=nn.GRU(3, 3, batch_first=True))
     model.register_buffer("steps", torch.tensor(0.0))
     twin = copy.deepcopy(model)
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), whole=(Function,)) as clipper:
+    with clip(model, whole=(Function,)) as clipper:
         for length in (5, 10, 10, 5):
             x = torch.randn(4, length, 3)
             output = model(x)
@@ -306,7 +273,7 @@ def test_errors_of_a_forward_come_as_they_are_and_leave_its_state():
 
     model = Function(forward, raises=False, seen=[])
     model.register_buffer("steps", torch.tensor(0.0))
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), whole=(Function,)) as clipper:
+    with clip(model, whole=(Function,)) as clipper:
         clipper.backward(model(torch.randn(4, 3)).sum(1))
         model.raises = True
         with pytest.raises(RuntimeError, match=r"^my own$"):
@@ -324,6 +291,6 @@ def test_modules_that_write_to_their_parameters_are_refused_and_keep_them():
     model = Function(forward)
     before = model.weight.detach().clone()
     refused = pytest.raises(RuntimeError, match="Function cannot be run sample by sample")
-    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), whole=(Function,)), refused:
+    with clip(model, whole=(Function,)), refused:
         model(torch.randn(4, 3))
     assert torch.equal(model.weight, before)

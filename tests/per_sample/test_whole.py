@@ -5,10 +5,11 @@ import warnings
 
 import pytest
 import torch
-from per_sample.harness import assert_matches_loop
+from per_sample.harness import Net as Held
+from per_sample.harness import assert_matches_loop, clip, weight
 from torch import nn
 
-from torchzero_clip import ConstantFlatClipper, GradSampleModuleFastGradientClipping, PerSampleGradientClipper
+from torchzero_clip import GradSampleModuleFastGradientClipping
 from torchzero_clip.per_sample.rules import whole
 from torchzero_clip.per_sample.rules.whole import TABLE, TESTED
 
@@ -34,7 +35,7 @@ class Net(nn.Module):
 
 
 def clipper_for(model, *given):
-    return PerSampleGradientClipper(model, ConstantFlatClipper(1.0), whole=given)
+    return clip(model, whole=given)
 
 
 @pytest.mark.parametrize("given", [(Block,), ("blocks.*",), ("blocks.0", "blocks.1"), ("blocks",), (Net,), ("",)])
@@ -78,30 +79,19 @@ def test_what_the_user_gives_counts_more_than_the_table(monkeypatch):
 )
 def test_wrong_arguments_are_named(given, error, match):
     with pytest.raises(error, match=match):
-        PerSampleGradientClipper(Net(), ConstantFlatClipper(1.0), whole=given)
+        clip(Net(), whole=given)
     with pytest.raises(error, match=match):
         GradSampleModuleFastGradientClipping(Net(), whole=given)
 
 
 def test_a_parameter_that_is_shared_with_the_outside_is_added_up_before_norms():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table, self.block = nn.Embedding(7, 3), Head()
-            self.block.head.weight = self.table.weight
+    class Head(Held):
+        pass
 
-        def forward(self, index):
-            return self.block(self.table(index))
-
-    class Head(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head, self.scale = nn.Linear(3, 7, bias=False), nn.Parameter(torch.ones(3))
-
-        def forward(self, x):
-            return self.head(x * self.scale)
-
-    assert_matches_loop(Tied(), torch.randint(0, 7, (5, 4)), modes=("auto", "low"), whole=(Head,))
+    head = Head(lambda m, x: m.head(x * m.scale), head=nn.Linear(3, 7, bias=False), scale=weight(3, value=1.0))
+    model = Held(lambda m, index: m.block(m.table(index)), table=nn.Embedding(7, 3), block=head)
+    model.block.head.weight = model.table.weight
+    assert_matches_loop(model, torch.randint(0, 7, (5, 4)), modes=("auto", "low"), whole=(Head,))
 
 
 def test_forward_hooks_inside_fire_and_full_backward_hooks_are_refused():
@@ -124,34 +114,24 @@ def test_much_memory_is_announced(monkeypatch):
         model(torch.randn(20, 1, 3))
 
 
-def test_a_module_that_mixes_samples_cannot_be_run_whole():
-    class Centered(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(3, 3)
+def centered(m, x):
+    h = m.linear(x)
+    return h - h.mean(0)
 
-        def forward(self, x):
-            h = self.linear(x)
-            return h - h.mean(0)
 
-    model = Centered()
-    with clipper_for(model, Centered), pytest.raises(ValueError, match="Centered gives another output for a batch"):
+def normalized(m, x):
+    """A home-made batch norm. The deviation of one sample is NaN."""
+    return (x - x.mean(0)) / (x.std(0) + 1e-5) * m.gain
+
+
+@pytest.mark.filterwarnings(r"ignore:std\(\)", "ignore:.*degrees of freedom")
+@pytest.mark.parametrize(
+    ("forward", "held"), [(centered, {"linear": nn.Linear(3, 3)}), (normalized, {"gain": weight(3)})]
+)
+def test_a_module_that_mixes_samples_cannot_be_run_whole(forward, held):
+    model = Held(forward, **held)
+    with clipper_for(model, Held), pytest.raises(ValueError, match="Net gives another output for a batch"):
         model(torch.randn(5, 3))
-
-
-def test_a_home_made_batch_norm_whose_deviation_of_one_sample_is_nan_cannot_be_run_whole():
-    class Normalized(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gain = nn.Parameter(torch.ones(3))
-
-        def forward(self, x):
-            return (x - x.mean(0)) / (x.std(0) + 1e-5) * self.gain
-
-    with clipper_for(model := Normalized(), Normalized), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of the deviation
-        with pytest.raises(ValueError, match="Normalized gives another output for a batch"):
-            model(torch.randn(5, 3))
 
 
 @pytest.mark.peers

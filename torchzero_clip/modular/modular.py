@@ -71,8 +71,8 @@ class Modular(Optimizer):
         max_consecutive_skips: Raise if more steps than this in a row were skipped; None for any number.
         fast: Combine transforms into few passes over memory. False takes the readable way, to check a result: each
             transform is applied in its turn by the method that its author wrote, and torch's fused kernels are not
-            called, whatever ``fused`` says. The results differ by rounding. Equality with torch to the last bit is a promise of
-            the fast way. The readable way takes two to six times as long.
+            called, whatever ``fused`` says. The results differ by rounding. Equality with torch to the last bit is a
+            promise of the fast way. READABLE_TIME
 
     Raises:
         ValueError: If there are no transforms or no parameters, for an unknown or invalid setting in a group, or for a

@@ -26,6 +26,8 @@ from torchzero_clip.per_sample.rules.registry import (
 )
 from torchzero_clip.per_sample.rules.whole import Whole, chosen_whole
 
+FAST_PATHS = nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention
+
 
 class Attachment:
     """The captured layers of a model: see `Engine`.
@@ -60,6 +62,13 @@ class Attachment:
             return True
         return any(a is not b or p != q for (a, p), (b, q) in zip(held, self._held, strict=True))
 
+    def has_fast_path(self) -> bool:
+        """True if a module of torch may now run in a faster way, which torch does not take under a function mode.
+
+        The faster way has other outputs, such as zeros in padding.
+        """
+        return any(not (module.training or trainable(module)) for module in self._with_fast_path)
+
     def detach(self) -> None:
         """Restore the model."""
         self._remove()
@@ -78,6 +87,7 @@ class Attachment:
         self.captures_model = any(layer.module is model for layer in layers)
         self._held, self._rules = _held(model), dict(RULES)
         self.modules = list(model.modules())
+        self._with_fast_path = [module for module in self.modules if isinstance(module, FAST_PATHS)]
         self._batch_norms = [(name, module) for name, module in model.named_modules() if isinstance(module, BatchNorm)]
         self.owners = Counter(id(param) for layer in layers for param in layer.params.values())
         """How many layers have each parameter, by its id."""

@@ -24,6 +24,9 @@ class Rule(ABC):
     covers_submodules = False
     """Whether submodules run as parts of the layer, without rules of their own."""
 
+    runs_layers = False
+    """Whether submodules run as layers that have rules of their own."""
+
     def refusal(self, module: nn.Module) -> str | None:
         """The reason why per-sample gradients of this layer would be wrong, and the way out; None if there is none."""
         return None
@@ -97,9 +100,20 @@ class CapturedLayer:
         elif input.shape[dim] == 1 and count is not None and count != 1:
             found = Samples(input.expand(*input.shape[:dim], count, *input.shape[dim + 1 :]), dim, True)
         else:
+            self.check_rows(input, dim)
             found = Samples(input, dim)
         self.engine.mixing.note((self.name, found.dim, found.kept))
         return found
+
+    def check_rows(self, input: Tensor, dim: int) -> None:
+        """Raise a ValueError if an input has rows that values have selected where the layer expects the samples."""
+        selected, count = self.engine.selected, self.engine.forward.batch_size
+        if selected is not None and selected.has(input) and input.shape[dim] == (count or input.shape[dim]):
+            raise ValueError(
+                f"{self} got rows that values have selected, as in x[mask]. There are as many rows as samples, but row "
+                "i does not belong to sample i, so per-sample gradients would be wrong. Run the layer on all positions "
+                f"and select from its output: layer(x)[mask]{self.way_out}"
+            )
 
     def watch_params(
         self,
@@ -173,7 +187,8 @@ class CapturedForward:
             raise ValueError(f"{layer} got a nested tensor: pad it, with x.to_padded_tensor(0.0), and mask the loss")
         around, engine.running = engine.running, layer
         try:
-            output = layer.rule.run(layer, *args, **kwargs)
+            with nullcontext() if layer.rule.runs_layers or engine.selected is None else engine.selected.paused():
+                output = layer.rule.run(layer, *args, **kwargs)
             if type(output) is Tensor:
                 engine.outputs.append(weakref.ref(output))
             return output

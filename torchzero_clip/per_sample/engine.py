@@ -21,6 +21,7 @@ from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory
 from torchzero_clip.per_sample.hooks import accumulate
 from torchzero_clip.per_sample.mixing import MixingCheck, Verify
 from torchzero_clip.per_sample.rules.whole import Whole, whole_line
+from torchzero_clip.per_sample.selected_rows import SelectedRows
 
 
 class Phase(Enum):
@@ -73,6 +74,8 @@ class Engine:
         self.running: CapturedLayer | None = None
         """The layer that runs, the innermost one."""
         self.forward = Forward()
+        self.selected: SelectedRows | None = None
+        """Follows the forward of the model while it runs."""
         self.outputs: list[weakref.ref[Tensor]] = []
         """What layers and the model have returned."""
         self.norms: Tensor | None = None
@@ -149,12 +152,22 @@ class Engine:
                 "the module itself got parameters that train, after its forward had been called: call it once more"
             )
         self.phase = Phase.FORWARD
+        if not self.attachment.has_fast_path():
+            self._follow(SelectedRows(self.forward.batch_size, self.batch_dim))
 
     def forward_ended(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """The hook of the model after its forward."""
+        self._follow(None)
         if self.phase is Phase.FORWARD:
             self.phase = Phase.IDLE
             self.outputs += [weakref.ref(x) for x in pytree.tree_leaves(output) if type(x) is Tensor]
+
+    def _follow(self, selected: SelectedRows | None) -> None:
+        if self.selected is not None:  # else, or if this is the next forward, an interrupt has ended the last one
+            self.selected.__exit__(None, None, None)
+        self.selected = selected
+        if selected is not None:
+            selected.__enter__()
 
     def enter(self, layer: CapturedLayer) -> None:
         """A layer runs."""

@@ -27,6 +27,8 @@ class BareRule(Rule):
     So submodules keep their rules. An operation that is not for rows starts the forward again, by the generic rule.
     """
 
+    runs_layers = True
+
     @override
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
         count = layer.count_in(pytree.tree_leaves((args, kwargs)))

@@ -62,6 +62,8 @@ class EmbeddingBagRule(Rule):
     ) -> Tensor:
         module: Any = layer.module
         mode, padding = module.mode, module.padding_idx
+        if offsets is None:
+            layer.check_rows(input, 0)
         samples = _bags(input, offsets, include_last=module.include_last_offset)
         scale = torch.ones_like(samples) if padding is None else (input.reshape(-1) != padding).int()
         if per_sample_weights is not None:

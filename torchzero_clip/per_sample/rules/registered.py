@@ -39,6 +39,9 @@ class RegisteredRule(Rule):
             args, kwargs = pytree.tree_unflatten(given, structure)
             return _checked(layer, self._gradients(layer.module, grad, *args, **kwargs))
 
+        for i in where:
+            if leaves[i].ndim > layer.engine.batch_dim:
+                layer.check_rows(leaves[i], layer.engine.batch_dim)
         output = run_detached(layer, args, kwargs)
         if not isinstance(output, Tensor):
             raise TypeError(f"{layer} has a registered rule and must return one tensor, got {type(output).__name__}")

@@ -1,0 +1,290 @@
+"""Rows that values select, as ids[mask] does, are never taken for samples: by default, in every step, in every form."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from per_sample.harness import Net, assert_close, by_backward, by_classic_form, by_two_passes, clip, weight
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from torchzero_clip import register_rule
+from torchzero_clip.per_sample.rules.registry import RULES
+
+B, T, W = 4, 3, 4
+ONE_EACH = [(0, 1), (1, 0), (2, 2), (3, 1)]
+UNEVEN = [(0, 1), (0, 2), (2, 0), (3, 1)]
+FEWER, MORE = UNEVEN[:3], [*UNEVEN, (1, 0), (1, 1), (3, 2)]
+
+
+def added(rows, mask):
+    return torch.zeros(len(mask), W, dtype=rows.dtype).index_add(0, mask.nonzero()[:, 0], rows)
+
+
+def selecting(name):
+    """Uses a layer on selected rows, adds the rows of each sample, and has a head."""
+    use, layer = USES[name]
+    head = nn.Linear(W, 2)
+    return Net(lambda m, *data: m.head(added(use(m.layer, *data), data[2])), layer=layer(), head=head).double()
+
+
+def scale():
+    return Net(lambda m, x: torch.tanh(x * m.weight), weight=weight(W))
+
+
+def matrix():
+    """A parameter that is used for more than arithmetic."""
+    return Net(lambda m, x: x * m.weight.outer(m.weight).sum(0)[None].cumsum(1), weight=weight(W))
+
+
+class Registered(Net):
+    pass
+
+
+def registered():
+    return Registered(scale().call, weight=weight(W))
+
+
+def words():
+    return nn.Embedding(9, W)
+
+
+def behind(layer):
+    return nn.Sequential(words().requires_grad_(False), layer)
+
+
+def in_two_parts(layer, ids, x, mask):
+    late = torch.arange(T) > 0
+    first, then = mask & ~late, mask & late
+    order = torch.cat([first.nonzero()[:, 0], then.nonzero()[:, 0]])
+    rows = layer(torch.cat([ids[first], ids[then]]))
+    return rows[order.argsort(stable=True)]
+
+
+USES = {
+    "an embedding": (lambda layer, ids, x, mask: layer(ids[mask]), words),
+    "ids that were changed": (lambda layer, ids, x, mask: layer((ids[mask] + 1).clamp(max=7).long()), words),
+    "a cut": (lambda layer, ids, x, mask: layer(ids[:, 0:][mask][0:]), words),
+    "data": (lambda layer, ids, x, mask: layer(x[mask]), lambda: nn.Linear(W, W)),
+    "data, all dimensions": (lambda layer, ids, x, mask: layer(x[mask, :]), lambda: nn.Linear(W, W)),
+    "outputs of a layer": (lambda layer, ids, x, mask: layer[1](layer[0](x)[mask]), lambda: twice(nn.Linear)),
+    "a frozen embedding": (lambda layer, ids, x, mask: layer(ids[mask]), lambda: behind(nn.Linear(W, W))),
+    "a layer norm": (lambda layer, ids, x, mask: layer(x[mask]), lambda: nn.LayerNorm(W)),
+    "a convolution": (lambda layer, ids, x, mask: layer(x[mask][:, :, None])[:, :, 0], lambda: nn.Conv1d(W, W, 1)),
+    "a bare parameter": (lambda layer, ids, x, mask: layer(x[mask]), scale),
+    "a parameter by the generic rule": (lambda layer, ids, x, mask: layer(x[mask]), matrix),
+    "a cell": (lambda layer, ids, x, mask: layer(x[mask]), lambda: nn.GRUCell(W, W)),
+    "a recurrent layer": (
+        lambda layer, ids, x, mask: layer(x[mask][:, None])[0][:, 0],
+        lambda: nn.GRU(W, W, batch_first=True),
+    ),
+    "a registered rule": (lambda layer, ids, x, mask: layer(x[mask]), registered),
+    "a bag": (lambda layer, ids, x, mask: layer(torch.stack([ids, ids + 1], 2)[mask]), lambda: nn.EmbeddingBag(9, W)),
+    "masked_select": (lambda layer, ids, x, mask: layer(ids.masked_select(mask)), words),
+    "nonzero": (lambda layer, ids, x, mask: layer(ids[mask.nonzero(as_tuple=True)]), words),
+    "where": (lambda layer, ids, x, mask: layer(ids[torch.where(mask)]), words),
+    "index_select": (
+        lambda layer, ids, x, mask: layer(ids.flatten().index_select(0, mask.flatten().nonzero().squeeze(1))),
+        words,
+    ),
+    "a table": (lambda layer, ids, x, mask: layer((torch.arange(9) % 8)[ids[mask]]), words),
+    "two parts": (in_two_parts, words),
+    "repeats": (lambda layer, ids, x, mask: layer(ids[:, 0].repeat_interleave(mask.sum(1), 0)), words),
+    "two of each sample": (
+        lambda layer, ids, x, mask: layer(ids.repeat(1, 2)[mask.repeat(1, 2)].view(len(ids), -1)).sum(1),
+        words,
+    ),
+}
+NEVER_RIGHT = {"index_select", "two parts"}  # the samples of flat positions are not known; parts are out of order
+
+
+def twice(kind):
+    return nn.ModuleList([kind(W, W), kind(W, W)])
+
+
+@pytest.fixture
+def _rule():
+    register_rule(Registered, lambda module, grad, x: {"weight": grad * x * (1 - torch.tanh(x * module.weight) ** 2)})
+    yield
+    del RULES[Registered]
+
+
+pytestmark = pytest.mark.usefixtures("_rule")
+
+
+def mask_of(places):
+    mask = torch.zeros(B, T, dtype=torch.bool)
+    mask[tuple(zip(*places, strict=True))] = True
+    return mask
+
+
+def batch(places):
+    return torch.randint(0, 8, (B, T)), torch.randn(B, T, W, dtype=torch.float64), mask_of(places)
+
+
+def losses_of(model, data):
+    return model(*data).square().sum(1)
+
+
+def oracle(model, data):
+    """The norms of the samples, by one backward for each."""
+    rows, params = [], [p for p in model.parameters() if p.requires_grad]
+    for i in range(len(data[0])):
+        loss = losses_of(model, [x[i : i + 1] for x in data]).sum()
+        grads = torch.autograd.grad(loss, params, allow_unused=True)
+        rows.append(
+            torch.stack([p.new_zeros(()) if g is None else g.norm() for p, g in zip(params, grads, strict=True)])
+        )
+    return torch.stack(rows).norm(dim=1)
+
+
+def step_of(form, model, **settings):
+    """A function of a batch, which takes a step and returns the norms."""
+    step = FORMS[form](model, **settings)
+    return lambda data: step(lambda model: losses_of(model, data))[0]
+
+
+FORMS = {
+    "backward": by_backward,
+    "unchecked": partial(by_backward, verify="never"),
+    "classic": by_classic_form,
+    "two passes": by_two_passes,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", USES)
+def test_as_many_rows_as_samples_are_right_in_order_and_refused_otherwise(name, form):
+    model = selecting(name)
+    twin = copy.deepcopy(model)
+    step, refused = step_of(form, model), pytest.raises(ValueError, match=r"'layer.*got rows .*as in x\[mask\]")
+    for places in (UNEVEN, ONE_EACH, ONE_EACH, UNEVEN):
+        before = [p.grad for p in model.parameters()]
+        data = batch(places)
+        if places is UNEVEN or name in NEVER_RIGHT:
+            with refused:
+                step(data)
+            assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
+        else:
+            assert_close(step(data), oracle(twin, data))
+
+
+@pytest.mark.parametrize("form", ["unchecked", "classic"])
+@pytest.mark.parametrize("name", sorted(USES.keys() - {"two of each sample"}))
+@pytest.mark.parametrize("places", [FEWER, MORE], ids=["fewer", "more"])
+def test_fewer_and_more_rows_than_samples_are_never_wrong(name, form, places):
+    model = selecting(name)
+    data = batch(places)
+    expected = oracle(copy.deepcopy(model), data)
+    try:
+        norms = step_of(form, model)(data)
+    except (ValueError, RuntimeError):
+        return
+    assert_close(norms, expected)
+
+
+@pytest.mark.parametrize("places", [ONE_EACH, UNEVEN, MORE], ids=["one each", "uneven", "more"])
+def test_whole_is_a_way_out(places):
+    model = selecting("an embedding")
+    data = batch(places)
+    expected = oracle(copy.deepcopy(model), data)
+    assert_close(step_of("backward", model, whole=(Net,))(data), expected)
+
+
+def using(use):
+    held = {"emb": words(), "lin": nn.Linear(W, W), "frozen": words().requires_grad_(False), "head": nn.Linear(W, 2)}
+    return Net(lambda m, *data: m.head(use(m, *data)), **held).double()
+
+
+def placed(net, ids, x, mask):
+    return torch.zeros_like(x).masked_scatter(mask[:, :, None], net.frozen(ids[mask])).sum(1)
+
+
+def set_in_place(net, ids, x, mask):
+    result = torch.zeros_like(x)
+    result[mask] = net.lin(x)[mask]
+    return result.sum(1)
+
+
+def restored(net, ids, x, mask):
+    """Two frozen experts, which take some samples each."""
+    first = mask[:, 1]
+    order = torch.cat([first.nonzero()[:, 0], (~first).nonzero()[:, 0]])
+    return torch.cat([net.frozen(ids[first, 0]), -net.frozen(ids[~first, 0])])[order.argsort()]
+
+
+RIGHT = {
+    "selected from the output": lambda net, ids, x, mask: added(net.emb(ids)[mask], mask),
+    "put back": placed,
+    "set in place": set_in_place,
+    "split by sample": lambda net, ids, x, mask: torch.stack(
+        [rows.sum(0) for rows in net.frozen(ids[mask]).split(mask.sum(1).tolist())]
+    ),
+    "padded": lambda net, ids, x, mask: pad_sequence(
+        net.frozen(ids[mask]).split(mask.sum(1).tolist()), batch_first=True
+    ).sum(1),
+    "distinct words": lambda net, ids, x, mask: looked_up(net, *ids.unique(return_inverse=True)).sum(1),
+    "experts that restore the order": restored,
+    "a position of each sample": lambda net, ids, x, mask: net.lin(x)[torch.arange(len(x)), mask.int().argmax(1)],
+    "the first word": lambda net, ids, x, mask: net.lin(x[torch.arange(len(x)), (ids < 9).nonzero()[::T, 1]]),
+    "all samples": lambda net, ids, x, mask: net.emb(ids[(ids < 9).all(1)]).sum(1),
+    "shifted ids": lambda net, ids, x, mask: net.emb(F.pad(ids[:, :-1], (1, 0))).sum(1),
+    "dropped classes": lambda net, ids, x, mask: net.emb(torch.where(mask[:, 0], 8, ids[:, 0])),
+    "positions of the mask": lambda net, ids, x, mask: (net.emb(mask.cumsum(1)) * mask[:, :, None]).sum(1),
+    "positions": lambda net, ids, x, mask: (net.emb(torch.arange(T)) + x).sum(1),
+    "times": lambda net, ids, x, mask: net.lin(torch.outer(ids[:, 0], torch.arange(W)).to(x.dtype).cos()),
+    "some positions": lambda net, ids, x, mask: net.lin(x[:, torch.tensor([True, False, True])]).sum(1),
+    "sorted words": lambda net, ids, x, mask: net.emb(ids.sort(1).values).sum(1),
+}
+
+
+def looked_up(net, distinct, inverse):
+    return net.frozen(distinct)[inverse]
+
+
+@pytest.mark.parametrize("form", ["backward", "classic"])
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_models_that_select_raise_no_alarm(name, form):
+    model = using(RIGHT[name])
+    twin = copy.deepcopy(model)
+    step = step_of(form, model)
+    for places in (UNEVEN, ONE_EACH, MORE):
+        data = batch(places)
+        assert_close(step(data), oracle(twin, data))
+
+
+def test_sequences_may_come_first():
+    def forward(net, ids, x, mask):
+        return torch.zeros(B, W, dtype=x.dtype).index_add(0, mask.nonzero()[:, 1], net.emb(ids[mask]))
+
+    model = using(forward)
+    with clip(model, batch_first=False, verify="never") as clipper:
+        for places in (UNEVEN, ONE_EACH):  # the rows of time 0 come first, which is another order
+            ids, x, mask = (value.transpose(0, 1) for value in batch(places))
+            with pytest.raises(ValueError, match=r"'emb' \(Embedding\) got rows"):
+                model(ids, x, mask)
+        ids, x, mask = (value.transpose(0, 1) for value in batch([(i, 1) for i in range(B)]))
+        norms = clipper.backward(losses_of(model, (ids, x, mask))).norms
+        twin = copy.deepcopy(model)
+        for i, norm in enumerate(norms):
+            loss = twin.head(twin.emb(ids[1, i])).square().sum()
+            grads = torch.autograd.grad(loss, [twin.emb.weight, twin.head.weight, twin.head.bias])
+            assert_close(norm, torch.stack([g.norm() for g in grads]).norm())
+
+
+def test_a_forward_that_was_interrupted_leaves_nothing_behind():
+    def forward(net, ids, x, mask):
+        if interrupt:
+            raise KeyboardInterrupt
+        return net.emb(ids).sum(1)
+
+    interrupt, model = [True], using(forward)
+    with clip(model) as clipper:
+        with pytest.raises(KeyboardInterrupt):
+            model(*batch(UNEVEN))
+        interrupt.clear()
+        data = batch(UNEVEN)
+        assert_close(clipper.backward(losses_of(model, data)).norms, oracle(copy.deepcopy(model), data))
+    assert torch._C._len_torch_function_stack() == 0
