@@ -22,19 +22,16 @@ class States(Sequence[State]):
         begin: Makes the state of a parameter that has none, from its index.
     """
 
+    _dicts: list[State] | None = None
+    _has_begun = False
+
     def __init__(
-        self,
-        stored: Sequence[State],
-        path: str,
-        own: Callable[[State], State],
-        begin: Callable[[int], State],
+        self, stored: Sequence[State], path: str, own: Callable[[State], State], begin: Callable[[int], State]
     ) -> None:
         self._stored = stored
         self._path = path
         self._own = own
         self._begin = begin
-        self._dicts: list[State] | None = None
-        self._has_begun = False
 
     @classmethod
     def of(cls, dicts: Sequence[State]) -> "States":

@@ -258,12 +258,9 @@ class Walk:
     def _settings(self, node: Node, rows: list[int], rest: Sequence[Node]) -> list[Setting]:
         """The settings of each parameter: those of a transform and, where it has none of that name, of the rest."""
         own = self.settings[node.path]
-        if rest:
-            later = [self.settings[n.path] for n in rest]
-            own = [
-                {**{key: value for other in later[::-1] for key, value in other[g].items()}, **own[g]}
-                for g in range(len(self.groups))
-            ]
+        if rest:  # for equal keys the transform wins, then the next one
+            together = [*(self.settings[n.path] for n in rest[::-1]), own]
+            own = [{k: v for settings in together for k, v in settings[g].items()} for g in range(len(own))]
         if len(own) == 1:  # one object for all: `by_setting` then finds one range without comparing
             return [own[0]] * len(rows)
         return [own[g] for g in self._picked(self.group_of, rows)]
@@ -275,16 +272,17 @@ class Walk:
         begin = partial(_begin, transform, params, settings)
         known = transform.keeps_statistics and self.gradient_norms is not None
         return Step(
-            params=params,
-            grads=self._picked(self.grads, rows),
-            loss=self.loss,
-            states=self.executor.states(node, self._picked(self.states, rows), begin),
-            settings=settings,
-            global_state=node.global_state(self.chain_state),
-            gradient_norms=self.norms_of(rows) if known else None,
-            apply_child=partial(self._apply_child, node, rows) if node.children else None,
-            tools=self.executor,
-            has_loss=self.has_loss,
+            params,
+            self._picked(self.grads, rows),
+            self.loss,
+            self.executor.states(node, self._picked(self.states, rows), begin),
+            settings,
+            node.global_state(self.chain_state),
+            {},
+            self.norms_of(rows) if known else None,
+            partial(self._apply_child, node, rows) if node.children else None,
+            self.executor,
+            self.has_loss,
         )
 
     def store(self, node: Node, step: Step) -> None:

@@ -61,9 +61,10 @@ class Fast(Executor):
 
     def _are_like(self, node: Node, keys: Iterable[str]) -> bool:
         """True if the state of a transform under these keys has the layout of the parameters."""
+        if self._layout is None or self._columns is None:
+            return False
         names = [f"{node.path}/{key}" for key in keys]
-        known = self._columns
-        return self._layout is not None and known is not None and known.keys() >= set(names) and self._layout.has(names)
+        return self._layout.has(names) and all(name in self._columns for name in names)
 
     @override
     def states(self, node: Node, stored: list[State], begin: Callable[[int], State]) -> States:
@@ -281,7 +282,7 @@ class Fast(Executor):
         if queue is None or any(isinstance(op, Scale) and not op.fits_kernels for op in queue.ops):
             self.settle(rows)
             return []
-        self._queues.claim(rows)
+        self._queues.remove(queue)
         return [op for op in queue.ops if not (isinstance(op, Scale) and op.does_nothing)]
 
     def _by_tensor(self, fused: Fused, rows: list[int], step: Step) -> Callable[[], None] | None:

@@ -16,7 +16,7 @@ from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Setting
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Scale:
     """Multiplies each slice of the updates by its factor."""
 
@@ -47,7 +47,7 @@ class Scale:
         return all_ones(self.factors)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Shift:
     """Subtracts its number from each update."""
 
@@ -55,7 +55,7 @@ class Shift:
     keeps_finite = False
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Pointwise:
     """Sends updates through an elementwise transform. The updates and the state have the layout of the parameters."""
 

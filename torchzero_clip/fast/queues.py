@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torchzero_clip.fast.ops import Op
 
 
-@dataclass
+@dataclass(eq=False)
 class Queue:
     """Operations on exactly the same rows, in order.
 
