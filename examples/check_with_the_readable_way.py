@@ -1,8 +1,8 @@
 """Check a transform of your own: train with the fast way and with the readable way, and compare each step.
 
-The transform is written for single elements, so the fast way runs it in pieces, joined with torch's fused kernel. The
-readable way applies it to one whole tensor after the other. If both agree to rounding, the combination is not the cause
-of a surprising result.
+The transform treats each element on its own, so the fast way runs it and torch's fused kernel piece by piece. The
+readable way applies the transform to one whole tensor after the other. If both ways agree up to rounding, the fast way
+is not the cause of a surprising result.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def main() -> None:
     for step in range(steps):
         inputs = torch.randn(64, 32)
         target = inputs[:, :4].prod(dim=1, keepdim=True).tanh()
-        # the same parameters and state before each step: a difference in rounding must not grow from step to step
+        # copied before each step, because a difference in rounding would grow from step to step
         readable.model.load_state_dict(fast.model.state_dict())
         readable.optimizer.load_state_dict(fast.optimizer.state_dict())
         loss = fast.step(inputs, target)

@@ -108,6 +108,6 @@ class SpikeAwareClip(Elementwise):
 
 
 def _are_within(x: Tensor, square: Tensor, threshold: float, new: Tensor, other: Tensor) -> bool:
-    """True if all elements are within their limits. Writes their squares to ``new``, and to ``other``."""
+    """True if all elements are within their limits. Writes their squares to ``new``, and overwrites ``other``."""
     torch.mul(x, x, out=new)
     return bool(torch.add(new, square, alpha=-threshold, out=other).amax() <= 0)

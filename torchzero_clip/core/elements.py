@@ -124,5 +124,5 @@ def _choose(mask: Tensor, new: Tensor, old: Tensor, out: Tensor) -> None:
 
 
 def _within(bound: float, dtype: torch.dtype) -> float:
-    """A limit that torch accepts for a dtype: no finite element exceeds one beyond its range."""
+    """A limit that torch accepts for a dtype. A limit beyond its range becomes infinite and clips the same elements."""
     return bound if abs(bound) <= torch.finfo(dtype).max else bound * torch.inf

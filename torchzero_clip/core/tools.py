@@ -29,7 +29,7 @@ class Tools:
             slicing: As in `measure`.
             dims_of: As in `measure`.
             each: The norm of each tensor is needed also where slices are joined.
-            beside: The same, if that takes less than two passes.
+            beside: The norm of each tensor is wanted too if this takes less than a second pass.
             name: The name of what is measured, the same in each step.
         """
         return measure(tensors, slicing, dims_of)

@@ -1,4 +1,4 @@
-"""What the walk asks of whoever computes. The walk knows the order of the transforms, the executor how each is done."""
+"""The interface of walk and executor. The walk knows the order of the transforms, an executor computes the updates."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +58,7 @@ class Executor(Tools):
 
     @abstractmethod
     def settle(self, rows: Sequence[int]) -> None:
-        """Make sure that the memory holds the updates of some rows, because somebody else will read it."""
+        """Carry out all operations that wait on some rows, so that ``memory`` holds their updates."""
 
     @abstractmethod
     def scale(self, rows: list[int], measured: Measured, factors: Tensor, over_grads: bool) -> None:

@@ -44,4 +44,4 @@ def change(
             foreach.subtract_(removed, apply(foreach.clone(updates)))
             put(rows, removed)
         case "closure" | "update":
-            pass  # `Walk.change_closure_gradients` has applied the transform
+            pass  # "closure": `Walk.change_closure_gradients` has applied it; "update": `Walk` does not call this

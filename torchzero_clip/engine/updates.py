@@ -55,7 +55,7 @@ class Updates:
         return found
 
     def own(self, rows: list[int], over_grads: bool) -> list[Tensor]:
-        """The updates of some rows in memory that may be written to, which becomes theirs; see `current`."""
+        """Return the updates of some rows, copied where they may not be written to, and store the copies."""
         updates = self.current(rows, writable=True, over_grads=over_grads)
         if not (over_grads and self.untouched and not self._maximize):
             pairs = zip(rows, updates, strict=True)
@@ -78,7 +78,7 @@ class Updates:
 
     def keep(self, rows: list[int]) -> None:
         """Copy updates that share a tensor with ``.grad``, because a ``target="grad"`` transform will write to it."""
-        # an update of None still follows the gradient: `target="grad"` reaches it if no transform has acted before
+        # an update of None is read from .grad later, so it gets what a `target="grad"` transform writes
         shared = [i for i in rows if self._updates[i] is self._grads[i]]
         self._put_own(shared, [self._grads[i].clone() for i in shared])
 

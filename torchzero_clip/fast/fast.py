@@ -1,6 +1,6 @@
-"""The fast way of a step: operations wait until an update rule's kernel, or whoever reads the updates, needs them.
+"""The fast way of a step: operations wait until an update rule's kernel or another transform needs the updates.
 
-It computes what `Readable` computes, up to rounding. Whatever it does not know is left to the walk, as in `Readable`.
+The results are those of `Readable`, up to rounding. `Fast` leaves transforms that cannot wait to the walk.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -71,8 +71,6 @@ class Fast(Executor):
         known = self._columns if self._columns is not None and len(stored) == len(self._columns["params"]) else None
         return VectorStates(stored, node.path, node.state, begin, self._vectors, known)
 
-    # Norms and averages.
-
     @override
     def read(self, rows: list[int], *, writable: bool = False) -> list[Tensor]:
         if self._queues:
@@ -126,8 +124,6 @@ class Fast(Executor):
     @override
     def norm_of_each(self, grads: list[Tensor]) -> Tensor:
         return each_norm(grads, self._scratch) if self._layout is None else whole_norms(grads, self._scratch)
-
-    # Operations that wait.
 
     @override
     def settle(self, rows: Sequence[int]) -> None:
@@ -202,12 +198,10 @@ class Fast(Executor):
         is_known = self.memory.untouched and self.memory.current(rows)[0].is_cpu
         return is_known and (queue is None or all(op.keeps_finite for op in queue.ops))
 
-    # The end of the chain.
-
     @override
     def finish(self, host: Host, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
         rule = node.transform
-        # a subclass that overrides only `apply_tensors` would not be asked
+        # an inherited kernel would bypass a subclass that overrides only `apply_tensors`
         if not isinstance(rule, UpdateRule) or overridden_last(type(rule), "kernel", "apply_tensors") != "kernel":
             return set()
         done: set[int] = set()
@@ -277,7 +271,7 @@ class Fast(Executor):
         run_kernel(kernel, params, locals_of(updates), state, step.settings, factors)
 
     def _claimed(self, rows: list[int]) -> list[Op]:
-        """What waits on exactly these rows, for a kernel to carry out. All else that waits on them is carried out."""
+        """Return the operations on these rows if a kernel can take them. Otherwise carry them out, and return none."""
         queue = self._queues.on(rows)
         if queue is None or any(isinstance(op, Scale) and not op.fits_kernels for op in queue.ops):
             self.settle(rows)

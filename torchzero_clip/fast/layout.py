@@ -1,4 +1,4 @@
-"""The one answer to the question whether the tensors of a step may go the fast way."""
+"""Decides whether the tensors of a step have a layout with which the fast way needs no further checks."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from operator import attrgetter
@@ -17,8 +17,8 @@ _FACTS = attrgetter("dtype", "is_cpu", "shape")
 class Layout:
     """How the parameters, gradients and state of a step are laid out. Later steps are compared with it.
 
-    All are plain, contiguous, of one dtype and on one device. Gradients are shaped like the parameters. State is
-    shaped like the parameters, or 0-d. No tensor is listed twice.
+    Parameters, gradients and state of their shape are plain, contiguous, of one dtype and on one device, and none of
+    them is listed twice. All other state is 0-d, of any dtype.
 
     Args:
         tensors: Parameters, gradients and state by key.

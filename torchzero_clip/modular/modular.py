@@ -69,10 +69,10 @@ class Modular(Optimizer):
             counts it, "raise" raises a RuntimeError that names the parameters. The last two leave parameters and all
             state unchanged. They wait for the device once a step, and under FSDP2 they decide alike on all ranks.
         max_consecutive_skips: Raise if more steps than this in a row were skipped; None for any number.
-        fast: Combine transforms into few passes over memory. False takes the readable way, to check a result: each
-            transform is applied in its turn by the method that its author wrote, and torch's fused kernels are not
-            called, whatever ``fused`` says. The results differ by rounding. Equality with torch to the last bit is a
-            promise of the fast way. READABLE_TIME
+        fast: Combine transforms into few passes over memory. Pass False to check a result: each transform is then
+            applied in its turn by the method that its author wrote, and ``fused=True`` has an effect only in a `Wrap`.
+            The results differ by rounding, so `Adam` and `SGD` may then differ from torch in the last bits. A step
+            takes three to eight times as long.
 
     Raises:
         ValueError: If there are no transforms or no parameters, for an unknown or invalid setting in a group, or for a
@@ -299,8 +299,8 @@ class Modular(Optimizer):
     def _may_be_fast(self) -> bool:
         """True if operations may wait and be combined.
 
-        The compiler combines them by itself; memory that is made in inference mode cannot be used outside of it; and a
-        transform with ``target="grad"`` would change gradients that operations on hold still have to read.
+        The compiler combines operations itself. Memory that is made in inference mode cannot be used outside of it. A
+        transform with ``target="grad"`` would change gradients that waiting operations still have to read.
         """
         usable = not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled())
         return self.fast and usable and "grad" not in self._nodes.targets
@@ -392,8 +392,8 @@ class Modular(Optimizer):
         """Load a checkpoint. It is checked completely before the first change.
 
         A checkpoint belongs to its chain: it loads into the same transforms in the same order. State that was saved in
-        another floating point dtype is converted, as in torch: after ``model.double()`` it is that of a double model.
-        Keys that schedulers added to the groups stay if the checkpoint lacks them.
+        another floating point dtype, such as before ``model.double()``, is converted to the dtype that it has in this
+        optimizer, as in torch. Keys that schedulers added to the groups stay if the checkpoint lacks them.
 
         Args:
             state_dict: What `state_dict` returned, for the same parameters.

@@ -56,8 +56,8 @@ class Adam(UpdateRule):
     Non-finite and all-zero gradients enter the averages, as in torch. For float16 parameters pass
     ``state_dtype=torch.float32``: squares of gradients below 2e-4 are zero in float16.
 
-    With ``amsgrad``, torch's kernel leaves a NaN out of the largest average of squares, and torch's loop
-    (``fused=False``) does not: after a NaN in the first gradient it is 0 or NaN. The parameter becomes NaN in both.
+    With ``amsgrad``, a NaN in a gradient enters the largest average of squares in torch's loop (``fused=False``), but
+    not in torch's kernel. The parameter becomes NaN in both.
 
     Examples:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Follows rows that values select, as ``ids[mask]`` does: there may be as many as samples, without being the samples.
+"""Follows rows that values select, as in ``ids[mask]``. Their number may be that of the samples by chance.
 
 Operations such as an index by booleans return a dimension whose size depends on values. It is no batch dimension, even
 if its size is that of the batch by chance, unless its rows belong to the samples 0, 1, 2, ... in this order.
@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from torchzero_clip.compat import get_interpreter_stack
 
-INDEXES = {"__getitem__", "index_select"}
 BY_VALUES = {"masked_select", "nonzero", "argwhere", "where", "unique", "unique_consecutive", "repeat_interleave"}
 PLACES = {  # operations that put rows elsewhere, such as back into the batch
     *("index_add", "index_copy", "index_put", "index_reduce", "masked_scatter", "scatter", "scatter_add"),
@@ -41,8 +40,8 @@ class Rows(NamedTuple):
 class SelectedRows(TorchFunctionMode):
     """Knows which tensors have rows that values have selected, in a forward of ``count`` samples in dimension ``dim``.
 
-    ``count`` may be None. It compares sizes: where operations are not known, a result has the rows of an argument if it
-    is as long. Compiled functions, and operations that are not those of torch, are not seen.
+    ``count`` is None if the number of samples is not known. The result of an operation without a rule of its own has
+    the rows of an argument if it is as long. Compiled functions and operations outside of torch are not seen.
     """
 
     def __init__(self, count: int | None, dim: int) -> None:
