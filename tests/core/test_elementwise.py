@@ -4,7 +4,7 @@ import pytest
 import torch
 from contract.test_dispatch import operations_of_a_step
 from contract.training import set_grads
-from core.test_pages import shown
+from test_pages_for_authors import shown
 from torch import nn
 from typing_extensions import override
 
@@ -18,6 +18,7 @@ from torchzero_clip import (
     Elementwise,
     Modular,
     SpikeAwareClip,
+    Transform,
 )
 from torchzero_clip.core.elements import Elements
 from torchzero_clip.functional.scratch import Scratch
@@ -169,3 +170,95 @@ def test_names_of_memory_are_those_of_the_author():
     own = scratch.memory("blocks", 4, x).fill_(1.0)
     Elements(scratch=scratch).memory("blocks", x).fill_(2.0)
     assert own.tolist() == [1.0] * 4
+
+
+class Wrong(Elementwise):
+    """An author's mistake: ``change`` returns no number."""
+
+    def __init__(self, returned):
+        super().__init__({})
+        self.returned = returned
+
+    @override
+    def change(self, x, result, state, setting, at):
+        torch.mul(x, 2.0, out=result)
+        return self.returned
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("returned", [None, 3, torch.zeros(2)], ids=["None", "int", "vector"])
+def test_a_change_that_returns_no_number_is_named_before_the_parameters_change(fast, returned):
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = Modular([weight], Wrong(returned), AdamW(0.1), fast=fast)
+    weight.grad = torch.ones(3)
+    with pytest.raises(RuntimeError, match=r"Wrong\(.*\)\.change returned .* instead of the number of elements"):
+        optimizer.step()
+    assert weight.tolist() == [1.0, 1.0, 1.0]
+
+
+class Numbered(Elementwise):
+    """Its state is one number, which the fast way cannot cut into pieces."""
+
+    keys = ("count",)
+
+    def __init__(self):
+        super().__init__({})
+
+    @override
+    def init_state(self, param, setting):
+        return {"count": torch.zeros(())}
+
+    @override
+    def possible_state(self, param, setting):
+        return self.init_state(param, setting)
+
+    @override
+    def change(self, x, result, state, setting, at):
+        torch.mul(x, state[0].add_(1), out=result)
+        return x.new_zeros(())
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_state_of_another_shape_is_left_to_the_readable_way(fast):
+    weights = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))]
+    optimizer = Modular(weights, Numbered(), SGD(1.0), fast=fast)
+    for _ in range(2):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert [weight.tolist() for weight in weights] == [[-3.0] * 3, [-3.0] * 2]
+
+
+class Breaks(Transform):
+    """Any error in mid-step, such as one of memory."""
+
+    def __init__(self):
+        super().__init__({})
+        self.breaks = True
+
+    @override
+    def apply_tensors(self, updates, step):
+        if self.breaks:
+            raise RuntimeError("out of memory")
+        return updates
+
+
+@pytest.mark.parametrize(
+    "make", [ClipValueGrowth, lambda: ClipValueByEMA(0.9, "update"), SpikeAwareClip], ids=["growth", "ema", "spike"]
+)
+def test_an_error_elsewhere_leaves_no_statistic_that_has_started_without_a_value(make):
+    states = []
+    for fast in (True, False):
+        weights = {name: nn.Parameter(torch.zeros(2)) for name in "ab"}
+        breaks = Breaks()
+        optimizer = Modular(list(weights.items()), make().only("a"), breaks.only("b"), SGD(1.0), fast=fast)
+        for weight in weights.values():
+            weight.grad = torch.tensor([1.0, -2.0])
+        with pytest.raises(RuntimeError, match="out of memory"):
+            optimizer.step()
+        assert weights["a"].grad.tolist() == [1.0, -2.0]
+        breaks.breaks = False
+        optimizer.step()
+        states.append([*optimizer.state[weights["a"]].values(), *weights.values()])
+    for fast, readable in zip(*states, strict=True):
+        torch.testing.assert_close(fast, readable)

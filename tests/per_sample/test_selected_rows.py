@@ -89,6 +89,13 @@ USES = {
         lambda layer, ids, x, mask: layer(ids.flatten().index_select(0, mask.flatten().nonzero().squeeze(1))),
         words,
     ),
+    "an array of NumPy": (lambda layer, ids, x, mask: layer(ids[mask.numpy()]), words),
+    "names of arguments": (
+        lambda layer, ids, x, mask: layer(
+            torch.cat(tensors=[ids.flatten().index_select(dim=0, index=mask.flatten().nonzero().squeeze(1))], dim=0)
+        ),
+        words,
+    ),
     "a table": (lambda layer, ids, x, mask: layer((torch.arange(9) % 8)[ids[mask]]), words),
     "two parts": (in_two_parts, words),
     "repeats": (lambda layer, ids, x, mask: layer(ids[:, 0].repeat_interleave(mask.sum(1), 0)), words),
@@ -97,7 +104,11 @@ USES = {
         words,
     ),
 }
-NEVER_RIGHT = {"index_select", "two parts"}  # the samples of flat positions are not known; parts are out of order
+NEVER_RIGHT = {
+    "index_select",
+    "names of arguments",
+    "two parts",
+}  # the samples of flat positions are not known; parts are out of order
 
 
 def twice(kind):

@@ -101,6 +101,8 @@ class Elementwise(TensorwiseTransform):
     def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
         """Write the changed elements to ``result``, change their state in place, and return how many changed.
 
+        It must not raise: an earlier piece of the same tensor may have moved its parameter already.
+
         Args:
             x: Real elements of float32 or float64, not to be modified.
             result: Where the changed elements go: other memory, or ``x`` itself.
@@ -109,6 +111,17 @@ class Elementwise(TensorwiseTransform):
             setting: The settings.
             at: The elements that take part. Its methods leave the others unchanged.
         """
+
+    def counted(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
+        """Call `change`. Raise if it does not return a number, before a kernel takes the elements."""
+        count: Any = self.change(x, result, state, setting, at)
+        if not isinstance(count, Tensor) or count.numel() != 1:
+            got = f"a tensor of shape {tuple(count.shape)}" if isinstance(count, Tensor) else type(count).__name__
+            raise RuntimeError(
+                f"{self!r}.change returned {got} instead of the number of elements that changed, a 0-d tensor: return "
+                "at.count(...)"
+            )
+        return count
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
@@ -191,7 +204,7 @@ class Elementwise(TensorwiseTransform):
             x, *state = own = _of_one_dtype(given)
             numbers = [vector.select(0, k).to(x.device, x.dtype) for vector in flags.numbers]
             at = flags.elements(k, x.device)
-            counts[i] = self.change(x, x, [*state, *numbers], step.settings[i], at)
+            counts[i] = self.counted(x, x, [*state, *numbers], step.settings[i], at)
             changed = [(to, of) for to, of in zip(given, own, strict=True) if to is not of]
             foreach.copy_([to for to, _ in changed], [of for _, of in changed])
         zeros = ((i, u) for i, u in enumerate(updates) if i not in counts)

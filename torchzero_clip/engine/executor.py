@@ -61,6 +61,10 @@ class Executor(Tools):
         """Carry out all operations that wait on some rows, so that ``memory`` holds their updates."""
 
     @abstractmethod
+    def abandon(self) -> None:
+        """Called after an error: finish what transforms have begun to store, so that their state is consistent."""
+
+    @abstractmethod
     def scale(self, rows: list[int], measured: Measured, factors: Tensor, over_grads: bool) -> None:
         """Multiply what was measured by its factors. With ``over_grads`` this may write over the gradients."""
 

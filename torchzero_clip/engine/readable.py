@@ -37,6 +37,10 @@ class Readable(Executor):
         """The memory always holds the updates."""
 
     @override
+    def abandon(self) -> None:
+        """Transforms store their state at once."""
+
+    @override
     def scale(self, rows: list[int], measured: Measured, factors: Tensor, over_grads: bool) -> None:
         if all_ones(factors):
             self.memory.mark(rows)

@@ -204,7 +204,7 @@ class Walk:
             return updates
         step = self.step_for(node, rows)
         try:
-            result = transform.apply_tensors(updates, step)
+            result = transform.apply_tensors(list(updates), step)  # an author may change the list
             check_result(node, result, updates)
             check_state(node, step)
             return list(result)

@@ -131,6 +131,13 @@ class Fast(Executor):
             for op in queue.ops:
                 self._carry_out(op, queue.rows)
 
+    @override
+    def abandon(self) -> None:
+        # a statistic is marked as started when its operation begins to wait, and moves when it is carried out
+        for queue in list(self._queues):
+            if any(isinstance(op, Pointwise) for op in queue.ops):
+                self.settle(queue.rows)
+
     def _carry_out(self, op: Op, rows: list[int]) -> None:
         """Carry out one operation alone."""
         if isinstance(op, Scale):

@@ -130,7 +130,7 @@ def _run(stage: Pointwise, piece: _Piece, source: Tensor, known: Sequence[bool],
     at = stage.elements(scratch)
     if not are_known:
         at = Elements(usable, started, scratch=scratch, spread=partial(_of_elements, piece=piece))
-    stage.counts.append(stage.transform.change(piece.flat, piece.flat, state, stage.settings[piece.rows[0]], at))
+    stage.counts.append(stage.transform.counted(piece.flat, piece.flat, state, stage.settings[piece.rows[0]], at))
     for (_, views), column in zip(joined, columns, strict=True):
         foreach.copy_plain_(column, views)
 
@@ -147,7 +147,7 @@ def _change(
     """Change elements of one tensor."""
     at = stage.elements(scratch) if known[row] else stage.flags.elements(row, source.device, scratch)
     state = [*state, *(vector.select(0, row).to(source.dtype) for vector in stage.flags.numbers)]
-    stage.counts.append(stage.transform.change(source, result, state, stage.settings[row], at))
+    stage.counts.append(stage.transform.counted(source, result, state, stage.settings[row], at))
 
 
 def _spread(

@@ -54,11 +54,13 @@ def laid_out_alike(*tensors: Tensor) -> bool:
 def fit_kernels(columns: Sequence[Sequence[Tensor]]) -> bool:
     """True if lists of tensors fit torch's fused kernels, which ignore strides.
 
-    They fit if all tensors are plain, of one dtype and on one device, and laid out alike in each row. Shapes are
-    assumed to be equal.
+    They fit if all tensors are plain, of one dtype and on one device, and of one shape and laid out alike in each row.
     """
     kinds = {kind(column) for column in columns}
     if len(kinds) != 1 or None in kinds:
+        return False
+    shapes = [[tensor.shape for tensor in column] for column in columns]
+    if any(column != shapes[0] for column in shapes):
         return False
     if all(all_contiguous(column) for column in columns):
         return True

@@ -315,6 +315,7 @@ class Modular(Optimizer):
             walk.run(self.chain, "", list(range(len(walk.params))), to_params=True)
         except BaseException:
             walk.refused_by.append("error")
+            walk.executor.abandon()
             raise
         finally:
             for param, state in walk.new_states.items():

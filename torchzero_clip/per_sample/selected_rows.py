@@ -4,7 +4,7 @@ Operations such as an index by booleans return a dimension whose size depends on
 if its size is that of the batch by chance, unless its rows belong to the samples 0, 1, 2, ... in this order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -70,12 +70,14 @@ class SelectedRows(TorchFunctionMode):
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if name == "getitem":
             self._note(output, self._indexed(*args))
-        elif name == "index_select" and len(args) == 3:
-            self._note(output, self._indexed(args[0], (*[slice(None)] * (args[1] % args[0].ndim), args[2])))
+        elif name == "index_select":
+            tensor, dim, index = _arguments(args, kwargs, "input", "dim", "index")
+            self._note(output, self._indexed(tensor, (*[slice(None)] * (dim % max(tensor.ndim, 1)), index)))
         elif name in BY_VALUES and (name != "where" or len(given) == 1):
             self._note(output, self._by_values(name, given, args, kwargs, output))
-        elif name in ("cat", "concat", "concatenate") and isinstance(args[0], Sequence):
-            self._note(output, self._joined(args[0], kwargs.get("dim", args[1] if len(args) > 1 else 0)))
+        elif name in ("cat", "concat", "concatenate"):
+            tensors, dim = _arguments(args, {"dim": 0, **kwargs}, "tensors", "dim")
+            self._note(output, self._joined(tensors, dim))
         elif name not in PLACES:
             for x in given[:1] if name in OF_FIRST else given:
                 if x in self._rows:
@@ -173,9 +175,17 @@ class SelectedRows(TorchFunctionMode):
                 self._note(x, Rows(rows.dim, groups[:, 0] if groups is not None and same else None))
 
 
+def _arguments(args: Sequence[Any], kwargs: Mapping[str, Any], *names: str) -> list[Any]:
+    """The arguments of a call, given by position or by name."""
+    return [args[i] if i < len(args) else kwargs[name] for i, name in enumerate(names)]
+
+
 def _items(tensor: Tensor, index: Any) -> Sequence[tuple[Any, int, int]]:
     """The items of an index, with their dimension in the tensor and in the result."""
-    items = index if isinstance(index, tuple) else (index,)
+    items = [
+        torch.as_tensor(item) if hasattr(item, "__array__") and not isinstance(item, Tensor) else item
+        for item in (index if isinstance(index, tuple) else (index,))
+    ]
     taken = [0 if x is None or x is Ellipsis else _taken(x) for x in items]
     result: list[tuple[Any, int, int]] = []
     dim = place = 0
