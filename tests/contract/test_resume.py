@@ -132,6 +132,7 @@ def test_a_checkpoint_loads_after_the_dtype_of_the_model_has_changed(entry, befo
     assert_same_state(second, optimizer)
 
 
+@pytest.mark.fast_way
 def test_adam_goes_on_after_double_as_torchs_does():
     params, others = parameters(), parameters()
     optimizer, reference = Modular(params, Adam(0.1, fused=False)), torch.optim.Adam(others, 0.1, foreach=False)

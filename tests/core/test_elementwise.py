@@ -57,6 +57,7 @@ def test_the_fast_way_of_an_author_equals_the_readable_one(dtype):
     assert runs[0][-1].max() > 0.05
 
 
+@pytest.mark.fast_way
 def test_the_transform_of_an_author_is_called_with_pieces(monkeypatch):
     seen = []
     change = CLIP.change
@@ -74,6 +75,7 @@ def test_the_transform_of_an_author_is_called_with_pieces(monkeypatch):
         assert [at.usual for _, at in seen] == [fast] * len(shapes)
 
 
+@pytest.mark.fast_way
 def test_the_transform_of_an_author_takes_no_more_operations_than_ours():
     own = [operations_of_a_step(lambda: [CLIP(), AdamW()], count) for count in (20, 80)]
     ours = operations_of_a_step(lambda: [ClipValueByEMA(ema_init="update"), AdamW()], 20)

@@ -254,6 +254,7 @@ def measure(
     whole_tensors = joint or (slicing.dim is None and not slicing.inverse_dims and dims_of is None)
     smallest = 1 if joint else max(slicing.min_size, 1)
     may_be_fast = whole_tensors and metric in (L2, LINF) and len(tensors) > 0
+    # a tensor without elements, or of too few, has no slice: then each tensor is looked at
     if plain and may_be_fast and min(map(Tensor.numel, tensors)) >= smallest:
         return _measure_plain(tensors, metric, joint, each, scratch, beside)
     if joint:
@@ -282,6 +283,7 @@ def _measure_powers(
     """The p-norms or mean magnitudes of the slices of ``parts``, which are the tensors at ``indices``, cut."""
     values = p_norms(parts, metric.p)
     kept = set(indices)
+    # tensors that are left alone are part of the joint norm that users see
     rest = [whole(tensor) for i, tensor in enumerate(tensors) if i not in kept]
     left_alone = p_norms([p for p in rest if p.size], metric.p)
     targets = memories([tensors[i] for i in indices])
@@ -304,7 +306,7 @@ def _measure_plain(
         if total is not None:
             return Measured(L2, indices, total.expand(len(targets)), total, targets, True, norms)
     norms = (whole_norms if metric == L2 else whole_maxima)(targets, scratch)
-    if not are_local:
+    if not are_local:  # one collective for all tensors of a mesh
         norms = merged(wholes(tensors), norms, metric.p)
     wide = tensors[0].dtype == torch.float64  # the squares of other dtypes are in the range of float64
     total = torch.linalg.vector_norm(norms) if metric == L2 and not wide else combine(norms, metric.p)
