@@ -18,7 +18,10 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
-@pytest.mark.parametrize("entry", [e for e in ENTRIES if e.name != "Muon+Adam"], ids=str)  # Muon takes no complex ones
+# Muon takes no complex ones; ClipRMS counts two elements for each, one of which is 0 here
+@pytest.mark.parametrize(
+    "entry", [e for e in ENTRIES if e.name != "Muon+Adam" and not e.name.startswith("ClipRMS")], ids=str
+)
 def test_without_imaginary_parts_it_is_a_run_on_real_numbers(entry, dtype):
     real = parameters(dtype.to_real())
     params = [nn.Parameter(p.detach().to(dtype)) for p in real]
