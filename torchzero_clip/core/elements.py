@@ -93,7 +93,9 @@ class Elements:
             high: As ``low``.
             result: Where the result goes, or ``x`` itself.
         """
-        limits: Any = [bound if isinstance(bound, Tensor) else _within(bound, x.dtype) for bound in (low, high)]
+        limits: Any = [
+            bound if isinstance(bound, Tensor) else foreach.usable_limit(bound, x.dtype) for bound in (low, high)
+        ]
         if self.mask is not None:
             _choose(self.mask, torch.clamp(x, *limits), x, result)
         else:
@@ -121,8 +123,3 @@ def _choose(mask: Tensor, new: Tensor, old: Tensor, out: Tensor) -> None:
         foreach.copy_([out], [torch.where(mask, new, old)])
     else:
         torch.where(mask, new, old, out=out)
-
-
-def _within(bound: float, dtype: torch.dtype) -> float:
-    """A limit that torch accepts for a dtype. A limit beyond its range becomes infinite and clips the same elements."""
-    return bound if abs(bound) <= torch.finfo(dtype).max else bound * torch.inf

@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.core.elements import Elements
+from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import TensorwiseTransform, overridden_last
 from torchzero_clip.functional import foreach
@@ -133,7 +134,7 @@ class Elementwise(TensorwiseTransform):
         """Return every entry that the state of one parameter may ever have, as in `Transform.possible_state`."""
         state = {key: torch.zeros_like(param, dtype=wide_dtype(param.dtype)) for key in self.keys}
         if self.keeps_statistics:
-            state["started"] = torch.zeros((), dtype=torch.float64, device=param.device)
+            state |= zero_numbers("started", device=param.device)
         return state
 
     @override

@@ -22,7 +22,8 @@ class States(Sequence[State]):
         begin: Makes the state of a parameter that has none, from its index.
     """
 
-    _dicts: list[State] | None = None
+    touched: list[State] | None = None
+    """The dicts, once they were read."""
     _has_begun = False
 
     def __init__(
@@ -37,7 +38,7 @@ class States(Sequence[State]):
     def of(cls, dicts: Sequence[State]) -> "States":
         """The states in dicts that the optimizer does not store, for a `Step` that was made by hand."""
         states = cls(dicts, "", dict, lambda i: {})
-        states._dicts, states._has_begun = list(dicts), True
+        states.touched, states._has_begun = list(dicts), True
         return states
 
     def __len__(self) -> int:
@@ -58,19 +59,14 @@ class States(Sequence[State]):
     @property
     def dicts(self) -> list[State]:
         """One dict for each parameter, with keys as the transform knows them."""
-        if self._dicts is None:
+        if self.touched is None:
             self.begin()
             made: dict[int, State] = {}  # a parameter that is listed twice has one state
             for stored in self._stored:
                 if id(stored) not in made:
                     made[id(stored)] = self._own(stored)
-            self._dicts = [made[id(stored)] for stored in self._stored]
-        return self._dicts
-
-    @property
-    def touched(self) -> list[State]:
-        """The dicts, if they were read; else empty."""
-        return self._dicts or []
+            self.touched = [made[id(stored)] for stored in self._stored]
+        return self.touched
 
     def begin(self) -> None:
         """Make the state of parameters that have none."""
@@ -83,7 +79,7 @@ class States(Sequence[State]):
     def write(self) -> None:
         """Store what was changed in the dicts, and the state of parameters that had none."""
         self.begin()
-        for stored, own in zip(self._stored, self._dicts or [], strict=False):
+        for stored, own in zip(self._stored, self.touched or [], strict=False):
             self._store(stored, own)
 
     def _store(self, stored: State, own: State) -> None:
@@ -92,7 +88,7 @@ class States(Sequence[State]):
 
     def column(self, key: str, indices: Sequence[int] | None = None) -> list[Any]:
         """The values of one key: of all parameters, or of some."""
-        rows, name = (self._stored, f"{self._path}/{key}") if self._dicts is None else (self._dicts, key)
+        rows, name = (self._stored, f"{self._path}/{key}") if self.touched is None else (self.touched, key)
         if indices is not None:
             rows = [rows[i] for i in indices]
         try:
@@ -105,8 +101,8 @@ class States(Sequence[State]):
 
     def has(self, key: str) -> bool:
         """Whether all parameters have state under a key."""
-        name = key if self._dicts is not None else f"{self._path}/{key}"
-        return all(name in row for row in self._dicts or self._stored)
+        name = key if self.touched is not None else f"{self._path}/{key}"
+        return all(name in row for row in self.touched or self._stored)
 
     def numbers(self, key: str, indices: Sequence[int] | None = None) -> Tensor:
         """The numbers of one key, of all parameters or of some: a float64 vector, not to be modified."""

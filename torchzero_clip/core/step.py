@@ -101,7 +101,7 @@ class Step:
 
     def touched_states(self) -> Sequence[State]:
         """The states if they were read as dicts; else empty."""
-        return self._states.touched
+        return self._states.touched or []
 
     def by_setting(self) -> list[tuple[Setting, slice]]:
         """Return each setting with the range of the lists that it applies to. One operation can serve the range."""

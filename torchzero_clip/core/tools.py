@@ -1,4 +1,4 @@
-"""What the optimizer lends to a transform: norms and averages of lists of tensors."""
+"""Norms and averages of lists of tensors, which transforms get from the optimizer."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,6 +6,7 @@ from torch import Tensor
 
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Measured, Slicing, measure
+from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Setting
 
 
@@ -32,7 +33,13 @@ class Tools:
             beside: The norm of each tensor is wanted too if this takes less than a second pass.
             name: The name of what is measured, the same in each step.
         """
-        return measure(tensors, slicing, dims_of)
+        scratch = self.scratch_for(tensors)
+        is_plain = scratch is not None
+        return measure(tensors, slicing, dims_of, scratch, plain=is_plain, each=each, beside=beside, name=name)
+
+    def scratch_for(self, tensors: Sequence[Tensor]) -> Scratch | None:
+        """Memory with which tensors can be measured in few operations. None if they have to be measured one by one."""
+        return None
 
     def average_(
         self,

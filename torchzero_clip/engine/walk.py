@@ -313,7 +313,7 @@ def _begin(transform: Transform, params: Sequence[Tensor], settings: Sequence[Se
 
 def _measures_gradients(transform: Transform) -> bool:
     """True if a transform, as the first of the chain, measures the gradients of all parameters."""
-    # a norm of some gradients says nothing of the others, and a norm of parameters nothing of gradients
+    # with a scope it measures only some gradients, and with another target it measures parameters
     if transform.scope.limited or transform.target not in ("update", "update_difference", "grad"):
         return False
     if isinstance(transform, Chain):

@@ -27,8 +27,9 @@ from torchzero_clip.fast.queues import Queues
 from torchzero_clip.fast.vectors import VectorStates
 from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.measure import Measured, Slicing, measure, scale_
+from torchzero_clip.functional.measure import Measured, scale_
 from torchzero_clip.functional.norms import each_norm, whole_norm, whole_norms
+from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import is_partial, locals_of, memories
 from torchzero_clip.types import Setting, State
 
@@ -78,26 +79,16 @@ class Fast(Executor):
         self._last_read = self.memory.current(rows, writable=writable)
         return self._last_read
 
-    def _are_plain(self, tensors: Sequence[Tensor]) -> bool:
-        """True if local parts are plain, and none is a pending sum."""
-        if tensors is not self._last_read:
-            return foreach.are_plain(tensors)
-        return self._has_layout or (foreach.are_plain(locals_of(tensors), 0) and not any(map(is_partial, tensors)))
-
     @override
-    def measure(
-        self,
-        tensors: Sequence[Tensor],
-        slicing: Slicing,
-        dims_of: Callable[[Tensor], tuple[int, ...]] | None = None,
-        *,
-        each: bool = False,
-        beside: bool = False,
-        name: str = "",
-    ) -> Measured:
-        is_plain = self._are_plain(tensors)
-        scratch = self._scratch if is_plain else None
-        return measure(tensors, slicing, dims_of, scratch, plain=is_plain, each=each, beside=beside, name=name)
+    def scratch_for(self, tensors: Sequence[Tensor]) -> Scratch | None:
+        """Scratch memory if local parts are plain, and none is a pending sum; else None."""
+        if tensors is not self._last_read:
+            is_plain = foreach.are_plain(tensors)
+        else:
+            is_plain = self._has_layout or (
+                foreach.are_plain(locals_of(tensors), 0) and not any(map(is_partial, tensors))
+            )
+        return self._scratch if is_plain else None
 
     @override
     def average_(
@@ -184,8 +175,10 @@ class Fast(Executor):
         step = host.step_for(node, rows)
         if transform.rows_of(step) is not None or not transform.may_wait(step):
             return False
-        if transform.reads_tensors or self._queues.on(rows) is None:
+        queue = self._queues.on(rows)
+        if transform.reads_tensors or queue is None:
             self.settle(rows)
+            queue = None
             if not self.memory.untouched:
                 return False
         state = [step.column(key) for key in transform.keys]
@@ -193,17 +186,11 @@ class Fast(Executor):
             return False
         updates = self._last_read = self.memory.current(rows)
         flags = transform.flags(updates, step, None)
-        op = Pointwise(
-            transform, step.settings, state, flags, self._are_finite(rows), done=partial(_finished, host, node, step)
-        )
-        self._queues.wait(rows, op)
+        # False on other devices, where reading factors would wait
+        finite = updates[0].is_cpu and (queue is None or all(op.keeps_finite for op in queue.ops))
+        done = partial(_finished, host, node, step)
+        self._queues.wait(rows, Pointwise(transform, step.settings, state, flags, finite, done=done))
         return True
-
-    def _are_finite(self, rows: list[int]) -> bool:
-        """True if updates are finite where gradients are. Always False where reading would wait for the device."""
-        queue = self._queues.on(rows)
-        is_known = self.memory.untouched and self.memory.current(rows)[0].is_cpu
-        return is_known and (queue is None or all(op.keeps_finite for op in queue.ops))
 
     @override
     def finish(self, host: Host, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:

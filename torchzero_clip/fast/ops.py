@@ -38,7 +38,7 @@ class Scale:
 
     @property
     def keeps_finite(self) -> bool:
-        """True if no factor is above 1. It reads them."""
+        """True if all factors are between -1 and 1. This reads their values, so call it on CPU only."""
         return bool((self.factors.abs() <= 1).all())
 
     @property

@@ -93,7 +93,7 @@ class VectorStates(States):
     def column(self, key: str, indices: Sequence[int] | None = None) -> list[Any]:
         """The values of one key: of all parameters, or of some."""
         name = f"{self._path}/{key}"
-        if self._dicts is not None or indices is not None or name not in self._known:
+        if self.touched is not None or indices is not None or name not in self._known:
             return super().column(key, indices)
         self._has_begun = True
         return self._known[name]
@@ -124,7 +124,7 @@ class VectorStates(States):
 
     def _vector(self, key: str, indices: Sequence[int] | None) -> Tensor | None:
         """The vector of one key; None if its numbers cannot be one, or dicts were read, which may replace them."""
-        if self._dicts is not None:
+        if self.touched is not None:
             return None
         name = f"{self._path}/{key}"
         if indices is not None:

@@ -156,7 +156,7 @@ def _strides(tensor: Tensor) -> list[int]:
 
 
 def are_plain(tensors: Sequence[Tensor], min_size: int = 1) -> bool:
-    """Whether all are plain real tensors of one dtype, on one device, and of at least so many elements; see `kind`.
+    """True if tensors have a `kind`, and each has at least ``min_size`` elements.
 
     Always False under `torch.compile`, which combines operations by itself.
     """
@@ -345,7 +345,7 @@ def lerp_rows_(chosen: Tensor, tensors: Sequence[Tensor], ends: Sequence[Tensor]
     if not all(flags):
         tensors, ends = [list(compress(column, flags)) for column in (tensors, ends)]
     if list(map(_DTYPE, tensors)) != list(map(_DTYPE, ends)):
-        ends = [end.to(tensor.dtype) for tensor, end in zip(tensors, ends, strict=True)]
+        ends = cast(ends, tensors)
     if tensors:
         _foreach._foreach_lerp_(tensors, ends, weight)
 
@@ -384,10 +384,14 @@ def clamp_(tensors: Sequence[Tensor], limit: float) -> None:
     for tensor in reals_of(tensors):
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for dtype, group in by_dtype.items():
-        # torch raises for a limit that the dtype cannot represent; finite elements do not exceed such a limit
-        bound = limit if limit <= torch.finfo(dtype).max else float("inf")
+        bound = usable_limit(limit, dtype)
         _foreach._foreach_clamp_max_(group, bound)
         _foreach._foreach_clamp_min_(group, -bound)
+
+
+def usable_limit(limit: float, dtype: torch.dtype) -> float:
+    """A limit that torch accepts for a dtype. A limit beyond its range becomes infinite and clips the same elements."""
+    return limit if abs(limit) <= torch.finfo(dtype).max else limit * torch.inf
 
 
 def _beside(tensor: Tensor, value: Tensor, wide: torch.dtype) -> Tensor:

@@ -39,7 +39,6 @@ from torchzero_clip.functional.shards import (
     pack,
     part,
     summed,
-    whole,
     wholes,
 )
 from torchzero_clip.functional.slices import Slices, plan, sliced_norms
@@ -110,7 +109,7 @@ class Measured:
         """The tensors that were measured, with their slices."""
         if self.slices is not None:
             return self.slices.parts(self.targets)
-        return [whole(target) for target in self.targets] if self._parts is None else self._parts
+        return wholes(self.targets) if self._parts is None else self._parts
 
     @property
     def counts(self) -> list[int]:
@@ -284,7 +283,7 @@ def _measure_powers(
     values = p_norms(parts, metric.p)
     kept = set(indices)
     # tensors that are left alone are part of the joint norm that users see
-    rest = [whole(tensor) for i, tensor in enumerate(tensors) if i not in kept]
+    rest = wholes([tensor for i, tensor in enumerate(tensors) if i not in kept])
     left_alone = p_norms([p for p in rest if p.size], metric.p)
     targets = memories([tensors[i] for i in indices])
     total = metric.of_norm(total_norm(parts, values, left_alone, metric.p), sum(t.numel() for t in tensors))

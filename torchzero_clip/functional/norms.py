@@ -255,7 +255,7 @@ def _mended(norms: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     smallest, largest = extent(norms)
     if not (smallest > SMALLEST and largest < LARGEST):  # also NaN
         indices = ((norms > SMALLEST) & (norms < LARGEST)).logical_not_().nonzero().flatten()
-        again = p_norms([whole(tensors[i]) for i in indices.tolist()], 2.0)
+        again = p_norms(wholes([tensors[i] for i in indices.tolist()]), 2.0)
         norms[indices] = pack(again)
     return norms
 
@@ -307,7 +307,7 @@ def whole_sums(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
     odd = sums.isfinite().logical_not_()
     if bool(odd.any()):
         indices = odd.nonzero().flatten()
-        sums[indices] = pack(slice_sums([whole(tensors[i]) for i in indices.tolist()]))
+        sums[indices] = pack(slice_sums(wholes([tensors[i] for i in indices.tolist()])))
     return sums
 
 

@@ -18,5 +18,5 @@ def written(ring: Tensor, count: Tensor, value: Tensor, where: Tensor) -> Tensor
 
 
 def filled(ring: Tensor, count: Tensor) -> Tensor:
-    """A ring buffer with NaN where nothing was written yet: its quantiles need not wait for the device."""
+    """A ring buffer with NaN in places that were not written yet, which `Tensor.nanquantile` leaves out."""
     return torch.where(torch.arange(len(ring), device=ring.device) < count, ring, torch.nan)

@@ -127,12 +127,13 @@ class Muon(UpdateRule):
         for setting, own in step.by_setting():
             given = updates[own]
             buffers = [state["momentum_buffer"] for state in step.states[own]]
-            inputs = [t.to(buffer.dtype) for t, buffer in zip(given, buffers, strict=True)]
+            inputs = foreach.cast(given, buffers)
             foreach.lerp_(buffers, inputs, 1 - setting["momentum"])
             ahead = buffers
             if self.nesterov:
                 ahead = foreach.clone(inputs)
                 foreach.lerp_(ahead, buffers, setting["momentum"])
+            # one by one, so that only one matrix of the iteration is in memory
             result += [self._orthogonalized(t).to(update.dtype) for t, update in zip(ahead, given, strict=True)]
         for update in result:
             foreach.multiply_([update], self._scale(*update.shape))

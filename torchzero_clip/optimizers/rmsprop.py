@@ -89,12 +89,12 @@ class RMSprop(UpdateRule):
                 foreach.multiply_(buffers, setting["momentum"])
                 foreach.add_(buffers, scaled)
                 scaled = buffers
-            result += [update.to(t.dtype) for update, t in zip(scaled, given, strict=True)]
+            result += foreach.cast(scaled, given)
         return result
 
     def _scaled(self, tensors: list[Tensor], states: Sequence[State], setting: Setting) -> list[Tensor]:
         squares = [state["square_avg"] for state in states]
-        inputs = [t.to(square.dtype) for t, square in zip(tensors, squares, strict=True)]
+        inputs = foreach.cast(tensors, squares)
         foreach.decay_squares_(squares, inputs, setting["alpha"])
         spreads = squares
         if self.centered:

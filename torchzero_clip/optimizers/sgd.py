@@ -153,7 +153,7 @@ class SGD(UpdateRule):
 
         updates = [state["momentum_buffer"] for state in states]
         if not self.nesterov:
-            return [update.to(t.dtype) for update, t in zip(updates, tensors, strict=True)]
+            return foreach.cast(updates, tensors)
         ahead = foreach.clone(tensors)
         foreach.add_(ahead, updates, alpha=momentum)
         return ahead

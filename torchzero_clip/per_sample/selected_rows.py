@@ -54,7 +54,7 @@ class SelectedRows(TorchFunctionMode):
         return tensor in self._rows
 
     def paused(self) -> AbstractContextManager[object]:
-        """A block in which rows are not followed, which saves 0.02 ms in each layer. It does nothing in other modes."""
+        """Stop following rows within a block, to save 0.02 ms in each layer. It has no effect below another mode."""
         return _pop_mode_temporarily() if _get_current_function_mode() is self else nullcontext()
 
     @override
