@@ -5,8 +5,9 @@ import importlib
 import math
 import operator
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -267,6 +268,16 @@ class Record(Readable):
         vectors = (self.norm[first:], self.loss[first:], metrics, self.layers)
         layers = (self.layer_steps[first:], self.layer_norms[first:])
         return Record(self.steps[first:], self.reasons[first:], *vectors, *layers, [], ratios, self.joint)
+
+    def filled(self, kept: "Record") -> "Record":
+        """This record, with the layers of the steps of another one, which are its last."""
+        rows, layers = bisect_left(self.steps, kept.steps[0]), bisect_left(self.layer_steps, kept.steps[0])
+        metrics = {name: values[:rows] for name, values in self.metrics.items()}
+        ratios = [ratio for ratio in self.ratios if ratio.step < kept.steps[0]]
+        vectors = (self.norm[:rows], self.loss[:rows], metrics, self.layers)
+        whole = (self.layer_steps[:layers], self.layer_norms[:layers])
+        older = Record(self.steps[:rows], self.reasons[:rows], *vectors, *whole, [], ratios, self.joint)
+        return replace(joined([older, kept]), blocks=self.blocks)
 
     def index(self, step: int) -> int:
         """The row of a step.

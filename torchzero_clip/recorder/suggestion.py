@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import Tensor, tensor_split
 
 from torchzero_clip.clipping.clip_norm import ClipNorm
@@ -82,6 +83,16 @@ class Series:
                 "so something else probably clipped them before the recorder measured them"
             )
         return found
+
+
+def spikes_among(norms: Tensor) -> Tensor:
+    """True for each joint norm that is a spike among the others; False for all if too few are finite and above 0."""
+    found = torch.zeros(len(norms), dtype=torch.bool, device="cpu")
+    usable = (norms.isfinite() & (norms > 0)).nonzero().flatten()
+    if len(usable) >= FEWEST:
+        series = Series.of(norms[usable])
+        found[usable[series.start :][series.spikes]] = True
+    return found
 
 
 def _spike_border(logs: Tensor) -> float:
