@@ -22,7 +22,7 @@ from torchzero_clip.recorder.files import (
 )
 from torchzero_clip.recorder.layout import By
 from torchzero_clip.recorder.record import Record
-from torchzero_clip.recorder.suggestion import spikes_among
+from torchzero_clip.recorder.series import spikes_among
 
 REMEMBERED = 1000
 """How many earlier joint norms are used to find spikes among the next ones."""
