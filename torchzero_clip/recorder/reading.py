@@ -56,8 +56,8 @@ def read_record(path: Place, run: str | None = None) -> Record:
     if run is not None and run not in reader.runs:
         raise ValueError(f"{path} has no run {run!r}: it has {', '.join(map(repr, reader.runs)) or 'no runs'}")
     if reader.broken:
-        lines = "1 line that is" if reader.broken == 1 else f"{reader.broken} lines that are"
-        warnings.warn(f"{path}: {lines} not JSON are left out", stacklevel=2)
+        lines = "1 line is not JSON and was" if reader.broken == 1 else f"{reader.broken} lines are not JSON and were"
+        warnings.warn(f"{path}: {lines} left out", stacklevel=2)
     family = reader.ancestry(reader.last if run is None else run)
     if run is None and (others := reader.others(family)):
         warnings.warn(f"{path} also has {', '.join(others)}: pass run= to read another one", stacklevel=2)

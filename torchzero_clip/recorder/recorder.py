@@ -281,9 +281,9 @@ def _is_recorded(optimizer: Optimizer) -> bool:
 
 def _opened(path: Path, by: By, most: int, keep: int) -> Log:
     log = Log(path, by, most, keep)
+    take_over(log.path)
     if FirstProcess():
         log.is_new = not check(path)
-    take_over(log.path)
     return log
 
 

@@ -205,8 +205,8 @@ class Run(Listener):
             self._late[step] = value
 
     def _is_due(self) -> bool:
-        """True at the tenth step, after ``flush_every`` steps, and 30 seconds after the last time."""
-        is_due = self._untried >= self._flush_every or self._taken == FIRST_FLUSH
+        """True at the tenth step, after ``flush_every`` steps, 30 seconds after the last time, before steps are lost."""
+        is_due = self._untried >= self._flush_every or self._taken == FIRST_FLUSH or self._unwritten == self.keep
         return is_due or time.monotonic() - self._tried_at > SECONDS
 
     def _tape_for(self, groups: Sequence[dict[str, Any]], norms: Tensor | None) -> Tape:
