@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from torchzero_clip import read_record
-from torchzero_clip.recorder.files import append, header
 
 main = importlib.import_module("torchzero_clip.__main__").main
 
@@ -27,7 +26,8 @@ def written(path, count):
     rows = [
         {"kind": "step", "step": i, "norm": x, "loss": None, "reason": "", "metrics": {}} for i, x in enumerate(norms)
     ]
-    append(path, [header(0, "parameter", ["weight"]), *map(json.dumps, rows)])
+    head = {"kind": "run", "version": 1, "id": "x", "start": 0, "by": "parameter", "joint": [], "layers": ["weight"]}
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in [head, *rows]))
     return path
 
 

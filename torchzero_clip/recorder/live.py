@@ -28,15 +28,15 @@ class Live:
     Args:
         target: A run of Weights & Biases, a `SummaryWriter`, a logger of Lightning, the ``Accelerator``, or a function
             of a step and a dict of numbers.
-        every: A point sums up so many steps.
+        every: A point sums up so many steps; None for all that are sent at once.
 
     Raises:
         TypeError: For any other target.
     """
 
-    def __init__(self, target: Any, every: int) -> None:
-        self._send, self._once = sender(target)
-        self._every = every
+    def __init__(self, target: Any, every: int | None) -> None:
+        self._send, once = sender(target)
+        self._every = None if once else every
         self._next = 0
         self._layers: dict[str, None] = {}
         self._warned = False
@@ -53,7 +53,7 @@ class Live:
             is_end: Send the last point though it is incomplete.
         """
         first = sum(step < self._next for step in record.steps)
-        every = max(len(record.steps) - first, 1) if self._once else self._every
+        every = self._every or max(len(record.steps) - first, 1)
         while first < len(record.steps):
             end = min(first + every, len(record.steps))
             if end - first < every and not is_end:

@@ -115,6 +115,8 @@ class Recorder(Readable):
         self.optimizer = found
         """The optimizer that is recorded, without its wrappers."""
         self._run = Run(by, keep, flush_every, file, ratios_every, model, live)
+        self.is_closed = False
+        """True after `close`."""
         self._hooks: _Hooks | None = None
         if isinstance(found, Modular):
             found.listener = self._run
@@ -208,14 +210,29 @@ class Recorder(Readable):
         groups, of_groups = layout.joined(norms, "group")
         return suggested(dict(zip(groups, of_groups.unbind(dim=1), strict=True)), share_clipped, scope)
 
-    def flush(self) -> None:
-        """Write to the file all steps that are not in it yet. Without ``path``, nothing is done.
+    def flush(self, *, warn: bool = False) -> None:
+        """Write to the file, and send to ``log``, all steps that are not there yet.
+
+        Args:
+            warn: Warn if the file cannot be written, instead of raising an error.
 
         Raises:
             OSError: If the file cannot be written. The recorder still has the last ``keep`` steps, and the next call
                 tries again.
         """
-        self._run.flush()
+        if warn:
+            self._run.try_flush()
+        else:
+            self._run.flush()
+
+    def log_to(self, log: Callable[[int, dict[str, float]], object]) -> None:
+        """Send one point to a function whenever steps are written. It has no effect if ``log=`` was given.
+
+        Args:
+            log: A function of a step and a dict of numbers.
+        """
+        if self._run.live is None:
+            self._run.live = Live(log, None)
 
     def close(self) -> None:
         """Stop recording, and write the last steps to the file. The steps that are kept can still be read."""
@@ -224,6 +241,7 @@ class Recorder(Readable):
             self._hooks.remove()
         if isinstance(self.optimizer, Modular) and self.optimizer.listener is self._run:
             self.optimizer.listener = None
+        self.is_closed = True
         self._run.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -264,11 +282,15 @@ def attached(recorder: Recorder | Callable[[Any], Recorder], optimizer: Any) -> 
         optimizer: The optimizer, which a trainer may have wrapped.
 
     Raises:
-        ValueError: If the recorder records another optimizer.
+        ValueError: If the recorder is closed, or records another optimizer.
     """
     found = recorder if isinstance(recorder, Recorder) else recorder(optimizer)
     if found.optimizer is not unwrap(optimizer):
         raise ValueError("the recorder belongs to another optimizer, not to the one that is trained")
+    if found.is_closed:
+        raise ValueError(
+            'the recorder is closed: pass a function that makes one, such as partial(Recorder, path="...")'
+        )
     return found
 
 
