@@ -85,8 +85,7 @@ def test_a_directory(command, tmp_path, capsys):
 @pytest.mark.parametrize("command", ["suggest", "report"])
 def test_a_bad_line_is_named(command, file, capsys):
     with file.open("a") as out:
-        out.write("not JSON\n")
-    append(file, [json.dumps({"kind": "step", "step": 100, "norm": 1.0, "loss": None, "reason": "", "metrics": {}})])
+        out.write('{"kind": "step", "step": "x"}\n')
     assert "line 102" in error_of(capsys, command, file)
 
 

@@ -166,11 +166,12 @@ def test_a_gate_refuses_a_late_loss():
 @pytest.mark.parametrize("kind", ["modular", "torch"])
 def test_a_loop_that_reports_after_the_step_is_warned_once(kind):
     optimizer, recorder = made(kind)
-    with pytest.warns(UserWarning, match=r"write recorder.report_loss\(loss, step=recorder.step - 1\)") as caught:
-        for step in range(5):
-            train(optimizer, 1, step)
-            recorder.report_loss(1.0)
-    assert len(caught) == 1
+    train(optimizer, 1)
+    recorder.report_loss(1.0)
+    with pytest.warns(UserWarning, match=r"write recorder.report_loss\(loss, step=recorder.step - 1\)"):
+        train(optimizer, 1, 1)
+    recorder.report_loss(1.0)
+    train(optimizer, 1, 2)
     optimizer, recorder = made(kind)
     for step in range(5):  # no warning: the loop reports before the step, but not always
         if step % 2 == 0:
@@ -217,7 +218,7 @@ def test_the_first_step_that_is_not_finite_is_named_at_the_next_flush(kind, tmp_
     optimizer, recorder = made(kind, path=tmp_path / "run.jsonl", flush_every=20)
     train(optimizer, 12)
     poison(optimizer)
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="step 12") as caught:
         train(optimizer, 40, start=13, sizes={20: torch.nan})
     assert [str(warning.message) for warning in caught] == [
         "step 12: the gradients of 1 of 2 layers are inf or NaN. In the order of the model: a. The largest finite "

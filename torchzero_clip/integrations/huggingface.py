@@ -63,20 +63,17 @@ class TrainerCallback(transformers.TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Check that only one side clips, and begin or continue the record."""
         optimizer = kwargs["optimizer"]
-        if isinstance(unwrap(optimizer), Modular) or self._given is None:
+        own = isinstance(unwrap(optimizer), Modular) or self._given is None
+        if own:
             metrics(optimizer)
-            if args.max_grad_norm is not None and args.max_grad_norm > 0:
+        if args.max_grad_norm is not None and args.max_grad_norm > 0:
+            clips = f"the Trainer clips gradients to max_grad_norm={args.max_grad_norm} before"
+            if own:
                 raise ValueError(
-                    f"the Trainer clips gradients to max_grad_norm={args.max_grad_norm} before the optimizer gets them: "
-                    'write TrainingArguments(max_grad_norm=0), and ClipNorm(1.0, dim="global") in the chain for a limit '
-                    "like the Trainer's"
+                    f"{clips} the optimizer gets them: write TrainingArguments(max_grad_norm=0), and "
+                    'ClipNorm(1.0, dim="global") in the chain for a limit like the Trainer\'s'
                 )
-        elif args.max_grad_norm is not None and args.max_grad_norm > 0:
-            warnings.warn(
-                f"the Trainer clips gradients to max_grad_norm={args.max_grad_norm} before they are recorded: the record "
-                "has clipped norms unless TrainingArguments(max_grad_norm=0)",
-                stacklevel=2,
-            )
+            warnings.warn(f"{clips} they are recorded: set it to 0 to record the norms before", stacklevel=2)
         self._come_first()
         if self._given is not None:
             self.recorder = attached(self._given, optimizer)

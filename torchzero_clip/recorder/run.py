@@ -205,7 +205,7 @@ class Run(Listener):
             self._late[step] = value
 
     def _is_due(self) -> bool:
-        """True at the tenth step, after ``flush_every`` steps, 30 seconds after the last time, before steps are lost."""
+        """True at the tenth step, after ``flush_every`` steps or 30 seconds, and before steps are lost."""
         is_due = self._untried >= self._flush_every or self._taken == FIRST_FLUSH or self._unwritten == self.keep
         return is_due or time.monotonic() - self._tried_at > SECONDS
 
