@@ -22,12 +22,12 @@ def updates(draw, dtypes=tuple(ROUNDING)):
     return [(torch.randn(shape, generator=generator) * scale).to(dtype) for shape in draw(SHAPES)]
 
 
-def transformed(tensors, transform):
+def transformed(tensors, transform, **options):
     """What the transform makes of updates: the negative of parameters that start at zero."""
     params = [nn.Parameter(torch.zeros_like(tensor)) for tensor in tensors]
     for param, tensor in zip(params, tensors, strict=True):
         param.grad = tensor.clone()
-    Modular(params, transform).step()
+    Modular(params, transform, **options).step()
     return [-param.detach() for param in params]
 
 
