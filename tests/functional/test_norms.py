@@ -15,28 +15,8 @@ from torchzero_clip.functional.norms import BLOCK, joint_metric, slice_metrics, 
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import part, whole
 
-ORDERS = [
-    0,
-    1,
-    2,
-    3,
-    0.5,
-    -1,
-    -2,
-    10,
-    math.inf,
-    -math.inf,
-    "l0",
-    "l1",
-    "l2",
-    "l3",
-    "l4",
-    "linf",
-    "mad",
-    "std",
-    "var",
-    "sum",
-]
+NUMBERS = [0, 1, 2, 3, 0.5, -1, -2, 10, math.inf, -math.inf]
+ORDERS = [*NUMBERS, "l0", "l1", "l2", "l3", "l4", "linf", "mad", "std", "var", "sum"]
 
 
 def root(numbers, order):
