@@ -209,19 +209,9 @@ def test_shapes_of_norms():
     assert norm(torch.full((2, 1000), 300.0, dtype=torch.float16), dim=1).tolist() == pytest.approx([9486.83] * 2)
 
 
-@pytest.mark.parametrize(
-    ("dim", "error"),
-    [
-        (2, ValueError),
-        (-3, ValueError),
-        ((), ValueError),
-        ("global", ValueError),
-        ("rows", ValueError),
-        (0.5, TypeError),
-    ],
-)
-def test_dimensions_that_a_tensor_does_not_have(dim, error):
-    with pytest.raises(error, match="dim must"):
+@pytest.mark.parametrize("dim", [2, -3, (), "global", "rows", 0.5])
+def test_dimensions_that_a_tensor_does_not_have(dim):
+    with pytest.raises(TypeError if dim == 0.5 else ValueError, match="dim must"):
         norm(torch.zeros(2, 3), dim=dim)
 
 
