@@ -10,11 +10,19 @@ import torch
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def example(name):
+def example(name, *packages):
+    """The module of an example; skips the test if a package that it needs is not installed."""
+    for package in packages:
+        pytest.importorskip(package, reason=f"{package} is not installed")
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def runs_a_trainer(test):
+    """Mark a test that runs a trainer, whose warnings are not ours."""
+    return pytest.mark.slow(pytest.mark.peers(pytest.mark.filterwarnings("ignore")(test)))
 
 
 @pytest.mark.slow
@@ -93,35 +101,25 @@ def test_a_loop_like_nanogpts_learns_and_resumes_bit_for_bit():
     assert losses[-10:].mean() < 3.3
 
 
-@pytest.mark.slow
-@pytest.mark.peers
-@pytest.mark.filterwarnings("ignore")
+@runs_a_trainer
 def test_accelerate_resumes_bit_for_bit():
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
-    loss, norms, same = example("accelerate_loop").run(60)
+    loss, norms, same = example("accelerate_loop", "accelerate").run(60)
     assert same
     assert loss < 0.06
     assert len(norms) == 60
     assert 0 < sum(norm > 1 for norm in norms) < 30
 
 
-@pytest.mark.slow
-@pytest.mark.peers
-@pytest.mark.filterwarnings("ignore")
+@runs_a_trainer
 def test_lightning_resumes_bit_for_bit(caplog):
-    pytest.importorskip("lightning", reason="lightning is not installed")
-    found, same = example("lightning_trainer").run(4)
+    found, same = example("lightning_trainer", "lightning").run(4)
     assert same
     assert found["clip_norm/factor"] == pytest.approx(min(1 / found["clip_norm/norm"], 1))
 
 
-@pytest.mark.slow
-@pytest.mark.peers
-@pytest.mark.filterwarnings("ignore")
+@runs_a_trainer
 def test_the_trainer_of_hugging_face_resumes_bit_for_bit():
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
-    logs, same = example("huggingface_trainer").run(20)
+    logs, same = example("huggingface_trainer", "transformers", "accelerate").run(20)
     assert same
     assert [log["step"] for log in logs] == list(range(2, 21, 2))
     for log in logs:
@@ -129,9 +127,7 @@ def test_the_trainer_of_hugging_face_resumes_bit_for_bit():
 
 
 def mislabelled():
-    for package in ("matplotlib", "sklearn", "tqdm"):
-        pytest.importorskip(package, reason=f"{package} is not installed")
-    return example("mislabelled")
+    return example("mislabelled", "matplotlib", "sklearn", "tqdm")
 
 
 @pytest.mark.slow
@@ -164,9 +160,7 @@ def test_auc_and_precision_of_mislabelled():
 
 
 def loss_spikes():
-    for package in ("matplotlib", "tqdm"):
-        pytest.importorskip(package, reason=f"{package} is not installed")
-    return example("loss_spikes")
+    return example("loss_spikes", "matplotlib", "tqdm")
 
 
 def test_spikes_of_losses_are_rises_above_the_median_before():
@@ -195,9 +189,7 @@ def test_a_limit_that_adapts_survives_corrupted_batches_that_harm_without_one():
 
 @pytest.mark.slow
 def test_the_record_of_a_run_finds_its_corrupted_batches(tmp_path):
-    for package in ("matplotlib", "tqdm"):
-        pytest.importorskip(package, reason=f"{package} is not installed")
-    module = example("find_the_spike")
+    module = example("find_the_spike", "matplotlib", "tqdm")
     before = module.train("without a clip", 500, tmp_path / "run.jsonl", [])
     assert set(before.wrong) <= set(before.record.spikes())
     assert min(before.wrong) >= 150
