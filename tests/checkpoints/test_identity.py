@@ -26,11 +26,6 @@ from torchzero_clip import (
 )
 
 
-def moments(optimizer, name="adam"):
-    states = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
-    return [state[f"{name}/{key}"] for state in states for key in ("exp_avg", "exp_avg_sq", "step")]
-
-
 @pytest.mark.parametrize(
     ("saver", "loader"),
     [

@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 def trained(directory, steps, chain, resume=None, hook=None, callbacks=(), **given):
     model = Net()
-    optimizer = Modular(model, *chain)
+    optimizer = chain(model.parameters()) if callable(chain) else Modular(model, *chain)
     if hook is not None:
         optimizer.register_load_state_dict_pre_hook(hook)
     usual = {"max_grad_norm": 0, "report_to": [], "logging_steps": 1000, "save_steps": 4, "max_steps": steps}
@@ -108,11 +108,8 @@ def test_a_trainer_that_clips_as_well_is_refused(tmp_path):
 
 
 def test_an_optimizer_without_a_chain_is_refused(tmp_path):
-    model = Net()
-    arguments = transformers.TrainingArguments(str(tmp_path), max_grad_norm=0, report_to=[], use_cpu=True)
-    trainer = transformers.Trainer(model, arguments, train_dataset=Data(), callbacks=[TrainerCallback()])
     with pytest.raises(TypeError, match="optimizer must be a Modular or a wrapper of one, got AdamW"):
-        trainer.train()
+        trained(tmp_path, 1, torch.optim.AdamW, callbacks=[TrainerCallback()])
 
 
 def test_a_callback_inside_another_does_not_move(tmp_path):
@@ -133,12 +130,7 @@ def test_a_run_of_torchs_adamw_goes_on_by_a_hook_that_may_stay(tmp_path):
     def hook(optimizer, saved):
         return from_torch_optim(saved, optimizer)
 
-    model = Net()
-    old = torch.optim.AdamW(model.parameters(), 0.1)
-    arguments = transformers.TrainingArguments(
-        str(tmp_path), max_steps=4, save_steps=4, max_grad_norm=0, report_to=[], use_cpu=True, disable_tqdm=True
-    )
-    transformers.Trainer(model, arguments, train_dataset=Data(), optimizers=(old, None)).train()
+    trained(tmp_path, 4, torch.optim.AdamW)
     chain = [ClipNorm(1e9), AdamW()]
     for steps in (6, 8):  # the second run resumes from a checkpoint of the chain
         checkpoint = os.fspath(tmp_path / f"checkpoint-{steps - 2}")

@@ -362,15 +362,12 @@ def test_an_optimizer_can_be_collected():
     assert gone() is None
 
 
-@pytest.mark.parametrize("kind", ["modular", "torch"])
-def test_it_resumes(kind, tmp_path):
-    def optimizer(net):
-        return (
-            Modular(net, SkipStep(max_norm=100), Adam())
-            if kind == "modular"
-            else torch.optim.SGD(net.named_parameters())
-        )
-
+@pytest.mark.parametrize(
+    "optimizer",
+    [lambda net: Modular(net, SkipStep(max_norm=100), Adam()), lambda net: torch.optim.SGD(net.named_parameters())],
+    ids=["modular", "torch"],
+)
+def test_it_resumes(optimizer, tmp_path):
     net = model()
     whole = optimizer(net)
     recorder = Recorder(whole, keep=8)

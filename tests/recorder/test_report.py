@@ -284,9 +284,3 @@ def test_at_most_20_steps_are_listed_and_the_others_counted(tmp_path):
 @quick
 def test_without_a_spike_the_page_says_so(tmp_path):
     assert "There were no spikes and no skipped steps." in report(made([1.0] * 30), tmp_path).text
-
-
-def test_a_record_without_steps_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="the record has no steps"):
-        write_report(made([]), tmp_path / "report.html")
-    assert not (tmp_path / "report.html").exists()
