@@ -77,17 +77,14 @@ def test_it_resumes_into_another_chain_by_a_hook(tmp_path):
     assert next(iter(new.state.values()))["adam/step"].item() == next(iter(old.state.values()))["adam/step"].item() + 1
 
 
-def test_metrics_are_in_the_history_and_on_tensorboard(tmp_path):
+def test_metrics_are_in_the_history_and_on_tensorboard(tmp_path, monkeypatch):
     events = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
     )
-    os.environ["TENSORBOARD_LOGGING_DIR"] = str(tmp_path / "logs")
-    try:
-        chain = [ClipNorm(0.1, dim="global"), Adam(0.1)]
-        given = {"report_to": ["tensorboard"], "logging_steps": 2, "save_steps": 100}
-        _, optimizer, trainer = trained(tmp_path, 6, chain, callbacks=[TrainerCallback()], **given)
-    finally:
-        del os.environ["TENSORBOARD_LOGGING_DIR"]
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "logs"))
+    chain = [ClipNorm(0.1, dim="global"), Adam(0.1)]
+    given = {"report_to": ["tensorboard"], "logging_steps": 2, "save_steps": 100}
+    _, optimizer, trainer = trained(tmp_path, 6, chain, callbacks=[TrainerCallback()], **given)
     logs = [log for log in trainer.state.log_history if "loss" in log]
     assert [log["step"] for log in logs] == [2, 4, 6]
     for log in logs:  # the Trainer's own norm is the one before clipping
