@@ -35,9 +35,8 @@ def test_a_limit_that_grows_beats_both_its_ends():
     growing = median(warm_up.growing(150))
     assert growing < 0.2 * median(warm_up.SMALL)
     assert growing < 0.5 * median(warm_up.LARGE)
-    assert median(warm_up.LARGE, warm_up=150) == pytest.approx(
-        growing, rel=1e-3
-    )  # the scheduler of torch does the same
+    by_scheduler = median(warm_up.LARGE, warm_up=150)  # torch's does the same
+    assert by_scheduler == pytest.approx(growing, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -159,12 +158,8 @@ def test_auc_and_precision_of_mislabelled():
     assert digits.precision(torch.tensor([3.0, 1.0, 2.0, 2.5]), wrong) == 0.5
 
 
-def loss_spikes():
-    return example("loss_spikes", "matplotlib", "tqdm")
-
-
 def test_spikes_of_losses_are_rises_above_the_median_before():
-    spikes = loss_spikes().spikes
+    spikes = example("loss_spikes", "matplotlib", "tqdm").spikes
     flat = [2.0, 2.1] * 40
     assert spikes(flat)[0] == 0
     assert spikes([*flat, 20.0, 20.0, *flat])[0] == 1  # neighbours are one spike
@@ -176,7 +171,7 @@ def test_spikes_of_losses_are_rises_above_the_median_before():
 
 @pytest.mark.slow
 def test_a_limit_that_adapts_survives_corrupted_batches_that_harm_without_one():
-    module = loss_spikes()
+    module = example("loss_spikes", "matplotlib", "tqdm")
     situation, options, texts = module.SITUATIONS[0], module.Options(300, 1), module.load_texts()
     corrupted = module.corrupted_steps(situation, options, 0)
     assert set(corrupted.values()) == {True, False}

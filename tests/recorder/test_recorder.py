@@ -94,9 +94,8 @@ def test_what_transforms_did():
     columns = recorder.record().columns(transforms=True)
     assert columns["clip_norm/limit"] == [0.5, 0.5, 0.5, 0.25]
     assert columns["clip_norm_2/limit"] == [0.1] * 4
-    for norm, before, factor in zip(
-        columns["norm"], columns["clip_norm/norm"], columns["clip_norm/factor"], strict=True
-    ):
+    rows = zip(columns["norm"], columns["clip_norm/norm"], columns["clip_norm/factor"], strict=True)
+    for norm, before, factor in rows:
         assert math.isclose(norm, before, rel_tol=1e-6)
         assert 0 < factor < 1
     assert columns["share_clipped"] == [1.0] * 4
@@ -347,10 +346,8 @@ def test_copies_and_pickles_have_no_recorder():
                 param.grad = torch.ones_like(param)
         other.step()
     assert recorder.step == 1
-    assert (
-        before["param_groups"][0].keys()
-        == Modular(model(), ClipNorm(1.0), Adam()).state_dict()["param_groups"][0].keys()
-    )
+    without = Modular(model(), ClipNorm(1.0), Adam()).state_dict()
+    assert before["param_groups"][0].keys() == without["param_groups"][0].keys()
 
 
 def test_an_optimizer_can_be_collected():
@@ -386,8 +383,6 @@ def test_it_resumes(optimizer, tmp_path):
     assert torch.equal(a.layer_norms, b.layer_norms)
     with pytest.raises(ValueError, match="other parameters"):
         Recorder(Modular(nn.Linear(2, 2), Adam())).load_state_dict(recorder.state_dict())
-    with pytest.raises(ValueError, match="must come from Recorder"):
-        again.load_state_dict(resumed.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -458,9 +453,8 @@ def test_what_is_kept_is_what_was_seen(steps, keep):
         expected.append([5 * size, -1.0 if is_missing else 5 * size, 5 * size])
     record = recorder.record()
     assert record.steps == list(range(len(steps)))[-keep:]
-    torch.testing.assert_close(
-        record.layer_norms, torch.tensor(expected[-keep:], dtype=torch.float64), rtol=1e-6, atol=0
-    )
+    kept = torch.tensor(expected[-keep:], dtype=torch.float64)
+    torch.testing.assert_close(record.layer_norms, kept, rtol=1e-6, atol=0)
 
 
 def test_no_sync_and_a_device_of_its_own():
@@ -664,7 +658,8 @@ def test_bad_states():
     train(net, optimizer, 3)
     good = recorder.state_dict()
     narrow = {**good["tape"], "norms": good["tape"]["norms"][:, :1]}
-    for bad in ({**good, "tape": {}}, {**good, "tape": "x"}, {**good, "step": "3"}, {**good, "tape": narrow}, 3):
+    bad_tapes = [{**good, "tape": tape} for tape in ({}, "x", narrow)]
+    for bad in (*bad_tapes, {**good, "step": "3"}, optimizer.state_dict(), 3):
         with pytest.raises(ValueError, match=r"Recorder|shapes"):
             recorder.load_state_dict(bad)
         assert recorder.step == 3

@@ -212,10 +212,8 @@ def luminance(color):
 def test_the_contrast_of_text_is_at_least_that_of_wcag_aa(tmp_path):
     write_report(run(), tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
-    light = dict(re.findall(r"--(\w+): #(\w+);", text.split("@media")[0]))
-    dark = dict(
-        re.findall(r"--(\w+): #(\w+);", text.split("@media (prefers-color-scheme: dark)")[1].split("body {")[0])
-    )
+    in_the_dark = text.split("@media (prefers-color-scheme: dark)")[1].split("body {")[0]
+    light, dark = (dict(re.findall(r"--(\w+): #(\w+);", part)) for part in (text.split("@media")[0], in_the_dark))
     for colors in (light, dark):
         for ground in ("page", "box"):
             for words in ("text", "soft"):
