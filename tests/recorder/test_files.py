@@ -15,11 +15,17 @@ import time
 
 import pytest
 import torch
+from recorder.records import step_line
 from torch import nn
 
 from torchzero_clip import SGD, ClipNorm, Modular, Recorder, SkipStep, read_record
 
 BEGIN = '{"kind": "run", "version": 1, "start": 0, "by": "parameter", "joint": [], "layers": ["a", "b"]}\n'
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run.jsonl"
 
 
 def start(path, **given):
@@ -42,8 +48,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_full_rings_are_appended(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_full_rings_are_appended(path):
     optimizer, recorder = start(path, keep=10)
     run(optimizer, 9)
     assert not path.exists()
@@ -55,8 +60,7 @@ def test_full_rings_are_appended(tmp_path):
     assert [row["kind"] for row in lines(path)].count("run") == 1
 
 
-def test_what_is_read_is_what_was_written(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_what_is_read_is_what_was_written(path):
     optimizer, recorder = start(path, keep=300, ratios_every=50)
     run(optimizer, 250, sizes={120: 20.0, 200: 1000.0, 210: torch.inf})
     recorder.close()
@@ -87,8 +91,7 @@ def test_what_is_read_is_what_was_written(tmp_path):
         record.suggest_max_norm(scope="parameter")
 
 
-def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_a_resumed_run_replaces_what_came_after_its_checkpoint(path):
     optimizer, recorder = start(path, keep=10)
     run(optimizer, 20)
     saved = recorder.state_dict()
@@ -105,8 +108,7 @@ def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path):
     assert [block.last for block in record.blocks] == [9, 19, 29, 34]
 
 
-def test_of_a_long_series_of_bad_steps_only_the_first_keep_their_layers(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_of_a_long_series_of_bad_steps_only_the_first_keep_their_layers(path):
     optimizer, recorder = start(path)
     run(optimizer, 60, sizes=dict.fromkeys([*range(20, 45), 50], torch.inf))
     recorder.close()
@@ -114,8 +116,7 @@ def test_of_a_long_series_of_bad_steps_only_the_first_keep_their_layers(tmp_path
     assert len([reason for reason in read_record(path).reasons if reason]) == 26
 
 
-def test_layers_that_are_added_later(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_layers_that_are_added_later(path):
     optimizer, recorder = start(path)
     run(optimizer, 3)
     optimizer.add_param_group({"params": [("c", nn.Parameter(torch.zeros(1)))]})
@@ -163,8 +164,7 @@ def test_the_end_of_the_process_writes_the_rest_and_a_kill_loses_one_ring(tmp_pa
     assert read_record(killed).steps == list(range(20))
 
 
-def test_a_recorder_that_nobody_holds_writes_when_its_optimizer_goes(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_a_recorder_that_nobody_holds_writes_when_its_optimizer_goes(path):
     optimizer, _ = start(path)
     run(optimizer, 3)
     del optimizer, _
@@ -172,10 +172,8 @@ def test_a_recorder_that_nobody_holds_writes_when_its_optimizer_goes(tmp_path):
     assert read_record(path).steps == [0, 1, 2]
 
 
-def test_a_line_that_a_kill_cut_off_is_left_out(tmp_path):
-    path = tmp_path / "run.jsonl"
-    step = '{"kind": "step", "step": %d, "norm": 1.0, "loss": null, "reason": "", "metrics": {}}\n'
-    path.write_text(BEGIN + step % 0 + (step % 1)[:30])
+def test_a_line_that_a_kill_cut_off_is_left_out(path):
+    path.write_text(f"{BEGIN}{step_line(0)}\n{step_line(1)[:30]}")
     assert read_record(path).steps == [0]
     optimizer, recorder = start(path)
     recorder.load_state_dict({"step": 1, "tape": None})
@@ -184,28 +182,19 @@ def test_a_line_that_a_kill_cut_off_is_left_out(tmp_path):
     assert read_record(path).steps == [0, 1, 2]
 
 
-GOOD = '{"kind": "step", "step": 0, "norm": 1.0, "loss": null, "reason": "", "metrics": {}}'
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("nonsense", "line 2: it is not JSON"),
         ("[1, 2]", "line 2: its kind must be one of run, step"),
         ('{"kind": "tree"}', "line 2: its kind must be one of"),
-        (
-            '{"kind": "step", "step": "3", "norm": 1, "loss": 1, "reason": "", "metrics": {}}',
-            "line 2: 'step' is missing",
-        ),
-        ('{"kind": "step", "step": true, "norm": 1, "loss": 1, "reason": "", "metrics": {}}', "line 2: 'step' is"),
+        (step_line("3"), "line 2: 'step' is missing"),
+        (step_line(True), "line 2: 'step' is"),
         ('{"kind": "step", "step": 3}', "line 2: 'norm' is missing"),
-        ('{"kind": "step", "step": 3, "norm": 1, "loss": 1, "reason": "", "metrics": {"a": "b"}}', "must be numbers"),
+        (step_line(3, metrics={"a": "b"}), "must be numbers"),
         ('{"kind": "layers", "step": 3, "norms": [1.0]}', "line 2: it has 1 numbers for 2 layers"),
         ('{"kind": "layers", "step": 3, "norms": [1.0, "x"]}', "line 2: it must have numbers only"),
-        (
-            '{"kind": "step", "step": 3, "norm": 1%s, "loss": 1, "reason": "", "metrics": {}}' % ("0" * 400),
-            "line 2: int too",
-        ),
+        (step_line(3, norm=10**400), "line 2: int too"),
         ("[" * 100_000, "line 2: it is not JSON"),
         (
             '{"kind": "run", "version": 2, "start": 0, "by": "parameter", "joint": [], "layers": []}',
@@ -213,32 +202,23 @@ GOOD = '{"kind": "step", "step": 0, "norm": 1.0, "loss": null, "reason": "", "me
         ),
     ],
 )
-def test_bad_lines_are_named(tmp_path, line, message):
-    path = tmp_path / "run.jsonl"
-    path.write_text(f"{BEGIN}{line}\n{GOOD}\n")
+def test_bad_lines_are_named(path, line, message):
+    path.write_text(f"{BEGIN}{line}\n{step_line(0)}\n")
     with pytest.raises(ValueError, match=message) as error:
         read_record(path)
     assert str(path) in str(error.value)
 
 
-def test_bad_files(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        read_record(tmp_path / "missing.jsonl")
-    path = tmp_path / "run.jsonl"
-    path.write_text(f"{GOOD}\n{GOOD}\n")
+def test_files_without_a_run(path):
+    path.write_text(f"{step_line(0)}\n{step_line(0)}\n")
     with pytest.raises(ValueError, match="line 1: a line of the kind 'run' must come first"):
-        read_record(path)
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="not a text file"):
         read_record(path)
     path.write_text("")
     assert read_record(path).steps == []
 
 
-def test_a_long_file_is_read_in_moments(tmp_path):
-    path = tmp_path / "run.jsonl"
-    step = '{"kind": "step", "step": %d, "norm": 1.0, "loss": 2.0, "reason": "", "metrics": {"clip_norm/limit": 1.0}}'
-    path.write_text(BEGIN + "\n".join(step % k for k in range(20_000)) + "\n")
+def test_a_long_file_is_read_in_moments(path):
+    path.write_text(BEGIN + "".join(f"{step_line(k, metrics={'clip_norm/limit': 1.0})}\n" for k in range(20_000)))
     begin = time.perf_counter()
     assert len(read_record(path).steps) == 20_000
     assert time.perf_counter() - begin < 20  # quadratic reading takes minutes
@@ -256,8 +236,7 @@ def test_jobs_that_are_killed_before_a_ring_is_full_lose_no_more_than_the_last_r
     assert read_record(path).steps == list(range(75))
 
 
-def test_a_copy_writes_no_file(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_a_copy_writes_no_file(path):
     optimizer, recorder = start(path)
     run(optimizer, 5)
     for copied in (copy.deepcopy(recorder), pickle.loads(pickle.dumps(recorder._run))):
@@ -270,8 +249,7 @@ def test_a_copy_writes_no_file(tmp_path):
 
 
 @pytest.mark.parametrize(("keep", "spike", "end"), [(10, 105, 120), (100, 205, 210), (1000, 1005, 1010)])
-def test_the_layers_of_a_spike_are_written_however_few_steps_come_with_it(tmp_path, keep, spike, end):
-    path = tmp_path / "run.jsonl"
+def test_the_layers_of_a_spike_are_written_however_few_steps_come_with_it(path, keep, spike, end):
     optimizer, recorder = start(path, keep=keep)
     run(optimizer, end, sizes={spike: 20.0})
     recorder.close()
@@ -279,8 +257,7 @@ def test_the_layers_of_a_spike_are_written_however_few_steps_come_with_it(tmp_pa
     assert read_record(path).worst(step=spike)[0].ratio > 10
 
 
-def test_a_spike_that_is_known_only_later_gets_its_layers(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_a_spike_that_is_known_only_later_gets_its_layers(path):
     optimizer, recorder = start(path)
     run(optimizer, 12, sizes={8: 20.0})
     recorder.flush()
@@ -291,8 +268,7 @@ def test_a_spike_that_is_known_only_later_gets_its_layers(tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()], ids=["full", "interrupt"])
-def test_a_flush_that_fails_loses_nothing(tmp_path, monkeypatch, error):
-    path = tmp_path / "run.jsonl"
+def test_a_flush_that_fails_loses_nothing(path, monkeypatch, error):
     optimizer, recorder = start(path, keep=10)
     run(optimizer, 15)
     before = path.read_bytes()
@@ -312,8 +288,7 @@ def test_a_flush_that_fails_loses_nothing(tmp_path, monkeypatch, error):
     assert read_record(path).steps == list(range(20))
 
 
-def test_a_ring_that_cannot_be_written_does_not_stop_training(tmp_path, monkeypatch):
-    path = tmp_path / "run.jsonl"
+def test_a_ring_that_cannot_be_written_does_not_stop_training(path, monkeypatch):
     optimizer, recorder = start(path, keep=10)
 
     def fails(self, mode):
@@ -328,8 +303,7 @@ def test_a_ring_that_cannot_be_written_does_not_stop_training(tmp_path, monkeypa
     assert read_record(path).steps == list(range(10, 20))  # the ring had no room for more
 
 
-def test_paths(tmp_path, monkeypatch):
-    path = tmp_path / "run.jsonl"
+def test_paths(path, tmp_path, monkeypatch):
     optimizer, recorder = start(path)
     with pytest.raises(ValueError, match="another Recorder writes to"):
         start(path)
@@ -354,8 +328,7 @@ def test_paths(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore")
-def test_a_fork_does_not_write(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_a_fork_does_not_write(path):
     optimizer, recorder = start(path)
     run(optimizer, 5)
     child = os.fork()
@@ -366,8 +339,7 @@ def test_a_fork_does_not_write(tmp_path):
     assert not path.exists()
 
 
-def test_a_run_that_begins_anew_warns_that_it_replaces_the_file(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_a_run_that_begins_anew_warns_that_it_replaces_the_file(path):
     optimizer, recorder = start(path)
     run(optimizer, 5)
     recorder.close()
@@ -378,16 +350,14 @@ def test_a_run_that_begins_anew_warns_that_it_replaces_the_file(tmp_path):
     assert read_record(path).steps == [0, 1]
 
 
-def test_lines_for_steps_that_are_not_there_are_left_out(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_lines_for_steps_that_are_not_there_are_left_out(path):
     path.write_text(BEGIN + '{"kind": "layers", "step": 5, "norms": [1.0, 2.0]}\n')
     assert read_record(path).layer_steps == []
     with pytest.raises(ValueError, match="does not have the layers of any step"):
         read_record(path).worst()
 
 
-def test_the_reading_of_a_file_knows_joint_limits(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_the_reading_of_a_file_knows_joint_limits(path):
     weight = nn.Parameter(torch.zeros(2))
     chain = [
         ClipNorm(9.0, 1, dim="global"),
