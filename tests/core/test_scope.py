@@ -197,22 +197,6 @@ def test_groups_that_are_added_later_need_names_too():
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: ClipNorm(1).only(), ValueError, "needs at least one pattern"),
-        (lambda: ClipNorm(1).only(3), TypeError, "patterns for names and functions of a parameter, got int"),
-        (lambda: ClipNorm(1).only(nn.Linear(1, 1)), TypeError, "got Linear"),
-        (lambda: ClipNorm(1).only(nn.ReLU), TypeError, "got type"),
-        (lambda: ClipNorm(1).only(groups=[None]), TypeError, "groups must be the names of param groups"),
-        (lambda: ClipNorm(1).without(nn.Linear(1, 1).weight), TypeError, "got Parameter"),
-    ],
-)
-def test_bad_scopes(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
-
-
 def test_scopes_of_names_are_pickled():
     module = model()
     optimizer = Modular(module, ClipNorm(0.1).only("head"))
@@ -260,11 +244,6 @@ def test_what_is_out_of_scope_is_never_shown_to_a_transform():
     assert "rows_and_columns/rows" in optimizer.state[module.weight]
     assert "rows_and_columns/rows" not in optimizer.state[module.bias]
     Modular(module, Chain(Muon(), target="update_difference").only("weight"))
-
-
-def test_a_learning_rate_is_for_all_parameters():
-    with pytest.raises(ValueError, match=r"LR\(0.1\).only\('head'\) would leave other parameters at 1"):
-        Modular(model(), Chain(Adam(), LR(0.1)).only("head"), SGD().without("head"))
 
 
 def test_a_group_that_is_mistyped_is_warned_of():

@@ -10,7 +10,7 @@ from contract.entries import ENTRIES
 from contract.training import assert_equal, gradients, parameters, set_grads, train, values
 from torch import nn
 
-from torchzero_clip import SGD, Chain, ClipNorm, ClipNormGrowth, ClipValue, Modular, SkipStep
+from torchzero_clip import SGD, ClipNorm, ClipNormGrowth, ClipValue, Modular
 
 BAD = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 each_bad = pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
@@ -125,35 +125,6 @@ def test_a_joint_norm_beyond_float64_of_finite_gradients_is_not_skipped():
     param.grad = torch.tensor([1e308, 1.0, 0.0, 0.0], dtype=torch.float64)
     optimizer.step()
     assert optimizer.metrics()["skipped_steps"].item() == 0
-
-
-@pytest.mark.parametrize(
-    ("construct", "error", "message"),
-    [
-        (
-            lambda p: Modular(p, SGD(), nonfinite="ignore"),
-            ValueError,
-            r"nonfinite must be one of 'propagate', 'raise', 'skip'",
-        ),
-        (lambda p: Modular(p, SGD(), nonfinite="skip", max_consecutive_skips=-1), ValueError, r"must be >= 0"),
-        (lambda p: Modular(p, SGD(), nonfinite="skip", max_consecutive_skips=1.5), TypeError, r"must be an int"),
-        (lambda p: Modular(p, SGD(), max_consecutive_skips=3), ValueError, r"needs nonfinite='skip' or a gate"),
-        (lambda p: SkipStep(), ValueError, r"SkipStep needs max_norm, max_ratio or sigma"),
-        (lambda p: SkipStep(-1.0), ValueError, r"max_norm must be >= 0"),
-        (lambda p: SkipStep(max_ratio=0.5), ValueError, r"max_ratio must be >= 1"),
-        (lambda p: SkipStep(1.0, beta=2), ValueError, r"beta must be in \[0, 1\]"),
-        (lambda p: SkipStep(1.0, target="grad"), ValueError, r"target must be 'update'"),
-        (lambda p: Modular(p, Chain(SkipStep(1.0), target="grad")), ValueError, r"it cannot stand inside another"),
-        (
-            lambda p: Modular([{"params": p[:1]}, {"params": p[1:], "skip_step/max_norm": 2.0}], SkipStep(1.0)),
-            ValueError,
-            r"max_norm must be the same in every param group",
-        ),
-    ],
-)
-def test_bad_arguments(construct, error, message):
-    with pytest.raises(error, match=message):
-        construct([nn.Parameter(torch.zeros(1)) for _ in range(2)])
 
 
 def test_grad_scaler_and_skipping_do_not_get_in_each_others_way():
