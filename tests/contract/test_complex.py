@@ -4,17 +4,10 @@ import pytest
 import torch
 from contract.entries import ENTRIES
 from contract.training import gradients, parameters, train
+from optimizers.test_against_torch import PAIRS
 from torch import nn
 
-from torchzero_clip import SGD, Adam, AdamW, ClipNorm, ClipValue, ClipValueByEMA, ClipValueGrowth, Modular
-
-PAIRS = {
-    "Adam": (lambda: Adam(0.1), lambda p: torch.optim.Adam(p, 0.1)),
-    "Adam-amsgrad": (lambda: Adam(0.1, amsgrad=True), lambda p: torch.optim.Adam(p, 0.1, amsgrad=True)),
-    "AdamW": (lambda: AdamW(0.1), lambda p: torch.optim.AdamW(p, 0.1)),
-    "SGD": (lambda: SGD(0.1, 0.9), lambda p: torch.optim.SGD(p, 0.1, 0.9)),
-    "SGD-nesterov": (lambda: SGD(0.1, 0.9, nesterov=True), lambda p: torch.optim.SGD(p, 0.1, 0.9, nesterov=True)),
-}
+from torchzero_clip import Adam, ClipNorm, ClipValue, ClipValueByEMA, ClipValueGrowth, Modular
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)

@@ -46,18 +46,6 @@ def test_a_non_finite_gradient_leaves_no_trace(entry, bad):
         assert_equal(updates_of(optimizer, params, row), updates_of(twin, twins, row))
 
 
-@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
-@pytest.mark.parametrize("entry", [e for e in without_ema_tfm if not e.joint], ids=str)
-def test_it_is_a_question_of_each_tensor(entry, bad):
-    params, twins = parameters(torch.float64), parameters(torch.float64)
-    optimizer, twin = Modular(params, entry.make()), Modular(twins, entry.make())
-    for k, row in enumerate(gradients(params, 4)):
-        expected = updates_of(twin, twins, row)
-        if k == 1:
-            row[0][0, 0] = bad
-        assert_equal(updates_of(optimizer, params, row)[1:], expected[1:])
-
-
 @pytest.mark.parametrize("entry", [e for e in without_ema_tfm if e.joint], ids=str)
 def test_joint_statistics_ask_it_of_all_tensors(entry):
     params = parameters(torch.float64)
