@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from contract.entries import ENTRIES, Entry
-from contract.training import assert_equal, gradients, parameters, train, values
+from contract.training import Model, assert_equal, gradients, parameters, train, values
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -45,12 +45,6 @@ from torchzero_clip import (
 )
 
 SHAPES = [(7, 3), (1, 4), (5,), (2, 3, 2)]  # the second rank has no part of the second one
-
-
-class Model(nn.Module):
-    def __init__(self, values: list[Tensor]) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(value.clone() for value in values)
 
 
 def sharded(initial: list[Tensor]) -> tuple[Model, list[nn.Parameter]]:

@@ -112,12 +112,14 @@ def test_rates_may_be_functions_and_rules_stand_in_units():
     assert seen == [[0.5, 0.25], [0.25, 0.25], [pytest.approx(0.5 / 3), 0.25]]
 
 
-def test_tensor_rates_are_not_shared():
+@pytest.mark.parametrize("scoped", [False, True])
+def test_tensor_rates_are_not_shared(scoped):
     rate = torch.tensor(0.5)
-    rules = [SGD(rate).only(is_matrix), Adam(0.25).without(is_matrix)]
+    rules = [SGD(rate).only(is_matrix), Adam(0.25).without(is_matrix)] if scoped else [SGD(rate)]
     first, second = Modular(model(), *rules), Modular(model(), *rules)
     first.param_groups[0]["lr"].fill_(9.0)
-    assert (rate.item(), second.param_groups[0]["lr"].item()) == (0.5, 0.5)
+    first.add_param_group({"params": [("added", nn.Parameter(torch.zeros(1, 1)))]})
+    assert [r.item() for r in (rate, second.param_groups[0]["lr"], first.param_groups[-1]["lr"])] == [0.5] * 3
 
 
 def test_repr_shows_the_rate_of_each_rule():
@@ -187,11 +189,3 @@ def test_the_learning_rate_of_an_optimizer_inside_a_unit_counts():
         ValueError, match=r"a parameter of shape \(1,\) has several learning rates, those of Adam\(lr=0.5"
     ):
         Modular([weight], unit, SGD(0.1))
-
-
-def test_optimizers_share_no_tensor_settings():
-    clip = SGD(torch.tensor(0.5))
-    first, second = stepped(clip, [1.0])[1], stepped(clip, [1.0])[1]
-    first.param_groups[0]["lr"].fill_(9.0)
-    first.add_param_group({"params": nn.Parameter(torch.zeros(1))})
-    assert [g["lr"].item() for g in (second.param_groups[0], first.param_groups[1])] == [0.5, 0.5]
