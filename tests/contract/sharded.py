@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from contract.entries import ENTRIES, Entry
+from contract.entries import ENTRIES, Entry, warm_up
 from contract.training import Model, assert_equal, gradients, parameters, train, values
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
@@ -46,6 +46,11 @@ from torchzero_clip import (
     normalize_grads_,
 )
 
+WAYS = {
+    "plain": StateDictOptions(),
+    "flattened": StateDictOptions(flatten_optimizer_state_dict=True),
+    "broadcast": StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+}
 SHAPES = [(7, 3), (1, 4), (5,), (2, 3, 2)]  # the second rank has no part of the second one
 
 
@@ -124,12 +129,7 @@ def has_state_of_its_parameters_shape(entry: Entry) -> bool:
 
 
 def resumes_in_every_way(entry: Entry) -> None:
-    ways = {
-        "plain": StateDictOptions(),
-        "flattened": StateDictOptions(flatten_optimizer_state_dict=True),
-        "broadcast": StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
-    }
-    for way, options in ways.items():
+    for way, options in WAYS.items():
         if way == "broadcast" and not has_state_of_its_parameters_shape(entry):
             continue  # torch finds no device to broadcast to
         for dtype in (torch.float32, torch.bfloat16):
@@ -140,13 +140,7 @@ def resumes_in_every_way(entry: Entry) -> None:
 
 def groups_in_another_order_resume(_: Entry) -> None:
     """Schedules, counters and joint statistics come back, whatever group torch's loader puts first."""
-    ways = [
-        StateDictOptions(),
-        StateDictOptions(flatten_optimizer_state_dict=True),
-        StateDictOptions(cpu_offload=True),
-        StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
-    ]
-    for options in ways:
+    for options in (*WAYS.values(), StateDictOptions(cpu_offload=True)):
         initial = parameters(torch.float64, SHAPES)
         rows = gradients(initial, 5)
         rows[1] = [g * 1e9 for g in rows[1]]  # skipped
@@ -154,7 +148,7 @@ def groups_in_another_order_resume(_: Entry) -> None:
         for turned in (False, True):
             model, params = sharded(halfway)
             groups = [{"params": params[:2], "lr": 0.1}, {"params": params[2:], "lr": 0.2}]
-            joint = [SkipStep(max_ratio=1e6), ClipNorm(limit, dim="global"), ClipNormByEMA(0.5, tensorwise=False)]
+            joint = [SkipStep(max_ratio=1e6), ClipNorm(warm_up, dim="global"), ClipNormByEMA(0.5, tensorwise=False)]
             optimizer = Modular(groups[::-1] if turned else groups, *joint, SGD(momentum=0.5))
             optimizers.append((optimizer, params))
             if not turned:
@@ -171,10 +165,6 @@ def groups_in_another_order_resume(_: Entry) -> None:
         for key in ("schedule_step", "max_norm", "skip_step/mean", "clip_norm_by_ema/prev"):
             a, b = first.param_groups[0][key], second.param_groups[1][key]
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-def limit(step: int) -> float:
-    return 1.0 + step
 
 
 VALUE = torch.linspace(-3, 4, 28, dtype=torch.float64).reshape(7, 4)

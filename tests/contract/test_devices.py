@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchzero_clip import (
     Modular,
+    Recorder,
     centralize_grads_,
     clip_grad_norm_,
     clip_grad_value_,
@@ -18,16 +19,22 @@ from torchzero_clip import (
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "records"),
+    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False), (torch.float64, False)],
+    ids=str,
+)
 @pytest.mark.parametrize("entry", [entry for entry in ENTRIES if not entry.looks], ids=str)
-def test_a_step_never_reads_a_value_from_the_device(entry, dtype):
+def test_a_step_never_reads_a_value_from_the_device(entry, dtype, records):
     with FakeTensorMode():
         params = [nn.Parameter(torch.empty(shape, dtype=dtype, device="cuda")) for shape in SHAPES]
         optimizer = Modular(params, entry.make())
-        for _ in range(2):
+        recorder = Recorder(optimizer, ratios_every=2) if records else None
+        for _ in range(3):
             for param in params:
                 param.grad = torch.empty_like(param)
             optimizer.step()
+        assert recorder is None or recorder.step == 3
         assert all(value.device.type == "cuda" for value in optimizer.metrics().values())
         tensors = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
         assert all(tensor.device.type == "cuda" for tensor in tensors)

@@ -5,7 +5,16 @@ import copy
 import pytest
 import torch
 from contract.entries import LimitRMS, TrackJointNorm
-from contract.training import assert_equal, assert_same_checkpoint, gradients, parameters, through_file, train, values
+from contract.training import (
+    assert_equal,
+    assert_same_checkpoint,
+    gradients,
+    parameters,
+    through_file,
+    train,
+    trained,
+    values,
+)
 from torch import nn
 
 from torchzero_clip import (
@@ -104,6 +113,10 @@ WRONG_VALUES = [
     (lambda: Modular([WEIGHT], Adam(0.1), LR(0.1)), r"one learning rate, got several: Adam\(lr=0.1\), LR"),
     (lambda: Modular([WEIGHT], LR(0.1), LR(0.2)), r"one learning rate, got several"),
     (lambda: Modular([WEIGHT], Adam(0.1), SGD(0.2)), r"has several learning rates, those of Adam"),
+    (
+        lambda: Modular([WEIGHT], Chain(Adam(0.5), ClipValue(0.1), target="update_difference"), SGD(0.1)),
+        r"a parameter of shape \(2,\) has several learning rates, those of Adam\(lr=0.5",
+    ),
     (lambda: ClipNorm(1).set_param_groups([{"params": [WEIGHT], "dim": 0}]), r"ClipNorm has no setting 'dim'"),
     (lambda: ClipNorm(1).set_param_groups([{"params": [WEIGHT], "max_norm": -1}]), r"max_norm must be >= 0"),
     (lambda: AdamW().set_param_groups([{"params": [WEIGHT], "lr": 1}]), r"no transform has a setting 'lr'"),
@@ -318,9 +331,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_checkpoints_change_nothing(name):
-    params = parameters()
-    optimizer = Modular(params, ClipNorm(1), ClipNormByEMA(), Adam())
-    train(optimizer, params, gradients(params, 2))
+    optimizer = trained(ClipNorm(1), ClipNormByEMA(), Adam(), steps=2)
     checkpoint = HOSTILE[name](copy.deepcopy(optimizer.state_dict()))
     before = copy.deepcopy(optimizer.state_dict())
     groups = optimizer.param_groups
@@ -348,9 +359,7 @@ def test_hostile_checkpoints_change_nothing(name):
     ],
 )
 def test_a_changed_chain_names_the_difference_and_the_call_that_resolves_it(saver, loader, call):
-    params = parameters()
-    optimizer = Modular(params, saver)
-    train(optimizer, params, gradients(params, 1))
+    optimizer = trained(saver, steps=1)
     with pytest.raises(ValueError, match=rf"belongs to another chain\. .*{call}"):
         Modular(parameters(), loader).load_state_dict(optimizer.state_dict())
 
@@ -366,19 +375,16 @@ def test_a_checkpoint_of_another_optimizer_is_named_as_such(other, steps):
 
 
 def test_infinite_limits_and_moments_load():
-    params = parameters()
-    optimizer = Modular(params, ClipNorm(torch.inf), Adam())
-    train(optimizer, params, gradients(params, 1))
-    optimizer.state[params[0]]["adam/exp_avg"].fill_(torch.inf)  # as torch's own does
+    optimizer = trained(ClipNorm(torch.inf), Adam(), steps=1)
+    param = optimizer.param_groups[0]["params"][0]
+    optimizer.state[param]["adam/exp_avg"].fill_(torch.inf)  # as torch's own does
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.param_groups[0]["max_norm"] == torch.inf
-    assert optimizer.state[params[0]]["adam/exp_avg"].isinf().all()
+    assert optimizer.state[param]["adam/exp_avg"].isinf().all()
 
 
 def test_what_is_loaded_has_no_graph():
-    params = parameters()
-    optimizer = Modular(params, ClipNormByEMA(tensorwise=False), Adam(torch.tensor(0.1)))
-    train(optimizer, params, gradients(params, 1))
+    optimizer = trained(ClipNormByEMA(tensorwise=False), Adam(torch.tensor(0.1)), steps=1)
     saved = copy.deepcopy(optimizer.state_dict())
     tracked = torch.ones((), requires_grad=True)
     saved["state"][0]["adam/exp_avg"] = saved["state"][0]["adam/exp_avg"] * tracked
@@ -392,9 +398,7 @@ def test_what_is_loaded_has_no_graph():
 
 @pytest.mark.parametrize("value", [(0.9,), (), (0.9, "a"), {"a": 1}, (10**400, 0.9), None])
 def test_settings_that_a_wrapped_optimizer_chokes_on(value):
-    params = parameters()
-    optimizer = Modular(params, Wrap(torch.optim.NAdam))
-    train(optimizer, params, gradients(params, 1))
+    optimizer = trained(Wrap(torch.optim.NAdam), steps=1)
     before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(ValueError, match=r"Wrap\(NAdam|does not fit|betas"):
         optimizer.load_state_dict(with_setting(copy.deepcopy(before), "betas", value))

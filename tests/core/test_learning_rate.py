@@ -2,15 +2,12 @@
 
 import pytest
 import torch
+from contract.entries import is_matrix
 from contract.schedulers import SCHEDULERS, advance
 from contract.training import gradients, stepped, train
 from torch import nn
 
 from torchzero_clip import LR, SGD, Adam, AdamW, Chain, ClipNorm, ClipValue, Modular, Muon, UpdateRule
-
-
-def is_matrix(param):
-    return param.ndim == 2
 
 
 def model():
@@ -157,6 +154,7 @@ def test_a_rule_without_any_rate_takes_that_of_no_other():
         (lambda: [Adam(), SGD(0.25)], 0.25),
         (lambda: [LR(0.125), Adam()], 0.125),
         (lambda: Chain(LR(0.125), target="update_difference"), 0.125),
+        (lambda: Chain(Adam(lr=0.5), ClipValue(0.1), target="update_difference"), 0.5),
     ],
 )
 def test_there_is_exactly_one_learning_rate(make, lr):
@@ -179,13 +177,3 @@ def test_default_learning_rates_that_differ_need_lr():
 def test_lr_scales_where_it_stands():
     assert stepped([LR(0.5), ClipNorm(1)], [3.0, 4.0])[0].tolist() == pytest.approx([-0.6, -0.8])
     assert stepped([ClipNorm(1), LR(0.5)], [3.0, 4.0])[0].tolist() == pytest.approx([-0.3, -0.4])
-
-
-def test_the_learning_rate_of_an_optimizer_inside_a_unit_counts():
-    weight = nn.Parameter(torch.zeros(1))
-    unit = Chain(Adam(lr=0.5), ClipValue(0.1), target="update_difference")
-    assert Modular([weight], unit).param_groups[0]["lr"] == 0.5
-    with pytest.raises(
-        ValueError, match=r"a parameter of shape \(1,\) has several learning rates, those of Adam\(lr=0.5"
-    ):
-        Modular([weight], unit, SGD(0.1))

@@ -4,14 +4,11 @@ import copy
 
 import pytest
 import torch
+from contract.entries import warm_up
 from contract.training import assert_equal, assert_same_checkpoint, gradients, parameters, train, values
 from torch import nn
 
 from torchzero_clip import LR, SGD, Adam, Chain, ClipNorm, ClipNormByEMA, ClipValueByEMA, Modular, WeightDecay, Wrap
-
-
-def warm_up(step):
-    return 0.1 * (step + 1)
 
 
 def test_every_step_uses_the_value_for_the_number_of_steps_before_it():

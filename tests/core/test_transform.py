@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from contract.entries import LimitRMS, Mul, TrackJointNorm
+from contract.entries import LimitRMS, Mul, TrackJointNorm, warm_up
 from contract.training import parameters
 
 from torchzero_clip import SGD, Adam, AdamW, Chain, ClipNorm, ClipValue, Modular, Transform, UpdateRule
@@ -69,15 +69,8 @@ def test_names_in_snake_case():
         (AdamW(eps=0.5, weight_decay=0.1).only("a"), "AdamW(eps=0.5, weight_decay=0.1).only('a')"),
         (Chain(ClipValue(1), target="grad"), "Chain(ClipValue(1), target='grad')"),
         (LimitRMS(0.5), "LimitRMS(0.5)"),
+        (ClipNorm(warm_up), f"ClipNorm({warm_up!r})"),
     ],
 )  # fmt: skip
 def test_repr_of_transforms(transform, expected):
     assert repr(transform) == expected
-
-
-def test_repr_shows_the_function():
-    assert repr(ClipNorm(warm_up)) == f"ClipNorm({warm_up!r})"
-
-
-def warm_up(step):
-    return 0.1 * (step + 1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from contract.entries import Mul
-from contract.training import gradients, parameters, stepped, train
+from contract.training import gradients, parameters, stepped, train, trained
 
 from torchzero_clip import Modular, Scaling, TensorwiseTransform
 
@@ -35,9 +35,8 @@ def test_wrong_factors_are_named(make, message):
 )
 def test_a_transform_that_returns_no_list_or_a_shorter_one_is_named(returned, message):
     own = type("Own", (Mul,), {"apply_tensors": lambda self, updates, step: returned(updates)})
-    params = parameters()
     with pytest.raises(RuntimeError, match=message):
-        train(Modular(params, own(1.0)), params, gradients(params, 1))
+        trained(own(1.0))
 
 
 class Lazy(TensorwiseTransform):
