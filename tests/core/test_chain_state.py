@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from contract.entries import TrackJointNorm
-from contract.training import assert_equal, gradients, parameters, train, values
+from contract.training import gradients, parameters, train, values
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -80,19 +80,6 @@ def test_groups_in_another_order_go_on_alike(flatten, tmp_path):
     torch.testing.assert_close(shown(resumed), shown(optimizer)[::-1], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("change", [lambda groups: groups.reverse(), lambda groups: groups.append(groups.pop(0))])
-def test_groups_may_be_put_in_another_order(change):
-    model, other = (Model(values(parameters())) for _ in range(2))
-    optimizer, reference = (Modular(m.groups(False), *chain()) for m in (model, other))
-    for row in rows():
-        train(optimizer, list(model.parameters()), [row])
-        train(reference, list(other.parameters()), [row])
-        change(optimizer.param_groups)
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    torch.testing.assert_close(list(model.parameters()), list(other.parameters()), rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(shown(optimizer)[0], shown(reference)[0], rtol=1e-6, atol=0)
-
-
 def test_the_first_group_may_be_taken_out_and_come_back_and_others_may_be_added():
     optimizer, params = after_three_steps()
     before = shown(optimizer)[1]
@@ -145,18 +132,24 @@ def untied(state_dict):
     return [untied(item) for item in state_dict] if isinstance(state_dict, list) else state_dict
 
 
+ORDERS = {"unchanged": lambda groups: None, "reversed": list.reverse, "turned": lambda g: g.append(g.pop(0))}
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("load", [untied, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
-def test_loading_its_own_state_is_an_identity_and_ties_the_groups(load):
+def test_loading_its_own_state_is_an_identity_and_ties_the_groups_in_any_order(load, order):
     model, other = (Model(values(parameters())) for _ in range(2))
     optimizer, reference = (Modular(m.groups(False), *chain()) for m in (model, other))
     for row in rows():
+        ORDERS[order](optimizer.param_groups)
         optimizer.load_state_dict(load(optimizer.state_dict()))
         first, second = optimizer.param_groups
         assert first["skip_step/mean"] is second["skip_step/mean"]
         train(optimizer, list(model.parameters()), [row])
         train(reference, list(other.parameters()), [row])
-    assert_equal(model.parameters(), other.parameters())
-    assert shown(optimizer) == shown(reference)
+    rounding = 0 if order == "unchanged" else 1e-6  # joint norms add up in the order of groups
+    torch.testing.assert_close(list(model.parameters()), list(other.parameters()), rtol=rounding, atol=rounding / 10)
+    torch.testing.assert_close(shown(optimizer), shown(reference), rtol=rounding, atol=0)
 
 
 def test_a_checkpoint_shares_no_memory_with_the_optimizer_nor_among_its_groups():

@@ -7,7 +7,6 @@ from contract.training import parameters
 
 from torchzero_clip import SGD, Adam, AdamW, Chain, ClipNorm, ClipValue, Modular, Transform, UpdateRule
 from torchzero_clip.checks import non_negative
-from torchzero_clip.core.transform import snake_case
 
 
 @pytest.mark.parametrize("base", [Transform, UpdateRule])
@@ -44,17 +43,6 @@ def test_names_that_a_setting_cannot_have(key):
 
     with pytest.raises(ValueError, match="cannot be the name of a setting"):
         Bad()
-
-
-def test_names_in_snake_case():
-    names = {
-        "ClipNorm": "clip_norm",
-        "ClipNormByEMA": "clip_norm_by_ema",
-        "LR": "lr",
-        "SGD": "sgd",
-        "LimitRMS": "limit_rms",
-    }
-    assert {name: snake_case(name) for name in names} == names
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,7 @@ def test_too_many_skips_in_a_row_raise_with_the_norms():
     (param,) = parameters(shapes=[(1,)])
     optimizer = Modular([param], SGD(), nonfinite="skip", max_consecutive_skips=2)
     steps = [3.0, math.nan, math.inf, 4.0, math.nan, math.nan]
-    for gradient in steps:
-        train(optimizer, [param], [[torch.tensor([gradient])]])
+    train(optimizer, [param], [[torch.tensor([gradient])] for gradient in steps])
     before = values([param])
     with pytest.raises(RuntimeError, match=r"3 steps in a row were skipped\. .* end: 3, nan, inf, 4, nan, nan, inf$"):
         train(optimizer, [param], [[torch.tensor([math.inf])]])
