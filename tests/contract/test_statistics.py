@@ -9,7 +9,6 @@ from contract.training import assert_equal, assert_same_checkpoint, gradients, p
 
 from torchzero_clip import ClipNormByEMA, ClipNormGrowth, ClipValue, Modular, WeightDecay
 
-each_statistic = pytest.mark.parametrize("entry", [e for e in ENTRIES if e.only_statistics], ids=str)
 without_ema_tfm = [e for e in ENTRIES if e.only_statistics and e.name != "ClipValueByEMA-tfm"]  # its EMA goes on alone
 BAD = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf}
 
@@ -58,7 +57,7 @@ def test_joint_statistics_ask_it_of_all_tensors(entry):
     assert_same_checkpoint(state_of(optimizer), before)
 
 
-@each_statistic
+@pytest.mark.parametrize("entry", [e for e in ENTRIES if e.only_statistics], ids=str)
 def test_zero_gradients_before_the_first_leave_no_trace(entry):
     params, twins = parameters(torch.float64), parameters(torch.float64)
     grads = gradients(params, 3)

@@ -64,11 +64,7 @@ def test_a_rate_in_a_group_of_the_user_wins():
     module = model()
     groups = [{"params": list(module[0].parameters())}, {"params": list(module[2].parameters()), "lr": 0.125}]
     optimizer = Modular(groups, SGD(0.5).only(is_matrix), Adam(0.25).without(is_matrix))
-    assert [(len(group["params"]), group["lr"]) for group in optimizer.param_groups] == [
-        (1, 0.5),
-        (1, 0.25),
-        (2, 0.125),
-    ]
+    assert [(len(g["params"]), g["lr"]) for g in optimizer.param_groups] == [(1, 0.5), (1, 0.25), (2, 0.125)]
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, 1))]})
     assert [group["lr"] for group in optimizer.param_groups[3:]] == [0.25, 0.5]
 
