@@ -75,16 +75,6 @@ def test_an_input_that_only_looks_like_a_batch_is_none():
         assert_close(norms, x.sum(1).norm(dim=1), rtol=1e-5)
 
 
-def test_more_inputs_of_another_size_do_not_outvote_the_batch():
-    model = Net(lambda m, x, shift, table: x * m.scale + shift.sum() + table.sum(), scale=weight(5)).double()
-    x, others = torch.randn(4, 5).double(), (torch.randn(7).double(), torch.randn(7, 2).double())
-    clipper = clip(model)
-    losses_of(model(x, *others)).mean().backward()
-    norms = clipper.clip_and_accumulate().norms
-    for i in range(4):
-        assert_close(clipper.backward(losses_of(model(x[i : i + 1], *others))).norms[0], norms[i])
-
-
 def test_backward_hooks_inside_modules_run_by_vmap_are_refused_by_name():
     model = Net(lambda m, x: m.embedding(x) * m.scale, embedding=nn.Embedding(6, 3), scale=weight(3))
     model.embedding.register_full_backward_hook(lambda module, grad_input, grad_output: None)
