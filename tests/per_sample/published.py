@@ -138,11 +138,10 @@ def published(
     losses: Callable[[Any, Any], Tensor] = target_losses,
     *,
     make: Callable[..., nn.Module] = small,
-    whole: tuple[Any, ...] = (),
     tolerance: float = 1e-8,
     **settings: Any,
 ) -> Entry:
-    return Entry(partial(make, kind, **settings), batch, losses, sample_of, whole, tolerance, published=True)
+    return Entry(partial(make, kind, **settings), batch, losses, tolerance=tolerance, published=True)
 
 
 published_32 = partial(published, tolerance=1e-6)

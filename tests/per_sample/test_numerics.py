@@ -6,22 +6,28 @@ import math
 import pytest
 import torch
 from defaults import DEFAULTS
-from per_sample.harness import Net, assert_close, clip, loop, losses_of, norms_of, total_of
+from per_sample.harness import (
+    Net,
+    assert_close,
+    by_backward,
+    by_two_passes,
+    clip,
+    grads,
+    loop,
+    losses_of,
+    norms_of,
+    total_of,
+    with_low_memory,
+)
 from torch import nn
 
 from torchzero_clip import (
     ConstantFlatClipper,
     ConstantPerLayerClipper,
-    GradSampleModuleFastGradientClipping,
     PerSampleGradientClipper,
     check_per_sample,
 )
 from torchzero_clip.per_sample.squared_norms import squared_norms
-
-
-def clipped(model, x, limit=1.0, **kwargs):
-    with PerSampleGradientClipper(model, ConstantFlatClipper(limit), **kwargs) as clipper:
-        return clipper.backward(losses_of(model(x)))
 
 
 @pytest.mark.slow
@@ -47,8 +53,8 @@ def test_gradients_of_one_token_that_cancel(memory):
     weights = torch.stack([signs, 14 * signs])
     with clip(layer, memory=memory) as clipper:
         result = clipper.backward((layer(x) * weights).sum((1, 2)))
-    grads = torch.einsum("btp,btd->bpd", weights.double(), x.double())
-    truth = (grads.square().sum((1, 2)) + weights.double().sum(1).square().sum(1)).sqrt()
+    each = torch.einsum("btp,btd->bpd", weights.double(), x.double())
+    truth = (each.square().sum((1, 2)) + weights.double().sum(1).square().sum(1)).sqrt()
     assert_close(result.norms.double(), truth, rtol=1e-3)
 
 
@@ -94,7 +100,7 @@ def test_a_tied_weight_whose_uses_cancel():
 def test_what_a_sample_adds_never_exceeds_the_limit(limit):
     model = nn.Sequential(nn.Linear(30, 200), nn.Tanh(), nn.Linear(200, 100))
     x = torch.randn(1, 30) * 100
-    result = clipped(model, x, limit, loss_reduction="sum")
+    result = clip(model, limit, loss_reduction="sum").backward(losses_of(model(x)))
     assert result.norms.item() > limit
     total = torch.cat([p.grad.double().flatten() for p in model.parameters()]).norm().item()
     assert total <= limit * (1 + 1e-6)
@@ -110,7 +116,7 @@ def test_bfloat16_autocast_keeps_norms_in_float32(memory):
     norms = total_of(norms_of(loop(model, [x])))
     limit = norms.median().item()
     model.zero_grad()
-    with PerSampleGradientClipper(model, ConstantFlatClipper(limit), memory=memory) as clipper:
+    with clip(model, limit, memory=memory) as clipper:
         with torch.autocast("cpu", torch.bfloat16):
             losses = losses_of(model(x).float())
         result = clipper.backward(losses)
@@ -123,7 +129,7 @@ def test_bfloat16_autocast_keeps_norms_in_float32(memory):
 def test_models_in_bfloat16_have_norms_in_float32():
     model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).bfloat16()
     x = torch.randn(5, 4, 6).bfloat16()
-    result = clipped(model, x, 1e6)
+    result = clip(model, 1e6).backward(losses_of(model(x)))
     norms = total_of(norms_of(loop(model.double(), [x.double()])))
     assert result.norms.dtype == torch.float32
     assert_close(result.norms.double(), norms, rtol=3e-2)
@@ -211,40 +217,24 @@ class Mixed(nn.Module):
 def test_defaults_of_the_process_do_not_matter(default):
     model, words = Mixed(), torch.randint(0, 9, (6, 5))
 
-    def grads_of(run):
-        twin = copy.deepcopy(model)
-        found = run(twin)
-        return [*found, *(param.grad for param in twin.parameters())]
+    def at_once(twin, form):
+        norms, _ = form(twin, 0.5)(lambda twin: twin(words))
+        return [norms, *grads(twin)]
 
-    def at_once(limit, **options):
-        def run(twin):
-            with PerSampleGradientClipper(twin, limit, verify="always", **options) as clipper:
-                result = clipper.backward(twin(words))
-            return [result.norms, result.factors]
-
-        return run
-
-    def in_parts(twin):
-        with PerSampleGradientClipper(twin, ConstantFlatClipper(0.5)) as clipper:
+    def in_parts(twin, limit):
+        factors = []
+        with PerSampleGradientClipper(twin, limit) as clipper:
             for part in (words, words[:3]):
                 twin(part).mean().backward()
-                clipper.clip_and_accumulate()
-            return [clipper.pre_step()[0]]
-
-    def in_two_passes(twin):
-        wrapped = GradSampleModuleFastGradientClipping(twin)
-        losses = wrapped(words)
-        losses.mean().backward(retain_graph=True)
-        factors = wrapped.get_clipping_coef()
-        wrapped.disable_hooks()
-        (factors * losses).mean().backward()
-        return [wrapped.get_norm_sample(), factors]
+                factors.append(clipper.clip_and_accumulate().factors)
+            return [*factors, clipper.pre_step()[0], *grads(twin)]
 
     def results():
         check_per_sample(copy.deepcopy(model), words, lambda twin, batch: twin(batch))
-        flat, per_layer = ConstantFlatClipper(0.5), ConstantPerLayerClipper([0.5])
-        runs = (at_once(flat), at_once(flat, memory="low"), at_once(per_layer), in_parts, in_two_passes)
-        return [grads_of(run) for run in runs]
+        forms = by_backward, with_low_memory, by_two_passes
+        limits = ConstantFlatClipper(0.5), ConstantPerLayerClipper([0.5])
+        found = [at_once(copy.deepcopy(model), form) for form in forms]
+        return found + [in_parts(copy.deepcopy(model), limit) for limit in limits]
 
     expected = results()
     with DEFAULTS[default]():
