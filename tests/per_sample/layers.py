@@ -60,6 +60,8 @@ LAYERS = {
     "conv1d": (lambda: nn.Conv1d(3, 4, 3), lambda: x(3, 8)),
     "conv1d, strided and dilated": (lambda: nn.Conv1d(3, 4, 3, stride=2, dilation=2, padding=1), lambda: x(3, 9)),
     "conv2d": (lambda: nn.Conv2d(3, 4, 3), lambda: x(3, 6, 6)),
+    "conv2d, one pixel wide": (lambda: nn.Conv2d(16, 6, 1), lambda: x(16, 3, 3)),
+    "conv2d, one pixel wide, strided": (lambda: nn.Conv2d(16, 6, 1, stride=2), lambda: x(16, 5, 3)),
     "conv2d, few positions": (lambda: nn.Conv2d(9, 30, 3), lambda: x(9, 5, 5)),
     "conv2d, few positions and few channels": (lambda: nn.Conv2d(5, 60, 4), lambda: x(5, 5, 5)),
     "conv2d, gradients dropped": (lambda: nn.Conv2d(9, 20, 3), lambda: x(9, 4, 4)),
@@ -183,6 +185,14 @@ def positions(shape):
         places=nn.Embedding(9, 4),
         head=nn.Linear(4, 2),
     )
+
+
+def overwritten(m, x):
+    """A layer of which the bias alone trains stores no input."""
+    x = x.clone()
+    output = m.layer(x)
+    x.zero_()
+    return output
 
 
 def of_gpt_2(inputs, outputs):
@@ -323,6 +333,11 @@ MODELS = {
             by_keyword, linear=nn.Linear(3, 3), conv=nn.Conv1d(4, 4, 1), norm=nn.LayerNorm(3), groups=nn.GroupNorm(2, 4)
         ),
         lambda: x(4, 3),
+    ),
+    "an input that is overwritten": (
+        lambda: Net(overwritten, layer=frozen(nn.Linear(6, 6), "weight")),
+        lambda: x(3, 6),
+        {"modes": ("auto", "low", "kept")},
     ),
     "in dicts": (
         lambda: Net(

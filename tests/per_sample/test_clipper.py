@@ -1,5 +1,7 @@
 """PerSampleGradientClipper: the numbers of backward, of clip_and_accumulate and of pre_step, and its arguments."""
 
+import copy
+
 import pytest
 import torch
 from per_sample.harness import (
@@ -12,10 +14,9 @@ from per_sample.harness import (
     grads,
     loop,
     losses_of,
-    norms_of,
+    norms_by_loop,
     reference,
     small,
-    total_of,
 )
 from torch import nn
 from torch.nn import functional as F
@@ -72,23 +73,18 @@ def test_several_backwards_before_clipping_are_one_gradient():
     assert_grads(model, expected)
 
 
-def test_keep_grad_samples_lasts_from_backward_until_clipping():
+@pytest.mark.parametrize("keep", [True, False])
+def test_parameters_have_grad_samples_from_backward_until_clipping_if_they_are_kept(keep):
     model, x = small(), batch()
     expected = loop(model, [x])
-    clipper = clip(model, keep_grad_samples=True)
+    clipper = clip(model, keep_grad_samples=keep)
     losses_of(model(x)).mean().backward()
     for name, param in model.named_parameters():
-        assert_close(param.grad_sample, expected[name])
+        assert set(vars(param)) == ({"grad_sample"} if keep else set())
+        if keep:
+            assert_close(param.grad_sample, expected[name])
     clipper.clip_and_accumulate()
-    assert not any(hasattr(param, "grad_sample") for param in model.parameters())
-
-
-def test_without_keep_grad_samples_nothing_is_put_on_parameters():
-    model, _, clipper = attached()
-    before = [set(vars(p)) for p in model.parameters()]
-    losses_of(model(batch())).mean().backward()
-    assert [set(vars(p)) for p in model.parameters()] == before
-    clipper.discard()
+    assert not any(vars(param) for param in model.parameters())
 
 
 def test_grad_samples_of_a_parameter_that_was_frozen_are_forgotten():
@@ -138,23 +134,12 @@ def test_modular_clips_the_mean_after_the_samples():
 
 
 def test_gradients_that_a_scaler_multiplied_take_a_limit_that_it_multiplied_too():
-    models, x = [small().float() for _ in range(2)], batch().float()
-    models[1].load_state_dict(models[0].state_dict())
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for model in models:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        clipper = clip(model, 0.3)
-        if model is models[0]:
-            clipper.backward(losses_of(model(x)))
-            optimizer.step()
-            continue
-        losses = scaler.scale(losses_of(model(x)))
-        clipper.norm_clipper = ConstantFlatClipper(0.3 * scaler.get_scale())
-        clipper.backward(losses)
-        scaler.step(optimizer)
-        scaler.update()
-    for one, two in zip(*(model.parameters() for model in models), strict=True):
-        assert_close(one, two, rtol=1e-5, atol=1e-7)
+    model, x = small().float(), batch().float()
+    twin, scaler = copy.deepcopy(model), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    clip(model, 0.3).backward(losses_of(model(x)))
+    clip(twin, 0.3 * scaler.get_scale()).backward(scaler.scale(losses_of(twin(x))))
+    scaler.unscale_(torch.optim.SGD(twin.parameters()))
+    assert_grads(twin, grads(model), rtol=1e-5, atol=1e-7)
 
 
 def test_the_limit_may_change_between_steps():
@@ -233,5 +218,5 @@ def test_losses_without_a_way_to_the_parameters_are_refused():
 def test_two_forwards_into_one_loss():
     model, x, y = small(), batch(), batch().flip(0)
     product = Net(lambda m, x, y: losses_of(m.model(x)) * losses_of(m.model(y)), model=model)
-    expected = total_of(norms_of(loop(product, [x, y], losses=lambda output, _: output)))
+    expected = norms_by_loop(product, x, y, losses=lambda losses, _: losses)
     assert_close(clip(model).backward(product(x, y)).norms, expected)

@@ -5,48 +5,40 @@ from unittest.mock import patch
 import pytest
 import torch
 from per_sample.harness import Net, assert_matches_loop
+from per_sample.layers import LAYERS
 from torch import nn
 
 from torchzero_clip.per_sample.rules.conv import Convolved, Options
 
-LAYERS = {
-    "1d": (nn.Conv1d(4, 6, 3, padding=1), (6,)),
-    "1d, strided": (nn.Conv1d(4, 6, 5, stride=2), (11,)),
-    "1d, dilated": (nn.Conv1d(4, 6, 3, dilation=2, padding=2), (8,)),
-    "2d": (nn.Conv2d(4, 6, 3, padding=1), (3, 4)),
-    "2d, strided": (nn.Conv2d(4, 6, (3, 2), stride=(1, 2)), (5, 6)),
-    "2d, dilated": (nn.Conv2d(4, 6, (2, 3), dilation=(2, 1)), (4, 4)),
-    "2d, same with an even kernel": (nn.Conv2d(4, 6, 2, padding="same"), (3, 3)),
-    "2d, circular": (nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"), (4, 4)),
-    "2d, reflect": (nn.Conv2d(4, 6, 3, padding=(1, 2), padding_mode="reflect"), (3, 4)),
-    "2d, one pixel wide": (nn.Conv2d(16, 6, 1), (3, 3)),
-    "2d, one pixel wide, strided": (nn.Conv2d(16, 6, 1, stride=2), (5, 3)),
-    "3d": (nn.Conv3d(4, 6, 2, stride=(1, 2, 1)), (2, 4, 2)),
-}
+NAMES = (
+    *("conv1d", "conv1d, strided and dilated", "conv2d", "conv2d, uneven", "conv2d, dilated", "conv2d twice", "conv3d"),
+    *("conv2d, same with an even kernel", "conv2d, same and dilated", "conv2d, circular", "conv2d, reflect"),
+    *("conv2d, one pixel wide", "conv2d, one pixel wide, strided"),
+)
 WIDE = nn.Conv2d(40, 80, 3, padding=1)  # from about as many channels on, few pixels cost less than their patches
 FORMED = {
-    "patches side by side": (nn.Conv2d(3, 80, 4, stride=4), (8, 8)),
-    "many positions": (nn.Conv2d(40, 80, 3, padding=1), (20, 20)),
+    "patches side by side": (nn.Conv2d(3, 80, 4, stride=4), torch.randn(5, 3, 8, 8)),
+    "many positions": (nn.Conv2d(40, 80, 3, padding=1), torch.randn(5, 40, 20, 20)),
 }
 
 
-def taken(method, module, sizes):
+def taken(method, module, x):
     """How often a way was taken in a check of the layer."""
     way = getattr(Convolved, method)
     with patch.object(Convolved, method, autospec=True, side_effect=way) as spy:
-        assert_matches_loop(module, torch.randn(5, module.in_channels, *sizes), modes=("low",))
+        assert_matches_loop(module, x, modes=("low",))
     return spy.call_count
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_gram_matrices_of_patches_are_sums_of_those_of_pixels(name):
     with patch.object(Convolved, "_costs", return_value=(1, 0)):
-        assert taken("_inner", *LAYERS[name])
+        assert taken("_inner", *(make() for make in LAYERS[name]))
 
 
 def test_pixels_are_taken_where_they_cost_less():
-    assert taken("_inner", WIDE, (3, 4))
+    assert taken("_inner", WIDE, torch.randn(5, 40, 3, 4))
 
 
 @pytest.mark.parametrize("name", FORMED)

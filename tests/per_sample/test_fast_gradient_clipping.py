@@ -134,11 +134,6 @@ def test_output_gradients_can_be_given_by_hand(reduction):
         module.capture_backprops_hook(model, (x,), (grad,), reduction, False)
 
 
-def test_norms_without_a_backward_raise():
-    with pytest.raises(RuntimeError, match="there are no norms"):
-        wrap(small()).get_norm_sample()
-
-
 class WithState(nn.Linear):
     flag = False
     state = 0

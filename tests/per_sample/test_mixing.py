@@ -1,10 +1,11 @@
 """A loss that reaches other samples raises in the step in which it is seen, says which, and changes nothing."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
-from per_sample.harness import Net, assert_close, assert_step, clip, losses_of, norms_by_loop
+from per_sample.harness import Net, assert_close, assert_grads, assert_step, clip, losses_of, norms_by_loop, reference
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -26,10 +27,6 @@ def experts(net, x):
     y = torch.empty_like(x)
     y[order] = net.expert(x[order])
     return net.head(y.mean(1))
-
-
-def transposed(net, x):
-    return net.head(net.linear(x.transpose(0, 1)).transpose(0, 1).mean(1))
 
 
 def shifted_positions(net, x):
@@ -57,7 +54,6 @@ def linear():
 MIXERS = {
     "sorted by length": lambda: Net(by_length, lstm=nn.LSTM(4, 4, batch_first=True), head=linear()),
     "experts": lambda: Net(experts, expert=linear(), head=linear()),
-    "transposed": lambda: Net(transposed, linear=linear(), head=linear()),
     "shifted positions": lambda: Net(shifted_positions, positions=nn.Embedding(20, 4), head=linear()),
     "reversed positions": lambda: Net(reversed_positions, positions=nn.Embedding(20, 4), head=linear()),
     "queries": lambda: Net(queries, linear=linear(), head=linear(), table=torch.randn(B, 4)),
@@ -252,15 +248,15 @@ def test_a_clipper_of_the_head_alone_sees_its_samples():
 def test_checkpoints_are_checked_unless_they_are_reentrant(reentrant):
     body, head, x = nn.Sequential(linear(), nn.Tanh()), linear(), torch.randn(B, 4, requires_grad=True)
     model = Net(lambda net, x: net.head(checkpoint(net.body, x, use_reentrant=reentrant)), body=body, head=head)
+    norms, sums = reference(nn.Sequential(body, head), x.detach())
     with clip(model) as clipper:
-        if reentrant:
-            with pytest.warns(UserWarning, match="use_reentrant"):
-                norms = clipper.backward(losses_of(model(x))).norms
-        else:
-            norms = clipper.backward(losses_of(model(x))).norms
+        with pytest.warns(UserWarning, match="use_reentrant") if reentrant else nullcontext():
+            found = clipper.backward(losses_of(model(x))).norms
+        assert_close(found, norms, rtol=1e-5)
+        assert_grads(model, [total / B for total in sums], rtol=1e-4, atol=1e-6)
+        if not reentrant:
             with pytest.raises(RuntimeError, match="the loss of sample"):
                 clipper.backward(contrastive(model(x)))
-    assert_close(norms, norms_by_loop(nn.Sequential(body, head), x.detach()), rtol=1e-5)
 
 
 class GivesAway(torch.autograd.Function):

@@ -13,7 +13,6 @@ from per_sample.harness import (
     assert_matches_loop,
     by_two_passes,
     clip,
-    frozen,
     losses_of,
     norms_by_loop,
     reference,
@@ -116,17 +115,6 @@ def test_rms_norm_under_autocast_is_the_same_when_attached():
 
 
 # what is kept for the backward
-
-
-def scribbling(m, x):
-    x = x.clone()
-    output = m.layer(x)
-    x.zero_()
-    return output
-
-
-def test_a_layer_of_which_the_bias_alone_trains_keeps_no_input():
-    assert_matches_loop(Net(scribbling, layer=frozen(nn.Linear(6, 6), "weight")), torch.randn(4, 3, 6), modes=FAST)
 
 
 def test_checkpointed_layers_keep_no_activations():

@@ -1,6 +1,5 @@
 """Rows that values select, as ids[mask] does, are never taken for samples: by default, in every step, in every form."""
 
-import copy
 from functools import partial
 
 import pytest
@@ -12,11 +11,8 @@ from per_sample.harness import (
     by_classic_form,
     by_two_passes,
     clip,
-    loop,
     losses_of,
     norms_by_loop,
-    norms_of,
-    total_of,
     weight,
 )
 from torch import nn
@@ -121,11 +117,8 @@ USES = {
         words,
     ),
 }
-NEVER_RIGHT = {
-    "index_select",
-    "names of arguments",
-    "two parts",
-}  # the samples of flat positions are not known; parts are out of order
+# the samples of flat positions are not known; parts are out of order
+NEVER_RIGHT = {"index_select", "names of arguments", "two parts"}
 
 
 def twice(kind):
@@ -273,8 +266,8 @@ def test_sequences_may_come_first():
             with pytest.raises(ValueError, match=r"'emb' \(Embedding\) got rows"):
                 model(*given(places))
         data = given([(i, 1) for i in range(B)])
-        expected = loop(copy.deepcopy(model), data, 1, lambda output, _: losses_of(output))
-        assert_close(clipper.backward(losses_of(model(*data))).norms, total_of(norms_of(expected)))
+        expected = norms_by_loop(model, *data, batch_dim=1, losses=lambda output, _: losses_of(output))
+        assert_close(clipper.backward(losses_of(model(*data))).norms, expected)
 
 
 def test_a_forward_that_was_interrupted_leaves_nothing_behind():

@@ -112,36 +112,6 @@ def test_whatever_holds_what_was_stored_its_gradients_are_right(name, how, penal
     assert net.kept is None or net.inner.held is net.kept
 
 
-def test_counters_count_steps_and_not_samples():
-    def forward(module, x):
-        module.steps += 1
-        module.count.add_(1)
-        return module.gru(x * module.weight)[0] * (1.0 if module.steps < 3 else 2.0)
-
-    model = Function(forward, steps=0, gru=nn.GRU(3, 3, batch_first=True))
-    model.register_buffer("count", torch.zeros((), dtype=torch.int64))
-    twin, x = copy.deepcopy(model), torch.randn(4, 2, 3)
-    with clip(model, whole=(Function,)) as clipper:
-        for _ in range(3):
-            output = model(x)
-            assert_close(output, twin(x), rtol=1e-5, atol=1e-6)
-            clipper.backward(output.flatten(1).sum(1))
-    assert model.steps == 3
-    assert model.count.item() == 3
-
-
-def test_spectral_norm_in_training_takes_one_step_of_its_iteration():
-    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), nn.Tanh()).double()
-    twin, x = copy.deepcopy(model), torch.randn(4, 3).double()
-    with clip(model) as clipper:
-        for _ in range(2):
-            output = model(x)
-            assert_close(output, twin(x))
-            clipper.backward(output.sum(1))
-    for mine, theirs in zip(model.buffers(), twin.buffers(), strict=True):
-        assert_close(mine, theirs)
-
-
 def test_modules_that_run_as_they_are_may_store_what_they_like():
     def forward(module, x):
         h = x * module.weight
@@ -178,22 +148,24 @@ def test_what_an_attempt_without_the_generic_rule_has_changed_is_as_before():
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_what_vmap_runs_first_and_not_later_changes_buffers_once():
+@pytest.mark.parametrize("lengths", [(10, 10, 10), (5, 10, 10, 5)], ids=["one by one", "first by vmap"])
+def test_counters_count_steps_and_not_samples(lengths):
     def forward(module, x):
-        module.steps.add_(1)
-        x = x * module.weight * module.steps
+        module.steps += 1
+        module.count.add_(1)
+        x = x * module.weight * module.count * (1.0 if module.steps < 3 else 2.0)
         return module.gru(x)[0] if x.shape[1] > 6 else x
 
-    model = Function(forward, gru=nn.GRU(3, 3, batch_first=True))
-    model.register_buffer("steps", torch.tensor(0.0))
+    model = Function(forward, steps=0, gru=nn.GRU(3, 3, batch_first=True))
+    model.register_buffer("count", torch.zeros((), dtype=torch.int64))
     twin = copy.deepcopy(model)
     with clip(model, whole=(Function,)) as clipper:
-        for length in (5, 10, 10, 5):
+        for length in lengths:
             x = torch.randn(4, length, 3)
             output = model(x)
             assert_close(output, twin(x), rtol=1e-5, atol=1e-6)
             clipper.backward(output.flatten(1).sum(1))
-    assert model.steps.item() == 4
+    assert model.steps == model.count.item() == len(lengths)
 
 
 def test_errors_of_a_forward_come_as_they_are_and_leave_its_state():
