@@ -41,9 +41,10 @@ def test_modules_that_keep_their_outputs_can_be_compared_for_every_shape():
         assert_close(clipper.backward(model(x).sum(1)).norms, x.norm(dim=1), rtol=1e-5)
 
 
-def test_random_numbers_of_generic_modules_are_drawn_once_in_every_forward():
+@pytest.mark.parametrize("whole", [(), (Net,)])
+def test_random_numbers_of_generic_modules_are_drawn_once_in_every_forward(whole):
     model, x, states = Net(lambda m, x: F.dropout(x) * m.scale, scale=weight(3, value=1.0)).double(), batch(), []
-    clipper = clip(model)
+    clipper = clip(model, whole=whole)
     for _ in range(2):
         torch.manual_seed(0)
         state = torch.get_rng_state()
