@@ -176,10 +176,10 @@ def on_every_layout() -> list[Tensor]:
     """The tensors of ``WHOLE``."""
     mesh = init_device_mesh("cpu", (2,))
     return [
-        *(distribute_tensor(VALUE, mesh, [placement]) for placement in (Shard(0), Shard(1), Replicate())),
+        *(distribute_tensor(VALUE.clone(), mesh, [placement]) for placement in (Shard(0), Shard(1), Replicate())),
         DTensor.from_local(VALUE / 2, mesh, [Partial()], run_check=False),
         VALUE.clone(),
-        distribute_tensor(ROW, mesh, [Shard(0)]),
+        distribute_tensor(ROW.clone(), mesh, [Shard(0)]),
     ]
 
 
@@ -198,13 +198,13 @@ def functions_on_every_layout(_: Entry) -> None:
         calls[f"normalize_grads_ {dim}"] = lambda p, dim=dim: normalize_grads_(p, 0.5, dim=dim)
         calls[f"centralize_grads_ {dim}"] = lambda p, dim=dim: centralize_grads_(p, dim)
         for order in ORDERS:
-            calls[f"clip_grad_norm_ {order} {dim}"] = lambda p, order=order, dim=dim: clip_grad_norm_(
-                p, 0.5, order, dim
-            )
+            calls[f"clip_grad_norm_ {order} {dim}"] = partial(clip_grad_norm_, max_norm=0.5, ord=order, dim=dim)
     for name, call in calls.items():
         params, plain = ([nn.Parameter(torch.zeros_like(t)) for t in tensors] for tensors in (on_every_layout(), WHOLE))
         params[3] = nn.Parameter(torch.zeros_like(params[2]))  # only its gradient is a pending sum
-        for param, grad in (*zip(params, on_every_layout(), strict=True), *zip(plain, WHOLE, strict=True)):
+        for param, grad in zip(params, on_every_layout(), strict=True):
+            param.grad = grad  # a clone would carry out pending sums
+        for param, grad in zip(plain, WHOLE, strict=True):
             param.grad = grad.clone()
         found = [call(params), *(p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in params)]
         expected = [call(plain), *(p.grad for p in plain)]

@@ -219,8 +219,8 @@ REFUSED = [
     (total, ONE_BY_ONE, "sets 'total' in place to a value that depends on the samples"),
     (average_in_python, ONE_BY_ONE, "(stores 'last'|sample by sample)"),
     (parameter, VMAP, "cannot be run sample by sample"),
-    (result, VMAP, "stores 'result', in which tensors cannot be combined.*A dict can"),
-    (namespace, VMAP, "stores 'namespace', in which tensors cannot be combined.*A dict can"),
+    *((result, inner, "stores 'result', in which tensors cannot be combined.*A dict can") for inner in INNER),
+    *((namespace, inner, "stores 'namespace', in which tensors cannot be combined.*A dict can") for inner in INNER),
 ]
 
 

@@ -55,7 +55,7 @@ def test_nonfinite_raise_names_the_samples_and_changes_nothing():
 
 EMPTY = (
     *("linear 3-D", "linear, gradients formed in pieces", "linear, Gram matrices", "linear, Gram matrices in parts"),
-    *("conv1d", "conv2d", "conv2d, many channels", "conv2d, depthwise", "embedding", "bag, mean", "layer norm"),
+    *("conv1d", "conv2d", "conv2d, few positions", "conv2d, depthwise", "embedding", "bag, mean", "layer norm"),
     *("rms norm", "group norm", "instance norm 1d", "prelu", "lstm, batch first", "gru", "linear layers of GPT-2"),
     *("padding in a module with bare parameters", "tied embedding and head, 6", "vision transformer"),
 )

@@ -385,6 +385,8 @@ def test_it_resumes(optimizer, tmp_path):
     assert torch.equal(a.layer_norms, b.layer_norms)
     with pytest.raises(ValueError, match="other parameters"):
         Recorder(Modular(nn.Linear(2, 2), Adam())).load_state_dict(recorder.state_dict())
+    with pytest.raises(ValueError, match="must come from Recorder"):
+        again.load_state_dict(resumed.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -660,8 +662,7 @@ def test_bad_states():
     train(net, optimizer, 3)
     good = recorder.state_dict()
     narrow = {**good["tape"], "norms": good["tape"]["norms"][:, :1]}
-    bad_tapes = [{**good, "tape": tape} for tape in ({}, "x", narrow)]
-    for bad in (*bad_tapes, {**good, "step": "3"}, optimizer.state_dict(), 3):
+    for bad in ({**good, "tape": {}}, {**good, "tape": "x"}, {**good, "step": "3"}, {**good, "tape": narrow}, 3):
         with pytest.raises(ValueError, match=r"Recorder|shapes"):
             recorder.load_state_dict(bad)
         assert recorder.step == 3
