@@ -11,7 +11,7 @@ from torchzero_clip.recorder.binning import Events, Tiles
 
 MOST_LABELS = 6
 MOST_CANDIDATES = 200
-STANDS_OUT = 3.0  # ratios from this on are written in or beside their tiles
+STANDS_OUT = 3.0  # tiles with such a ratio are labelled with their step
 
 
 def heat_height(tiles: Tiles) -> float:
@@ -70,7 +70,7 @@ def _explain(axes: Any, tiles: Tiles) -> None:
 
 
 def _name_worst(axes: Any, tiles: Tiles, events: Events, width: float) -> None:
-    """Write the largest ratio of each of the worst steps in or beside its tile, if there is space."""
+    """Write the number of each of the worst steps in or beside the tile that stands out most, if there is space."""
     highest, rows = torch.where(tiles.ratios.isnan(), 0.0, tiles.ratios).max(dim=0)
     (left, right), taken = axes.get_xlim(), [(-1.0, 0)]
     for event in events.marked(MOST_CANDIDATES):
@@ -79,7 +79,7 @@ def _name_worst(axes: Any, tiles: Tiles, events: Events, width: float) -> None:
             continue
         ratio, row = float(highest[column]), int(rows[column])
         span = (tiles.edges[column + 1] - tiles.edges[column]) / (right - left)
-        is_inside = span * width > 0.45  # inches: the label fits into its tile
+        is_inside = span * width > 0.8  # inches: the label fits into its tile
         place = (tiles.edges[column + 1] - left) / (right - left) - (span / 2 if is_inside else 0)
         if ratio < STANDS_OUT or any(abs(place - x) < 1.2 / width and abs(row - y) < 2 for x, y in taken):
             continue
@@ -90,7 +90,7 @@ def _name_worst(axes: Any, tiles: Tiles, events: Events, width: float) -> None:
         if is_inside:
             where, align, offset = (tiles.edges[column] + tiles.edges[column + 1]) / 2, "center", 0
         axes.annotate(
-            f"{ratio:,.0f}x" if ratio < 1e6 else f"{ratio:.0e}x" if math.isfinite(ratio) else "inf or NaN",
+            f"step {float(events.steps[event]):,.0f}",
             (where, row),
             xytext=(offset, 0),
             textcoords="offset points",
