@@ -104,10 +104,6 @@ def test_early_signs_are_marked():
     assert [list(values) for values in mark.get_data()] == [[20], [1]]
 
 
-def test_the_tile_that_stands_out_is_labelled_with_its_step():
-    assert "step 200" in texts(draw_layers(made(spiky())))
-
-
 def test_only_the_first_step_of_a_run_without_norms_is_labelled():
     figure = draw_norms(made([1.0] * 100 + [NAN] * 200))
     assert [text for text in texts(figure) if text.startswith("step ")] == ["step 100"]

@@ -117,19 +117,11 @@ class Data:
     def last(self, count: int) -> Self:
         """The last steps. The layers of all of them must be known."""
         first = max(len(self.steps) - count, 0)
-        steps = self.steps[first:]
-        return replace(
-            self,
-            steps=steps,
-            reasons=self.reasons[first:],
-            norm=self.norm[first:],
-            loss=self.loss[first:],
-            metrics={name: values[first:] for name, values in self.metrics.items()},
-            layer_steps=self.layer_steps[first:],
-            layer_norms=self.layer_norms[first:],
-            blocks=[],
-            ratios=[ratios for ratios in self.ratios if steps and ratios.step >= steps[0]],
-        )
+        by_step = ("steps", "reasons", "norm", "loss", "layer_steps", "layer_norms")
+        last: dict[str, Any] = {name: getattr(self, name)[first:] for name in by_step}
+        metrics = {name: values[first:] for name, values in self.metrics.items()}
+        ratios = [ratios for ratios in self.ratios if last["steps"] and ratios.step >= last["steps"][0]]
+        return replace(self, **last, metrics=metrics, blocks=[], ratios=ratios)
 
     def index(self, step: int) -> int:
         """The row of a step; a ValueError if the step was not kept."""

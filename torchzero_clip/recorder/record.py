@@ -90,14 +90,7 @@ class Readable(ABC):
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def to_csv(self, path: Place) -> None:
-        """Write what ``frame(transforms=True)`` returns to a CSV file.
-
-        Args:
-            path: Where to write it, for example ``"run.csv"``.
-
-        Raises:
-            ValueError: If ``path`` is the file of a `Recorder`.
-        """
+        """Write what ``frame(transforms=True)`` returns to a CSV file, but not over the file of a `Recorder`."""
         not_a_record(path)
         columns = self.record().columns(transforms=True)
         with Path(path).open("w", newline="") as file:
