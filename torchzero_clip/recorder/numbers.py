@@ -44,12 +44,12 @@ def medians_before(norms: Tensor, rows: Sequence[int]) -> Tensor:
     if not len(norms):
         return found
     usable = norms.isfinite() & (norms >= 0)
-    ordered, places = torch.where(usable, norms, torch.inf).sort(dim=0)
+    ordered, places = torch.where(usable, norms, torch.inf).T.contiguous().sort(dim=1)
     places = torch.where(ordered.isfinite(), places, len(norms))
     for median, row in zip(found, rows, strict=True):
-        counts = (places < row).cumsum(dim=0)  # the k-th number before the row is where the count becomes k
-        count = counts[-1]
-        middle = torch.stack([(counts < k).sum(dim=0) for k in ((count + 1) // 2, count // 2 + 1)])
-        low, high = ordered.gather(0, middle.clamp(max=len(norms) - 1))
-        median.copy_(torch.where(count > 0, low + (high - low) / 2, torch.nan))
+        counts = (places < row).cumsum(dim=1)  # the k-th number before the row is where the count becomes k
+        count = counts[:, -1:]
+        middle = torch.searchsorted(counts, torch.cat([(count + 1) // 2, count // 2 + 1], dim=1))
+        low, high = ordered.gather(1, middle.clamp(max=len(norms) - 1)).unbind(dim=1)
+        median.copy_(torch.where(count[:, 0] > 0, low + (high - low) / 2, torch.nan))
     return found
