@@ -99,6 +99,19 @@ def test_a_picture_or_page_that_cannot_be_written(file, tmp_path, capsys):
     assert "xyz" in error_of(capsys, "suggest", file, "--plot", tmp_path / "limit.xyz")
 
 
+@pytest.mark.parametrize(("command", "option"), [("report", "-o"), ("suggest", "--plot")])
+def test_the_record_is_not_written_over(command, option, file, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    before = file.read_bytes()
+    (tmp_path / "soft.html").symlink_to(file)
+    (tmp_path / "hard.html").hardlink_to(file)
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+    for output in (file, "../run.jsonl", "../soft.html", tmp_path / "hard.html"):
+        assert "is the file of a Recorder" in error_of(capsys, command, file, option, output)
+    assert file.read_bytes() == before
+
+
 @pytest.mark.parametrize("arguments", [[], ["draw"], ["suggest"], ["suggest", "a", "--share-clipped", "much"]])
 def test_wrong_arguments_have_the_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as error:

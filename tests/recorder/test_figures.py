@@ -12,8 +12,8 @@ from recorder.records import column, made
 
 from torchzero_clip.recorder.axes import printable
 from torchzero_clip.recorder.binning import Bars, Events, Tiles, in_columns, largest, medians, relative
+from torchzero_clip.recorder.data import Block, Ratios
 from torchzero_clip.recorder.figures import draw_histogram, draw_layers, draw_norms, draw_record, draw_series, png_of
-from torchzero_clip.recorder.record import Block
 from torchzero_clip.recorder.suggestion import suggested
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -90,6 +90,13 @@ def test_norms_that_are_not_finite_are_marked_at_the_upper_edge():
     assert "step 100" in texts(figure)
     (mark,) = [line for line in figure.axes[0].lines if list(line.get_xdata()) == [100] and line.get_ydata()[0] < 1]
     assert mark.get_transform() != figure.axes[0].transData
+
+
+def test_early_signs_are_marked():
+    ratios = [Ratios(k, column([1.0]), column([0.5 if k == 20 else 0.01])) for k in range(30)]
+    (axes,) = draw_norms(made([1.0] * 30, ratios=ratios)).axes
+    (mark,) = [line for line in axes.lines if line.get_label() == "early signs: 1"]
+    assert [list(values) for values in mark.get_data()] == [[20], [1]]
 
 
 def test_only_the_first_step_of_a_run_without_norms_is_labelled():

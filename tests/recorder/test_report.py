@@ -9,7 +9,7 @@ import torch
 from recorder import records
 from recorder.records import column, made
 
-from torchzero_clip.recorder.record import Ratios
+from torchzero_clip.recorder.data import Block, Ratios
 from torchzero_clip.recorder.report import write_report
 
 pytest.importorskip("matplotlib")
@@ -277,6 +277,72 @@ def test_at_most_20_steps_are_listed_and_the_others_counted(tmp_path):
     assert rows[0][0] == "990"
     assert any("(20 of 33 steps)" in table["caption"] for table in page.tables)
     assert len(page.all("details")) == 1
+
+
+def drifting():
+    """200 steps in which norms grow by a quarter. Steps 50, 120 and 199 are spikes, each of another layer."""
+    norms = torch.linspace(1, 1.25, 200, dtype=torch.float64)[:, None] * column([1.0, 2.0, 3.0])
+    for k, step in enumerate((50, 120, 199)):
+        norms[step, k] = 500.0
+    return made(norms.square().sum(dim=1).sqrt().tolist(), ("a", "b", "c"), layer_norms=norms)
+
+
+@quick
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_a_layer_has_one_ratio_in_a_step_on_the_page_and_in_worst(has_blocks, tmp_path):
+    record = drifting()
+    if has_blocks:
+        parts = [(k, record.layer_norms[k : k + 50]) for k in range(0, 200, 50)]
+        record.blocks = [Block(k, k + 49, part.quantile(0.5, dim=0), part.amax(dim=0)) for k, part in parts]
+    page = report(record, tmp_path)
+    _, *rows = page.table("The 5 layers")
+    _, *often = page.table("How often")
+    largest = {row[0]: (row[3], row[2]) for row in often}
+    of_steps = {row[0]: row[1:] for row in rows if len(row) == 5}
+    for k, step in enumerate((50, 120, 199)):
+        before = [block.median[k] for block in record.blocks if block.last < step]
+        usual = float(torch.stack(before).quantile(0.5) if has_blocks else record.layer_norms[:step, k].quantile(0.5))
+        assert record.worst(step)[0] == ("abc"[k], 500.0, pytest.approx(usual))
+        ratio = f"{500 / usual:.0f}x"
+        assert of_steps[str(step)] == ["abc"[k], "500", f"{usual:.4g}", ratio]
+        assert largest["abc"[k]] == (str(step), ratio)
+    assert "relative to the median of each over the run" in page.all("img")[1]["alt"]
+
+
+@quick
+def test_of_many_skipped_steps_some_are_counted(tmp_path):
+    page = report(made([1.0] * 450, ("a", "b"), reasons=["skip_step"] * 450), tmp_path)
+    _, *rows = page.table("How often")
+    assert rows == [["a", "149", "1x", "447"], ["b", "149", "1x", "447"]]
+    assert any(table["caption"].endswith("(150 of 450 steps).") for table in page.tables)
+
+
+@quick
+def test_early_signs_have_a_table_and_are_counted(tmp_path):
+    ratios = [Ratios(10 * k, column([2.0, 1.0]), column([0.5 if k == 9 else 0.01, 0.02])) for k in range(10)]
+    page = report(made([1.0] * 100, ("first", "second"), ratios=ratios), tmp_path)
+    assert "There were 0 spikes. 1 step had an early sign of a spike." in page.text
+    head, *rows = page.table("Updates that were unusually large")
+    assert head == ["Step", "Layer", "Update / weights", "Usual", "Ratio"]
+    assert rows == [["90", "first", "0.25", "0.005", "50x"]]
+
+
+@quick
+def test_long_names_are_cut(tmp_path):
+    record = run(layers=("x" * 3000, "y" * 3000))
+    record.metrics = {f"{'z' * 3000}/limit": column([2.0] * 100)}
+    record.reasons[60] = "w" * 3000
+    page = report(record, tmp_path)
+    assert max(map(len, "".join(page.words).split())) < 200
+    assert max(map(len, str(record.worst(40)).splitlines())) < 120
+
+
+def test_the_record_is_not_written_over(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"kind": "run"}')
+    with pytest.raises(ValueError, match="is the file of a Recorder"):
+        write_report(run(), path)
+    assert path.read_text() == '{"kind": "run"}'
 
 
 @quick
