@@ -13,6 +13,7 @@ from torchzero_clip import (
     SGD,
     AdamW,
     ClipByMaxEMA,
+    ClipNorm,
     ClipValue,
     ClipValueByEMA,
     ClipValueGrowth,
@@ -39,6 +40,36 @@ def test_the_fast_way_of_an_author_equals_the_readable_one(dtype):
         assert_same(fast, readable, 1e-5, 1e-6)
         clipped.append(float(fast.optimizer.metrics()["clip_to_usual/clipped"]))
     assert max(clipped) > 0.05
+
+
+class Shrink(Elementwise):
+    """Divides each element by the average of its magnitudes. The rates are one setting, a tuple."""
+
+    keeps_statistics = True
+    keys = ("average",)
+
+    def __init__(self, betas=(0.9, 1.0)):
+        super().__init__({"betas": betas})
+
+    def change(self, x, result, state, setting, at):
+        beta, most = setting["betas"]
+        (average,) = state
+        size = torch.abs(x, out=at.memory("size", x))
+        finite = at.only_finite(size)
+        finite.begin_(average, size)
+        finite.lerp_(average, size, 1 - beta)
+        new = torch.div(x, average.clamp(min=most), out=at.memory("new", x))
+        count = at.count(torch.ne(new, x, out=size))
+        at.write(new, x, result)
+        return count
+
+
+def test_a_result_that_is_no_clip_is_the_same_in_both_ways():
+    fast, readable = both(lambda: [ClipNorm(1e3), Shrink(), SGD(0.1)], SHAPES, torch.float32)
+    for step, event in enumerate(EVENTS):
+        for run in (fast, readable):
+            run.step(noise(SHAPES, step, event))
+        assert_same(fast, readable, 1e-5, 1e-6)
 
 
 @pytest.mark.fast_way

@@ -46,6 +46,7 @@ class Readable(Executor):
             self.memory.mark(rows)
             return
         updates = self.memory.own(rows, over_grads)
+        # the measured tensors may be the gradients themselves: multiply the copies
         scale_(replace(measured, targets=memories([updates[i] for i in measured.indices])), factors)
 
     @override
