@@ -124,7 +124,7 @@ def test_an_update_that_is_too_large_is_among_the_spikes_although_the_norm_is_us
     assert {sign.step for sign in found} == {200}
     assert all(sign.ratio > 2 * sign.usual for sign in found)
     assert 200 in recorder.spikes()
-    assert 200 not in recorder.record().spikes_after(torch.zeros(0, dtype=torch.float64))
+    assert 200 not in recorder.record().norm_spikes()
 
 
 def test_signs_of_a_record_have_the_names_of_its_layers():
