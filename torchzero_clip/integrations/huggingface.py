@@ -76,7 +76,7 @@ class TrainerCallback(transformers.TrainerCallback):
             warnings.warn(f"{clips} they are recorded: set it to 0 to record the norms before", stacklevel=2)
         self._come_first()
         if self._given is not None:
-            self.recorder = attached(self._given, optimizer)
+            self.recorder = attached(self._given, optimizer, kwargs["model"])
             self.recorder.log_to(self._keep)
             self._resume(self.recorder, _checkpoint(args, state) / SAVED, state.global_step)
 

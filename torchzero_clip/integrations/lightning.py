@@ -84,7 +84,7 @@ class LightningCallback(Callback):
             return
         found = chains or list(map(unwrap, trainer.optimizers))
         given = self._given.optimizer if isinstance(self._given, Recorder) else found[0]
-        recorder = attached(self._given, next((own for own in found if own is given), found[0]))
+        recorder = attached(self._given, next((own for own in found if own is given), found[0]), pl_module)
         self.recorder = recorder
         recorder.log_to(partial(_log, trainer.loggers))
         if self._loaded is not None:
