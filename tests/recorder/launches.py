@@ -16,9 +16,17 @@ import torch.distributed as dist
 
 LIMIT = 300.0
 """Seconds after which processes that still run are killed, and the test fails."""
-CONTEXT = multiprocessing.get_context("forkserver")  # the trainers take seconds to import, and are imported once
+CONTEXT = multiprocessing.get_context("forkserver")  # what takes seconds to import is imported once
 CONTEXT.set_forkserver_preload(
-    ["torchzero_clip", "torch.distributed.fsdp", "transformers.trainer", "lightning.pytorch", "accelerate"]
+    [
+        "torchzero_clip",
+        "torch._dynamo",  # the first optimizer of a process imports it
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint",
+        "transformers.trainer",
+        "lightning.pytorch",
+        "accelerate",
+    ]
 )
 
 

@@ -21,7 +21,10 @@ from torchzero_clip import read_record
 pytestmark = pytest.mark.slow
 
 
-needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def needs_fork(test):
+    """The marks of a test that forks a process with all imports; pytest-xdist shall start only one such process."""
+    test = pytest.mark.xdist_group("processes")(test)
+    return pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")(test)
 
 
 def needs(*names):
