@@ -180,12 +180,12 @@ def accelerate(place: Place, folder: Path, is_resumed: bool) -> dict[str, Any]:
     return result(model, norms, recorder)
 
 
-def sharded(place: Place, folder: Path, is_resumed: bool) -> dict[str, Any]:
+def sharded(place: Place, folder: Path, is_resumed: bool, flush_every: int) -> dict[str, Any]:
     """FSDP2 by hand. The recorder exists before torch takes a step to find out what the state looks like."""
     model = Net()
     fully_shard(model)
     optimizer = chain(model)
-    recorder = Recorder(optimizer, path=folder / "run.jsonl", **RECORD)
+    recorder = Recorder(optimizer, path=folder / "run.jsonl", **(RECORD | {"flush_every": flush_every}))
     if is_resumed:
         recorder.load_state_dict(torch.load(folder / "recorder.pt"))
         state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
