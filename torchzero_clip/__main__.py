@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
-    except (OSError, ValueError, ModuleNotFoundError) as error:
+    except (OSError, ValueError, OverflowError, ModuleNotFoundError) as error:
         sys.stderr.write(f"error: {_in_one_line(error)}\n")
         return 1
     return 0

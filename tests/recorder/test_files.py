@@ -20,6 +20,11 @@ from torchzero_clip import SGD, ClipNorm, Modular, Recorder, SkipStep, read_reco
 from torchzero_clip.recorder.files import append, encoded
 
 
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run.jsonl"
+
+
 def start(path, **given):
     params = [("a", nn.Parameter(torch.zeros(2))), ("b", nn.Parameter(torch.zeros(3)))]
     optimizer = Modular(params, SkipStep(max_norm=100), ClipNorm(1.0), SGD(0.1), nonfinite="skip")
@@ -41,8 +46,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines() if line]
 
 
-def test_full_rings_are_appended(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_full_rings_are_appended(path):
     optimizer, recorder = start(path, keep=10)
     run(optimizer, 9)
     assert path.read_bytes() == b""
@@ -55,8 +59,7 @@ def test_full_rings_are_appended(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*layers are inf or NaN")
-def test_what_is_read_is_what_was_written(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_what_is_read_is_what_was_written(path):
     optimizer, recorder = start(path, keep=300, ratios_every=50)
     run(optimizer, 250, sizes={120: 20.0, 200: 1000.0, 210: torch.inf})
     recorder.close()
@@ -87,8 +90,7 @@ def test_what_is_read_is_what_was_written(tmp_path):
         record.suggest_max_norm(scope="parameter")
 
 
-def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_a_resumed_run_replaces_what_came_after_its_checkpoint(path):
     optimizer, recorder = start(path, keep=10)
     run(optimizer, 20)
     saved = recorder.state_dict()
@@ -106,8 +108,7 @@ def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*layers are inf or NaN")
-def test_of_a_long_series_of_bad_steps_only_the_first_keep_their_layers(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_of_a_long_series_of_bad_steps_only_the_first_keep_their_layers(path):
     optimizer, recorder = start(path)
     run(optimizer, 60, sizes=dict.fromkeys([*range(20, 45), 50], torch.inf))
     recorder.close()
@@ -115,8 +116,7 @@ def test_of_a_long_series_of_bad_steps_only_the_first_keep_their_layers(tmp_path
     assert len([reason for reason in read_record(path).reasons if reason]) == 26
 
 
-def test_layers_that_are_added_later(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_layers_that_are_added_later(path):
     optimizer, recorder = start(path)
     run(optimizer, 3)
     optimizer.add_param_group({"params": [("c", nn.Parameter(torch.zeros(1)))]})
@@ -164,8 +164,7 @@ def test_the_end_of_the_process_writes_the_rest_and_a_kill_loses_one_ring(tmp_pa
     assert read_record(killed).steps == list(range(20))
 
 
-def test_a_recorder_that_nobody_holds_writes_when_its_optimizer_goes(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_a_recorder_that_nobody_holds_writes_when_its_optimizer_goes(path):
     optimizer, _ = start(path)
     run(optimizer, 3)
     del optimizer, _
@@ -185,8 +184,7 @@ def test_jobs_that_are_killed_after_each_checkpoint_lose_no_step(tmp_path):
     assert read_record(path).steps == list(range(85))  # the last job wrote its tenth step
 
 
-def test_a_copy_writes_no_file(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_a_copy_writes_no_file(path):
     optimizer, recorder = start(path)
     run(optimizer, 5)
     for copied in (copy.deepcopy(recorder), pickle.loads(pickle.dumps(recorder._run))):
@@ -199,8 +197,7 @@ def test_a_copy_writes_no_file(tmp_path):
 
 
 @pytest.mark.parametrize(("keep", "spike", "end"), [(10, 105, 120), (100, 205, 210), (1000, 1005, 1010)])
-def test_the_layers_of_a_spike_are_written_however_few_steps_come_with_it(tmp_path, keep, spike, end):
-    path = tmp_path / "run.jsonl"
+def test_the_layers_of_a_spike_are_written_however_few_steps_come_with_it(path, keep, spike, end):
     optimizer, recorder = start(path, keep=keep)
     run(optimizer, end, sizes={spike: 20.0})
     recorder.close()
@@ -208,8 +205,7 @@ def test_the_layers_of_a_spike_are_written_however_few_steps_come_with_it(tmp_pa
     assert read_record(path).worst(step=spike)[0].ratio > 10
 
 
-def test_a_spike_that_is_known_only_later_gets_its_layers(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_a_spike_that_is_known_only_later_gets_its_layers(path):
     optimizer, recorder = start(path)
     run(optimizer, 12, sizes={8: 20.0})
     recorder.flush()
@@ -233,8 +229,7 @@ def fails_halfway(error):
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()], ids=["full", "interrupt"])
-def test_a_flush_that_fails_loses_nothing(tmp_path, monkeypatch, error):
-    path = tmp_path / "run.jsonl"
+def test_a_flush_that_fails_loses_nothing(path, monkeypatch, error):
     optimizer, recorder = start(path, keep=10)
     run(optimizer, 15)
     before = path.read_bytes()
@@ -248,8 +243,7 @@ def test_a_flush_that_fails_loses_nothing(tmp_path, monkeypatch, error):
     assert read_record(path).steps == list(range(20))
 
 
-def test_a_half_line_stays_if_another_process_has_written_behind_it(tmp_path, monkeypatch):
-    path = tmp_path / "run.jsonl"
+def test_a_half_line_stays_if_another_process_has_written_behind_it(path, monkeypatch):
     optimizer, recorder = start(path)
     run(optimizer, 10)
     other = encoded([{"kind": "of another process"}], "other")
@@ -270,8 +264,7 @@ def test_a_half_line_stays_if_another_process_has_written_behind_it(tmp_path, mo
         assert read_record(path).steps == list(range(15))
 
 
-def test_a_disk_that_stays_full_gives_one_warning(tmp_path, monkeypatch):
-    path = tmp_path / "run.jsonl"
+def test_a_disk_that_stays_full_gives_one_warning(path, monkeypatch):
     optimizer, recorder = start(path, keep=10)
 
     def fails(file, data):
@@ -288,9 +281,8 @@ def test_a_disk_that_stays_full_gives_one_warning(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_file_that_reaches_the_limit_of_its_size_has_whole_lines(tmp_path):
+def test_a_file_that_reaches_the_limit_of_its_size_has_whole_lines(path):
     """The kernel writes what fits, and then fails, as on a full disk."""
-    path = tmp_path / "run.jsonl"
     program = textwrap.dedent(
         """
         import resource, sys, torch, warnings
@@ -334,8 +326,7 @@ def test_paths(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore")
-def test_a_fork_does_not_write(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_a_fork_does_not_write(path):
     optimizer, recorder = start(path)
     run(optimizer, 5)
     child = os.fork()
@@ -346,8 +337,7 @@ def test_a_fork_does_not_write(tmp_path):
     assert path.read_bytes() == b""
 
 
-def test_a_new_recorder_takes_over_the_file_of_an_older_one(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_a_new_recorder_takes_over_the_file_of_an_older_one(path):
     first, older = start(path)
     run(first, 5)
     second, newer = start(path)
@@ -407,8 +397,7 @@ def test_processes_on_one_fresh_path(tmp_path, has_ranks, monkeypatch):
             assert read_record(path, run=name).steps == list(range(12))
 
 
-def test_the_reading_of_a_file_knows_joint_limits(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_the_reading_of_a_file_knows_joint_limits(path):
     weight = nn.Parameter(torch.zeros(2))
     chain = [
         ClipNorm(9.0, 1, dim="global"),

@@ -5,20 +5,15 @@ import time
 import tracemalloc
 
 import pytest
+from recorder.records import run_line, step_line
 
 from torchzero_clip import read_record
 
 OLD = '{"kind": "run", "version": 1, "start": 0, "by": "parameter", "joint": [], "layers": ["a", "b"]}'
 
 
-def head(name, start=0, parent=None, layers=("a", "b")):
-    own = {"id": name, "parent": parent, "start": start, "layers": list(layers)}
-    return json.dumps({"kind": "run", "version": 1, "by": "parameter", "joint": []} | own)
-
-
 def step(number, name=None, norm=1.0, **more):
-    row = {"kind": "step", "step": number, "norm": norm, "loss": None, "reason": "", "metrics": {}} | more
-    return json.dumps(row | ({} if name is None else {"run": name}))
+    return step_line(number, norm=norm, **more, **({} if name is None else {"run": name}))
 
 
 def steps(numbers, name, norm=1.0):
@@ -44,7 +39,7 @@ def test_a_file_without_ids_is_read(write):
 
 def test_the_run_of_the_last_line_is_read_and_the_other_one_is_named(write):
     mixed = [line for pair in zip(steps(range(4), "x", 1.0), steps(range(4), "y", 2.0), strict=True) for line in pair]
-    path = write(head("x"), head("y"), *mixed)
+    path = write(run_line("x"), run_line("y"), *mixed)
     with pytest.warns(UserWarning, match=r"also has run 'x' \(steps 0 to 3\): pass run= to read another one"):
         assert read_record(path).norm.tolist() == [2.0] * 4
     assert read_record(path, run="x").norm.tolist() == [1.0] * 4
@@ -53,9 +48,9 @@ def test_the_run_of_the_last_line_is_read_and_the_other_one_is_named(write):
 
 
 def test_a_run_has_the_steps_of_those_that_it_resumed(write):
-    lines = [head("x"), *steps(range(10), "x", 1.0), head("y", 6, "x"), *steps(range(6, 9), "y", 2.0)]
+    lines = [run_line("x"), *steps(range(10), "x", 1.0), run_line("y", 6, "x"), *steps(range(6, 9), "y", 2.0)]
     assert read_record(write(*lines)).norm.tolist() == [1.0] * 6 + [2.0] * 3
-    lines += [head("z", 4, "y"), *steps(range(4, 6), "z", 3.0)]
+    lines += [run_line("z", 4, "y"), *steps(range(4, 6), "z", 3.0)]
     path = write(*lines)
     assert read_record(path).norm.tolist() == [1.0] * 4 + [3.0] * 2
     assert read_record(path, run="y").steps == list(range(9))
@@ -65,8 +60,8 @@ def test_a_run_has_the_steps_of_those_that_it_resumed(write):
 
 
 def test_a_run_may_resume_one_that_is_not_in_the_file_or_itself(write):
-    assert read_record(write(head("y", 6, "x"), *steps(range(6, 9), "y"))).steps == [6, 7, 8]
-    assert read_record(write(head("x", 0, "y"), head("y", 2, "x"), *steps(range(3), "x"))).steps == [0, 1, 2]
+    assert read_record(write(run_line("y", 6, "x"), *steps(range(6, 9), "y"))).steps == [6, 7, 8]
+    assert read_record(write(run_line("x", 0, "y"), run_line("y", 2, "x"), *steps(range(3), "x"))).steps == [0, 1, 2]
 
 
 def test_a_late_loss_replaces_that_of_its_step(write):
@@ -74,27 +69,27 @@ def test_a_late_loss_replaces_that_of_its_step(write):
         '{"kind": "loss", "run": "x", "step": 1, "loss": 5.0}',
         '{"kind": "loss", "run": "x", "step": 7, "loss": 1}',
     ]
-    loss = read_record(write(head("x"), *steps(range(3), "x"), *late)).loss
+    loss = read_record(write(run_line("x"), *steps(range(3), "x"), *late)).loss
     assert loss.isnan().tolist() == [True, False, True]
     assert loss[1] == 5.0
 
 
 def test_lines_that_are_not_json_are_counted_and_left_out(write):
     broken = ["nonsense", "[1, 2]", "[" * 100_000, '{"kind": 3}', step(1, "x")[:30]]
-    path = write(head("x"), step(0, "x"), *broken, step(1, "x"))
+    path = write(run_line("x"), step(0, "x"), *broken, step(1, "x"))
     with pytest.warns(UserWarning, match="5 lines are not JSON and were left out"):
         assert read_record(path).steps == [0, 1]
 
 
 @pytest.mark.parametrize("end", ["", "\n"])
 def test_kinds_of_lines_that_are_unknown_are_left_out(write, end):
-    path = write(head("x"), '{"kind": "tree", "step": "a"}', step(0, "x"), '{"kind": "note"}', end=end)
+    path = write(run_line("x"), '{"kind": "tree", "step": "a"}', step(0, "x"), '{"kind": "note"}', end=end)
     assert read_record(path).steps == [0]
 
 
 def test_an_incomplete_last_line_is_left_out_without_a_warning(write):
-    assert read_record(write(head("x"), step(0, "x"), step(1, "x")[:30], end="")).steps == [0]
-    for whole in (head("x"), OLD):
+    assert read_record(write(run_line("x"), step(0, "x"), step(1, "x")[:30], end="")).steps == [0]
+    for whole in (run_line("x"), OLD):
         for count in range(1, len(whole)):
             assert read_record(write(whole[:count], end="")).steps == []
 
@@ -103,9 +98,6 @@ def test_an_incomplete_last_line_is_left_out_without_a_warning(write):
 def test_a_file_of_something_else_is_refused(write, line):
     with pytest.raises(ValueError, match=r"run.jsonl, line 1: .*(not written by a Recorder|must come first)"):
         read_record(write(line, end="\n"))
-
-
-GOOD = '{"kind": "step", "step": 0, "norm": 1.0, "loss": null, "reason": "", "metrics": {}}'
 
 
 @pytest.mark.parametrize(
@@ -125,7 +117,7 @@ GOOD = '{"kind": "step", "step": 0, "norm": 1.0, "loss": null, "reason": "", "me
     ],
 )
 def test_wrong_entries_are_named(write, line, message):
-    path = write(OLD, line, GOOD)
+    path = write(OLD, line, step(0))
     with pytest.raises(ValueError, match=message) as error:
         read_record(path)
     assert str(path) in str(error.value)
@@ -135,7 +127,7 @@ def test_bad_files(tmp_path, write):
     with pytest.raises(FileNotFoundError):
         read_record(tmp_path / "missing.jsonl")
     with pytest.raises(ValueError, match="line 1: a line of the kind 'run' must come first"):
-        read_record(write(GOOD, GOOD))
+        read_record(write(step(0), step(0)))
     path = tmp_path / "other.jsonl"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="not a text file"):
@@ -145,7 +137,7 @@ def test_bad_files(tmp_path, write):
 
 
 def test_a_long_file_is_read_in_moments(write):
-    path = write(head("x"), *[step(k, "x", metrics={"clip_norm/limit": 1.0}) for k in range(20_000)])
+    path = write(run_line("x"), *[step(k, "x", metrics={"clip_norm/limit": 1.0}) for k in range(20_000)])
     begin = time.perf_counter()
     assert len(read_record(path).steps) == 20_000
     assert time.perf_counter() - begin < 20  # quadratic reading takes minutes
@@ -165,12 +157,12 @@ def test_lines_for_steps_that_are_not_there_are_left_out(write):
             line
             for k in range(2000)
             for line in (
-                head("x", k, layers=[f"{k}.{i}" for i in range(100)]),
+                run_line("x", k, layers=[f"{k}.{i}" for i in range(100)]),
                 step(k, "x"),
                 json.dumps({"kind": "layers", "run": "x", "step": k, "norms": [1.0] * 100}),
             )
         ],
-        lambda: [head("x"), *[step(k, "x", metrics={f"{k}.{i}": 1.0 for i in range(20)}) for k in range(5000)]],
+        lambda: [run_line("x"), *[step(k, "x", metrics={f"{k}.{i}": 1.0 for i in range(20)}) for k in range(5000)]],
     ],
     ids=["layers", "metrics"],
 )

@@ -2,14 +2,14 @@
 
 import math
 import re
-import sys
 from html.parser import HTMLParser
 
 import pytest
 import torch
+from recorder import records
 from recorder.records import column, made
 
-from torchzero_clip.recorder.record import Ratios
+from torchzero_clip.recorder.data import Block, Ratios
 from torchzero_clip.recorder.report import write_report
 
 pytest.importorskip("matplotlib")
@@ -158,8 +158,11 @@ def test_ratios_of_updates_are_listed(page):
 
 
 def test_the_sections_are_in_order(page):
-    titles = re.findall(r"<h2>(.*?)</h2>", "".join(f"<h2>{t}</h2>" for t in _headings(page)))
-    assert titles == [
+    places = {attrs["href"][1:] for attrs in page.all("a")}
+    assert places == {attrs["id"] for attrs in page.all("section")}
+    words = [word for word in page.words if word.strip()]
+    start = words.index("Suggested limit")
+    assert words[start : start + len(places)] == [
         "Suggested limit",
         "Norms by step",
         "Worst steps",
@@ -170,14 +173,6 @@ def test_the_sections_are_in_order(page):
         "Updates relative to parameters",
         "How to read this page",
     ]
-
-
-def _headings(page):
-    places = {attrs["href"][1:] for attrs in page.all("a")}
-    assert places == {attrs["id"] for attrs in page.all("section")}
-    words = [word for word in page.words if word.strip()]
-    start = words.index("Suggested limit")
-    return words[start : start + len(places)]
 
 
 def test_the_page_is_accessible(page):
@@ -217,10 +212,8 @@ def luminance(color):
 def test_the_contrast_of_text_is_at_least_that_of_wcag_aa(tmp_path):
     write_report(run(), tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
-    light = dict(re.findall(r"--(\w+): #(\w+);", text.split("@media")[0]))
-    dark = dict(
-        re.findall(r"--(\w+): #(\w+);", text.split("@media (prefers-color-scheme: dark)")[1].split("body {")[0])
-    )
+    in_the_dark = text.split("@media (prefers-color-scheme: dark)")[1].split("body {")[0]
+    light, dark = (dict(re.findall(r"--(\w+): #(\w+);", part)) for part in (text.split("@media")[0], in_the_dark))
     for colors in (light, dark):
         for ground in ("page", "box"):
             for words in ("text", "soft"):
@@ -242,14 +235,8 @@ def test_names_from_a_file_are_escaped(tmp_path):
     assert "'><img src=x>" in page.text
 
 
-EXTREME = {
-    "one step": made([2.0]),
-    "all NaN": made([NAN] * 30),
-    "no gradient": made([NAN] * 30, layer_norms=torch.full((30, 1), -1.0, dtype=torch.float64)),
-    "all 0": made([0.0] * 30),
+EXTREME = records.EXTREME | {
     "inf": made([1.0] * 40 + [INF]),
-    "no layers": made([1.0, 2.0, 3.0] * 10 + [90.0], layers=()),
-    "largest": made([1e300, 1.7e308, 1e-300] * 10),
     "lone surrogate": made([1.0] * 40 + [90.0], layers=("\ud800",)),
     "ratios unknown": made([1.0] * 30, ratios=[Ratios(0, column([0.0]), column([1.0]))]),
     "metrics unknown": made([1.0] * 40 + [90.0], metrics={"clip/limit": column([NAN] * 41)}),
@@ -292,20 +279,72 @@ def test_at_most_20_steps_are_listed_and_the_others_counted(tmp_path):
     assert len(page.all("details")) == 1
 
 
+def drifting():
+    """200 steps in which norms grow by a quarter. Steps 50, 120 and 199 are spikes, each of another layer."""
+    norms = torch.linspace(1, 1.25, 200, dtype=torch.float64)[:, None] * column([1.0, 2.0, 3.0])
+    for k, step in enumerate((50, 120, 199)):
+        norms[step, k] = 500.0
+    return made(norms.square().sum(dim=1).sqrt().tolist(), ("a", "b", "c"), layer_norms=norms)
+
+
+@quick
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_a_layer_has_one_ratio_in_a_step_on_the_page_and_in_worst(has_blocks, tmp_path):
+    record = drifting()
+    if has_blocks:
+        parts = [(k, record.layer_norms[k : k + 50]) for k in range(0, 200, 50)]
+        record.blocks = [Block(k, k + 49, part.quantile(0.5, dim=0), part.amax(dim=0)) for k, part in parts]
+    page = report(record, tmp_path)
+    _, *rows = page.table("The 5 layers")
+    _, *often = page.table("How often")
+    largest = {row[0]: (row[3], row[2]) for row in often}
+    of_steps = {row[0]: row[1:] for row in rows if len(row) == 5}
+    for k, step in enumerate((50, 120, 199)):
+        before = [block.median[k] for block in record.blocks if block.last < step]
+        usual = float(torch.stack(before).quantile(0.5) if has_blocks else record.layer_norms[:step, k].quantile(0.5))
+        assert record.worst(step)[0] == ("abc"[k], 500.0, pytest.approx(usual))
+        ratio = f"{500 / usual:.0f}x"
+        assert of_steps[str(step)] == ["abc"[k], "500", f"{usual:.4g}", ratio]
+        assert largest["abc"[k]] == (str(step), ratio)
+    assert "relative to the median of each over the run" in page.all("img")[1]["alt"]
+
+
+@quick
+def test_of_many_skipped_steps_some_are_counted(tmp_path):
+    page = report(made([1.0] * 450, ("a", "b"), reasons=["skip_step"] * 450), tmp_path)
+    _, *rows = page.table("How often")
+    assert rows == [["a", "149", "1x", "447"], ["b", "149", "1x", "447"]]
+    assert any(table["caption"].endswith("(150 of 450 steps).") for table in page.tables)
+
+
+@quick
+def test_early_signs_have_a_table_and_are_counted(tmp_path):
+    ratios = [Ratios(10 * k, column([2.0, 1.0]), column([0.5 if k == 9 else 0.01, 0.02])) for k in range(10)]
+    page = report(made([1.0] * 100, ("first", "second"), ratios=ratios), tmp_path)
+    assert "There were 0 spikes. 1 step had an early sign of a spike." in page.text
+    head, *rows = page.table("Updates that were unusually large")
+    assert head == ["Step", "Layer", "Update / weights", "Usual", "Ratio"]
+    assert rows == [["90", "first", "0.25", "0.005", "50x"]]
+
+
+@quick
+def test_long_names_are_cut(tmp_path):
+    record = run(layers=("x" * 3000, "y" * 3000))
+    record.metrics = {f"{'z' * 3000}/limit": column([2.0] * 100)}
+    record.reasons[60] = "w" * 3000
+    page = report(record, tmp_path)
+    assert max(map(len, "".join(page.words).split())) < 200
+    assert max(map(len, str(record.worst(40)).splitlines())) < 120
+
+
+def test_the_record_is_not_written_over(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"kind": "run"}')
+    with pytest.raises(ValueError, match="is the file of a Recorder"):
+        write_report(run(), path)
+    assert path.read_text() == '{"kind": "run"}'
+
+
 @quick
 def test_without_a_spike_the_page_says_so(tmp_path):
     assert "There were no spikes and no skipped steps." in report(made([1.0] * 30), tmp_path).text
-
-
-def test_a_record_without_steps_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="the record has no steps"):
-        write_report(made([]), tmp_path / "report.html")
-    assert not (tmp_path / "report.html").exists()
-
-
-def test_without_matplotlib_the_error_says_what_to_install(monkeypatch, tmp_path):
-    for name in ("matplotlib", "matplotlib.figure"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ModuleNotFoundError, match="needs matplotlib: pip install matplotlib"):
-        write_report(run(), tmp_path / "report.html")
-    assert not (tmp_path / "report.html").exists()

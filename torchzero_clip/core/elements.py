@@ -60,7 +60,7 @@ class Elements:
         return found
 
     def begin_(self, state: Tensor, first: Tensor) -> None:
-        """Set state to ``first`` where the statistic starts in this step, in place."""
+        """Set state to ``first`` where the statistic starts in this step, in place. It needs ``keeps_statistics``."""
         if (new := self._not_started()) is not None:
             _choose(new if self.mask is None else new & self.mask, first, state, state)
 
@@ -78,11 +78,24 @@ class Elements:
         return state if self.mask is None else self.memory(name, state)
 
     def put(self, new: Tensor, state: Tensor) -> None:
-        """Replace state by its next value."""
+        """Replace state by its next value. For the result there is `write`."""
         if self.mask is not None:
             _choose(self.mask, new, state, state)
         elif new is not state:
             foreach.copy_([state], [new])
+
+    def write(self, new: Tensor, x: Tensor, result: Tensor) -> None:
+        """Write the new elements to the result.
+
+        Args:
+            new: What replaces the elements.
+            x: The elements.
+            result: Where the result goes, or ``x`` itself.
+        """
+        if self.mask is not None:
+            _choose(self.mask, new, x, result)
+        elif new is not result:
+            foreach.copy_([result], [new])
 
     def clamp(self, x: Tensor, low: Tensor | float, high: Tensor | float, result: Tensor) -> None:
         """Clamp elements to [low, high]. NaN stays NaN.
@@ -97,7 +110,7 @@ class Elements:
             bound if isinstance(bound, Tensor) else foreach.usable_limit(bound, x.dtype) for bound in (low, high)
         ]
         if self.mask is not None:
-            _choose(self.mask, torch.clamp(x, *limits), x, result)
+            self.write(torch.clamp(x, *limits), x, result)
         else:
             torch.clamp(x, *limits, out=result)
 

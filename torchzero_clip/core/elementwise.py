@@ -39,10 +39,9 @@ class Flags(NamedTuple):
 class Elementwise(TensorwiseTransform):
     """A transform that treats each element on its own: subclasses implement `change`.
 
-    Such a transform is fast: the optimizer calls it with whole tensors, with parts of them, or with several joined, so
-    that the elements stay in the cache and the number of operations does not grow with that of tensors. It has one
-    metric, ``clipped``: the share of elements that changed. The real and the imaginary part of a complex number are two
-    elements.
+    ``change`` may get a whole tensor, a part of one, or several joined, so it must not depend on their shape. The
+    transform has one metric, ``clipped``: the share of elements that changed. The real and the imaginary part of a
+    complex number are two elements.
 
     With ``keeps_statistics`` a statistic starts with the first gradient that is finite and not all zero. Until then,
     and where a gradient is not finite, updates pass unchanged and do not enter the statistic, as long as ``change``
@@ -102,11 +101,12 @@ class Elementwise(TensorwiseTransform):
     def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
         """Write the changed elements to ``result``, change their state in place, and return how many changed.
 
-        It must not raise: an earlier piece of the same tensor may have moved its parameter already.
+        It must not raise: a part of the parameter may have moved already.
 
         Args:
-            x: Real elements of float32 or float64, not to be modified.
-            result: Where the changed elements go: other memory, or ``x`` itself.
+            x: Real elements of float32 or float64. They are not to be modified, except through ``result``.
+            result: Where the changed elements go: other memory, or ``x`` itself. All that is needed of ``x`` has to be
+                read before.
             state: The state under each of ``keys``, shaped like ``x``. After it the numbers of `flags`: one for all
                 elements, or one for each.
             setting: The settings.
@@ -152,7 +152,7 @@ class Elementwise(TensorwiseTransform):
         """True if the dtype can hold all settings, so that a postponed call cannot raise."""
         largest = torch.finfo(step.params[0].dtype).max
         values = [value for setting, _ in step.by_setting() for value in setting.values() if value is not None]
-        return all(abs(value) <= largest for value in values)
+        return all(abs(x) <= largest for value in values for x in (value if isinstance(value, tuple) else (value,)))
 
     def is_elementwise(self) -> bool:
         """False if a subclass overrides ``apply_tensors`` or ``apply_tensor``, and so may do more than `change`."""

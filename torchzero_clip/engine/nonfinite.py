@@ -43,7 +43,7 @@ class StepPolicy:
         self._norms: list[float] = []
         self.may_skip = nonfinite == "skip" or bool(self._gates)
         self.decides = self.may_skip or nonfinite == "raise"
-        # a message names the gradients that are not finite
+        # one joint norm is enough, unless an error must name gradients, or a gate acts on some of them only
         self._judges_all = nonfinite != "raise" and not any(gate.scope.limited for gate in self._gates.values())
         if max_consecutive_skips is not None and not self.may_skip:
             raise ValueError("max_consecutive_skips needs nonfinite='skip' or a gate in the chain, such as SkipStep")

@@ -46,6 +46,7 @@ class Readable(Executor):
             self.memory.mark(rows)
             return
         updates = self.memory.own(rows, over_grads)
+        # the measured tensors may be the gradients themselves: multiply the copies
         scale_(replace(measured, targets=memories([updates[i] for i in measured.indices])), factors)
 
     @override
@@ -57,7 +58,7 @@ class Readable(Executor):
         return set()
 
     @override
-    def joint_norm(self, grads: list[Tensor]) -> Tensor | None:
+    def joint_norm(self, grads: list[Tensor], *, beside: bool) -> None:
         return None
 
     @override

@@ -106,9 +106,14 @@ class Walk:
         """
         if self.gradient_norms is None:
             # the joint norm of finite gradients is finite, and 0 only if all are 0: joint statistics ask no more
-            total = self.executor.joint_norm(self.grads) if jointly and self.nodes.only_joint_statistics else None
-            self.gradient_norms = self.executor.norm_of_each(self.grads) if total is None else total.view(1)
-            self._note_norms(self.gradient_norms if total is None else None)
+            jointly = jointly and self.nodes.only_joint_statistics
+            joint = self.executor.joint_norm(self.grads, beside=self.listens) if jointly else None
+            if joint is None:
+                self.gradient_norms = norms = self.executor.norm_of_each(self.grads)
+            else:
+                total, norms = joint
+                self.gradient_norms = total.view(1)
+            self._note_norms(norms)
         return self.gradient_norms
 
     def _note_norms(self, norms: Tensor | None = None) -> None:
@@ -161,7 +166,7 @@ class Walk:
             foreach.subtract_([self.params[i] for i in rows], self.executor.read(rows))
 
     def _finish(self, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
-        """Let an update rule change the parameters, if it can, as it and the rest of the chain would."""
+        """Let an update rule take the rest of the step itself. Return the rows that it took."""
         rest = [n for n in rest if n.transform.target != "closure" and not isinstance(n.transform, Gate)]
         if not isinstance(node.transform, FinalRule):
             return self.executor.finish(self, node, rows, rest)
@@ -301,7 +306,7 @@ class Walk:
 
 
 def _is_subtracted(transform: Transform) -> TypeGuard[LR]:
-    """True for an `LR` that can be applied in the subtraction. The compiler fuses the two by itself."""
+    """True for an `LR` that can be applied in the subtraction. torch.compile combines the two itself."""
     is_lr = isinstance(transform, LR) and type(transform).apply_tensors is LR.apply_tensors
     return is_lr and transform.target == "update" and not torch.compiler.is_compiling()
 

@@ -282,7 +282,7 @@ class Modular(Optimizer):
             states = [new.setdefault(p, {}) if s is None else s for p, s in zip(params, states, strict=True)]
         is_fast = self._may_be_fast()
         columns = self._workspace.columns(params, grads, states) if is_fast else None
-        if columns is None:  # else they have passed a check of their layouts
+        if columns is None:  # else the fast way has checked these tensors already
             refuse_unusable(self.param_groups)
             check_shapes(self._nodes, self.param_groups, params, states, group_of, self._shapes)
             grads = own_gradients(params)

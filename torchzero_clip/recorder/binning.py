@@ -14,7 +14,7 @@ from torchzero_clip.recorder.numbers import median_of
 MOST_COLUMNS = 1000
 TILES_PER_INCH = 28
 MOST_NAMES = 25
-SAMPLE = 2000  # rows from which the usual norm of a layer is found
+SAMPLE = 2000  # rows from which the median norm of a layer is found
 HUGE = 1e30  # stands for larger norms in pictures: matplotlib's margins overflow near the largest float
 
 
@@ -28,6 +28,7 @@ class Events:
         clipped: The share that was clipped; NaN if it is unknown.
         limits: The limit of each step; NaN if it is unknown.
         spikes: True for a spike or a norm that is not finite.
+        signs: True for an early sign of a spike.
         skipped: True for a skipped step.
     """
 
@@ -36,19 +37,24 @@ class Events:
     clipped: Tensor
     limits: Tensor
     spikes: Tensor
+    signs: Tensor
     skipped: Tensor
 
     @classmethod
     def of(cls, record: Data) -> "Events":
         """Find the events of a record."""
-        found = set(record.spikes())
+
+        def marked(steps: set[int]) -> Tensor:
+            return torch.tensor([step in steps for step in record.steps], dtype=torch.bool, device="cpu")
+
         norm = torch.where(record.norm.isfinite() & (record.norm > 0), record.norm, torch.nan)
         return cls(
             torch.tensor(record.steps, dtype=torch.float64, device="cpu"),
             norm,
             record.share_clipped,
             _above_zero(record.limits()),
-            torch.tensor([step in found for step in record.steps], dtype=torch.bool, device="cpu"),
+            marked(record.norm_spikes()),
+            marked({sign.step for sign in record.early_signs()}),
             torch.tensor([bool(reason) for reason in record.reasons], dtype=torch.bool, device="cpu"),
         )
 
@@ -155,14 +161,14 @@ class Bars:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The norms of layers relative to their usual norms.
+    """The norms of layers relative to their medians over the run, which the first steps have too.
 
     Args:
         names: The layers that are shown, in the order of the model.
         count: How many layers there are.
         edges: Where each column begins, in steps, and where the last one ends.
-        ratios: A row for each layer, a column for each span of steps: the largest norm divided by the usual norm, which
-            is the median of the norms above 0. For inf and NaN see `relative`.
+        ratios: A row for each layer, a column for each span of steps: the largest norm divided by the median of the
+            norms above 0. For inf and NaN see `relative`.
     """
 
     names: list[str]
@@ -174,7 +180,7 @@ class Tiles:
     def of(cls, record: Data, most: int = MOST_NAMES, *, width: float = 9.0) -> "Tiles":
         """Take first the layers with norms that are not finite, then those with the largest ratios."""
         edges, highest = _spans(record, int(width * TILES_PER_INCH))
-        ratios = relative(highest, usual_norms(record)).T
+        ratios = relative(highest, median_norms(record)).T
         if not ratios.numel():
             return cls([], len(record.layers), [], ratios)
         finite: list[float] = torch.where(ratios.isfinite(), ratios, 0.0).amax(dim=1).tolist()
@@ -184,14 +190,14 @@ class Tiles:
         return cls([record.layers[i] for i in shown], len(record.layers), edges, ratios[shown])
 
 
-def relative(norms: Tensor, usual: Tensor) -> Tensor:
-    """Norms divided by usual norms: inf for norms that are not finite, NaN without a gradient or if all are 0."""
+def relative(norms: Tensor, median: Tensor) -> Tensor:
+    """Norms divided by medians: inf for norms that are not finite, NaN without a gradient or if all are 0."""
     of_zero = torch.full_like(norms, HUGE).where(norms > 0, torch.nan)
-    known = of_zero.where(usual.isnan(), (norms / usual).clamp(max=HUGE))
+    known = of_zero.where(median.isnan(), (norms / median).clamp(max=HUGE))
     return torch.where(norms.isfinite(), torch.where(norms < 0, torch.nan, known), torch.inf)
 
 
-def usual_norms(record: Data) -> Tensor:
+def median_norms(record: Data) -> Tensor:
     """The median of the norms above 0 of each layer over the run; NaN if there are none."""
     rows = torch.stack([block.median for block in record.blocks]) if record.blocks else record.layer_norms
     if not rows.numel():

@@ -3,7 +3,7 @@
 import math
 import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.checks import count
-from torchzero_clip.recorder.numbers import medians
+from torchzero_clip.recorder.early_signs import EarlySign, early_signs
+from torchzero_clip.recorder.numbers import medians_before
 from torchzero_clip.recorder.series import spikes_among
 from torchzero_clip.recorder.words import as_table
 
@@ -66,6 +67,11 @@ class Ratios(NamedTuple):
     params: Tensor
     updates: Tensor
 
+    @property
+    def relative(self) -> Tensor:
+        """The norm of each update divided by that of the parameters; NaN if unknown, or if the parameters are 0."""
+        return torch.where((self.params > 0) & (self.updates >= 0), self.updates / self.params, torch.nan)
+
 
 @dataclass
 class Data:
@@ -114,15 +120,13 @@ class Data:
 
     def part(self, first: int, end: int) -> Self:
         """The steps from row ``first`` to ``end``, without blocks."""
-        steps = self.steps[first:end]
-        since, until = (steps[0], steps[-1]) if steps else (0, -1)
+        own = ("steps", "reasons", "norm", "loss")
+        columns: dict[str, Any] = {name: getattr(self, name)[first:end] for name in own}
+        since, until = (self.steps[first], self.steps[end - 1]) if columns["steps"] else (0, -1)
         whole = slice(bisect_left(self.layer_steps, since), bisect_right(self.layer_steps, until))
         return replace(
             self,
-            steps=steps,
-            reasons=self.reasons[first:end],
-            norm=self.norm[first:end],
-            loss=self.loss[first:end],
+            **columns,
             metrics={name: values[first:end] for name, values in self.metrics.items()},
             layer_steps=self.layer_steps[whole],
             layer_norms=self.layer_norms[whole],
@@ -131,11 +135,7 @@ class Data:
         )
 
     def index(self, step: int) -> int:
-        """The row of a step.
-
-        Raises:
-            ValueError: If the step was not kept.
-        """
+        """The row of a step; a ValueError if the step was not kept."""
         if step in self._rows:
             return self._rows[step]
         kept = f"steps {self.steps[0]} to {self.steps[-1]}" if self.steps else "no steps"
@@ -153,20 +153,29 @@ class Data:
                 f"the file does not have the layers of step {step}. It has the layers of spikes and skipped steps: "
                 f"{_some(self.layer_steps)}"
             )
-        norms = self.layer_norms[self._layer_rows[step]].tolist()
-        usual = self._usual(step)
-        named = zip(self.layers, norms, usual, strict=True)
-        layers = [Layer(*values) for values in named if not values[1] < 0]
-        layers.sort(key=lambda layer: (math.isfinite(layer.norm), -_or_zero(layer.ratio), -_or_zero(layer.norm)))
+        (layers,) = self.layers_of([step])
         return Layers(layers[:top])
 
-    def _usual(self, step: int) -> list[float]:
-        """The median of the norms of each layer before a step."""
-        blocks = [block.median for block in self.blocks if block.last < step]
-        blocks = blocks or [block.median for block in self.blocks if block.first < step]
-        if blocks:
-            return medians(torch.stack(blocks)).tolist()
-        return medians(self.layer_norms[[i for i, known in enumerate(self.layer_steps) if known < step]]).tolist()
+    def layers_of(self, steps: Sequence[int]) -> Iterator[Layers]:
+        """All layers with a gradient in each of these steps, the worst first. The layers of the steps must be known."""
+        for step, usual in zip(steps, self.usual(steps), strict=True):
+            norms = self.layer_norms[self._layer_rows[step]].tolist()
+            named = zip(self.layers, norms, usual.tolist(), strict=True)
+            layers = [Layer(*values) for values in named if not values[1] < 0]
+            layers.sort(key=lambda layer: (math.isfinite(layer.norm), -_or_zero(layer.ratio), -_or_zero(layer.norm)))
+            yield Layers(layers)
+
+    def usual(self, steps: Sequence[int]) -> Tensor:
+        """The median of the finite norms of each layer before each of these steps; NaN if it is unknown.
+
+        In a record from a file, the median of the medians of the blocks before; in the first block, its own median.
+        """
+        if not self.blocks:
+            return medians_before(self.layer_norms, [bisect_left(self.layer_steps, step) for step in steps])
+        blocks = sorted(self.blocks, key=lambda block: block.last)
+        lasts = [block.last for block in blocks]
+        rows = [bisect_left(lasts, step) or int(blocks[0].first < step) for step in steps]
+        return medians_before(torch.stack([block.median for block in blocks]), rows)
 
     def _most_unusual(self) -> int:
         """The first step whose joint norm is not finite, or else the step with the largest one."""
@@ -185,10 +194,21 @@ class Data:
         return step in self._layer_rows and not bool((self.layer_norms[self._layer_rows[step]] < 0).all())
 
     def spikes(self) -> list[int]:
-        """Return the steps whose joint norm was a spike or not finite: see `Recorder.spikes`."""
+        """Return the steps with a spike or an early sign of one: see `Recorder.spikes`."""
+        return sorted({*self.norm_spikes(), *(sign.step for sign in self.early_signs())})
+
+    def norm_spikes(self) -> set[int]:
+        """The steps whose joint norm was a spike or not finite."""
         usable = self.norm.isfinite() & (self.norm > 0)
-        bad = [self.steps[i] for i in usable.logical_not().nonzero().flatten().tolist() if self._is_bad(i)]
-        return sorted({*bad, *(self.steps[i] for i in spikes_among(self.norm).nonzero().flatten().tolist())})
+        found = {self.steps[i] for i in usable.logical_not().nonzero().flatten().tolist() if self._is_bad(i)}
+        return found | {self.steps[i] for i in spikes_among(self.norm).nonzero().flatten().tolist()}
+
+    def early_signs(self) -> list[EarlySign]:
+        """Return the updates that were unusually large: see `Recorder.early_signs`."""
+        if not self.ratios:
+            return []
+        ratios = torch.stack([ratios.relative for ratios in self.ratios])
+        return early_signs([ratios.step for ratios in self.ratios], self.layers, ratios)
 
     def columns(self, *, transforms: bool = False) -> dict[str, list[Any]]:
         """The columns of `frame`, as lists."""
@@ -205,14 +225,22 @@ class Data:
         return columns
 
     def numbers(self, since: int = 0) -> Iterator[tuple[int, dict[str, float]]]:
-        """Each step from ``since`` on, with its numbers by name, without the unknown ones."""
+        """Each step from ``since`` on, with its numbers and those of its layers by name, without the unknown ones."""
         columns = self.columns(transforms=True)
         del columns["reason"]
         names = [name for name in columns if name != "step"]
+        ratios = {ratios.step: ratios.relative.tolist() for ratios in self.ratios}
         for step, *values in zip(columns["step"], *(columns[name] for name in names), strict=True):
             if step >= since:
                 pairs = zip(names, values, strict=True)
-                yield step, {name if "/" in name else f"gradients/{name}": float(v) for name, v in pairs if v == v}
+                found = {name if "/" in name else f"gradients/{name}": float(v) for name, v in pairs if v == v}
+                row = self._layer_rows.get(step)
+                norms = [] if row is None else self.layer_norms[row].tolist()
+                for what, values in (("norm", norms), ("update_ratio", ratios.get(step, []))):
+                    found |= {
+                        f"layers/{name}/{what}": v for name, v in zip(self.layers, values, strict=False) if v >= 0
+                    }
+                yield step, found
 
 
 def _step_number(step: Any) -> int:

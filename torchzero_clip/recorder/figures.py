@@ -10,6 +10,7 @@ from torchzero_clip.recorder.binning import Events, Tiles
 from torchzero_clip.recorder.data import Data
 from torchzero_clip.recorder.heat import draw_heat, heat_height
 from torchzero_clip.recorder.panels import draw_bars, draw_norm_panel, draw_series_row, draw_thin_panels, thin_panels
+from torchzero_clip.recorder.places import not_a_record
 from torchzero_clip.recorder.series import Series
 
 MOST_GROUPS = 6
@@ -52,7 +53,7 @@ def draw_norms(
 
 
 def draw_layers(record: Data, events: Events | None = None, *, width: float = WIDE) -> Any:
-    """The norms of the layers relative to their usual norms, by step."""
+    """The norms of the layers relative to their medians over the run, by step."""
     tiles = Tiles.of(record, width=width)
     figure = _figure(width, heat_height(tiles) + 0.2)
     draw_heat(figure, figure.subplots(), tiles, (events or Events.of(record)).drawn(), width)
@@ -99,6 +100,7 @@ def _figure(width: float, height: float) -> Any:
 
 def _saved(figure: Any, path: Any) -> Any:
     if path is not None:
+        not_a_record(path)
         figure.savefig(path, dpi=110)
     return figure
 

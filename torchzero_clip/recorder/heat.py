@@ -1,17 +1,12 @@
 """The heat map of layers by steps."""
 
 import math
-from bisect import bisect
 from typing import Any
 
 import torch
 
 from torchzero_clip.recorder.axes import WIDE, module, printable, say, set_steps
 from torchzero_clip.recorder.binning import Events, Tiles
-
-MOST_LABELS = 6
-MOST_CANDIDATES = 200
-STANDS_OUT = 3.0  # ratios from this on are written in or beside their tiles
 
 
 def heat_height(tiles: Tiles) -> float:
@@ -35,7 +30,6 @@ def draw_heat(figure: Any, axes: Any, tiles: Tiles, events: Events, width: float
     names = [printable(name, 40 if is_wide else 24) for name in tiles.names]
     axes.set_yticks(range(len(names)), names, fontsize="x-small", parse_math=False)
     _explain(axes, tiles)
-    _name_worst(axes, tiles, events, width)
 
 
 def _draw_tiles(figure: Any, axes: Any, tiles: Tiles, shrink: float) -> None:
@@ -67,35 +61,3 @@ def _explain(axes: Any, tiles: Tiles) -> None:
     if handles:
         place = {"loc": "lower right", "bbox_to_anchor": (1, 1.01), "borderaxespad": 0}
         axes.legend(handles=handles, ncols=2, fontsize="x-small", frameon=False, **place)
-
-
-def _name_worst(axes: Any, tiles: Tiles, events: Events, width: float) -> None:
-    """Write the largest ratio of each of the worst steps in or beside its tile, if there is space."""
-    highest, rows = torch.where(tiles.ratios.isnan(), 0.0, tiles.ratios).max(dim=0)
-    (left, right), taken = axes.get_xlim(), [(-1.0, 0)]
-    for event in events.marked(MOST_CANDIDATES):
-        column = max(bisect(tiles.edges, float(events.steps[event])) - 1, 0)
-        if column >= len(highest) or len(taken) > MOST_LABELS:
-            continue
-        ratio, row = float(highest[column]), int(rows[column])
-        span = (tiles.edges[column + 1] - tiles.edges[column]) / (right - left)
-        is_inside = span * width > 0.45  # inches: the label fits into its tile
-        place = (tiles.edges[column + 1] - left) / (right - left) - (span / 2 if is_inside else 0)
-        if ratio < STANDS_OUT or any(abs(place - x) < 1.2 / width and abs(row - y) < 2 for x, y in taken):
-            continue
-        taken.append((place, row))
-        at_right = place > 0.9
-        where = tiles.edges[column if at_right else column + 1]
-        align, offset = ("right", -3) if at_right else ("left", 3)
-        if is_inside:
-            where, align, offset = (tiles.edges[column] + tiles.edges[column + 1]) / 2, "center", 0
-        axes.annotate(
-            f"{ratio:,.0f}x" if ratio < 1e6 else f"{ratio:.0e}x" if math.isfinite(ratio) else "inf or NaN",
-            (where, row),
-            xytext=(offset, 0),
-            textcoords="offset points",
-            ha=align,
-            va="center",
-            fontsize="x-small",
-            bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "0.5", "linewidth": 0.5},
-        )

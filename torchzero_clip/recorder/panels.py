@@ -33,6 +33,7 @@ LIMIT: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1.2}
 SUGGESTED: dict[str, Any] = {"color": "tab:green", "linestyle": "-.", "linewidth": 1.5}
 SPIKE: dict[str, Any] = {"color": "tab:red", "marker": "^", "markersize": 8, "fillstyle": "none", "linestyle": "none"}
 SKIPPED: dict[str, Any] = {"color": "black", "marker": "x", "markersize": 6, "linestyle": "none"}
+SIGN: dict[str, Any] = {"color": "tab:brown", "marker": "D", "markersize": 6, "fillstyle": "none", "linestyle": "none"}
 LOST: dict[str, Any] = {"color": "tab:purple", "marker": "v", "markersize": 7, "linestyle": "none"}
 CLIPPED: dict[str, Any] = {"color": "tab:orange", "marker": "o", "markersize": 2.5, "linestyle": "none"}
 
@@ -91,8 +92,12 @@ def _curve(axes: Any, x: Tensor, norms: Tensor, what: str) -> None:
 def _marks(axes: Any, events: Events) -> None:
     """Mark spikes and skipped steps; those whose norm is not finite are at the upper edge."""
     known = events.norm.isfinite()
-    lost = events.spikes & ~known
-    for where, style, what in ((events.spikes & known, SPIKE, "spikes"), (lost, LOST, "inf or NaN")):
+    marks = (
+        (events.spikes & known, SPIKE, "spikes"),
+        (events.spikes & ~known, LOST, "inf or NaN"),
+        (events.signs & known, SIGN, "early signs"),
+    )
+    for where, style, what in marks:
         if bool(where.any()):
             _mark(axes, events, where, f"{what}: {int(where.sum()):,}", style)
     if bool(events.skipped.any()):

@@ -6,19 +6,19 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.recorder.data import Block, Data, Layers, Ratios
+from torchzero_clip.recorder.early_signs import EarlySign
 from torchzero_clip.recorder.figures import draw_record
+from torchzero_clip.recorder.places import Place, not_a_record
 from torchzero_clip.recorder.suggestion import Scope, Suggestion, suggested
 
 __all__ = ["Block", "Layers", "Place", "Ratios", "Readable", "Record", "joined"]
-
-Place: TypeAlias = str | Path
 
 
 class Readable(ABC):
@@ -47,8 +47,22 @@ class Readable(ABC):
         return self.record().worst(step, top)
 
     def spikes(self) -> list[int]:
-        """Return the steps whose joint norm was a spike, as in `suggest_max_norm`, or was not finite."""
+        """Return the steps with a spike or an early sign of one.
+
+        These are the steps whose joint norm was a spike, as in `suggest_max_norm`, or was not finite, and the steps of
+        `early_signs`.
+        """
         return self.record().spikes()
+
+    def early_signs(self) -> list[EarlySign]:
+        """Return the updates that were unusually large relative to the weights of their layer.
+
+        Returns:
+            Rows with ``step``, ``layer``, ``ratio``, the norm of the update divided by that of the weights, and
+                ``usual``, the median of the ratios before. They are in the order of steps, in each step the worst
+                first.
+        """
+        return self.record().early_signs()
 
     def frame(self, *, transforms: bool = False) -> Any:
         """Return one row for each step.
@@ -58,21 +72,28 @@ class Readable(ABC):
                 (before it), ``"clip_norm/factor"`` and ``"clip_norm/clipped"``.
 
         Returns:
-            A `pandas.DataFrame` indexed by step, or a dict of lists if pandas is not installed. The columns are
-                ``step``; ``norm``, the joint norm of all gradients before the first transform (NaN if there was no
-                gradient); ``loss`` (NaN if unknown); ``share_clipped``, the largest share that a transform clipped;
-                and ``skipped``.
+            A `pandas.DataFrame` indexed by step. The columns are ``step``; ``norm``, the joint norm of all gradients
+                before the first transform (NaN if there was no gradient); ``loss`` (NaN if unknown);
+                ``share_clipped``, the largest share that a transform clipped; and ``skipped``.
+
+        Raises:
+            ModuleNotFoundError: Without pandas. `rows` returns the same without it.
         """
-        record = self.record()
-        columns = record.columns(transforms=transforms)
         try:
             pandas = importlib.import_module("pandas")
-        except ModuleNotFoundError:
-            return columns
-        return pandas.DataFrame(columns, index=pandas.Index(record.steps))
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError("frame() needs pandas: pip install pandas, or call rows()") from error
+        record = self.record()
+        return pandas.DataFrame(record.columns(transforms=transforms), index=pandas.Index(record.steps))
+
+    def rows(self, *, transforms: bool = False) -> list[dict[str, Any]]:
+        """Return one dict for each step, with the columns of `frame` as keys."""
+        columns = self.record().columns(transforms=transforms)
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def to_csv(self, path: Place) -> None:
-        """Write what ``frame(transforms=True)`` returns to a CSV file."""
+        """Write what ``frame(transforms=True)`` returns to a CSV file, but not over the file of a `Recorder`."""
+        not_a_record(path)
         columns = self.record().columns(transforms=True)
         with Path(path).open("w", newline="") as file:
             writer = csv.writer(file)
@@ -81,6 +102,11 @@ class Readable(ABC):
 
     def to_tensorboard(self, writer: Any, since: int = 0) -> None:
         """Add the numbers of each step to a `SummaryWriter`.
+
+        The names are ``gradients/norm``, ``gradients/loss``, ``gradients/share_clipped``, ``gradients/skipped``, and
+        those of the transforms, such as ``clip_norm/factor``. If the layers of a step are known, the norm of each is
+        ``layers/<name>/norm``. In steps with ratios, ``layers/<name>/update_ratio`` is the norm of the update divided
+        by the norm of the parameters. Unknown numbers are left out.
 
         Args:
             writer: A `torch.utils.tensorboard.SummaryWriter`, or anything else with its ``add_scalar``.
@@ -96,7 +122,9 @@ class Readable(ABC):
                 writer.add_scalar(name, number, step)
 
     def to_wandb(self, run: Any, since: int = 0) -> None:
-        """Log the numbers of each step to a run of Weights & Biases.
+        """Log the numbers of each step to a run of Weights & Biases, with the names of `to_tensorboard`.
+
+        The numbers of a step are logged by one call.
 
         Args:
             run: What ``wandb.init`` returned, or anything else with its ``log``.
@@ -116,6 +144,7 @@ class Readable(ABC):
 
         Raises:
             ModuleNotFoundError: Without matplotlib.
+            ValueError: If ``path`` is the file of a `Recorder`.
         """
         return draw_record(self.record(), path)
 
@@ -195,12 +224,12 @@ def joined(records: list[Record]) -> Record:
     """Join consecutive records of one run into one record."""
     if len(records) == 1:
         return records[0]
-    layers = list(dict.fromkeys(name for record in records for name in record.layers))
+    places = {name: place for place, name in enumerate(dict.fromkeys(name for r in records for name in r.layers))}
     names = list(dict.fromkeys(name for record in records for name in record.metrics))
 
     def wide(record: Record, values: Tensor) -> Tensor:
-        result = values.new_full((*values.shape[:-1], len(layers)), -1.0)
-        result[..., [layers.index(name) for name in record.layers]] = values
+        result = values.new_full((*values.shape[:-1], len(places)), -1.0)
+        result[..., [places[name] for name in record.layers]] = values
         return result
 
     def column(name: str, record: Record) -> Tensor:
@@ -212,7 +241,7 @@ def joined(records: list[Record]) -> Record:
         torch.cat([record.norm for record in records]),
         torch.cat([record.loss for record in records]),
         {name: torch.cat([column(name, record) for record in records]) for name in names},
-        layers,
+        list(places),
         [step for record in records for step in record.layer_steps],
         torch.cat([wide(record, record.layer_norms) for record in records]),
         [],

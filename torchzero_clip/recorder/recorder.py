@@ -292,7 +292,8 @@ def attached(recorder: Recorder | Callable[[Any], Recorder], optimizer: Any, mod
         raise ValueError(
             'the recorder is closed: pass a function that makes one, such as partial(Recorder, path="...")'
         )
-    found._run.model = found._run.model or model
+    if found._run.model is None:
+        found._run.model = model
     return found
 
 

@@ -11,16 +11,18 @@ from torchzero_clip.recorder.binning import Events
 from torchzero_clip.recorder.figures import draw_histogram, draw_layers, draw_norms, png_of
 from torchzero_clip.recorder.numbers import median_of
 from torchzero_clip.recorder.page import code, page, paragraph, picture, section
-from torchzero_clip.recorder.record import Place, Record
+from torchzero_clip.recorder.places import Place, not_a_record
+from torchzero_clip.recorder.record import Record
 from torchzero_clip.recorder.suggestion import Suggestion
-from torchzero_clip.recorder.worst import Worst, ratio_table
+from torchzero_clip.recorder.worst import Worst, ratio_table, sign_table
 
 NARROW = 4.2  # inches
 GUIDE = {
     "Norm": "The square root of the sum of squares of the gradients, before the first transform. The norm of a step is "
     "the joint norm of all gradients. The norm of a layer is the norm of the gradients of this layer.",
-    "Usual norm": "In the tables of the worst steps, the median of the norms in the steps before. In the table of the "
-    "layers that stood out most often and in the picture of layers, the median over the run.",
+    "Usual norm": "The median of the finite norms in the steps before. In a file, the usual norm of a layer is found "
+    "from the medians of blocks of steps. The picture of layers uses the median over the run instead, so that the "
+    "first steps have a color too.",
     "Limit": "If the norm is above this number, a transform scales the gradients down. If several transforms have a "
     "limit, the pictures show the lowest one.",
     "Factor": "The number by which a transform multiplied the gradients. With 1, they are unchanged.",
@@ -28,6 +30,9 @@ GUIDE = {
     "Spike": "A norm far above the others. Its logarithm exceeds the median of the logarithms by more than 6 standard "
     "deviations, which are estimated from the median distance to this median, and the norm is more than twice the "
     "median. A norm that is inf or NaN is also a spike.",
+    "Early sign": "In some steps, the norm of the update of each layer is divided by the norm of its weights. An early "
+    "sign is such a ratio that is far above those before, by the same rule as a spike, and more than twice each of the "
+    "last three.",
     "Skipped step": "A step that a transform or the gradient scaler refused, or that raised an error.",
 }
 
@@ -40,12 +45,13 @@ def write_report(record: Record, path: Place) -> None:
         path: Where to write the page, for example ``"report.html"``.
 
     Raises:
-        ValueError: If the record has no steps.
+        ValueError: If the record has no steps, or if ``path`` is the file of a `Recorder`.
         ModuleNotFoundError: Without matplotlib.
         OSError: If the page cannot be written.
     """
     if not record.steps:
         raise ValueError("the record has no steps")
+    not_a_record(path)
     Path(path).write_text(_Report(record).page(), encoding="utf-8", errors="replace")
 
 
@@ -72,6 +78,7 @@ class _Report:
             ("steps", "Worst steps", self._worst.step_table()),
             ("step-layers", "Layers in the worst steps", self._worst.layer_tables()),
             ("often", "Layers that stood out most often", self._worst.often_table()),
+            ("signs", "Early signs", sign_table(self._record)),
             ("layers", "Layers by step", self._layer_picture()),
             ("histogram", "How often each norm was seen", self._histogram()),
             ("ratios", "Updates relative to parameters", ratio_table(self._record)),
@@ -110,6 +117,8 @@ class _Report:
         skipped, spikes = int(events.skipped.sum()), int(events.spikes.sum())
         text.append(f"{words.counted(skipped, 'step')} {words.was(skipped)} skipped.")
         text.append(f"There {words.was(spikes)} {words.counted(spikes, 'spike')}{more}.")
+        if signs := int(events.signs.sum()):
+            text.append(f"{words.counted(signs, 'step')} had an early sign of a spike.")
         return " ".join(text)
 
     def _limit(self) -> list[str]:
@@ -155,10 +164,10 @@ class _Report:
             f"in step {step:,} {name}{f' has the norm {norm}, with the ratio {ratio}' if norm else ''}"
             for step, name, norm, _, ratio in found
         )
-        alt = f"Heat map of the norms of {layers} over {steps}, relative to the usual norm of each"
+        alt = f"Heat map of the norms of {layers} over {steps}, relative to the median of each over the run"
         caption = (
             "Each row is a layer. Each column is one or more steps. The color shows the largest norm in these steps "
-            "divided by the usual norm of the layer. Long names are shortened."
+            "divided by the median norm of the layer over the run. Long names are shortened."
         )
         return self._picture(draw_layers, f"{alt}{f': {said}' if said else ''}.", caption)
 

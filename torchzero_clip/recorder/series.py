@@ -13,6 +13,8 @@ Trend: TypeAlias = Literal["settled", "growing", "falling"]
 
 FEWEST = 20
 BLOCKS = 20
+SPREAD = 6 * 1.4826  # six standard deviations of a normal distribution, in median distances from the median
+TWICE = math.log(2)
 LARGEST = 709.0  # the logarithm of the largest number
 MOST_DROPPED = 10
 CLOSE = 1.25
@@ -94,4 +96,4 @@ def _spike_border(logs: Tensor) -> float:
     It exceeds the median by max(6 · 1.4826 · MAD, ln 2), where MAD is the median distance from the median.
     """
     median = median_of(logs)
-    return median + max(6 * 1.4826 * median_of((logs - median).abs()), math.log(2))
+    return median + max(SPREAD * median_of((logs - median).abs()), TWICE)

@@ -1,6 +1,9 @@
 """Numbers as text for people."""
 
 import math
+from zlib import crc32
+
+LONGEST = 80
 
 
 def number(value: float) -> str:
@@ -30,10 +33,19 @@ def was(count: int) -> str:
     return "was" if count == 1 else "were"
 
 
+def short(name: str) -> str:
+    """The name, or if it is longer than `LONGEST` characters, its ends and a number that few other names have."""
+    if len(name) <= LONGEST:
+        return name
+    middle = f"…{crc32(name.encode(errors='replace')):08x}…"
+    half = (LONGEST - len(middle)) // 2
+    return f"{name[:half]}{middle}{name[-half:]}"
+
+
 def as_table(rows: list[tuple[str, ...]]) -> str:
-    """Rows as text; the first column is aligned to the left, the others to the right."""
+    """Rows as text; the first column is aligned to the left, the others to the right. Long cells are cut."""
     rows = [
-        tuple(cell.encode("unicode_escape").decode() if not cell.isprintable() else cell for cell in row)
+        tuple(short(cell if cell.isprintable() else cell.encode("unicode_escape").decode()) for cell in row)
         for row in rows
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -4,18 +4,18 @@ import math
 from collections import Counter
 
 import torch
-from torch import Tensor
 
 from torchzero_clip.recorder import words
-from torchzero_clip.recorder.binning import Events, relative, usual_norms
-from torchzero_clip.recorder.numbers import median_of
+from torchzero_clip.recorder.binning import Events
+from torchzero_clip.recorder.data import Data, Layer, Layers
+from torchzero_clip.recorder.numbers import medians_before
 from torchzero_clip.recorder.page import Column, details, grouped_table, paragraph, table
-from torchzero_clip.recorder.record import Record
 
 MOST_STEPS = 20
 MOST_CANDIDATES = 60
 MOST_LAYERS = 20
 MOST_OFTEN = 10
+MOST_COUNTED = 200  # steps in which the worst layers are counted
 TOP = 5
 OPEN = 5  # worst steps whose layers are shown without a click
 REASONS = {
@@ -34,29 +34,25 @@ class Worst:
         events: What happened in its steps.
     """
 
-    def __init__(self, record: Record, events: Events) -> None:
+    def __init__(self, record: Data, events: Events) -> None:
         self._record = record
         self._events = events
         lost, high = events.worst()
-        high = sorted(high[:MOST_CANDIDATES], key=lambda row: -self._ratio(row))
+        rows = [*list(lost)[:MOST_STEPS], *high[:MOST_CANDIDATES]]
+        usual = medians_before(record.norm[:, None], rows).flatten().tolist()
+        self._joint = {row: Layer("", float(events.norm[row]), x) for row, x in zip(rows, usual, strict=True)}
+        """The joint norms of the worst steps, by row."""
+        ratios = {row: self._joint[row].ratio for row in high[:MOST_CANDIDATES]}
+        high = sorted(ratios, key=lambda row: math.inf if math.isnan(ratios[row]) else -ratios[row])
         half = MOST_STEPS // 2
         self._lost = dict(list(lost.items())[: max(half, MOST_STEPS - len(high))])
         self._rows = [*self._lost, *high[: MOST_STEPS - len(self._lost)]]
         self.steps = [record.steps[row] for row in self._rows]
         """The worst steps: those whose norm is not finite, then the largest ratios of norm to usual norm."""
         known = set(record.layer_steps) if record.layers else set[int]()
-        self.layers = [(step, self._layers_of(step)) for step in self.steps if step in known]
+        known_steps = [step for step in self.steps if step in known]
+        self.layers = list(zip(known_steps, map(_cells_of, record.layers_of(known_steps)), strict=True))
         """The worst layers of each of these steps, if known: name, norm, usual norm and ratio."""
-
-    def _usual(self, row: int) -> float:
-        """The median of the finite norms before a step."""
-        before = self._events.norm[:row]
-        before = before[before.isfinite()]
-        return median_of(before) if len(before) else math.nan
-
-    def _ratio(self, row: int) -> float:
-        ratio = float(self._events.norm[row]) / self._usual(row)
-        return 0.0 if math.isnan(ratio) else ratio
 
     def step_table(self) -> list[str]:
         """What happened in the worst steps."""
@@ -73,15 +69,15 @@ class Worst:
         return [table(caption, columns, [self._cells(row) for row in self._rows])]
 
     def _cells(self, row: int) -> list[str]:
-        norm, usual, more = float(self._events.norm[row]), self._usual(row), self._lost.get(row, 1) - 1
+        joint, more = self._joint[row], self._lost.get(row, 1) - 1
         deeds = self._deeds(row) or ["not clipped"]
         if more:
             deeds.append(f"(the norm was not finite in the next {words.counted(more, 'step')} either)")
         return [
             f"{self._record.steps[row]:,}",
-            words.norm(norm) if self._events.spikes[row] else words.number(norm),
-            words.number(usual),
-            words.times(norm / usual),
+            words.norm(joint.norm) if self._events.spikes[row] else words.number(joint.norm),
+            words.number(joint.usual),
+            words.times(joint.ratio) if math.isfinite(joint.norm) else "",
             words.number(float(self._record.loss[row])),
             "\n".join(deeds),
         ]
@@ -98,7 +94,7 @@ class Worst:
             if share == share:
                 said.append(f"clipped {words.percent(share)}")
             if said:
-                deeds.append(f"{name}: {', '.join(said)}")
+                deeds.append(f"{words.short(name)}: {', '.join(said)}")
         return deeds
 
     def _metric(self, key: str, row: int) -> float:
@@ -108,22 +104,9 @@ class Worst:
         if name in REASONS:
             return f": {REASONS[name]}"
         mean = self._metric(f"{name}/mean", row - 1)
-        return f" by {name}{f', whose running mean was {words.number(mean)}' if math.isfinite(mean) else ''}"
-
-    def _layers_of(self, step: int) -> list[list[str]]:
-        """The worst layers of a step. If more layers are not finite, the last row counts them."""
-        record = self._record
-        norms = record.layer_norms[record.layer_steps.index(step)]
-        lost, count = int(norms.isfinite().logical_not().sum()), int((norms != -1).sum())
-        if lost == count:
-            return [[f"({f'all {count:,} layers are inf or NaN' if count else 'no layer has a gradient'})", "", "", ""]]
-        rows = [
-            [layer.name, words.norm(layer.norm), words.number(layer.usual), words.times(layer.ratio)]
-            for layer in record.worst(step, TOP)
-        ]
-        if lost > TOP:
-            rows.append([f"({lost:,} of {count:,} layers are inf or NaN)", "", "", ""])
-        return rows
+        return (
+            f" by {words.short(name)}{f', whose running mean was {words.number(mean)}' if math.isfinite(mean) else ''}"
+        )
 
     def layer_tables(self) -> list[str]:
         """The layers of the worst steps."""
@@ -141,52 +124,84 @@ class Worst:
     def often_table(self) -> list[str]:
         """The layers by how often they were among the worst."""
         record, events = self._record, self._events.spikes | self._events.skipped
-        chosen = {record.steps[row] for row in events.nonzero().flatten().tolist()}
-        rows = [i for i, step in enumerate(record.layer_steps) if step in chosen]
-        if not rows or not record.layers:
+        bad = {record.steps[row] for row in events.nonzero().flatten().tolist()}
+        chosen = [step for step in record.layer_steps if step in bad]
+        if not chosen or not record.layers:
             return []
-        ratios = relative(record.layer_norms[rows], usual_norms(record)).nan_to_num(nan=-1.0, posinf=math.inf)
-        some = (ratios.isfinite() & (ratios >= 0)).any(dim=1)
-        steps = [record.layer_steps[row] for row, is_some in zip(rows, some.tolist(), strict=True) if is_some]
-        ratios = ratios[some]
-        counts = Counter(layer for values in ratios for layer in _largest(values))
+        known = len(chosen)
+        chosen = chosen[:: math.ceil(known / MOST_COUNTED)]
+        steps, counts, largest = 0, Counter[str](), dict[str, tuple[float, int]]()
+        for step, layers in zip(chosen, record.layers_of(chosen), strict=True):
+            lost = _count_lost(layers)
+            if lost == len(layers):
+                continue
+            steps += 1
+            for layer in layers[: max(TOP, lost)]:
+                if not math.isnan(layer.ratio):
+                    counts[layer.name] += 1
+                    largest[layer.name] = max(largest.get(layer.name, (0.0, step)), (layer.ratio, step))
         if not counts:
             return [
                 paragraph("No layer stood out: in each of these steps, all layers were inf or NaN, or had no gradient.")
             ]
-        found: list[list[str]] = []
-        for layer, count in counts.most_common(MOST_OFTEN):
-            worst = int(ratios[:, layer].argmax())
-            largest = words.times(float(ratios[worst, layer]))
-            found.append([record.layers[layer], f"{count:,}", largest, f"{steps[worst]:,}"])
-        in_steps = words.counted(len(steps), "step")
+        found = [
+            [words.short(name), f"{count:,}", words.times(largest[name][0]), f"{largest[name][1]:,}"]
+            for name, count in counts.most_common(MOST_OFTEN)
+        ]
+        in_steps = words.counted(steps, "step") if len(chosen) == known else f"{steps:,} of {known:,} steps"
         caption = f"How often a layer was among the {TOP} worst layers of a spike or a skipped step ({in_steps})."
         return [table(caption, [LAYER, Column("Times"), Column("Largest ratio"), Column("In step")], found)]
 
 
-def _largest(ratios: Tensor) -> list[int]:
-    """The places of the largest ratios, and of all that are not finite. A ratio of -1 means no gradient."""
-    order = ratios.argsort(descending=True, stable=True).tolist()
-    return [i for place, i in enumerate(order) if float(ratios[i]) >= 0 and (place < TOP or bool(ratios[i].isinf()))]
+def _count_lost(layers: Layers) -> int:
+    return sum(not math.isfinite(layer.norm) for layer in layers)
 
 
-def ratio_table(record: Record) -> list[str]:
+def _cells_of(layers: Layers) -> list[list[str]]:
+    """The worst layers of a step. If more layers are not finite, the last row counts them."""
+    lost, count = _count_lost(layers), len(layers)
+    if lost == count:
+        return [[f"({f'all {count:,} layers are inf or NaN' if count else 'no layer has a gradient'})", "", "", ""]]
+    rows = [
+        [words.short(layer.name), words.norm(layer.norm), words.number(layer.usual), words.times(layer.ratio)]
+        for layer in layers[:TOP]
+    ]
+    if lost > TOP:
+        rows.append([f"({lost:,} of {count:,} layers are inf or NaN)", "", "", ""])
+    return rows
+
+
+def sign_table(record: Data) -> list[str]:
+    """The updates that were unusually large relative to the weights."""
+    groups: dict[int, list[list[str]]] = {}
+    for sign in record.early_signs():
+        ratio, usual = f"{sign.ratio:.2g}", f"{sign.usual:.2g}"
+        rows = groups.setdefault(sign.step, [])
+        rows.append([words.short(sign.layer), ratio, usual, words.times(sign.ratio / sign.usual)])
+    if not groups:
+        return []
+    shown = [(f"{step:,}", rows[:TOP]) for step, rows in list(groups.items())[:MOST_STEPS]]
+    caption = f"Updates that were unusually large relative to the weights of their layer, at most {TOP} in each step"
+    caption += f" (the first {len(shown)} of {len(groups):,} steps)." if len(groups) > len(shown) else "."
+    columns = [Column("Step"), LAYER, Column("Update / weights"), Column("Usual"), Column("Ratio")]
+    return [grouped_table(caption, columns, shown)]
+
+
+def ratio_table(record: Data) -> list[str]:
     """The layers whose updates are largest relative to their parameters."""
     if not record.ratios or not record.layers:
         return []
-    params = torch.stack([ratios.params for ratios in record.ratios])
-    updates = torch.stack([ratios.updates for ratios in record.ratios])
-    ratios = torch.where((params > 0) & (updates >= 0), updates / params, torch.nan)
-    usual = ratios.nanmedian(dim=0).values.nan_to_num(nan=-1.0)
-    order = usual.argsort(descending=True, stable=True).tolist()
+    ratios = torch.stack([ratios.relative for ratios in record.ratios])
+    medians = ratios.nanmedian(dim=0).values.nan_to_num(nan=-1.0)
+    order = medians.argsort(descending=True, stable=True).tolist()
     rows: list[list[str]] = []
-    for i in [i for i in order if float(usual[i]) >= 0][:MOST_LAYERS]:
+    for i in [i for i in order if float(medians[i]) >= 0][:MOST_LAYERS]:
         top = int(ratios[:, i].nan_to_num(nan=-1.0).argmax())
-        numbers = (f"{float(value):.2g}" for value in (usual[i], ratios[top, i]))
-        rows.append([record.layers[i], *numbers, f"{record.ratios[top].step:,}"])
+        numbers = (f"{float(value):.2g}" for value in (medians[i], ratios[top, i]))
+        rows.append([words.short(record.layers[i]), *numbers, f"{record.ratios[top].step:,}"])
     if not rows:
         return []
-    some = f" (the {len(rows)} of {len(usual):,} layers with the largest medians)" if len(rows) < len(usual) else ""
+    some = f" (the {len(rows)} of {len(medians):,} layers with the largest medians)" if len(rows) < len(medians) else ""
     taken = words.counted(len(record.ratios), "step")
     caption = f"The norm of the update divided by the norm of the parameters, in {taken}{some}."
     return [table(caption, [LAYER, Column("Median"), Column("Largest"), Column("In step")], rows)]
