@@ -4,6 +4,7 @@
 """
 
 import os
+import warnings
 from functools import partial
 
 import pytest
@@ -165,3 +166,123 @@ def test_a_record_goes_on_from_a_checkpoint_in_another_folder(tmp_path):
     (tmp_path / "first" / "run.jsonl").rename(tmp_path / "second" / "run.jsonl")
     recorded(tmp_path / "second", 8, os.fspath(tmp_path / "first" / "checkpoint-4"))
     assert read_record(tmp_path / "second" / "run.jsonl").steps == list(range(8))
+
+
+def adamw_trained(directory, steps, resume=None, own=None, **given):
+    """Train with the Trainer's own AdamW, which has a param group with and one without weight decay."""
+    own = TrainerCallback(own or partial(Recorder, path=directory / "run.jsonl"))
+    usual = {"max_grad_norm": 0, "report_to": [], "save_steps": 4, "max_steps": steps, "learning_rate": 0.1}
+    arguments = transformers.TrainingArguments(
+        str(directory), per_device_train_batch_size=8, use_cpu=True, disable_tqdm=True, **(usual | given)
+    )
+    norms = []
+
+    class Watch(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, optimizer, **kwargs):
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            norms.append([param.grad.double().square().sum().sqrt().item() for param in params])
+
+    trainer = transformers.Trainer(Net(), arguments, train_dataset=Data(), callbacks=[own, Watch()])
+    trainer.train(resume_from_checkpoint=resume)
+    return own.recorder, torch.tensor(norms, dtype=torch.float64), trainer
+
+
+def test_the_trainers_own_adamw_is_recorded_until_training_ends(tmp_path):
+    tmp_path.joinpath("x").mkdir()
+    recorder, norms, trainer = adamw_trained(tmp_path / "x", 12, logging_steps=1)
+    record, kept = read_record(tmp_path / "x" / "run.jsonl"), recorder.record()
+    assert recorder.is_closed
+    assert trainer.optimizer.optimizer._optimizer_step_pre_hooks == {}
+    assert sorted(kept.layers) == sorted(f"layers.{name}" for name in ("0.bias", "0.weight", "2.bias", "2.weight"))
+    torch.testing.assert_close(kept.layer_norms, norms, rtol=1e-6, atol=0)
+    torch.testing.assert_close(record.norm, norms.square().sum(1).sqrt(), rtol=1e-6, atol=0)
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert record.steps == [log["step"] - 1 for log in logs] == list(range(12))
+    assert record.loss.tolist() == kept.loss.tolist() == [log["loss"] for log in logs]
+    assert [log["gradients/norm"] for log in logs] == record.norm.tolist()
+    assert logs[0]["layers/layers.0.weight/norm"] == kept.layer_norms[0, kept.layers.index("layers.0.weight")]
+
+
+@pytest.mark.parametrize("save_steps", [100, 4])
+def test_logs_of_several_steps(tmp_path, save_steps):
+    """Their losses are means, and are not recorded. At a checkpoint, steps are written between two logs."""
+    own = TrainerCallback(Recorder)
+    chain, given = [SkipStep(max_norm=0.8), Adam(0.01)], {"logging_steps": 10, "save_steps": save_steps}
+    _, _, trainer = trained(tmp_path, 22, chain, callbacks=[own], **given)
+    record = own.recorder.record()
+    assert record.loss.isnan().all()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert [log["step"] for log in logs] == [10, 20]
+    assert 0 < sum(map(bool, record.reasons)) < 22
+    for log, first in zip(logs, (0, 10), strict=True):
+        assert log["gradients/skipped"] == sum(map(bool, record.reasons[first : first + 10]))
+        assert log["gradients/largest_norm"] == record.norm[first : first + 10].max()
+        since = first + 10 - (10 if save_steps == 100 else 10 % 4 if first == 0 else 4)
+        assert log["gradients/norm"] == record.norm[since : first + 10].quantile(0.5)
+
+
+def test_a_gate_that_judges_losses_gets_none_from_the_logs(tmp_path):
+    own = TrainerCallback(Recorder)
+    trained(tmp_path, 4, [SkipStep(sigma=6.0), Adam()], callbacks=[own], logging_steps=1)
+    assert own.recorder.record().loss.isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["empty", "garbage", "half", "another dict", "other parameters"])
+def test_a_broken_record_in_a_checkpoint_does_not_stop_the_run(tmp_path, kind):
+    adamw_trained(tmp_path, 6, logging_steps=1)
+    saved = tmp_path / "checkpoint-4" / "recorder.pt"
+    data, state = saved.read_bytes(), torch.load(saved)
+    if kind in ("empty", "garbage", "half"):
+        saved.write_bytes({"empty": b"", "garbage": b"garbage" * 99, "half": data[: len(data) // 2]}[kind])
+    else:
+        tape = {**state["tape"], "names": ["a", *state["tape"]["names"][1:]]}
+        torch.save({"step": 3} if kind == "another dict" else {**state, "tape": tape}, saved)
+    with pytest.warns(UserWarning, match=r"recorder\.pt cannot be read, the record goes on at step 4"):
+        recorder, norms, _ = adamw_trained(tmp_path, 8, os.fspath(tmp_path / "checkpoint-4"), logging_steps=1)
+    assert recorder.record().steps == [4, 5, 6, 7]
+    torch.testing.assert_close(recorder.record().layer_norms, norms, rtol=1e-6, atol=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        record = read_record(tmp_path / "run.jsonl")
+    assert record.steps == list(range(8))
+    assert not record.loss.isnan().any()
+
+
+def test_a_checkpoint_has_a_whole_record_or_the_one_before(tmp_path, monkeypatch):
+    """The record is written under another name first."""
+    adamw_trained(tmp_path, 4)
+    saved = tmp_path / "checkpoint-4" / "recorder.pt"
+    before = saved.read_bytes()
+
+    save = torch.save
+
+    def half(state, path):
+        save(state, path)
+        if "recorder" in os.fspath(path):
+            os.truncate(path, 99)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(KeyboardInterrupt):
+        adamw_trained(tmp_path, 4)
+    assert saved.read_bytes() == before
+
+
+def test_the_trainers_own_limit_is_reported_before_its_optimizer_is_recorded(tmp_path):
+    with pytest.warns(UserWarning, match=r"max_grad_norm=1\.0 before they are recorded: set it to 0"):
+        adamw_trained(tmp_path, 1, max_grad_norm=1.0)
+
+
+def test_a_callback_serves_two_trainings(tmp_path):
+    made = []
+
+    def make(optimizer):
+        made.append(Recorder(optimizer))
+        return made[-1]
+
+    own = TrainerCallback(make)
+    for k in range(2):
+        trained(tmp_path / str(k), 3, [ClipNorm(0.1), Adam(0.1)], callbacks=[own], logging_steps=1)
+        assert own.recorder is made[k]
+        assert own.recorder.record().steps == [0, 1, 2]
+        assert not own.recorder.record().loss.isnan().any()

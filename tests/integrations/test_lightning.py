@@ -1,5 +1,6 @@
 """The Trainer of Lightning: the callback logs and refuses. `tests/test_examples.py` shows that runs resume."""
 
+import csv
 from functools import partial
 
 import pytest
@@ -141,3 +142,52 @@ def test_a_callback_serves_two_fits(tmp_path):
     for _ in range(2):
         fitted(tmp_path, 1, own=own)
         assert own.recorder.record().steps == list(range(4))
+
+
+class Watched(Plain):
+    """Has AdamW of torch, and the norms of its gradients."""
+
+    def on_before_optimizer_step(self, optimizer):
+        found = [param.grad.double().square().sum().sqrt().item() for param in self.parameters()]
+        self.norms = [*getattr(self, "norms", []), found]
+
+
+def test_torchs_adamw_is_recorded_until_training_ends(tmp_path):
+    logger = lightning.pytorch.loggers.CSVLogger(tmp_path)
+    own = LightningCallback(partial(Recorder, path=tmp_path / "run.jsonl"))
+    module, trainer = fitted(tmp_path, 3, Watched, logger=logger, own=own)
+    norms, record = torch.tensor(module.norms, dtype=torch.float64), read_record(tmp_path / "run.jsonl")
+    assert own.recorder.is_closed
+    assert trainer.optimizers[0]._optimizer_step_pre_hooks == {}
+    assert own.recorder.record().layers == ["net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"]
+    torch.testing.assert_close(own.recorder.record().layer_norms, norms, rtol=1e-6, atol=0)
+    torch.testing.assert_close(record.norm, norms.square().sum(1).sqrt(), rtol=1e-6, atol=0)
+    assert record.steps == list(range(12))
+    assert not record.loss.isnan().any()
+    with open(next(tmp_path.rglob("metrics.csv")), newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["gradients/norm"]]
+    first = 0
+    for row in rows:  # one for each time that the file was written
+        last = int(row["step"])
+        joint = record.norm[first : last + 1]
+        assert float(row["gradients/norm"]) == pytest.approx(joint.quantile(0.5).item(), rel=1e-6)
+        assert float(row["gradients/largest_norm"]) == pytest.approx(joint.max().item(), rel=1e-6)
+        first = last + 1
+    assert first == 12
+    assert len(rows) > 1
+
+
+def test_a_recorder_of_any_optimizer_can_be_given(tmp_path):
+    """Manual optimization, and two optimizers: the recorder of the second one."""
+
+    class Given(Two):
+        def configure_optimizers(self):
+            both = super().configure_optimizers()
+            own._given = Recorder(both[1], model=self)
+            return both
+
+    own = LightningCallback()
+    _, trainer = fitted(tmp_path, 1, Given, own=own)
+    assert own.recorder.optimizer is trainer.optimizers[1]
+    assert own.recorder.record().layers == ["net.2.weight", "net.2.bias"]
+    assert own.recorder.record().steps == list(range(4))

@@ -42,7 +42,8 @@ def run(optimizer, count, start=0, sizes=None):
 
 
 def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    # a process that sees half of what another one writes ends that line, which leaves an empty one
+    return [json.loads(line) for line in path.read_text().splitlines() if line]
 
 
 def test_full_rings_are_appended(path):
@@ -378,6 +379,7 @@ def records(path, barrier, index):
 @pytest.mark.parametrize("has_ranks", [True, False])
 def test_processes_on_one_fresh_path(tmp_path, has_ranks, monkeypatch):
     context = multiprocessing.get_context("fork")
+    start(tmp_path / "first.jsonl")  # the first optimizer of a process imports a lot
     for k in range(150):
         path, barrier = tmp_path / f"{k}.jsonl", context.Barrier(4)
         processes = []

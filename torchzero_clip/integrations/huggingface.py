@@ -56,6 +56,7 @@ class TrainerCallback(transformers.TrainerCallback):
         self.recorder = recorder if isinstance(recorder, Recorder) else None
         """The recorder, once there is one."""
         self._live: dict[str, float] = {}
+        """Numbers for the next log."""
         self._logged = -1
         """The step of the last loss."""
 
@@ -75,8 +76,9 @@ class TrainerCallback(transformers.TrainerCallback):
                 )
             warnings.warn(f"{clips} they are recorded: set it to 0 to record the norms before", stacklevel=2)
         self._come_first()
+        self._live, self._logged = {}, -1
         if self._given is not None:
-            self.recorder = attached(self._given, optimizer)
+            self.recorder = attached(self._given, optimizer, kwargs["model"])
             self.recorder.log_to(self._keep)
             self._resume(self.recorder, _checkpoint(args, state) / SAVED, state.global_step)
 
@@ -92,7 +94,10 @@ class TrainerCallback(transformers.TrainerCallback):
             recorder.load_state_dict({"step": step, "tape": None})
 
     def _keep(self, step: int, values: dict[str, float]) -> None:
-        self._live = values
+        """Add the numbers of steps that are written to the file, which may happen several times between two logs."""
+        earlier, self._live = self._live, self._live | values
+        for name, joined in (("gradients/skipped", sum), ("gradients/largest_norm", max)):
+            self._live[name] = joined(numbers[name] for numbers in (earlier, values) if name in numbers)
 
     @override
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -127,6 +132,7 @@ class TrainerCallback(transformers.TrainerCallback):
                 self._logged = last
             self.recorder.flush(warn=True)
             named |= self._live
+            self._live = {}
         logs.update(named)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(named)

@@ -82,9 +82,9 @@ class LightningCallback(Callback):
             raise TypeError(f"configure_optimizers must return a Modular for LightningCallback to log, got {kinds}")
         if self._given is None:
             return
-        found = chains or list(map(unwrap, trainer.optimizers))
+        found = [*chains, *map(unwrap, trainer.optimizers)]
         given = self._given.optimizer if isinstance(self._given, Recorder) else found[0]
-        recorder = attached(self._given, next((own for own in found if own is given), found[0]))
+        recorder = attached(self._given, next((own for own in found if own is given), found[0]), pl_module)
         self.recorder = recorder
         recorder.log_to(partial(_log, trainer.loggers))
         if self._loaded is not None:

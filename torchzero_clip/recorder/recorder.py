@@ -274,12 +274,13 @@ class Recorder(Readable):
         return f"Recorder({type(self.optimizer).__name__}, by={self._run.by!r}, keep={self._run.keep}{path})"
 
 
-def attached(recorder: Recorder | Callable[[Any], Recorder], optimizer: Any) -> Recorder:
+def attached(recorder: Recorder | Callable[[Any], Recorder], optimizer: Any, model: nn.Module) -> Recorder:
     """Return the recorder of an optimizer.
 
     Args:
         recorder: The recorder, or a function that makes one for an optimizer.
         optimizer: The optimizer, which a trainer may have wrapped.
+        model: Gives names to the parameters, unless the recorder has a model.
 
     Raises:
         ValueError: If the recorder is closed, or records another optimizer.
@@ -291,6 +292,8 @@ def attached(recorder: Recorder | Callable[[Any], Recorder], optimizer: Any) -> 
         raise ValueError(
             'the recorder is closed: pass a function that makes one, such as partial(Recorder, path="...")'
         )
+    if found._run.model is None:
+        found._run.model = model
     return found
 
 
