@@ -12,7 +12,7 @@ from torchzero_clip.recorder.panels import draw_bars, draw_norm_panel, draw_seri
 
 if TYPE_CHECKING:
     from torchzero_clip.recorder.record import Record
-    from torchzero_clip.recorder.suggestion import Series
+    from torchzero_clip.recorder.series import Series
 
 MOST_GROUPS = 6
 

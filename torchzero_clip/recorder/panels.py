@@ -23,7 +23,7 @@ from torchzero_clip.recorder.words import number
 
 if TYPE_CHECKING:
     from torchzero_clip.recorder.record import Record
-    from torchzero_clip.recorder.suggestion import Series
+    from torchzero_clip.recorder.series import Series
 
 MOST_LABELS = 6
 MOST_CANDIDATES = 200

@@ -386,7 +386,18 @@ class Record(Readable):
             raise ValueError(
                 f"scope must be 'joint' for a Record, got {scope!r}: call suggest_max_norm of the Recorder"
             )
-        return suggested({"joint": self.norm}, share_clipped, "joint")
+        return suggested({"joint": self._norms_of_gradients()}, share_clipped, "joint")
+
+    def _norms_of_gradients(self) -> Tensor:
+        """The joint norms, with -1 for steps without gradients, and for those that a GradScaler refused."""
+        norms, bad = self.norm.clone(), -1
+        for row in (~norms.isfinite()).nonzero().flatten().tolist():
+            # a file has the layers of only the first ten of a series of steps that are not finite
+            if self._is_bad(row) or (bad == row - 1 >= 0 and self.steps[row] not in self._layer_rows):
+                bad = row
+            if bad != row or self.reasons[row] == "found_inf":
+                norms[row] = -1.0
+        return norms
 
 
 def joined(records: list[Record]) -> Record:

@@ -1,0 +1,165 @@
+"""Whether a suggested limit helps: ``python -m benchmarks.limits``, about 25 minutes on two cores.
+
+It trains each task of `benchmarks.limit_tasks` without a clip and records the whole run. Then it trains anew, from the
+same weights and with the same batches: with the limits that the record suggests, and with the limit 1. It compares
+the held-out losses, averaged over seeds, and prints the table of docs/choosing_a_limit.md.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from tqdm import tqdm
+
+from benchmarks.limit_tasks import TASKS, Task
+from torchzero_clip import SGD, Adam, ClipNorm, Modular, Recorder, Transform
+
+SHARES = {"1%": 0.01, "10%": 0.1, "median": 0.5}
+CHOICES = ["none", *SHARES, "1.0"]
+MOST_WORSE = 1.02
+RATES = {"Adam": (1e-3, 3e-3, 1e-2, 3e-2), "SGD": (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)}
+SWEEP_SEED = 100
+
+Losses = dict[str, list[float]]
+
+
+class Row(NamedTuple):
+    """The held-out losses of a task by choices, averaged over seeds, and their ratios and ranks."""
+
+    task: str
+    none: float
+    ratios: dict[str, float]
+    ranks: dict[str, float]
+
+
+def train(task: Task, seed: int, clip: Sequence[Transform], lr: float | None = None) -> tuple[float, Recorder]:
+    """Return the held-out loss, and the record of the run."""
+    torch.manual_seed(seed)
+    training = task.make(seed)
+    torch.manual_seed(seed)
+    params = [param for param in training.model.parameters() if param.requires_grad]
+    rate = task.lr if lr is None else lr
+    rule = Adam(rate) if task.method == "Adam" else SGD(rate, momentum=0.9)
+    optimizer = Modular(params, *clip, rule)
+    recorder = Recorder(optimizer, keep=task.steps)
+    scheduler = LambdaLR(optimizer, lambda step: 1 - step / task.steps)
+    for step in range(task.steps):
+        optimizer.zero_grad()
+        training.loss(step).backward()
+        optimizer.step()
+        scheduler.step()
+    with torch.no_grad():
+        loss = training.held_out().item()
+    return loss if math.isfinite(loss) else math.inf, recorder
+
+
+def compared(job: tuple[str, int]) -> tuple[str, int, dict[str, float]]:
+    """The held-out losses of a task with one seed."""
+    torch.set_num_threads(1)
+    name, seed = job
+    task = TASKS[name]
+    losses = dict.fromkeys(CHOICES, math.inf)
+    losses["none"], recorder = train(task, seed, [])
+    limits = {choice: recorder.suggest_max_norm(share).limit for choice, share in SHARES.items()} | {"1.0": 1.0}
+    for choice, limit in limits.items():
+        if isinstance(limit, float):
+            losses[choice], _ = train(task, seed, [ClipNorm(limit, dim="global")])
+    return name, seed, losses
+
+
+def swept(job: tuple[str, int]) -> tuple[str, int, dict[str, float]]:
+    """The held-out losses of a task without a clip, by learning rates."""
+    torch.set_num_threads(1)
+    name, seed = job
+    task = TASKS[name]
+    return name, seed, {f"{lr:g}": train(task, seed, [], lr)[0] for lr in RATES[task.method]}
+
+
+def rows_of(results: dict[str, Losses]) -> list[Row]:
+    """A row for each task. Equal losses share their rank."""
+    rows: list[Row] = []
+    for task, losses in results.items():
+        means = {choice: sum(values) / len(values) for choice, values in losses.items()}
+        none = means["none"]
+        ratios = {choice: mean / none if math.isfinite(none) else math.nan for choice, mean in means.items()}
+        ranks = {
+            choice: sum(other < mean for other in means.values())
+            + (1 + sum(other == mean for other in means.values())) / 2
+            for choice, mean in means.items()
+        }
+        rows.append(Row(task, none, ratios, ranks))
+    return rows
+
+
+def chosen(rows: Sequence[Row]) -> tuple[dict[str, float], dict[str, float], str]:
+    """The mean rank and the worst ratio of each choice, and the choice that should be the default.
+
+    That is the suggested limit with the best mean rank among those that are never more than 2% worse than no clip. If
+    there is none, it is the one whose worst ratio is the lowest.
+    """
+    ranks = {choice: sum(row.ranks[choice] for row in rows) / len(rows) for choice in CHOICES}
+    worst = {
+        choice: max((row.ratios[choice] for row in rows if not math.isnan(row.ratios[choice])), default=math.nan)
+        for choice in CHOICES
+    }
+    safe = [choice for choice in SHARES if worst[choice] <= MOST_WORSE]
+    best = min(safe, key=lambda choice: ranks[choice]) if safe else min(SHARES, key=lambda choice: worst[choice])
+    return ranks, worst, best
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows in Markdown: the loss without a clip, and the ratios of the others to it."""
+    others = [choice for choice in CHOICES if choice != "none"]
+    lines = [f"| task | none | {' | '.join(others)} |", f"| --- |{' ---: |' * (1 + len(others))}"]
+    for row in rows:
+        shown = [f"{row.none:.3g}", *(_ratio(row, choice) for choice in others)]
+        lines.append(f"| {row.task} | {' | '.join(shown)} |")
+    ranks, worst, _ = chosen(rows)
+    lines.append(f"| **mean rank** | {' | '.join(f'{ranks[choice]:.2f}' for choice in CHOICES)} |")
+    lines.append(f"| **worst ratio** | {' | '.join(f'{worst[choice]:.3f}' for choice in CHOICES)} |")
+    return "\n".join(lines)
+
+
+def _ratio(row: Row, choice: str) -> str:
+    ratio = row.ratios[choice]
+    best = min(row.ranks.values()) == row.ranks[choice]
+    return f"**{ratio:.3f}**" if best else f"{ratio:.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="TASK", help="names, or parts of names")
+    parser.add_argument("--seeds", type=int, default=3, help="how many seeds (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=2, help="how many processes (default: %(default)s)")
+    parser.add_argument("--sweep", action="store_true", help="try learning rates without a clip instead")
+    parser.add_argument("--json", type=Path, help="where to write the losses")
+    options = parser.parse_args()
+    names = [name for name in TASKS if any(part in name for part in options.tasks)]
+    seeds = [SWEEP_SEED] if options.sweep else range(options.seeds)
+    jobs = [(name, seed) for name in names for seed in seeds]
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+        for name, seed, losses in tqdm(
+            pool.imap_unordered(swept if options.sweep else compared, jobs), total=len(jobs)
+        ):
+            found[name, seed] = losses
+            if options.sweep:
+                print(name, {lr: round(loss, 4) for lr, loss in losses.items()}, flush=True)
+    if options.sweep:
+        return
+    results = {name: {choice: [found[name, seed][choice] for seed in seeds] for choice in CHOICES} for name in names}
+    rows = rows_of(results)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    print(table(rows))
+    print(f"\ndefault by the rule: {chosen(rows)[2]}")
+
+
+if __name__ == "__main__":
+    main()
