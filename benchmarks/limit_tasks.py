@@ -68,7 +68,7 @@ class Sequence(nn.Module):
             self.body = nn.ModuleList([nn.Conv1d(width, 2 * width, 6), nn.Conv1d(2 * width, width, 1)])
         else:
             self.body = nn.ModuleList([{"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU}[core](width, width)])
-        self.head = nn.Linear(width, symbols)
+        self.head: nn.Module = nn.Linear(width, symbols)
 
     def forward(self, text: Tensor) -> Tensor:
         x = self.embedding(text)
@@ -338,8 +338,8 @@ TASKS: dict[str, Task] = {
     "digits: autoencoder": Task("Adam", 1e-2, 800, autoencoder),
     "photograph: denoising": Task("Adam", 1e-2, 500, denoising),
     "photograph: denoising, SGD": Task("SGD", 0.1, 500, denoising),
-    "heavy tails: noise": Task("Adam", 1e-3, 1500, heavy_noise),
-    "heavy tails: noise, SGD": Task("SGD", 0.003, 1500, heavy_noise),
+    "heavy tails: noise": Task("Adam", 3e-4, 1500, heavy_noise),
+    "heavy tails: noise, SGD": Task("SGD", 0.001, 1500, heavy_noise),
     "heavy tails: inputs": Task("Adam", 1e-3, 1500, heavy_inputs),
     "heavy tails: inputs, SGD": Task("SGD", 0.003, 1500, heavy_inputs),
     "RL: guessing digits": Task("Adam", 1e-3, 1500, guessing),

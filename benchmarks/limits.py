@@ -23,10 +23,17 @@ from torchzero_clip import SGD, Adam, ClipNorm, Modular, Recorder, Transform
 SHARES = {"1%": 0.01, "10%": 0.1, "median": 0.5}
 CHOICES = ["none", *SHARES, "1.0"]
 MOST_WORSE = 1.02
-RATES = {"Adam": (1e-3, 3e-3, 1e-2, 3e-2), "SGD": (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)}
+RATES = {"Adam": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2), "SGD": (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)}
 SWEEP_SEED = 100
 
-Losses = dict[str, list[float]]
+
+class Result(NamedTuple):
+    """The held-out losses of a task with one seed, and the limits."""
+
+    task: str
+    seed: int
+    losses: dict[str, float]
+    limits: dict[str, float]
 
 
 class Row(NamedTuple):
@@ -59,33 +66,32 @@ def train(task: Task, seed: int, clip: Sequence[Transform], lr: float | None = N
     return loss if math.isfinite(loss) else math.inf, recorder
 
 
-def compared(job: tuple[str, int]) -> tuple[str, int, dict[str, float]]:
-    """The held-out losses of a task with one seed."""
+def compared(job: tuple[str, int]) -> Result:
+    """Train a task with one seed: without a clip, and with each limit."""
     torch.set_num_threads(1)
     name, seed = job
     task = TASKS[name]
-    losses = dict.fromkeys(CHOICES, math.inf)
-    losses["none"], recorder = train(task, seed, [])
-    limits = {choice: recorder.suggest_max_norm(share).limit for choice, share in SHARES.items()} | {"1.0": 1.0}
-    for choice, limit in limits.items():
-        if isinstance(limit, float):
-            losses[choice], _ = train(task, seed, [ClipNorm(limit, dim="global")])
-    return name, seed, losses
+    loss, recorder = train(task, seed, [])
+    limits = {choice: recorder.suggest_max_norm(share).limits["joint"] for choice, share in SHARES.items()}
+    limits["1.0"] = 1.0
+    clipped = {choice: train(task, seed, [ClipNorm(x, dim="global")])[0] for choice, x in limits.items()}
+    return Result(name, seed, {"none": loss} | clipped, limits)
 
 
-def swept(job: tuple[str, int]) -> tuple[str, int, dict[str, float]]:
-    """The held-out losses of a task without a clip, by learning rates."""
+def swept(job: tuple[str, int]) -> Result:
+    """Train a task with one seed without a clip, with several learning rates."""
     torch.set_num_threads(1)
     name, seed = job
     task = TASKS[name]
-    return name, seed, {f"{lr:g}": train(task, seed, [], lr)[0] for lr in RATES[task.method]}
+    return Result(name, seed, {f"{lr:g}": train(task, seed, [], lr)[0] for lr in RATES[task.method]}, {})
 
 
-def rows_of(results: dict[str, Losses]) -> list[Row]:
+def rows_of(results: Sequence[Result]) -> list[Row]:
     """A row for each task. Equal losses share their rank."""
     rows: list[Row] = []
-    for task, losses in results.items():
-        means = {choice: sum(values) / len(values) for choice, values in losses.items()}
+    for task in [name for name in TASKS if any(result.task == name for result in results)]:
+        losses = [result.losses for result in results if result.task == task]
+        means = {choice: sum(each[choice] for each in losses) / len(losses) for choice in CHOICES}
         none = means["none"]
         ratios = {choice: mean / none if math.isfinite(none) else math.nan for choice, mean in means.items()}
         ranks = {
@@ -142,23 +148,20 @@ def main() -> None:
     options = parser.parse_args()
     names = [name for name in TASKS if any(part in name for part in options.tasks)]
     seeds = [SWEEP_SEED] if options.sweep else range(options.seeds)
-    jobs = [(name, seed) for name in names for seed in seeds]
-    found: dict[tuple[str, int], dict[str, float]] = {}
+    jobs = [(name, seed) for seed in seeds for name in names]
+    found: list[Result] = []
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        for name, seed, losses in tqdm(
-            pool.imap_unordered(swept if options.sweep else compared, jobs), total=len(jobs)
-        ):
-            found[name, seed] = losses
+        work = pool.imap_unordered(swept if options.sweep else compared, jobs)
+        for result in tqdm(work, total=len(jobs), disable=None):
+            found.append(result)
+            if options.json:
+                options.json.write_text(json.dumps([each._asdict() for each in found], indent=1) + "\n")
             if options.sweep:
-                print(name, {lr: round(loss, 4) for lr, loss in losses.items()}, flush=True)
-    if options.sweep:
-        return
-    results = {name: {choice: [found[name, seed][choice] for seed in seeds] for choice in CHOICES} for name in names}
-    rows = rows_of(results)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
-    print(table(rows))
-    print(f"\ndefault by the rule: {chosen(rows)[2]}")
+                print(result.task, result.losses, flush=True)
+    if not options.sweep:
+        rows = rows_of(found)
+        print(table(rows))
+        print(f"\ndefault by the rule: {chosen(rows)[2]}")
 
 
 if __name__ == "__main__":

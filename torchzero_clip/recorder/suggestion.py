@@ -11,7 +11,7 @@ from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.recorder.figures import draw_series
 from torchzero_clip.recorder.numbers import median_of, quantile, share_range
-from torchzero_clip.recorder.series import Series, Trend
+from torchzero_clip.recorder.series import TRENDS, Series, Trend
 from torchzero_clip.recorder.words import counted
 
 Scope: TypeAlias = Literal["joint", "parameter", "group"]
@@ -54,9 +54,8 @@ class Suggestion:
             is more than 1.25 times as large, "falling" if less than 0.8 times, and if chance does not explain the
             difference. Else "settled". With several groups, "growing" if a group grows, else "falling" if one falls.
         confidence: How well the record determines the limit, and not whether training with it is better. "high" if
-            there is no reason to doubt the limit. "low" if there is a serious reason, or more than one reason. "medium"
-            if there is one reason that is not serious, such as too few norms above the limit: more steps, or a larger
-            ``share_clipped``, may be all that is needed.
+            there is no reason to doubt the limit, "low" if there is a serious reason or more than one. "medium" if
+            there is one reason that is not serious: often, more steps or a larger ``share_clipped`` are enough.
         reason: The reasons; empty if there are none.
         scope: What the limit is for: "joint", "parameter" or "group".
         share_clipped: The share of usual norms that the limit clips.
@@ -168,8 +167,7 @@ def suggested(norms: Mapping[str, Tensor], share_clipped: float, scope: Scope) -
     ]
     shares = sorted({*SHARES, share_clipped})
     choices = tuple(Choice.of(name, s, share) for name, s in series.items() for share in shares)
-    trends = [s.trend for s in series.values()]
-    trend: Trend = "growing" if "growing" in trends else "falling" if "falling" in trends else "settled"
+    trend = min((s.trend for s in series.values()), key=TRENDS.index)
     spikes = sum(int(s.spikes.sum()) for s in series.values())
     limit = limits if scope == "group" else limits[scope]
     reason = "; ".join(reason for reason, _ in doubts)
@@ -179,7 +177,7 @@ def suggested(norms: Mapping[str, Tensor], share_clipped: float, scope: Scope) -
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.2g}%" if share >= 1e-4 else "0%"
+    return "0%" if share < 1e-4 else f"{100 * share:.2g}%" if share < 0.1 else f"{100 * share:.0f}%"
 
 
 def _sentences(series: Series, limit: float, scope: Scope) -> list[str]:
@@ -189,20 +187,18 @@ def _sentences(series: Series, limit: float, scope: Scope) -> list[str]:
     text = [
         f"{clip} would have clipped {_percent(share)} of the {len(usual):,} usual {what} is {median_of(usual):.4g}."
     ]
-    others = (("norms of 0", series.zeros), ("norms that are inf or NaN", series.bad))
     if series.zeros or series.bad:
-        text.append(f"Left out are {' and '.join(f'{what} ({count:,})' for what, count in others if count)}.")
+        text.append(f"Norms that are 0 ({series.zeros:,}), inf or NaN ({series.bad:,}) are left out.")
     if series.dropped:
         text.append(
             f"The first {series.start:,} of {len(series.norms):,} norms are left out because they were still changing."
         )
-    count = int(series.spikes.sum())
-    if count:
-        largest = float(series.norms[series.start :].max())
-        norms = f"norms above {series.spike_limit:.4g}, of which the largest is {largest:.4g}"
-        if count == 1:
-            norms = f"a norm above {series.spike_limit:.4g}, which is {largest:.4g}"
-        text.append(f"The limit would also have clipped {counted(count, 'spike')}: {norms}.")
+    spikes = series.norms[series.start :][series.spikes]
+    if len(spikes):
+        text.append(
+            f"The limit would also have clipped {counted(len(spikes), 'spike')} above {series.spike_limit:.4g}, of "
+            f"which the largest is {float(spikes.max()):.4g}."
+        )
     else:
         text.append("There were no spikes.")
     if series.trend == "settled":
