@@ -252,6 +252,7 @@ def recorder_cases() -> list[Case]:
     chains: dict[str, Callable[[], list[Transform]]] = {
         "ClipNorm(1), AdamW()": lambda: [ClipNorm(1), AdamW()],
         GLOBAL_CLIP: lambda: [ClipNorm(1, dim="global"), AdamW()],
+        "SkipStep(max_norm=1e6), AdamW()": lambda: [SkipStep(max_norm=1e6), AdamW()],
         "AdamW()": lambda: [AdamW()],
     }
     cases: list[Case] = []

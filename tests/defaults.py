@@ -6,26 +6,17 @@ import torch
 
 
 @contextmanager
-def _dtype(dtype):
-    torch.set_default_dtype(dtype)
+def _changed(change, value, usual):
+    change(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@contextmanager
-def _device(device):
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
+        change(usual)
 
 
 DEFAULTS = {
-    "float64 by default": lambda: _dtype(torch.float64),
-    "bfloat16 by default": lambda: _dtype(torch.bfloat16),
-    "another device by default": lambda: _device("meta"),
+    "float64 by default": lambda: _changed(torch.set_default_dtype, torch.float64, torch.float32),
+    "bfloat16 by default": lambda: _changed(torch.set_default_dtype, torch.bfloat16, torch.float32),
+    "another device by default": lambda: _changed(torch.set_default_device, "meta", None),
     "in a context of another device": lambda: torch.device("meta"),
 }

@@ -10,11 +10,19 @@ import torch
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def example(name):
+def example(name, *packages):
+    """The module of an example; skips the test if a package that it needs is not installed."""
+    for package in packages:
+        pytest.importorskip(package, reason=f"{package} is not installed")
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def runs_a_trainer(test):
+    """Mark a test that runs a trainer, whose warnings are not ours."""
+    return pytest.mark.slow(pytest.mark.peers(pytest.mark.filterwarnings("ignore")(test)))
 
 
 @pytest.mark.slow
@@ -27,9 +35,8 @@ def test_a_limit_that_grows_beats_both_its_ends():
     growing = median(warm_up.growing(150))
     assert growing < 0.2 * median(warm_up.SMALL)
     assert growing < 0.5 * median(warm_up.LARGE)
-    assert median(warm_up.LARGE, warm_up=150) == pytest.approx(
-        growing, rel=1e-3
-    )  # the scheduler of torch does the same
+    by_scheduler = median(warm_up.LARGE, warm_up=150)  # torch's does the same
+    assert by_scheduler == pytest.approx(growing, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -93,35 +100,25 @@ def test_a_loop_like_nanogpts_learns_and_resumes_bit_for_bit():
     assert losses[-10:].mean() < 3.3
 
 
-@pytest.mark.slow
-@pytest.mark.peers
-@pytest.mark.filterwarnings("ignore")
+@runs_a_trainer
 def test_accelerate_resumes_bit_for_bit():
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
-    loss, norms, same = example("accelerate_loop").run(60)
+    loss, norms, same = example("accelerate_loop", "accelerate").run(60)
     assert same
     assert loss < 0.06
     assert len(norms) == 60
     assert 0 < sum(norm > 1 for norm in norms) < 30
 
 
-@pytest.mark.slow
-@pytest.mark.peers
-@pytest.mark.filterwarnings("ignore")
+@runs_a_trainer
 def test_lightning_resumes_bit_for_bit(caplog):
-    pytest.importorskip("lightning", reason="lightning is not installed")
-    found, same = example("lightning_trainer").run(4)
+    found, same = example("lightning_trainer", "lightning").run(4)
     assert same
     assert found["clip_norm/factor"] == pytest.approx(min(1 / found["clip_norm/norm"], 1))
 
 
-@pytest.mark.slow
-@pytest.mark.peers
-@pytest.mark.filterwarnings("ignore")
+@runs_a_trainer
 def test_the_trainer_of_hugging_face_resumes_bit_for_bit():
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
-    logs, same = example("huggingface_trainer").run(20)
+    logs, same = example("huggingface_trainer", "transformers", "accelerate").run(20)
     assert same
     assert [log["step"] for log in logs] == list(range(2, 21, 2))
     for log in logs:
@@ -129,9 +126,7 @@ def test_the_trainer_of_hugging_face_resumes_bit_for_bit():
 
 
 def mislabelled():
-    for package in ("matplotlib", "sklearn", "tqdm"):
-        pytest.importorskip(package, reason=f"{package} is not installed")
-    return example("mislabelled")
+    return example("mislabelled", "matplotlib", "sklearn", "tqdm")
 
 
 @pytest.mark.slow
@@ -163,14 +158,8 @@ def test_auc_and_precision_of_mislabelled():
     assert digits.precision(torch.tensor([3.0, 1.0, 2.0, 2.5]), wrong) == 0.5
 
 
-def loss_spikes():
-    for package in ("matplotlib", "tqdm"):
-        pytest.importorskip(package, reason=f"{package} is not installed")
-    return example("loss_spikes")
-
-
 def test_spikes_of_losses_are_rises_above_the_median_before():
-    spikes = loss_spikes().spikes
+    spikes = example("loss_spikes", "matplotlib", "tqdm").spikes
     flat = [2.0, 2.1] * 40
     assert spikes(flat)[0] == 0
     assert spikes([*flat, 20.0, 20.0, *flat])[0] == 1  # neighbours are one spike
@@ -182,7 +171,7 @@ def test_spikes_of_losses_are_rises_above_the_median_before():
 
 @pytest.mark.slow
 def test_a_limit_that_adapts_survives_corrupted_batches_that_harm_without_one():
-    module = loss_spikes()
+    module = example("loss_spikes", "matplotlib", "tqdm")
     situation, options, texts = module.SITUATIONS[0], module.Options(300, 1), module.load_texts()
     corrupted = module.corrupted_steps(situation, options, 0)
     assert set(corrupted.values()) == {True, False}
@@ -195,9 +184,7 @@ def test_a_limit_that_adapts_survives_corrupted_batches_that_harm_without_one():
 
 @pytest.mark.slow
 def test_the_record_of_a_run_finds_its_corrupted_batches(tmp_path):
-    for package in ("matplotlib", "tqdm"):
-        pytest.importorskip(package, reason=f"{package} is not installed")
-    module = example("find_the_spike")
+    module = example("find_the_spike", "matplotlib", "tqdm")
     before = module.train("without a clip", 500, tmp_path / "run.jsonl", [])
     assert set(before.wrong) <= set(before.record.spikes())
     assert min(before.wrong) >= 150

@@ -1,4 +1,4 @@
-"""The documentation pages render as they are meant, and the index of the API lists every public name."""
+"""The pages render as they are meant, their Python blocks run, and the index of the API lists every public name."""
 
 import ast
 import inspect
@@ -7,6 +7,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import torchzero_clip
 from torchzero_clip import integrations
@@ -14,6 +16,7 @@ from torchzero_clip import integrations
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+WITH_README = [ROOT / "README.md", *PAGES]
 
 LONGEST = 60  # characters of a statement that can be read inside a sentence
 FENCE = re.compile(r"^\s*(`{3,}|~{3,})\s*(.*?)\s*$")
@@ -22,6 +25,27 @@ LANGUAGE = re.compile(r"[a-z][a-z0-9+-]*")
 
 def page_id(page):
     return str(page.relative_to(ROOT))
+
+
+def blocks(page):
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("page", [page for page in WITH_README if blocks(page)], ids=page_id)
+def test_blocks_run(page, tmp_path, monkeypatch):
+    """Page by page, with a model at hand."""
+    monkeypatch.chdir(tmp_path)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    names = {"model": model, "torch": torch}
+    for block in blocks(page):
+        exec(compile(block, str(page), "exec"), names)
+
+
+@pytest.mark.parametrize("page", WITH_README, ids=page_id)
+def test_relative_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
 
 
 def render(text):
@@ -101,7 +125,7 @@ def test_code_renders_as_code(page):
     assert badly_rendered(page.read_text()) == []
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=page_id)
+@pytest.mark.parametrize("page", [*WITH_README, ROOT / "CONTRIBUTING.md"], ids=page_id)
 def test_fenced_blocks_name_a_language(page):
     assert without_language(page.read_text()) == []
 

@@ -62,7 +62,7 @@ from torchzero_clip.per_sample.per_example import per_example_layer_norm_clip as
 from torchzero_clip.per_sample.rules.registry import register_rule as register_rule
 from torchzero_clip.per_sample.verify import check_per_sample as check_per_sample
 from torchzero_clip.per_sample.weighting import ClippingResult as ClippingResult
-from torchzero_clip.recorder.files import read_record as read_record
+from torchzero_clip.recorder.reading import read_record as read_record
 from torchzero_clip.recorder.record import Record as Record
 from torchzero_clip.recorder.recorder import Recorder as Recorder
 from torchzero_clip.recorder.suggestion import Suggestion as Suggestion

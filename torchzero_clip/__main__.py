@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from torchzero_clip.recorder.files import read_record
+from torchzero_clip.recorder.reading import read_record
 from torchzero_clip.recorder.report import write_report
 
 EXAMPLES = """examples:

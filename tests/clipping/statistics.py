@@ -1,5 +1,7 @@
 """What the tests of transforms that remember share."""
 
+import math
+
 import torch
 from hypothesis import strategies as st
 from torch import nn
@@ -8,6 +10,7 @@ from torchzero_clip import Modular
 
 ORDERS = st.sampled_from([2, 1, 3, 0.5, torch.inf, 0, "mad", "std", "var", "sum"])
 ELEMENTS = st.sampled_from([0.0, 1.0, -1.0, 0.25, -3.0, 1e-3, 40.0, -700.0])
+WITH_BAD = st.one_of(ELEMENTS, st.sampled_from([math.inf, -math.inf, math.nan]))
 
 
 @st.composite

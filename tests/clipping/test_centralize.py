@@ -2,17 +2,15 @@
 
 import pytest
 import torch
-from clipping.updates import transformed, updates
+from clipping.updates import SLICINGS, transformed, updates
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles.clipping import centralize
 
 from torchzero_clip import Centralize
 
-DIMS = st.sampled_from([None, 0, -1, 1, (0, 1), (1, -1, 7), (), "global"])
 
-
-@given(updates((torch.float64,)), DIMS, st.booleans(), st.integers(0, 5))
+@given(updates((torch.float64,)), SLICINGS["dim"], st.booleans(), st.integers(0, 5))
 def test_equals_a_loop(tensors, dim, inverse_dims, min_size):
     results = transformed(tensors, Centralize(dim, inverse_dims, min_size))
     for result, expected in zip(results, centralize(tensors, dim, inverse_dims, min_size), strict=True):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from clipping.updates import ROUNDING, transformed, updates
+from clipping.updates import ROUNDING, SLICINGS, transformed, updates
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.clipping import norm_of_all, normalize
@@ -50,13 +50,7 @@ def test_the_size_of_the_gradient_does_not_matter(tensors, exponent):
 
 
 @settings(max_examples=60)
-@given(
-    updates((torch.float64,)),
-    st.sampled_from([2, 1, 0.5, -1, 0, math.inf, -math.inf, "mad", "std", "var", "sum"]),
-    st.sampled_from([None, 0, -1, 1, (0, 1), (1, -1, 7), (), "global"]),
-    st.booleans(),
-    st.integers(0, 5),
-)
+@given(tensors=updates((torch.float64,)), **SLICINGS)
 def test_equals_a_loop(tensors, order, dim, inverse_dims, min_size):
     results = transformed(tensors, Normalize(0.7, order, dim, inverse_dims, min_size))
     expected = normalize(tensors, 0.7, order, dim, inverse_dims, min_size)

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -154,13 +155,18 @@ def test_a_report_without_anybody_who_asks_has_no_effect():
     assert param.item() == -1
 
 
-@pytest.mark.parametrize(("loss", "error"), [("1", TypeError), (None, TypeError), (True, TypeError)])
-def test_wrong_losses_are_refused(loss, error):
-    _, optimizer = optimizer_for()
-    with pytest.raises(error, match="loss must be a number or a 0-d tensor"):
+@pytest.mark.parametrize("loss", ["1", None, True, (1.0, 2.0), {"loss": 1.0}, torch.ones(2)], ids=str)
+def test_losses_that_are_not_numbers_are_refused(loss):
+    param, optimizer = optimizer_for()
+    param.grad = torch.ones(1, dtype=torch.float64)
+    shape = r", got a tensor of shape \(2,\)" if isinstance(loss, torch.Tensor) else ""
+    with pytest.raises(ValueError if shape else TypeError, match=f"loss must be a number or a 0-d tensor{shape}"):
         optimizer.report_loss(loss)
-    with pytest.raises(ValueError, match=r"got a tensor of shape \(2,\)"):
-        optimizer.report_loss(torch.ones(2))
+    if loss is not None:  # which a closure may return
+        with pytest.raises(ValueError if shape else TypeError, match="loss must be a number"):
+            optimizer.step(lambda: loss)
+    optimizer.report_loss(numpy.float32(1.0))
+    optimizer.step()
 
 
 def test_sigma_cannot_come_later():

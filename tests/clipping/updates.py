@@ -13,6 +13,14 @@ ORDERS = st.sampled_from([1, 2, 3, "l4", math.inf, "mad", "std"])
 SHAPES = st.lists(st.lists(st.integers(0, 4), max_size=4).map(tuple), min_size=1, max_size=4)
 
 
+SLICINGS = {
+    "order": st.sampled_from([2, 1, 0.5, -1, 0, math.inf, -math.inf, "mad", "std", "var", "sum"]),
+    "dim": st.sampled_from([None, 0, -1, 1, (0, 1), (1, -1, 7), (), "global"]),
+    "inverse_dims": st.booleans(),
+    "min_size": st.integers(0, 5),
+}
+
+
 @st.composite
 def updates(draw, dtypes=tuple(ROUNDING)):
     """A few random tensors of one dtype, of any magnitude that leaves half precision normal numbers."""
@@ -22,12 +30,12 @@ def updates(draw, dtypes=tuple(ROUNDING)):
     return [(torch.randn(shape, generator=generator) * scale).to(dtype) for shape in draw(SHAPES)]
 
 
-def transformed(tensors, transform):
+def transformed(tensors, transform, **options):
     """What the transform makes of updates: the negative of parameters that start at zero."""
     params = [nn.Parameter(torch.zeros_like(tensor)) for tensor in tensors]
     for param, tensor in zip(params, tensors, strict=True):
         param.grad = tensor.clone()
-    Modular(params, transform).step()
+    Modular(params, transform, **options).step()
     return [-param.detach() for param in params]
 
 

@@ -4,19 +4,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from contract.entries import ENTRIES
-from contract.training import assert_equal, gradients, parameters, train, values
-from torch import nn
+from contract.training import Model, assert_equal, gradients, parameters, train, values
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from torchzero_clip import Modular
 
 MOVES_WHATEVER_LR_IS = "target params"
-
-
-class Model(nn.Module):
-    def __init__(self, initial):
-        super().__init__()
-        self.weights = nn.ParameterList(value.clone() for value in initial)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

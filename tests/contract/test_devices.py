@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchzero_clip import (
     Modular,
+    Recorder,
     centralize_grads_,
     clip_grad_norm_,
     clip_grad_value_,
@@ -18,30 +19,25 @@ from torchzero_clip import (
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "records"),
+    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False), (torch.float64, False)],
+    ids=str,
+)
 @pytest.mark.parametrize("entry", [entry for entry in ENTRIES if not entry.looks], ids=str)
-def test_a_step_never_reads_a_value_from_the_device(entry, dtype):
+def test_a_step_never_reads_a_value_from_the_device(entry, dtype, records):
     with FakeTensorMode():
         params = [nn.Parameter(torch.empty(shape, dtype=dtype, device="cuda")) for shape in SHAPES]
         optimizer = Modular(params, entry.make())
-        for _ in range(2):
+        recorder = Recorder(optimizer, ratios_every=2) if records else None
+        for _ in range(3):
             for param in params:
                 param.grad = torch.empty_like(param)
             optimizer.step()
+        assert recorder is None or recorder.step == 3
         assert all(value.device.type == "cuda" for value in optimizer.metrics().values())
         tensors = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
         assert all(tensor.device.type == "cuda" for tensor in tensors)
-
-
-@pytest.mark.parametrize("dim", [None, 0, "global"])
-@pytest.mark.parametrize("order", [0, 1, 2, 9.5, -1, torch.inf, -torch.inf, "mad", "std", "var", "sum"])
-def test_functions_never_read_a_value_from_the_device(order, dim):
-    with FakeTensorMode():
-        params = [nn.Parameter(torch.empty(shape, device="cuda")) for shape in SHAPES]
-        for param in params:
-            param.grad = torch.empty_like(param)
-        assert clip_grad_norm_(params, 1.0, order, dim, min_norm=0.1).device.type == "cuda"
-        clip_grad_value_(params, 1.0)
 
 
 @pytest.mark.parametrize("entry", [entry for entry in ENTRIES if not entry.looks], ids=str)
@@ -57,20 +53,21 @@ def test_parameters_on_two_devices(entry):
         assert [p.device.index for p in params] == [0, 1]
 
 
+@pytest.mark.parametrize("devices", [["cuda"] * 4, ["cuda", "meta"] * 2], ids=["one device", "two devices"])
 @pytest.mark.parametrize("dim", [None, 0, "global"])
-@pytest.mark.parametrize("order", [2, 0, -1, torch.inf, "mad", "std", "sum"])
-def test_functions_take_gradients_on_two_devices(order, dim):
+@pytest.mark.parametrize("order", [0, 1, 2, 9.5, -1, torch.inf, -torch.inf, "mad", "std", "var", "sum"])
+def test_functions_never_read_a_value_from_a_device(order, dim, devices):
     with FakeTensorMode():
-        params = [nn.Parameter(torch.empty(4, 3, device=device)) for device in ("cuda", "meta")]
+        params = [nn.Parameter(torch.empty(s, device=device)) for s, device in zip(SHAPES, devices, strict=True)]
         for param in params:
             param.grad = torch.empty_like(param)
-        assert clip_grad_norm_(params, 1.0, order, dim).device.type == "cuda"
+        assert clip_grad_norm_(params, 1.0, order, dim, min_norm=0.1).device.type == "cuda"
         assert normalize_grads_(params, 1.0, order, dim).device.type == "cuda"
         centralize_grads_(params, dim)
         clip_grad_value_(params, 1.0)
         total = get_total_norm([param.grad for param in params], order)
         clip_grads_with_norm_(params, 1.0, total)
-        assert [param.grad.device.type for param in params] == ["cuda", "meta"]
+        assert [param.grad.device.type for param in params] == devices
 
 
 def test_state_of_the_chain_follows_the_parameters_to_another_device():

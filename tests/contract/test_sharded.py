@@ -6,10 +6,8 @@ import torch.multiprocessing as mp
 from contract import sharded
 from contract.entries import ENTRIES
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.xdist_group("sharded"),
-]  # one process runs all, because they share a fixture
+# one process runs all, because they share a fixture
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sharded")]
 
 
 @pytest.fixture(scope="module")

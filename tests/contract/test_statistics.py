@@ -9,7 +9,6 @@ from contract.training import assert_equal, assert_same_checkpoint, gradients, p
 
 from torchzero_clip import ClipNormByEMA, ClipNormGrowth, ClipValue, Modular, WeightDecay
 
-each_statistic = pytest.mark.parametrize("entry", [e for e in ENTRIES if e.only_statistics], ids=str)
 without_ema_tfm = [e for e in ENTRIES if e.only_statistics and e.name != "ClipValueByEMA-tfm"]  # its EMA goes on alone
 BAD = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf}
 
@@ -46,18 +45,6 @@ def test_a_non_finite_gradient_leaves_no_trace(entry, bad):
         assert_equal(updates_of(optimizer, params, row), updates_of(twin, twins, row))
 
 
-@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
-@pytest.mark.parametrize("entry", [e for e in without_ema_tfm if not e.joint], ids=str)
-def test_it_is_a_question_of_each_tensor(entry, bad):
-    params, twins = parameters(torch.float64), parameters(torch.float64)
-    optimizer, twin = Modular(params, entry.make()), Modular(twins, entry.make())
-    for k, row in enumerate(gradients(params, 4)):
-        expected = updates_of(twin, twins, row)
-        if k == 1:
-            row[0][0, 0] = bad
-        assert_equal(updates_of(optimizer, params, row)[1:], expected[1:])
-
-
 @pytest.mark.parametrize("entry", [e for e in without_ema_tfm if e.joint], ids=str)
 def test_joint_statistics_ask_it_of_all_tensors(entry):
     params = parameters(torch.float64)
@@ -70,7 +57,7 @@ def test_joint_statistics_ask_it_of_all_tensors(entry):
     assert_same_checkpoint(state_of(optimizer), before)
 
 
-@each_statistic
+@pytest.mark.parametrize("entry", [e for e in ENTRIES if e.only_statistics], ids=str)
 def test_zero_gradients_before_the_first_leave_no_trace(entry):
     params, twins = parameters(torch.float64), parameters(torch.float64)
     grads = gradients(params, 3)

@@ -12,6 +12,14 @@ from torchzero_clip import Modular
 SHAPES = [(4, 3), (3,), (2, 3, 2), ()]
 
 
+class Model(nn.Module):
+    """Parameters with the given values."""
+
+    def __init__(self, initial: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(value.clone() for value in initial)
+
+
 def parameters(dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]

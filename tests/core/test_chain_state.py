@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from contract.entries import TrackJointNorm
-from contract.training import assert_equal, gradients, parameters, train, values
+from contract.training import gradients, parameters, train, values
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -44,6 +44,13 @@ def rows(count=5):
     return found
 
 
+def after_three_steps():
+    model = Model(values(parameters()))
+    optimizer, params = Modular(model.groups(False), *chain()), list(model.parameters())
+    train(optimizer, params, rows()[:3])
+    return optimizer, params
+
+
 def shown(optimizer):
     return [{key: group[key] for key in KEYS} for group in optimizer.param_groups]
 
@@ -73,41 +80,26 @@ def test_groups_in_another_order_go_on_alike(flatten, tmp_path):
     torch.testing.assert_close(shown(resumed), shown(optimizer)[::-1], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("change", [lambda groups: groups.reverse(), lambda groups: groups.append(groups.pop(0))])
-def test_groups_may_be_put_in_another_order(change):
-    model, other = (Model(values(parameters())) for _ in range(2))
-    optimizer, reference = (Modular(m.groups(False), *chain()) for m in (model, other))
-    for row in rows():
-        train(optimizer, list(model.parameters()), [row])
-        train(reference, list(other.parameters()), [row])
-        change(optimizer.param_groups)
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    torch.testing.assert_close(list(model.parameters()), list(other.parameters()), rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(shown(optimizer)[0], shown(reference)[0], rtol=1e-6, atol=0)
-
-
-def test_the_first_group_may_be_taken_out_and_come_back():
-    model = Model(values(parameters()))
-    optimizer = Modular(model.groups(False), *chain())
-    train(optimizer, list(model.parameters()), rows()[:3])
+def test_the_first_group_may_be_taken_out_and_come_back_and_others_may_be_added():
+    optimizer, params = after_three_steps()
     before = shown(optimizer)[1]
     popped = optimizer.param_groups.pop(0)
     assert shown(optimizer) == [before]
-    train(optimizer, list(model.parameters()), rows()[3:4])
+    train(optimizer, params, rows()[3:4])
     assert optimizer.param_groups[0]["schedule_step"] == 3
     optimizer.add_param_group(popped)  # what it shows is out of date
     assert shown(optimizer)[0] == shown(optimizer)[1]
     assert optimizer.param_groups[1]["schedule_step"] == 3
-    train(optimizer, list(model.parameters()), rows()[4:])
+    train(optimizer, params, rows()[4:])
     copied = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    optimizer.add_param_group({**copied, "params": [nn.Parameter(torch.zeros(1))]})
-    assert shown(optimizer)[2] == shown(optimizer)[0]
+    for settings in (copied, {}):
+        optimizer.add_param_group({**settings, "params": [nn.Parameter(torch.zeros(1))]})
+        assert shown(optimizer)[-1] == shown(optimizer)[0]
+    optimizer.load_state_dict(optimizer.state_dict())
 
 
 def test_groups_of_an_optimizer_make_another_with_a_state_of_its_own():
-    model = Model(values(parameters()))
-    optimizer = Modular(model.groups(False), *chain())
-    train(optimizer, list(model.parameters()), rows()[:3])
+    optimizer, _ = after_three_steps()
     again = Modular(optimizer.param_groups, *chain())
     assert again.metrics()["skipped_steps"].item() == 0
     assert [group["lr"] for group in again.param_groups] == [0.1, 0.2]
@@ -117,14 +109,12 @@ def test_groups_of_an_optimizer_make_another_with_a_state_of_its_own():
 
 @pytest.mark.parametrize("group", [0, 1])
 def test_a_counter_may_be_written_by_hand_into_any_group(group):
-    model = Model(values(parameters()))
-    optimizer = Modular(model.groups(False), *chain())
-    train(optimizer, list(model.parameters()), rows()[:3])
+    optimizer, params = after_three_steps()
     optimizer.param_groups[group]["skipped_steps"] = 7
     assert optimizer.metrics()["skipped_steps"].item() == 7
     optimizer.param_groups[group]["schedule_step"] = 10
     optimizer.load_state_dict(optimizer.state_dict())
-    train(optimizer, list(model.parameters()), rows()[3:4])
+    train(optimizer, params, rows()[3:4])
     assert [(g["skipped_steps"], g["schedule_step"], g["max_norm"]) for g in optimizer.param_groups] == [
         (7, 11, 12)
     ] * 2
@@ -142,23 +132,28 @@ def untied(state_dict):
     return [untied(item) for item in state_dict] if isinstance(state_dict, list) else state_dict
 
 
+ORDERS = {"unchanged": lambda groups: None, "reversed": list.reverse, "turned": lambda g: g.append(g.pop(0))}
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("load", [untied, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
-def test_loading_its_own_state_is_an_identity_and_ties_the_groups(load):
+def test_loading_its_own_state_is_an_identity_and_ties_the_groups_in_any_order(load, order):
     model, other = (Model(values(parameters())) for _ in range(2))
     optimizer, reference = (Modular(m.groups(False), *chain()) for m in (model, other))
     for row in rows():
+        ORDERS[order](optimizer.param_groups)
         optimizer.load_state_dict(load(optimizer.state_dict()))
         first, second = optimizer.param_groups
         assert first["skip_step/mean"] is second["skip_step/mean"]
         train(optimizer, list(model.parameters()), [row])
         train(reference, list(other.parameters()), [row])
-    assert_equal(model.parameters(), other.parameters())
-    assert shown(optimizer) == shown(reference)
+    rounding = 0 if order == "unchanged" else 1e-6  # joint norms add up in the order of groups
+    torch.testing.assert_close(list(model.parameters()), list(other.parameters()), rtol=rounding, atol=rounding / 10)
+    torch.testing.assert_close(shown(optimizer), shown(reference), rtol=rounding, atol=0)
 
 
 def test_a_checkpoint_shares_no_memory_with_the_optimizer_nor_among_its_groups():
-    model = Model(values(parameters()))
-    optimizer = Modular(model.groups(False), *chain())
+    optimizer, _ = after_three_steps()
     saved = optimizer.state_dict()["param_groups"]
     tensors = [group["skip_step/mean"] for group in (*saved, optimizer.param_groups[0])]
     assert len({tensor.data_ptr() for tensor in tensors}) == 3
@@ -166,21 +161,10 @@ def test_a_checkpoint_shares_no_memory_with_the_optimizer_nor_among_its_groups()
 
 @pytest.mark.parametrize(("key", "value"), [("skipped_steps", 5), ("skip_step/mean", torch.tensor(math.pi).double())])
 def test_saved_groups_that_disagree_are_refused(key, value):
-    model = Model(values(parameters()))
-    optimizer = Modular(model.groups(False), *chain())
-    train(optimizer, list(model.parameters()), rows()[:3])
+    optimizer, _ = after_three_steps()
     saved = optimizer.state_dict()
     saved["param_groups"][1][key] = value
     before = shown(optimizer)
     with pytest.raises(ValueError, match=rf"groups of the checkpoint disagree about '{key}', .*set it to one value"):
         optimizer.load_state_dict(saved)
     assert shown(optimizer) == before
-
-
-def test_a_group_that_is_added_later_shows_it_too():
-    model = Model(values(parameters()))
-    optimizer = Modular(model.groups(False), *chain())
-    train(optimizer, list(model.parameters()), rows()[:3])
-    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    assert shown(optimizer)[2] == shown(optimizer)[0]
-    optimizer.load_state_dict(optimizer.state_dict())

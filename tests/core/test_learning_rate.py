@@ -2,15 +2,12 @@
 
 import pytest
 import torch
+from contract.entries import is_matrix
 from contract.schedulers import SCHEDULERS, advance
 from contract.training import gradients, stepped, train
 from torch import nn
 
 from torchzero_clip import LR, SGD, Adam, AdamW, Chain, ClipNorm, ClipValue, Modular, Muon, UpdateRule
-
-
-def is_matrix(param):
-    return param.ndim == 2
 
 
 def model():
@@ -67,11 +64,7 @@ def test_a_rate_in_a_group_of_the_user_wins():
     module = model()
     groups = [{"params": list(module[0].parameters())}, {"params": list(module[2].parameters()), "lr": 0.125}]
     optimizer = Modular(groups, SGD(0.5).only(is_matrix), Adam(0.25).without(is_matrix))
-    assert [(len(group["params"]), group["lr"]) for group in optimizer.param_groups] == [
-        (1, 0.5),
-        (1, 0.25),
-        (2, 0.125),
-    ]
+    assert [(len(g["params"]), g["lr"]) for g in optimizer.param_groups] == [(1, 0.5), (1, 0.25), (2, 0.125)]
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, 1))]})
     assert [group["lr"] for group in optimizer.param_groups[3:]] == [0.25, 0.5]
 
@@ -112,12 +105,14 @@ def test_rates_may_be_functions_and_rules_stand_in_units():
     assert seen == [[0.5, 0.25], [0.25, 0.25], [pytest.approx(0.5 / 3), 0.25]]
 
 
-def test_tensor_rates_are_not_shared():
+@pytest.mark.parametrize("scoped", [False, True])
+def test_tensor_rates_are_not_shared(scoped):
     rate = torch.tensor(0.5)
-    rules = [SGD(rate).only(is_matrix), Adam(0.25).without(is_matrix)]
+    rules = [SGD(rate).only(is_matrix), Adam(0.25).without(is_matrix)] if scoped else [SGD(rate)]
     first, second = Modular(model(), *rules), Modular(model(), *rules)
     first.param_groups[0]["lr"].fill_(9.0)
-    assert (rate.item(), second.param_groups[0]["lr"].item()) == (0.5, 0.5)
+    first.add_param_group({"params": [("added", nn.Parameter(torch.zeros(1, 1)))]})
+    assert [r.item() for r in (rate, second.param_groups[0]["lr"], first.param_groups[-1]["lr"])] == [0.5] * 3
 
 
 def test_repr_shows_the_rate_of_each_rule():
@@ -155,6 +150,7 @@ def test_a_rule_without_any_rate_takes_that_of_no_other():
         (lambda: [Adam(), SGD(0.25)], 0.25),
         (lambda: [LR(0.125), Adam()], 0.125),
         (lambda: Chain(LR(0.125), target="update_difference"), 0.125),
+        (lambda: Chain(Adam(lr=0.5), ClipValue(0.1), target="update_difference"), 0.5),
     ],
 )
 def test_there_is_exactly_one_learning_rate(make, lr):
@@ -177,21 +173,3 @@ def test_default_learning_rates_that_differ_need_lr():
 def test_lr_scales_where_it_stands():
     assert stepped([LR(0.5), ClipNorm(1)], [3.0, 4.0])[0].tolist() == pytest.approx([-0.6, -0.8])
     assert stepped([ClipNorm(1), LR(0.5)], [3.0, 4.0])[0].tolist() == pytest.approx([-0.3, -0.4])
-
-
-def test_the_learning_rate_of_an_optimizer_inside_a_unit_counts():
-    weight = nn.Parameter(torch.zeros(1))
-    unit = Chain(Adam(lr=0.5), ClipValue(0.1), target="update_difference")
-    assert Modular([weight], unit).param_groups[0]["lr"] == 0.5
-    with pytest.raises(
-        ValueError, match=r"a parameter of shape \(1,\) has several learning rates, those of Adam\(lr=0.5"
-    ):
-        Modular([weight], unit, SGD(0.1))
-
-
-def test_optimizers_share_no_tensor_settings():
-    clip = SGD(torch.tensor(0.5))
-    first, second = stepped(clip, [1.0])[1], stepped(clip, [1.0])[1]
-    first.param_groups[0]["lr"].fill_(9.0)
-    first.add_param_group({"params": nn.Parameter(torch.zeros(1))})
-    assert [g["lr"].item() for g in (second.param_groups[0], first.param_groups[1])] == [0.5, 0.5]

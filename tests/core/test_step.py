@@ -3,7 +3,7 @@
 import pytest
 import torch
 from contract.entries import Mul
-from contract.training import assert_equal, gradients, parameters, set_grads, train
+from contract.training import assert_equal, gradients, parameters, set_grads, train, trained
 
 from torchzero_clip import (
     LR,
@@ -29,9 +29,8 @@ def test_gradient_statistics_have_to_be_declared():
         def apply_tensors(self, updates, step):
             return [update * step.finite.sum() for update in updates]
 
-    params = parameters()
     with pytest.raises(RuntimeError, match="write keeps_statistics = True in the class of the transform"):
-        train(Modular(params, Undeclared({})), params, gradients(params, 1))
+        trained(Undeclared({}))
 
 
 class Asks(Transform):
@@ -94,6 +93,5 @@ def test_started_is_a_vector_of_booleans(started):
             step.usable(started)
             return updates
 
-    params = parameters()
     with pytest.raises(ValueError, match="started must be booleans, 4 of them, got"):
-        train(Modular(params, Careless({})), params, gradients(params, 1))
+        trained(Careless({}))

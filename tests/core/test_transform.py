@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from contract.entries import LimitRMS, Mul, TrackJointNorm
+from contract.entries import LimitRMS, Mul, TrackJointNorm, warm_up
 from contract.training import parameters
 
 from torchzero_clip import SGD, Adam, AdamW, Chain, ClipNorm, ClipValue, Modular, Transform, UpdateRule
 from torchzero_clip.checks import non_negative
-from torchzero_clip.core.transform import snake_case
 
 
 @pytest.mark.parametrize("base", [Transform, UpdateRule])
@@ -46,17 +45,6 @@ def test_names_that_a_setting_cannot_have(key):
         Bad()
 
 
-def test_names_in_snake_case():
-    names = {
-        "ClipNorm": "clip_norm",
-        "ClipNormByEMA": "clip_norm_by_ema",
-        "LR": "lr",
-        "SGD": "sgd",
-        "LimitRMS": "limit_rms",
-    }
-    assert {name: snake_case(name) for name in names} == names
-
-
 @pytest.mark.parametrize(
     ("transform", "expected"),
     [
@@ -69,15 +57,8 @@ def test_names_in_snake_case():
         (AdamW(eps=0.5, weight_decay=0.1).only("a"), "AdamW(eps=0.5, weight_decay=0.1).only('a')"),
         (Chain(ClipValue(1), target="grad"), "Chain(ClipValue(1), target='grad')"),
         (LimitRMS(0.5), "LimitRMS(0.5)"),
+        (ClipNorm(warm_up), f"ClipNorm({warm_up!r})"),
     ],
 )  # fmt: skip
 def test_repr_of_transforms(transform, expected):
     assert repr(transform) == expected
-
-
-def test_repr_shows_the_function():
-    assert repr(ClipNorm(warm_up)) == f"ClipNorm({warm_up!r})"
-
-
-def warm_up(step):
-    return 0.1 * (step + 1)

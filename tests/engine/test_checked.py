@@ -3,7 +3,7 @@
 import pytest
 import torch
 from contract.entries import Mul
-from contract.training import gradients, parameters, stepped, train
+from contract.training import gradients, parameters, stepped, train, trained
 
 from torchzero_clip import Modular, Scaling, TensorwiseTransform
 
@@ -26,14 +26,17 @@ def test_wrong_factors_are_named(make, message):
         train(Modular(params, Wrong({})), params, gradients(params, 1))
 
 
-def test_a_transform_that_returns_no_list_is_named():
-    class Forgets(Mul):
-        def apply_tensors(self, updates, step):
-            updates[0].mul_(2)
-
-    params = parameters()
-    with pytest.raises(RuntimeError, match="returned NoneType instead of a list of tensors"):
-        train(Modular(params, Forgets(1.0)), params, gradients(params, 1))
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda updates: None, "returned NoneType instead of a list of tensors"),
+        (lambda updates: updates[:1], "returned 1 tensors for 4"),
+    ],
+)
+def test_a_transform_that_returns_no_list_or_a_shorter_one_is_named(returned, message):
+    own = type("Own", (Mul,), {"apply_tensors": lambda self, updates, step: returned(updates)})
+    with pytest.raises(RuntimeError, match=message):
+        trained(own(1.0))
 
 
 class Lazy(TensorwiseTransform):

@@ -36,15 +36,6 @@ def test_target_closure_acts_before_the_first_transform_in_chain_order():
     assert param.grad.tolist() == pytest.approx([3, 4])
 
 
-def test_targets_on_parameters():
-    param, _ = stepped([ClipNorm(1.0, target="params_direct"), Mul(2.0)], [3.0, 4.0], start=1.0)
-    assert param.tolist() == pytest.approx([0.5**0.5 - 6, 0.5**0.5 - 8])
-    param, _ = stepped([Mul(2.0), ClipNorm(1.0, target="params_difference")], [3.0, 4.0], start=1.0)
-    assert param.tolist() == pytest.approx([0.5**0.5, 0.5**0.5])
-    param, _ = stepped([ClipNorm(1.0, target="params_difference"), Mul(0.5)], [3.0, 4.0], start=1.0)
-    assert param.tolist() == pytest.approx([(1 + 0.5**0.5) / 2] * 2)
-
-
 @pytest.mark.parametrize("unit", [False, True])
 def test_target_grad_inside_a_unit_leaves_earlier_updates_alone(unit):
     scaled = Mul(2.0, target="grad")

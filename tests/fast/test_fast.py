@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from contract.training import assert_equal, assert_same_checkpoint, gradients, parameters, set_grads, train, values
+from defaults import DEFAULTS
 from fast.comparison import EVENTS, ROUNDING, UNUSUAL, assert_same, both, noise
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -180,28 +181,15 @@ def test_a_compiled_step_is_one_graph_and_follows_a_schedule():
     assert [float(optimizer.state[param]["adam/step"]) for param in params] == [21.0] * 4
 
 
-@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
-def test_another_default_dtype(default):
-    params = [nn.Parameter(torch.ones(3, dtype=torch.float32))]
-    optimizer = Modular(params, ClipNorm(0.1, dim="global"), AdamW(0.1))
-    torch.set_default_dtype(default)
-    try:
-        train(optimizer, params, [[torch.ones(3, dtype=torch.float32)]] * 2)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert params[0].tolist() == pytest.approx([0.8] * 3, abs=0.01)
-
-
-def test_another_default_device():
-    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(70001))]
-    rows = [[torch.ones_like(param) for param in params]] * 2
-    optimizer = Modular(params, ClipNormGrowth(), ClipNorm(1, dim="global"), AdamW())
-    torch.set_default_device("meta")
-    try:
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_long_tensors_under_another_default_of_the_process(default):
+    params, others = ([nn.Parameter(torch.ones(size)) for size in (3, 70001)] for _ in range(2))
+    rows = [[torch.ones(3), torch.ones(70001)]] * 2
+    optimizer, other = (Modular(p, ClipNormGrowth(), ClipNorm(0.1, dim="global"), AdamW()) for p in (params, others))
+    train(other, others, rows)
+    with DEFAULTS[default]():
         train(optimizer, params, rows)
-    finally:
-        torch.set_default_device(None)
-    assert all(param.isfinite().all() and (param < 1).all() for param in params)
+    assert_equal(params, others)
 
 
 @pytest.mark.fast_way  # in the readable way its state belongs to inference mode, as that of torch.optim does

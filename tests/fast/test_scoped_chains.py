@@ -154,16 +154,7 @@ def test_operations_keep_their_order_across_scopes():
 
 @pytest.mark.fast_way
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", [*range(10), *(pytest.param(k, marks=pytest.mark.slow) for k in range(10, 100))])
 def test_random_chains_of_crossing_scopes(block):
     for seed in range(10 * block, 10 * block + 10):
-        compare_random(seed)
-
-
-@pytest.mark.fast_way
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*:UserWarning")
-@pytest.mark.parametrize("block", range(1, 10))
-def test_random_chains_of_crossing_scopes_in_many_cases(block):
-    for seed in range(100 * block, 100 * block + 100):
         compare_random(seed)

@@ -19,6 +19,9 @@ from torchzero_clip import (
 )
 
 SHAPES = [(4, 3), (3,), (1,), (), (2, 3, 2), (0, 2)]
+each_dim = pytest.mark.parametrize("dim", [None, 0, -1, (0, 2), (0, -3), "global", ()])
+each_inverse = pytest.mark.parametrize("inverse_dims", [False, True])
+each_order = pytest.mark.parametrize("order", [2, 1, "linf", 0, -1, "mad", "std", "var", "sum"])
 
 
 def params_with_grads(dtype=torch.float32, shapes=SHAPES):
@@ -32,86 +35,85 @@ def grads_of(params):
     return [param.grad.clone() for param in params]
 
 
+def twins(params):
+    """Other parameters with the same gradients."""
+    others = [nn.Parameter(torch.zeros_like(param)) for param in params]
+    for other, param in zip(others, params, strict=True):
+        other.grad = param.grad.clone(memory_format=torch.contiguous_format)
+    return others
+
+
+def assert_same_grads(params, others, **tolerance):
+    torch.testing.assert_close(grads_of(params), grads_of(others), **{"rtol": 0, "atol": 0, **tolerance})
+
+
 @pytest.mark.parametrize("order", [1, 2, 3.5, math.inf, 0.5])
 def test_global_equals_torch(order):
     params = params_with_grads(torch.float64)
-    other = [nn.Parameter(torch.zeros_like(p)) for p in params]
-    for mine, theirs in zip(params, other, strict=True):
-        theirs.grad = mine.grad.clone()
+    other = twins(params)
     total = clip_grad_norm_(params, 0.5, order, dim="global")
     expected = torch.nn.utils.clip_grad_norm_([p for p in other if p.numel()], 0.5, order)
     torch.testing.assert_close(total, expected)
-    for mine, theirs in zip(params, other, strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=0)  # torch adds 1e-6 to the norm
+    assert_same_grads(params, other, rtol=1e-5)  # torch adds 1e-6 to the norm
 
 
-@pytest.mark.parametrize("dim", [None, 0, -1, (0, 2), (0, -3), "global", ()])
-@pytest.mark.parametrize("inverse_dims", [False, True])
-@pytest.mark.parametrize("order", [2, 1, "linf", 0, -1, "mad", "std", "var", "sum"])
+@each_dim
+@each_inverse
+@each_order
 def test_equals_a_loop(order, dim, inverse_dims):
-    for min_size, min_norm in ((1, None), (3, 0.2)):
-        params = params_with_grads(torch.float64)
+    # a bias before a matrix, and no empty tensor, with which norms of whole tensors are taken in another way
+    for shapes, min_size, min_norm in ((SHAPES, 1, None), (SHAPES, 3, 0.2), ([(3,), (4, 3)], 1, None)):
+        params = params_with_grads(torch.float64, shapes)
         before = grads_of(params)
         total = clip_grad_norm_(params, 0.5, order, dim, inverse_dims, min_size, min_norm)
         expected = clip_norm(before, 0.5, order, dim, inverse_dims, min_size, min_norm)
-        for param, e in zip(params, expected, strict=True):
-            torch.testing.assert_close(param.grad, e, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(grads_of(params), expected, rtol=1e-12, atol=1e-14)
         assert total.item() == pytest.approx(norm_of_all(before, order), rel=1e-12)
 
 
-DIMS = pytest.mark.parametrize("dim", [None, 0, -1, (0, 2), (0, -3), "global", ()])
-
-
-@DIMS
-@pytest.mark.parametrize("inverse_dims", [False, True])
-@pytest.mark.parametrize("order", [2, 1, "linf", 0, -1, "mad", "std", "var", "sum"])
+@each_dim
+@each_inverse
+@each_order
 def test_normalizing_equals_a_loop(order, dim, inverse_dims):
     for min_size in (1, 3):
         params = params_with_grads(torch.float64)
         before = grads_of(params)
         total = normalize_grads_(params, 0.5, order, dim, inverse_dims, min_size)
         expected = normalize(before, 0.5, order, dim, inverse_dims, min_size)
-        for param, e in zip(params, expected, strict=True):
-            torch.testing.assert_close(param.grad, e, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(grads_of(params), expected, rtol=1e-12, atol=1e-14)
         assert total.item() == pytest.approx(norm_of_all(before, order), rel=1e-12)
 
 
-@DIMS
-@pytest.mark.parametrize("inverse_dims", [False, True])
+@each_dim
+@each_inverse
 def test_centralizing_equals_a_loop(dim, inverse_dims):
     for min_size in (1, 2, 3):
         params = params_with_grads(torch.float64)
         expected = centralize(grads_of(params), dim, inverse_dims, min_size)
         assert centralize_grads_(params, dim, inverse_dims, min_size) is None
-        for param, e in zip(params, expected, strict=True):
-            torch.testing.assert_close(param.grad, e, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(grads_of(params), expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("order", [1, 2, 3.5, math.inf, -math.inf, 0.5])
 def test_the_two_halves_of_a_global_clip_equal_torch(order):
     params = params_with_grads(torch.float64, [(4, 3), (3,), (), (2, 3, 2)])
-    other = [nn.Parameter(torch.zeros_like(p)) for p in params]
-    for mine, theirs in zip(params, other, strict=True):
-        theirs.grad = mine.grad.clone()
+    other = twins(params)
     total = get_total_norm(grads_of(params), order)
     torch.testing.assert_close(total, torch.nn.utils.get_total_norm(grads_of(other), order))
     assert clip_grads_with_norm_(params, 0.01, total) is None
     torch.nn.utils.clip_grads_with_norm_(other, 0.01, total)
-    for mine, theirs in zip(params, other, strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=0)  # torch adds 1e-6 to the norm
+    assert_same_grads(params, other, rtol=1e-3)  # torch adds 1e-6 to the norm
 
 
-@pytest.mark.parametrize("order", [2, 1, "linf", 0, -1, "mad", "std", "var", "sum"])
+@each_order
 def test_the_two_halves_equal_the_whole(order):
-    params, other = params_with_grads(torch.float64), params_with_grads(torch.float64)
-    for mine, theirs in zip(params, other, strict=True):
-        theirs.grad = mine.grad.clone()
+    params = params_with_grads(torch.float64)
+    other = twins(params)
     total = get_total_norm((p.grad for p in params), order)
     torch.testing.assert_close(total, clip_grad_norm_(other, 0.5, order, dim="global"))
     if order != "var":  # whose factor is a root
         clip_grads_with_norm_(params, 0.5, total)
-        for mine, theirs in zip(params, other, strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=0)
+        assert_same_grads(params, other, rtol=1e-12)
 
 
 def test_a_known_norm_may_be_a_number_or_not_finite():
@@ -125,7 +127,7 @@ def test_a_known_norm_may_be_a_number_or_not_finite():
 
 
 def test_the_total_norm_of_nothing_is_zero_and_one_that_is_not_finite_may_raise():
-    assert get_total_norm([]).item() == 0
+    assert get_total_norm([]).item() == clip_grad_norm_([], 1.0).item() == clip_grad_norm_([], 1.0, "std").item() == 0
     assert get_total_norm(torch.tensor([3.0, 4.0])).item() == 5
     assert get_total_norm([torch.tensor([math.inf])]).item() == math.inf
     with pytest.raises(RuntimeError, match=r"is inf: .* 1 of shape \(1,\)"):
@@ -145,8 +147,8 @@ def test_mixed_dtypes():
     total = clip_grad_norm_(params, 0.5, dim="global")
     assert total.dtype == torch.float64
     assert total.item() == pytest.approx(norm_of_all(before, 2), rel=1e-6)
-    for param, expected in zip(params, clip_norm(before, 0.5, dim="global"), strict=True):
-        torch.testing.assert_close(param.grad.double(), expected, rtol=1e-3, atol=1e-4)
+    expected = clip_norm(before, 0.5, dim="global")
+    torch.testing.assert_close(as_double(grads_of(params)), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_norm_beyond_float32_is_reported_as_its_largest_number_and_clipped_all_the_same():
@@ -156,36 +158,25 @@ def test_a_norm_beyond_float32_is_reported_as_its_largest_number_and_clipped_all
     torch.testing.assert_close(param.grad, torch.full((100,), 0.1), rtol=1e-5, atol=0)
 
 
-FUNCTIONS = {
+IN_PLACE = {
     "clip_grad_norm_": lambda p: clip_grad_norm_(p, 1.0),
-    "clip_grad_value_": lambda p: clip_grad_value_(p, 1.0),
-    "normalize_grads_": lambda p: normalize_grads_(p, 1.0),
-    "centralize_grads_": lambda p: centralize_grads_(p),
+    "clip_grad_norm_ global": lambda p: clip_grad_norm_(p, 1.0, dim="global"),
+    "clip_grad_value_": lambda p: clip_grad_value_(p, 0.5),
+    "normalize_grads_": lambda p: normalize_grads_(p, 10.0),
+    "centralize_grads_": centralize_grads_,
     "clip_grads_with_norm_": lambda p: clip_grads_with_norm_(p, 1.0, 5.0),
 }
+each_function = pytest.mark.parametrize("function", IN_PLACE.values(), ids=IN_PLACE)
 
 
-@pytest.mark.parametrize("clip", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_nothing_to_do_is_no_error(clip):
+@each_function
+def test_nothing_to_do_is_no_error(function):
     weight = nn.Parameter(torch.zeros(2))
-    clip([])
-    clip([weight])
-    clip(weight)
-    clip(p for p in ())
+    function([])
+    function([weight])
+    function(weight)
+    function(p for p in ())
     assert weight.grad is None
-
-
-def test_zeros_are_not_normalized_to_nan():
-    weight = nn.Parameter(torch.zeros(2))
-    for dim in (None, "global"):
-        weight.grad = torch.zeros(2)
-        normalize_grads_(weight, 1.0, dim=dim)
-        assert weight.grad.tolist() == [0.0, 0.0]
-
-
-def test_nothing_to_do_returns_zero():
-    assert clip_grad_norm_([], 1.0).item() == 0
-    assert clip_grad_norm_([], 1.0, "std").item() == 0
 
 
 def test_a_single_tensor_and_a_generator():
@@ -199,28 +190,14 @@ def test_a_single_tensor_and_a_generator():
         assert param.grad.tolist() == [1.0, 0.5]
 
 
-def test_shared_parameters_count_once():
+@each_function
+def test_shared_parameters_count_once(function):
     param = nn.Parameter(torch.zeros(2))
-    for call, expected in (
-        (lambda p: clip_grad_norm_(p, 1.0), [0.6, 0.8]),
-        (lambda p: clip_grad_norm_(p, 1.0, dim="global"), [0.6, 0.8]),
-        (lambda p: normalize_grads_(p, 10.0), [6.0, 8.0]),
-        (lambda p: centralize_grads_(p), [-0.5, 0.5]),
-        (lambda p: clip_grads_with_norm_(p, 1.0, 5.0), [0.6, 0.8]),
-    ):
-        param.grad = torch.tensor([3.0, 4.0])
-        call([param, param])
-        torch.testing.assert_close(param.grad, torch.tensor(expected))
-
-
-def test_the_order_of_parameters_does_not_matter():
-    """A bias before a matrix leaves the matrix unclipped in an implementation that keeps the first tensor's dims."""
-    matrix, bias = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))
-    for params in ([bias, matrix], [matrix, bias]):
-        matrix.grad, bias.grad = torch.full((2, 2), 10.0), torch.full((2,), 10.0)
-        clip_grad_norm_(params, 1.0)
-        assert matrix.grad.norm().item() == pytest.approx(1)
-        assert bias.grad.norm().item() == pytest.approx(1)
+    param.grad = torch.tensor([3.0, 4.0])
+    plain = twins([param])
+    function([param, param])
+    function(plain)
+    assert_same_grads([param], plain)
 
 
 def test_nonfinite_gradients_raise_by_position_and_stay():
@@ -333,38 +310,24 @@ def test_the_smallest_element_is_that_of_tensors_with_elements():
     assert clip_grad_norm_(params, 1.0, -math.inf, dim="global").item() == pytest.approx(min(expected, 1.0))
 
 
-IN_PLACE = {
-    "clip_grad_norm_": lambda p: clip_grad_norm_(p, 1.0),
-    "clip_grad_norm_ global": lambda p: clip_grad_norm_(p, 1.0, dim="global"),
-    "clip_grad_value_": lambda p: clip_grad_value_(p, 0.5),
-    "normalize_grads_": lambda p: normalize_grads_(p, 1.0),
-    "centralize_grads_": centralize_grads_,
-    "clip_grads_with_norm_": lambda p: clip_grads_with_norm_(p, 1.0, 3.0),
-}
-
-
-@pytest.mark.parametrize("name", IN_PLACE)
-def test_gradients_whose_elements_share_memory(name):
-    params, plain = ([torch.zeros(3, requires_grad=True), torch.zeros(2, 3, requires_grad=True)] for _ in range(2))
+@each_function
+def test_gradients_whose_elements_share_memory(function):
+    params = [torch.zeros(3, requires_grad=True), torch.zeros(2, 3, requires_grad=True)]
     params[0].grad, params[1].grad = torch.ones(1).expand(3), torch.tensor([[2.0], [3.0]]).expand(2, 3)
-    for param, other in zip(plain, params, strict=True):
-        param.grad = other.grad.contiguous()
-    IN_PLACE[name](params)
-    IN_PLACE[name](plain)
-    for param, expected in zip(params, plain, strict=True):
-        assert torch.equal(param.grad, expected.grad)
+    plain = twins(params)
+    function(params)
+    function(plain)
+    assert_same_grads(params, plain)
 
 
-@pytest.mark.parametrize("name", IN_PLACE)
-def test_two_parameters_with_one_gradient_are_scaled_once(name):
-    params, plain = ([torch.zeros(2, requires_grad=True) for _ in range(2)] for _ in range(2))
+@each_function
+def test_two_parameters_with_one_gradient_are_scaled_once(function):
+    params = [torch.zeros(2, requires_grad=True) for _ in range(2)]
     params[0].grad = params[1].grad = torch.tensor([3.0, 4.0])
-    for param in plain:
-        param.grad = torch.tensor([3.0, 4.0])
-    IN_PLACE[name](params)
-    IN_PLACE[name](plain)
-    for param, expected in zip(params, plain, strict=True):
-        assert torch.equal(param.grad, expected.grad)
+    plain = twins(params)
+    function(params)
+    function(plain)
+    assert_same_grads(params, plain)
 
 
 @pytest.mark.parametrize("default", DEFAULTS)

@@ -161,30 +161,27 @@ def test_magnitudes_beyond_the_range_of_their_parts():
     assert torch.linalg.vector_norm(param.grad).item() == pytest.approx(1, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_conjugates_that_are_yet_to_be_taken(name):
-    lazy, plain = (nn.Parameter(torch.zeros(2, dtype=torch.complex64)) for _ in range(2))
-    lazy.grad = torch.tensor([1 + 2j, 3 - 4j]).conj()
-    plain.grad = torch.tensor([1 - 2j, 3 + 4j])
-    assert lazy.grad.is_conj()
-    for param in (lazy, plain):
-        FUNCTIONS[name](param, 2, None)
-    torch.testing.assert_close(lazy.grad, plain.grad)
+PENDING = {
+    "negation": lambda grad: torch._neg_view(grad.neg()),
+    "conjugation": lambda grad: grad.conj().resolve_conj().conj(),
+}
+PENDING_CASES = [("negation", dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize(("pending", "dtype"), [*PENDING_CASES, ("conjugation", torch.complex64)], ids=str)
 @pytest.mark.parametrize("dim", [None, 0, "global"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_negations_that_are_yet_to_be_taken(name, dim, dtype):
+def test_gradients_with_a_pending_operation(name, dim, pending, dtype):
     lazy, plain = ([nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((2, 3), (4,), ())] for _ in range(2))
     for i, (param, other) in enumerate(zip(lazy, plain, strict=True)):
         other.grad = torch.randn(param.shape, dtype=dtype)
-        param.grad = other.grad.clone() if i == 1 else torch._neg_view(other.grad.neg())
-        assert param.grad.is_neg() == (i != 1)
+        param.grad = other.grad.clone() if i == 1 else PENDING[pending](other.grad)
+        assert (param.grad.is_neg() or param.grad.is_conj()) == (i != 1)
     results = [FUNCTIONS[name](params, 2, dim) for params in (lazy, plain)]
     torch.testing.assert_close(*results)
     for param, other in zip(lazy, plain, strict=True):
         assert not param.grad.is_neg()
+        assert not param.grad.is_conj()
         torch.testing.assert_close(param.grad, other.grad)
 
 

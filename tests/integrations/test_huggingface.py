@@ -1,6 +1,8 @@
-"""The Trainer of Hugging Face: runs resume bit for bit, and the callback logs and refuses."""
+"""The Trainer of Hugging Face: other runs go on in it, and the callback logs and refuses.
 
-import importlib
+`tests/test_examples.py` shows that runs resume bit for bit.
+"""
+
 import os
 from functools import partial
 
@@ -18,9 +20,13 @@ from torchzero_clip import (
     SkipStep,
     adapt_state_dict,
     from_torch_optim,
+    integrations,
     read_record,
 )
 
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+TrainerCallback = integrations.TrainerCallback
 pytestmark = [pytest.mark.peers, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
@@ -45,10 +51,8 @@ class Net(nn.Module):
 
 
 def trained(directory, steps, chain, resume=None, hook=None, callbacks=(), **given):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
     model = Net()
-    optimizer = Modular(model, *chain)
+    optimizer = chain(model.parameters()) if callable(chain) else Modular(model, *chain)
     if hook is not None:
         optimizer.register_load_state_dict_pre_hook(hook)
     usual = {"max_grad_norm": 0, "report_to": [], "logging_steps": 1000, "save_steps": 4, "max_steps": steps}
@@ -62,16 +66,6 @@ def trained(directory, steps, chain, resume=None, hook=None, callbacks=(), **giv
     return model, optimizer, trainer
 
 
-def test_it_resumes_bit_for_bit(tmp_path):
-    chain = [ClipNorm(0.1, dim="global"), ClipNormGrowth(), Adam(0.1)]
-    model, optimizer, _ = trained(tmp_path / "whole", 8, chain)
-    trained(tmp_path / "parts", 4, chain)
-    again, resumed, _ = trained(tmp_path / "parts", 8, chain, resume=os.fspath(tmp_path / "parts" / "checkpoint-4"))
-    for a, b in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(a, b)
-    assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
-
-
 def test_it_resumes_into_another_chain_by_a_hook(tmp_path):
     _, old, _ = trained(tmp_path, 4, [ClipNorm(0.1), Adam(0.1)])
     hook = partial(adapt_state_dict, new=["clip_norm_growth"])
@@ -83,22 +77,14 @@ def test_it_resumes_into_another_chain_by_a_hook(tmp_path):
     assert next(iter(new.state.values()))["adam/step"].item() == next(iter(old.state.values()))["adam/step"].item() + 1
 
 
-def callback():
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    return importlib.import_module("torchzero_clip.integrations").TrainerCallback()
-
-
-def test_metrics_are_in_the_history_and_on_tensorboard(tmp_path):
+def test_metrics_are_in_the_history_and_on_tensorboard(tmp_path, monkeypatch):
     events = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
     )
-    os.environ["TENSORBOARD_LOGGING_DIR"] = str(tmp_path / "logs")
-    try:
-        chain = [ClipNorm(0.1, dim="global"), Adam(0.1)]
-        given = {"report_to": ["tensorboard"], "logging_steps": 2, "save_steps": 100}
-        _, optimizer, trainer = trained(tmp_path, 6, chain, callbacks=[callback()], **given)
-    finally:
-        del os.environ["TENSORBOARD_LOGGING_DIR"]
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "logs"))
+    chain = [ClipNorm(0.1, dim="global"), Adam(0.1)]
+    given = {"report_to": ["tensorboard"], "logging_steps": 2, "save_steps": 100}
+    _, optimizer, trainer = trained(tmp_path, 6, chain, callbacks=[TrainerCallback()], **given)
     logs = [log for log in trainer.state.log_history if "loss" in log]
     assert [log["step"] for log in logs] == [2, 4, 6]
     for log in logs:  # the Trainer's own norm is the one before clipping
@@ -114,25 +100,19 @@ def test_metrics_are_in_the_history_and_on_tensorboard(tmp_path):
 
 def test_a_trainer_that_clips_as_well_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"max_grad_norm=1\.0 before .* write TrainingArguments\(max_grad_norm=0\)"):
-        trained(tmp_path, 1, [ClipNorm(5), Adam()], callbacks=[callback()], max_grad_norm=1.0)
-    trained(tmp_path, 1, [ClipNorm(5), Adam()], callbacks=[callback()])
+        trained(tmp_path, 1, [ClipNorm(5), Adam()], callbacks=[TrainerCallback()], max_grad_norm=1.0)
+    trained(tmp_path, 1, [ClipNorm(5), Adam()], callbacks=[TrainerCallback()])
 
 
 def test_an_optimizer_without_a_chain_is_refused(tmp_path):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    model = Net()
-    arguments = transformers.TrainingArguments(str(tmp_path), max_grad_norm=0, report_to=[], use_cpu=True)
-    trainer = transformers.Trainer(model, arguments, train_dataset=Data(), callbacks=[callback()])
     with pytest.raises(TypeError, match="optimizer must be a Modular or a wrapper of one, got AdamW"):
-        trainer.train()
+        trained(tmp_path, 1, torch.optim.AdamW, callbacks=[TrainerCallback()])
 
 
 def test_a_callback_inside_another_does_not_move(tmp_path):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-
     class Outer(transformers.TrainerCallback):
         def __init__(self):
-            self.inner = callback()
+            self.inner = TrainerCallback()
 
         def on_train_begin(self, *args, **kwargs):
             self.inner.on_train_begin(*args, **kwargs)
@@ -147,13 +127,7 @@ def test_a_run_of_torchs_adamw_goes_on_by_a_hook_that_may_stay(tmp_path):
     def hook(optimizer, saved):
         return from_torch_optim(saved, optimizer)
 
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    model = Net()
-    old = torch.optim.AdamW(model.parameters(), 0.1)
-    arguments = transformers.TrainingArguments(
-        str(tmp_path), max_steps=4, save_steps=4, max_grad_norm=0, report_to=[], use_cpu=True, disable_tqdm=True
-    )
-    transformers.Trainer(model, arguments, train_dataset=Data(), optimizers=(old, None)).train()
+    trained(tmp_path, 4, torch.optim.AdamW)
     chain = [ClipNorm(1e9), AdamW()]
     for steps in (6, 8):  # the second run resumes from a checkpoint of the chain
         checkpoint = os.fspath(tmp_path / f"checkpoint-{steps - 2}")
@@ -162,15 +136,13 @@ def test_a_run_of_torchs_adamw_goes_on_by_a_hook_that_may_stay(tmp_path):
 
 
 def recorded(directory, steps, resume=None):
-    integrations = importlib.import_module("torchzero_clip.integrations")
-    own = integrations.TrainerCallback(partial(Recorder, path=directory / "run.jsonl", keep=3))
+    own = TrainerCallback(partial(Recorder, path=directory / "run.jsonl", keep=3))
     chain = [SkipStep(max_norm=1e6), ClipNorm(0.1, dim="global"), Adam(0.1)]
     trained(directory, steps, chain, resume=resume, callbacks=[own])
     return own.recorder
 
 
 def test_a_record_is_saved_with_checkpoints_and_continued(tmp_path):
-    pytest.importorskip("transformers", reason="transformers is not installed")
     whole = recorded(tmp_path / "whole", 8)
     recorded(tmp_path / "parts", 6)
     resumed = recorded(tmp_path / "parts", 8, os.fspath(tmp_path / "parts" / "checkpoint-4"))
@@ -182,15 +154,12 @@ def test_a_record_is_saved_with_checkpoints_and_continued(tmp_path):
 
 
 def test_a_recorder_of_another_optimizer_is_refused(tmp_path):
-    pytest.importorskip("transformers", reason="transformers is not installed")
     other = Recorder(Modular(Net(), Adam()))
-    integrations = importlib.import_module("torchzero_clip.integrations")
     with pytest.raises(ValueError, match="another optimizer"):
-        trained(tmp_path, 2, [Adam()], callbacks=[integrations.TrainerCallback(other)])
+        trained(tmp_path, 2, [Adam()], callbacks=[TrainerCallback(other)])
 
 
 def test_a_record_goes_on_from_a_checkpoint_in_another_folder(tmp_path):
-    pytest.importorskip("transformers", reason="transformers is not installed")
     recorded(tmp_path / "first", 4)
     (tmp_path / "second").mkdir()
     (tmp_path / "first" / "run.jsonl").rename(tmp_path / "second" / "run.jsonl")

@@ -64,9 +64,8 @@ def test_views_of_what_is_no_number_are_refused():
     optimizer = Modular(parameters(), ClipNorm(1.0), Adam())
     with pytest.raises(ValueError, match="no setting 'max_nrom'; it has: betas, eps, lr, max_norm"):
         as_lr(optimizer, "max_nrom")
-    with pytest.raises(
-        ValueError, match=r"'betas' is \(0.9, 0.999\) in param group 0: schedulers of torch change only numbers"
-    ):
+    message = r"'betas' is \(0.9, 0.999\) in param group 0: schedulers of torch change only numbers"
+    with pytest.raises(ValueError, match=message):
         as_lr(optimizer, "betas")
     view = as_lr(optimizer, "clip_norm/max_norm")
     assert repr(view) == "as_lr(Modular, 'max_norm')"

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from contract.entries import is_matrix
 from contract.training import parameters, train
 from torch import nn
 
@@ -18,12 +19,8 @@ def test_overrides_split_a_group_in_the_order_of_first_parameters():
     value = ClipValue(1.0).set_param_groups([{"params": params[1:3], "value": 0.5}])
     optimizer = Modular([{"params": params, "max_norm": 9.0}], clip, value)
     assert [[id(p) for p in g["params"]] for g in optimizer.param_groups] == [[id(p)] for p in params]
-    assert [(g["max_norm"], g["value"]) for g in optimizer.param_groups] == [
-        (9.0, 1.0),
-        (0.1, 0.5),
-        (9.0, 0.5),
-        (0.3, 1.0),
-    ]
+    rows = [(group["max_norm"], group["value"]) for group in optimizer.param_groups]
+    assert rows == [(9.0, 1.0), (0.1, 0.5), (9.0, 0.5), (0.3, 1.0)]
 
 
 def test_overrides_keep_names_and_reach_later_groups():
@@ -85,17 +82,8 @@ def test_parts_of_a_group_share_no_tensor():
     assert optimizer.param_groups[0]["lr"] is not optimizer.param_groups[1]["lr"]
 
 
-def is_matrix(param):
-    return param.ndim == 2
-
-
-def model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-
-
 def test_parts_of_a_named_group_have_names_of_their_own_and_are_still_in_it():
-    module = model()
+    module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     groups = [{"params": list(module.named_parameters()), "name": "all"}]
     clip = ClipNorm(0.1).only(groups="all").set_param_groups([{"params": module[2].bias, "max_norm": 9.0}])
     optimizer = Modular(groups, clip, SGD(0.5).only(is_matrix), Adam(0.25).without(is_matrix))

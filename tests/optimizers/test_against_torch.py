@@ -2,42 +2,34 @@
 
 import pytest
 import torch
-from torch import nn
+from optimizers.twins import same, same_gradients, two_of
+from torch import nn, optim
 
 from torchzero_clip import LR, SGD, Adam, AdamW, Modular, RMSprop, WeightDecay
 
 PAIRS = {
-    "Adam": (lambda: Adam(0.01), lambda p: torch.optim.Adam(p, 0.01)),
-    "Adam default lr": (lambda: Adam(), lambda p: torch.optim.Adam(p)),
-    "Adam betas eps": (
-        lambda: Adam(0.01, (0.5, 0.6), eps=0.1),
-        lambda p: torch.optim.Adam(p, 0.01, betas=(0.5, 0.6), eps=0.1),
-    ),
-    "Adam amsgrad": (lambda: Adam(0.01, amsgrad=True), lambda p: torch.optim.Adam(p, 0.01, amsgrad=True)),
-    "Adam L2": (lambda: [WeightDecay(0.1), Adam(0.01)], lambda p: torch.optim.Adam(p, 0.01, weight_decay=0.1)),
-    "AdamW": (lambda: AdamW(0.01), lambda p: torch.optim.AdamW(p, 0.01)),
+    "Adam": same(Adam, optim.Adam, 0.01),
+    "Adam default lr": same(Adam, optim.Adam),
+    "Adam betas eps": same(Adam, optim.Adam, 0.01, (0.5, 0.6), eps=0.1),
+    "Adam amsgrad": same(Adam, optim.Adam, 0.01, amsgrad=True),
+    "Adam L2": same(Adam, optim.Adam, 0.01, decay=0.1),
+    "AdamW": same(AdamW, optim.AdamW, 0.01),
     "AdamW written out": (
         lambda: [Adam(), WeightDecay(0.1), LR(0.01)],
-        lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1),
+        lambda p: optim.AdamW(p, 0.01, weight_decay=0.1),
     ),
-    "SGD": (lambda: SGD(0.1), lambda p: torch.optim.SGD(p, 0.1)),
-    "SGD default lr": (lambda: SGD(), lambda p: torch.optim.SGD(p)),
-    "SGD momentum": (lambda: SGD(0.1, 0.9), lambda p: torch.optim.SGD(p, 0.1, 0.9)),
-    "SGD dampening": (lambda: SGD(0.1, 0.9, dampening=0.3), lambda p: torch.optim.SGD(p, 0.1, 0.9, dampening=0.3)),
-    "RMSprop": (lambda: RMSprop(0.01), lambda p: torch.optim.RMSprop(p, 0.01)),
-    "RMSprop default lr": (lambda: RMSprop(), lambda p: torch.optim.RMSprop(p)),
+    "SGD": same(SGD, optim.SGD, 0.1),
+    "SGD default lr": same(SGD, optim.SGD),
+    "SGD momentum": same(SGD, optim.SGD, 0.1, 0.9),
+    "SGD dampening": same(SGD, optim.SGD, 0.1, 0.9, dampening=0.3),
+    "SGD nesterov L2": same(SGD, optim.SGD, 0.1, 0.9, nesterov=True, decay=0.1),
+    "RMSprop": same(RMSprop, optim.RMSprop, 0.01),
+    "RMSprop default lr": same(RMSprop, optim.RMSprop),
     "RMSprop momentum": (
         lambda: RMSprop(0.01, 0.9, 1e-6, 0.8),
-        lambda p: torch.optim.RMSprop(p, 0.01, 0.9, 1e-6, momentum=0.8),
+        lambda p: optim.RMSprop(p, 0.01, 0.9, 1e-6, momentum=0.8),
     ),
-    "RMSprop centered L2": (
-        lambda: [WeightDecay(0.1), RMSprop(0.01, momentum=0.5, centered=True)],
-        lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.5, centered=True, weight_decay=0.1),
-    ),
-    "SGD nesterov L2": (
-        lambda: [WeightDecay(0.1), SGD(0.1, 0.9, nesterov=True)],
-        lambda p: torch.optim.SGD(p, 0.1, 0.9, nesterov=True, weight_decay=0.1),
-    ),
+    "RMSprop centered L2": same(RMSprop, optim.RMSprop, 0.01, momentum=0.5, centered=True, decay=0.1),
 }
 
 
@@ -45,15 +37,12 @@ PAIRS = {
 @pytest.mark.parametrize("name", PAIRS)
 def test_50_steps(name, maximize):
     ours, theirs = PAIRS[name]
-    values = [torch.randn(shape, dtype=torch.float64) for shape in [(4, 3), (3,), (2, 3, 2), ()]]
-    params, other = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
+    params, other = two_of([torch.randn(shape, dtype=torch.float64) for shape in [(4, 3), (3,), (2, 3, 2), ()]])
     optimizer, reference = Modular(params, ours(), maximize=maximize), theirs(other)
     reference.param_groups[0]["maximize"] = maximize
-    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 20) for o in (optimizer, reference)]
+    schedulers = [optim.lr_scheduler.CosineAnnealingLR(o, 20) for o in (optimizer, reference)]
     for k in range(50):
-        for a, b in zip(params, other, strict=True):
-            a.grad = torch.zeros_like(a) if k == 0 or k % 7 == 3 else torch.randn_like(a) * 10.0 ** (k % 5 - 2)
-            b.grad = a.grad.clone()
+        same_gradients(params, other, 0.0 if k == 0 or k % 7 == 3 else 10.0 ** (k % 5 - 2))
         optimizer.step()
         reference.step()
         torch.testing.assert_close(params, other, rtol=1e-12, atol=1e-13)
@@ -81,7 +70,7 @@ def test_state_dtype_keeps_averages_wide():
     param = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
     optimizer = Modular([param], Adam(0.01, state_dtype=torch.float32))
     wide = nn.Parameter(torch.zeros(3))
-    reference = torch.optim.Adam([wide], 0.01)
+    reference = optim.Adam([wide], 0.01)
     for _ in range(20):
         param.grad = torch.randn(3).bfloat16()
         wide.grad = param.grad.float()
@@ -94,28 +83,23 @@ def test_state_dtype_keeps_averages_wide():
 
 
 def test_momentum_may_begin_later_and_end():
-    param, other = (nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
-    optimizer, reference = Modular([param], SGD(0.1)), torch.optim.SGD([other], 0.1)
+    params, other = two_of([torch.ones(3, dtype=torch.float64)])
+    optimizer, reference = Modular(params, SGD(0.1)), optim.SGD(other, 0.1)
     for momentum in (0.0, 0.9, 0.9, 0.0, 0.5):
         optimizer.param_groups[0]["momentum"] = reference.param_groups[0]["momentum"] = momentum
-        param.grad = torch.randn(3, dtype=torch.float64)
-        other.grad = param.grad.clone()
+        same_gradients(params, other)
         optimizer.step()
         reference.step()
-        torch.testing.assert_close(param, other, rtol=1e-13, atol=0)
+        torch.testing.assert_close(params, other, rtol=1e-13, atol=0)
 
 
 def test_betas_may_differ_by_group():
-    params = [nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(2)]
-    other = [nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(2)]
-    groups = [{"params": params[0]}, {"params": params[1], "betas": (0.5, 0.9), "eps": 0.1, "lr": 0.5}]
-    optimizer = Modular(groups, Adam(0.01))
-    same = [{"params": other[0]}, {"params": other[1], "betas": (0.5, 0.9), "eps": 0.1, "lr": 0.5}]
-    reference = torch.optim.Adam(same, 0.01)
+    params, other = two_of([torch.zeros(2, dtype=torch.float64)] * 2)
+    own = {"betas": (0.5, 0.9), "eps": 0.1, "lr": 0.5}
+    optimizer = Modular([{"params": params[0]}, {"params": params[1], **own}], Adam(0.01))
+    reference = optim.Adam([{"params": other[0]}, {"params": other[1], **own}], 0.01)
     for _ in range(5):
-        for a, b in zip(params, other, strict=True):
-            a.grad = torch.randn_like(a)
-            b.grad = a.grad.clone()
+        same_gradients(params, other)
         optimizer.step()
         reference.step()
     torch.testing.assert_close(params, other, rtol=1e-12, atol=1e-13)

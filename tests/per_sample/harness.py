@@ -68,8 +68,8 @@ def reference(model, x, limit=1.0):
     return norms, [torch.tensordot(factors, g, 1) for g in each.values()]
 
 
-def norms_by_loop(model, *inputs):
-    return total_of(norms_of(loop(copy.deepcopy(model), inputs)))
+def norms_by_loop(model, *inputs, **settings):
+    return total_of(norms_of(loop(copy.deepcopy(model), inputs, **settings)))
 
 
 def assert_step(clipper, model, *inputs, output=None, **kwargs):
@@ -186,11 +186,6 @@ def frozen(module, *names):
     for name in names:
         module.get_parameter(name).requires_grad_(False)
     return module
-
-
-def between(layer, *before):
-    """The layer behind another one, so that its input has a gradient."""
-    return nn.Sequential(*before, layer)
 
 
 # ways to clip: each returns a function of the losses of a model, which takes a step and returns the norms

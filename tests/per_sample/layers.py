@@ -28,6 +28,13 @@ def padded_and_tied():
     return model
 
 
+class Standardized(nn.Conv2d):
+    """Standardizes its weight where torch lets subclasses do so. It is no plain convolution."""
+
+    def _conv_forward(self, input, weight, bias):
+        return super()._conv_forward(input, weight - weight.mean((1, 2, 3), keepdim=True), bias)
+
+
 def bare():
     return Net(lambda m, x: m.inner(x * m.scale), scale=weight(3), inner=nn.Linear(3, 2))
 
@@ -53,6 +60,8 @@ LAYERS = {
     "conv1d": (lambda: nn.Conv1d(3, 4, 3), lambda: x(3, 8)),
     "conv1d, strided and dilated": (lambda: nn.Conv1d(3, 4, 3, stride=2, dilation=2, padding=1), lambda: x(3, 9)),
     "conv2d": (lambda: nn.Conv2d(3, 4, 3), lambda: x(3, 6, 6)),
+    "conv2d, one pixel wide": (lambda: nn.Conv2d(16, 6, 1), lambda: x(16, 3, 3)),
+    "conv2d, one pixel wide, strided": (lambda: nn.Conv2d(16, 6, 1, stride=2), lambda: x(16, 5, 3)),
     "conv2d, few positions": (lambda: nn.Conv2d(9, 30, 3), lambda: x(9, 5, 5)),
     "conv2d, few positions and few channels": (lambda: nn.Conv2d(5, 60, 4), lambda: x(5, 5, 5)),
     "conv2d, gradients dropped": (lambda: nn.Conv2d(9, 20, 3), lambda: x(9, 4, 4)),
@@ -61,6 +70,18 @@ LAYERS = {
     "conv2d, dilated": (lambda: nn.Conv2d(9, 4, 3, dilation=(2, 1), stride=2), lambda: x(9, 8, 7)),
     "conv2d, groups": (lambda: nn.Conv2d(4, 6, 3, groups=2, padding=1), lambda: x(4, 5, 5)),
     "conv2d, depthwise": (lambda: nn.Conv2d(8, 16, 3, groups=8), lambda: x(8, 5, 5)),
+    "conv2d, depthwise, large kernel": (lambda: nn.Conv2d(6, 6, 7, padding=3, groups=6), lambda: x(6, 9, 8)),
+    "conv2d, depthwise, large, dilated": (
+        lambda: nn.Conv2d(6, 6, (5, 3), stride=2, dilation=(1, 2), groups=6),
+        lambda: x(6, 11, 12),
+    ),
+    "conv2d, depthwise, large, circular": (
+        lambda: nn.Conv2d(6, 6, 5, padding="same", padding_mode="circular", groups=6, bias=False),
+        lambda: x(6, 7, 7),
+    ),
+    "conv1d, depthwise, large kernel": (lambda: nn.Conv1d(4, 4, 11, padding=5, groups=4), lambda: x(4, 13)),
+    "conv3d, depthwise": (lambda: nn.Conv3d(3, 3, 3, padding=1, groups=3), lambda: x(3, 4, 5, 4)),
+    "conv2d, standardized": (lambda: Standardized(2, 3, 3), lambda: x(2, 5, 5)),
     "conv2d, same with an even kernel": (lambda: nn.Conv2d(3, 4, 4, padding="same"), lambda: x(3, 6, 6)),
     "conv2d, same and dilated": (lambda: nn.Conv2d(9, 4, 2, padding="same", dilation=3), lambda: x(9, 6, 6)),
     "conv2d, valid": (lambda: nn.Conv2d(3, 4, 2, padding="valid"), lambda: x(3, 6, 6)),
@@ -81,6 +102,7 @@ LAYERS = {
     "conv transpose 2d": (lambda: nn.ConvTranspose2d(4, 6, 3, groups=2, padding=1), lambda: x(4, 5, 5)),
     "embedding": (lambda: nn.Embedding(6, 3), lambda: tokens(7)),
     "embedding, one index": (lambda: nn.Embedding(6, 3), lambda: tokens()),
+    "embedding, one word": (lambda: nn.Embedding(6, 3), lambda: tokens(B, high=1)),
     "embedding, 3-D": (lambda: nn.Embedding(6, 3), lambda: tokens(2, 3)),
     "embedding, padding": (lambda: nn.Embedding(6, 3, padding_idx=2), lambda: tokens(9)),
     "embedding and linear": (lambda: nn.Sequential(nn.Embedding(6, 3), nn.Linear(3, 4)), lambda: tokens(7)),
@@ -163,6 +185,14 @@ def positions(shape):
         places=nn.Embedding(9, 4),
         head=nn.Linear(4, 2),
     )
+
+
+def overwritten(m, x):
+    """A layer of which the bias alone trains stores no input."""
+    x = x.clone()
+    output = m.layer(x)
+    x.zero_()
+    return output
 
 
 def of_gpt_2(inputs, outputs):
@@ -303,6 +333,11 @@ MODELS = {
             by_keyword, linear=nn.Linear(3, 3), conv=nn.Conv1d(4, 4, 1), norm=nn.LayerNorm(3), groups=nn.GroupNorm(2, 4)
         ),
         lambda: x(4, 3),
+    ),
+    "an input that is overwritten": (
+        lambda: Net(overwritten, layer=frozen(nn.Linear(6, 6), "weight")),
+        lambda: x(3, 6),
+        {"modes": ("auto", "low", "kept")},
     ),
     "in dicts": (
         lambda: Net(

@@ -67,17 +67,7 @@ def words(length: int = 5) -> Tensor:
 
 SIZES = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 10}
 LANGUAGE = {"vocab_size": WORDS, "max_position_embeddings": 16, "bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
-GROUPED = {"num_key_value_heads": 1, "head_dim": 6}
-ROUTED = {"num_key_value_heads": 1, "experts_implementation": "eager"}  # the default, grouped_mm, has no float64
-SHARED_EXPERT = {"moe_intermediate_size": 10, "shared_expert_intermediate_size": 10, "num_experts_per_tok": 2}
-RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "share_att_key": True, "position_buckets": 6}
-DECODER = {"decoder_layers": 2, "decoder_attention_heads": 2, "decoder_start_token_id": 0, "decoder_ffn_dim": 10}
-MELS = {"num_mel_bins": 5, "max_source_positions": 7, "max_target_positions": 9, "encoder_ffn_dim": 10}
-WAVES = {"conv_dim": (6, 8), "conv_stride": (3, 2), "conv_kernel": (5, 3), "num_feat_extract_layers": 2}
-POSITIONS = {"num_conv_pos_embeddings": 6, "num_conv_pos_embedding_groups": 2, "apply_spec_augment": False}
 PATCHES = {"image_size": 6, "patch_size": 2, "num_labels": 7}
-WINDOWS = {"patch_size": 2, "window_size": 3, "embed_dim": 6, "depths": [2, 1], "num_attention_heads": [2, 2]}
-STAGES = {"num_stages": 2, "hidden_sizes": [6, 8], "depths": [1, 2]}
 
 
 def small(kind: str, **settings: Any) -> Any:
@@ -138,11 +128,10 @@ def published(
     losses: Callable[[Any, Any], Tensor] = target_losses,
     *,
     make: Callable[..., nn.Module] = small,
-    whole: tuple[Any, ...] = (),
     tolerance: float = 1e-8,
     **settings: Any,
 ) -> Entry:
-    return Entry(partial(make, kind, **settings), batch, losses, sample_of, whole, tolerance, published=True)
+    return Entry(partial(make, kind, **settings), batch, losses, tolerance=tolerance, published=True)
 
 
 published_32 = partial(published, tolerance=1e-6)

@@ -10,19 +10,9 @@ from functools import partial
 import torch
 from per_sample.harness import Net, weight
 from per_sample.published import (
-    DECODER,
-    GROUPED,
-    MELS,
     PATCHES,
-    POSITIONS,
-    RELATIVE,
-    ROUTED,
     SAMPLES,
-    SHARED_EXPERT,
-    STAGES,
-    WAVES,
     WIDTH,
-    WINDOWS,
     WORDS,
     Entry,
     captions,
@@ -357,6 +347,16 @@ def normed(norm):
     return nn.Sequential(*layers, norm(nn.Linear(5, 7)))
 
 
+GROUPED = {"num_key_value_heads": 1, "head_dim": 6}
+ROUTED = {"num_key_value_heads": 1, "experts_implementation": "eager"}  # the default, grouped_mm, has no float64
+SHARED_EXPERT = {"moe_intermediate_size": 10, "shared_expert_intermediate_size": 10, "num_experts_per_tok": 2}
+RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "share_att_key": True, "position_buckets": 6}
+DECODER = {"decoder_layers": 2, "decoder_attention_heads": 2, "decoder_start_token_id": 0, "decoder_ffn_dim": 10}
+MELS = {"num_mel_bins": 5, "max_source_positions": 7, "max_target_positions": 9, "encoder_ffn_dim": 10}
+WAVES = {"conv_dim": (6, 8), "conv_stride": (3, 2), "conv_kernel": (5, 3), "num_feat_extract_layers": 2}
+POSITIONS = {"num_conv_pos_embeddings": 6, "num_conv_pos_embedding_groups": 2, "apply_spec_augment": False}
+WINDOWS = {"patch_size": 2, "window_size": 3, "embed_dim": 6, "depths": [2, 1], "num_attention_heads": [2, 2]}
+STAGES = {"num_stages": 2, "hidden_sizes": [6, 8], "depths": [1, 2]}
 TABLE = {
     "gpt2": published("GPT2LMHeadModel"),
     "gpt2 with checkpoints": published("GPT2LMHeadModel", make=checkpointed),

@@ -4,11 +4,9 @@ import copy
 
 import pytest
 import torch
-from per_sample.harness import assert_close, losses_of
+from per_sample.harness import Net, assert_close, clip, losses_of
 from torch import nn
 from torch.nn import functional as F
-
-from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute"),  # torch.compile's own
@@ -23,31 +21,22 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-class Scaled(nn.Module):
-    """A module for the generic rule, with one that has a rule inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.linspace(0.5, 2, 8))
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.inner(x * self.scale).tanh()
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.scaled, self.norm, self.last = nn.Linear(4, 8), Scaled(), nn.LayerNorm(8), nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.last(self.norm(F.gelu(self.scaled(torch.relu(self.first(x))))))
+def made():
+    """A model with a module for the generic rule, which has one with a rule inside."""
+    scale, inner = nn.Parameter(torch.linspace(0.5, 2, 8)), nn.Linear(8, 8)
+    return Net(
+        lambda m, x: m.last(m.norm(F.gelu(m.scaled(torch.relu(m.first(x)))))),
+        first=nn.Linear(4, 8),
+        scaled=Net(lambda m, x: m.inner(x * m.scale).tanh(), scale=scale, inner=inner),
+        norm=nn.LayerNorm(8),
+        last=nn.Linear(8, 3),
+    ).double()
 
 
 def clipped(model, called, x):
     """Norms and gradients of two steps."""
     found = []
-    with PerSampleGradientClipper(model, ConstantFlatClipper(0.5)) as clipper:
+    with clip(model, 0.5) as clipper:
         for _ in range(2):
             model.zero_grad()
             found += [clipper.backward(losses_of(called(x))).norms, *[p.grad.clone() for p in model.parameters()]]
@@ -58,7 +47,7 @@ def clipped(model, called, x):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["method", "wrapper", "wrapper given", "submodule"])
 def test_compiled_models_are_clipped_as_they_are(how):
-    model, x = Net().double(), torch.randn(5, 4, dtype=torch.float64)
+    model, x = made(), torch.randn(5, 4, dtype=torch.float64)
     twin = copy.deepcopy(model)
     expected = clipped(twin, twin, x)
     attached, called = model, model
@@ -79,8 +68,8 @@ def test_compiled_models_are_clipped_as_they_are(how):
 
 
 def test_a_model_may_be_compiled_while_a_clipper_is_attached():
-    model, x = Net().double(), torch.randn(5, 4, dtype=torch.float64)
-    with PerSampleGradientClipper(model, ConstantFlatClipper(0.5)) as clipper:
+    model, x = made(), torch.randn(5, 4, dtype=torch.float64)
+    with clip(model, 0.5) as clipper:
         expected = clipper.backward(losses_of(model(x))).norms
         compiled = torch.compile(model, backend="aot_eager")
         assert_close(clipper.backward(losses_of(compiled(x))).norms, expected)

@@ -4,49 +4,41 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from per_sample.harness import assert_matches_loop, clip
+from per_sample.harness import Net, assert_matches_loop
+from per_sample.layers import LAYERS
 from torch import nn
 
 from torchzero_clip.per_sample.rules.conv import Convolved, Options
 
-LAYERS = {
-    "1d": (nn.Conv1d(4, 6, 3, padding=1), (6,)),
-    "1d, strided": (nn.Conv1d(4, 6, 5, stride=2), (11,)),
-    "1d, dilated": (nn.Conv1d(4, 6, 3, dilation=2, padding=2), (8,)),
-    "2d": (nn.Conv2d(4, 6, 3, padding=1), (3, 4)),
-    "2d, strided": (nn.Conv2d(4, 6, (3, 2), stride=(1, 2)), (5, 6)),
-    "2d, dilated": (nn.Conv2d(4, 6, (2, 3), dilation=(2, 1)), (4, 4)),
-    "2d, same with an even kernel": (nn.Conv2d(4, 6, 2, padding="same"), (3, 3)),
-    "2d, circular": (nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"), (4, 4)),
-    "2d, reflect": (nn.Conv2d(4, 6, 3, padding=(1, 2), padding_mode="reflect"), (3, 4)),
-    "2d, one pixel wide": (nn.Conv2d(16, 6, 1), (3, 3)),
-    "2d, one pixel wide, strided": (nn.Conv2d(16, 6, 1, stride=2), (5, 3)),
-    "3d": (nn.Conv3d(4, 6, 2, stride=(1, 2, 1)), (2, 4, 2)),
-}
+NAMES = (
+    *("conv1d", "conv1d, strided and dilated", "conv2d", "conv2d, uneven", "conv2d, dilated", "conv2d twice", "conv3d"),
+    *("conv2d, same with an even kernel", "conv2d, same and dilated", "conv2d, circular", "conv2d, reflect"),
+    *("conv2d, one pixel wide", "conv2d, one pixel wide, strided"),
+)
 WIDE = nn.Conv2d(40, 80, 3, padding=1)  # from about as many channels on, few pixels cost less than their patches
 FORMED = {
-    "patches side by side": (nn.Conv2d(3, 80, 4, stride=4), (8, 8)),
-    "many positions": (nn.Conv2d(40, 80, 3, padding=1), (20, 20)),
+    "patches side by side": (nn.Conv2d(3, 80, 4, stride=4), torch.randn(5, 3, 8, 8)),
+    "many positions": (nn.Conv2d(40, 80, 3, padding=1), torch.randn(5, 40, 20, 20)),
 }
 
 
-def taken(method, module, sizes):
+def taken(method, module, x):
     """How often a way was taken in a check of the layer."""
     way = getattr(Convolved, method)
     with patch.object(Convolved, method, autospec=True, side_effect=way) as spy:
-        assert_matches_loop(module, torch.randn(5, module.in_channels, *sizes), modes=("low",))
+        assert_matches_loop(module, x, modes=("low",))
     return spy.call_count
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_gram_matrices_of_patches_are_sums_of_those_of_pixels(name):
     with patch.object(Convolved, "_costs", return_value=(1, 0)):
-        assert taken("_inner", *LAYERS[name])
+        assert taken("_inner", *(make() for make in LAYERS[name]))
 
 
 def test_pixels_are_taken_where_they_cost_less():
-    assert taken("_inner", WIDE, (3, 4))
+    assert taken("_inner", WIDE, torch.randn(5, 40, 3, 4))
 
 
 @pytest.mark.parametrize("name", FORMED)
@@ -61,24 +53,17 @@ def test_gradients_of_small_kernels_lie_turned_in_memory():
     assert_matches_loop(nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU()), torch.randn(17, 3, 12, 12))
 
 
-class Shared(nn.Module):
-    """One weight with several dilations, set before each call."""
-
-    def __init__(self, channels):
-        super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
-
-    def forward(self, x):
-        outputs = []
-        for dilation in (1, 2):
-            self.conv.dilation = self.conv.padding = (dilation, dilation)
-            outputs.append(self.conv(x))
-        return outputs[0] + outputs[1].tanh()
-
-
 @pytest.mark.parametrize("channels", [3, 16])
 def test_options_may_differ_from_call_to_call(channels):
-    assert_matches_loop(Shared(channels), torch.randn(4, channels, 6, 6))
+    def forward(m, x):
+        outputs = []
+        for dilation in (1, 2):
+            m.conv.dilation = m.conv.padding = (dilation, dilation)
+            outputs.append(m.conv(x))
+        return outputs[0] + outputs[1].tanh()
+
+    model = Net(forward, conv=nn.Conv2d(channels, channels, 3, padding=1))
+    assert_matches_loop(model, torch.randn(4, channels, 6, 6))
 
 
 @pytest.mark.parametrize("channels", [(3, 80), (40, 80), (3, 3), (3, 32), (64, 32)])
@@ -87,45 +72,3 @@ def test_options_may_be_changed_after_construction(channels, padding):
     module = nn.Conv2d(*channels, 3, padding=1)
     module.padding, module.dilation, module.stride = padding, 2, (1, 1)
     assert_matches_loop(module, torch.randn(4, channels[0], 7, 7), modes=("auto", "low"))
-
-
-def test_no_samples_have_no_gradients_in_any_mode():
-    for module in (nn.Conv2d(16, 4, 3), nn.Conv2d(3, 4, 3)):
-        assert_no_gradients(module, torch.randn(0, module.in_channels, 9, 9))
-    assert_no_gradients(nn.Linear(2, 2), torch.randn(0, 100, 2))
-    assert_no_gradients(nn.Linear(9, 9), torch.randn(0, 70, 9))
-
-
-def assert_no_gradients(module, x):
-    for kept in (False, True):
-        for memory in ("auto", "low"):
-            module.zero_grad()
-            with clip(module, memory=memory, keep_grad_samples=kept) as clipper:
-                assert clipper.backward(module(x).flatten(1).sum(1)).norms.shape == (0,)
-            assert not any(param.grad.any() for param in module.parameters())
-
-
-@pytest.mark.parametrize(
-    ("layer", "sizes"),
-    [
-        (lambda: nn.Conv2d(6, 6, 7, padding=3, groups=6), (9, 8)),
-        (lambda: nn.Conv2d(6, 6, (5, 3), stride=2, dilation=(1, 2), groups=6), (11, 12)),
-        (lambda: nn.Conv2d(6, 6, 5, padding="same", padding_mode="circular", groups=6, bias=False), (7, 7)),
-        (lambda: nn.Conv1d(4, 4, 11, padding=5, groups=4), (13,)),
-        (lambda: nn.Conv3d(3, 3, 3, padding=1, groups=3), (4, 5, 4)),
-    ],
-)
-def test_large_kernels_of_single_channels_are_right(layer, sizes):
-    module = layer()
-    assert_matches_loop(module, torch.randn(5, module.in_channels, *sizes))
-
-
-class Standardized(nn.Conv2d):
-    """Standardizes its weight where torch lets subclasses do so."""
-
-    def _conv_forward(self, input, weight, bias):
-        return super()._conv_forward(input, weight - weight.mean((1, 2, 3), keepdim=True), bias)
-
-
-def test_a_convolution_that_changes_its_weight_is_no_plain_convolution():
-    assert_matches_loop(Standardized(2, 3, 3), torch.randn(4, 2, 5, 5))

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from per_sample.harness import assert_close, assert_grads, grads, loop, losses_of, norms_of, total_of
+from per_sample.harness import assert_close, assert_grads, loop, losses_of, norms_of, total_of
 from torch import nn
 
 from torchzero_clip import GradSampleModuleFastGradientClipping, create_norm_sample
@@ -25,23 +25,6 @@ def wrap(model, ghost=True, functorch=False, **kwargs):
 
 def batch():
     return torch.randn(5, 6, 3, dtype=torch.float64) * torch.arange(1, 6)[:, None, None]
-
-
-@kinds
-@reductions
-def test_numbers_of_the_definition(ghost, functorch, reduction):
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1, bias=False)).double()
-    with torch.no_grad():
-        net[0].weight.copy_(torch.eye(2))
-        net[0].bias.zero_()
-        net[1].weight.copy_(torch.tensor([[1.0, 2.0]]))
-    module = wrap(net, ghost, functorch, loss_reduction=reduction)
-    losses = module(torch.tensor([[3.0, 4.0], [0.0, 0.0], [1.0, 1.0], [0.1, 0.2]]).double())
-    (losses.mean() if reduction == "mean" else losses.sum()).backward()
-    norms = torch.tensor([12.4499, 2.2361, 4.1231, 2.3022], dtype=torch.float64)
-    coefs = torch.tensor([0.08032, 0.44721, 0.24254, 0.43437], dtype=torch.float64)
-    assert_close(module.get_norm_sample(), norms, rtol=0, atol=5e-5)
-    assert_close(module.get_clipping_coef(), coefs, rtol=0, atol=5e-6)
 
 
 @kinds
@@ -76,36 +59,20 @@ def test_one_pass_and_two_equal_one_backward_per_sample(ghost, functorch, reduct
 
 
 @kinds
-def test_norm_samples_are_those_of_single_parameters_until_the_next_forward(ghost, functorch):
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_norm_samples_are_those_of_single_parameters_until_the_next_forward(ghost, functorch, one_pass):
     model, x = small(), batch()
     expected = norms_of(loop(model, [x]))
     module = wrap(model, ghost, functorch)
-    losses_of(module(x)).mean().backward()
+    losses = losses_of(module(x))
+    module.backward(losses) if one_pass else losses.mean().backward()
     for name, param in model.named_parameters():
         assert_close(param.norm_sample, expected[name])
         assert param._norm_sample is param.norm_sample
     module.get_norm_sample()
+    model[0].requires_grad_(False)
     module(x)
     assert not any(hasattr(param, "norm_sample") for param in model.parameters())
-
-
-def test_one_pass_leaves_norm_samples_too():
-    model, x = small(), batch()
-    expected = norms_of(loop(model, [x]))
-    module = wrap(model)
-    module.backward(losses_of(module(x)))
-    for name, param in model.named_parameters():
-        assert_close(param.norm_sample, expected[name])
-
-
-def test_hooks_disabled_make_it_the_model_itself():
-    model, x = small(), batch()
-    twin = copy.deepcopy(model)
-    losses_of(twin(x)).sum().backward()
-    module = wrap(model)
-    module.disable_hooks()
-    losses_of(module(x)).sum().backward()
-    assert_grads(model, grads(twin))
 
 
 @pytest.mark.parametrize("part", [False, True], ids=["model", "part"])
@@ -121,25 +88,19 @@ def test_a_backward_that_nobody_consumed_is_forgotten_at_the_next_forward(part):
         assert_close(param.norm_sample, expected[name])
 
 
-def test_norms_are_forgotten_at_a_forward_without_hooks():
-    module = wrap(small())
+def test_a_forward_without_hooks_is_that_of_the_model_and_forgets_norms():
+    model, x = small(), batch()[:2]
+    expected = torch.autograd.grad(losses_of(model(x)).sum(), list(model.parameters()))
+    module = wrap(model)
     losses_of(module(batch())).mean().backward()
     module.get_norm_sample()
     module.disable_hooks()
-    losses_of(module(batch()[:2])).mean().backward()
+    losses_of(module(x)).sum().backward()
+    assert_grads(model, expected)
     module.enable_hooks()
     with pytest.raises(RuntimeError, match="there are no norms"):
         module.get_norm_sample()
     assert not any(hasattr(param, "norm_sample") for param in module.parameters())
-
-
-def test_norms_of_a_parameter_that_was_frozen_are_forgotten():
-    module = wrap(small())
-    losses_of(module(batch())).mean().backward()
-    module.get_norm_sample()
-    first = next(module.parameters()).requires_grad_(False)
-    module(batch())
-    assert not hasattr(first, "norm_sample")
 
 
 def test_hooks_of_parameters_see_the_gradient_of_the_second_pass_once():
@@ -171,11 +132,6 @@ def test_output_gradients_can_be_given_by_hand(reduction):
     assert_close(model.bias.norm_sample, bias.norm(dim=1))
     with pytest.raises(ValueError, match="batch_first must be True"):
         module.capture_backprops_hook(model, (x,), (grad,), reduction, False)
-
-
-def test_norms_without_a_backward_raise():
-    with pytest.raises(RuntimeError, match="there are no norms"):
-        wrap(small()).get_norm_sample()
 
 
 class WithState(nn.Linear):

@@ -6,22 +6,11 @@ import math
 import pytest
 import torch
 from defaults import DEFAULTS
-from per_sample.harness import Net, assert_close, clip, loop, losses_of, norms_of, total_of
+from per_sample.harness import Net, assert_close, by_backward, by_two_passes, clip, grads, losses_of, norms_by_loop
 from torch import nn
 
-from torchzero_clip import (
-    ConstantFlatClipper,
-    ConstantPerLayerClipper,
-    GradSampleModuleFastGradientClipping,
-    PerSampleGradientClipper,
-    check_per_sample,
-)
+from torchzero_clip import ConstantFlatClipper, ConstantPerLayerClipper, PerSampleGradientClipper, check_per_sample
 from torchzero_clip.per_sample.squared_norms import squared_norms
-
-
-def clipped(model, x, limit=1.0, **kwargs):
-    with PerSampleGradientClipper(model, ConstantFlatClipper(limit), **kwargs) as clipper:
-        return clipper.backward(losses_of(model(x)))
 
 
 @pytest.mark.slow
@@ -37,42 +26,37 @@ def test_rows_of_any_length(size):
     assert_close(squared_norms(rows), rows.double().square().sum(1), rtol=1e-6)
 
 
+def assert_norms(layer, x, weights, rtol=1e-3, memory="low"):
+    """The norms are right if the loss of a sample is the sum of its outputs, each times its weight."""
+    model = Net(lambda m, x, weights: (m.layer(x) * weights).flatten(1).sum(1), layer=layer)
+    wide = [data.double() if data.is_floating_point() else data for data in (x, weights)]
+    expected = norms_by_loop(copy.deepcopy(model).double(), *wide, losses=lambda losses, _: losses)
+    with clip(model, memory=memory) as clipper:
+        result = clipper.backward(model(x, weights))
+    assert_close(result.norms.double(), expected, rtol=rtol, atol=0)
+
+
 @pytest.mark.parametrize("memory", ["auto", "low"])  # "low" takes Gram matrices at this size
 def test_gradients_of_one_token_that_cancel(memory):
     # 256 equal inputs whose output gradients alternate in sign: the sum is a thousandth of its parts
     torch.manual_seed(1)
-    layer = nn.Linear(320, 300)
     x = torch.randn(320) + 1e-3 * torch.randn(2, 256, 320)
     signs = torch.tensor([1.0, -1.0]).repeat(128)[:, None] * torch.randn(300) + 1e-4 * torch.randn(256, 300)
-    weights = torch.stack([signs, 14 * signs])
-    with clip(layer, memory=memory) as clipper:
-        result = clipper.backward((layer(x) * weights).sum((1, 2)))
-    grads = torch.einsum("btp,btd->bpd", weights.double(), x.double())
-    truth = (grads.square().sum((1, 2)) + weights.double().sum(1).square().sum(1)).sqrt()
-    assert_close(result.norms.double(), truth, rtol=1e-3)
+    assert_norms(nn.Linear(320, 300), x, torch.stack([signs, 14 * signs]), memory=memory)
 
 
 @pytest.mark.parametrize("channels", [2, 80])  # by gradients that are formed, and by Gram matrices of pixels
 def test_gradients_of_one_pixel_that_cancel(channels):
     torch.manual_seed(1)
-    layer = nn.Conv2d(channels, 60, 3, bias=False)
     x = torch.randn(2, channels, 1, 1) + 1e-3 * torch.randn(2, channels, 6, 6)
     signs = torch.tensor([1.0, -1.0]).repeat(8).view(4, 4) * torch.randn(60, 1, 1) + 1e-4 * torch.randn(60, 4, 4)
-    weights = torch.stack([signs, 14 * signs])
-    with clip(layer, memory="low") as clipper:
-        result = clipper.backward((layer(x) * weights).sum((1, 2, 3)))
-    patches = nn.functional.unfold(x.double(), 3)
-    truth = torch.einsum("bot,bpt->bop", weights.double().flatten(2), patches).flatten(1).norm(dim=1)
-    assert_close(result.norms.double(), truth, rtol=1e-3)
+    assert_norms(nn.Conv2d(channels, 60, 3, bias=False), x, torch.stack([signs, 14 * signs]))
 
 
 @pytest.mark.parametrize("memory", ["auto", "low"])
 def test_rows_of_one_token_that_cancel(memory):
-    table = nn.Embedding(3, 64)
-    weights = torch.tensor([1.0, -1.0]).repeat(128)[:, None] * torch.randn(64) + 1e-3 * torch.randn(256, 64)
-    with clip(table, memory=memory) as clipper:
-        result = clipper.backward((table(torch.ones(2, 256, dtype=torch.int64)) * weights).sum((1, 2)))
-    assert_close(result.norms.double(), weights.double().sum(0).norm().expand(2), rtol=1e-3)
+    weights = torch.tensor([1.0, -1.0]).repeat(128)[:, None] * torch.randn(64) + 1e-3 * torch.randn(2, 256, 64)
+    assert_norms(nn.Embedding(3, 64), torch.ones(2, 256, dtype=torch.int64), weights, memory=memory)
 
 
 def test_a_tied_weight_whose_uses_cancel():
@@ -94,7 +78,7 @@ def test_a_tied_weight_whose_uses_cancel():
 def test_what_a_sample_adds_never_exceeds_the_limit(limit):
     model = nn.Sequential(nn.Linear(30, 200), nn.Tanh(), nn.Linear(200, 100))
     x = torch.randn(1, 30) * 100
-    result = clipped(model, x, limit, loss_reduction="sum")
+    result = clip(model, limit, loss_reduction="sum").backward(losses_of(model(x)))
     assert result.norms.item() > limit
     total = torch.cat([p.grad.double().flatten() for p in model.parameters()]).norm().item()
     assert total <= limit * (1 + 1e-6)
@@ -107,10 +91,10 @@ def test_bfloat16_autocast_keeps_norms_in_float32(memory):
         nn.Conv1d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Linear(6, 5), nn.LayerNorm(5)
     )
     x = torch.randn(5, 3, 6) * torch.arange(1, 6)[:, None, None]
-    norms = total_of(norms_of(loop(model, [x])))
+    norms = norms_by_loop(model, x)
     limit = norms.median().item()
     model.zero_grad()
-    with PerSampleGradientClipper(model, ConstantFlatClipper(limit), memory=memory) as clipper:
+    with clip(model, limit, memory=memory) as clipper:
         with torch.autocast("cpu", torch.bfloat16):
             losses = losses_of(model(x).float())
         result = clipper.backward(losses)
@@ -123,15 +107,15 @@ def test_bfloat16_autocast_keeps_norms_in_float32(memory):
 def test_models_in_bfloat16_have_norms_in_float32():
     model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).bfloat16()
     x = torch.randn(5, 4, 6).bfloat16()
-    result = clipped(model, x, 1e6)
-    norms = total_of(norms_of(loop(model.double(), [x.double()])))
+    result = clip(model, 1e6).backward(losses_of(model(x)))
+    norms = norms_by_loop(model.double(), x.double())
     assert result.norms.dtype == torch.float32
     assert_close(result.norms.double(), norms, rtol=3e-2)
 
 
 def test_backward_under_autocast_is_not_rounded():
     model, x = nn.Linear(6, 5), torch.randn(5, 4, 6)
-    norms = total_of(norms_of(loop(model, [x])))
+    norms = norms_by_loop(model, x)
     with clip(model) as clipper:
         losses = losses_of(model(x))
         with torch.autocast("cpu", torch.bfloat16):
@@ -175,13 +159,7 @@ def test_norms_do_not_lose_what_one_factor_is_too_small_for(layer, scales):
     module = nn.Linear(16, 16, bias=False) if layer == "linear" else nn.Conv2d(40, 80, 3, padding=1, bias=False)
     x = torch.randn((3, 8, 16) if layer == "linear" else (3, 40, 3, 3)) * scales[0]
     weights = torch.randn(module(x).shape) * scales[1]
-    twin, norms = copy.deepcopy(module).double(), []
-    for i in range(3):
-        (grad,) = torch.autograd.grad((twin(x[i : i + 1].double()) * weights[i].double()).sum(), twin.weight)
-        norms.append(grad.norm())
-    with clip(module, memory="low") as clipper:
-        result = clipper.backward((module(x) * weights).flatten(1).sum(1))
-    assert_close(result.norms.double(), torch.stack(norms), rtol=1e-5, atol=0)
+    assert_norms(module, x, weights, rtol=1e-5)
 
 
 def test_samples_without_gradient_have_norm_zero():
@@ -211,40 +189,24 @@ class Mixed(nn.Module):
 def test_defaults_of_the_process_do_not_matter(default):
     model, words = Mixed(), torch.randint(0, 9, (6, 5))
 
-    def grads_of(run):
-        twin = copy.deepcopy(model)
-        found = run(twin)
-        return [*found, *(param.grad for param in twin.parameters())]
+    def at_once(twin, form, **settings):
+        norms, _ = form(twin, 0.5, **settings)(lambda twin: twin(words))
+        return [norms, *grads(twin)]
 
-    def at_once(limit, **options):
-        def run(twin):
-            with PerSampleGradientClipper(twin, limit, verify="always", **options) as clipper:
-                result = clipper.backward(twin(words))
-            return [result.norms, result.factors]
-
-        return run
-
-    def in_parts(twin):
-        with PerSampleGradientClipper(twin, ConstantFlatClipper(0.5)) as clipper:
+    def in_parts(twin, limit):
+        factors = []
+        with PerSampleGradientClipper(twin, limit) as clipper:
             for part in (words, words[:3]):
                 twin(part).mean().backward()
-                clipper.clip_and_accumulate()
-            return [clipper.pre_step()[0]]
-
-    def in_two_passes(twin):
-        wrapped = GradSampleModuleFastGradientClipping(twin)
-        losses = wrapped(words)
-        losses.mean().backward(retain_graph=True)
-        factors = wrapped.get_clipping_coef()
-        wrapped.disable_hooks()
-        (factors * losses).mean().backward()
-        return [wrapped.get_norm_sample(), factors]
+                factors.append(clipper.clip_and_accumulate().factors)
+            return [*factors, clipper.pre_step()[0], *grads(twin)]
 
     def results():
         check_per_sample(copy.deepcopy(model), words, lambda twin, batch: twin(batch))
-        flat, per_layer = ConstantFlatClipper(0.5), ConstantPerLayerClipper([0.5])
-        runs = (at_once(flat), at_once(flat, memory="low"), at_once(per_layer), in_parts, in_two_passes)
-        return [grads_of(run) for run in runs]
+        limits = ConstantFlatClipper(0.5), ConstantPerLayerClipper([0.5])
+        found = [in_parts(copy.deepcopy(model), limit) for limit in limits]
+        found += [at_once(copy.deepcopy(model), by_backward, memory=memory) for memory in ("auto", "low")]
+        return [*found, at_once(copy.deepcopy(model), by_two_passes)]
 
     expected = results()
     with DEFAULTS[default]():

@@ -4,11 +4,10 @@ import copy
 import warnings
 
 import pytest
-import torch
-from per_sample.harness import assert_close, losses_of
-from torch import nn
+from per_sample.harness import assert_close, clip, losses_of
+from per_sample.layers import LAYERS
 
-from torchzero_clip import ConstantFlatClipper, GradSampleModuleFastGradientClipping, PerSampleGradientClipper
+from torchzero_clip import GradSampleModuleFastGradientClipping
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -16,26 +15,13 @@ with warnings.catch_warnings():
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
-MODELS = {
-    "linear": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), lambda: torch.randn(5, 6, 3)),
-    "conv": (
-        lambda: nn.Sequential(
-            nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.GroupNorm(2, 8), nn.Flatten(), nn.Linear(32, 2)
-        ),
-        lambda: torch.randn(5, 3, 4, 4),
-    ),
-    "tokens": (
-        lambda: nn.Sequential(nn.Embedding(6, 4), nn.LayerNorm(4), nn.Linear(4, 3)),
-        lambda: torch.randint(0, 6, (5, 7)),
-    ),
-}
-models = pytest.mark.parametrize("name", MODELS)
+NAMES = "linear twice", "conv2d, uneven", "group norm behind conv", "embedding and linear", "layer norm behind linear"
+models = pytest.mark.parametrize("name", NAMES)
 
 
 def made(name):
-    make_model, make_input = MODELS[name]
-    model, x = make_model().double(), make_input()
-    return model, x.double() if x.is_floating_point() else x
+    model, x = (make() for make in LAYERS[name])
+    return model.double(), x.double() if x.is_floating_point() else x
 
 
 @models
@@ -43,7 +29,7 @@ def test_gradients_of_samples_are_those_of_its_hooks(name):
     model, x = made(name)
     theirs = opacus.GradSampleModule(copy.deepcopy(model))
     losses_of(theirs(x)).mean().backward()
-    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0), keep_grad_samples=True)
+    clipper = clip(model, keep_grad_samples=True)
     losses_of(model(x)).mean().backward()
     for param, other in zip(model.parameters(), theirs.parameters(), strict=True):
         assert_close(param.grad_sample, other.grad_sample)

@@ -197,19 +197,18 @@ def test_what_mixes_between_two_modules_is_not_blamed_on_the_next_one():
         check_per_sample(model, torch.randn(4, 3), squares)
 
 
+def single(model, batch):
+    return model(batch).squeeze(1)
+
+
 @pytest.mark.parametrize(
-    ("model", "batch", "loss", "message"),
+    ("model", "count", "loss", "message"),
     [
-        (linear(3, 1), torch.randn(0, 3), lambda m, x: m(x).squeeze(1), "batch must hold at least one sample"),
-        (
-            linear(3, 1).requires_grad_(False),
-            torch.randn(2, 3),
-            lambda m, x: m(x).squeeze(1),
-            "no parameters that train",
-        ),
-        (linear(3, 1), torch.randn(2, 3), lambda m, x: m(x), r"one loss for each sample, \(B,\), .* got \(2, 1\)"),
+        (linear(3, 1), 0, single, "batch must hold at least one sample"),
+        (linear(3, 1).requires_grad_(False), 2, single, "no parameters that train"),
+        (linear(3, 1), 2, lambda m, x: m(x), r"one loss for each sample, \(B,\), .* got \(2, 1\)"),
     ],
 )
-def test_checks_of_nothing_are_refused(model, batch, loss, message):
+def test_checks_of_nothing_are_refused(model, count, loss, message):
     with pytest.raises(ValueError, match=message):
-        check_per_sample(model, batch, loss)
+        check_per_sample(model, torch.randn(count, 3), loss)

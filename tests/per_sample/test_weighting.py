@@ -2,19 +2,21 @@
 
 import pytest
 import torch
-from per_sample.harness import Net, assert_grads, batch, clip, grads, losses_of, reference, small
-from per_sample.table import TABLE
+from per_sample.harness import (
+    assert_grads,
+    batch,
+    by_backward,
+    by_classic_form,
+    clip,
+    grads,
+    losses_of,
+    reference,
+    small,
+)
+from per_sample.layers import LAYERS, MODELS, tied
 from torch import nn
 
 from torchzero_clip import NormClipper, PerSampleGradientClipper
-
-
-def test_zero_gradients_get_factor_1():
-    model = small()
-    result = clip(model).backward(model(batch()).sum(1) * 0)
-    assert result.norms.tolist() == [0.0] * 5
-    assert result.factors.tolist() == [1.0] * 5
-    assert all(not grad.any() for grad in grads(model))
 
 
 @pytest.mark.parametrize("memory", ["auto", "low"])
@@ -33,14 +35,7 @@ def test_a_sample_that_is_not_finite_leaves_the_others_as_they_are(memory, bad):
 
 
 def test_a_bad_loss_leaves_the_others_as_they_are():
-    model = Net(
-        lambda m, index: m.head(torch.tanh(m.middle(m.embedding(index)))),
-        embedding=nn.Embedding(7, 4),
-        middle=nn.Linear(4, 4),
-        head=nn.Linear(4, 7, bias=False),
-    ).double()
-    model.head.weight = model.embedding.weight
-    index = torch.randint(0, 6, (5, 4))
+    model, index = tied().double(), torch.randint(0, 6, (5, 4))
     expected = reference(model, index[:4], 0.5)[1]
     weights = torch.tensor([1.0, 1.0, 1.0, 1.0, float("nan")], dtype=torch.float64)
     result = clip(model, 0.5, loss_reduction="sum").backward(losses_of(model(index)) * weights)
@@ -58,35 +53,22 @@ def test_nonfinite_raise_names_the_samples_and_changes_nothing():
     clipper.backward(losses_of(model(batch())))
 
 
-@pytest.mark.parametrize("memory", ["auto", "low"])
-def test_no_samples_at_all_give_gradients_of_zeros(memory):
-    model = nn.Sequential(
-        *(nn.Embedding(6, 3), nn.Linear(3, 4), nn.LayerNorm(4), nn.RMSNorm(4), nn.Conv1d(5, 4, 3)),
-        *(nn.GroupNorm(2, 4), nn.InstanceNorm1d(4, affine=True), nn.PReLU(), nn.Linear(2, 2)),
-    ).double()
-    for form in ("backward", "classic"):
-        model.zero_grad()
-        with clip(model, memory=memory) as clipper:
-            losses = model(torch.zeros(0, 5, dtype=torch.int64)).sum((1, 2))
-            if form == "backward":
-                assert clipper.backward(losses).norms.shape == (0,)
-            else:
-                losses.sum().backward()
-                clipper.clip_and_accumulate()
-                assert clipper.pre_step()[1] == 0
-        for grad, param in zip(grads(model), model.parameters(), strict=True):
-            assert grad.shape == param.shape
-            assert not grad.any()
+EMPTY = (
+    *("linear 3-D", "linear, gradients formed in pieces", "linear, Gram matrices", "linear, Gram matrices in parts"),
+    *("conv1d", "conv2d", "conv2d, few positions", "conv2d, depthwise", "embedding", "bag, mean", "layer norm"),
+    *("rms norm", "group norm", "instance norm 1d", "prelu", "lstm, batch first", "gru", "linear layers of GPT-2"),
+    *("padding in a module with bare parameters", "tied embedding and head, 6", "vision transformer"),
+)
 
 
-@pytest.mark.parametrize("name", ["nanoGPT", "vit with bare tokens", "lstm", "resnet with group norm", "tied head"])
-def test_batches_of_no_samples_give_gradients_of_zeros(name):
-    entry = TABLE[name]
-    model, data = entry.model(), [x[:0] for x in entry.batch()]
-    with clip(model, whole=entry.whole) as clipper:
-        result = clipper.backward(model(*data).flatten(1).sum(1))
-    assert result.norms.shape == (0,)
-    assert all(param.grad is None or not param.grad.any() for param in model.parameters())
+@pytest.mark.parametrize("settings", [{}, {"memory": "low"}, {"keep_grad_samples": True}], ids=str)
+@pytest.mark.parametrize("form", [by_backward, by_classic_form])
+@pytest.mark.parametrize("name", EMPTY)
+def test_batches_of_no_samples_give_gradients_of_zeros(name, form, settings):
+    model, x = (make() for make in {**LAYERS, **MODELS}[name])
+    norms, _ = form(model, **settings)(lambda model: losses_of(model(x[:0])))
+    assert norms.shape == (0,)
+    assert_grads(model, [torch.zeros_like(param) for param in model.parameters()])
 
 
 class Giving(NormClipper):

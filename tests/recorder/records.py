@@ -1,5 +1,6 @@
 """Records made of numbers."""
 
+import json
 import math
 
 import torch
@@ -24,3 +25,25 @@ def made(norms, layers=("weight",), **options):
 
 def column(values):
     return torch.tensor(values, dtype=torch.float64)
+
+
+EXTREME = {
+    "one step": made([2.0]),
+    "all NaN": made([math.nan] * 30),
+    "no gradient": made([math.nan] * 30, layer_norms=torch.full((30, 1), -1.0, dtype=torch.float64)),
+    "all 0": made([0.0] * 30),
+    "no layers": made([1.0, 2.0, 3.0] * 10 + [90.0], layers=()),
+    "largest": made([1e300, 1.7e308, 1e-300] * 10),
+}
+
+
+def run_line(name, start=0, parent=None, layers=("a", "b")):
+    """The line of a file before the steps of a run."""
+    own = {"id": name, "parent": parent, "start": start, "layers": list(layers)}
+    return json.dumps({"kind": "run", "version": 1, "by": "parameter", "joint": []} | own)
+
+
+def step_line(step, **changes):
+    """The line of a step in a file."""
+    row = {"kind": "step", "step": step, "norm": 1.0, "loss": None, "reason": "", "metrics": {}}
+    return json.dumps(row | changes)

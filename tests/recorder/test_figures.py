@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from recorder import records
 from recorder.records import column, made
 
 from torchzero_clip.recorder.axes import printable
@@ -33,18 +34,12 @@ def labels(axes):
     return axes.get_legend_handles_labels()[1]
 
 
-EXTREME = {
+EXTREME = records.EXTREME | {
     "no steps": made([]),
-    "one step": made([2.0]),
-    "all NaN": made([NAN] * 30),
     "all inf": made([INF] * 30),
-    "no gradient": made([NAN] * 30, layer_norms=torch.full((30, 1), -1.0, dtype=torch.float64)),
-    "all 0": made([0.0] * 30),
     "equal": made([1.0] * 30),
     "mixed": made([1.0, NAN, INF, 0.0, 2.0] * 6),
-    "no layers": made([1.0, 2.0, 3.0] * 10, layers=()),
     "smallest": made([1e-300, 5e-324] * 15),
-    "largest": made([1e300, 1.7e308, 1e-300] * 10),
     "a limit of 0": made([1.0] * 30, metrics={"clip/limit": column([0.0] * 30), "clip/clipped": column([1.0] * 30)}),
     "losses": made([1.0] * 30, loss=column([1e308, -1e308, INF, NAN, 0.0] * 6)),
     "skipped": made([5.0] * 30, reasons=["skip_step"] * 30),
@@ -179,9 +174,8 @@ def test_at_most_six_groups_are_drawn_and_the_others_counted():
     assert "norms in the order of steps (2 more groups are not drawn)" in texts(figure)
 
 
-@pytest.mark.parametrize("name", ["tiny", "huge"])
-def test_series_of_extreme_norms_are_drawn(name, tmp_path):
-    factor = {"tiny": 1e-320, "huge": 1e308}[name]
+@pytest.mark.parametrize("factor", [1e-320, 1e308])
+def test_series_of_extreme_norms_are_drawn(factor, tmp_path):
     norms = torch.linspace(0.5, 1, 40).double() * factor
     suggested({"joint": norms}, 0.01, "joint").plot(tmp_path / "limit.png")
     assert (tmp_path / "limit.png").exists()

@@ -2,24 +2,27 @@
 
 import copy
 import gc
-import io
 import json
 import math
+import multiprocessing
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 import torch
 from torch import nn
 
 from torchzero_clip import SGD, ClipNorm, Modular, Recorder, SkipStep, read_record
+from torchzero_clip.recorder.files import append, encoded
 
-BEGIN = '{"kind": "run", "version": 1, "start": 0, "by": "parameter", "joint": [], "layers": ["a", "b"]}\n'
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run.jsonl"
 
 
 def start(path, **given):
@@ -42,11 +45,10 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_full_rings_are_appended(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_full_rings_are_appended(path):
     optimizer, recorder = start(path, keep=10)
     run(optimizer, 9)
-    assert not path.exists()
+    assert path.read_bytes() == b""
     run(optimizer, 12, start=9)
     assert [row["step"] for row in lines(path) if row["kind"] == "step"] == list(range(20))
     recorder.flush()
@@ -55,8 +57,8 @@ def test_full_rings_are_appended(tmp_path):
     assert [row["kind"] for row in lines(path)].count("run") == 1
 
 
-def test_what_is_read_is_what_was_written(tmp_path):
-    path = tmp_path / "run.jsonl"
+@pytest.mark.filterwarnings("ignore:.*layers are inf or NaN")
+def test_what_is_read_is_what_was_written(path):
     optimizer, recorder = start(path, keep=300, ratios_every=50)
     run(optimizer, 250, sizes={120: 20.0, 200: 1000.0, 210: torch.inf})
     recorder.close()
@@ -87,8 +89,7 @@ def test_what_is_read_is_what_was_written(tmp_path):
         record.suggest_max_norm(scope="parameter")
 
 
-def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_a_resumed_run_replaces_what_came_after_its_checkpoint(path):
     optimizer, recorder = start(path, keep=10)
     run(optimizer, 20)
     saved = recorder.state_dict()
@@ -105,8 +106,8 @@ def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path):
     assert [block.last for block in record.blocks] == [9, 19, 29, 34]
 
 
-def test_of_a_long_series_of_bad_steps_only_the_first_keep_their_layers(tmp_path):
-    path = tmp_path / "run.jsonl"
+@pytest.mark.filterwarnings("ignore:.*layers are inf or NaN")
+def test_of_a_long_series_of_bad_steps_only_the_first_keep_their_layers(path):
     optimizer, recorder = start(path)
     run(optimizer, 60, sizes=dict.fromkeys([*range(20, 45), 50], torch.inf))
     recorder.close()
@@ -114,8 +115,7 @@ def test_of_a_long_series_of_bad_steps_only_the_first_keep_their_layers(tmp_path
     assert len([reason for reason in read_record(path).reasons if reason]) == 26
 
 
-def test_layers_that_are_added_later(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_layers_that_are_added_later(path):
     optimizer, recorder = start(path)
     run(optimizer, 3)
     optimizer.add_param_group({"params": [("c", nn.Parameter(torch.zeros(1)))]})
@@ -163,8 +163,7 @@ def test_the_end_of_the_process_writes_the_rest_and_a_kill_loses_one_ring(tmp_pa
     assert read_record(killed).steps == list(range(20))
 
 
-def test_a_recorder_that_nobody_holds_writes_when_its_optimizer_goes(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_a_recorder_that_nobody_holds_writes_when_its_optimizer_goes(path):
     optimizer, _ = start(path)
     run(optimizer, 3)
     del optimizer, _
@@ -172,79 +171,7 @@ def test_a_recorder_that_nobody_holds_writes_when_its_optimizer_goes(tmp_path):
     assert read_record(path).steps == [0, 1, 2]
 
 
-def test_a_line_that_a_kill_cut_off_is_left_out(tmp_path):
-    path = tmp_path / "run.jsonl"
-    step = '{"kind": "step", "step": %d, "norm": 1.0, "loss": null, "reason": "", "metrics": {}}\n'
-    path.write_text(BEGIN + step % 0 + (step % 1)[:30])
-    assert read_record(path).steps == [0]
-    optimizer, recorder = start(path)
-    recorder.load_state_dict({"step": 1, "tape": None})
-    run(optimizer, 2)
-    recorder.close()
-    assert read_record(path).steps == [0, 1, 2]
-
-
-GOOD = '{"kind": "step", "step": 0, "norm": 1.0, "loss": null, "reason": "", "metrics": {}}'
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("nonsense", "line 2: it is not JSON"),
-        ("[1, 2]", "line 2: its kind must be one of run, step"),
-        ('{"kind": "tree"}', "line 2: its kind must be one of"),
-        (
-            '{"kind": "step", "step": "3", "norm": 1, "loss": 1, "reason": "", "metrics": {}}',
-            "line 2: 'step' is missing",
-        ),
-        ('{"kind": "step", "step": true, "norm": 1, "loss": 1, "reason": "", "metrics": {}}', "line 2: 'step' is"),
-        ('{"kind": "step", "step": 3}', "line 2: 'norm' is missing"),
-        ('{"kind": "step", "step": 3, "norm": 1, "loss": 1, "reason": "", "metrics": {"a": "b"}}', "must be numbers"),
-        ('{"kind": "layers", "step": 3, "norms": [1.0]}', "line 2: it has 1 numbers for 2 layers"),
-        ('{"kind": "layers", "step": 3, "norms": [1.0, "x"]}', "line 2: it must have numbers only"),
-        (
-            '{"kind": "step", "step": 3, "norm": 1%s, "loss": 1, "reason": "", "metrics": {}}' % ("0" * 400),
-            "line 2: int too",
-        ),
-        ("[" * 100_000, "line 2: it is not JSON"),
-        (
-            '{"kind": "run", "version": 2, "start": 0, "by": "parameter", "joint": [], "layers": []}',
-            "version 2 cannot be read",
-        ),
-    ],
-)
-def test_bad_lines_are_named(tmp_path, line, message):
-    path = tmp_path / "run.jsonl"
-    path.write_text(f"{BEGIN}{line}\n{GOOD}\n")
-    with pytest.raises(ValueError, match=message) as error:
-        read_record(path)
-    assert str(path) in str(error.value)
-
-
-def test_bad_files(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        read_record(tmp_path / "missing.jsonl")
-    path = tmp_path / "run.jsonl"
-    path.write_text(f"{GOOD}\n{GOOD}\n")
-    with pytest.raises(ValueError, match="line 1: a line of the kind 'run' must come first"):
-        read_record(path)
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="not a text file"):
-        read_record(path)
-    path.write_text("")
-    assert read_record(path).steps == []
-
-
-def test_a_long_file_is_read_in_moments(tmp_path):
-    path = tmp_path / "run.jsonl"
-    step = '{"kind": "step", "step": %d, "norm": 1.0, "loss": 2.0, "reason": "", "metrics": {"clip_norm/limit": 1.0}}'
-    path.write_text(BEGIN + "\n".join(step % k for k in range(20_000)) + "\n")
-    begin = time.perf_counter()
-    assert len(read_record(path).steps) == 20_000
-    assert time.perf_counter() - begin < 20  # quadratic reading takes minutes
-
-
-def test_jobs_that_are_killed_before_a_ring_is_full_lose_no_more_than_the_last_ring(tmp_path):
+def test_jobs_that_are_killed_after_each_checkpoint_lose_no_step(tmp_path):
     path, saved = tmp_path / "run.jsonl", None
     for job in range(4):
         optimizer, recorder = start(path, keep=30)
@@ -253,25 +180,23 @@ def test_jobs_that_are_killed_before_a_ring_is_full_lose_no_more_than_the_last_r
         run(optimizer, 25, start=25 * job)
         saved = recorder.state_dict()
         recorder._run.log = None  # the process is killed
-    assert read_record(path).steps == list(range(75))
+    assert read_record(path).steps == list(range(85))  # the last job wrote its tenth step
 
 
-def test_a_copy_writes_no_file(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_a_copy_writes_no_file(path):
     optimizer, recorder = start(path)
     run(optimizer, 5)
     for copied in (copy.deepcopy(recorder), pickle.loads(pickle.dumps(recorder._run))):
         copied.flush()
         copied.close()
-    assert not path.exists()
+    assert path.read_bytes() == b""
     run(optimizer, 5, start=5)
     recorder.close()
     assert read_record(path).steps == list(range(10))
 
 
 @pytest.mark.parametrize(("keep", "spike", "end"), [(10, 105, 120), (100, 205, 210), (1000, 1005, 1010)])
-def test_the_layers_of_a_spike_are_written_however_few_steps_come_with_it(tmp_path, keep, spike, end):
-    path = tmp_path / "run.jsonl"
+def test_the_layers_of_a_spike_are_written_however_few_steps_come_with_it(path, keep, spike, end):
     optimizer, recorder = start(path, keep=keep)
     run(optimizer, end, sizes={spike: 20.0})
     recorder.close()
@@ -279,8 +204,7 @@ def test_the_layers_of_a_spike_are_written_however_few_steps_come_with_it(tmp_pa
     assert read_record(path).worst(step=spike)[0].ratio > 10
 
 
-def test_a_spike_that_is_known_only_later_gets_its_layers(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_a_spike_that_is_known_only_later_gets_its_layers(path):
     optimizer, recorder = start(path)
     run(optimizer, 12, sizes={8: 20.0})
     recorder.flush()
@@ -290,20 +214,26 @@ def test_a_spike_that_is_known_only_later_gets_its_layers(tmp_path):
     assert read_record(path).layer_steps == [8]
 
 
+def fails_halfway(error):
+    """An `os.write` that writes half of the data, and then raises."""
+    write, called = os.write, []
+
+    def half(file, data):
+        called.append(len(data))
+        if len(called) > 1:
+            raise error
+        return write(file, data[: len(data) // 2])
+
+    return half
+
+
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()], ids=["full", "interrupt"])
-def test_a_flush_that_fails_loses_nothing(tmp_path, monkeypatch, error):
-    path = tmp_path / "run.jsonl"
+def test_a_flush_that_fails_loses_nothing(path, monkeypatch, error):
     optimizer, recorder = start(path, keep=10)
     run(optimizer, 15)
     before = path.read_bytes()
-
-    class Fails(io.FileIO):
-        def write(self, data):
-            super().write(data[: len(data) // 2])
-            raise error
-
     with monkeypatch.context() as patch:
-        patch.setattr(path.__class__, "open", lambda self, mode: Fails(self, "a+"))
+        patch.setattr(os, "write", fails_halfway(error))
         with pytest.raises(type(error)):
             recorder.flush()
     assert path.read_bytes() == before
@@ -312,29 +242,70 @@ def test_a_flush_that_fails_loses_nothing(tmp_path, monkeypatch, error):
     assert read_record(path).steps == list(range(20))
 
 
-def test_a_ring_that_cannot_be_written_does_not_stop_training(tmp_path, monkeypatch):
-    path = tmp_path / "run.jsonl"
+def test_a_half_line_stays_if_another_process_has_written_behind_it(path, monkeypatch):
+    optimizer, recorder = start(path)
+    run(optimizer, 10)
+    other = encoded([{"kind": "of another process"}], "other")
+
+    def half_and_other(file, data):
+        monkeypatch.undo()
+        os.write(file, data[: len(data) // 2])
+        append(path, other)
+        raise OSError("disk full")
+
+    run(optimizer, 5, start=10)
+    monkeypatch.setattr(os, "write", half_and_other)
+    with pytest.raises(OSError, match="disk full"):
+        recorder.flush()
+    assert path.read_bytes().endswith(b"\n" + other)
+    recorder.close()
+    with pytest.warns(UserWarning, match="1 line is not JSON and was left out"):
+        assert read_record(path).steps == list(range(15))
+
+
+def test_a_disk_that_stays_full_gives_one_warning(path, monkeypatch):
     optimizer, recorder = start(path, keep=10)
 
-    def fails(self, mode):
+    def fails(file, data):
         raise OSError("no space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(path.__class__, "open", fails)
-        with pytest.warns(UserWarning, match="no space left"):
-            run(optimizer, 10)
-    run(optimizer, 10, start=10)
+        patch.setattr(os, "write", fails)
+        with pytest.warns(UserWarning, match="no space left") as caught:
+            run(optimizer, 30)
+    assert len(caught) == 1
+    run(optimizer, 10, start=30)
     recorder.close()
-    assert read_record(path).steps == list(range(10, 20))  # the ring had no room for more
+    assert read_record(path).steps == list(range(30, 40))  # the ring had no room for more
+
+
+@pytest.mark.slow
+def test_a_file_that_reaches_the_limit_of_its_size_has_whole_lines(path):
+    """The kernel writes what fits, and then fails, as on a full disk."""
+    program = textwrap.dedent(
+        """
+        import resource, sys, torch, warnings
+        from torchzero_clip import ClipNorm, Modular, Recorder
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = Modular([("w", weight)], ClipNorm(1.0))
+        recorder = Recorder(optimizer, path=sys.argv[1], flush_every=7)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
+        for step in range(200):
+            weight.grad = torch.ones(1)
+            optimizer.step()
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, path], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stderr.count("could not be written") == 1
+    assert path.read_bytes().endswith(b"\n")
+    steps = read_record(path).steps
+    assert steps == list(range(len(steps)))
+    assert len(steps) > 20
 
 
 def test_paths(tmp_path, monkeypatch):
-    path = tmp_path / "run.jsonl"
-    optimizer, recorder = start(path)
-    with pytest.raises(ValueError, match="another Recorder writes to"):
-        start(path)
-    recorder.close()
-    start(path)[1].close()
     for wrong in ("/proc/run.jsonl", "x" * 300):
         with pytest.raises(ValueError, match="cannot be written"):
             start(tmp_path / wrong if wrong[0] == "x" else wrong)
@@ -354,8 +325,7 @@ def test_paths(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore")
-def test_a_fork_does_not_write(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_a_fork_does_not_write(path):
     optimizer, recorder = start(path)
     run(optimizer, 5)
     child = os.fork()
@@ -363,31 +333,69 @@ def test_a_fork_does_not_write(tmp_path):
         recorder.close()
         os._exit(0)
     os.waitpid(child, 0)
-    assert not path.exists()
+    assert path.read_bytes() == b""
 
 
-def test_a_run_that_begins_anew_warns_that_it_replaces_the_file(tmp_path):
-    path = tmp_path / "run.jsonl"
-    optimizer, recorder = start(path)
-    run(optimizer, 5)
-    recorder.close()
-    optimizer, recorder = start(path)
-    run(optimizer, 2)
+def test_a_new_recorder_takes_over_the_file_of_an_older_one(path):
+    first, older = start(path)
+    run(first, 5)
+    second, newer = start(path)
+    before = [param.clone() for param in first.param_groups[0]["params"]]
+    with pytest.raises(RuntimeError, match="another Recorder of this process writes to path="):
+        run(first, 1, start=5)
+    assert all(torch.equal(a, b) for a, b in zip(before, first.param_groups[0]["params"], strict=True))
+    older.close()
+    run(first, 1, start=5)
     with pytest.warns(UserWarning, match="already has a record"):
-        recorder.close()
-    assert read_record(path).steps == [0, 1]
+        run(second, 10)
+    newer.close()
+    with pytest.warns(UserWarning, match=r"also has run '\w+' \(steps 0 to 4\)") as caught:
+        assert read_record(path).steps == list(range(10))
+    other = str(caught[0].message).split("'")[1]
+    assert read_record(path, run=other).steps == list(range(5))
 
 
-def test_lines_for_steps_that_are_not_there_are_left_out(tmp_path):
-    path = tmp_path / "run.jsonl"
-    path.write_text(BEGIN + '{"kind": "layers", "step": 5, "norms": [1.0, 2.0]}\n')
-    assert read_record(path).layer_steps == []
-    with pytest.raises(ValueError, match="does not have the layers of any step"):
-        read_record(path).worst()
+def test_only_the_first_process_touches_the_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    optimizer, recorder = start(tmp_path / "missing" / "run.jsonl")
+    run(optimizer, 20)
+    recorder.close()
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_the_reading_of_a_file_knows_joint_limits(tmp_path):
-    path = tmp_path / "run.jsonl"
+def records(path, barrier, index):
+    """In a fork: wait for the others, then record a few steps."""
+    barrier.wait(60)
+    optimizer, recorder = start(path)
+    run(optimizer, 12)
+    recorder.close()
+    assert recorder.step == 12 + 0 * index
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("has_ranks", [True, False])
+def test_processes_on_one_fresh_path(tmp_path, has_ranks, monkeypatch):
+    context = multiprocessing.get_context("fork")
+    for k in range(150):
+        path, barrier = tmp_path / f"{k}.jsonl", context.Barrier(4)
+        processes = []
+        for index in range(4):
+            if has_ranks:
+                monkeypatch.setenv("RANK", str(index))
+            processes.append(context.Process(target=records, args=(path, barrier, index)))
+            processes[-1].start()
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [0] * 4
+        runs = {row["id"] for row in lines(path) if row["kind"] == "run"}
+        assert len(runs) == (1 if has_ranks else 4)
+        for name in runs:
+            assert read_record(path, run=name).steps == list(range(12))
+
+
+def test_the_reading_of_a_file_knows_joint_limits(path):
     weight = nn.Parameter(torch.zeros(2))
     chain = [
         ClipNorm(9.0, 1, dim="global"),

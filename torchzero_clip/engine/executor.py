@@ -77,8 +77,8 @@ class Executor(Tools):
         """Change the parameters as an update rule and the ``rest`` of the chain would. Return the rows done."""
 
     @abstractmethod
-    def joint_norm(self, grads: list[Tensor]) -> Tensor | None:
-        """The L2 norm of all gradients together; None if the norm of each takes as long."""
+    def joint_norm(self, grads: list[Tensor], *, beside: bool) -> tuple[Tensor, Tensor | None] | None:
+        """The L2 norm of all gradients together, and with ``beside`` that of each; None if the latter takes as long."""
 
     @abstractmethod
     def norm_of_each(self, grads: list[Tensor]) -> Tensor:

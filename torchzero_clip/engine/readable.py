@@ -57,7 +57,7 @@ class Readable(Executor):
         return set()
 
     @override
-    def joint_norm(self, grads: list[Tensor]) -> Tensor | None:
+    def joint_norm(self, grads: list[Tensor], *, beside: bool) -> None:
         return None
 
     @override

@@ -106,9 +106,14 @@ class Walk:
         """
         if self.gradient_norms is None:
             # the joint norm of finite gradients is finite, and 0 only if all are 0: joint statistics ask no more
-            total = self.executor.joint_norm(self.grads) if jointly and self.nodes.only_joint_statistics else None
-            self.gradient_norms = self.executor.norm_of_each(self.grads) if total is None else total.view(1)
-            self._note_norms(self.gradient_norms if total is None else None)
+            jointly = jointly and self.nodes.only_joint_statistics
+            joint = self.executor.joint_norm(self.grads, beside=self.listens) if jointly else None
+            if joint is None:
+                self.gradient_norms = norms = self.executor.norm_of_each(self.grads)
+            else:
+                total, norms = joint
+                self.gradient_norms = total.view(1)
+            self._note_norms(norms)
         return self.gradient_norms
 
     def _note_norms(self, norms: Tensor | None = None) -> None:

@@ -28,7 +28,7 @@ from torchzero_clip.fast.vectors import VectorStates
 from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Measured, scale_
-from torchzero_clip.functional.norms import each_norm, whole_norm, whole_norms
+from torchzero_clip.functional.norms import each_norm, whole_norm, whole_norm_beside, whole_norms
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import is_partial, locals_of, memories
 from torchzero_clip.types import Setting, State
@@ -109,8 +109,13 @@ class Fast(Executor):
         run_pieces([op], updates, each, self._scratch, lambda rows, cut, views: None)
 
     @override
-    def joint_norm(self, grads: list[Tensor]) -> Tensor | None:
-        return whole_norm(grads) if self._layout is not None or foreach.are_plain(grads) else None
+    def joint_norm(self, grads: list[Tensor], *, beside: bool) -> tuple[Tensor, Tensor | None] | None:
+        if self._layout is None and not foreach.are_plain(grads):
+            return None
+        if beside:
+            return whole_norm_beside(grads, self._scratch)
+        total = whole_norm(grads)
+        return None if total is None else (total, None)
 
     @override
     def norm_of_each(self, grads: list[Tensor]) -> Tensor:

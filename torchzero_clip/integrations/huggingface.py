@@ -1,7 +1,9 @@
 """A callback for the Trainer of Hugging Face."""
 
 import inspect
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,15 @@ from transformers.trainer_callback import CallbackHandler
 from typing_extensions import override
 
 from torchzero_clip.integrations import metrics
+from torchzero_clip.modular.modular import Modular
+from torchzero_clip.modular.wrapped import unwrap
 from torchzero_clip.recorder.recorder import Recorder, attached
 
 SAVED = "recorder.pt"
 
 
 class TrainerCallback(transformers.TrainerCallback):
-    """Logs what the transforms of a `Modular` measured, and stops a run that the Trainer would clip as well.
+    """Logs what a `Modular` measured and what a `Recorder` recorded, and stops a run that the Trainer would clip too.
 
     ```py
     Trainer(
@@ -25,8 +29,9 @@ class TrainerCallback(transformers.TrainerCallback):
     )
     ```
 
-    The metrics join the logs of every ``logging_steps``: ``trainer.state.log_history``, and whatever the Trainer
-    reports to, such as TensorBoard and Weights & Biases. They are those of the last step that was taken before the log.
+    The numbers join the logs of every ``logging_steps``: ``trainer.state.log_history``, and whatever the Trainer
+    reports to, such as TensorBoard and Weights & Biases. Metrics are those of the last step that was taken before the
+    log. A recorder without ``log=`` adds its numbers to the logs.
 
     ``TrainingArguments.max_grad_norm`` is 1.0 by default. The Trainer then scales the gradients before the optimizer
     gets them, so that a limit above 1 never acts and statistics learn clipped norms. The ``grad_norm`` in its logs is
@@ -34,62 +39,94 @@ class TrainerCallback(transformers.TrainerCallback):
 
     Args:
         recorder: A `Recorder` of the optimizer, or a function that makes one when training starts, such as
-            ``functools.partial(Recorder, path="run.jsonl")``. Its steps are saved in each checkpoint, as
-            ``recorder.pt``, and loaded from there if the run is resumed; from a checkpoint in another folder than
-            ``output_dir`` only the number of the step is. The Trainer tells no loss: call ``optimizer.report_loss``
-            where it is computed.
+            ``functools.partial(Recorder, path="run.jsonl")``. The optimizer may be any, such as the Trainer's own
+            AdamW. The steps are saved in each checkpoint, as ``recorder.pt``, and loaded from there if the run is
+            resumed; from a checkpoint in another folder than ``output_dir`` only the number of the step is. The
+            recorder is closed at the end of training. With ``logging_steps=1`` the losses of the logs are recorded;
+            otherwise these are means over several steps: call ``recorder.report_loss`` where the loss is computed.
 
     Raises:
-        ValueError: When training starts, if ``max_grad_norm`` is above 0, or the recorder records another optimizer.
-        TypeError: When training starts, if the optimizer is not a `Modular`.
+        ValueError: When training starts, if the optimizer is a `Modular` and ``max_grad_norm`` is above 0, or the
+            recorder is closed or records another optimizer.
+        TypeError: When training starts, if the optimizer is not a `Modular`, and there is no recorder.
     """
 
     def __init__(self, recorder: Recorder | Callable[[Any], Recorder] | None = None) -> None:
         self._given = recorder
         self.recorder = recorder if isinstance(recorder, Recorder) else None
         """The recorder, once there is one."""
+        self._live: dict[str, float] = {}
+        self._logged = -1
+        """The step of the last loss."""
 
     @override
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check that only one side clips."""
+        """Check that only one side clips, and begin or continue the record."""
+        optimizer = kwargs["optimizer"]
+        own = isinstance(unwrap(optimizer), Modular) or self._given is None
+        if own:
+            metrics(optimizer)
         if args.max_grad_norm is not None and args.max_grad_norm > 0:
-            raise ValueError(
-                f"the Trainer clips gradients to max_grad_norm={args.max_grad_norm} before the optimizer gets them: "
-                'write TrainingArguments(max_grad_norm=0), and ClipNorm(1.0, dim="global") in the chain for a limit '
-                "like the Trainer's"
-            )
-        metrics(kwargs["optimizer"])
+            clips = f"the Trainer clips gradients to max_grad_norm={args.max_grad_norm} before"
+            if own:
+                raise ValueError(
+                    f"{clips} the optimizer gets them: write TrainingArguments(max_grad_norm=0), and "
+                    'ClipNorm(1.0, dim="global") in the chain for a limit like the Trainer\'s'
+                )
+            warnings.warn(f"{clips} they are recorded: set it to 0 to record the norms before", stacklevel=2)
         self._come_first()
         if self._given is not None:
-            self.recorder = self._given = attached(self._given, kwargs["optimizer"])
-            saved = _checkpoint(args, state) / SAVED
-            if saved.exists():
-                self.recorder.load_state_dict(torch.load(saved, weights_only=True))
-            elif state.global_step > self.recorder.step:  # resumed from another folder, which is not told
-                self.recorder.load_state_dict({"step": state.global_step, "tape": None})
+            self.recorder = attached(self._given, optimizer)
+            self.recorder.log_to(self._keep)
+            self._resume(self.recorder, _checkpoint(args, state) / SAVED, state.global_step)
+
+    def _resume(self, recorder: Recorder, saved: Path, step: int) -> None:
+        """Continue the record that is beside the checkpoint, or from the number of the step."""
+        if saved.exists():
+            try:
+                recorder.load_state_dict(torch.load(saved, weights_only=True))
+                return
+            except Exception as error:  # a run must not end because of its record
+                warnings.warn(f"{saved} cannot be read, the record goes on at step {step}: {error!r}", stacklevel=2)
+        if step > recorder.step:  # resumed from another folder, which is not told
+            recorder.load_state_dict({"step": step, "tape": None})
+
+    def _keep(self, step: int, values: dict[str, float]) -> None:
+        self._live = values
 
     @override
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the record beside the state of the optimizer."""
         if self.recorder is not None:
-            saved = self.recorder.state_dict()
-            if state.is_world_process_zero and _checkpoint(args, state).is_dir():
-                torch.save(saved, _checkpoint(args, state) / SAVED)
+            self.recorder.flush(warn=True)
+            saved, place = self.recorder.state_dict(), _checkpoint(args, state) / SAVED
+            if state.is_world_process_zero and place.parent.is_dir():
+                torch.save(saved, place.with_suffix(".tmp"))
+                place.with_suffix(".tmp").replace(place)
 
     @override
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the rest of the record to its file."""
+        """Write the rest of the record to its file, and stop recording."""
         if self.recorder is not None:
-            self.recorder.flush()
+            self.recorder.close()
 
     @override
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Add the metrics to the logs of training."""
+        """Add the numbers to the logs of training."""
         if logs is None or "loss" not in logs or kwargs.get("optimizer") is None:
             return
-        found = metrics(kwargs["optimizer"])
+        found = metrics(kwargs["optimizer"]) if isinstance(unwrap(kwargs["optimizer"]), Modular) else {}
         numbers = torch.stack([value.double().cpu() for value in found.values()]).tolist() if found else []
         named = dict(zip(found, numbers, strict=True))
+        if self.recorder is not None:
+            last = self.recorder.step - 1
+            is_of_step = args.logging_strategy == "steps" and args.logging_steps == 1
+            if is_of_step and last > self._logged:  # else a gradient scaler refused the step
+                with suppress(ValueError):  # a gate has judged the step without this loss
+                    self.recorder.report_loss(logs["loss"], step=last)
+                self._logged = last
+            self.recorder.flush(warn=True)
+            named |= self._live
         logs.update(named)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(named)

@@ -4,12 +4,14 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from torchzero_clip.integrations import unwrapped
 from torchzero_clip.modular.modular import Modular
+from torchzero_clip.modular.wrapped import unwrap
 from torchzero_clip.recorder.recorder import Recorder, attached
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ else:  # one library under two names
 
 
 class LightningCallback(Callback):
-    """Logs what the transforms of a `Modular` measured, and stops a run that the Trainer would clip as well.
+    """Logs what a `Modular` measured and what a `Recorder` recorded, and stops a run that the Trainer would clip too.
 
     ```py
     Trainer(callbacks=[LightningCallback()])
@@ -31,20 +33,21 @@ class LightningCallback(Callback):
     The metrics are logged as by ``self.log`` in the module: in ``trainer.callback_metrics``, and every
     ``log_every_n_steps`` in the Trainer's logger, such as TensorBoard. With several optimizers their names begin with
     the index of the optimizer, as in ``"1/clip_norm/norm"``. Other optimizers than `Modular` have no
-    metrics.
+    metrics. A recorder without ``log=`` sends its numbers to the loggers of the Trainer.
 
     Args:
         recorder: A `Recorder` of an optimizer of the module, or a function that makes one when training starts, such as
-            ``functools.partial(Recorder, path="run.jsonl")``; with several optimizers it gets the first `Modular`. Its
-            steps are saved in the checkpoints of the Trainer. In automatic optimization it also records the loss that
+            ``functools.partial(Recorder, path="run.jsonl")``; with several optimizers it gets the first `Modular`, or
+            else the first one. Its steps are saved in the checkpoints of the Trainer, and it is closed at the end of
+            training. In automatic optimization it also records the loss that
             Lightning's closure returns: with ``accumulate_grad_batches`` that of the last part divided by their number,
             and none with ``precision="16-mixed"``.
 
     Raises:
-        ValueError: When fitting starts, if ``Trainer(gradient_clip_val=...)`` is above 0, or the module overrides
-            ``configure_gradient_clipping``: the gradients would be clipped before the optimizer gets them. When
-            training starts, if the recorder records another optimizer.
-        TypeError: When training starts, if none of the optimizers is a `Modular`.
+        ValueError: When fitting starts with a `Modular`, if ``Trainer(gradient_clip_val=...)`` is above 0, or the
+            module overrides ``configure_gradient_clipping``: the gradients would be clipped before the optimizer gets
+            them. When training starts, if the recorder is closed or records another optimizer.
+        TypeError: When training starts, if none of the optimizers is a `Modular`, and there is no recorder.
     """
 
     def __init__(self, recorder: Recorder | Callable[[Any], Recorder] | None = None) -> None:
@@ -56,6 +59,8 @@ class LightningCallback(Callback):
     @override
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Check that only one side clips."""
+        if self._given is not None and not _chains(trainer.optimizers):
+            return  # the Trainer has to clip for other optimizers
         limit = trainer.gradient_clip_val
         if limit is not None and limit > 0:
             raise ValueError(
@@ -71,31 +76,34 @@ class LightningCallback(Callback):
     @override
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Check that there is something to log, and begin the record."""
-        chains = list(_chains(trainer.optimizers).values())
-        if not chains:
+        chains: list[Any] = list(_chains(trainer.optimizers).values())
+        if not chains and self._given is None:
             kinds = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
             raise TypeError(f"configure_optimizers must return a Modular for LightningCallback to log, got {kinds}")
-
-        if self._given is not None:
-            given = self._given.optimizer if isinstance(self._given, Recorder) else chains[0]
-            own = next((chain for chain in chains if chain is given), chains[0])
-            if self.recorder is not None and self.recorder is not self._given:
-                self.recorder.close()  # of an earlier fit
-            self.recorder = attached(self._given, own)
-            if self._loaded is not None:
-                self.recorder.load_state_dict(self._loaded)
-                self._loaded = None
+        if self._given is None:
+            return
+        found = chains or list(map(unwrap, trainer.optimizers))
+        given = self._given.optimizer if isinstance(self._given, Recorder) else found[0]
+        recorder = attached(self._given, next((own for own in found if own is given), found[0]))
+        self.recorder = recorder
+        recorder.log_to(partial(_log, trainer.loggers))
+        if self._loaded is not None:
+            recorder.load_state_dict(self._loaded)
+            self._loaded = None
 
     @override
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Write the rest of the record to its file."""
+        """Write the rest of the record to its file, and stop recording."""
         if self.recorder is not None:
-            self.recorder.flush()
+            self.recorder.close()
 
     @override
     def state_dict(self) -> dict[str, Any]:
         """The record, for the checkpoints of the Trainer."""
-        return {} if self.recorder is None else self.recorder.state_dict()
+        if self.recorder is None:
+            return {}
+        self.recorder.flush(warn=True)
+        return self.recorder.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -107,6 +115,11 @@ class LightningCallback(Callback):
         """Log the metrics of the last step."""
         for prefix, optimizer in _chains(trainer.optimizers).items():
             pl_module.log_dict({f"{prefix}{name}": value.float() for name, value in optimizer.metrics().items()})
+
+
+def _log(loggers: Sequence[Any], step: int, values: dict[str, float]) -> None:
+    for logger in loggers:
+        logger.log_metrics(values, step=step)
 
 
 def _is_lightnings(hook: Any) -> bool:

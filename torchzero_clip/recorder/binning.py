@@ -4,15 +4,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from torchzero_clip.recorder.data import Data
 from torchzero_clip.recorder.numbers import median_of
-
-if TYPE_CHECKING:
-    from torchzero_clip.recorder.record import Record
 
 MOST_COLUMNS = 1000
 TILES_PER_INCH = 28
@@ -42,7 +39,7 @@ class Events:
     skipped: Tensor
 
     @classmethod
-    def of(cls, record: "Record") -> "Events":
+    def of(cls, record: Data) -> "Events":
         """Find the events of a record."""
         found = set(record.spikes())
         norm = torch.where(record.norm.isfinite() & (record.norm > 0), record.norm, torch.nan)
@@ -174,7 +171,7 @@ class Tiles:
     ratios: Tensor
 
     @classmethod
-    def of(cls, record: "Record", most: int = MOST_NAMES, *, width: float = 9.0) -> "Tiles":
+    def of(cls, record: Data, most: int = MOST_NAMES, *, width: float = 9.0) -> "Tiles":
         """Take first the layers with norms that are not finite, then those with the largest ratios."""
         edges, highest = _spans(record, int(width * TILES_PER_INCH))
         ratios = relative(highest, usual_norms(record)).T
@@ -194,7 +191,7 @@ def relative(norms: Tensor, usual: Tensor) -> Tensor:
     return torch.where(norms.isfinite(), torch.where(norms < 0, torch.nan, known), torch.inf)
 
 
-def usual_norms(record: "Record") -> Tensor:
+def usual_norms(record: Data) -> Tensor:
     """The median of the norms above 0 of each layer over the run; NaN if there are none."""
     rows = torch.stack([block.median for block in record.blocks]) if record.blocks else record.layer_norms
     if not rows.numel():
@@ -203,7 +200,7 @@ def usual_norms(record: "Record") -> Tensor:
     return torch.where(rows.isfinite() & (rows > 0), rows, torch.nan).nanmedian(dim=0).values
 
 
-def _spans(record: "Record", most: int) -> tuple[list[float], Tensor]:
+def _spans(record: Data, most: int) -> tuple[list[float], Tensor]:
     """The edges of the columns, and the largest norm of each layer in each column."""
     if record.blocks:
         blocks = sorted(record.blocks, key=lambda block: block.first)

@@ -2,22 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchzero_clip.recorder import words
 from torchzero_clip.recorder.axes import WIDE, module, printable
 from torchzero_clip.recorder.binning import Events, Tiles
+from torchzero_clip.recorder.data import Data
 from torchzero_clip.recorder.heat import draw_heat, heat_height
 from torchzero_clip.recorder.panels import draw_bars, draw_norm_panel, draw_series_row, draw_thin_panels, thin_panels
-
-if TYPE_CHECKING:
-    from torchzero_clip.recorder.record import Record
-    from torchzero_clip.recorder.series import Series
+from torchzero_clip.recorder.series import Series
 
 MOST_GROUPS = 6
 
 
-def draw_record(record: "Record", path: Any) -> Any:
+def draw_record(record: Data, path: Any) -> Any:
     """Draw the norms, the layers and how often each norm was seen in one figure; save it if there is a path."""
     events, tiles = Events.of(record).drawn(), Tiles.of(record, width=WIDE)
     thin = thin_panels(record, events)
@@ -35,7 +33,7 @@ def draw_record(record: "Record", path: Any) -> Any:
 
 
 def draw_norms(
-    record: "Record", events: Events | None = None, *, width: float = WIDE, suggested: float | None = None
+    record: Data, events: Events | None = None, *, width: float = WIDE, suggested: float | None = None
 ) -> Any:
     """The joint norms by step, with limits, spikes, clipped and skipped steps, and the loss if it is known.
 
@@ -53,7 +51,7 @@ def draw_norms(
     return figure
 
 
-def draw_layers(record: "Record", events: Events | None = None, *, width: float = WIDE) -> Any:
+def draw_layers(record: Data, events: Events | None = None, *, width: float = WIDE) -> Any:
     """The norms of the layers relative to their usual norms, by step."""
     tiles = Tiles.of(record, width=width)
     figure = _figure(width, heat_height(tiles) + 0.2)
@@ -62,7 +60,7 @@ def draw_layers(record: "Record", events: Events | None = None, *, width: float 
 
 
 def draw_histogram(
-    record: "Record", events: Events | None = None, *, width: float = WIDE, suggested: float | None = None
+    record: Data, events: Events | None = None, *, width: float = WIDE, suggested: float | None = None
 ) -> Any:
     """How often each joint norm was seen, with the limit."""
     figure = _figure(width, 3.0)
@@ -70,7 +68,7 @@ def draw_histogram(
     return figure
 
 
-def draw_series(series: Mapping[str, "Series"], limits: Mapping[str, float], path: Any) -> Any:
+def draw_series(series: Mapping[str, Series], limits: Mapping[str, float], path: Any) -> Any:
     """Draw the norms, those that were left out, the spikes and the limit, in a row for each group."""
     shown = list(series)[:MOST_GROUPS]
     figure = _figure(WIDE, 2.6 * len(shown) + 0.7)

@@ -1,7 +1,6 @@
 """The names of the parameters of a record, and the layers that they belong to."""
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -21,7 +20,7 @@ class Layout:
     Args:
         names: The name of each parameter.
         groups: The name of the param group of each.
-        has_group_names: True if the user gave a name to every group.
+        has_group_names: True if the user gave every group a name of its own.
     """
 
     names: tuple[str, ...]
@@ -29,19 +28,35 @@ class Layout:
     has_group_names: bool
 
     @classmethod
-    def of(cls, param_groups: Sequence[dict[str, Any]], model: nn.Module | None) -> "Layout":
-        """The layout of an optimizer; ``model`` gives names to parameters that have none."""
-        known = {} if model is None else {id(param): name for name, param in model.named_parameters()}
+    def of(
+        cls, param_groups: Sequence[dict[str, Any]], model: nn.Module | None, known: MutableMapping[Tensor, str]
+    ) -> "Layout":
+        """The layout of an optimizer.
+
+        Of several parameters with one name, the first one keeps the name.
+
+        Args:
+            param_groups: The groups.
+            model: Gives names to parameters that have none.
+            known: The names that parameters got before, which they keep. New names are added.
+        """
+        in_model = {} if model is None else {id(param): name for name, param in model.named_parameters()}
+        labels = _labels(param_groups)
+        listed = [(param, g, i) for g, group in enumerate(param_groups) for i, param in enumerate(named_params(group))]
+        taken = {known[named.param] for named, *_ in listed if named.param in known}
         names: list[str] = []
-        groups: list[str] = []
-        for g, group in enumerate(param_groups):
-            for i, named in enumerate(named_params(group)):
-                names.append(_name(named, known, g, i))
-                groups.append(str(named.group or f"group {g}"))
-        twice = {name for name, times in Counter(names).items() if times > 1}
-        names = [f"{group}: {name}" if name in twice else name for name, group in zip(names, groups, strict=True)]
-        has_names = all(isinstance(group.get("name"), str) and group["name"] for group in param_groups)
-        return cls(tuple(names), tuple(groups), has_names)
+        used = set[str]()
+        for named, g, i in listed:
+            name = known.get(named.param)
+            if name is None or name in used:  # new, or listed twice
+                name = _free(_name(named, in_model, g, i), labels[g], taken)
+                known.setdefault(named.param, name)
+                taken.add(name)
+            used.add(name)
+            names.append(name)
+        given = [group.get("name") for group in param_groups]
+        has_names = all(isinstance(name, str) and name for name in given) and len(set(given)) == len(given)
+        return cls(tuple(names), tuple(labels[g] for _, g, _ in listed), has_names)
 
     def owners(self, by: By) -> list[str]:
         """The layer of each parameter."""
@@ -61,6 +76,23 @@ class Layout:
         joint = torch.stack([joined_norms(norms[:, own]) for own in columns.values()], dim=1)
         absent = torch.stack([(norms[:, own] < 0).all(dim=1) for own in columns.values()], dim=1)
         return layers, torch.where(absent, -1.0, joint)
+
+
+def _labels(param_groups: Sequence[dict[str, Any]]) -> list[str]:
+    """A name for each group. Of several groups with one name, the first one keeps it."""
+    labels: list[str] = []
+    for g, group in enumerate(param_groups):
+        label = str(group.get("name") or f"group {g}")
+        labels.append(f"{label} (group {g})" if label in labels else label)
+    return labels
+
+
+def _free(name: str, group: str, taken: Container[str]) -> str:
+    """The name, or one that begins with the group if it is taken."""
+    found, count = name, 1
+    while found in taken:
+        found, count = f"{group if count == 1 else f'{group} ({count})'}: {name}", count + 1
+    return found
 
 
 def _name(named: NamedParam, known: dict[int, str], group: int, index: int) -> str:

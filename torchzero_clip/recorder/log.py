@@ -1,69 +1,143 @@
 """Writes the file of a run."""
 
 import os
+import uuid
 import warnings
 from collections import deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from torchzero_clip.recorder.files import append, header, lines_of
+from torchzero_clip.recorder.files import (
+    Row,
+    append,
+    block,
+    encoded,
+    header,
+    late_loss,
+    rows_of_layers,
+    rows_of_steps,
+)
 from torchzero_clip.recorder.layout import By
 from torchzero_clip.recorder.record import Record
+from torchzero_clip.recorder.series import spikes_among
 
 REMEMBERED = 1000
 """How many earlier joint norms are used to find spikes among the next ones."""
+BLOCK = 100
+IN_A_ROW = 10
+"""In a series of spikes or refused steps, the layers of so many steps are written."""
 
 
-class Log:
-    """Appends steps to a file. Only the first process of a group writes; its forks do not write.
+class FirstProcess:
+    """Knows whether this process is the first one of its group, also after the group was destroyed. A fork is not."""
 
-    Args:
-        path: The file.
-        by: What a layer is.
-    """
-
-    def __init__(self, path: Path, by: By) -> None:
-        self.path = path.absolute()
-        self._by: By = by
-        self._layers: tuple[str, ...] | None = None
-        self._norms: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
-        self._whole: set[int] = set()
-        """The steps whose layers are in the file."""
+    def __init__(self) -> None:
         self._process = os.getpid()
-        self._rank = 0
+        self._rank = int(os.environ.get("RANK", "0"))  # torchrun sets it before there is a group
 
-    @property
-    def is_writer(self) -> bool:
-        """True in the first process of a group, also after the group was destroyed; False in a fork."""
+    def __bool__(self) -> bool:
         if dist.is_available() and dist.is_initialized():
             self._rank = dist.get_rank()
         return self._rank == 0 and os.getpid() == self._process
 
-    def begin_anew(self) -> None:
-        """Let the next steps replace the steps of the file that have the same or larger numbers."""
-        self._layers = None
 
-    def write(self, record: Record, first: int) -> None:
-        """Append the steps from row ``first`` on, and the layers of earlier steps that are spikes, as is known now."""
-        if not record.steps or not self.is_writer:
-            return
+class Log:
+    """Appends the steps of one run to a file.
+
+    Args:
+        path: The file.
+        by: What a layer is.
+        most: At most so many steps are written at once.
+        keep: So many of the last steps can be read again.
+    """
+
+    def __init__(self, path: Path, by: By, most: int, keep: int) -> None:
+        self.path = path.absolute()
+        self.run = uuid.uuid4().hex[:12]
+        """The id of the run."""
+        self.parent: str | None = None
+        """The id of the run that this one resumes."""
+        self.is_new = True
+        """False if the file had lines before, and this run has not written or loaded anything yet."""
+        self.is_lost = False
+        """True if another recorder of this process writes to the file now."""
+        self._by: By = by
+        self._most, self._keep = most, keep
+        self._layers: tuple[str, ...] | None = None
+        self._seen: deque[tuple[int, float, bool]] = deque(maxlen=REMEMBERED)
+        """The last steps in the file: their joint norms, and whether the step was refused or not finite."""
+        self._whole: set[int] = set()
+        """The steps whose layers are in the file."""
+        self._open = 0
+        """How many of the last steps in the file are in no block yet."""
+
+    def begin_anew(self, parent: str | None) -> None:
+        """Begin a run that resumes another one. Its steps replace those that have the same or larger numbers."""
+        self.run, self.parent = uuid.uuid4().hex[:12], parent
+        self._layers, self._open, self.is_new = None, 0, True
+        self._seen.clear()
+        self._whole.clear()
+
+    def write(
+        self, kept: Callable[[int], Record], count: int, losses: Mapping[int, float], *, is_end: bool = False
+    ) -> None:
+        """Append the last steps, and the layers of earlier ones that are spikes, as is known now.
+
+        Args:
+            kept: Returns the last so many steps, as far as they are kept.
+            count: How many of them are not in the file.
+            losses: Losses of steps that are in the file.
+            is_end: No more steps with these layers follow.
+        """
+        if not self.is_new:
+            self.is_new = True
+            warnings.warn(
+                f"{self.path} already has a record: from now on, read_record reads this run, which begins anew",
+                stacklevel=2,
+            )
+        record = kept(self._open + count)
+        new = record.last(count)
+        rows: list[Row] = []
         layers = tuple(record.layers)
-        lines: list[str] = []
-        if self._layers is None and not record.steps[first] and self.path.exists() and self.path.stat().st_size:
-            warnings.warn(f"{self.path} already has a record: this run begins at step 0 and replaces it", stacklevel=2)
-        if layers != self._layers or not self.path.exists() or not self.path.stat().st_size:
-            lines.append(header(record.steps[first], self._by, layers, record.joint))
-        before = [norm for step, norm in self._norms if step < record.steps[0]]
-        spikes = set(record.spikes_after(_vector(before)))
-        own, whole = lines_of(record, first, spikes, self._whole)
-        append(self.path, lines + own)
-        self._layers = layers
-        self._norms.extend(zip(record.steps[first:], record.norm[first:].tolist(), strict=True))
-        self._whole = {step for step in self._whole | whole if step >= record.steps[0]}
+        if new.steps and (layers != self._layers or not self.path.exists() or not self.path.stat().st_size):
+            rows.append(header(self.run, self.parent, new.steps[0], self._by, record))
+        rows += rows_of_steps(new)
+        rows += [late_loss(step, loss) for step, loss in losses.items()]
+        lost = new.layer_norms.isfinite().logical_not().any(dim=1).tolist()
+        bad = [bool(reason) or is_lost for reason, is_lost in zip(new.reasons, lost, strict=True)]
+        seen = [*self._seen, *zip(new.steps, new.norm.tolist(), bad, strict=True)]
+        whole = _in_whole(seen) - self._whole
+        source = record if not whole or min(whole) >= min(record.layer_steps) else kept(self._keep)
+        rows += rows_of_layers(source, whole)
+        blocks, rest = self._blocks(record, is_end)
+        rows += blocks
+        if rows:
+            append(self.path, encoded(rows, self.run))
+        self._layers, self._open = layers, rest
+        self._seen.extend(seen[len(self._seen) :])
+        first = self._seen[0][0] if self._seen else 0
+        self._whole = {step for step in self._whole | whole if step >= first}
+
+    def _blocks(self, record: Record, is_end: bool) -> tuple[list[Row], int]:
+        """The blocks of steps that are complete, and how many steps are in none."""
+        blocks: list[Row] = []
+        first, end = 0, len(record.steps)
+        while end - first >= BLOCK or (end > first and (is_end or end - first + self._most > self._keep)):
+            own = slice(first, first + BLOCK)
+            blocks.append(block(record.layer_steps[own], record.layer_norms[own]))
+            first += len(record.layer_steps[own])
+        return blocks, end - first
 
 
-def _vector(values: list[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device="cpu")
+def _in_whole(seen: list[tuple[int, float, bool]]) -> set[int]:
+    """The steps whose layers are written: spikes and refused steps; of several in a row, only the first `IN_A_ROW`."""
+    norms = torch.tensor([norm for _, norm, _ in seen], dtype=torch.float64, device="cpu")
+    found, series = set[int](), 0
+    for (step, _, is_bad), is_spike in zip(seen, spikes_among(norms).tolist(), strict=True):
+        series = series + 1 if is_bad or is_spike else 0
+        if 0 < series <= IN_A_ROW:
+            found.add(step)
+    return found

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +19,9 @@ from torchzero_clip.recorder.binning import (
     means,
     medians,
 )
+from torchzero_clip.recorder.data import Data
+from torchzero_clip.recorder.series import Series
 from torchzero_clip.recorder.words import number
-
-if TYPE_CHECKING:
-    from torchzero_clip.recorder.record import Record
-    from torchzero_clip.recorder.series import Series
 
 MOST_LABELS = 6
 MOST_CANDIDATES = 200
@@ -147,7 +145,7 @@ def _places(axes: Any, events: Events, width: float) -> list[tuple[float, float,
     return found
 
 
-def thin_panels(record: "Record", events: Events) -> dict[str, Tensor]:
+def thin_panels(record: Data, events: Events) -> dict[str, Tensor]:
     """The values of the panels below the norms, by the labels of the panels."""
     panels: dict[str, Tensor] = {}
     if bool(events.clipped.isfinite().any()):
@@ -205,7 +203,7 @@ def draw_bars(axes: Any, events: Events, suggested: float | None = None) -> None
     axes.legend(loc="upper right", fontsize="small")
 
 
-def draw_series_row(axes: Any, side: Any, series: "Series", limit: float) -> int:
+def draw_series_row(axes: Any, side: Any, series: Series, limit: float) -> int:
     """Draw the norms in their order, and beside them how often each was seen; return how many are spikes."""
     axes.set_yscale("log")
     axes.set_ylabel("norm")

@@ -2,74 +2,23 @@
 
 import csv
 import importlib
-import math
-import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from bisect import bisect_left
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from torchzero_clip.checks import count
+from torchzero_clip.recorder.data import Block, Data, Layers, Ratios
 from torchzero_clip.recorder.figures import draw_record
-from torchzero_clip.recorder.numbers import medians
-from torchzero_clip.recorder.suggestion import FEWEST, Scope, Series, Suggestion, suggested
+from torchzero_clip.recorder.suggestion import Scope, Suggestion, suggested
+
+__all__ = ["Block", "Layers", "Place", "Ratios", "Readable", "Record", "joined"]
 
 Place: TypeAlias = str | Path
-
-
-class Layer(NamedTuple):
-    """The gradient of a layer in one step."""
-
-    name: str
-    norm: float
-    usual: float
-    """The median norm of the steps before; NaN if there is none."""
-
-    @property
-    def ratio(self) -> float:
-        """The norm divided by the usual norm; NaN if the usual norm is unknown.
-
-        It is inf if the norm is not finite, or if the usual norm is 0 and the norm is not. It is 1 if both are 0.
-        """
-        if not math.isfinite(self.norm):
-            return math.inf
-        if self.usual == 0:
-            return math.inf if self.norm > 0 else 1.0
-        return self.norm / self.usual
-
-
-class Layers(list[Layer]):
-    """Layers, the worst first. Prints as a table."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
-        rows = [("name", "norm", "usual", "ratio")]
-        rows += [(layer.name, *(f"{x:.4g}" for x in (layer.norm, layer.usual, layer.ratio))) for layer in self]
-        return as_table(rows)
-
-
-class Block(NamedTuple):
-    """Norms of layers over several steps."""
-
-    first: int
-    last: int
-    median: Tensor
-    maximum: Tensor
-
-
-class Ratios(NamedTuple):
-    """Norms of parameters, and of what was subtracted from them in a step; -1 without a gradient."""
-
-    step: int
-    params: Tensor
-    updates: Tensor
 
 
 class Readable(ABC):
@@ -114,11 +63,21 @@ class Readable(ABC):
                 gradient); ``loss`` (NaN if unknown); ``share_clipped``, the largest share that a transform clipped;
                 and ``skipped``.
         """
-        return self.record().frame(transforms=transforms)
+        record = self.record()
+        columns = record.columns(transforms=transforms)
+        try:
+            pandas = importlib.import_module("pandas")
+        except ModuleNotFoundError:
+            return columns
+        return pandas.DataFrame(columns, index=pandas.Index(record.steps))
 
     def to_csv(self, path: Place) -> None:
         """Write what ``frame(transforms=True)`` returns to a CSV file."""
-        self.record().to_csv(path)
+        columns = self.record().columns(transforms=True)
+        with Path(path).open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(columns)
+            writer.writerows(zip(*columns.values(), strict=True))
 
     def to_tensorboard(self, writer: Any, since: int = 0) -> None:
         """Add the numbers of each step to a `SummaryWriter`.
@@ -164,10 +123,10 @@ class Readable(ABC):
         """Find a limit for `ClipNorm` that would have clipped a given share of the usual norms.
 
         Norms that are 0 or not finite do not count. The others are divided into twenty blocks in the order of steps.
-        The first blocks are left out, at most ten, until the median of a block is within a factor of 1.25 of the median
-        of the second half of the run. A remaining norm is a spike if its logarithm exceeds the median of the logarithms
-        by more than max(6 · 1.4826 · MAD, ln 2). The limit is the quantile 1 - ``share_clipped`` of the remaining norms
-        that are not spikes.
+        The first blocks are left out, at most ten, until the median of a block is close to the median of the second
+        half of the run: within a factor of 1.25, or within three standard errors. A remaining norm is a spike if its
+        logarithm exceeds the median of the logarithms by more than max(6 · 1.4826 · MAD, ln 2). The limit is the
+        quantile 1 - ``share_clipped`` of the remaining norms that are not spikes.
 
         Args:
             share_clipped: The share of usual norms that the limit clips, above 0 and below 1. Spikes are clipped too,
@@ -176,18 +135,21 @@ class Readable(ABC):
                 "group" for one limit per param group. A record that was read from a file supports only "joint".
 
         Returns:
-            The limit, and whether to trust it. Print the result to read the explanation.
+            The limit, and how well the record determines it. Print the result to read the explanation.
 
         Raises:
             ValueError: If there are fewer than 20 norms, if ``scope`` is unknown, or if ``share_clipped`` is out of
                 range.
             TypeError: If ``share_clipped`` is not a number.
         """
-        return self.record().suggest_max_norm(share_clipped, scope)
+        if scope != "joint":
+            raise ValueError(
+                f"scope must be 'joint' for a Record, got {scope!r}: call suggest_max_norm of the Recorder"
+            )
+        return suggested({"joint": self.record().norms_of_gradients()}, share_clipped, "joint")
 
 
-@dataclass
-class Record(Readable):
+class Record(Data, Readable):
     """What was recorded of a run. `Recorder.record` returns one, and `read_record` reads one from a file.
 
     Vectors and matrices are float64, with one row for each step.
@@ -218,186 +180,15 @@ class Record(Readable):
         ([5.0], [1.0])
     """
 
-    steps: list[int]
-    reasons: list[str]
-    norm: Tensor
-    loss: Tensor
-    metrics: dict[str, Tensor]
-    layers: list[str]
-    layer_steps: list[int]
-    layer_norms: Tensor = field(repr=False)
-    blocks: list[Block] = field(default_factory=list, repr=False)
-    ratios: list[Ratios] = field(default_factory=list, repr=False)
-    joint: list[str] = field(default_factory=list)
-
-    @cached_property
-    def _rows(self) -> dict[int, int]:
-        return {step: row for row, step in enumerate(self.steps)}
-
-    @cached_property
-    def _layer_rows(self) -> dict[int, int]:
-        return {step: row for row, step in enumerate(self.layer_steps)}
-
+    @override
     def record(self) -> "Record":
         """Return this record."""
         return self
 
-    @property
-    def share_clipped(self) -> Tensor:
-        """The largest share that a transform clipped, for each step; NaN if no transform reports a share."""
-        shares = [values for name, values in self.metrics.items() if name.endswith("/clipped")]
-        if not shares:
-            return torch.full_like(self.norm, torch.nan)
-        columns = torch.stack(shares)
-        unknown = columns.isnan().all(dim=0)
-        return torch.where(unknown, torch.nan, columns.nan_to_num(nan=-1.0).amax(dim=0))
-
-    def limits(self) -> Tensor:
-        """The lowest limit that a transform sets to the joint norm, for each step; NaN if none is known."""
-        found = torch.full_like(self.norm, torch.nan)
-        for name in self.joint:
-            found = torch.fmin(found, self.metrics.get(f"{name}/limit", found))
-        return torch.where(found.isfinite(), found, torch.nan)
-
-    def last(self, count: int) -> "Record":
-        """The last steps. The layers of all of them must be known."""
-        first = max(len(self.steps) - count, 0)
-        metrics = {name: values[first:] for name, values in self.metrics.items()}
-        ratios = [ratio for ratio in self.ratios if ratio.step in self.steps[first:]]
-        vectors = (self.norm[first:], self.loss[first:], metrics, self.layers)
-        layers = (self.layer_steps[first:], self.layer_norms[first:])
-        return Record(self.steps[first:], self.reasons[first:], *vectors, *layers, [], ratios, self.joint)
-
-    def index(self, step: int) -> int:
-        """The row of a step.
-
-        Raises:
-            ValueError: If the step was not kept.
-        """
-        if step in self._rows:
-            return self._rows[step]
-        kept = f"steps {self.steps[0]} to {self.steps[-1]}" if self.steps else "no steps"
-        raise ValueError(
-            f"step {step} was not kept: the record has {kept}. To keep more steps, set a larger keep=, or set path="
-        )
-
-    def worst(self, step: int | None = None, top: int = 5) -> Layers:
-        """Return the layers whose gradients stood out most in one step: see `Recorder.worst`."""
-        step = self._most_unusual() if step is None else _step_number(step)
-        count("top", top)
-        self.index(step)
-        if step not in self._layer_rows:
-            raise ValueError(
-                f"the file does not have the layers of step {step}. It has the layers of spikes and skipped steps: "
-                f"{_some(self.layer_steps)}"
-            )
-        norms = self.layer_norms[self._layer_rows[step]].tolist()
-        usual = self._usual(step)
-        named = zip(self.layers, norms, usual, strict=True)
-        layers = [Layer(*values) for values in named if not values[1] < 0]
-        layers.sort(key=lambda layer: (math.isfinite(layer.norm), -_or_zero(layer.ratio), -_or_zero(layer.norm)))
-        return Layers(layers[:top])
-
-    def _usual(self, step: int) -> list[float]:
-        """The median of the norms of each layer before a step."""
-        blocks = [block.median for block in self.blocks if block.last < step]
-        blocks = blocks or [block.median for block in self.blocks if block.first < step]
-        if blocks:
-            return medians(torch.stack(blocks)).tolist()
-        return medians(self.layer_norms[[i for i, known in enumerate(self.layer_steps) if known < step]]).tolist()
-
-    def _most_unusual(self) -> int:
-        """The first step whose joint norm is not finite, or else the step with the largest one."""
-        if not self.layer_steps:
-            raise ValueError("the record does not have the layers of any step")
-        norms = [math.inf if self._is_bad(i) else _or_zero(norm) for i, norm in enumerate(self.norm.tolist())]
-        known = set(self.layer_steps)
-        rows = [i for i, step in enumerate(self.steps) if step in known]
-        return self.steps[max(rows, key=lambda i: norms[i])]
-
-    def _is_bad(self, row: int) -> bool:
-        """True if a gradient of a step was not finite; False if the step had no gradients."""
-        norm, step = float(self.norm[row]), self.steps[row]
-        if not math.isnan(norm):
-            return math.isinf(norm)
-        return step in self._layer_rows and not bool((self.layer_norms[self._layer_rows[step]] < 0).all())
-
-    def spikes(self) -> list[int]:
-        """Return the steps whose joint norm was a spike or not finite: see `Recorder.spikes`."""
-        return self.spikes_after(self.norm[:0])
-
-    def spikes_after(self, before: Tensor) -> list[int]:
-        """The spikes, if the run began with the joint norms ``before``."""
-        usable = self.norm.isfinite() & (self.norm > 0)
-        found = {self.steps[i] for i in usable.logical_not().nonzero().flatten().tolist() if self._is_bad(i)}
-        before = before[before.isfinite() & (before > 0)]
-        norms = torch.cat([before, self.norm[usable]])
-        if len(norms) >= FEWEST:
-            series = Series.of(norms)
-            places = series.spikes.nonzero().flatten() + series.start - len(before)
-            rows = usable.nonzero().flatten()[places[places >= 0]]
-            found |= {self.steps[i] for i in rows.tolist()}
-        return sorted(found)
-
-    def frame(self, *, transforms: bool = False) -> Any:
-        """Return one row for each step: see `Recorder.frame`."""
-        columns = self.columns(transforms=transforms)
-        try:
-            pandas = importlib.import_module("pandas")
-        except ModuleNotFoundError:
-            return columns
-        return pandas.DataFrame(columns, index=pandas.Index(self.steps))
-
-    def columns(self, *, transforms: bool = False) -> dict[str, list[Any]]:
-        """The columns of `frame`, as lists."""
-        columns: dict[str, list[Any]] = {
-            "step": list(self.steps),
-            "norm": self.norm.tolist(),
-            "loss": self.loss.tolist(),
-            "share_clipped": self.share_clipped.tolist(),
-            "skipped": [bool(reason) for reason in self.reasons],
-        }
-        if transforms:
-            columns |= {"reason": list(self.reasons)}
-            columns |= {name: values.tolist() for name, values in self.metrics.items()}
-        return columns
-
-    def numbers(self, since: int = 0) -> Iterator[tuple[int, dict[str, float]]]:
-        """Each step from ``since`` on, with its numbers by name, without the unknown ones."""
-        columns = self.columns(transforms=True)
-        del columns["reason"]
-        names = [name for name in columns if name != "step"]
-        for step, *values in zip(columns["step"], *(columns[name] for name in names), strict=True):
-            if step >= since:
-                pairs = zip(names, values, strict=True)
-                yield step, {name if "/" in name else f"gradients/{name}": float(v) for name, v in pairs if v == v}
-
-    def to_csv(self, path: Place) -> None:
-        """Write a CSV file: see `Recorder.to_csv`."""
-        columns = self.columns(transforms=True)
-        with Path(path).open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(columns)
-            writer.writerows(zip(*columns.values(), strict=True))
-
-    def suggest_max_norm(self, share_clipped: float = 0.01, scope: Scope = "joint") -> Suggestion:
-        """Find a limit from the joint norms: see `Recorder.suggest_max_norm`."""
-        if scope != "joint":
-            raise ValueError(
-                f"scope must be 'joint' for a Record, got {scope!r}: call suggest_max_norm of the Recorder"
-            )
-        return suggested({"joint": self._norms_of_gradients()}, share_clipped, "joint")
-
-    def _norms_of_gradients(self) -> Tensor:
-        """The joint norms, with -1 for steps without gradients, and for those that a GradScaler refused."""
-        norms, bad = self.norm.clone(), -1
-        for row in (~norms.isfinite()).nonzero().flatten().tolist():
-            # a file has the layers of only the first ten of a series of steps that are not finite
-            if self._is_bad(row) or (bad == row - 1 >= 0 and self.steps[row] not in self._layer_rows):
-                bad = row
-            if bad != row or self.reasons[row] == "found_inf":
-                norms[row] = -1.0
-        return norms
+    def filled(self, kept: "Record") -> "Record":
+        """This record, with the layers of the steps of another one, which are its last."""
+        older = self.part(0, bisect_left(self.steps, kept.steps[0]))
+        return replace(joined([older, kept]), blocks=self.blocks)
 
 
 def joined(records: list[Record]) -> Record:
@@ -428,37 +219,3 @@ def joined(records: list[Record]) -> Record:
         [Ratios(r.step, wide(record, r.params), wide(record, r.updates)) for record in records for r in record.ratios],
         list(dict.fromkeys(name for record in records for name in record.joint)),
     )
-
-
-def as_table(rows: list[tuple[str, ...]]) -> str:
-    """Rows as text; the first column is aligned to the left, the others to the right."""
-    rows = [
-        tuple(cell.encode("unicode_escape").decode() if not cell.isprintable() else cell for cell in row)
-        for row in rows
-    ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if k == 0 else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _step_number(step: Any) -> int:
-    try:
-        return operator.index(step)
-    except TypeError:
-        raise TypeError(f"step must be an integer, got {step!r}") from None
-
-
-def _some(steps: list[int]) -> str:
-    """The numbers of steps, or of the last 20 if there are more."""
-    shown = ", ".join(map(str, steps[-20:])) or "none"
-    return f"..., {shown}" if len(steps) > 20 else shown
-
-
-def _or_zero(value: float) -> float:
-    return 0.0 if math.isnan(value) else value

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from torchzero_clip.checks import count, one_of
 from torchzero_clip.compat import never_compiled
+from torchzero_clip.core.kinds import Gate
 from torchzero_clip.engine.reported_loss import ReportedLoss
 from torchzero_clip.functional.norms import each_norm
 from torchzero_clip.functional.scratch import Scratch
@@ -19,9 +20,11 @@ from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrapped import unwrap
 from torchzero_clip.recorder.files import check
 from torchzero_clip.recorder.layout import By, Layout
-from torchzero_clip.recorder.log import Log
-from torchzero_clip.recorder.record import Place, Readable, Record
-from torchzero_clip.recorder.run import FAILED, OPEN, Run, nothing
+from torchzero_clip.recorder.live import Live
+from torchzero_clip.recorder.log import FirstProcess, Log
+from torchzero_clip.recorder.reading import read_record
+from torchzero_clip.recorder.record import Layers, Place, Readable, Record
+from torchzero_clip.recorder.run import FAILED, Run, nothing, take_over
 from torchzero_clip.recorder.suggestion import Scope, Suggestion, suggested
 from torchzero_clip.recorder.tape import Note
 
@@ -41,18 +44,26 @@ class Recorder(Readable):
         by: What a layer is: a "parameter", a "module" (the parameters that it holds itself, taken together) or a
             "group" of parameters.
         keep: How many steps are kept on the device. The memory is 8 bytes for each step and parameter tensor.
-        path: A file, such as ``"run.jsonl"``. The recorder appends to it after every ``keep`` steps, and when the
-            process ends. None for no file. With several processes, only the first one writes.
+        path: A file, such as ``"run.jsonl"``, to which the recorder appends; None for no file. With several processes,
+            only the first one writes. A new recorder takes over the file of an older one in the same process.
         ratios_every: The norms of parameters and of updates are recorded once in so many steps; 0 for never. Such a
             step copies the parameters and takes two more passes over them.
         model: Gives names to parameters that have none in the optimizer, such as those of ``model.parameters()``.
+        flush_every: The steps are written to the file at the tenth step, then after so many steps, or 30 seconds after
+            the last time, at each checkpoint of a trainer, and when the process ends.
+        log: Where numbers are sent whenever steps are written: a run of Weights & Biases, a
+            `torch.utils.tensorboard.SummaryWriter`, a logger of Lightning, an ``Accelerator``, or a function
+            ``log(step, values)``. With several processes, only the first one sends. If it raises, there is a warning.
+        log_every: One point sums up so many steps. A run of Weights & Biases gets one point whenever steps are written.
 
     Raises:
         TypeError: If ``optimizer`` is not an optimizer, or an argument is of the wrong type.
-        ValueError: If the optimizer already has a recorder, if ``by`` is unknown, if ``keep`` is below 1, if the record
-            cannot be written to ``path``, or if none of the parameters is in ``model``.
+        ValueError: If the optimizer already has a recorder, if ``by`` is unknown, if ``keep``, ``flush_every`` or
+            ``log_every`` is below 1, if the record cannot be written to ``path``, or if none of the parameters is in
+            ``model``.
+        RuntimeError: In ``optimizer.step()``, before anything changes, if another recorder has taken over the file.
 
-    A step waits for the device only when ``keep`` steps are written to the file. Reading the record waits once. If no
+    A step waits for the device only when steps are written to the file. Reading the record waits once. If no
     transform measures single tensors (a joint clip, or no clip), the recorder takes one more pass over the gradients.
 
     Examples:
@@ -79,25 +90,33 @@ class Recorder(Readable):
         path: Place | None = None,
         ratios_every: int = 100,
         model: nn.Module | None = None,
+        *,
+        flush_every: int = 100,
+        log: Any = None,
+        log_every: int = 10,
     ) -> None:
         found = unwrap(optimizer)
         if not isinstance(found, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         one_of("by", by, get_args(By))
-        count("keep", keep)
         count("ratios_every", ratios_every)
-        if keep < 1:
-            raise ValueError(f"keep must be at least 1, got {keep}")
+        for name, number in (("keep", keep), ("flush_every", flush_every), ("log_every", log_every)):
+            count(name, number)
+            if number < 1:
+                raise ValueError(f"{name} must be at least 1, got {number}")
         if model is not None and not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if model is not None and set(model.parameters()).isdisjoint(p for g in found.param_groups for p in g["params"]):
             raise ValueError("none of the parameters of the optimizer is in model")
         if _is_recorded(found):
             raise ValueError("optimizer already has a recorder: call close() of that recorder first")
-        log = None if path is None else _opened(Path(path), by)
+        live = None if log is None else Live(log, log_every)
+        file = None if path is None else _opened(Path(path), by, min(flush_every, keep), keep)
         self.optimizer = found
         """The optimizer that is recorded, without its wrappers."""
-        self._run = Run(by, keep, log, ratios_every, model)
+        self._run = Run(by, keep, flush_every, file, ratios_every, model, live)
+        self.is_closed = False
+        """True after `close`."""
         self._hooks: _Hooks | None = None
         if isinstance(found, Modular):
             found.listener = self._run
@@ -109,17 +128,40 @@ class Recorder(Readable):
         """The number of the next step."""
         return self._run.step
 
-    def report_loss(self, loss: Tensor | float) -> None:
-        """Report the loss of the next step, before the call of ``step``. A `Modular` has the same method.
+    def report_loss(self, loss: Tensor | float, step: int | None = None) -> None:
+        """Report the loss of the next step, before the call of ``step``, or the loss of an earlier step.
 
         Args:
             loss: A number, or a tensor of one number, before a gradient scaler multiplies it. If the method is called
                 several times before a step, the mean is recorded.
+            step: The number of an earlier step, counted from 0. The loss replaces the one that was recorded.
+
+        Raises:
+            TypeError: If ``loss`` is not a number, or ``step`` not an integer.
+            ValueError: If ``loss`` has several numbers, if ``step`` is negative or was not taken yet, or if a gate has
+                judged that step without this loss.
         """
-        if isinstance(self.optimizer, Modular):
+        if step is not None and self._is_late(step):
+            ReportedLoss().add(loss)  # checks it
+            self._run.report_late(loss, step)
+        elif isinstance(self.optimizer, Modular):
             self.optimizer.report_loss(loss)
         elif self._hooks is not None:
             self._hooks.reported.add(loss)
+
+    def _is_late(self, step: int) -> bool:
+        """True if a step was taken, so that only the record can still get its loss."""
+        count("step", step)
+        if step > self.step:
+            raise ValueError(f"step must be at most {self.step}, the number of the next step, got {step}")
+        transforms = self.optimizer.transforms if isinstance(self.optimizer, Modular) else {}
+        gates = [name for name, t in transforms.items() if isinstance(t, Gate) and t.needs_loss]
+        if step < self.step and gates:
+            raise ValueError(
+                f"step={step} is too late for a loss, because {gates[0]!r} has judged that step without it: call "
+                "report_loss before optimizer.step()"
+            )
+        return step < self.step
 
     @override
     def record(self) -> Record:
@@ -134,7 +176,24 @@ class Recorder(Readable):
         return found
 
     def _layout(self) -> Layout:
-        return Layout.of(self.optimizer.param_groups, self._run.model)
+        return Layout.of(self.optimizer.param_groups, self._run.model, self._run.names)
+
+    def _whole(self) -> Record:
+        """The record with the steps that are only in the file."""
+        kept, log = self.record(), self._run.log
+        if log is None or not kept.steps or not kept.steps[0] or not self._run.is_writer:
+            return kept
+        self.flush()
+        return read_record(log.path, log.run).filled(kept)
+
+    @override
+    def worst(self, step: int | None = None, top: int = 5) -> Layers:
+        kept = self.record()
+        return (kept if step in kept.steps else self._whole()).worst(step, top)
+
+    @override
+    def spikes(self) -> list[int]:
+        return self._whole().spikes()
 
     @override
     def suggest_max_norm(self, share_clipped: float = 0.01, scope: Scope = "joint") -> Suggestion:
@@ -142,7 +201,7 @@ class Recorder(Readable):
         self._run.finish()
         tape = self._run.tape
         if scope == "joint" or tape is None:
-            return super().suggest_max_norm(share_clipped)
+            return self._whole().suggest_max_norm(share_clipped)
         norms, layout = tape.norms(), tape.layout
         if scope == "parameter":
             return suggested({"parameter": norms.flatten()}, share_clipped, scope)
@@ -151,14 +210,29 @@ class Recorder(Readable):
         groups, of_groups = layout.joined(norms, "group")
         return suggested(dict(zip(groups, of_groups.unbind(dim=1), strict=True)), share_clipped, scope)
 
-    def flush(self) -> None:
-        """Write to the file all steps that are not in it yet. Without ``path``, nothing is done.
+    def flush(self, *, warn: bool = False) -> None:
+        """Write to the file, and send to ``log``, all steps that are not there yet.
+
+        Args:
+            warn: Warn if the file cannot be written, instead of raising an error.
 
         Raises:
             OSError: If the file cannot be written. The recorder still has the last ``keep`` steps, and the next call
                 tries again.
         """
-        self._run.flush()
+        if warn:
+            self._run.try_flush()
+        else:
+            self._run.flush()
+
+    def log_to(self, log: Callable[[int, dict[str, float]], object]) -> None:
+        """Send one point to a function whenever steps are written. It has no effect if ``log=`` was given.
+
+        Args:
+            log: A function of a step and a dict of numbers.
+        """
+        if self._run.live is None:
+            self._run.live = Live(log, None)
 
     def close(self) -> None:
         """Stop recording, and write the last steps to the file. The steps that are kept can still be read."""
@@ -167,6 +241,7 @@ class Recorder(Readable):
             self._hooks.remove()
         if isinstance(self.optimizer, Modular) and self.optimizer.listener is self._run:
             self.optimizer.listener = None
+        self.is_closed = True
         self._run.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -207,11 +282,15 @@ def attached(recorder: Recorder | Callable[[Any], Recorder], optimizer: Any) -> 
         optimizer: The optimizer, which a trainer may have wrapped.
 
     Raises:
-        ValueError: If the recorder records another optimizer.
+        ValueError: If the recorder is closed, or records another optimizer.
     """
     found = recorder if isinstance(recorder, Recorder) else recorder(optimizer)
     if found.optimizer is not unwrap(optimizer):
         raise ValueError("the recorder belongs to another optimizer, not to the one that is trained")
+    if found.is_closed:
+        raise ValueError(
+            'the recorder is closed: pass a function that makes one, such as partial(Recorder, path="...")'
+        )
     return found
 
 
@@ -222,11 +301,11 @@ def _is_recorded(optimizer: Optimizer) -> bool:
     return any(isinstance(getattr(hook, "__self__", None), _Hooks) for hook in hooks)
 
 
-def _opened(path: Path, by: By) -> Log:
-    check(path)
-    log = Log(path, by)
-    if any(run.log is not None and run.log.path == log.path for run in OPEN):
-        raise ValueError(f"another Recorder writes to path={str(path)!r}: call its close(), or choose another path")
+def _opened(path: Path, by: By, most: int, keep: int) -> Log:
+    log = Log(path, by, most, keep)
+    take_over(log.path)
+    if FirstProcess():
+        log.is_new = not check(path)
     return log
 
 
@@ -250,6 +329,7 @@ class _Hooks:
     @never_compiled
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Measure the gradients, or wrap the closure that makes them."""
+        self._run.check_log()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if isinstance(closure, _Measured):  # a subclass calls the step of its base class
             return None

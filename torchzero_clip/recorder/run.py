@@ -1,15 +1,19 @@
-"""Records the steps of a run on the device, and writes them to a file after every ``keep`` steps."""
+"""Records the steps of a run on the device, and writes them to a file now and then."""
 
 import atexit
 import operator
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from torchzero_clip.compat import never_compiled
@@ -20,36 +24,58 @@ from torchzero_clip.engine.walk import Walk
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import L2
 from torchzero_clip.functional.norms import each_norm
+from torchzero_clip.recorder.alarm import alarm
 from torchzero_clip.recorder.layout import By, Layout
-from torchzero_clip.recorder.log import Log
+from torchzero_clip.recorder.live import EARLIER, Live
+from torchzero_clip.recorder.log import FirstProcess, Log
+from torchzero_clip.recorder.reading import last_run
 from torchzero_clip.recorder.record import Record, joined
 from torchzero_clip.recorder.tape import Note, Tape
 
 FAILED = "error"
 """The reason of a step that raised an error."""
+FIRST_FLUSH = 10
+SECONDS = 30.0
 
 
 class Run(Listener):
-    """Writes each step on a `Tape`, and the tape to a file when it is full. It does not know the optimizer.
+    """Writes each step on a `Tape`, and the tape to a file now and then. It does not know the optimizer.
 
     Args:
         by: What the norms are joined into.
         keep: How many steps are kept.
+        flush_every: At most so many steps are kept before they are written.
         log: The file; None for none.
         ratios_every: The norms of parameters and updates are taken once in so many steps; 0 for never.
         model: Gives names to parameters that have none.
+        live: Where numbers are sent while the run lives; None for nowhere.
     """
 
-    def __init__(self, by: By, keep: int, log: Log | None, ratios_every: int, model: nn.Module | None) -> None:
+    def __init__(
+        self,
+        by: By,
+        keep: int,
+        flush_every: int,
+        log: Log | None,
+        ratios_every: int,
+        model: nn.Module | None,
+        live: Live | None,
+    ) -> None:
         self.by: By = by
         self.keep = keep
         self.log = log
+        self.live = live
         self.model = model
         self.step = 0
         """The number of the next step."""
         self.tape: Tape | None = None
         self.finish: Callable[[], None] = nothing
         """Writes a step that was measured, but may not have been taken yet."""
+        self.names: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
+        """The names of the parameters, which never change."""
+        self.is_writer = FirstProcess()
+        """Whether this process writes."""
+        self._flush_every = min(flush_every, keep)
         self._ratios_every = ratios_every
         self._before: list[Tensor] | None = None
         self._joint: list[str] = []
@@ -57,12 +83,24 @@ class Run(Listener):
         self._older: list[Record] = []
         self._params: list[int] = []
         self._unwritten = 0
-        if log is not None:
+        self._untried = 0
+        """How many steps were written since the last attempt to write the file."""
+        self._tried_at = time.monotonic()
+        self._warned = False
+        self._late: dict[int, Tensor] = {}
+        """Losses of earlier steps that are not in the file."""
+        self._taken = 0
+        """How many steps were recorded since the last load."""
+        self._began_without_loss = False
+        self._alarmed = False
+        self._loaded_until = 0
+        if log is not None or live is not None:
             OPEN.add(self)
 
     @override
     @never_compiled
     def begin(self, walk: Walk) -> None:
+        self.check_log()
         self.save_params(walk.params)
 
     @override
@@ -83,6 +121,14 @@ class Run(Listener):
             if len(values) == 1 and isinstance(value := values.pop(), int | float):
                 found[node.path] = float(value)
         return found
+
+    def check_log(self) -> None:
+        """Raise if another recorder of this process has taken over the file."""
+        if self.log is not None and self.log.is_lost:
+            raise RuntimeError(
+                f"another Recorder of this process writes to path={str(self.log.path)!r} now: give each Recorder its "
+                "own path, or call close() of this one"
+            )
 
     def save_params(self, params: Sequence[Tensor]) -> None:
         """Copy the parameters, if the norms of updates are taken in the next step."""
@@ -107,6 +153,8 @@ class Run(Listener):
             note: What the host knows of the step.
         """
         before, self._before = self._before, None
+        if self._is_template(groups, norms):
+            return
         tape = self._tape_for(groups, norms)
         places = _places(groups, params) if norms is not None and len(params) != len(tape.layout.names) else None
         tape.write(note, norms, places, _as_tensors(numbers, tape.device))
@@ -114,10 +162,52 @@ class Run(Listener):
             sizes = each_norm(before)
             foreach.subtract_(before, list(params))
             tape.write_ratios(note.step, sizes, each_norm(before), places)
+        self._judge_loss("loss" in numbers)
         self.step += 1
+        self._taken += 1
         self._unwritten += 1
-        if self.log is not None and self._unwritten % self.keep == 0:
-            self._flush_or_warn()
+        self._untried += 1
+        if "nonfinite" in note.refused_by and not self._alarmed:  # the policy has waited for the device
+            self._recorded(tape)
+        if (self.log is not None or self.live is not None) and self._is_due():
+            self.try_flush()
+
+    def _is_template(self, groups: Sequence[dict[str, Any]], norms: Tensor | None) -> bool:
+        """True for a step with rate 0 and gradients of zeros.
+
+        torch.distributed.checkpoint takes such a step to find out what the state of an optimizer looks like.
+        """
+        rates = [group["lr"] for group in groups if "lr" in group]
+        known = [rate for rate in rates if not isinstance(rate, Tensor) or rate.is_cpu]
+        if norms is None or len(known) < len(rates) or any(map(float, known)):
+            return False
+        # reading the norms waits for the device, so without rates only the first step is looked at
+        return (len(rates) > 0 or not self._taken) and not bool(norms.any())
+
+    def _judge_loss(self, has_loss: bool) -> None:
+        """Warn of a loop that reports each loss after its step."""
+        if self._taken == 1 and has_loss and self._began_without_loss:
+            warnings.warn(
+                "the first step was recorded without a loss, and the second one with a loss: report_loss seems to be "
+                "called after optimizer.step(), so that each loss counts for the next step. Call it before step(), or "
+                "write recorder.report_loss(loss, step=recorder.step - 1)",
+                stacklevel=2,
+            )
+        self._began_without_loss = not self._taken and not has_loss
+
+    def report_late(self, loss: Tensor | float, step: int) -> None:
+        """Store the loss of a step that was recorded before."""
+        device = torch.device("cpu") if self.tape is None else self.tape.device
+        value = _as_tensors({"loss": loss}, device)["loss"]
+        if self.tape is not None:
+            self.tape.write_loss(step, value)
+        if self.log is not None and step < self.step - self._unwritten:
+            self._late[step] = value
+
+    def _is_due(self) -> bool:
+        """True at the tenth step, after ``flush_every`` steps or 30 seconds, and before steps are lost."""
+        is_due = self._untried >= self._flush_every or self._taken == FIRST_FLUSH or self._unwritten == self.keep
+        return is_due or time.monotonic() - self._tried_at > SECONDS
 
     def _tape_for(self, groups: Sequence[dict[str, Any]], norms: Tensor | None) -> Tape:
         params = [id(param) for group in groups for param in group["params"]]
@@ -126,13 +216,13 @@ class Run(Listener):
         if tape is not None and is_same and (norms is None or norms.device == tape.device):
             return tape
         self._params = params
-        layout = Layout.of(groups, self.model)
+        layout = Layout.of(groups, self.model, self.names)
         first = next((param for group in groups for param in group["params"]), None)
         device = norms.device if norms is not None else first.device if first is not None else torch.device("cpu")
         if tape is not None and tape.layout == layout and (norms is None or device == tape.device):
             return tape
         if tape is not None:
-            self._flush_or_warn()
+            self.try_flush(is_end=True)
             self._older.append(self._recorded(tape))
             self._older = self._last_of_older(self.keep)
         self.tape = Tape(self.keep, layout, device)
@@ -147,8 +237,12 @@ class Run(Listener):
         own = self._recorded(self.tape)
         return joined([*self._last_of_older(self.keep - len(own.steps)), own])
 
-    def _recorded(self, tape: Tape) -> Record:
-        return replace(tape.record(self.by), joint=self._joint)
+    def _recorded(self, tape: Tape, last: int | None = None) -> Record:
+        record = replace(tape.record(self.by, last), joint=self._joint)
+        if not self._alarmed and (text := alarm(record, self._loaded_until)):
+            self._alarmed = True
+            warnings.warn(text, stacklevel=2)
+        return record
 
     def _last_of_older(self, count: int) -> list[Record]:
         """The last ``count`` of the steps from before parameters were added or removed."""
@@ -159,48 +253,63 @@ class Run(Listener):
             kept.insert(0, part)
         return [record for record in kept if record.steps]
 
-    def flush(self) -> None:
+    def flush(self, *, is_end: bool = False) -> None:
         """Write to the file the steps that are not in it yet."""
         self.finish()
-        if self.log is None or self.tape is None or not self._unwritten:
+        self._untried, self._tried_at = 0, time.monotonic()
+        if self.tape is None or not self.is_writer:
             return
-        record = self._recorded(self.tape)
-        self.log.write(record, max(len(record.steps) - self._unwritten, 0))
-        self._unwritten = 0
+        count = self._unwritten
+        if self.log is not None and not self.log.is_lost and (count or self._late or is_end):
+            losses = {step: float(loss) for step, loss in self._late.items()}
+            self.log.write(partial(self._recorded, self.tape), count, losses, is_end=is_end)
+        self._unwritten, self._late = 0, {}
+        if self.live is not None and (count or is_end):
+            self.live.send(self._recorded(self.tape, EARLIER + self._flush_every + count), is_end=is_end)
 
-    def _flush_or_warn(self) -> None:
+    def try_flush(self, *, is_end: bool = False) -> None:
+        """Write to the file. If this fails, warn once, and try again the next time."""
         try:
-            self.flush()
+            self.flush(is_end=is_end)
+            self._warned = False
         except OSError as error:
-            path = None if self.log is None else self.log.path
-            warnings.warn(
-                f"the record could not be written to {path}, the next write tries again: {error}", stacklevel=2
-            )
+            if not self._warned:
+                path = None if self.log is None else self.log.path
+                warnings.warn(
+                    f"the record could not be written to {path}, the next write tries again: {error}", stacklevel=2
+                )
+            self._warned = True
 
     def close(self) -> None:
         """Write the last steps to the file."""
         try:
-            self.flush()
+            self.flush(is_end=True)
         finally:
             OPEN.discard(self)
-            self.log, self._unwritten = None, 0
+            self.log, self.live, self._unwritten = None, None, 0
 
     def __del__(self) -> None:
         if self.__dict__.get("_unwritten") and self.__dict__.get("log"):  # nobody holds the optimizer any more
-            self._flush_or_warn()
+            self.try_flush(is_end=True)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies keep what was recorded, but do not write to the file."""
-        return self.__dict__ | {"log": None, "finish": nothing, "_before": None, "_params": [], "_limited": None}
+        own = {"log": None, "live": None, "finish": nothing, "_before": None, "_params": [], "_limited": None}
+        return self.__dict__ | own | {"names": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.names = WeakIdKeyDictionary()
 
     def state_dict(self) -> dict[str, Any]:
         """The number of steps, and those that are kept."""
         self.finish()
         tape = None if self.tape is None else self.tape.state_dict()
-        return {"step": self.step, "joint": list(self._joint), "tape": tape}
+        own = {"step": self.step, "joint": list(self._joint), "tape": tape}
+        return own if self.log is None else own | {"run": self.log.run}
 
     def load_state_dict(self, state: dict[str, Any], layout: Layout, device: torch.device) -> None:
-        """Continue a record. The next write to the file replaces its steps from the first kept step on."""
+        """Continue a record, and forget what was recorded before."""
         kept, tape = state["tape"], None
         if kept is not None:
             if list(layout.names) != kept["names"]:
@@ -210,18 +319,21 @@ class Run(Listener):
                 raise ValueError(f"the record has other parameters than this optimizer: {problem}")
             tape = Tape(self.keep, layout, device)
             tape.load_state_dict(kept)
-        self.flush()
-        self.step, self._joint = operator.index(state["step"]), list(state.get("joint", []))
-        self.tape, self._older, self._params = tape, [], []
-        self._unwritten = 0 if tape is None else len(tape.notes)
+        step = operator.index(state["step"])
+        self.finish = nothing
+        self.step, self._joint = step, list(state.get("joint", []))
+        self.tape, self._older, self._params, self._late = tape, [], [], {}
+        self._loaded_until = step
+        self._taken, self._unwritten = 0, 0 if tape is None else len(tape.notes)
+        if self.live is not None:
+            self.live.begin_anew(step)
         if self.log is not None:
-            self.log.begin_anew()
-            if self._unwritten == self.keep:
-                self._flush_or_warn()
+            parent = state.get("run")
+            self.log.begin_anew(last_run(self.log.path) if parent is None and step else parent)
 
 
 OPEN: WeakSet[Run] = WeakSet()
-"""Runs that write to a file."""
+"""Runs that write to a file or to a logger."""
 
 
 @atexit.register
@@ -231,6 +343,15 @@ def _finish() -> None:
             run.close()
         except Exception as error:  # one file that cannot be written must not cost the others
             warnings.warn(f"the last steps of a record were not written: {error!r}", stacklevel=1)
+
+
+def take_over(path: Path) -> None:
+    """Write to the file what other runs of this process have recorded for it, and let them lose it."""
+    for run in [run for run in OPEN if run.log is not None and run.log.path == path]:
+        run.try_flush(is_end=True)
+        if run.log is not None:
+            run.log.is_lost = True
+        OPEN.discard(run)
 
 
 def nothing() -> None:

@@ -14,6 +14,7 @@ from torchzero_clip.recorder.numbers import effective_count, median_of, quantile
 Trend: TypeAlias = Literal["growing", "falling", "settled"]
 Doubt: TypeAlias = tuple[str, bool]  # a reason why a limit may be wrong, and whether it is serious
 
+FEWEST = 20
 TRENDS: tuple[Trend, ...] = get_args(Trend)
 BLOCKS = 20
 LARGEST = 709.0  # the logarithm of the largest number
@@ -120,6 +121,16 @@ class Series:
             largest = f"{same:,} of {len(self.norms):,} norms are equal to the largest, {float(self.norms.max()):.4g}"
             clipped = "so something else probably clipped them before the recorder measured them"
             yield f"{largest}, {clipped}", same >= len(self.norms) / 20
+
+
+def spikes_among(norms: Tensor) -> Tensor:
+    """True for each joint norm that is a spike among the others; False for all if too few are finite and above 0."""
+    found = torch.zeros(len(norms), dtype=torch.bool, device="cpu")
+    usable = (norms.isfinite() & (norms > 0)).nonzero().flatten()
+    if len(usable) >= FEWEST:
+        series = Series.of(norms[usable])
+        found[usable[series.start :][series.spikes]] = True
+    return found
 
 
 def _unsteady(logs: Tensor, starts: list[int]) -> int:

@@ -11,13 +11,12 @@ from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.recorder.figures import draw_series
 from torchzero_clip.recorder.numbers import median_of, quantile, share_range
-from torchzero_clip.recorder.series import TRENDS, Series, Trend
+from torchzero_clip.recorder.series import FEWEST, TRENDS, Series, Trend
 from torchzero_clip.recorder.words import counted
 
 Scope: TypeAlias = Literal["joint", "parameter", "group"]
 Confidence: TypeAlias = Literal["high", "medium", "low"]
 
-FEWEST = 20
 SHARES = (0.01, 0.1, 0.5)
 
 

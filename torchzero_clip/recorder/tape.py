@@ -132,25 +132,41 @@ class Tape:
             pieces += (run, gap)
         return torch.cat(pieces)
 
+    def write_loss(self, step: int, loss: Tensor) -> None:
+        """Write the loss of a step that was written before; no effect if it is no longer kept."""
+        places = [i for i, note in enumerate(self.notes) if note.step == step]
+        if places:
+            if "loss" not in self.keys:
+                self.keys.append("loss")
+                self._numbers.widen(len(self.keys))
+            row = self._numbers.rows.select(0, (self.count - len(self.notes) + places[0]) % self.keep)
+            foreach.copy_([row.select(0, self.keys.index("loss"))], [loss])
+
     def norms(self) -> Tensor:
         """The norms on the CPU, a row for each step that is kept; `ABSENT` if there is no gradient."""
-        return self._read()[0]
+        return self._read(self.keep)[0]
 
-    def _read(self) -> tuple[Tensor, Tensor, list[tuple[int, Tensor]]]:
-        """Norms, numbers and ratios in order, copied at once. A ratio has the norms of parameters and of updates."""
-        kept, ratios = min(self.count, self.keep), list(self.ratios)
-        rings, pairs = (self._norms.rows, self._numbers.rows), [torch.stack(pair) for _, *pair in ratios]
-        everything = torch.cat([part.flatten() for part in (*rings, *pairs)]).cpu()
-        parts = everything.split([part.numel() for part in (*rings, *pairs)])
-        rows = [i % self.keep for i in range(self.count - kept, self.count)]
-        norms, numbers = (part.view(ring.shape)[rows] for part, ring in zip(parts[:2], rings, strict=True))
-        steps = [step for step, *_ in ratios]
-        return norms, numbers, list(zip(steps, (part.view(2, -1) for part in parts[2:]), strict=True))
+    def _read(self, last: int) -> tuple[Tensor, Tensor, list[tuple[int, Tensor]]]:
+        """Norms, numbers and ratios of the last steps in order, copied at once.
 
-    def record(self, by: By) -> Record:
-        """The steps that are kept, on the CPU. The call waits for the device."""
-        notes = list(self.notes)
-        norms, numbers, pairs = self._read()
+        A ratio has the norms of parameters and of updates.
+        """
+        kept = min(self.count, self.keep, last)
+        first, end = (self.count - kept) % self.keep, self.count % self.keep
+        # slices, because a tensor of indices would have to be copied to the device
+        spans = [slice(first, first + kept)] if first + kept <= self.keep else [slice(first, None), slice(0, end)]
+        rings = [torch.cat([ring.rows[span] for span in spans]) for ring in (self._norms, self._numbers)]
+        since = self.notes[-kept].step if kept else 0
+        ratios = [ratio for ratio in self.ratios if kept and ratio[0] >= since]
+        parts = [*rings, *(torch.stack(pair) for _, *pair in ratios)]
+        copied = torch.cat([part.flatten() for part in parts]).cpu().split([part.numel() for part in parts])
+        norms, numbers, *pairs = (part.view(own.shape) for part, own in zip(copied, parts, strict=True))
+        return norms, numbers, [(step, pair) for (step, *_), pair in zip(ratios, pairs, strict=True)]
+
+    def record(self, by: By, last: int | None = None) -> Record:
+        """The last steps that are kept, on the CPU; None for all. The call waits for the device."""
+        norms, numbers, pairs = self._read(self.keep if last is None else last)
+        notes = list(self.notes)[len(self.notes) - len(norms) :]
         layers, of_layers = self.layout.joined(norms, by)
         columns = {key: numbers[:, k] for k, key in enumerate(self.keys)}
         for name in dict.fromkeys(name for note in notes for name in note.limits):
@@ -160,12 +176,12 @@ class Tape:
         reasons = [note.refused_by or ("found_inf" if inf else "") for note, inf in zip(notes, found_inf, strict=True)]
         loss = columns.pop("loss", unknown)
         steps = [note.step for note in notes]
-        ratios = [Ratios(step, *self.layout.joined(pair, by)[1]) for step, pair in pairs if steps and step >= steps[0]]
+        ratios = [Ratios(step, *self.layout.joined(pair, by)[1]) for step, pair in pairs]
         return Record(steps, reasons, joined_norms(norms), loss, columns, layers, list(steps), of_layers, [], ratios)
 
     def state_dict(self) -> dict[str, Any]:
         """The steps that are kept."""
-        norms, numbers, ratios = self._read()
+        norms, numbers, ratios = self._read(self.keep)
         return {
             "names": list(self.layout.names),
             "steps": [note.step for note in self.notes],

@@ -28,3 +28,20 @@ def counted(count: int, what: str) -> str:
 
 def was(count: int) -> str:
     return "was" if count == 1 else "were"
+
+
+def as_table(rows: list[tuple[str, ...]]) -> str:
+    """Rows as text; the first column is aligned to the left, the others to the right."""
+    rows = [
+        tuple(cell.encode("unicode_escape").decode() if not cell.isprintable() else cell for cell in row)
+        for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if k == 0 else cell.rjust(width)
+            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join(line.rstrip() for line in lines)

@@ -91,7 +91,7 @@ class Convolved(Products):
             return self.formed(pieces(self.batch_size, 1, limit=GROUPED), keep=True)
         if formed <= grams:
             return self.formed(keep=False)
-        pixels = self._options.padded(self.inputs[:1])[0, 0].numel()
+        pixels = self._options.padded(self.inputs[:1]).shape[2:].numel()
         size = max(pixels**2, self.inputs[:1].numel())
         return self, self.norms_by(self._inner, size * self.inputs.element_size())
 

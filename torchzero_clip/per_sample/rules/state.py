@@ -101,7 +101,9 @@ class State:
                 raise ValueError(f"{self._layer} stores {name!r} with another shape for each sample")
             return self._joined(torch.stack(list(values)))
         held = getattr(last, "__dict__", None)
-        if isinstance(held, dict) and any(isinstance(x, Tensor) and is_batchedtensor(x) for x in held.values()):
+        tensors = [x for x in held.values() if isinstance(x, Tensor)] if isinstance(held, dict) else []
+        # one by one, each sample has made an object of its own
+        if any(map(is_batchedtensor, tensors)) or (tensors and any(value is not last for value in values)):
             raise ValueError(
                 f"{self._layer} stores {name!r}, in which tensors cannot be combined over samples: "
                 f"{type(last).__name__}. A dict can"

@@ -1,0 +1,155 @@
+"""What is sent while a run lives: which points, which layers, and what happens if the logger fails."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from torchzero_clip import SGD, ClipNorm, Modular, Recorder, SkipStep
+
+
+class Writer:
+    """Records calls, as a `SummaryWriter` gets them."""
+
+    def __init__(self):
+        self.points = {}
+
+    def add_scalar(self, name, value, step):
+        self.points.setdefault(step, {})[name] = value
+
+
+class Run:
+    """Like a run of Weights & Biases: rows that are not committed are merged into the next one."""
+
+    def __init__(self):
+        self.rows, self.axes = [], {}
+
+    def define_metric(self, name, step_metric):
+        self.axes[name] = step_metric
+
+    def log(self, values, *, commit):
+        assert not commit
+        self.rows.append(values)
+
+
+class Logger:
+    def __init__(self):
+        self.points = {}
+
+    def log_metrics(self, metrics, step):
+        self.points[step] = metrics
+
+
+class Accelerator:
+    init_trackers = None
+
+    def __init__(self):
+        self.points = {}
+
+    def log(self, values, step):
+        self.points[step] = values
+
+
+def recorded(log, count=30, sizes=None, **given):
+    params = [("a", nn.Parameter(torch.ones(1))), ("b", nn.Parameter(torch.ones(1)))]
+    optimizer = Modular(params, SkipStep(max_norm=1e3), ClipNorm(4.0, dim="global"), SGD(0.5))
+    recorder = Recorder(optimizer, log=log, **({"flush_every": 10, "ratios_every": 10} | given))
+    for step in range(count):
+        for name, param in params:
+            param.grad = torch.full((1,), (sizes or {}).get((name, step), 3.0 if name == "a" else 4.0))
+        optimizer.step()
+    return recorder
+
+
+def test_a_point_sums_up_the_steps_since_the_last_one():
+    points = {}
+    recorded(points.__setitem__, sizes={("b", 5): 40.0, ("a", 17): 1e6})
+    assert sorted(points) == [9, 19, 29]
+    first, second, third = points.values()
+    assert first["gradients/norm"] == 5.0
+    assert first["gradients/largest_norm"] == pytest.approx(math.hypot(3, 40))
+    assert first["gradients/limit"] == 4.0
+    assert first["gradients/share_clipped"] == 1.0
+    assert [point["gradients/skipped"] for point in points.values()] == [0, 1, 0]
+    assert third["gradients/largest_norm"] == 5.0
+    # both layers have updates; in step 0, a moves by 0.5 * 3 * 4 / 5
+    assert first["layers/a/update_ratio"] == pytest.approx(1.2)
+    assert second["layers/a/norm"] == pytest.approx(1e6)
+    assert third["layers/b/norm"] == 4.0
+
+
+def test_a_layer_that_stood_out_stays():
+    points = {}
+    recorded(points.__setitem__, 60, {("b", 25): 40.0}, ratios_every=0)
+    names = [{name for name in point if name.startswith("layers/")} for point in points.values()]
+    assert names[0] == set()  # there is no usual norm yet
+    assert all("layers/b/norm" in own for own in names[2:])
+    assert points[29]["layers/b/norm"] == 40.0
+
+
+def test_of_many_layers_few_are_sent():
+    points = {}
+    params = [(f"{k}", nn.Parameter(torch.ones(1))) for k in range(100)]
+    optimizer = Modular(params, SGD(0.1))
+    Recorder(optimizer, log=points.__setitem__, flush_every=10)
+    for step in range(200):
+        for k, (_, param) in enumerate(params):
+            param.grad = torch.full((1,), 50.0 if step % 100 == k else 1.0)
+        optimizer.step()
+    assert max(len([name for name in point if name.endswith("/norm")]) for point in points.values()) <= 21
+
+
+@pytest.mark.parametrize("kind", [Writer, Logger, Accelerator])
+def test_loggers(kind):
+    log = kind()
+    recorded(log)
+    assert sorted(log.points) == [9, 19, 29]
+    assert log.points[29]["gradients/norm"] == 5.0
+
+
+def test_weights_and_biases_gets_one_row_at_a_time():
+    log = Run()
+    recorded(log, 100, flush_every=50)
+    assert [row["gradients/step"] for row in log.rows] == [9, 59]
+    assert log.axes == {"gradients/*": "gradients/step", "layers/*": "gradients/step"}
+
+
+def test_points_are_sent_no_more_often_than_steps_are_written():
+    calls = []
+    recorder = recorded(lambda step, values: calls.append(step), 35, flush_every=100, log_every=3)
+    assert calls == [2, 5, 8]
+    recorder.flush()
+    assert calls == [*range(2, 35, 3)]
+    recorder.close()
+    assert calls == [*range(2, 35, 3), 34]
+
+
+def test_a_logger_that_fails_warns_once_and_training_goes_on():
+    def log(step, values):
+        raise ConnectionError("offline")
+
+    with pytest.warns(UserWarning, match="log= raised an error, and training continues") as caught:
+        recorder = recorded(log)
+    assert len(caught) == 1
+    assert recorder.step == 30
+
+
+def test_a_logger_of_another_kind_is_refused():
+    with pytest.raises(TypeError, match="log must be a run of Weights & Biases"):
+        recorded("wandb")
+
+
+def test_only_the_first_process_sends(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    points = {}
+    recorded(points.__setitem__)
+    assert points == {}
+
+
+@pytest.mark.filterwarnings("ignore:.*layers are inf or NaN")
+def test_norms_that_are_not_finite_are_inf():
+    points = {}
+    recorded(points.__setitem__, sizes={("a", 3): math.nan})
+    assert points[9]["gradients/largest_norm"] == math.inf
+    assert points[9]["gradients/norm"] == 5.0

@@ -1,0 +1,245 @@
+"""When steps are written, what a resume keeps, losses that come late, names, and the first step that is not finite."""
+
+import itertools
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from torchzero_clip import SGD, Adam, ClipNorm, Modular, Recorder, SkipStep, read_record
+
+KINDS = {
+    "modular": lambda params: Modular(params, ClipNorm(1.0), Adam(0.1)),
+    "without state": lambda params: Modular(params, ClipNorm(1.0), SGD(0.1)),
+    "without a rate": lambda params: Modular(params, ClipNorm(1.0)),
+    "torch": lambda params: torch.optim.AdamW(params, 0.1),
+}
+
+
+def made(kind="modular", **given):
+    params = [("a", nn.Parameter(torch.zeros(2))), ("b", nn.Parameter(torch.zeros(3)))]
+    optimizer = KINDS[kind](params)
+    return optimizer, Recorder(optimizer, **given)
+
+
+def train(optimizer, count, start=0, sizes=None):
+    for step in range(start, start + count):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = torch.full(param.shape, (sizes or {}).get(step, 1.0 + step % 3 / 10))
+        optimizer.step()
+
+
+def in_file(path):
+    return read_record(path).steps
+
+
+def test_the_file_is_written_at_the_tenth_step_and_then_every_so_many(tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, _ = made(path=path, flush_every=25)
+    ends = []
+    for step in range(70):
+        train(optimizer, 1, step)
+        ends.append(len(in_file(path)))
+    assert [(k + 1, end) for k, end in enumerate(ends) if k == 0 or end != ends[k - 1]] == [
+        (1, 0),
+        (10, 10),
+        (35, 35),
+        (60, 60),
+    ]
+
+
+def test_the_file_is_written_every_30_seconds(tmp_path, monkeypatch):
+    path, now = tmp_path / "run.jsonl", itertools.count()
+    optimizer, _ = made(path=path, flush_every=1000)
+    train(optimizer, 10)
+    monkeypatch.setattr(time, "monotonic", lambda: 1e9 + next(now))
+    train(optimizer, 1, 10)
+    assert in_file(path) == list(range(11))
+    train(optimizer, 20, 11)
+    assert in_file(path) == list(range(11))
+
+
+def test_what_left_memory_is_read_from_the_file(tmp_path):
+    optimizer, recorder = made(path=tmp_path / "run.jsonl", keep=20)
+    train(optimizer, 300, sizes={50: 40.0, 290: 30.0})
+    assert recorder.record().steps == list(range(280, 300))
+    assert recorder.spikes() == [50, 290]
+    assert recorder.worst(step=50)[0].norm == pytest.approx(40 * 3**0.5)
+    assert recorder.worst()[0].norm == pytest.approx(40 * 3**0.5)
+    assert recorder.worst(step=285)[0].norm == pytest.approx(3**0.5)
+    suggestion = recorder.suggest_max_norm()
+    assert sum(len(series.norms) for series in suggestion.series.values()) == 300
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_template_of_a_checkpoint_is_no_step(kind, tmp_path):
+    net = nn.Linear(3, 2)
+    optimizer = KINDS[kind](list(net.named_parameters()))
+    recorder = Recorder(optimizer, path=tmp_path / "run.jsonl", ratios_every=1)
+    get_optimizer_state_dict(net, optimizer)
+    assert recorder.step == 0
+    assert recorder.record().steps == []
+    train(optimizer, 3)
+    assert recorder.record().steps == [0, 1, 2]
+    assert [ratios.step for ratios in recorder.record().ratios] == [0, 1, 2]
+
+
+def test_a_step_with_rate_0_and_gradients_is_recorded():
+    optimizer, recorder = made("torch")
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(optimizer, 2)
+    optimizer.param_groups[0]["lr"] = 0.1
+    train(optimizer, 1, sizes={0: 0.0})
+    assert recorder.record().steps == [0, 1, 2]
+
+
+def test_a_load_drops_what_was_recorded_before_it(tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = made(path=path, flush_every=5)
+    train(optimizer, 20)
+    saved = recorder.state_dict()
+    recorder.close()
+    optimizer, recorder = made(path=path, flush_every=5)
+    train(optimizer, 3, sizes=dict.fromkeys(range(3), 100.0))
+    recorder.load_state_dict(saved)
+    assert recorder.record().norm.max() < 10
+    train(optimizer, 10, start=20)
+    recorder.close()
+    record = read_record(path)  # without a warning
+    assert record.steps == list(range(30))
+    assert record.norm.max() < 10
+    assert recorder.state_dict()["step"] == 30
+
+
+def test_a_run_goes_on_from_a_number_alone(tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = made(path=path)
+    train(optimizer, 20)
+    recorder.close()
+    optimizer, recorder = made(path=path)
+    recorder.load_state_dict({"step": 15, "tape": None})
+    train(optimizer, 3, start=15)
+    recorder.close()
+    assert in_file(path) == list(range(18))
+
+
+def test_a_loss_may_come_after_its_step(tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = made(path=path, keep=8)
+    for step in range(30):
+        train(optimizer, 1, step)
+        recorder.report_loss(float(step), step=step)
+    recorder.report_loss(torch.tensor(-1.0), step=2)  # neither in memory nor to be written
+    recorder.report_loss(99.0, step=30)  # the next step
+    train(optimizer, 1, 30)
+    assert recorder.record().loss.tolist() == [*map(float, range(23, 30)), 99.0]
+    recorder.close()
+    loss = read_record(path).loss.tolist()
+    assert loss == [0.0, 1.0, -1.0, *map(float, range(3, 30)), 99.0]
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [({"step": 5}, ValueError), ({"step": -1}, ValueError), ({"step": 1.0}, TypeError), ({"loss": "x"}, TypeError)],
+)
+def test_bad_late_losses(given, error):
+    optimizer, recorder = made()
+    train(optimizer, 3)
+    with pytest.raises(error, match=next(iter(given))):
+        recorder.report_loss(**({"loss": 1.0, "step": 1} | given))
+    assert recorder.record().loss.isnan().all()
+
+
+def test_a_gate_refuses_a_late_loss():
+    params = [nn.Parameter(torch.zeros(2))]
+    optimizer = Modular(params, SkipStep(sigma=6), SGD(0.1))
+    recorder = Recorder(optimizer)
+    recorder.report_loss(1.0)
+    train(optimizer, 1)
+    with pytest.raises(ValueError, match="step=0 is too late for a loss, because 'skip_step' has judged that step"):
+        recorder.report_loss(1.0, step=0)
+
+
+@pytest.mark.parametrize("kind", ["modular", "torch"])
+def test_a_loop_that_reports_after_the_step_is_warned_once(kind):
+    optimizer, recorder = made(kind)
+    train(optimizer, 1)
+    recorder.report_loss(1.0)
+    with pytest.warns(UserWarning, match=r"write recorder.report_loss\(loss, step=recorder.step - 1\)"):
+        train(optimizer, 1, 1)
+    recorder.report_loss(1.0)
+    train(optimizer, 1, 2)
+    optimizer, recorder = made(kind)
+    for step in range(5):  # no warning: the loop reports before the step, but not always
+        if step % 2 == 0:
+            recorder.report_loss(1.0)
+        train(optimizer, 1, step)
+
+
+def test_equal_names_never_share_a_row_and_never_change():
+    encoder, decoder = nn.Linear(2, 1), nn.Linear(2, 1)
+    both = [*encoder.named_parameters(), *decoder.named_parameters()]
+    optimizer = torch.optim.SGD([{"params": [p for _, p in both], "param_names": [n for n, _ in both]}], 0.1)
+    recorder = Recorder(optimizer)
+    train(optimizer, 1)
+    names = ["weight", "bias", "group 0: weight", "group 0: bias"]
+    assert recorder.record().layers == names
+    more = nn.Linear(2, 1)
+    optimizer.add_param_group({"params": list(more.parameters()), "param_names": ["weight", "bias"]})
+    optimizer.param_groups[0]["params"].insert(0, nn.Parameter(torch.zeros(1)))
+    optimizer.param_groups[0]["param_names"].insert(0, "weight")
+    train(optimizer, 1)
+    layers = recorder._layout().names
+    assert layers == ("group 0 (2): weight", *names, "group 1: weight", "group 1: bias")
+    assert len(set(recorder.record().layers)) == 7
+
+
+def test_groups_with_one_name_are_two():
+    groups = [{"params": [nn.Parameter(torch.zeros(1))], "name": "decay"} for _ in range(2)]
+    optimizer = torch.optim.SGD(groups, 0.1)
+    recorder = Recorder(optimizer, by="group")
+    train(optimizer, 30)
+    assert recorder.record().layers == ["decay", "decay (group 1)"]
+    with pytest.raises(ValueError, match='scope="group" needs names of groups'):
+        recorder.suggest_max_norm(scope="group")
+
+
+def poison(optimizer):
+    params = optimizer.param_groups[0]["params"]
+    params[0].grad, params[1].grad = torch.full((2,), torch.nan), torch.full((3,), 7.0)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["modular", "torch"])
+def test_the_first_step_that_is_not_finite_is_named_at_the_next_flush(kind, tmp_path):
+    optimizer, recorder = made(kind, path=tmp_path / "run.jsonl", flush_every=20)
+    train(optimizer, 12)
+    poison(optimizer)
+    with pytest.warns(UserWarning, match="step 12") as caught:
+        train(optimizer, 40, start=13, sizes={20: torch.nan})
+    assert [str(warning.message) for warning in caught] == [
+        "step 12: the gradients of 1 of 2 layers are inf or NaN. In the order of the model: a. The largest finite "
+        "norms of the other layers: b 12.12 (usual 1.905)."
+    ]
+    assert recorder.step == 53
+
+
+def test_a_policy_that_reads_the_gradients_names_them_at_once():
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = Modular([("w", weight)], ClipNorm(1.0), nonfinite="skip")
+    Recorder(optimizer)
+    weight.grad = torch.full((2,), torch.inf)
+    with pytest.warns(UserWarning, match="step 0: the gradients of 1 of 1 layers are inf or NaN"):
+        optimizer.step()
+
+
+def test_steps_that_a_gradient_scaler_refused_raise_no_alarm(tmp_path):
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    recorder = Recorder(optimizer, path=tmp_path / "run.jsonl", flush_every=1)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(1.0)
+    train(optimizer, 12, sizes=dict.fromkeys(range(12), torch.inf))
+    assert set(recorder.record().reasons) == {"found_inf"}

@@ -1,0 +1,31 @@
+"""Names the layers of the first step whose gradients were not finite."""
+
+from torchzero_clip.recorder.numbers import medians
+from torchzero_clip.recorder.record import Record
+
+MOST = 5
+
+
+def alarm(record: Record, since: int) -> str | None:
+    """What happened in the first step from ``since`` on with a norm that is not finite; None if there is none.
+
+    Steps that a gradient scaler refused do not count, because it tries large scales on purpose.
+    """
+    lost = record.layer_norms.isfinite().logical_not()
+    rows: list[int] = lost.any(dim=1).nonzero().flatten().tolist()
+    rows = [i for i in rows if record.steps[i] >= since and "found_inf" not in record.reasons[i]]
+    if not rows:
+        return None
+    row = rows[0]
+    names = [name for name, is_lost in zip(record.layers, lost[row].tolist(), strict=True) if is_lost]
+    shown = ", ".join(names[:MOST]) + (", ..." if len(names) > MOST else "")
+    text = (
+        f"step {record.layer_steps[row]:,}: the gradients of {len(names):,} of {len(record.layers):,} layers are inf "
+        f"or NaN. In the order of the model: {shown}."
+    )
+    norms, usual = record.layer_norms[row], medians(record.layer_norms[:row])
+    order = [i for i in norms.argsort(descending=True).tolist() if norms[i].isfinite() and norms[i] >= 0][:MOST]
+    if order:
+        near = ", ".join(f"{record.layers[i]} {norms[i]:.4g} (usual {usual[i]:.4g})" for i in order)
+        text += f" The largest finite norms of the other layers: {near}."
+    return text

@@ -1,0 +1,243 @@
+"""What was recorded of a run, as vectors, and what is computed from them alone."""
+
+import math
+import operator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.checks import count
+from torchzero_clip.recorder.numbers import medians
+from torchzero_clip.recorder.series import spikes_among
+from torchzero_clip.recorder.words import as_table
+
+
+class Layer(NamedTuple):
+    """The gradient of a layer in one step."""
+
+    name: str
+    norm: float
+    usual: float
+    """The median norm of the steps before; NaN if there is none."""
+
+    @property
+    def ratio(self) -> float:
+        """The norm divided by the usual norm; NaN if the usual norm is unknown.
+
+        It is inf if the norm is not finite, or if the usual norm is 0 and the norm is not. It is 1 if both are 0.
+        """
+        if not math.isfinite(self.norm):
+            return math.inf
+        if self.usual == 0:
+            return math.inf if self.norm > 0 else 1.0
+        return self.norm / self.usual
+
+
+class Layers(list[Layer]):
+    """Layers, the worst first. Prints as a table."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        rows = [("name", "norm", "usual", "ratio")]
+        rows += [(layer.name, *(f"{x:.4g}" for x in (layer.norm, layer.usual, layer.ratio))) for layer in self]
+        return as_table(rows)
+
+
+class Block(NamedTuple):
+    """Norms of layers over several steps."""
+
+    first: int
+    last: int
+    median: Tensor
+    maximum: Tensor
+
+
+class Ratios(NamedTuple):
+    """Norms of parameters, and of what was subtracted from them in a step; -1 without a gradient."""
+
+    step: int
+    params: Tensor
+    updates: Tensor
+
+
+@dataclass
+class Data:
+    """The numbers of a `Record`, whose docstring has the arguments."""
+
+    steps: list[int]
+    reasons: list[str]
+    norm: Tensor
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    layers: list[str]
+    layer_steps: list[int]
+    layer_norms: Tensor = field(repr=False)
+    blocks: list[Block] = field(default_factory=list, repr=False)
+    ratios: list[Ratios] = field(default_factory=list, repr=False)
+    joint: list[str] = field(default_factory=list)
+
+    @cached_property
+    def _rows(self) -> dict[int, int]:
+        return {step: row for row, step in enumerate(self.steps)}
+
+    @cached_property
+    def _layer_rows(self) -> dict[int, int]:
+        return {step: row for row, step in enumerate(self.layer_steps)}
+
+    @property
+    def share_clipped(self) -> Tensor:
+        """The largest share that a transform clipped, for each step; NaN if no transform reports a share."""
+        shares = [values for name, values in self.metrics.items() if name.endswith("/clipped")]
+        if not shares:
+            return torch.full_like(self.norm, torch.nan)
+        columns = torch.stack(shares)
+        unknown = columns.isnan().all(dim=0)
+        return torch.where(unknown, torch.nan, columns.nan_to_num(nan=-1.0).amax(dim=0))
+
+    def limits(self) -> Tensor:
+        """The lowest limit that a transform sets to the joint norm, for each step; NaN if none is known."""
+        found = torch.full_like(self.norm, torch.nan)
+        for name in self.joint:
+            found = torch.fmin(found, self.metrics.get(f"{name}/limit", found))
+        return torch.where(found.isfinite(), found, torch.nan)
+
+    def last(self, count: int) -> Self:
+        """The last steps."""
+        return self.part(max(len(self.steps) - count, 0), len(self.steps))
+
+    def part(self, first: int, end: int) -> Self:
+        """The steps from row ``first`` to ``end``, without blocks."""
+        steps = self.steps[first:end]
+        since, until = (steps[0], steps[-1]) if steps else (0, -1)
+        whole = slice(bisect_left(self.layer_steps, since), bisect_right(self.layer_steps, until))
+        return replace(
+            self,
+            steps=steps,
+            reasons=self.reasons[first:end],
+            norm=self.norm[first:end],
+            loss=self.loss[first:end],
+            metrics={name: values[first:end] for name, values in self.metrics.items()},
+            layer_steps=self.layer_steps[whole],
+            layer_norms=self.layer_norms[whole],
+            blocks=[],
+            ratios=[ratios for ratios in self.ratios if since <= ratios.step <= until],
+        )
+
+    def index(self, step: int) -> int:
+        """The row of a step.
+
+        Raises:
+            ValueError: If the step was not kept.
+        """
+        if step in self._rows:
+            return self._rows[step]
+        kept = f"steps {self.steps[0]} to {self.steps[-1]}" if self.steps else "no steps"
+        raise ValueError(
+            f"step {step} was not kept: the record has {kept}. To keep more steps, set a larger keep=, or set path="
+        )
+
+    def worst(self, step: int | None = None, top: int = 5) -> Layers:
+        """Return the layers whose gradients stood out most in one step: see `Recorder.worst`."""
+        step = self._most_unusual() if step is None else _step_number(step)
+        count("top", top)
+        self.index(step)
+        if step not in self._layer_rows:
+            raise ValueError(
+                f"the file does not have the layers of step {step}. It has the layers of spikes and skipped steps: "
+                f"{_some(self.layer_steps)}"
+            )
+        norms = self.layer_norms[self._layer_rows[step]].tolist()
+        usual = self._usual(step)
+        named = zip(self.layers, norms, usual, strict=True)
+        layers = [Layer(*values) for values in named if not values[1] < 0]
+        layers.sort(key=lambda layer: (math.isfinite(layer.norm), -_or_zero(layer.ratio), -_or_zero(layer.norm)))
+        return Layers(layers[:top])
+
+    def _usual(self, step: int) -> list[float]:
+        """The median of the norms of each layer before a step."""
+        blocks = [block.median for block in self.blocks if block.last < step]
+        blocks = blocks or [block.median for block in self.blocks if block.first < step]
+        if blocks:
+            return medians(torch.stack(blocks)).tolist()
+        return medians(self.layer_norms[[i for i, known in enumerate(self.layer_steps) if known < step]]).tolist()
+
+    def _most_unusual(self) -> int:
+        """The first step whose joint norm is not finite, or else the step with the largest one."""
+        if not self.layer_steps:
+            raise ValueError("the record does not have the layers of any step")
+        norms = [math.inf if self._is_bad(i) else _or_zero(norm) for i, norm in enumerate(self.norm.tolist())]
+        known = set(self.layer_steps)
+        rows = [i for i, step in enumerate(self.steps) if step in known]
+        return self.steps[max(rows, key=lambda i: norms[i])]
+
+    def _is_bad(self, row: int) -> bool:
+        """True if a gradient of a step was not finite; False if the step had no gradients."""
+        norm, step = float(self.norm[row]), self.steps[row]
+        if not math.isnan(norm):
+            return math.isinf(norm)
+        return step in self._layer_rows and not bool((self.layer_norms[self._layer_rows[step]] < 0).all())
+
+    def norms_of_gradients(self) -> Tensor:
+        """The joint norms, with -1 for steps without gradients, and for those that a GradScaler refused."""
+        norms, bad = self.norm.clone(), -1
+        for row in (~norms.isfinite()).nonzero().flatten().tolist():
+            # a file has the layers of only the first ten of a series of steps that are not finite
+            if self._is_bad(row) or (bad == row - 1 >= 0 and self.steps[row] not in self._layer_rows):
+                bad = row
+            if bad != row or self.reasons[row] == "found_inf":
+                norms[row] = -1.0
+        return norms
+
+    def spikes(self) -> list[int]:
+        """Return the steps whose joint norm was a spike or not finite: see `Recorder.spikes`."""
+        usable = self.norm.isfinite() & (self.norm > 0)
+        bad = [self.steps[i] for i in usable.logical_not().nonzero().flatten().tolist() if self._is_bad(i)]
+        return sorted({*bad, *(self.steps[i] for i in spikes_among(self.norm).nonzero().flatten().tolist())})
+
+    def columns(self, *, transforms: bool = False) -> dict[str, list[Any]]:
+        """The columns of `frame`, as lists."""
+        columns: dict[str, list[Any]] = {
+            "step": list(self.steps),
+            "norm": self.norm.tolist(),
+            "loss": self.loss.tolist(),
+            "share_clipped": self.share_clipped.tolist(),
+            "skipped": [bool(reason) for reason in self.reasons],
+        }
+        if transforms:
+            columns |= {"reason": list(self.reasons)}
+            columns |= {name: values.tolist() for name, values in self.metrics.items()}
+        return columns
+
+    def numbers(self, since: int = 0) -> Iterator[tuple[int, dict[str, float]]]:
+        """Each step from ``since`` on, with its numbers by name, without the unknown ones."""
+        columns = self.columns(transforms=True)
+        del columns["reason"]
+        names = [name for name in columns if name != "step"]
+        for step, *values in zip(columns["step"], *(columns[name] for name in names), strict=True):
+            if step >= since:
+                pairs = zip(names, values, strict=True)
+                yield step, {name if "/" in name else f"gradients/{name}": float(v) for name, v in pairs if v == v}
+
+
+def _step_number(step: Any) -> int:
+    try:
+        return operator.index(step)
+    except TypeError:
+        raise TypeError(f"step must be an integer, got {step!r}") from None
+
+
+def _some(steps: list[int]) -> str:
+    """The numbers of steps, or of the last 20 if there are more."""
+    shown = ", ".join(map(str, steps[-20:])) or "none"
+    return f"..., {shown}" if len(steps) > 20 else shown
+
+
+def _or_zero(value: float) -> float:
+    return 0.0 if math.isnan(value) else value

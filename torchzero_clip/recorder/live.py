@@ -1,0 +1,136 @@
+"""Sends numbers of a run to where people look while it runs."""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.recorder.numbers import median_of, medians
+from torchzero_clip.recorder.record import Record
+
+Send: TypeAlias = Callable[[int, dict[str, float]], object]
+
+EARLIER = 200
+"""So many earlier steps give the usual norm of a layer."""
+TOP = 3
+MOST_LAYERS = 20
+STEP = "gradients/step"
+
+
+class Live:
+    """Sends points to a logger: joint norms, what was clipped and skipped, and the layers that stand out most.
+
+    A layer that stood out in one point is part of all later points, so that it has a line.
+
+    Args:
+        target: A run of Weights & Biases, a `SummaryWriter`, a logger of Lightning, the ``Accelerator``, or a function
+            of a step and a dict of numbers.
+        every: A point sums up so many steps; None for all that are sent at once.
+
+    Raises:
+        TypeError: For any other target.
+    """
+
+    def __init__(self, target: Any, every: int | None) -> None:
+        self._send, once = sender(target)
+        self._every = None if once else every
+        self._next = 0
+        self._layers: dict[str, None] = {}
+        self._warned = False
+
+    def begin_anew(self, step: int) -> None:
+        """Send points from this step on."""
+        self._next = step
+
+    def send(self, record: Record, *, is_end: bool = False) -> None:
+        """Send the points of steps that were not sent yet; those of an incomplete point wait for the rest.
+
+        Args:
+            record: The last steps, with `EARLIER` steps before those that were not sent.
+            is_end: Send the last point though it is incomplete.
+        """
+        first = sum(step < self._next for step in record.steps)
+        every = self._every or max(len(record.steps) - first, 1)
+        while first < len(record.steps):
+            end = min(first + every, len(record.steps))
+            if end - first < every and not is_end:
+                break
+            self._next = record.steps[end - 1] + 1
+            try:
+                self._send(record.steps[end - 1], self._point(record, first, end))
+            except Exception as error:  # a logger that fails must not stop training
+                if not self._warned:
+                    warnings.warn(f"log= raised an error, and training continues: {error!r}", stacklevel=2)
+                self._warned = True
+            first = end
+
+    def _point(self, record: Record, first: int, end: int) -> dict[str, float]:
+        """What happened in the steps from row ``first`` to ``end``."""
+        norm = record.norm[first:end]
+        finite = norm[norm.isfinite()]
+        clipped, limit = record.share_clipped[first:end], record.limits()[first:end]
+        values = {
+            "gradients/norm": median_of(finite) if len(finite) else math.nan,
+            "gradients/largest_norm": float(norm.nan_to_num(nan=math.inf, posinf=math.inf).max()),
+            "gradients/share_clipped": float(clipped.nanmean()),
+            "gradients/limit": float(limit[-1]),
+            "gradients/skipped": float(sum(map(bool, record.reasons[first:end]))),
+        }
+        norms, ratios = (
+            record.layer_norms[first:end],
+            _update_ratios(record, record.steps[first], record.steps[end - 1]),
+        )
+        largest = torch.where(norms < 0, -1.0, norms.nan_to_num(nan=math.inf)).amax(dim=0)
+        usual = medians(record.layer_norms[max(first - EARLIER, 0) : first])
+        self._watch(record, torch.where(usual > 0, largest / usual, torch.nan))
+        self._watch(record, ratios)
+        for i, name in enumerate(record.layers):
+            if name in self._layers:
+                values[f"layers/{name}/norm"] = float(largest[i]) if largest[i] >= 0 else math.nan
+                values[f"layers/{name}/update_ratio"] = float(ratios[i])
+        return {key: value for key, value in values.items() if not math.isnan(value)}
+
+    def _watch(self, record: Record, sizes: Tensor) -> None:
+        """Add the layers with the largest numbers to those that are sent."""
+        known = sizes.nan_to_num(nan=-1.0)
+        for i in known.argsort(descending=True, stable=True).tolist()[:TOP]:
+            if known[i] > 0 and len(self._layers) < MOST_LAYERS:
+                self._layers.setdefault(record.layers[i])
+
+
+def _update_ratios(record: Record, first: int, last: int) -> Tensor:
+    """The norm of the update of each layer divided by that of its parameters, in the last step that has them."""
+    found = record.norm.new_full((len(record.layers),), math.nan)
+    for step, params, updates in record.ratios:
+        if first <= step <= last:
+            found = torch.where((params > 0) & (updates >= 0), updates / params, torch.nan)
+    return found
+
+
+def sender(target: Any) -> tuple[Send, bool]:
+    """A function that sends one point, and whether only one point may be sent at a time."""
+    if hasattr(target, "add_scalar"):
+
+        def add(step: int, values: Mapping[str, float]) -> None:
+            for name, value in values.items():
+                target.add_scalar(name, value, step)
+
+        return add, False
+    if hasattr(target, "define_metric") and hasattr(target, "log"):
+        for names in ("gradients/*", "layers/*"):
+            target.define_metric(names, step_metric=STEP)
+        # W&B drops rows whose step is below its own count, which each call with commit=True raises
+        return lambda step, values: target.log({**values, STEP: step}, commit=False), True
+    if hasattr(target, "log_metrics"):
+        return lambda step, values: target.log_metrics(values, step=step), False
+    if hasattr(target, "log") and hasattr(target, "init_trackers"):
+        return lambda step, values: target.log(values, step=step), False
+    if callable(target):
+        return target, False
+    raise TypeError(
+        "log must be a run of Weights & Biases, a SummaryWriter, a logger of Lightning, an Accelerator or a function "
+        f"log(step, values), got {type(target).__name__}"
+    )

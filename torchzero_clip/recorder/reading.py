@@ -1,0 +1,295 @@
+"""Reads the file of a record."""
+
+import json
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.recorder.files import BEGIN, KINDS, VERSION, Row
+from torchzero_clip.recorder.record import Block, Place, Ratios, Record
+
+WITHOUT_ID = ""
+"""Stands for the id of lines that an earlier release wrote."""
+LARGEST_STEP = 2**53
+MOST_EMPTY = 100
+"""A record is refused if it would have more empty cells than so many for each number in the file."""
+
+
+def read_record(path: Place, run: str | None = None) -> Record:
+    """Read the file of a `Recorder`.
+
+    A file may have several runs. The result is the run that wrote the last line. If it resumed another run of the file,
+    it has the earlier steps of that run too. A warning names other runs, which have begun at a step of their own.
+
+    Lines that are not JSON are left out, with a warning that counts them: a process may have been killed while it
+    wrote. An incomplete last line is left out without a warning, and so are kinds of lines that a later release added.
+
+    Args:
+        path: The path that was given to `Recorder`.
+        run: The id of another run, as in the warning.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If the file was not written by a `Recorder`, if a line has wrong entries (the message has its
+            number), or if the file does not have the run.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from torchzero_clip import ClipNorm, Modular, Recorder, read_record
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = Modular([("weight", weight)], ClipNorm(1.0))
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     recorder = Recorder(optimizer, path=f"{directory}/run.jsonl")
+        ...     weight.grad = torch.tensor([3.0, 4.0])
+        ...     optimizer.step()
+        ...     recorder.close()
+        ...     read_record(f"{directory}/run.jsonl").norm
+        tensor([5.], dtype=torch.float64)
+    """
+    reader = _read(path)
+    if run is not None and run not in reader.runs:
+        raise ValueError(f"{path} has no run {run!r}: it has {', '.join(map(repr, reader.runs)) or 'no runs'}")
+    if reader.broken:
+        lines = "1 line is not JSON and was" if reader.broken == 1 else f"{reader.broken} lines are not JSON and were"
+        warnings.warn(f"{path}: {lines} left out", stacklevel=2)
+    family = reader.ancestry(reader.last if run is None else run)
+    if run is None and (others := reader.others(family)):
+        warnings.warn(f"{path} also has {', '.join(others)}: pass run= to read another one", stacklevel=2)
+    for later in range(len(family) - 1, 0, -1):
+        for earlier in family[:later]:
+            earlier.drop(family[later].start)
+    return _composed(str(path), family, reader.size)
+
+
+def last_run(path: Path) -> str | None:
+    """The id of the run that wrote the last line of a file; None if there are no lines."""
+    try:
+        return _read(path).last
+    except (OSError, ValueError):
+        return None
+
+
+@dataclass(eq=False)
+class _Run:
+    """The lines of one run."""
+
+    id: str
+    parent: str | None = None
+    start: int = 0
+    joint: list[str] = field(default_factory=list)
+    layers: list[str] = field(default_factory=list)
+    steps: dict[int, Row] = field(default_factory=dict)
+    losses: dict[int, float | None] = field(default_factory=dict)
+    whole: dict[int, "_Row"] = field(default_factory=dict)
+    blocks: dict[int, tuple[int, "_Row", "_Row"]] = field(default_factory=dict)
+    ratios: dict[int, tuple["_Row", "_Row"]] = field(default_factory=dict)
+
+    def drop(self, start: int) -> None:
+        """Forget the steps from ``start`` on."""
+        for kept in (self.steps, self.losses, self.whole, self.ratios):
+            for step in [step for step in kept if step >= start]:
+                del kept[step]
+        self.blocks = {first: block for first, block in self.blocks.items() if block[0] < start}
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A number for each of some layers."""
+
+    layers: Sequence[str]
+    values: Sequence[float | None]
+
+
+def _read(path: Place) -> "_Reader":
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text file: {error}") from None
+    reader = _Reader(str(path))
+    lines = text.split("\n")
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            reader.read(number, line, is_end=number == len(lines))
+    return reader
+
+
+class _Reader:
+    """Reads the lines of a file one by one."""
+
+    def __init__(self, path: str) -> None:
+        self.runs: dict[str, _Run] = {}
+        self.last = WITHOUT_ID
+        """The id of the run that wrote the last line."""
+        self.broken = 0
+        """How many lines are not JSON, without the last one."""
+        self.size = 0
+        """How many numbers and names the file has."""
+        self._path = path
+
+    def read(self, number: int, line: str, *, is_end: bool) -> None:
+        """Read one line."""
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict) or not isinstance(row.get("kind"), str):
+            # only the first line tells whose file it is
+            if not self.runs and not (is_end and (BEGIN.startswith(line) or line.startswith(BEGIN))):
+                raise self._wrong(number, "the file was not written by a Recorder")
+            self.broken += not is_end
+            return
+        kind = row["kind"]
+        if not self.runs and kind != "run":
+            raise self._wrong(number, "a line of the kind 'run' must come first")
+        if kind not in KINDS:
+            return
+        for key, types in KINDS[kind].items():
+            if key not in row or not isinstance(row[key], types) or isinstance(row[key], bool):
+                raise self._wrong(number, f"{key!r} is missing or of the wrong type")
+        try:
+            self._read_run(row) if kind == "run" else self._read_numbers(kind, row)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise self._wrong(number, str(error)) from None
+
+    def _wrong(self, number: int, what: str) -> ValueError:
+        return ValueError(f"{self._path}, line {number}: {what}")
+
+    def _read_run(self, row: Row) -> None:
+        if row["version"] != VERSION:
+            raise ValueError(f"version {row['version']} cannot be read: this release reads version {VERSION}")
+        self.last, start = str(row.get("id", WITHOUT_ID)), _step(row["start"])
+        run = self.runs.setdefault(self.last, _Run(self.last, row.get("parent"), start))
+        run.joint = [str(name) for name in row["joint"]]
+        run.layers = [str(name) for name in row["layers"]]
+        run.drop(start)
+        self.size += len(run.layers)
+
+    def _read_numbers(self, kind: str, row: Row) -> None:
+        name = row.get("run", self.last)
+        if name not in self.runs:
+            raise ValueError(f"the line of run {name!r} that names the layers is missing")
+        self.last, run = name, self.runs[name]
+        if kind == "block":
+            pair = (self._row(run, row["median"]), self._row(run, row["maximum"]))
+            run.blocks[_step(row["first"])] = (_step(row["last"]), *pair)
+            return
+        step = _step(row["step"])
+        if kind == "step":
+            self._check([row["norm"], row["loss"], *row["metrics"].values()], "its metrics must be numbers")
+            run.steps[step] = row
+            run.losses.pop(step, None)
+        elif kind == "loss":
+            self._check([row["loss"]])
+            run.losses[step] = row["loss"]
+        elif kind == "layers":
+            run.whole[step] = self._row(run, row["norms"])
+        else:
+            run.ratios[step] = (self._row(run, row["params"]), self._row(run, row["updates"]))
+
+    def _row(self, run: _Run, values: list[Any]) -> _Row:
+        if len(values) != len(run.layers):
+            raise ValueError(f"it has {len(values)} numbers for {len(run.layers)} layers")
+        self._check(values)
+        return _Row(run.layers, values)
+
+    def _check(self, values: Sequence[Any], otherwise: str = "it must have numbers only") -> None:
+        """Raise unless all are numbers that fit into float64, or None."""
+        for value in values:
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise ValueError(otherwise)
+            if value is not None:
+                float(value)  # an integer may be too large
+        self.size += len(values)
+
+    def ancestry(self, name: str) -> list[_Run]:
+        """A run and the runs that it resumed, the first one first."""
+        found: list[_Run] = []
+        while name in self.runs and self.runs[name] not in found:
+            found.insert(0, self.runs[name])
+            name = str(found[0].parent)
+        return found
+
+    def others(self, family: Sequence[_Run]) -> list[str]:
+        """The runs that have steps, and do not belong to the ancestry of a run nor share its first run."""
+        first = family[0].id if family else None
+        found: list[str] = []
+        for run in self.runs.values():
+            if run.steps and run not in family and self.ancestry(run.id)[0].id != first:
+                found.append(f"run {run.id!r} (steps {min(run.steps):,} to {max(run.steps):,})")
+        return found
+
+
+def _step(value: int) -> int:
+    if not 0 <= value < LARGEST_STEP:
+        raise ValueError(f"the number of a step is out of range: {value:.3g}")
+    return value
+
+
+def _composed(path: str, family: Sequence[_Run], size: int) -> Record:
+    """The record of a run and of those that it resumed."""
+    rows: dict[int, Row] = {}
+    losses: dict[int, float | None] = {}
+    whole: dict[int, _Row] = {}
+    blocks: list[tuple[int, int, _Row, _Row]] = []
+    ratios: dict[int, tuple[_Row, _Row]] = {}
+    for run in family:
+        rows |= run.steps
+        losses |= {step: row["loss"] for step, row in run.steps.items()} | run.losses
+        whole |= run.whole
+        ratios |= run.ratios
+        blocks += [(first, *block) for first, block in run.blocks.items()]
+    steps = sorted(rows)
+    whole = {step: whole[step] for step in sorted(whole) if step in rows}
+    named = [*whole.values(), *(row for block in blocks for row in block[2:]), *(r for p in ratios.values() for r in p)]
+    listed = [run.layers for run in family] + [row.layers for row in named]
+    layers = list(dict.fromkeys(name for names in {id(names): names for names in listed}.values() for name in names))
+    metrics = list(dict.fromkeys(name for step in steps for name in rows[step]["metrics"]))
+    if len(layers) * len(named) + len(metrics) * len(steps) > MOST_EMPTY * (size + 10_000):
+        raise ValueError(f"{path} has other layers or metrics in every line: it is not the record of one run")
+    wide = _Wide(layers)
+    norms = [wide(row) for row in whole.values()]
+    return Record(
+        steps,
+        [rows[step]["reason"] for step in steps],
+        _column(rows[step]["norm"] for step in steps),
+        _column(losses[step] for step in steps),
+        {name: _column(rows[step]["metrics"].get(name) for step in steps) for name in metrics},
+        layers,
+        list(whole),
+        torch.stack(norms) if norms else torch.zeros(0, len(layers), dtype=torch.float64, device="cpu"),
+        [
+            Block(first, last, wide(median), wide(maximum))
+            for first, last, median, maximum in sorted(blocks, key=_first)
+        ],
+        [Ratios(step, *map(wide, ratios[step])) for step in sorted(ratios)],
+        family[-1].joint if family else [],
+    )
+
+
+def _first(block: tuple[int, int, _Row, _Row]) -> int:
+    return block[0]
+
+
+class _Wide:
+    """Makes vectors with one number for each layer of the record; -1 for a layer that a row does not have."""
+
+    def __init__(self, layers: Sequence[str]) -> None:
+        self._places = {name: i for i, name in enumerate(layers)}
+
+    def __call__(self, row: _Row) -> Tensor:
+        vector = torch.full((len(self._places),), -1.0, dtype=torch.float64, device="cpu")
+        places = torch.tensor([self._places[name] for name in row.layers], dtype=torch.int64, device="cpu")
+        vector[places] = _column(row.values)
+        return vector
+
+
+def _column(values: Iterable[float | None]) -> Tensor:
+    return torch.tensor(
+        [math.nan if value is None else float(value) for value in values], dtype=torch.float64, device="cpu"
+    )
