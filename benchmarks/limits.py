@@ -28,18 +28,23 @@ SWEEP_SEED = 100
 
 
 class Result(NamedTuple):
-    """The held-out losses of a task with one seed, and the limits."""
+    """The held-out losses of a task with one seed, the limits, and the confidence of the suggestions."""
 
     task: str
     seed: int
     losses: dict[str, float]
     limits: dict[str, float]
+    confidence: dict[str, str]
 
 
 class Row(NamedTuple):
-    """The held-out losses of a task by choices, averaged over seeds, and their ratios and ranks."""
+    """The held-out losses of a task by choices, averaged over seeds, and their ratios and ranks.
+
+    The confidence is that of the 1% limit with the first seed.
+    """
 
     task: str
+    confidence: str
     none: float
     ratios: dict[str, float]
     ranks: dict[str, float]
@@ -72,10 +77,11 @@ def compared(job: tuple[str, int]) -> Result:
     name, seed = job
     task = TASKS[name]
     loss, recorder = train(task, seed, [])
-    limits = {choice: recorder.suggest_max_norm(share).limits["joint"] for choice, share in SHARES.items()}
-    limits["1.0"] = 1.0
+    found = {choice: recorder.suggest_max_norm(share) for choice, share in SHARES.items()}
+    limits = {choice: suggestion.limits["joint"] for choice, suggestion in found.items()} | {"1.0": 1.0}
     clipped = {choice: train(task, seed, [ClipNorm(x, dim="global")])[0] for choice, x in limits.items()}
-    return Result(name, seed, {"none": loss} | clipped, limits)
+    confidence = {choice: suggestion.confidence for choice, suggestion in found.items()}
+    return Result(name, seed, {"none": loss} | clipped, limits, confidence)
 
 
 def swept(job: tuple[str, int]) -> Result:
@@ -83,7 +89,7 @@ def swept(job: tuple[str, int]) -> Result:
     torch.set_num_threads(1)
     name, seed = job
     task = TASKS[name]
-    return Result(name, seed, {f"{lr:g}": train(task, seed, [], lr)[0] for lr in RATES[task.method]}, {})
+    return Result(name, seed, {f"{lr:g}": train(task, seed, [], lr)[0] for lr in RATES[task.method]}, {}, {})
 
 
 def rows_of(results: Sequence[Result]) -> list[Row]:
@@ -91,6 +97,7 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
     rows: list[Row] = []
     for task in [name for name in TASKS if any(result.task == name for result in results)]:
         losses = [result.losses for result in results if result.task == task]
+        confidence = next(r.confidence["1%"] for r in results if r.task == task and r.seed == 0)
         means = {choice: sum(each[choice] for each in losses) / len(losses) for choice in CHOICES}
         none = means["none"]
         ratios = {choice: mean / none if math.isfinite(none) else math.nan for choice, mean in means.items()}
@@ -99,7 +106,7 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
             + (1 + sum(other == mean for other in means.values())) / 2
             for choice, mean in means.items()
         }
-        rows.append(Row(task, none, ratios, ranks))
+        rows.append(Row(task, confidence, none, ratios, ranks))
     return rows
 
 
@@ -122,13 +129,13 @@ def chosen(rows: Sequence[Row]) -> tuple[dict[str, float], dict[str, float], str
 def table(rows: Sequence[Row]) -> str:
     """The rows in Markdown: the loss without a clip, and the ratios of the others to it."""
     others = [choice for choice in CHOICES if choice != "none"]
-    lines = [f"| task | none | {' | '.join(others)} |", f"| --- |{' ---: |' * (1 + len(others))}"]
+    lines = [f"| task | confidence | none | {' | '.join(others)} |", f"| --- | --- |{' ---: |' * (1 + len(others))}"]
     for row in rows:
         shown = [f"{row.none:.3g}", *(_ratio(row, choice) for choice in others)]
-        lines.append(f"| {row.task} | {' | '.join(shown)} |")
+        lines.append(f"| {row.task} | {row.confidence} | {' | '.join(shown)} |")
     ranks, worst, _ = chosen(rows)
-    lines.append(f"| **mean rank** | {' | '.join(f'{ranks[choice]:.2f}' for choice in CHOICES)} |")
-    lines.append(f"| **worst ratio** | {' | '.join(f'{worst[choice]:.3f}' for choice in CHOICES)} |")
+    lines.append(f"| **mean rank** | | {' | '.join(f'{ranks[choice]:.2f}' for choice in CHOICES)} |")
+    lines.append(f"| **worst ratio** | | {' | '.join(f'{worst[choice]:.3f}' for choice in CHOICES)} |")
     return "\n".join(lines)
 
 

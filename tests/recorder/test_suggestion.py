@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorder.records import made
 
@@ -186,6 +186,7 @@ def test_two_levels_by_hand():
     assert two_levels(torch.tensor([1.0] * 50 + [2.01] * 50).double()) is not None
 
 
+@settings(max_examples=30)
 @given(st.integers(0, 99), st.sampled_from(["plain", "spikes", "levels", "growing"]), st.floats(-30, 30))
 def test_the_scale_changes_only_numbers(seed, kind, exponent):
     norms, scale = lognormal(seed, 200), 10.0**exponent
@@ -233,12 +234,12 @@ def autoregressive(count, r):
 def test_the_range_has_the_future_share_in_95_of_100_records(r):
     torch.manual_seed(0)
     hits = 0
-    for _ in range(200):
+    for _ in range(100):
         values = autoregressive(300, r)
         limit = quantile(values, 0.9)
         low, high = share_range(30, 300, effective_count(values))
         hits += low <= 0.5 * math.erfc(limit / math.sqrt(2)) <= high
-    assert hits >= 180
+    assert hits >= 90
 
 
 @pytest.mark.parametrize(("r", "part"), [(0.0, 1.0), (0.5, 1 / 3), (0.9, 1 / 19)])

@@ -166,7 +166,7 @@ def suggested(norms: Mapping[str, Tensor], share_clipped: float, scope: Scope) -
     ]
     shares = sorted({*SHARES, share_clipped})
     choices = tuple(Choice.of(name, s, share) for name, s in series.items() for share in shares)
-    trend = min((s.trend for s in series.values()), key=TRENDS.index)
+    trend: Trend = min((s.trend for s in series.values()), key=TRENDS.index)
     spikes = sum(int(s.spikes.sum()) for s in series.values())
     limit = limits if scope == "group" else limits[scope]
     reason = "; ".join(reason for reason, _ in doubts)
