@@ -277,6 +277,7 @@ def test_a_record_tells_steps_without_gradients_from_gradients_that_are_not_fini
     assert refused.suggest_max_norm(0.1).confidence == "high"
 
 
+@pytest.mark.filterwarnings("ignore:step 200")
 def test_a_file_tells_them_apart_too(tmp_path):
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = Modular([weight], ClipNorm(1.0))
@@ -308,7 +309,7 @@ def test_it_prints_sentences_with_numbers():
     norms[700] = 0
     text = str(suggest(spiked(norms, 3)))
     assert 'ClipNorm(1.619, dim="global") would have clipped 1% of the 994 usual steps, whose median norm is' in text
-    assert "Norms that are 0 (1), inf or NaN (2) are left out." in text
+    assert "Norms that are 0 (1) or inf or NaN (2) are left out." in text
     assert "The limit would also have clipped 3 spikes above 3.225, of which the largest is 65.69." in text
     assert "\nSide by side: 1.619 clips 1% (0.55% to 1.8%), 1.288 clips 10% (8.3% to 12%), " in text
     assert "\nConfidence: high. The confidence says how well the record determines the limit" in text

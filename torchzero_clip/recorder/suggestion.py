@@ -176,7 +176,7 @@ def suggested(norms: Mapping[str, Tensor], share_clipped: float, scope: Scope) -
 
 
 def _percent(share: float) -> str:
-    return "0%" if share < 1e-4 else f"{100 * share:.2g}%" if share < 0.1 else f"{100 * share:.0f}%"
+    return "0%" if share < 1e-4 else f"{100 * share:{'.2g' if share < 0.1 else '.0f' if share < 0.99 else '.4g'}}%"
 
 
 def _sentences(series: Series, limit: float, scope: Scope) -> list[str]:
@@ -186,8 +186,9 @@ def _sentences(series: Series, limit: float, scope: Scope) -> list[str]:
     text = [
         f"{clip} would have clipped {_percent(share)} of the {len(usual):,} usual {what} is {median_of(usual):.4g}."
     ]
-    if series.zeros or series.bad:
-        text.append(f"Norms that are 0 ({series.zeros:,}), inf or NaN ({series.bad:,}) are left out.")
+    others = [f"{what} ({count:,})" for what, count in (("0", series.zeros), ("inf or NaN", series.bad)) if count]
+    if others:
+        text.append(f"Norms that are {' or '.join(others)} are left out.")
     if series.dropped:
         text.append(
             f"The first {series.start:,} of {len(series.norms):,} norms are left out because they were still changing."
