@@ -68,7 +68,7 @@ class Sequence(nn.Module):
             self.body = nn.ModuleList([nn.Conv1d(width, 2 * width, 6), nn.Conv1d(2 * width, width, 1)])
         else:
             self.body = nn.ModuleList([{"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU}[core](width, width)])
-        self.head: nn.Module = nn.Linear(width, symbols)
+        self.head: nn.Linear | LowRank = nn.Linear(width, symbols)
 
     def forward(self, text: Tensor) -> Tensor:
         x = self.embedding(text)
@@ -202,7 +202,8 @@ def adapters(seed: int) -> Training:
     for block in model.body:
         for name in ("into", "out", "up", "down"):
             setattr(block, name, LowRank(getattr(block, name)))
-    model.head = LowRank(model.head)
+    if isinstance(model.head, nn.Linear):
+        model.head = LowRank(model.head)
     return supervised(model, characters(source()), entropy, seed, 16)
 
 

@@ -4,18 +4,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, tensor_split
 
 from torchzero_clip.recorder.numbers import effective_count, median_of, quantile
 
-Trend: TypeAlias = Literal["growing", "falling", "settled"]
+Trend: TypeAlias = Literal["settled", "growing", "falling"]
 Doubt: TypeAlias = tuple[str, bool]  # a reason why a limit may be wrong, and whether it is serious
 
 FEWEST = 20
-TRENDS: tuple[Trend, ...] = get_args(Trend)
 BLOCKS = 20
 LARGEST = 709.0  # the logarithm of the largest number
 MOST_DROPPED = 10

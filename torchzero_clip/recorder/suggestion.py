@@ -11,7 +11,7 @@ from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.recorder.figures import draw_series
 from torchzero_clip.recorder.numbers import median_of, quantile, share_range
-from torchzero_clip.recorder.series import FEWEST, TRENDS, Series, Trend
+from torchzero_clip.recorder.series import FEWEST, Series, Trend
 from torchzero_clip.recorder.words import counted
 
 Scope: TypeAlias = Literal["joint", "parameter", "group"]
@@ -166,7 +166,8 @@ def suggested(norms: Mapping[str, Tensor], share_clipped: float, scope: Scope) -
     ]
     shares = sorted({*SHARES, share_clipped})
     choices = tuple(Choice.of(name, s, share) for name, s in series.items() for share in shares)
-    trend: Trend = min((s.trend for s in series.values()), key=TRENDS.index)
+    trends = {s.trend for s in series.values()}
+    trend: Trend = "growing" if "growing" in trends else "falling" if "falling" in trends else "settled"
     spikes = sum(int(s.spikes.sum()) for s in series.values())
     limit = limits if scope == "group" else limits[scope]
     reason = "; ".join(reason for reason, _ in doubts)
