@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(title="commands", metavar="{suggest,report}", required=True)
-    suggest = commands.add_parser("suggest", help="print a limit for ClipNorm, and whether to trust it")
+    suggest = commands.add_parser("suggest", help="print a limit for ClipNorm, and how well the record determines it")
     suggest.add_argument("file", help="the file that a Recorder wrote, such as run.jsonl")
     suggest.add_argument(
         "--share-clipped",

@@ -1,12 +1,17 @@
 """A limit found from norms: the cases of the definition, and its doubts."""
 
 import math
+import re
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recorder.records import made
 
-from torchzero_clip import Chain, ClipNorm, Modular, Recorder
-from torchzero_clip.recorder.numbers import joined_norms, median_of, medians, quantile
+from torchzero_clip import Chain, ClipNorm, Modular, Recorder, read_record
+from torchzero_clip.recorder.numbers import effective_count, joined_norms, median_of, medians, quantile, share_range
+from torchzero_clip.recorder.series import two_levels
 from torchzero_clip.recorder.suggestion import Series, suggested
 
 
@@ -36,21 +41,22 @@ def begins_high(norms):
 
 
 CASES = {
-    "plain": (lambda norms: norms, 0),
-    "3 spikes": (lambda norms: spiked(norms, 3), 3),
-    "50 spikes": (lambda norms: spiked(norms, 50), 50),
-    "not finite": (with_bad_values, 0),
-    "begins high": (begins_high, 0),
+    "plain": (lambda norms: norms, 0, ""),
+    "3 spikes": (lambda norms: spiked(norms, 3), 3, ""),
+    "50 spikes": (lambda norms: spiked(norms, 50), 50, ""),
+    "not finite": (with_bad_values, 0, ""),
+    "begins high": (begins_high, 0, r"only \d of the usual norms are above the limit"),
 }
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("case", CASES)
 def test_the_limit_is_that_of_usual_norms(case, seed):
-    change, spikes = CASES[case]
+    change, spikes, reason = CASES[case]
     found = suggest(change(lognormal(seed)))
     assert 1.5 <= found.limit <= 1.75
-    assert (found.spikes, found.trend, found.confidence, found.reason) == (spikes, "settled", "high", "")
+    assert (found.spikes, found.trend, found.confidence) == (spikes, "settled", "medium" if reason else "high")
+    assert re.fullmatch(reason, found.reason)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -73,23 +79,215 @@ def test_few_norms_are_refused_and_not_counted_twice():
         suggest(torch.cat([torch.ones(19), torch.tensor([0.0, torch.nan, torch.inf])]).double())
 
 
+def changed(seed, rows, factor, count=1000):
+    """Lognormal norms, of which some are multiplied."""
+    norms = lognormal(seed, count)
+    norms[rows] *= factor
+    return norms
+
+
+EVERY = torch.arange(1000)
+DOUBTS = {
+    "too few": (lambda: lognormal(0, 50), 0.01, "low", "50 norms are too few to find the norm that 1% of them exceed"),
+    "3 above": (lambda: lognormal(0, 300), 0.01, "medium", "only 3 of the usual norms are above the limit"),
+    "1 above": (lambda: lognormal(0, 100), 0.01, "medium", "only 1 of the usual norms is above the limit"),
+    "constant": (lambda: torch.ones(100).double(), 0.1, "low", "the limit is as large as the largest usual norm"),
+    "line": (lambda: torch.linspace(1, 100, 1000), 0.1, "low", "still changed in the first half"),
+    "growing": (lambda: lognormal(0) * torch.linspace(1, 3, 1000), 0.1, "low", "the norms are still growing"),
+    "clipped": (lambda: lognormal(0).clamp(max=1.2), 0.1, "low", "something else probably clipped them before"),
+    "3 equal": (
+        lambda: changed(0, EVERY > 996, 0).add(2.5 * (EVERY > 996)),
+        0.1,
+        "medium",
+        "3 of 1,000 norms are equal",
+    ),
+    "NaN": (lambda: changed(0, EVERY % 50 == 0, math.nan), 0.1, "medium", "20 of 1,000 norms are inf or NaN"),
+    "70% NaN": (lambda: changed(0, EVERY % 10 < 7, math.nan), 0.1, "low", "700 of 1,000 norms are inf or NaN"),
+    "infinite": (lambda: changed(0, EVERY % 5 == 0, math.inf), 0.1, "low", "200 of 1,000 norms are inf or NaN"),
+    "zeros": (lambda: changed(0, EVERY % 16 == 0, 0), 0.1, "medium", "63 of 1,000 norms are 0"),
+    "spikes": (lambda: changed(0, EVERY % 4 == 0, 50), 0.1, "low", "250 of 1,000 norms are spikes"),
+    "6% spikes": (lambda: changed(0, EVERY % 16 == 0, 7), 0.1, "low", "63 of 1,000 norms are spikes"),
+    "ends with spikes": (
+        lambda: changed(0, EVERY > 989, 9),
+        0.1,
+        "low",
+        "the last 10 norms are all spikes, inf or NaN",
+    ),
+    "ends with NaN": (lambda: changed(0, EVERY > 989, math.nan), 0.1, "low", "the last 10 norms are all spikes"),
+    "alternating": (lambda: changed(0, EVERY % 2 == 0, 8), 0.1, "low", "the norms have two levels: 50% are near"),
+    "1e-6": (lambda: changed(0, EVERY % 10 > 0, 1e-6), 0.1, "low", "90% are near 9.987e-07, and 10% near 0.999"),
+    "outweighed": (lambda: changed(0, EVERY % 100 == 0, 5e4), 0.1, "low", "so a few large norms outweigh all others"),
+    "alike": (lambda: lognormal(0, 20).repeat_interleave(50), 0.1, "medium", "norms of neighboring steps are alike"),
+}
+
+
+@pytest.mark.parametrize("case", DOUBTS)
+def test_each_doubt_lowers_the_confidence_and_is_printed(case):
+    norms, share, confidence, reason = DOUBTS[case]
+    found = suggest(norms().double(), share)
+    assert found.confidence == confidence
+    assert reason in found.reason
+    assert f"Confidence: {confidence}, because {found.reason}. " in str(found)
+
+
 @pytest.mark.parametrize(
-    ("norms", "reason"),
+    "norms",
     [
-        (lambda: lognormal(0, 50), "50 norms are too few"),
-        (lambda: torch.linspace(1, 100, 1000, dtype=torch.float64), "still changed in the first half"),
-        (lambda: lognormal(0).clamp(max=1.2), "something else probably clipped them before"),
+        lambda: changed(0, EVERY % 100 == 0, math.nan),  # 1%
+        lambda: changed(0, EVERY % 20 == 0, 0),  # 5%
+        lambda: changed(0, EVERY % 20 == 0, 3.5),  # 5% spikes
+        lambda: changed(0, EVERY > 990, 9),  # nine spikes at the end
+        lambda: torch.cat([lognormal(0, 998), torch.full((2,), 2.5)]),
+        lambda: (lognormal(0) * 10).round(),  # many norms are equal, also below the largest
     ],
 )
-def test_doubts(norms, reason):
-    found = suggest(norms())
-    assert found.confidence == "low"
-    assert reason in found.reason
-    assert reason in str(found)
+def test_borders_are_no_doubts(norms):
+    assert suggest(norms().double(), 0.1).reason == ""
 
 
-def test_a_single_largest_norm_is_no_sign_of_another_clip():
-    assert suggest(lognormal(0, 20), 0.1).confidence == "high"
+def test_a_norm_of_a_step_without_gradients_does_not_count():
+    found = suggest(changed(0, EVERY % 2 == 0, -1), 0.1)
+    assert (found.confidence, len(found.series["joint"].norms)) == ("high", 500)
+
+
+UNIMODAL = {
+    "lognormal": lambda n: torch.randn(n).mul(0.3).exp(),
+    "wide lognormal": lambda n: torch.randn(n).mul(2).exp(),
+    "gamma": lambda n: torch.distributions.Gamma(torch.tensor(0.5), 1.0).sample((n,)),
+    "exponential": lambda n: torch.rand(n).log().neg(),
+    "t": lambda n: torch.distributions.StudentT(1.5).sample((n,)).abs(),
+    "uniform": lambda n: torch.rand(n),
+    "trend": lambda n: torch.randn(n).mul(0.2).exp() * torch.linspace(1, 4, n),
+    "decay": lambda n: torch.randn(n).mul(0.2).exp() / torch.linspace(0.1, 1, n),
+    "steps of 1/8": lambda n: torch.randn(n).mul(0.3).exp().mul(8).round().clamp(min=1),
+}
+
+
+@pytest.mark.parametrize("name", UNIMODAL)
+def test_norms_of_one_level_do_not_have_two(name):
+    torch.manual_seed(0)
+    found = [two_levels(UNIMODAL[name](n).double()) for n in (100, 300, 1000) for _ in range(30)]
+    assert found == [None] * 90
+
+
+@pytest.mark.parametrize("name", ["lognormal", "wide lognormal", "gamma", "t"])
+def test_noise_is_hardly_ever_a_trend(name):
+    torch.manual_seed(0)
+    trends = [Series.of(UNIMODAL[name](100).double()).trend for _ in range(100)]
+    assert trends.count("settled") >= 97
+
+
+def test_two_levels_by_hand():
+    norms = torch.tensor([1.0, 2.0, 3.0] * 30 + [40.0, 50.0, 60.0] * 10).double()
+    low, high, share = two_levels(norms)
+    assert (round(low, 9), round(high, 9), share) == (2, 50, 0.25)
+    assert two_levels(torch.tensor([1.0, 2.0, 3.0] * 39 + [40.0, 50.0, 60.0] * 2).double()) is None  # 4.9%
+    assert two_levels(torch.tensor([1.0] * 50 + [1.99] * 50).double()) is None
+    assert two_levels(torch.tensor([1.0] * 50 + [2.01] * 50).double()) is not None
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 99), st.sampled_from(["plain", "spikes", "levels", "growing"]), st.floats(-30, 30))
+def test_the_scale_changes_only_numbers(seed, kind, exponent):
+    norms, scale = lognormal(seed, 200), 10.0**exponent
+    norms *= {"spikes": 30.0, "levels": 5.0}.get(kind, 1.0) ** (torch.arange(200) % {"levels": 2}.get(kind, 50) == 0)
+    norms *= torch.linspace(1, 4 if kind == "growing" else 1, 200)
+    one, other = suggest(norms, 0.1), suggest(norms * scale, 0.1)
+    assert other.limit == pytest.approx(one.limit * scale, rel=1e-12)
+    shares = [share for choice in one.choices for share in choice[2:]]
+    assert [share for choice in other.choices for share in choice[2:]] == pytest.approx(shares, rel=1e-9)
+    assert without_numbers(other) == without_numbers(one)
+
+
+def without_numbers(suggestion):
+    return re.sub(r"\d+(,\d{3})*(\.\d+)?(e[+-]?\d+)?", "#", str(suggestion))
+
+
+def binomial_tail(count, least, chance):
+    """The probability of at least so many successes."""
+    return sum(math.comb(count, k) * chance**k * (1 - chance) ** (count - k) for k in range(least, count + 1))
+
+
+@pytest.mark.parametrize(
+    ("above", "count"), [(1, 100), (0, 20), (10, 100), (50, 100), (10, 1000), (500, 1000), (19, 20)]
+)
+def test_the_range_of_the_share_is_that_of_an_order_statistic(above, count):
+    low, high = share_range(above, count, count)
+    assert binomial_tail(count, above + 1, high) == pytest.approx(0.975, abs=1e-3)
+    assert (low == 0) if above == 0 else (binomial_tail(count, above + 1, low) == pytest.approx(0.025, abs=1e-3))
+
+
+def test_the_range_of_one_percent_of_100_norms():
+    low, high = share_range(1, 100, 100)
+    assert (round(low, 4), round(high, 4)) == (0.0024, 0.0545)
+    assert share_range(1, 100, 10)[1] > 0.14
+
+
+def autoregressive(count, r):
+    values = torch.randn(count, dtype=torch.float64).tolist()
+    for i in range(1, count):
+        values[i] = r * values[i - 1] + (1 - r * r) ** 0.5 * values[i]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("r", [0.0, 0.5, 0.9])
+def test_the_range_has_the_future_share_in_95_of_100_records(r):
+    torch.manual_seed(0)
+    hits = 0
+    for _ in range(100):
+        values = autoregressive(300, r)
+        limit = quantile(values, 0.9)
+        low, high = share_range(30, 300, effective_count(values))
+        hits += low <= 0.5 * math.erfc(limit / math.sqrt(2)) <= high
+    assert hits >= 90
+
+
+@pytest.mark.parametrize(("r", "part"), [(0.0, 1.0), (0.5, 1 / 3), (0.9, 1 / 19)])
+def test_the_effective_count_of_autoregressive_values(r, part):
+    torch.manual_seed(0)
+    assert effective_count(autoregressive(20000, r)) == pytest.approx(20000 * part, rel=0.15)
+    assert effective_count(torch.full((30,), 0.1).double()) == 30
+
+
+def test_choices_by_hand():
+    order = torch.randperm(1000, generator=torch.Generator().manual_seed(0))
+    found = suggest((1000.0 + order).double(), 0.1)
+    assert [(c.name, round(c.limit, 6), c.share) for c in found.choices] == [
+        ("joint", 1989.01, 0.01),  # between the norms number 989 and 990 of 0 to 999
+        ("joint", 1899.1, 0.1),
+        ("joint", 1499.5, 0.5),
+    ]
+    assert all(c.low < c.share < c.high for c in found.choices)
+    assert [round(c.share, 3) for c in suggest((1000.0 + order).double(), 0.25).choices] == [0.01, 0.1, 0.25, 0.5]
+    assert found.choices[1].limit == found.limit
+
+
+def test_equal_norms_at_the_limit_are_not_counted_as_clipped():
+    found = suggest(lognormal(0).clamp(max=1.1), 0.1)
+    assert [choice.share for choice in found.choices] == [0.0, 0.0, 0.5]
+    assert 'ClipNorm(1.1, dim="global") would have clipped 0% of the 1,000 usual steps' in str(found)
+
+
+def test_a_record_tells_steps_without_gradients_from_gradients_that_are_not_finite():
+    norms = lognormal(0, 200).tolist() + [math.nan] * 50
+    layers = torch.tensor(norms, dtype=torch.float64)[:, None]
+    assert "50 of 250 norms are inf or NaN" in made(norms, layer_norms=layers).suggest_max_norm(0.1).reason
+    assert made(norms, layer_norms=layers.nan_to_num(nan=-1.0)).suggest_max_norm(0.1).confidence == "high"
+    refused = made(norms, layer_norms=layers, reasons=[""] * 200 + ["found_inf"] * 50)
+    assert refused.suggest_max_norm(0.1).confidence == "high"
+
+
+@pytest.mark.filterwarnings("ignore:step 200")
+def test_a_file_tells_them_apart_too(tmp_path):
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = Modular([weight], ClipNorm(1.0))
+    recorder = Recorder(optimizer, path=tmp_path / "run.jsonl")
+    for norm in [*lognormal(0, 200).tolist(), *[math.nan] * 30, *lognormal(1, 60).tolist(), *[None] * 10]:
+        weight.grad = None if norm is None else torch.full((1,), norm)
+        optimizer.step()
+    recorder.close()
+    for record in (recorder, read_record(tmp_path / "run.jsonl")):
+        assert "30 of 290 norms are inf or NaN" in record.suggest_max_norm(0.1).reason
 
 
 def test_the_share_is_a_number():
@@ -107,10 +305,14 @@ def test_spikes_of_constant_norms_are_those_above_twice_the_median():
 
 
 def test_it_prints_sentences_with_numbers():
-    text = str(suggest(spiked(lognormal(0), 3)))
-    assert 'ClipNorm(1.619, dim="global") would have clipped 1% of the 997 usual steps, whose median norm is' in text
-    assert "The limit would also have clipped 3 spikes: norms above" in text
-    assert text.endswith("Confidence: high.")
+    norms = changed(0, [5, 600], math.nan)
+    norms[700] = 0
+    text = str(suggest(spiked(norms, 3)))
+    assert 'ClipNorm(1.619, dim="global") would have clipped 1% of the 994 usual steps, whose median norm is' in text
+    assert "Norms that are 0 (1) or inf or NaN (2) are left out." in text
+    assert "The limit would also have clipped 3 spikes above 3.225, of which the largest is 65.69." in text
+    assert "\nSide by side: 1.619 clips 1% (0.55% to 1.8%), 1.288 clips 10% (8.3% to 12%), " in text
+    assert "\nConfidence: high. The confidence says how well the record determines the limit" in text
 
 
 def recorded(scope_norms, groups):

@@ -193,6 +193,17 @@ class Data:
             return math.isinf(norm)
         return step in self._layer_rows and not bool((self.layer_norms[self._layer_rows[step]] < 0).all())
 
+    def norms_of_gradients(self) -> Tensor:
+        """The joint norms, with -1 for steps without gradients, and for those that a GradScaler refused."""
+        norms, bad = self.norm.clone(), -1
+        for row in (~norms.isfinite()).nonzero().flatten().tolist():
+            # a file has the layers of only the first ten of a series of steps that are not finite
+            if self._is_bad(row) or (bad == row - 1 >= 0 and self.steps[row] not in self._layer_rows):
+                bad = row
+            if bad != row or self.reasons[row] == "found_inf":
+                norms[row] = -1.0
+        return norms
+
     def spikes(self) -> list[int]:
         """Return the steps with a spike or an early sign of one: see `Recorder.spikes`."""
         return sorted({*self.norm_spikes(), *(sign.step for sign in self.early_signs())})

@@ -1,5 +1,6 @@
 """Arithmetic on the numbers of a record: vectors of float64 on the CPU."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -21,6 +22,37 @@ def quantile(values: Tensor, share: float) -> float:
 def median_of(values: Tensor) -> float:
     """The median; the mean of the middle two for an even count."""
     return quantile(values, 0.5)
+
+
+def effective_count(values: Tensor) -> float:
+    """How many independent values tell as much as these values, which may depend on their neighbors.
+
+    It is n / (1 + 2 Σ rₖ). The sum of the autocorrelations rₖ ends before the first pair (r₂ₖ + r₂ₖ₊₁) that is not
+    above 0 (C. J. Geyer, [Practical Markov Chain Monte Carlo](https://doi.org/10.1214/ss/1177011137), 1992).
+    """
+    count, centered = len(values), values - values.mean()
+    if centered.abs().max() <= 1e-9 * values.abs().max().clamp(min=1.0):
+        return float(count)
+    covariance = torch.fft.irfft(torch.fft.rfft(centered, 2 * count).abs().square())[: count // 2 * 2]
+    pairs = (covariance / covariance[0]).view(-1, 2).sum(dim=1)
+    return count / max(2 * float(pairs[(pairs > 0).cumprod(0).bool()].sum()) - 1, 1.0)
+
+
+def share_range(above: int, count: int, independent: float, probability: float = 0.95) -> tuple[float, float]:
+    """Where the share of future values above a limit will be, if ``above`` of ``count`` values were above it.
+
+    If the limit is the largest value that is not above it, the share has the distribution
+    Beta(above + 1, count - above). Both parameters are multiplied by ``independent / count``. The probabilities of a
+    share below and above the range are equal. The lower end is 0 if no value was above.
+    """
+    a, b = ((above + 1) * independent / count, (count - above) * independent / count)
+    width = 25 * max((1 / a + 1 / b) ** 0.5, 1 / a + 1 / b)
+    logits = math.log(a / b) + torch.linspace(-width, width, 20_001, dtype=torch.float64, device="cpu")  # of the share
+    density = a * torch.nn.functional.logsigmoid(logits) + b * torch.nn.functional.logsigmoid(-logits)
+    total = (density - density.max()).exp().cumsum(0)
+    tails = torch.tensor([1 - probability, 1 + probability], dtype=torch.float64, device="cpu") / 2
+    low, high = logits[torch.searchsorted(total / total[-1], tails)].sigmoid().tolist()
+    return low if above else 0.0, high
 
 
 def joined_norms(norms: Tensor) -> Tensor:

@@ -152,10 +152,10 @@ class Readable(ABC):
         """Find a limit for `ClipNorm` that would have clipped a given share of the usual norms.
 
         Norms that are 0 or not finite do not count. The others are divided into twenty blocks in the order of steps.
-        The first blocks are left out, at most ten, until the median of a block is within a factor of 1.25 of the median
-        of the second half of the run. A remaining norm is a spike if its logarithm exceeds the median of the logarithms
-        by more than max(6 · 1.4826 · MAD, ln 2). The limit is the quantile 1 - ``share_clipped`` of the remaining norms
-        that are not spikes.
+        The first blocks are left out, at most ten, until the median of a block is close to the median of the second
+        half of the run: within a factor of 1.25, or within three standard errors. A remaining norm is a spike if its
+        logarithm exceeds the median of the logarithms by more than max(6 · 1.4826 · MAD, ln 2). The limit is the
+        quantile 1 - ``share_clipped`` of the remaining norms that are not spikes.
 
         Args:
             share_clipped: The share of usual norms that the limit clips, above 0 and below 1. Spikes are clipped too,
@@ -164,7 +164,7 @@ class Readable(ABC):
                 "group" for one limit per param group. A record that was read from a file supports only "joint".
 
         Returns:
-            The limit, and whether to trust it. Print the result to read the explanation.
+            The limit, and how well the record determines it. Print the result to read the explanation.
 
         Raises:
             ValueError: If there are fewer than 20 norms, if ``scope`` is unknown, or if ``share_clipped`` is out of
@@ -175,7 +175,7 @@ class Readable(ABC):
             raise ValueError(
                 f"scope must be 'joint' for a Record, got {scope!r}: call suggest_max_norm of the Recorder"
             )
-        return suggested({"joint": self.record().norm}, share_clipped, "joint")
+        return suggested({"joint": self.record().norms_of_gradients()}, share_clipped, "joint")
 
 
 class Record(Data, Readable):

@@ -1,15 +1,18 @@
-"""Norms in the order of their steps: which are left out, which are spikes, and whether they still change."""
+"""Norms in the order of their steps: what is usual among them, what is a spike, and what makes a limit doubtful."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, tensor_split
 
-from torchzero_clip.recorder.numbers import median_of
+from torchzero_clip.recorder.numbers import effective_count, median_of, quantile
 
 Trend: TypeAlias = Literal["settled", "growing", "falling"]
+Doubt: TypeAlias = tuple[str, bool]  # a reason why a limit may be wrong, and whether it is serious
 
 FEWEST = 20
 BLOCKS = 20
@@ -18,6 +21,7 @@ TWICE = math.log(2)
 LARGEST = 709.0  # the logarithm of the largest number
 MOST_DROPPED = 10
 CLOSE = 1.25
+FEW = 10
 EQUAL = 1e-5
 """Norms that differ from the largest one by at most this share count as equal to it, because clipping rounds."""
 
@@ -33,6 +37,9 @@ class Series:
         spikes: For each norm from ``start`` on, True if it is a spike.
         spike_limit: A norm above this number is a spike.
         trend: Whether the last quarter of the norms is larger or smaller than the quarter before.
+        zeros: How many other norms were 0.
+        bad: How many other norms were inf or NaN.
+        ending: How many of the last norms in a row are spikes, inf or NaN.
     """
 
     norms: Tensor
@@ -41,43 +48,80 @@ class Series:
     spikes: Tensor
     spike_limit: float
     trend: Trend
+    zeros: int
+    bad: int
+    ending: int
 
     @classmethod
-    def of(cls, norms: Tensor) -> "Series":
-        """Find the spikes and the trend of at least four norms, which must be finite and above 0."""
-        count = len(norms)
-        starts = [k * count // BLOCKS for k in range(BLOCKS)]
-        usual = median_of(norms[count // 2 :])
-        medians = [median_of(block) for block in tensor_split(norms, starts[1:]) if len(block)]
-        steady = (k for k, median in enumerate(medians) if 1 / CLOSE <= median / usual <= CLOSE)
-        dropped = min(next(steady, MOST_DROPPED), MOST_DROPPED)
+    def of(cls, values: Tensor) -> "Series":
+        """Find the spikes and the trend. At least four norms must be finite and above 0; those below 0 do not count."""
+        values = values[~(values < 0)]
+        usable = values.isfinite() & (values > 0)
+        norms = values[usable]
+        unit = 2.0 ** (math.frexp(median_of(norms))[1] - 1)  # a power of 2, so that the scale makes no difference
+        logs = (norms / unit).clamp(math.exp(-LARGEST), math.exp(LARGEST)).log()
+        starts = [k * len(norms) // BLOCKS for k in range(BLOCKS)]
+        dropped = _unsteady(logs, starts)
         start = starts[dropped]
-        logs = norms[start:].log()
-        border = _spike_border(logs)
-        change = median_of(norms[3 * count // 4 :]) / median_of(norms[count // 2 : 3 * count // 4])
-        trend: Trend = "growing" if change > CLOSE else "falling" if change < 1 / CLOSE else "settled"
-        return cls(norms, dropped, start, logs > border, math.exp(min(border, LARGEST)), trend)
+        border = _spike_border(logs[start:])
+        spikes = logs[start:] > border
+        wild = ~values.isfinite()
+        wild[usable.nonzero().flatten()[start:]] = spikes
+        calm = (~wild).nonzero().flatten().tolist()
+        ending = len(values) - 1 - calm[-1] if calm else len(values)
+        bad, zeros = int((~values.isfinite()).sum()), int((values == 0).sum())
+        spike_limit = math.exp(min(border, LARGEST)) * unit
+        return cls(norms, dropped, start, spikes, spike_limit, _trend(logs), zeros, bad, ending)
 
-    @property
+    @cached_property
     def usual(self) -> Tensor:
         """The norms that are neither left out nor spikes."""
-        return self.norms[self.start :][self.spikes.logical_not()]
+        return self.norms[self.start :][~self.spikes]
 
-    def doubts(self, share_clipped: float) -> list[str]:
+    @cached_property
+    def independent(self) -> float:
+        """How many independent norms tell as much as the usual ones."""
+        return effective_count(self.usual.log())
+
+    def doubts(self, limit: float, share_clipped: float) -> Iterator[Doubt]:
         """The reasons why a limit found from these norms may be wrong."""
-        found: list[str] = []
-        count, same = len(self.norms), int((self.norms >= self.norms.max() * (1 - EQUAL)).sum())
+        yield from self._doubts_of_norms(limit)
+        count, above = len(self.norms), int((self.usual > limit).sum())
         if count * share_clipped < 1:
-            found.append(f"{count} norms are too few to find the norm that {100 * share_clipped:.3g}% of them exceed")
+            yield f"{count} norms are too few to find the norm that {100 * share_clipped:.3g}% of them exceed", True
+        elif not above:
+            yield "the limit is as large as the largest usual norm", False
+        elif above < FEW:
+            yield f"only {above} of the usual norms {'is' if above == 1 else 'are'} above the limit", False
+        elif self.independent * share_clipped < FEW / 2:
+            few = f"{len(self.usual):,} norms tell as much as about {self.independent:,.0f} independent ones"
+            yield f"norms of neighboring steps are alike, so {few}", False
+
+    def _doubts_of_norms(self, limit: float) -> Iterator[Doubt]:
+        kept, every = self.norms[self.start :], len(self.norms) + self.zeros + self.bad
+        others = ((self.bad, every, 100, "inf or NaN"), (self.zeros, every, 20, "0"))
+        for count, total, border, what in (*others, (int(self.spikes.sum()), len(kept), 20, "spikes")):
+            if count > total / border:
+                yield f"{count:,} of {total:,} norms are {what}", count > total / 10
+        if self.ending >= FEW:
+            yield f"the last {self.ending:,} norms are all spikes, inf or NaN", True
         if self.dropped == MOST_DROPPED:
-            found.append("the norms still changed in the first half of the run, which was left out")
-        if same >= max(2, count / 20):
-            largest = float(self.norms.max())
-            found.append(
-                f"{same} of {count} norms are equal to the largest, {largest:.4g}, "
-                "so something else probably clipped them before the recorder measured them"
-            )
-        return found
+            yield "the norms still changed in the first half of the run, which was left out", True
+        levels = two_levels(kept)
+        if levels is not None:
+            low, high, share = levels
+            parts = f"{100 * (1 - share):.2g}% are near {low:.4g}, and {100 * share:.2g}% near {high:.4g}"
+            yield f"the norms have two levels: {parts}", True
+        times = float((kept / limit).mean())
+        if times > 10:
+            yield f"the mean norm is {times:.3g} times the limit, so a few large norms outweigh all others", True
+        if self.trend != "settled":
+            yield f"the norms are still {self.trend}", False
+        same = _equal_largest(self.norms)
+        if same >= 3:
+            largest = f"{same:,} of {len(self.norms):,} norms are equal to the largest, {float(self.norms.max()):.4g}"
+            clipped = "so something else probably clipped them before the recorder measured them"
+            yield f"{largest}, {clipped}", same >= len(self.norms) / 20
 
 
 def spikes_among(norms: Tensor) -> Tensor:
@@ -90,10 +134,75 @@ def spikes_among(norms: Tensor) -> Tensor:
     return found
 
 
-def _spike_border(logs: Tensor) -> float:
-    """The logarithm above which a norm is a spike.
+def _unsteady(logs: Tensor, starts: list[int]) -> int:
+    """How many blocks are left out: those before the first one whose median is close to that of the second half.
 
-    It exceeds the median by max(6 · 1.4826 · MAD, ln 2), where MAD is the median distance from the median.
+    Close is within a factor of 1.25, or within three standard errors of the median of a block. The standard deviation
+    is taken from the first and the last decile, so that it contains two levels.
     """
-    median = median_of(logs)
-    return median + max(SPREAD * median_of((logs - median).abs()), TWICE)
+    half = logs[len(logs) // 2 :]
+    usual, spread = median_of(half), (quantile(half, 0.9) - quantile(half, 0.1)) / 2.563
+    blocks = [block for block in tensor_split(logs, starts[1:]) if len(block)]
+    borders = [max(math.log(CLOSE), 3 * 1.2533 * spread / len(block) ** 0.5) for block in blocks]
+    steady = (k for k, block in enumerate(blocks) if abs(median_of(block) - usual) <= borders[k])
+    return min(next(steady, MOST_DROPPED), MOST_DROPPED)
+
+
+def _trend(logs: Tensor) -> Trend:
+    """Whether the medians of the last two quarters differ by a factor of 1.25, and by more than chance explains.
+
+    The medians of the five parts of each quarter must differ by four standard errors.
+    """
+    count = len(logs)
+    quarters = (logs[count // 2 : 3 * count // 4], logs[3 * count // 4 :])
+    change = median_of(quarters[1]) - median_of(quarters[0])
+    medians = logs.new_tensor([[median_of(part) for part in tensor_split(q, 5) if len(part)] for q in quarters])
+    step = float(medians[1].mean() - medians[0].mean())
+    error = float((medians.var(dim=1).sum() / medians.shape[1]).sqrt())
+    if abs(change) <= math.log(CLOSE) or step * change <= 0 or abs(step) < 4 * error:
+        return "settled"
+    return "growing" if change > 0 else "falling"
+
+
+def _spread(logs: Tensor) -> float:
+    """The robust standard deviation 1.4826 · MAD, where MAD is the median distance from the median."""
+    return 1.4826 * median_of((logs - median_of(logs)).abs())
+
+
+def _spike_border(logs: Tensor) -> float:
+    """The logarithm above which a norm is a spike: it exceeds the median by max(6 · 1.4826 · MAD, ln 2)."""
+    return median_of(logs) + max(6 * _spread(logs), TWICE)
+
+
+def two_levels(norms: Tensor) -> tuple[float, float, float] | None:
+    """The two levels that the norms are near, and the share of the higher one; None if there are no two levels.
+
+    The logarithms are cut where the variance between both parts is the largest, with more than 5% in each part. There
+    are two levels if the medians of the parts differ by a factor of 2 and by twice the sum of the robust standard
+    deviations of the parts, and clearly less than 15% of the norms lie in the middle half of the distance between the
+    medians. In a normal, a uniform or an exponential distribution, about a quarter lies there.
+    """
+    top = float(norms.max())
+    logs = (norms / top).clamp(min=math.exp(-LARGEST)).log().sort().values
+    inner = logs.clamp(quantile(logs, 0.025), quantile(logs, 0.975))  # a few spikes are not a level
+    count, sums = len(logs), (inner - inner.mean()).cumsum(0)
+    least = max(math.ceil(count / 20), 2)
+    cuts = torch.arange(least, count - least + 1, device="cpu")
+    cut = int(cuts[(sums[cuts - 1].square() / (cuts * (count - cuts))).argmax()])
+    low, high = median_of(logs[:cut]), median_of(logs[cut:])
+    gap = high - low
+    between = float(((logs > low + gap / 4) & (logs < high - gap / 4)).double().mean())
+    share = float((logs > low + gap / 2).double().mean())
+    apart = gap >= max(math.log(2), 2 * (_spread(logs[:cut]) + _spread(logs[cut:])))
+    if apart and between + 0.5 / count**0.5 <= 0.15 and 0.05 < share < 0.95:
+        return math.exp(low) * top, math.exp(high) * top, share
+    return None
+
+
+def _equal_largest(norms: Tensor) -> int:
+    """How many norms are equal to the largest; 0 if a smaller norm occurs as often, because then all were rounded."""
+    ordered = (norms / norms.max()).sort().values
+    same = int((ordered >= 1 - EQUAL).sum())
+    rest = ordered[:-same]
+    rounded = len(rest) >= same and bool((rest[: len(rest) - same + 1] >= rest[same - 1 :] * (1 - EQUAL)).any())
+    return 0 if rounded else same

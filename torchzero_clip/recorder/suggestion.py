@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -10,11 +10,36 @@ from torchzero_clip.clipping.clip_norm import ClipNorm
 from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.recorder.figures import draw_series
-from torchzero_clip.recorder.numbers import quantile
+from torchzero_clip.recorder.numbers import median_of, quantile, share_range
 from torchzero_clip.recorder.series import FEWEST, Series, Trend
+from torchzero_clip.recorder.words import counted
 
 Scope: TypeAlias = Literal["joint", "parameter", "group"]
-Confidence: TypeAlias = Literal["high", "low"]
+Confidence: TypeAlias = Literal["high", "medium", "low"]
+
+SHARES = (0.01, 0.1, 0.5)
+
+
+class Choice(NamedTuple):
+    """One of several limits, with the share of usual norms that it clips."""
+
+    name: str
+    """The name of the group, or of the scope."""
+    limit: float
+    share: float
+    """The share of the recorded usual norms that are above the limit."""
+    low: float
+    """If the norms keep their distribution, the share of future norms is with 95% probability between this and high."""
+    high: float
+
+    @classmethod
+    def of(cls, name: str, series: Series, share_clipped: float) -> "Choice":
+        usual, limit = series.usual, quantile(series.usual, 1 - share_clipped)
+        above = int((usual > limit).sum())
+        return cls(name, limit, above / len(usual), *share_range(above, len(usual), series.independent))
+
+    def __str__(self) -> str:
+        return f"{self.limit:.4g} clips {_percent(self.share)} ({_percent(self.low)} to {_percent(self.high)})"
 
 
 @dataclass(frozen=True)
@@ -25,13 +50,17 @@ class Suggestion:
         limit: The limit. For scope "group", a dict with one limit for each group, by the name of the group.
         spikes: How many norms were spikes.
         trend: Compares the median norm of the last quarter of the run with that of the quarter before. "growing" if it
-            is more than 1.25 times as large, "falling" if less than 0.8 times, else "settled". With several groups,
-            "growing" if a group grows, else "falling" if a group falls.
-        confidence: "low" if there is a reason to doubt the limit, else "high".
-        reason: The reasons for low confidence; empty if there are none.
+            is more than 1.25 times as large, "falling" if less than 0.8 times, and if chance does not explain the
+            difference. Else "settled". With several groups, "growing" if a group grows, else "falling" if one falls.
+        confidence: How well the record determines the limit, and not whether training with it is better. "high" if
+            there is no reason to doubt the limit, "low" if there is a serious reason or more than one. "medium" if
+            there is one reason that is not serious: often, more steps or a larger ``share_clipped`` are enough.
+        reason: The reasons; empty if there are none.
         scope: What the limit is for: "joint", "parameter" or "group".
         share_clipped: The share of usual norms that the limit clips.
         series: The norms that the limit was found from, by the names of groups, or under the name of the scope.
+        choices: The limits that clip 1%, 10% and half of the usual norms, and this limit, each with its ``share``
+            and the range from ``low`` to ``high`` of this share in the future.
 
     Examples:
         >>> import torch
@@ -39,14 +68,14 @@ class Suggestion:
         >>> weight = torch.nn.Parameter(torch.zeros(1))
         >>> optimizer = Modular([weight], ClipNorm(1.0))
         >>> recorder = Recorder(optimizer)
-        >>> for step in range(100):
-        ...     weight.grad = torch.full((1,), 50.0 if step == 80 else 1.0 + step % 5 / 10)
+        >>> for step in range(1000):
+        ...     weight.grad = torch.full((1,), 50.0 if step == 800 else 1.0 + 0.7 * step % 1)
         ...     optimizer.step()
-        >>> suggestion = recorder.suggest_max_norm()
+        >>> suggestion = recorder.suggest_max_norm(share_clipped=0.1)
         >>> round(suggestion.limit, 3), suggestion.spikes, suggestion.trend, suggestion.confidence
-        (1.4, 1, 'settled', 'high')
+        (1.9, 1, 'settled', 'high')
         >>> suggestion.transform()
-        ClipNorm(1.399999976158142, dim='global')
+        ClipNorm(1.899999976158142, dim='global')
     """
 
     limit: float | dict[str, float]
@@ -57,6 +86,7 @@ class Suggestion:
     scope: Scope
     share_clipped: float
     series: Mapping[str, Series] = field(repr=False)
+    choices: tuple[Choice, ...] = ()
 
     @property
     def limits(self) -> dict[str, float]:
@@ -89,11 +119,20 @@ class Suggestion:
         return draw_series(self.series, self.limits, path)
 
     def __str__(self) -> str:
-        lines = [_sentences(name, s, self.limits[name], self) for name, s in self.series.items()]
-        if self.reason:
-            lines.append(f"Confidence: low, because {self.reason}.")
-        else:
-            lines.append("Confidence: high.")
+        lines: list[str] = []
+        for name, series in self.series.items():
+            where = f"Group {name!r}: " if self.scope == "group" else ""
+            lines.append(where + " ".join(_sentences(series, self.limits[name], self.scope)))
+            shown = ", ".join(str(choice) for choice in self.choices if choice.name == name)
+            lines.append(
+                f"{where}Side by side: {shown} of the usual norms. In brackets is where the share will be with a "
+                "probability of 95%, if the norms keep their distribution."
+            )
+        because = f", because {self.reason}" if self.reason else ""
+        lines.append(
+            f"Confidence: {self.confidence}{because}. The confidence says how well the record determines the limit, "
+            "not whether training with it is better."
+        )
         return "\n".join(lines)
 
 
@@ -101,7 +140,8 @@ def suggested(norms: Mapping[str, Tensor], share_clipped: float, scope: Scope) -
     """Find a limit for each series of norms.
 
     Args:
-        norms: The norms in the order of their steps: an entry for each group, or one under the name of the scope.
+        norms: The norms in the order of their steps: an entry for each group, or one under the name of the scope. A
+            norm is -1 if there was no gradient. An inf or NaN means that a gradient was not finite.
         share_clipped: The share of usual norms that the limit clips.
         scope: What the norms belong to.
     """
@@ -111,61 +151,62 @@ def suggested(norms: Mapping[str, Tensor], share_clipped: float, scope: Scope) -
         raise ValueError(f"share_clipped must be above 0 and below 1, got {share_clipped!r}")
     series: dict[str, Series] = {}
     for name, values in norms.items():
-        usable = values[values.isfinite() & (values > 0)]
-        if len(usable) < FEWEST:
+        usable = int((values.isfinite() & (values > 0)).sum())
+        if usable < FEWEST:
             raise ValueError(
-                f"a limit needs at least {FEWEST} norms that are finite and above 0, got {len(usable)}"
+                f"a limit needs at least {FEWEST} norms that are finite and above 0, got {usable}"
                 f"{f' of group {name!r}' if scope == 'group' else ''}: record more steps"
             )
-        series[name] = Series.of(usable)
+        series[name] = Series.of(values)
     limits = {name: quantile(s.usual, 1 - share_clipped) for name, s in series.items()}
     doubts = [
-        f"{f'in {name!r} ' if len(series) > 1 else ''}{doubt}"
+        (f"{f'in {name!r} ' if len(series) > 1 else ''}{reason}", serious)
         for name, s in series.items()
-        for doubt in s.doubts(share_clipped)
+        for reason, serious in s.doubts(limits[name], share_clipped)
     ]
-    trends = [s.trend for s in series.values()]
+    shares = sorted({*SHARES, share_clipped})
+    choices = tuple(Choice.of(name, s, share) for name, s in series.items() for share in shares)
+    trends = {s.trend for s in series.values()}
     trend: Trend = "growing" if "growing" in trends else "falling" if "falling" in trends else "settled"
     spikes = sum(int(s.spikes.sum()) for s in series.values())
     limit = limits if scope == "group" else limits[scope]
-    confidence: Confidence = "low" if doubts else "high"
-    return Suggestion(limit, spikes, trend, confidence, "; ".join(doubts), scope, share_clipped, series)
+    reason = "; ".join(reason for reason, _ in doubts)
+    low = len(doubts) > 1 or any(serious for _, serious in doubts)
+    confidence: Confidence = "low" if low else "medium" if doubts else "high"
+    return Suggestion(limit, spikes, trend, confidence, reason, scope, share_clipped, series, choices)
 
 
-def _clip(limit: float, scope: str) -> str:
-    return f"ClipNorm({limit:.4g})" if scope == "parameter" else f'ClipNorm({limit:.4g}, dim="global")'
+def _percent(share: float) -> str:
+    return "0%" if share < 1e-4 else f"{100 * share:{'.2g' if share < 0.1 else '.0f' if share < 0.99 else '.4g'}}%"
 
 
-def _sentences(name: str, series: Series, limit: float, suggestion: Suggestion) -> str:
-    share, usual = suggestion.share_clipped, series.usual
-    what = "norms of tensors, whose median" if suggestion.scope == "parameter" else "steps, whose median norm"
-    where = f"Group {name!r}: " if suggestion.scope == "group" else ""
+def _sentences(series: Series, limit: float, scope: Scope) -> list[str]:
+    usual, share = series.usual, float((series.usual > limit).double().mean())
+    clip = f"ClipNorm({limit:.4g})" if scope == "parameter" else f'ClipNorm({limit:.4g}, dim="global")'
+    what = "norms of tensors, whose median" if scope == "parameter" else "steps, whose median norm"
     text = [
-        f"{where}{_clip(limit, suggestion.scope)} would have clipped {100 * share:.3g}% of the {len(usual):,} usual "
-        f"{what} is {quantile(usual, 0.5):.4g}."
+        f"{clip} would have clipped {_percent(share)} of the {len(usual):,} usual {what} is {median_of(usual):.4g}."
     ]
+    others = [f"{what} ({count:,})" for what, count in (("0", series.zeros), ("inf or NaN", series.bad)) if count]
+    if others:
+        text.append(f"Norms that are {' or '.join(others)} are left out.")
     if series.dropped:
         text.append(
             f"The first {series.start:,} of {len(series.norms):,} norms are left out because they were still changing."
         )
-    count = int(series.spikes.sum())
-    if count:
-        largest = float(series.norms[series.start :].max())
-        norms = f"a norm above {series.spike_limit:.4g}, which is {largest:.4g}"
-        if count > 1:
-            norms = f"norms above {series.spike_limit:.4g}, of which the largest is {largest:.4g}"
-        text.append(f"The limit would also have clipped {_counted(count, 'spike')}: {norms}.")
+    spikes = series.norms[series.start :][series.spikes]
+    if len(spikes):
+        text.append(
+            f"The limit would also have clipped {counted(len(spikes), 'spike')} above {series.spike_limit:.4g}, of "
+            f"which the largest is {float(spikes.max()):.4g}."
+        )
     else:
         text.append("There were no spikes.")
     if series.trend == "settled":
-        text.append("The norms have settled.")
+        text.append("In the last quarter, the norms were not clearly larger or smaller than in the quarter before.")
     else:
         text.append(
             f"The norms are {series.trend}, so a fixed limit will soon be too "
             f"{'low' if series.trend == 'growing' else 'high'}. Use a limit that adapts, such as ZClip(max_norm=None)."
         )
-    return " ".join(text)
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+    return text

@@ -1,0 +1,175 @@
+"""Whether a suggested limit helps: ``python -m benchmarks.limits``, about 15 minutes on two cores.
+
+It trains each task of `benchmarks.limit_tasks` without a clip and records the whole run. Then it trains anew, from the
+same weights and with the same batches: with the limits that the record suggests, and with the limit 1. It compares
+the held-out losses, averaged over seeds, and prints the table of docs/choosing_a_limit.md.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from tqdm import tqdm
+
+from benchmarks.limit_tasks import TASKS, Task
+from torchzero_clip import SGD, Adam, ClipNorm, Modular, Recorder, Transform
+
+SHARES = {"1%": 0.01, "10%": 0.1, "median": 0.5}
+CHOICES = ["none", *SHARES, "1.0"]
+MOST_WORSE = 1.02
+RATES = {"Adam": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2), "SGD": (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)}
+SWEEP_SEED = 100
+
+
+class Result(NamedTuple):
+    """The held-out losses of a task with one seed, the limits, and the confidence of the suggestions."""
+
+    task: str
+    seed: int
+    losses: dict[str, float]
+    limits: dict[str, float]
+    confidence: dict[str, str]
+
+
+class Row(NamedTuple):
+    """The held-out losses of a task by choices, averaged over seeds, and their ratios and ranks.
+
+    The confidence is that of the 1% limit with the first seed.
+    """
+
+    task: str
+    confidence: str
+    none: float
+    ratios: dict[str, float]
+    ranks: dict[str, float]
+
+
+def train(task: Task, seed: int, clip: Sequence[Transform], lr: float | None = None) -> tuple[float, Recorder]:
+    """Return the held-out loss, and the record of the run."""
+    torch.manual_seed(seed)
+    training = task.make(seed)
+    torch.manual_seed(seed)
+    params = [param for param in training.model.parameters() if param.requires_grad]
+    rate = task.lr if lr is None else lr
+    rule = Adam(rate) if task.method == "Adam" else SGD(rate, momentum=0.9)
+    optimizer = Modular(params, *clip, rule)
+    recorder = Recorder(optimizer, keep=task.steps)
+    scheduler = LambdaLR(optimizer, lambda step: 1 - step / task.steps)
+    for step in range(task.steps):
+        optimizer.zero_grad()
+        training.loss(step).backward()
+        optimizer.step()
+        scheduler.step()
+    with torch.no_grad():
+        loss = training.held_out().item()
+    return loss if math.isfinite(loss) else math.inf, recorder
+
+
+def compared(job: tuple[str, int]) -> Result:
+    """Train a task with one seed: without a clip, and with each limit."""
+    torch.set_num_threads(1)
+    name, seed = job
+    task = TASKS[name]
+    loss, recorder = train(task, seed, [])
+    found = {choice: recorder.suggest_max_norm(share) for choice, share in SHARES.items()}
+    limits = {choice: suggestion.limits["joint"] for choice, suggestion in found.items()} | {"1.0": 1.0}
+    clipped = {choice: train(task, seed, [ClipNorm(x, dim="global")])[0] for choice, x in limits.items()}
+    confidence = {choice: suggestion.confidence for choice, suggestion in found.items()}
+    return Result(name, seed, {"none": loss} | clipped, limits, confidence)
+
+
+def swept(job: tuple[str, int]) -> Result:
+    """Train a task with one seed without a clip, with several learning rates."""
+    torch.set_num_threads(1)
+    name, seed = job
+    task = TASKS[name]
+    return Result(name, seed, {f"{lr:g}": train(task, seed, [], lr)[0] for lr in RATES[task.method]}, {}, {})
+
+
+def rows_of(results: Sequence[Result]) -> list[Row]:
+    """A row for each task. Equal losses share their rank."""
+    rows: list[Row] = []
+    for task in [name for name in TASKS if any(result.task == name for result in results)]:
+        losses = [result.losses for result in results if result.task == task]
+        confidence = next(r.confidence["1%"] for r in results if r.task == task and r.seed == 0)
+        means = {choice: sum(each[choice] for each in losses) / len(losses) for choice in CHOICES}
+        none = means["none"]
+        ratios = {choice: mean / none if math.isfinite(none) else math.nan for choice, mean in means.items()}
+        ranks = {
+            choice: sum(other < mean for other in means.values())
+            + (1 + sum(other == mean for other in means.values())) / 2
+            for choice, mean in means.items()
+        }
+        rows.append(Row(task, confidence, none, ratios, ranks))
+    return rows
+
+
+def chosen(rows: Sequence[Row]) -> tuple[dict[str, float], dict[str, float], str]:
+    """The mean rank and the worst ratio of each choice, and the choice that should be the default.
+
+    That is the suggested limit with the best mean rank among those that are never more than 2% worse than no clip. If
+    there is none, it is the one whose worst ratio is the lowest.
+    """
+    ranks = {choice: sum(row.ranks[choice] for row in rows) / len(rows) for choice in CHOICES}
+    worst = {
+        choice: max((row.ratios[choice] for row in rows if not math.isnan(row.ratios[choice])), default=math.nan)
+        for choice in CHOICES
+    }
+    safe = [choice for choice in SHARES if worst[choice] <= MOST_WORSE]
+    best = min(safe, key=lambda choice: ranks[choice]) if safe else min(SHARES, key=lambda choice: worst[choice])
+    return ranks, worst, best
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows in Markdown: the loss without a clip, and the ratios of the others to it."""
+    others = [choice for choice in CHOICES if choice != "none"]
+    lines = [f"| task | confidence | none | {' | '.join(others)} |", f"| --- | --- |{' ---: |' * (1 + len(others))}"]
+    for row in rows:
+        shown = [f"{row.none:.3g}", *(_ratio(row, choice) for choice in others)]
+        lines.append(f"| {row.task} | {row.confidence} | {' | '.join(shown)} |")
+    ranks, worst, _ = chosen(rows)
+    lines.append(f"| **mean rank** | | {' | '.join(f'{ranks[choice]:.2f}' for choice in CHOICES)} |")
+    lines.append(f"| **worst ratio** | | {' | '.join(f'{worst[choice]:.3f}' for choice in CHOICES)} |")
+    return "\n".join(lines)
+
+
+def _ratio(row: Row, choice: str) -> str:
+    ratio = row.ratios[choice]
+    best = min(row.ranks.values()) == row.ranks[choice]
+    return f"**{ratio:.3f}**" if best else f"{ratio:.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="TASK", help="names, or parts of names")
+    parser.add_argument("--seeds", type=int, default=3, help="how many seeds (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=2, help="how many processes (default: %(default)s)")
+    parser.add_argument("--sweep", action="store_true", help="try learning rates without a clip instead")
+    parser.add_argument("--json", type=Path, help="where to write the losses")
+    options = parser.parse_args()
+    names = [name for name in TASKS if any(part in name for part in options.tasks)]
+    seeds = [SWEEP_SEED] if options.sweep else range(options.seeds)
+    jobs = [(name, seed) for seed in seeds for name in names]
+    found: list[Result] = []
+    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+        work = pool.imap_unordered(swept if options.sweep else compared, jobs)
+        for result in tqdm(work, total=len(jobs), disable=None):
+            found.append(result)
+            if options.json:
+                options.json.write_text(json.dumps([each._asdict() for each in found], indent=1) + "\n")
+            if options.sweep:
+                print(result.task, result.losses, flush=True)
+    if not options.sweep:
+        rows = rows_of(found)
+        print(table(rows))
+        print(f"\ndefault by the rule: {chosen(rows)[2]}")
+
+
+if __name__ == "__main__":
+    main()
