@@ -20,7 +20,7 @@ class Writer:
 
 
 class Run:
-    """Like a run of Weights & Biases: rows that are not committed are merged into the next one."""
+    """Like a run of Weights & Biases, whose ``log`` stores a row unless it is told not to commit it."""
 
     def __init__(self):
         self.rows, self.axes = [], {}
@@ -28,8 +28,7 @@ class Run:
     def define_metric(self, name, step_metric):
         self.axes[name] = step_metric
 
-    def log(self, values, *, commit):
-        assert not commit
+    def log(self, values):
         self.rows.append(values)
 
 
@@ -81,23 +80,48 @@ def test_a_point_sums_up_the_steps_since_the_last_one():
 
 def test_a_layer_that_stood_out_stays():
     points = {}
-    recorded(points.__setitem__, 60, {("b", 25): 40.0}, ratios_every=0)
-    names = [{name for name in point if name.startswith("layers/")} for point in points.values()]
-    assert names[0] == set()  # there is no usual norm yet
-    assert all("layers/b/norm" in own for own in names[2:])
-    assert points[29]["layers/b/norm"] == 40.0
+    params = [(str(k), nn.Parameter(torch.ones(1))) for k in range(40)]
+    optimizer = Modular(params, SGD(0.1))
+    recorder = Recorder(optimizer, log=points.__setitem__, flush_every=10, ratios_every=0)
+    for step in range(60):
+        for k, (_, param) in enumerate(params):
+            param.grad = torch.full((1,), 40.0 if (k, step) == (30, 25) else 1.0 + (k + 7 * step) % 40 / 100)
+        optimizer.step()
+    names = {end: [name for name in point if name.startswith("layers/")] for end, point in points.items()}
+    assert names[9] == []  # there is no usual norm yet
+    assert {end: "layers/30/norm" in own for end, own in names.items()} == {
+        **dict.fromkeys((9, 19), False),
+        **dict.fromkeys((29, 39, 49, 59), True),
+    }
+    assert points[29]["layers/30/norm"] == 40.0
+    assert max(map(len, names.values())) <= 4  # the three largest of each point come and go
+    assert recorder.step == 60
 
 
-def test_of_many_layers_few_are_sent():
+def test_of_many_layers_few_are_sent_and_those_that_stand_out_most_are_always_among_them():
     points = {}
     params = [(f"{k}", nn.Parameter(torch.ones(1))) for k in range(100)]
     optimizer = Modular(params, SGD(0.1))
-    Recorder(optimizer, log=points.__setitem__, flush_every=10)
-    for step in range(200):
+    recorder = Recorder(optimizer, log=points.__setitem__, flush_every=10, ratios_every=0)
+    for step in range(400):
         for k, (_, param) in enumerate(params):
-            param.grad = torch.full((1,), 50.0 if step % 100 == k else 1.0)
+            param.grad = torch.full((1,), 50.0 + step if step % 100 == k else 1.0)
         optimizer.step()
-    assert max(len([name for name in point if name.endswith("/norm")]) for point in points.values()) <= 21
+    assert max(len(point) for point in points.values()) <= 4 + 20 + 3
+    assert points[399]["layers/99/norm"] == 449.0
+    assert recorder.step == 400
+
+
+def test_a_step_without_gradients_is_not_infinite():
+    points = {}
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = Modular([weight], SGD(0.1))
+    recorder = Recorder(optimizer, log=points.__setitem__, flush_every=5, log_every=5)
+    for step in range(10):
+        weight.grad = None if step % 2 else torch.full((1,), 2.0)
+        optimizer.step()
+    assert points[9]["gradients/largest_norm"] == points[9]["gradients/norm"] == 2.0
+    assert recorder.step == 10
 
 
 @pytest.mark.parametrize("kind", [Writer, Logger, Accelerator])

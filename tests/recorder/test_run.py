@@ -72,6 +72,19 @@ def test_what_left_memory_is_read_from_the_file(tmp_path):
     assert recorder.worst(step=285)[0].norm == pytest.approx(3**0.5)
     suggestion = recorder.suggest_max_norm()
     assert sum(len(series.norms) for series in suggestion.series.values()) == 300
+    recorder.close()
+    assert recorder.spikes() == [50, 290]
+    assert str(recorder.suggest_max_norm()) == str(suggestion)
+
+
+def test_a_run_that_is_killed_before_the_first_block_has_usual_norms(tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = made(path=path, flush_every=20)
+    train(optimizer, 60, sizes={30: 300.0, 45: 200.0})
+    recorder._run.output.log = None  # the process is killed
+    record = read_record(path)
+    assert [(block.first, block.last) for block in record.blocks] == [(0, 49)]
+    assert record.worst(step=45)[0].usual == pytest.approx(1.1 * 3**0.5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -221,7 +234,7 @@ def test_the_first_step_that_is_not_finite_is_named_at_the_next_flush(kind, tmp_
     with pytest.warns(UserWarning, match="step 12") as caught:
         train(optimizer, 40, start=13, sizes={20: torch.nan})
     assert [str(warning.message) for warning in caught] == [
-        "step 12: the gradients of 1 of 2 layers are inf or NaN. In the order of the model: a. The largest finite "
+        "step 12: the gradients of 1 of 2 layers are inf or NaN. In the order of the optimizer: a. The largest finite "
         "norms of the other layers: b 12.12 (usual 1.905)."
     ]
     assert recorder.step == 53

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -59,13 +60,20 @@ class LightningCallback(Callback):
     @override
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Check that only one side clips."""
-        if self._given is not None and not _chains(trainer.optimizers):
-            return  # the Trainer has to clip for other optimizers
         limit = trainer.gradient_clip_val
-        if limit is not None and limit > 0:
+        clips = (
+            f"the Trainer clips gradients by gradient_clip_val={limit} before"
+            if limit is not None and limit > 0
+            else ""
+        )
+        if self._given is not None and not _chains(trainer.optimizers):
+            if clips:  # the Trainer has to clip for other optimizers
+                warnings.warn(f"{clips} they are recorded: set it to None to record the norms before", stacklevel=2)
+            return
+        if clips:
             raise ValueError(
-                f"the Trainer clips gradients by gradient_clip_val={limit} before the optimizer gets them: write "
-                'Trainer(gradient_clip_val=None), and ClipNorm(1.0, dim="global") in the chain for such a limit'
+                f"{clips} the optimizer gets them: write Trainer(gradient_clip_val=None), and "
+                'ClipNorm(1.0, dim="global") in the chain for such a limit'
             )
         if pl_module.automatic_optimization and not _is_lightnings(pl_module.configure_gradient_clipping):
             raise ValueError(

@@ -21,11 +21,12 @@ def alarm(record: Record, since: int) -> str | None:
     shown = ", ".join(names[:MOST]) + (", ..." if len(names) > MOST else "")
     text = (
         f"step {record.layer_steps[row]:,}: the gradients of {len(names):,} of {len(record.layers):,} layers are inf "
-        f"or NaN. In the order of the model: {shown}."
+        f"or NaN. In the order of the optimizer: {shown}."
     )
     norms, usual = record.layer_norms[row], medians(record.layer_norms[:row])
     order = [i for i in norms.argsort(descending=True).tolist() if norms[i].isfinite() and norms[i] >= 0][:MOST]
     if order:
-        near = ", ".join(f"{record.layers[i]} {norms[i]:.4g} (usual {usual[i]:.4g})" for i in order)
+        said = [f" (usual {number:.4g})" if number == number else "" for number in usual.tolist()]
+        near = ", ".join(f"{record.layers[i]} {norms[i]:.4g}{said[i]}" for i in order)
         text += f" The largest finite norms of the other layers: {near}."
     return text

@@ -139,6 +139,8 @@ class Data:
         if step in self._rows:
             return self._rows[step]
         kept = f"steps {self.steps[0]} to {self.steps[-1]}" if self.steps else "no steps"
+        if self.steps and step > self.steps[-1]:
+            raise ValueError(f"step {step} was not recorded: the record has {kept}")
         raise ValueError(
             f"step {step} was not kept: the record has {kept}. To keep more steps, set a larger keep=, or set path="
         )

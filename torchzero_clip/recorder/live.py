@@ -1,4 +1,4 @@
-"""Sends numbers of a run to where people look while it runs."""
+"""Sends numbers of a run to a logger."""
 
 import math
 import warnings
@@ -14,8 +14,9 @@ from torchzero_clip.recorder.record import Record
 Send: TypeAlias = Callable[[int, dict[str, float]], object]
 
 EARLIER = 200
-"""So many earlier steps give the usual norm of a layer."""
+"""How many earlier steps give the usual norm."""
 TOP = 3
+HIGH = 2.0
 MOST_LAYERS = 20
 STEP = "gradients/step"
 
@@ -23,12 +24,12 @@ STEP = "gradients/step"
 class Live:
     """Sends points to a logger: joint norms, what was clipped and skipped, and the layers that stand out most.
 
-    A layer that stood out in one point is part of all later points, so that it has a line.
+    A layer whose norm was twice its usual norm in one point is part of all later points, so that it has a line.
 
     Args:
         target: A run of Weights & Biases, a `SummaryWriter`, a logger of Lightning, the ``Accelerator``, or a function
             of a step and a dict of numbers.
-        every: A point sums up so many steps; None for all that are sent at once.
+        every: How many steps one point sums up; None for all that are sent at once.
 
     Raises:
         TypeError: For any other target.
@@ -38,7 +39,7 @@ class Live:
         self._send, once = sender(target)
         self._every = None if once else every
         self._next = 0
-        self._layers: dict[str, None] = {}
+        self._layers = set[str]()
         self._warned = False
 
     def begin_anew(self, step: int) -> None:
@@ -46,7 +47,7 @@ class Live:
         self._next = step
 
     def send(self, record: Record, *, is_end: bool = False) -> None:
-        """Send the points of steps that were not sent yet; those of an incomplete point wait for the rest.
+        """Send the points of steps that were not sent yet. An incomplete point is not sent yet.
 
         Args:
             record: The last steps, with `EARLIER` steps before those that were not sent.
@@ -72,33 +73,43 @@ class Live:
         norm = record.norm[first:end]
         finite = norm[norm.isfinite()]
         clipped, limit = record.share_clipped[first:end], record.limits()[first:end]
-        values = {
-            "gradients/norm": median_of(finite) if len(finite) else math.nan,
-            "gradients/largest_norm": float(norm.nan_to_num(nan=math.inf, posinf=math.inf).max()),
-            "gradients/share_clipped": float(clipped.nanmean()),
-            "gradients/limit": float(limit[-1]),
-            "gradients/skipped": float(sum(map(bool, record.reasons[first:end]))),
-        }
         norms, ratios = (
             record.layer_norms[first:end],
             _update_ratios(record, record.steps[first], record.steps[end - 1]),
         )
+        is_lost = bool(norms.isfinite().logical_not().any())
+        values = {
+            "gradients/norm": median_of(finite) if len(finite) else math.nan,
+            "gradients/largest_norm": math.inf if is_lost else float(finite.max()) if len(finite) else math.nan,
+            "gradients/share_clipped": float(clipped.nanmean()),
+            "gradients/limit": float(limit[-1]),
+            "gradients/skipped": float(sum(map(bool, record.reasons[first:end]))),
+        }
         largest = torch.where(norms < 0, -1.0, norms.nan_to_num(nan=math.inf)).amax(dim=0)
         usual = medians(record.layer_norms[max(first - EARLIER, 0) : first])
-        self._watch(record, torch.where(usual > 0, largest / usual, torch.nan))
-        self._watch(record, ratios)
+        relative = torch.where(usual > 0, largest / usual, torch.nan)
+        for i in sorted({*_top(relative), *_top(ratios)}):
+            if relative[i] > HIGH and len(self._layers) < MOST_LAYERS:
+                self._layers.add(record.layers[i])
+            values |= _numbers(record.layers[i], largest[i], ratios[i])
         for i, name in enumerate(record.layers):
             if name in self._layers:
-                values[f"layers/{name}/norm"] = float(largest[i]) if largest[i] >= 0 else math.nan
-                values[f"layers/{name}/update_ratio"] = float(ratios[i])
+                values |= _numbers(name, largest[i], ratios[i])
         return {key: value for key, value in values.items() if not math.isnan(value)}
 
-    def _watch(self, record: Record, sizes: Tensor) -> None:
-        """Add the layers with the largest numbers to those that are sent."""
-        known = sizes.nan_to_num(nan=-1.0)
-        for i in known.argsort(descending=True, stable=True).tolist()[:TOP]:
-            if known[i] > 0 and len(self._layers) < MOST_LAYERS:
-                self._layers.setdefault(record.layers[i])
+
+def _top(sizes: Tensor) -> list[int]:
+    """The places of the largest numbers."""
+    known = sizes.nan_to_num(nan=-1.0, posinf=math.inf)
+    return [i for i in known.argsort(descending=True, stable=True).tolist()[:TOP] if known[i] > 0]
+
+
+def _numbers(name: str, norm: Tensor, ratio: Tensor) -> dict[str, float]:
+    """What is sent of a layer; a norm of -1 stands for a layer without a gradient."""
+    return {
+        f"layers/{name}/norm": float(norm) if norm >= 0 else math.nan,
+        f"layers/{name}/update_ratio": float(ratio),
+    }
 
 
 def _update_ratios(record: Record, first: int, last: int) -> Tensor:
@@ -122,8 +133,8 @@ def sender(target: Any) -> tuple[Send, bool]:
     if hasattr(target, "define_metric") and hasattr(target, "log"):
         for names in ("gradients/*", "layers/*"):
             target.define_metric(names, step_metric=STEP)
-        # W&B drops rows whose step is below its own count, which each call with commit=True raises
-        return lambda step, values: target.log({**values, STEP: step}, commit=False), True
+        # without step=, because W&B drops rows whose step is below its own count; each call raises that count by one
+        return lambda step, values: target.log({**values, STEP: step}), True
     if hasattr(target, "log_metrics"):
         return lambda step, values: target.log_metrics(values, step=step), False
     if hasattr(target, "log") and hasattr(target, "init_trackers"):

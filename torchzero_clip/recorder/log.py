@@ -32,7 +32,7 @@ IN_A_ROW = 10
 
 
 class FirstProcess:
-    """Knows whether this process is the first one of its group, also after the group was destroyed. A fork is not."""
+    """True in the first process of a group, even after the group is destroyed; False in a fork."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -72,19 +72,20 @@ class Log:
         self._whole: set[int] = set()
         """The steps whose layers are in the file."""
         self._open = 0
-        """How many of the last steps in the file are in no block yet."""
+        """How many of the last steps in the file are in no complete block."""
+        self._has_block = False
 
     def begin_anew(self, parent: str | None) -> None:
         """Begin a run that resumes another one. Its steps replace those that have the same or larger numbers."""
         self.run, self.parent = uuid.uuid4().hex[:12], parent
-        self._layers, self._open, self.is_new = None, 0, True
+        self._layers, self._open, self._has_block, self.is_new = None, 0, False, True
         self._seen.clear()
         self._whole.clear()
 
     def write(
         self, kept: Callable[[int], Record], count: int, losses: Mapping[int, float], *, is_end: bool = False
     ) -> None:
-        """Append the last steps, and the layers of earlier ones that are spikes, as is known now.
+        """Append the last steps, and the layers of earlier steps that have turned out to be spikes.
 
         Args:
             kept: Returns the last so many steps, as far as they are kept.
@@ -95,7 +96,8 @@ class Log:
         if not self.is_new:
             self.is_new = True
             warnings.warn(
-                f"{self.path} already has a record: from now on, read_record reads this run, which begins anew",
+                f"{self.path} already has a record of another run. A new run is appended, and read_record now reads "
+                "that. To continue the other run, call load_state_dict before the first step",
                 stacklevel=2,
             )
         record = kept(self._open + count)
@@ -116,19 +118,22 @@ class Log:
         rows += blocks
         if rows:
             append(self.path, encoded(rows, self.run))
+        self._has_block = self._has_block or rest < len(record.steps)
         self._layers, self._open = layers, rest
         self._seen.extend(seen[len(self._seen) :])
         first = self._seen[0][0] if self._seen else 0
         self._whole = {step for step in self._whole | whole if step >= first}
 
     def _blocks(self, record: Record, is_end: bool) -> tuple[list[Row], int]:
-        """The blocks of steps that are complete, and how many steps are in none."""
+        """The blocks that are complete, and the number of steps that are in no complete block yet."""
         blocks: list[Row] = []
         first, end = 0, len(record.steps)
         while end - first >= BLOCK or (end > first and (is_end or end - first + self._most > self._keep)):
             own = slice(first, first + BLOCK)
             blocks.append(block(record.layer_steps[own], record.layer_norms[own]))
             first += len(record.layer_steps[own])
+        if first == 0 and end and not self._has_block:  # else a run that is killed early would have no usual norms
+            blocks.append(block(record.layer_steps, record.layer_norms))  # a longer one from the same step replaces it
         return blocks, end - first
 
 

@@ -25,7 +25,7 @@ def read_record(path: Place, run: str | None = None) -> Record:
     """Read the file of a `Recorder`.
 
     A file may have several runs. The result is the run that wrote the last line. If it resumed another run of the file,
-    it has the earlier steps of that run too. A warning names other runs, which have begun at a step of their own.
+    it has the earlier steps of that run too. A warning names the runs of the file that are not related to it.
 
     Lines that are not JSON are left out, with a warning that counts them: a process may have been killed while it
     wrote. An incomplete last line is left out without a warning, and so are kinds of lines that a later release added.

@@ -14,6 +14,7 @@ from torchzero_clip.core.kinds import Gate
 from torchzero_clip.engine.reported_loss import ReportedLoss
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrapped import unwrap
+from torchzero_clip.recorder.early_signs import EarlySign
 from torchzero_clip.recorder.files import check
 from torchzero_clip.recorder.hooks import Hooks
 from torchzero_clip.recorder.layout import By, Layout
@@ -46,12 +47,12 @@ class Recorder(Readable):
         ratios_every: The norms of parameters and of updates are recorded once in so many steps; 0 for never. Such a
             step copies the parameters and takes two more passes over them.
         model: Gives names to parameters that have none in the optimizer, such as those of ``model.parameters()``.
-        flush_every: The steps are written to the file at the tenth step, then after so many steps, or 30 seconds after
-            the last time, at each checkpoint of a trainer, and when the process ends.
+        flush_every: How many steps are recorded between two writes. Steps are also written at the tenth step, after 30
+            seconds, at each checkpoint of a trainer, and when the process ends.
         log: Where numbers are sent whenever steps are written: a run of Weights & Biases, a
             `torch.utils.tensorboard.SummaryWriter`, a logger of Lightning, an ``Accelerator``, or a function
             ``log(step, values)``. With several processes, only the first one sends. If it raises, there is a warning.
-        log_every: One point sums up so many steps. A run of Weights & Biases gets one point whenever steps are written.
+        log_every: How many steps one point sums up. For Weights & Biases it is all steps since the last point.
 
     Raises:
         TypeError: If ``optimizer`` is not an optimizer, or an argument is of the wrong type.
@@ -60,7 +61,7 @@ class Recorder(Readable):
             ``model``.
         RuntimeError: In ``optimizer.step()``, before anything changes, if another recorder has taken over the file.
 
-    A step waits for the device only when steps are written to the file. Reading the record waits once. If no
+    A step waits for the device when steps are written or sent, and if its rate is 0. Reading waits once. If no
     transform measures single tensors (a joint clip, or no clip), the recorder takes one more pass over the gradients.
 
     Examples:
@@ -112,6 +113,7 @@ class Recorder(Readable):
         self.optimizer = found
         """The optimizer that is recorded, without its wrappers."""
         self._run = Run(by, keep, ratios_every, model, Output(file, live, flush_every, keep))
+        self._log = file
         self.is_closed = False
         """True after `close`."""
         self._hooks: Hooks | None = None
@@ -177,9 +179,8 @@ class Recorder(Readable):
 
     def _whole(self) -> Record:
         """The record with the steps that are only in the file."""
-        kept, output = self.record(), self._run.output
-        log = output.log
-        if log is None or not kept.steps or not kept.steps[0] or not output.is_writer:
+        kept, log = self.record(), self._log
+        if log is None or not kept.steps or not kept.steps[0] or not self._run.output.is_writer:
             return kept
         self.flush()
         return read_record(log.path, log.run).filled(kept)
@@ -192,6 +193,10 @@ class Recorder(Readable):
     @override
     def spikes(self) -> list[int]:
         return self._whole().spikes()
+
+    @override
+    def early_signs(self) -> list[EarlySign]:
+        return self._whole().early_signs()
 
     @override
     def suggest_max_norm(self, share_clipped: float = 0.01, scope: Scope = "joint") -> Suggestion:
@@ -209,7 +214,9 @@ class Recorder(Readable):
         return suggested(dict(zip(groups, of_groups.unbind(dim=1), strict=True)), share_clipped, scope)
 
     def flush(self, *, warn: bool = False) -> None:
-        """Write to the file, and send to ``log``, all steps that are not there yet.
+        """Write all steps that are not in the file yet, and send the points that are complete.
+
+        `close` also sends the last point.
 
         Args:
             warn: Warn if the file cannot be written, instead of raising an error.
@@ -268,8 +275,7 @@ class Recorder(Readable):
             raise ValueError(f"state_dict does not come from Recorder.state_dict(): {error!r}") from error
 
     def __repr__(self) -> str:
-        log = self._run.output.log
-        path = "" if log is None else f", path={str(log.path)!r}"
+        path = "" if self._log is None else f", path={str(self._log.path)!r}"
         return f"Recorder({type(self.optimizer).__name__}, by={self._run.by!r}, keep={self._run.keep}{path})"
 
 
