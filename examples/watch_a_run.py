@@ -1,4 +1,4 @@
-"""Watch a run while it lives: a recorder sends numbers to a function, which prints them and draws a picture.
+"""Watch a run: a recorder sends numbers to a function, which prints them and draws a picture.
 
 The optimizer is torch's own AdamW. Every 150 steps, a batch is 100 times too large, as if it was not normalized. The
 picture is drawn again with each point, so an image viewer that reloads it shows the run. In place of the function,
