@@ -219,6 +219,11 @@ def test_logs_of_several_steps(tmp_path, save_steps):
         assert log["gradients/largest_norm"] == record.norm[first : first + 10].max()
         since = first + 10 - (10 if save_steps == 100 else 10 % 4 if first == 0 else 4)
         assert log["gradients/norm"] == record.norm[since : first + 10].quantile(0.5)
+    named = {f"layers/{name}/norm": i for i, name in enumerate(record.layers)}
+    shown = logs[0].keys() & named.keys()
+    assert len(shown) == (4 if save_steps == 4 else 0)  # a point has layers if steps before it tell what is usual
+    for name in shown:
+        assert logs[1][name] == record.layer_norms[10:20, named[name]].max()
 
 
 def test_a_gate_that_judges_losses_gets_none_from_the_logs(tmp_path):
