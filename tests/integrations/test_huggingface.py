@@ -291,3 +291,35 @@ def test_a_callback_serves_two_trainings(tmp_path):
         assert own.recorder is made[k]
         assert own.recorder.record().steps == [0, 1, 2]
         assert not own.recorder.record().loss.isnan().any()
+
+
+def test_training_goes_on_after_an_interruption_in_the_same_process(tmp_path):
+    class Stop(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3 and own.recorder is made[0]:
+                raise KeyboardInterrupt
+
+    def make(optimizer):
+        made.append(Recorder(optimizer, path=tmp_path / "run.jsonl"))
+        return made[-1]
+
+    made = []
+    own = TrainerCallback(make)
+    arguments = transformers.TrainingArguments(
+        str(tmp_path),
+        max_steps=6,
+        save_steps=2,
+        max_grad_norm=0,
+        per_device_train_batch_size=8,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = transformers.Trainer(Net(), arguments, train_dataset=Data(), callbacks=[own, Stop()])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train(resume_from_checkpoint=os.fspath(tmp_path / "checkpoint-2"))
+    assert made[0].is_closed
+    record = read_record(tmp_path / "run.jsonl")
+    assert record.steps == own.recorder.record().steps == list(range(6))
+    torch.testing.assert_close(record.norm[:2], made[0].record().norm[:2], rtol=0, atol=0)

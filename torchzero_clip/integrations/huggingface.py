@@ -78,6 +78,8 @@ class TrainerCallback(transformers.TrainerCallback):
         self._come_first()
         self._live, self._logged = {}, -1
         if self._given is not None:
+            if self.recorder is not None and self.recorder is not self._given:  # an earlier training was interrupted
+                self.recorder.close()
             self.recorder = attached(self._given, optimizer, kwargs["model"])
             self.recorder.log_to(self._keep)
             self._resume(self.recorder, _checkpoint(args, state) / SAVED, state.global_step)
