@@ -180,7 +180,7 @@ def test_jobs_that_are_killed_after_each_checkpoint_lose_no_step(tmp_path):
             recorder.load_state_dict(saved)
         run(optimizer, 25, start=25 * job)
         saved = recorder.state_dict()
-        recorder._run.log = None  # the process is killed
+        recorder._run.output.log = None  # the process is killed
     assert read_record(path).steps == list(range(85))  # the last job wrote its tenth step
 
 

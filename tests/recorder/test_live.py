@@ -110,8 +110,10 @@ def test_loggers(kind):
 
 def test_weights_and_biases_gets_one_row_at_a_time():
     log = Run()
-    recorded(log, 100, flush_every=50)
+    recorder = recorded(log, 100, flush_every=50)
     assert [row["gradients/step"] for row in log.rows] == [9, 59]
+    recorder.close()
+    assert [row["gradients/step"] for row in log.rows] == [9, 59, 99]
     assert log.axes == {"gradients/*": "gradients/step", "layers/*": "gradients/step"}
 
 

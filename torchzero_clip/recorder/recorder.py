@@ -1,7 +1,6 @@
 """The recorder of an optimizer."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,22 +10,20 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torchzero_clip.checks import count, one_of
-from torchzero_clip.compat import never_compiled
 from torchzero_clip.core.kinds import Gate
 from torchzero_clip.engine.reported_loss import ReportedLoss
-from torchzero_clip.functional.norms import each_norm
-from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrapped import unwrap
 from torchzero_clip.recorder.files import check
+from torchzero_clip.recorder.hooks import Hooks
 from torchzero_clip.recorder.layout import By, Layout
 from torchzero_clip.recorder.live import Live
 from torchzero_clip.recorder.log import FirstProcess, Log
+from torchzero_clip.recorder.output import Output
 from torchzero_clip.recorder.reading import read_record
 from torchzero_clip.recorder.record import Layers, Place, Readable, Record
-from torchzero_clip.recorder.run import FAILED, Run, nothing, take_over
+from torchzero_clip.recorder.run import Run, take_over
 from torchzero_clip.recorder.suggestion import Scope, Suggestion, suggested
-from torchzero_clip.recorder.tape import Note
 
 
 class Recorder(Readable):
@@ -114,14 +111,14 @@ class Recorder(Readable):
         file = None if path is None else _opened(Path(path), by, min(flush_every, keep), keep)
         self.optimizer = found
         """The optimizer that is recorded, without its wrappers."""
-        self._run = Run(by, keep, flush_every, file, ratios_every, model, live)
+        self._run = Run(by, keep, ratios_every, model, Output(file, live, flush_every, keep))
         self.is_closed = False
         """True after `close`."""
-        self._hooks: _Hooks | None = None
+        self._hooks: Hooks | None = None
         if isinstance(found, Modular):
             found.listener = self._run
         else:
-            self._hooks = _Hooks(self._run, found)
+            self._hooks = Hooks(self._run, found)
 
     @property
     def step(self) -> int:
@@ -180,8 +177,9 @@ class Recorder(Readable):
 
     def _whole(self) -> Record:
         """The record with the steps that are only in the file."""
-        kept, log = self.record(), self._run.log
-        if log is None or not kept.steps or not kept.steps[0] or not self._run.is_writer:
+        kept, output = self.record(), self._run.output
+        log = output.log
+        if log is None or not kept.steps or not kept.steps[0] or not output.is_writer:
             return kept
         self.flush()
         return read_record(log.path, log.run).filled(kept)
@@ -231,8 +229,8 @@ class Recorder(Readable):
         Args:
             log: A function of a step and a dict of numbers.
         """
-        if self._run.live is None:
-            self._run.live = Live(log, None)
+        if self._run.output.live is None:
+            self._run.output.live = Live(log, None)
 
     def close(self) -> None:
         """Stop recording, and write the last steps to the file. The steps that are kept can still be read."""
@@ -270,7 +268,8 @@ class Recorder(Readable):
             raise ValueError(f"state_dict does not come from Recorder.state_dict(): {error!r}") from error
 
     def __repr__(self) -> str:
-        path = "" if self._run.log is None else f", path={str(self._run.log.path)!r}"
+        log = self._run.output.log
+        path = "" if log is None else f", path={str(log.path)!r}"
         return f"Recorder({type(self.optimizer).__name__}, by={self._run.by!r}, keep={self._run.keep}{path})"
 
 
@@ -301,7 +300,7 @@ def _is_recorded(optimizer: Optimizer) -> bool:
     if isinstance(optimizer, Modular):
         return optimizer.listener is not None
     hooks: Any = optimizer._optimizer_step_pre_hooks.values()
-    return any(isinstance(getattr(hook, "__self__", None), _Hooks) for hook in hooks)
+    return any(isinstance(getattr(hook, "__self__", None), Hooks) for hook in hooks)
 
 
 def _opened(path: Path, by: By, most: int, keep: int) -> Log:
@@ -310,97 +309,3 @@ def _opened(path: Path, by: By, most: int, keep: int) -> Log:
     if FirstProcess():
         log.is_new = not check(path)
     return log
-
-
-class _Hooks:
-    """Measures the gradients of an optimizer that is not a `Modular`, before its step."""
-
-    def __init__(self, run: Run, optimizer: Optimizer) -> None:
-        self.reported = ReportedLoss()
-        before, after = optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)
-        self._handles = (before, after)
-        self._run = run
-        self._scratch = Scratch()
-        self._seen: list[tuple[int, int]] | None = None
-        """The gradients of the step that was measured, and their versions."""
-
-    def remove(self) -> None:
-        """Remove the hooks from the optimizer."""
-        for handle in self._handles:
-            handle.remove()
-
-    @never_compiled
-    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Measure the gradients, or wrap the closure that makes them."""
-        self._run.check_log()
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if isinstance(closure, _Measured):  # a subclass calls the step of its base class
-            return None
-        if closure is None:
-            if self._seen is None or self._seen != _versions(optimizer):
-                self._run.finish()
-                self._measure(optimizer, None)
-            return None
-        self._run.finish()
-        closure = _Measured(closure, partial(self._measure, optimizer))
-        return (
-            (args, {**kwargs, "closure": closure}) if "closure" in kwargs else ((optimizer, closure, *args[2:]), kwargs)
-        )
-
-    @torch.no_grad()
-    @never_compiled
-    def _measure(self, optimizer: Optimizer, loss: Any) -> None:
-        groups = optimizer.param_groups
-        params = [param for group in groups for param in group["params"] if param.grad is not None]
-        grads = [_dense(param.grad) for param in params]
-        norms = each_norm(grads, self._scratch) if grads else None
-        scale = getattr(optimizer, "grad_scale", None)
-        if norms is not None and isinstance(scale, Tensor):
-            norms = norms / scale.to(norms.device, torch.float64)
-        if loss is None and self.reported.count:
-            loss = self.reported.mean()
-        self.reported.clear()
-        numbers: dict[str, Any] = {} if loss is None else {"loss": loss}
-        found_inf = getattr(optimizer, "found_inf", None)
-        if isinstance(found_inf, Tensor):
-            numbers["found_inf"] = found_inf.detach()
-        self._run.save_params(params)
-        self._seen = _versions(optimizer)
-        self._run.finish = partial(self._write, groups, params, norms, numbers, FAILED)
-
-    @torch.no_grad()
-    def _write(self, groups: Any, params: Any, norms: Tensor | None, numbers: dict[str, Any], reason: str) -> None:
-        self._run.finish, self._seen = nothing, None
-        self._run.write(groups, params, norms, numbers, Note(self._run.step, reason))
-
-    @never_compiled
-    def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Write a step that was taken."""
-        finish = self._run.finish
-        if isinstance(finish, partial):
-            finish.func(*finish.args[:-1], "")
-
-
-class _Measured:
-    """A closure that measures the gradients after its first call. `torch.optim.LBFGS` calls it several times."""
-
-    def __init__(self, closure: Callable[[], Any], measure: Callable[[Any], None]) -> None:
-        self._closure = closure
-        self._measure: Callable[[Any], None] | None = measure
-
-    def __call__(self) -> Any:
-        loss = self._closure()
-        measure, self._measure = self._measure, None
-        if measure is not None:
-            measure(loss)
-        return loss
-
-
-def _versions(optimizer: Optimizer) -> list[tuple[int, int]]:
-    grads = (param.grad for group in optimizer.param_groups for param in group["params"])
-    return [(id(grad), grad._version) for grad in grads if grad is not None]
-
-
-def _dense(grad: Any) -> Tensor:
-    """A gradient, or the values of a sparse one."""
-    return grad.coalesce().values() if grad.layout == torch.sparse_coo else grad.detach()

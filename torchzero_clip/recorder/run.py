@@ -2,7 +2,6 @@
 
 import atexit
 import operator
-import time
 import warnings
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import replace
@@ -26,46 +25,31 @@ from torchzero_clip.functional.measure import L2
 from torchzero_clip.functional.norms import each_norm
 from torchzero_clip.recorder.alarm import alarm
 from torchzero_clip.recorder.layout import By, Layout
-from torchzero_clip.recorder.live import EARLIER, Live
-from torchzero_clip.recorder.log import FirstProcess, Log
+from torchzero_clip.recorder.output import Output
 from torchzero_clip.recorder.reading import last_run
 from torchzero_clip.recorder.record import Record, joined
 from torchzero_clip.recorder.tape import Note, Tape
 
 FAILED = "error"
 """The reason of a step that raised an error."""
-FIRST_FLUSH = 10
-SECONDS = 30.0
 
 
 class Run(Listener):
-    """Writes each step on a `Tape`, and the tape to a file now and then. It does not know the optimizer.
+    """Writes each step on a `Tape`, and lets an `Output` write the tape to a file. It does not know the optimizer.
 
     Args:
         by: What the norms are joined into.
         keep: How many steps are kept.
-        flush_every: At most so many steps are kept before they are written.
-        log: The file; None for none.
         ratios_every: The norms of parameters and updates are taken once in so many steps; 0 for never.
         model: Gives names to parameters that have none.
-        live: Where numbers are sent while the run lives; None for nowhere.
+        output: The file and the logger.
     """
 
-    def __init__(
-        self,
-        by: By,
-        keep: int,
-        flush_every: int,
-        log: Log | None,
-        ratios_every: int,
-        model: nn.Module | None,
-        live: Live | None,
-    ) -> None:
+    def __init__(self, by: By, keep: int, ratios_every: int, model: nn.Module | None, output: Output) -> None:
         self.by: By = by
         self.keep = keep
-        self.log = log
-        self.live = live
         self.model = model
+        self.output = output
         self.step = 0
         """The number of the next step."""
         self.tape: Tape | None = None
@@ -73,34 +57,23 @@ class Run(Listener):
         """Writes a step that was measured, but may not have been taken yet."""
         self.names: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
         """The names of the parameters, which never change."""
-        self.is_writer = FirstProcess()
-        """Whether this process writes."""
-        self._flush_every = min(flush_every, keep)
         self._ratios_every = ratios_every
         self._before: list[Tensor] | None = None
         self._joint: list[str] = []
         self._limited: list[Node] | None = None
         self._older: list[Record] = []
         self._params: list[int] = []
-        self._unwritten = 0
-        self._untried = 0
-        """How many steps were written since the last attempt to write the file."""
-        self._tried_at = time.monotonic()
-        self._warned = False
-        self._late: dict[int, Tensor] = {}
-        """Losses of earlier steps that are not in the file."""
         self._taken = 0
         """How many steps were recorded since the last load."""
         self._began_without_loss = False
         self._alarmed = False
         self._loaded_until = 0
-        if log is not None or live is not None:
-            OPEN.add(self)
+        OPEN.add(self)
 
     @override
     @never_compiled
     def begin(self, walk: Walk) -> None:
-        self.check_log()
+        self.output.check()
         self.save_params(walk.params)
 
     @override
@@ -121,14 +94,6 @@ class Run(Listener):
             if len(values) == 1 and isinstance(value := values.pop(), int | float):
                 found[node.path] = float(value)
         return found
-
-    def check_log(self) -> None:
-        """Raise if another recorder of this process has taken over the file."""
-        if self.log is not None and self.log.is_lost:
-            raise RuntimeError(
-                f"another Recorder of this process writes to path={str(self.log.path)!r} now: give each Recorder its "
-                "own path, or call close() of this one"
-            )
 
     def save_params(self, params: Sequence[Tensor]) -> None:
         """Copy the parameters, if the norms of updates are taken in the next step."""
@@ -165,11 +130,9 @@ class Run(Listener):
         self._judge_loss("loss" in numbers)
         self.step += 1
         self._taken += 1
-        self._unwritten += 1
-        self._untried += 1
         if "nonfinite" in note.refused_by and not self._alarmed:  # the policy has waited for the device
             self._recorded(tape)
-        if (self.log is not None or self.live is not None) and self._is_due():
+        if self.output.add():
             self.try_flush()
 
     def _is_template(self, groups: Sequence[dict[str, Any]], norms: Tensor | None) -> bool:
@@ -201,13 +164,8 @@ class Run(Listener):
         value = _as_tensors({"loss": loss}, device)["loss"]
         if self.tape is not None:
             self.tape.write_loss(step, value)
-        if self.log is not None and step < self.step - self._unwritten:
-            self._late[step] = value
-
-    def _is_due(self) -> bool:
-        """True at the tenth step, after ``flush_every`` steps or 30 seconds, and before steps are lost."""
-        is_due = self._untried >= self._flush_every or self._taken == FIRST_FLUSH or self._unwritten == self.keep
-        return is_due or time.monotonic() - self._tried_at > SECONDS
+        if self.output.log is not None and step < self.step - self.output.waiting:
+            self.output.late[step] = value
 
     def _tape_for(self, groups: Sequence[dict[str, Any]], norms: Tensor | None) -> Tape:
         params = [id(param) for group in groups for param in group["params"]]
@@ -226,7 +184,7 @@ class Run(Listener):
             self._older.append(self._recorded(tape))
             self._older = self._last_of_older(self.keep)
         self.tape = Tape(self.keep, layout, device)
-        self._unwritten = 0
+        self.output.waiting = 0
         return self.tape
 
     def record(self) -> Record | None:
@@ -254,31 +212,16 @@ class Run(Listener):
         return [record for record in kept if record.steps]
 
     def flush(self, *, is_end: bool = False) -> None:
-        """Write to the file the steps that are not in it yet."""
+        """Write and send the steps that wait."""
         self.finish()
-        self._untried, self._tried_at = 0, time.monotonic()
-        if self.tape is None or not self.is_writer:
-            return
-        count = self._unwritten
-        if self.log is not None and not self.log.is_lost and (count or self._late or is_end):
-            losses = {step: float(loss) for step, loss in self._late.items()}
-            self.log.write(partial(self._recorded, self.tape), count, losses, is_end=is_end)
-        self._unwritten, self._late = 0, {}
-        if self.live is not None and (count or is_end):
-            self.live.send(self._recorded(self.tape, EARLIER + self._flush_every + count), is_end=is_end)
+        if self.tape is not None:
+            self.output.flush(partial(self._recorded, self.tape), is_end=is_end)
 
     def try_flush(self, *, is_end: bool = False) -> None:
-        """Write to the file. If this fails, warn once, and try again the next time."""
-        try:
-            self.flush(is_end=is_end)
-            self._warned = False
-        except OSError as error:
-            if not self._warned:
-                path = None if self.log is None else self.log.path
-                warnings.warn(
-                    f"the record could not be written to {path}, the next write tries again: {error}", stacklevel=2
-                )
-            self._warned = True
+        """As `flush`, but warn if the file cannot be written."""
+        self.finish()
+        if self.tape is not None:
+            self.output.try_flush(partial(self._recorded, self.tape), is_end=is_end)
 
     def close(self) -> None:
         """Write the last steps to the file."""
@@ -286,16 +229,16 @@ class Run(Listener):
             self.flush(is_end=True)
         finally:
             OPEN.discard(self)
-            self.log, self.live, self._unwritten = None, None, 0
+            self.output = Output(None, None, self.keep, self.keep)
 
     def __del__(self) -> None:
-        if self.__dict__.get("_unwritten") and self.__dict__.get("log"):  # nobody holds the optimizer any more
+        if "tape" in vars(self) and self.output.waiting:  # nobody holds the optimizer any more
             self.try_flush(is_end=True)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies keep what was recorded, but do not write to the file."""
-        own = {"log": None, "live": None, "finish": nothing, "_before": None, "_params": [], "_limited": None}
-        return self.__dict__ | own | {"names": None}
+        own = {"finish": nothing, "_before": None, "_params": [], "_limited": None, "names": None}
+        return self.__dict__ | own | {"output": Output(None, None, self.keep, self.keep)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -306,7 +249,7 @@ class Run(Listener):
         self.finish()
         tape = None if self.tape is None else self.tape.state_dict()
         own = {"step": self.step, "joint": list(self._joint), "tape": tape}
-        return own if self.log is None else own | {"run": self.log.run}
+        return own if self.output.log is None else own | {"run": self.output.log.run}
 
     def load_state_dict(self, state: dict[str, Any], layout: Layout, device: torch.device) -> None:
         """Continue a record, and forget what was recorded before."""
@@ -322,18 +265,16 @@ class Run(Listener):
         step = operator.index(state["step"])
         self.finish = nothing
         self.step, self._joint = step, list(state.get("joint", []))
-        self.tape, self._older, self._params, self._late = tape, [], [], {}
-        self._loaded_until = step
-        self._taken, self._unwritten = 0, 0 if tape is None else len(tape.notes)
-        if self.live is not None:
-            self.live.begin_anew(step)
-        if self.log is not None:
-            parent = state.get("run")
-            self.log.begin_anew(last_run(self.log.path) if parent is None and step else parent)
+        self.tape, self._older, self._params = tape, [], []
+        self._loaded_until, self._taken = step, 0
+        parent, log = state.get("run"), self.output.log
+        if parent is None and step and log is not None:
+            parent = last_run(log.path)
+        self.output.begin_anew(step, 0 if tape is None else len(tape.notes), parent)
 
 
 OPEN: WeakSet[Run] = WeakSet()
-"""Runs that write to a file or to a logger."""
+"""Runs that are not closed."""
 
 
 @atexit.register
@@ -347,11 +288,11 @@ def _finish() -> None:
 
 def take_over(path: Path) -> None:
     """Write to the file what other runs of this process have recorded for it, and let them lose it."""
-    for run in [run for run in OPEN if run.log is not None and run.log.path == path]:
-        run.try_flush(is_end=True)
-        if run.log is not None:
-            run.log.is_lost = True
-        OPEN.discard(run)
+    for run in list(OPEN):
+        log = run.output.log
+        if log is not None and log.path == path and not log.is_lost:
+            run.try_flush(is_end=True)
+            log.is_lost = True
 
 
 def nothing() -> None:

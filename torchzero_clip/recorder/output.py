@@ -1,0 +1,106 @@
+"""Writes the steps of a run to its file, and sends them to its logger, now and then."""
+
+import time
+import warnings
+from collections.abc import Callable
+
+from torch import Tensor
+
+from torchzero_clip.recorder.live import EARLIER, Live
+from torchzero_clip.recorder.log import FirstProcess, Log
+from torchzero_clip.recorder.record import Record
+
+FIRST = 10
+SECONDS = 30.0
+
+
+class Output:
+    """Knows which steps are in the file. Only the first process of a group writes and sends.
+
+    Args:
+        log: The file; None for none.
+        live: The logger; None for none.
+        every: At most so many steps are not in the file.
+        keep: So many of the last steps can be read again.
+    """
+
+    def __init__(self, log: Log | None, live: Live | None, every: int, keep: int) -> None:
+        self.log = log
+        self.live = live
+        self.is_writer = FirstProcess()
+        self.waiting = 0
+        """How many steps are not in the file."""
+        self.late: dict[int, Tensor] = {}
+        """Losses of steps that are in the file."""
+        self._every = min(every, keep)
+        self._keep = keep
+        self._count = 0
+        self._untried = 0
+        """How many steps were added since the last attempt to write the file."""
+        self._tried_at = time.monotonic()
+        self._warned = False
+
+    def begin_anew(self, step: int, waiting: int, parent: str | None) -> None:
+        """Begin a run at a step, which resumes another run.
+
+        Args:
+            step: The number of the next step.
+            waiting: How many steps before it are kept. They are written again.
+            parent: The id of the other run.
+        """
+        self.waiting, self._count = waiting, 0
+        self.late.clear()
+        if self.live is not None:
+            self.live.begin_anew(step)
+        if self.log is not None:
+            self.log.begin_anew(parent)
+
+    def check(self) -> None:
+        """Raise if another recorder of this process has taken over the file."""
+        if self.log is not None and self.log.is_lost:
+            raise RuntimeError(
+                f"another Recorder of this process writes to path={str(self.log.path)!r} now: give each Recorder its "
+                "own path, or call close() of this one"
+            )
+
+    def add(self) -> bool:
+        """Count a step. Return True if it is time to write: before steps are lost, and not too often."""
+        self.waiting += 1
+        self._count += 1
+        self._untried += 1
+        if self.log is None and self.live is None:
+            return False
+        is_due = self._untried >= self._every or self._count == FIRST or self.waiting == self._keep
+        return is_due or time.monotonic() - self._tried_at > SECONDS
+
+    def flush(self, kept: Callable[[int], Record], *, is_end: bool = False) -> None:
+        """Write and send the steps that wait.
+
+        Args:
+            kept: Returns the last so many steps, as far as they are kept.
+            is_end: No more steps with these layers follow.
+        """
+        self._untried, self._tried_at = 0, time.monotonic()
+        if not self.is_writer:
+            return
+        count = self.waiting
+        if self.log is not None and not self.log.is_lost and (count or self.late or is_end):
+            losses = {step: float(loss) for step, loss in self.late.items()}
+            self.log.write(kept, count, losses, is_end=is_end)
+        self.waiting = 0
+        self.late.clear()
+        if self.live is not None and (count or is_end):
+            self.live.send(kept(EARLIER + self._every + count), is_end=is_end)
+
+    def try_flush(self, kept: Callable[[int], Record], *, is_end: bool = False) -> None:
+        """As `flush`, but if the file cannot be written, warn once, and try again the next time."""
+        try:
+            self.flush(kept, is_end=is_end)
+            self._warned = False
+        except OSError as error:
+            path = None if self.log is None else self.log.path
+            if not self._warned:
+                warnings.warn(
+                    f"the record could not be written to {path}, the next write tries again: {error}", stacklevel=2
+                )
+            self._warned = True
