@@ -219,6 +219,11 @@ def test_logs_of_several_steps(tmp_path, save_steps):
         assert log["gradients/largest_norm"] == record.norm[first : first + 10].max()
         since = first + 10 - (10 if save_steps == 100 else 10 % 4 if first == 0 else 4)
         assert log["gradients/norm"] == record.norm[since : first + 10].quantile(0.5)
+    named = {f"layers/{name}/norm": i for i, name in enumerate(record.layers)}
+    shown = logs[0].keys() & named.keys()
+    assert len(shown) == (4 if save_steps == 4 else 0)  # a point has layers if steps before it tell what is usual
+    for name in shown:
+        assert logs[1][name] == record.layer_norms[10:20, named[name]].max()
 
 
 def test_a_gate_that_judges_losses_gets_none_from_the_logs(tmp_path):
@@ -286,3 +291,35 @@ def test_a_callback_serves_two_trainings(tmp_path):
         assert own.recorder is made[k]
         assert own.recorder.record().steps == [0, 1, 2]
         assert not own.recorder.record().loss.isnan().any()
+
+
+def test_training_goes_on_after_an_interruption_in_the_same_process(tmp_path):
+    class Stop(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3 and own.recorder is made[0]:
+                raise KeyboardInterrupt
+
+    def make(optimizer):
+        made.append(Recorder(optimizer, path=tmp_path / "run.jsonl"))
+        return made[-1]
+
+    made = []
+    own = TrainerCallback(make)
+    arguments = transformers.TrainingArguments(
+        str(tmp_path),
+        max_steps=6,
+        save_steps=2,
+        max_grad_norm=0,
+        per_device_train_batch_size=8,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = transformers.Trainer(Net(), arguments, train_dataset=Data(), callbacks=[own, Stop()])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train(resume_from_checkpoint=os.fspath(tmp_path / "checkpoint-2"))
+    assert made[0].is_closed
+    record = read_record(tmp_path / "run.jsonl")
+    assert record.steps == own.recorder.record().steps == list(range(6))
+    torch.testing.assert_close(record.norm[:2], made[0].record().norm[:2], rtol=0, atol=0)

@@ -191,3 +191,26 @@ def test_a_recorder_of_any_optimizer_can_be_given(tmp_path):
     assert own.recorder.optimizer is trainer.optimizers[1]
     assert own.recorder.record().layers == ["net.2.weight", "net.2.bias"]
     assert own.recorder.record().steps == list(range(4))
+
+
+def test_training_goes_on_after_an_interruption_in_the_same_process(tmp_path):
+    class Once(Watched):
+        optimizer = None
+
+        def configure_optimizers(self):
+            self.optimizer = self.optimizer or super().configure_optimizers()
+            return self.optimizer
+
+        def on_train_batch_end(self, *args):
+            if len(self.norms) == 3:
+                raise ArithmeticError
+
+    module, own = Once(), LightningCallback(partial(Recorder, path=tmp_path / "run.jsonl"))
+    with pytest.raises(ArithmeticError):
+        fitted(tmp_path, 1, lambda: module, own=own)
+    first = own.recorder
+    fitted(tmp_path, 1, lambda: module, own=own)
+    assert first.is_closed
+    assert first.record().steps == [0, 1, 2]
+    assert own.recorder.record().steps == list(range(4))
+    assert read_record(tmp_path / "run.jsonl").steps == list(range(4))

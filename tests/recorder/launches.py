@@ -14,6 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import torchzero_clip
+
+PACKAGE = Path(torchzero_clip.__file__).parent
 LIMIT = 300.0
 """Seconds after which processes that still run are killed, and the test fails."""
 CONTEXT = multiprocessing.get_context("forkserver")  # what takes seconds to import is imported once
@@ -95,7 +98,7 @@ def _run(place: Place, ranks: int, program: Callable[..., Any], args: tuple[Any,
     warned: list[str] = []
 
     def show(message: Any, category: Any, filename: str, *_: Any) -> None:
-        if "torchzero_clip" in filename:
+        if Path(filename).is_relative_to(PACKAGE):
             warned.append(f"{filename}: {message}")
 
     try:

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -21,10 +20,7 @@ from torchzero_clip import read_record
 pytestmark = pytest.mark.slow
 
 
-def needs_fork(test):
-    """The marks of a test that forks a process with all imports; pytest-xdist shall start only one such process."""
-    test = pytest.mark.xdist_group("processes")(test)
-    return pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")(test)
+one_server = pytest.mark.xdist_group("processes")  # of pytest-xdist's processes, only one imports the trainers
 
 
 def needs(*names):
@@ -71,7 +67,7 @@ JOBS = {
 }
 
 
-@needs_fork
+@one_server
 @pytest.mark.parametrize("job", [pytest.param(name, marks=marks) for name, (*_, marks) in JOBS.items()])
 def test_a_run_that_is_killed_and_resumed_equals_an_unbroken_one(tmp_path, job):
     program, options, _ = JOBS[job]
@@ -105,7 +101,7 @@ def test_a_run_that_is_killed_and_resumed_equals_an_unbroken_one(tmp_path, job):
         assert record.loss.tolist() == [expected[0]["logged"][step + 1] for step in range(STEPS)]
 
 
-@needs_fork
+@one_server
 @pytest.mark.parametrize("program", [pytest.param(trainings.lightning, marks=needs("lightning"))])
 def test_lightning_goes_on_from_an_epoch_and_from_inside_of_one(tmp_path, program):
     """A resume from the middle of an epoch has data in another order, so it is compared with one without a recorder."""
@@ -134,7 +130,7 @@ def test_lightning_goes_on_from_an_epoch_and_from_inside_of_one(tmp_path, progra
         assert_equal(inside[rank]["params"], without[rank]["params"])
 
 
-@needs_fork
+@one_server
 @pytest.mark.parametrize("killed_by", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_costs_at_most_the_step_that_is_taken(tmp_path, killed_by):
     for k in range(10):

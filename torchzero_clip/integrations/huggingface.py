@@ -78,6 +78,8 @@ class TrainerCallback(transformers.TrainerCallback):
         self._come_first()
         self._live, self._logged = {}, -1
         if self._given is not None:
+            if self.recorder is not None and self.recorder is not self._given:  # an earlier training was interrupted
+                self.recorder.close()
             self.recorder = attached(self._given, optimizer, kwargs["model"])
             self.recorder.log_to(self._keep)
             self._resume(self.recorder, _checkpoint(args, state) / SAVED, state.global_step)
@@ -95,9 +97,12 @@ class TrainerCallback(transformers.TrainerCallback):
 
     def _keep(self, step: int, values: dict[str, float]) -> None:
         """Add the numbers of steps that are written to the file, which may happen several times between two logs."""
-        earlier, self._live = self._live, self._live | values
-        for name, joined in (("gradients/skipped", sum), ("gradients/largest_norm", max)):
-            self._live[name] = joined(numbers[name] for numbers in (earlier, values) if name in numbers)
+        for name, value in values.items():
+            if name == "gradients/skipped":
+                value += self._live.get(name, 0.0)
+            elif name == "gradients/largest_norm" or (name.startswith("layers/") and name.endswith("/norm")):
+                value = max(value, self._live.get(name, value))
+            self._live[name] = value
 
     @override
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

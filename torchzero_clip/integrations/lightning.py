@@ -90,6 +90,8 @@ class LightningCallback(Callback):
             raise TypeError(f"configure_optimizers must return a Modular for LightningCallback to log, got {kinds}")
         if self._given is None:
             return
+        if self.recorder is not None and self.recorder is not self._given:  # an earlier training was interrupted
+            self.recorder.close()
         found = [*chains, *map(unwrap, trainer.optimizers)]
         given = self._given.optimizer if isinstance(self._given, Recorder) else found[0]
         recorder = attached(self._given, next((own for own in found if own is given), found[0]), pl_module)
