@@ -66,7 +66,7 @@ def test_what_cannot_be_read_is_named(command, file, tmp_path, capsys):
         out.write('\n{"kind": "step", "step": "x"}\n')
     assert "line 102" in error_of(capsys, command, file)
     file.write_bytes(b"\xff\xfe\x00" * 10)
-    assert "not a text file" in error_of(capsys, command, file)
+    assert "not written by a Recorder" in error_of(capsys, command, file)
 
 
 def test_an_empty_file(tmp_path, capsys):

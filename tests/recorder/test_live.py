@@ -179,3 +179,30 @@ def test_norms_that_are_not_finite_are_inf():
     recorded(points.__setitem__, sizes={("a", 3): math.nan})
     assert points[9]["gradients/largest_norm"] == math.inf
     assert points[9]["gradients/norm"] == 5.0
+
+
+def test_a_point_of_many_steps_is_sent():
+    calls = []
+    recorder = recorded(lambda step, values: calls.append(step), 1100, flush_every=100, log_every=500)
+    assert calls == [499, 999]
+    calls.clear()
+    recorder = recorded(lambda step, values: calls.append(step), 50, keep=5, log_every=10, flush_every=100)
+    assert calls[0] == 4
+    assert recorder.step == 50
+
+
+def test_a_logger_may_close_the_recorder():
+    calls, recorders = [], []
+
+    def log(step, values):
+        calls.append(step)
+        if step == 19:
+            recorders[0].close()
+
+    params = [nn.Parameter(torch.ones(1))]
+    optimizer = Modular(params, SGD(0.1))
+    recorders.append(Recorder(optimizer, log=log, flush_every=50))
+    for _ in range(60):
+        params[0].grad = torch.ones(1)
+        optimizer.step()
+    assert calls == [9, 19, 29, 39, 49, 59]

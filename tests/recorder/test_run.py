@@ -215,7 +215,7 @@ def test_groups_with_one_name_are_two():
     optimizer = torch.optim.SGD(groups, 0.1)
     recorder = Recorder(optimizer, by="group")
     train(optimizer, 30)
-    assert recorder.record().layers == ["decay", "decay (group 1)"]
+    assert recorder.record().layers == ["decay", "group 1: decay"]
     with pytest.raises(ValueError, match='scope="group" needs names of groups'):
         recorder.suggest_max_norm(scope="group")
 
@@ -256,3 +256,90 @@ def test_steps_that_a_gradient_scaler_refused_raise_no_alarm(tmp_path):
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(1.0)
     train(optimizer, 12, sizes=dict.fromkeys(range(12), torch.inf))
     assert set(recorder.record().reasons) == {"found_inf"}
+
+
+@pytest.mark.filterwarnings("ignore:.*layers are inf or NaN")
+def test_a_run_that_has_diverged_keeps_the_layers_of_its_first_bad_steps(tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = made(path=path, ratios_every=0)
+    train(optimizer, 1500, sizes=dict.fromkeys(range(100, 1500), torch.nan))
+    recorder.flush()
+    recorder.flush()
+    recorder.close()
+    assert read_record(path).layer_steps == list(range(100, 110))
+
+
+def test_a_state_resumes_its_own_run_and_no_other(tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = made(path=path, keep=20)
+    train(optimizer, 50)
+    recorder.close()
+    saved = recorder.state_dict()  # of a closed recorder
+    optimizer, recorder = made(path=path, keep=20)
+    with pytest.warns(UserWarning, match="already has a record of another run"):
+        train(optimizer, 45, sizes=dict.fromkeys(range(45), 9.0))
+    recorder.close()
+    optimizer, recorder = made(path=path, keep=20)
+    recorder.load_state_dict(saved)
+    train(optimizer, 5, start=50)
+    again = recorder.state_dict()  # nothing of this run is in the file yet
+    recorder._run.output.log = None  # the process is killed
+    optimizer, recorder = made(path=path, keep=20)
+    recorder.load_state_dict(again)
+    train(optimizer, 10, start=55)
+    recorder.close()
+    with pytest.warns(UserWarning, match=r"also has run '\w+' \(steps 0 to 44\)"):
+        record = read_record(path)
+    assert record.steps == list(range(65))
+    assert record.norm.max() < 5
+
+
+def test_a_state_may_have_more_steps_than_are_kept(tmp_path):
+    optimizer, recorder = made()
+    train(optimizer, 100)
+    saved = recorder.state_dict()
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = made(path=path, keep=5)
+    recorder.load_state_dict(saved)
+    train(optimizer, 3, start=100)
+    recorder.close()
+    assert in_file(path) == list(range(103))
+
+
+def test_a_load_forgets_a_step_that_failed():
+    optimizer, recorder = made("torch")
+    train(optimizer, 2)
+    saved = recorder.state_dict()
+    handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    recorder.report_loss(100.0)
+    with pytest.raises(ZeroDivisionError):
+        train(optimizer, 1)
+    handle.remove()
+    recorder.load_state_dict(saved)
+    optimizer.step()  # on the same gradients
+    assert recorder.record().steps == [0, 1, 2]
+    assert recorder.record().loss.isnan().all()
+
+
+def test_bad_steps_in_a_state():
+    _, recorder = made()
+    with pytest.raises(ValueError, match="the step in state_dict must be >= 0, got -3"):
+        recorder.load_state_dict({"step": -3, "tape": None})
+
+
+def test_a_file_that_was_removed_begins_with_the_layers(tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = made(path=path)
+    train(optimizer, 12)
+    path.unlink()
+    recorder.report_loss(1.0, step=3)
+    recorder.flush()
+    train(optimizer, 10, start=12)
+    recorder.close()
+    assert in_file(path) == list(range(10, 22)) or in_file(path) == list(range(12, 22))
+    optimizer, recorder = made(path=path, keep=10)
+    with pytest.warns(UserWarning, match="already has"):
+        train(optimizer, 40)
+    path.unlink()
+    with pytest.warns(UserWarning, match="older steps cannot be read"):
+        assert recorder.spikes() == []

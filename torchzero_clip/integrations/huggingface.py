@@ -15,7 +15,7 @@ from typing_extensions import override
 from torchzero_clip.integrations import metrics
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrapped import unwrap
-from torchzero_clip.recorder.recorder import Recorder, attached
+from torchzero_clip.recorder.recorder import Recorder, attached, resumed
 
 SAVED = "recorder.pt"
 
@@ -79,21 +79,11 @@ class TrainerCallback(transformers.TrainerCallback):
         self._live, self._logged = {}, -1
         if self._given is not None:
             if self.recorder is not None and self.recorder is not self._given:  # an earlier training was interrupted
-                self.recorder.close()
+                self.recorder.close(warn=True)
             self.recorder = attached(self._given, optimizer, kwargs["model"])
             self.recorder.log_to(self._keep)
-            self._resume(self.recorder, _checkpoint(args, state) / SAVED, state.global_step)
-
-    def _resume(self, recorder: Recorder, saved: Path, step: int) -> None:
-        """Continue the record that is beside the checkpoint, or from the number of the step."""
-        if saved.exists():
-            try:
-                recorder.load_state_dict(torch.load(saved, weights_only=True))
-                return
-            except Exception as error:  # a run must not end because of its record
-                warnings.warn(f"{saved} cannot be read, the record goes on at step {step}: {error!r}", stacklevel=2)
-        if step > recorder.step:  # resumed from another folder, which is not told
-            recorder.load_state_dict({"step": step, "tape": None})
+            saved = _checkpoint(args, state) / SAVED
+            resumed(self.recorder, saved if saved.exists() else None, state.global_step)
 
     def _keep(self, step: int, values: dict[str, float]) -> None:
         """Add the numbers of steps that are written to the file, which may happen several times between two logs."""
@@ -131,6 +121,9 @@ class TrainerCallback(transformers.TrainerCallback):
         if self.recorder is not None:
             last = self.recorder.step - 1
             is_of_step = args.logging_strategy == "steps" and args.logging_steps == 1
+            is_of_step = is_of_step and not (
+                args.logging_nan_inf_filter and logs["loss"] == 0
+            )  # stands for NaN and inf
             if is_of_step and last > self._logged:  # else a gradient scaler refused the step
                 with suppress(ValueError):  # a gate has judged the step without this loss
                     self.recorder.report_loss(logs["loss"], step=last)

@@ -13,7 +13,7 @@ from typing_extensions import override
 from torchzero_clip.integrations import unwrapped
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrapped import unwrap
-from torchzero_clip.recorder.recorder import Recorder, attached
+from torchzero_clip.recorder.recorder import Recorder, attached, resumed
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -91,21 +91,20 @@ class LightningCallback(Callback):
         if self._given is None:
             return
         if self.recorder is not None and self.recorder is not self._given:  # an earlier training was interrupted
-            self.recorder.close()
+            self.recorder.close(warn=True)
         found = [*chains, *map(unwrap, trainer.optimizers)]
         given = self._given.optimizer if isinstance(self._given, Recorder) else found[0]
         recorder = attached(self._given, next((own for own in found if own is given), found[0]), pl_module)
         self.recorder = recorder
         recorder.log_to(partial(_log, trainer.loggers))
-        if self._loaded is not None:
-            recorder.load_state_dict(self._loaded)
-            self._loaded = None
+        resumed(recorder, self._loaded, trainer.global_step if len(trainer.optimizers) == 1 else 0)
+        self._loaded = None
 
     @override
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Write the rest of the record to its file, and stop recording."""
         if self.recorder is not None:
-            self.recorder.close()
+            self.recorder.close(warn=True)
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -147,7 +147,7 @@ class Data:
 
     def worst(self, step: int | None = None, top: int = 5) -> Layers:
         """Return the layers whose gradients stood out most in one step: see `Recorder.worst`."""
-        step = self._most_unusual() if step is None else _step_number(step)
+        step = self._most_unusual() if step is None else step_number(step)
         count("top", top)
         self.index(step)
         if step not in self._layer_rows:
@@ -256,7 +256,7 @@ class Data:
                 yield step, found
 
 
-def _step_number(step: Any) -> int:
+def step_number(step: Any) -> int:
     try:
         return operator.index(step)
     except TypeError:

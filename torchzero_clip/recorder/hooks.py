@@ -33,6 +33,11 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
 
+    def forget(self) -> None:
+        """Forget what was measured and reported for a step that was not taken."""
+        self._seen = None
+        self.reported.clear()
+
     @never_compiled
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Measure the gradients, or wrap the closure that makes them."""

@@ -83,7 +83,7 @@ def _labels(param_groups: Sequence[dict[str, Any]]) -> list[str]:
     labels: list[str] = []
     for g, group in enumerate(param_groups):
         label = str(group.get("name") or f"group {g}")
-        labels.append(f"{label} (group {g})" if label in labels else label)
+        labels.append(_free(label, f"group {g}", labels))
     return labels
 
 

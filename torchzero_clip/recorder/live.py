@@ -37,7 +37,8 @@ class Live:
 
     def __init__(self, target: Any, every: int | None) -> None:
         self._send, once = sender(target)
-        self._every = None if once else every
+        self.every = None if once else every
+        """How many steps one point sums up; None for all that are sent at once."""
         self._next = 0
         self._layers = set[str]()
         self._warned = False
@@ -54,7 +55,7 @@ class Live:
             is_end: Send the last point though it is incomplete.
         """
         first = sum(step < self._next for step in record.steps)
-        every = self._every or max(len(record.steps) - first, 1)
+        every = self.every or max(len(record.steps) - first, 1)
         while first < len(record.steps):
             end = min(first + every, len(record.steps))
             if end - first < every and not is_end:
@@ -66,6 +67,8 @@ class Live:
                 if not self._warned:
                     warnings.warn(f"log= raised an error, and training continues: {error!r}", stacklevel=2)
                 self._warned = True
+            if self._next > record.steps[end - 1] + 1:  # the logger has closed the recorder, which sent the rest
+                break
             first = end
 
     def _point(self, record: Record, first: int, end: int) -> dict[str, float]:

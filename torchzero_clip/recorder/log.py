@@ -55,7 +55,7 @@ class Log:
     """
 
     def __init__(self, path: Path, by: By, most: int, keep: int) -> None:
-        self.path = path.absolute()
+        self.path = path.resolve()
         self.run = uuid.uuid4().hex[:12]
         """The id of the run."""
         self.parent: str | None = None
@@ -74,6 +74,11 @@ class Log:
         self._open = 0
         """How many of the last steps in the file are in no complete block."""
         self._has_block = False
+
+    @property
+    def written_run(self) -> str | None:
+        """The id of this run, or of the one that it resumes if it wrote nothing yet."""
+        return self.parent if self._layers is None else self.run
 
     def begin_anew(self, parent: str | None) -> None:
         """Begin a run that resumes another one. Its steps replace those that have the same or larger numbers."""
@@ -104,18 +109,20 @@ class Log:
         new = record.last(count)
         rows: list[Row] = []
         layers = tuple(record.layers)
-        if new.steps and (layers != self._layers or not self.path.exists() or not self.path.stat().st_size):
-            rows.append(header(self.run, self.parent, new.steps[0], self._by, record))
         rows += rows_of_steps(new)
         rows += [late_loss(step, loss) for step, loss in losses.items()]
         lost = new.layer_norms.isfinite().logical_not().any(dim=1).tolist()
         bad = [bool(reason) or is_lost for reason, is_lost in zip(new.reasons, lost, strict=True)]
         seen = [*self._seen, *zip(new.steps, new.norm.tolist(), bad, strict=True)]
-        whole = _in_whole(seen) - self._whole
-        source = record if not whole or min(whole) >= min(record.layer_steps) else kept(self._keep)
-        rows += rows_of_layers(source, whole)
+        # if older steps are forgotten, a series of bad ones may have begun before
+        whole = _in_whole(seen, IN_A_ROW if len(self._seen) == REMEMBERED else 0) - self._whole
+        is_old = len(whole) > 0 and (not record.steps or min(whole) < record.steps[0])
+        rows += rows_of_layers(kept(self._keep) if is_old else record, whole)
         blocks, rest = self._blocks(record, is_end)
         rows += blocks
+        if rows and (layers != self._layers or not self.path.exists() or not self.path.stat().st_size):
+            start = new.steps[0] if new.steps else max((step for step, *_ in seen), default=-1) + 1
+            rows.insert(0, header(self.run, self.parent, start, self._by, record))
         if rows:
             append(self.path, encoded(rows, self.run))
         self._has_block = self._has_block or rest < len(record.steps)
@@ -137,10 +144,15 @@ class Log:
         return blocks, end - first
 
 
-def _in_whole(seen: list[tuple[int, float, bool]]) -> set[int]:
-    """The steps whose layers are written: spikes and refused steps; of several in a row, only the first `IN_A_ROW`."""
+def _in_whole(seen: list[tuple[int, float, bool]], series: int) -> set[int]:
+    """The steps whose layers are written: spikes and refused steps; of several in a row, only the first `IN_A_ROW`.
+
+    Args:
+        seen: The steps, as in `Log`.
+        series: How many such steps came directly before.
+    """
     norms = torch.tensor([norm for _, norm, _ in seen], dtype=torch.float64, device="cpu")
-    found, series = set[int](), 0
+    found = set[int]()
     for (step, _, is_bad), is_spike in zip(seen, spikes_among(norms).tolist(), strict=True):
         series = series + 1 if is_bad or is_spike else 0
         if 0 < series <= IN_A_ROW:

@@ -55,6 +55,11 @@ class Output:
         if self.log is not None:
             self.log.begin_anew(parent)
 
+    @property
+    def is_lost(self) -> bool:
+        """True if another recorder of this process has taken over the file."""
+        return self.log is not None and self.log.is_lost
+
     def check(self) -> None:
         """Raise if another recorder of this process has taken over the file."""
         if self.log is not None and self.log.is_lost:
@@ -90,7 +95,7 @@ class Output:
         self.waiting = 0
         self.late.clear()
         if self.live is not None and (count or is_end):
-            self.live.send(kept(EARLIER + self._every + count), is_end=is_end)
+            self.live.send(kept(EARLIER + (self.live.every or 0) + count), is_end=is_end)
 
     def try_flush(self, kept: Callable[[int], Record], *, is_end: bool = False) -> None:
         """As `flush`, but if the file cannot be written, warn once, and try again the next time."""

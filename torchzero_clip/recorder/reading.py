@@ -56,14 +56,15 @@ def read_record(path: Place, run: str | None = None) -> Record:
     if run is not None and run not in reader.runs:
         raise ValueError(f"{path} has no run {run!r}: it has {', '.join(map(repr, reader.runs)) or 'no runs'}")
     if reader.broken:
-        lines = "1 line is not JSON and was" if reader.broken == 1 else f"{reader.broken} lines are not JSON and were"
-        warnings.warn(f"{path}: {lines} left out", stacklevel=2)
+        lines = "1 line was" if reader.broken == 1 else f"{reader.broken} lines were"
+        warnings.warn(f"{path}: {lines} left out, because they are broken or their run is unknown", stacklevel=2)
     family = reader.ancestry(reader.last if run is None else run)
     if run is None and (others := reader.others(family)):
         warnings.warn(f"{path} also has {', '.join(others)}: pass run= to read another one", stacklevel=2)
-    for later in range(len(family) - 1, 0, -1):
-        for earlier in family[:later]:
-            earlier.drop(family[later].start)
+    start = LARGEST_STEP
+    for one in reversed(family):
+        one.drop(start)
+        start = min(start, one.start)
     return _composed(str(path), family, reader.size)
 
 
@@ -107,10 +108,7 @@ class _Row:
 
 
 def _read(path: Place) -> "_Reader":
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a text file: {error}") from None
+    text = Path(path).read_text(encoding="utf-8", errors="replace")
     reader = _Reader(str(path))
     lines = text.split("\n")
     for number, line in enumerate(lines, 1):
@@ -127,7 +125,7 @@ class _Reader:
         self.last = WITHOUT_ID
         """The id of the run that wrote the last line."""
         self.broken = 0
-        """How many lines are not JSON, without the last one."""
+        """How many lines are not JSON or belong to no run, without an incomplete last one."""
         self.size = 0
         """How many numbers and names the file has."""
         self._path = path
@@ -140,12 +138,12 @@ class _Reader:
             row = None
         if not isinstance(row, dict) or not isinstance(row.get("kind"), str):
             # only the first line tells whose file it is
-            if not self.runs and not (is_end and (BEGIN.startswith(line) or line.startswith(BEGIN))):
+            if not self.runs and not (BEGIN.startswith(line) or line.startswith(BEGIN)):
                 raise self._wrong(number, "the file was not written by a Recorder")
             self.broken += not is_end
             return
         kind = row["kind"]
-        if not self.runs and kind != "run":
+        if not self.runs and kind != "run" and "run" not in row:
             raise self._wrong(number, "a line of the kind 'run' must come first")
         if kind not in KINDS:
             return
@@ -172,8 +170,9 @@ class _Reader:
 
     def _read_numbers(self, kind: str, row: Row) -> None:
         name = row.get("run", self.last)
-        if name not in self.runs:
-            raise ValueError(f"the line of run {name!r} that names the layers is missing")
+        if name not in self.runs:  # the line that names its layers is broken, or in another file
+            self.broken += 1
+            return
         self.last, run = name, self.runs[name]
         if kind == "block":
             pair = (self._row(run, row["median"]), self._row(run, row["maximum"]))
@@ -209,18 +208,20 @@ class _Reader:
 
     def ancestry(self, name: str) -> list[_Run]:
         """A run and the runs that it resumed, the first one first."""
-        found: list[_Run] = []
-        while name in self.runs and self.runs[name] not in found:
-            found.insert(0, self.runs[name])
-            name = str(found[0].parent)
-        return found
+        found: dict[str, _Run] = {}
+        while name in self.runs and name not in found:
+            found[name] = self.runs[name]
+            name = str(found[name].parent)
+        return list(found.values())[::-1]
 
     def others(self, family: Sequence[_Run]) -> list[str]:
-        """The runs that have steps, and do not belong to the ancestry of a run nor share its first run."""
-        first = family[0].id if family else None
+        """The runs that have steps, and share no run with the ancestry of a run."""
+        related = {run.id for run in family}
         found: list[str] = []
-        for run in self.runs.values():
-            if run.steps and run not in family and self.ancestry(run.id)[0].id != first:
+        for run in self.runs.values():  # a run comes after the one that it resumed
+            if run.id in related or run.parent in related:
+                related.add(run.id)
+            elif run.steps:
                 found.append(f"run {run.id!r} (steps {min(run.steps):,} to {max(run.steps):,})")
         return found
 

@@ -1,5 +1,6 @@
 """The recorder of an optimizer."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -14,6 +15,7 @@ from torchzero_clip.core.kinds import Gate
 from torchzero_clip.engine.reported_loss import ReportedLoss
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrapped import unwrap
+from torchzero_clip.recorder.data import step_number
 from torchzero_clip.recorder.early_signs import EarlySign
 from torchzero_clip.recorder.files import check
 from torchzero_clip.recorder.hooks import Hooks
@@ -108,7 +110,7 @@ class Recorder(Readable):
             raise ValueError("none of the parameters of the optimizer is in model")
         if _is_recorded(found):
             raise ValueError("optimizer already has a recorder: call close() of that recorder first")
-        live = None if log is None else Live(log, log_every)
+        live = None if log is None else Live(log, min(log_every, keep))
         file = None if path is None else _opened(Path(path), by, min(flush_every, keep), keep)
         self.optimizer = found
         """The optimizer that is recorded, without its wrappers."""
@@ -140,6 +142,7 @@ class Recorder(Readable):
             ValueError: If ``loss`` has several numbers, if ``step`` is negative or was not taken yet, or if a gate has
                 judged that step without this loss.
         """
+        step = None if step is None else step_number(step)
         if step is not None and self._is_late(step):
             ReportedLoss().add(loss)  # checks it
             self._run.report_late(loss, step)
@@ -182,8 +185,12 @@ class Recorder(Readable):
         kept, log = self.record(), self._log
         if log is None or not kept.steps or not kept.steps[0] or not self._run.output.is_writer:
             return kept
-        self.flush()
-        return read_record(log.path, log.run).filled(kept)
+        try:
+            self.flush()
+            return read_record(log.path, log.run).filled(kept)
+        except (OSError, ValueError) as error:
+            warnings.warn(f"older steps cannot be read from {log.path}: {error}", stacklevel=3)
+            return kept
 
     @override
     def worst(self, step: int | None = None, top: int = 5) -> Layers:
@@ -239,15 +246,22 @@ class Recorder(Readable):
         if self._run.output.live is None:
             self._run.output.live = Live(log, None)
 
-    def close(self) -> None:
-        """Stop recording, and write the last steps to the file. The steps that are kept can still be read."""
+    def close(self, *, warn: bool = False) -> None:
+        """Stop recording, and write the last steps to the file. The steps can still be read.
+
+        Args:
+            warn: As in `flush`.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
         self._run.finish()
         if self._hooks is not None:
             self._hooks.remove()
         if isinstance(self.optimizer, Modular) and self.optimizer.listener is self._run:
             self.optimizer.listener = None
         self.is_closed = True
-        self._run.close()
+        self._run.close(warn=warn)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of the next step, and the steps that are kept, as CPU tensors, numbers and strings."""
@@ -273,6 +287,8 @@ class Recorder(Readable):
             self._run.load_state_dict(dict(state_dict), self._layout(), device)
         except (AttributeError, KeyError, TypeError, RuntimeError) as error:
             raise ValueError(f"state_dict does not come from Recorder.state_dict(): {error!r}") from error
+        if self._hooks is not None:
+            self._hooks.forget()
 
     def __repr__(self) -> str:
         path = "" if self._log is None else f", path={str(self._log.path)!r}"
@@ -300,6 +316,25 @@ def attached(recorder: Recorder | Callable[[Any], Recorder], optimizer: Any, mod
     if found._run.model is None:
         found._run.model = model
     return found
+
+
+def resumed(recorder: Recorder, saved: Path | Mapping[str, Any] | None, step: int) -> None:
+    """Continue the record of a training that a trainer resumes.
+
+    Args:
+        recorder: The recorder.
+        saved: Its state, or the file with its state; None if there is none.
+        step: The number of the next step. The record continues from it if the state cannot be read.
+    """
+    if saved is not None:
+        try:
+            recorder.load_state_dict(torch.load(saved, weights_only=True) if isinstance(saved, Path) else saved)
+            return
+        except Exception as error:  # a run must not end because of its record
+            what = saved if isinstance(saved, Path) else "the record in the checkpoint"
+            warnings.warn(f"{what} cannot be read, the record continues at step {step}: {error!r}", stacklevel=2)
+    if step > recorder.step:
+        recorder.load_state_dict({"step": step, "tape": None})
 
 
 def _is_recorded(optimizer: Optimizer) -> bool:

@@ -67,6 +67,8 @@ class Run(Listener):
         """How many steps were recorded since the last load."""
         self._began_without_loss = False
         self._alarmed = False
+        self._run_in_file: str | None = None
+        """The id of the run, once the record is closed."""
         self._loaded_until = 0
         OPEN.add(self)
 
@@ -79,6 +81,8 @@ class Run(Listener):
     @override
     @never_compiled
     def end(self, walk: Walk) -> None:
+        if self.output.is_lost:
+            return
         note = Note(self.step, " ".join(walk.refused_by), self._limits(walk))
         numbers = dict(walk.metrics) if walk.loss is None else {"loss": walk.loss, **walk.metrics}
         self.write(walk.groups, walk.params, walk.norms_before, numbers, note)
@@ -197,9 +201,9 @@ class Run(Listener):
 
     def _recorded(self, tape: Tape, last: int | None = None) -> Record:
         record = replace(tape.record(self.by, last), joint=self._joint)
-        if not self._alarmed and (text := alarm(record, self._loaded_until)):
+        if not self._alarmed and alarm(record, self._loaded_until):
             self._alarmed = True
-            warnings.warn(text, stacklevel=2)
+            warnings.warn(str(alarm(tape.record(self.by), self._loaded_until)), stacklevel=2)  # with all usual norms
         return record
 
     def _last_of_older(self, count: int) -> list[Record]:
@@ -223,12 +227,13 @@ class Run(Listener):
         if self.tape is not None:
             self.output.try_flush(partial(self._recorded, self.tape), is_end=is_end)
 
-    def close(self) -> None:
+    def close(self, *, warn: bool = False) -> None:
         """Write the last steps to the file."""
         try:
-            self.flush(is_end=True)
+            (self.try_flush if warn else self.flush)(is_end=True)
         finally:
             OPEN.discard(self)
+            self._run_in_file = None if self.output.log is None else self.output.log.written_run
             self.output = Output(None, None, self.keep, self.keep)
 
     def __del__(self) -> None:
@@ -249,7 +254,9 @@ class Run(Listener):
         self.finish()
         tape = None if self.tape is None else self.tape.state_dict()
         own = {"step": self.step, "joint": list(self._joint), "tape": tape}
-        return own if self.output.log is None else own | {"run": self.output.log.run}
+        log = self.output.log
+        name = self._run_in_file if log is None else log.written_run
+        return own if name is None else own | {"run": name}
 
     def load_state_dict(self, state: dict[str, Any], layout: Layout, device: torch.device) -> None:
         """Continue a record, and forget what was recorded before."""
@@ -260,17 +267,22 @@ class Run(Listener):
                 only = f"only the {'record' if theirs else 'optimizer'} has {sorted(theirs or ours)[:3]}"
                 problem = only if theirs or ours else "they are in another order"
                 raise ValueError(f"the record has other parameters than this optimizer: {problem}")
-            tape = Tape(self.keep, layout, device)
+            tape = Tape(max(self.keep, len(kept["steps"])), layout, device)
             tape.load_state_dict(kept)
         step = operator.index(state["step"])
+        if step < 0:
+            raise ValueError(f"the step in state_dict must be >= 0, got {step}")
         self.finish = nothing
         self.step, self._joint = step, list(state.get("joint", []))
         self.tape, self._older, self._params = tape, [], []
         self._loaded_until, self._taken = step, 0
         parent, log = state.get("run"), self.output.log
-        if parent is None and step and log is not None:
+        if kept is None and parent is None and step and log is not None:
             parent = last_run(log.path)
-        self.output.begin_anew(step, 0 if tape is None else len(tape.notes), parent)
+        count = 0 if tape is None else len(tape.notes)
+        self.output.begin_anew(step, count, parent)
+        if count >= self.keep:  # the next step would replace the oldest one
+            self.try_flush()
 
 
 OPEN: WeakSet[Run] = WeakSet()

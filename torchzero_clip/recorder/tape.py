@@ -105,7 +105,7 @@ class Tape:
             found = [numbers.get(key, self._unknown) for key in self.keys]
         if found:
             if {self.device} != {number.device for number in found}:
-                found = [number.to(self.device, non_blocking=True) for number in found]
+                found = [number.to(self.device, non_blocking=self.device.type != "cpu") for number in found]
             self._numbers.write(self.count, torch.stack(found))
         self.notes.append(note)
         self.count += 1
