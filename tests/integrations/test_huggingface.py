@@ -242,7 +242,7 @@ def test_a_broken_record_in_a_checkpoint_does_not_stop_the_run(tmp_path, kind):
     else:
         tape = {**state["tape"], "names": ["a", *state["tape"]["names"][1:]]}
         torch.save({"step": 3} if kind == "another dict" else {**state, "tape": tape}, saved)
-    with pytest.warns(UserWarning, match=r"recorder\.pt cannot be read, the record goes on at step 4"):
+    with pytest.warns(UserWarning, match=r"recorder\.pt cannot be read, the record continues at step 4"):
         recorder, norms, _ = adamw_trained(tmp_path, 8, os.fspath(tmp_path / "checkpoint-4"), logging_steps=1)
     assert recorder.record().steps == [4, 5, 6, 7]
     torch.testing.assert_close(recorder.record().layer_norms, norms, rtol=1e-6, atol=0)
