@@ -1,6 +1,7 @@
 """When steps are written, what a resume keeps, losses that come late, names, and the first step that is not finite."""
 
 import itertools
+import os
 import time
 
 import pytest
@@ -210,6 +211,17 @@ def test_equal_names_never_share_a_row_and_never_change():
     assert len(set(recorder.record().layers)) == 7
 
 
+def test_modules_with_equal_names_are_two():
+    encoder, decoder = nn.Linear(2, 1, bias=False), nn.Linear(2, 1)
+    named = [("proj.weight", encoder.weight), ("proj.weight", decoder.weight), ("proj.bias", decoder.bias)]
+    group = {"params": [p for _, p in named], "param_names": [n for n, _ in named]}
+    optimizer = torch.optim.SGD([group], 0.1)
+    recorder = Recorder(optimizer, by="module")
+    train(optimizer, 1)
+    assert recorder.record().layers == ["proj", "group 0: proj"]
+    assert recorder.record().layer_norms[0].tolist() == pytest.approx([2**0.5, 3**0.5])
+
+
 def test_groups_with_one_name_are_two():
     groups = [{"params": [nn.Parameter(torch.zeros(1))], "name": "decay"} for _ in range(2)]
     optimizer = torch.optim.SGD(groups, 0.1)
@@ -343,3 +355,27 @@ def test_a_file_that_was_removed_begins_with_the_layers(tmp_path):
     path.unlink()
     with pytest.warns(UserWarning, match="older steps cannot be read"):
         assert recorder.spikes() == []
+
+
+def test_steps_that_could_not_be_written_before_a_group_was_added_are_written_later(tmp_path, monkeypatch):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = made(path=path)
+    train(optimizer, 20)
+
+    def fails(file, data):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", fails)
+        train(optimizer, 10, start=20)
+        optimizer.add_param_group({"params": [("c", nn.Parameter(torch.zeros(1)))]})
+        with pytest.warns(UserWarning, match="no space left"):
+            train(optimizer, 5, start=30)
+    recorder.report_loss(4.0, step=25)
+    train(optimizer, 5, start=35)
+    assert recorder.record().loss[25] == 4.0
+    recorder.close()
+    record = read_record(path)
+    assert record.steps == list(range(40))
+    assert record.layers == ["a", "b", "c"]
+    assert record.loss[25] == 4.0

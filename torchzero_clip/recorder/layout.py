@@ -62,7 +62,17 @@ class Layout:
         """The layer of each parameter."""
         if by == "parameter":
             return list(self.names)
-        return list(self.groups) if by == "group" else [name.rpartition(".")[0] or name for name in self.names]
+        if by == "group":
+            return list(self.groups)
+        owners: list[str] = []
+        renamed: dict[tuple[str, str], str] = {}
+        for name, group in zip(self.names, self.groups, strict=True):
+            begin = name.partition(": ")[0] + ": " if name.startswith((f"{group}: ", f"{group} (")) else ""
+            module = name.removeprefix(begin).rpartition(".")[0] or name.removeprefix(begin)
+            if begin:  # the other parameters of this module follow, and need not have names that were taken
+                renamed[group, module] = begin + module
+            owners.append(renamed.get((group, module), module))
+        return owners
 
     def joined(self, norms: Tensor, by: By) -> tuple[list[str], Tensor]:
         """The layers and their norms, from the norms of parameters in each row; -1 without a gradient."""

@@ -30,6 +30,8 @@ class Output:
         self.is_writer = FirstProcess()
         self.waiting = 0
         """How many steps are not in the file."""
+        self.older: list[Record] = []
+        """Steps with other layers that are not in the file, because it could not be written."""
         self.late: dict[int, Tensor] = {}
         """Losses of steps that are in the file."""
         self._every = min(every, keep)
@@ -49,6 +51,7 @@ class Output:
             parent: The id of the other run.
         """
         self.waiting, self._count = waiting, 0
+        self.older.clear()
         self.late.clear()
         if self.live is not None:
             self.live.begin_anew(step)
@@ -89,6 +92,9 @@ class Output:
         if not self.is_writer:
             return
         count = self.waiting
+        while self.older and self.log is not None:
+            self.log.write(self.older[0].last, len(self.older[0].steps), {}, is_end=True)
+            self.older.pop(0)
         if self.log is not None and not self.log.is_lost and (count or self.late or is_end):
             losses = {step: float(loss) for step, loss in self.late.items()}
             self.log.write(kept, count, losses, is_end=is_end)

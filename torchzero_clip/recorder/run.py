@@ -168,6 +168,9 @@ class Run(Listener):
         value = _as_tensors({"loss": loss}, device)["loss"]
         if self.tape is not None:
             self.tape.write_loss(step, value)
+        for record in self._older:
+            if step in record.steps:
+                record.loss[record.index(step)] = value
         if self.output.log is not None and step < self.step - self.output.waiting:
             self.output.late[step] = value
 
@@ -185,6 +188,8 @@ class Run(Listener):
             return tape
         if tape is not None:
             self.try_flush(is_end=True)
+            if self.output.log is not None and self.output.waiting:
+                self.output.older.append(self._recorded(tape, self.output.waiting))
             self._older.append(self._recorded(tape))
             self._older = self._last_of_older(self.keep)
         self.tape = Tape(self.keep, layout, device)
