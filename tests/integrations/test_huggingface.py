@@ -323,3 +323,14 @@ def test_training_goes_on_after_an_interruption_in_the_same_process(tmp_path):
     record = read_record(tmp_path / "run.jsonl")
     assert record.steps == own.recorder.record().steps == list(range(6))
     torch.testing.assert_close(record.norm[:2], made[0].record().norm[:2], rtol=0, atol=0)
+
+
+def test_a_disk_that_is_full_when_training_ends_gives_a_warning(tmp_path, monkeypatch):
+    def fails(path, data):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("torchzero_clip.recorder.log.append", fails)
+    with pytest.warns(UserWarning, match="the record could not be written to .*no space left"):
+        recorder, norms, _ = adamw_trained(tmp_path, 6, save_strategy="no")
+    assert recorder.is_closed
+    torch.testing.assert_close(recorder.record().layer_norms, norms, rtol=1e-6, atol=0)

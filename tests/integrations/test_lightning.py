@@ -214,3 +214,15 @@ def test_training_goes_on_after_an_interruption_in_the_same_process(tmp_path):
     assert first.record().steps == [0, 1, 2]
     assert own.recorder.record().steps == list(range(4))
     assert read_record(tmp_path / "run.jsonl").steps == list(range(4))
+
+
+def test_a_disk_that_is_full_when_training_ends_gives_a_warning(tmp_path, monkeypatch):
+    def fails(path, data):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("torchzero_clip.recorder.log.append", fails)
+    own = LightningCallback(partial(Recorder, path=tmp_path / "run.jsonl"))
+    with pytest.warns(UserWarning, match="the record could not be written to .*no space left"):
+        fitted(tmp_path, 1, Watched, own=own, enable_checkpointing=False)
+    assert own.recorder.is_closed
+    assert own.recorder.record().steps == list(range(4))

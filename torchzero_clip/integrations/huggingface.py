@@ -108,7 +108,7 @@ class TrainerCallback(transformers.TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the rest of the record to its file, and stop recording."""
         if self.recorder is not None:
-            self.recorder.close()
+            self.recorder.close(warn=True)
 
     @override
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
