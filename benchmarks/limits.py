@@ -1,4 +1,4 @@
-"""Whether a suggested limit helps: ``python -m benchmarks.limits``, about 15 minutes on two cores.
+"""Compares trainings with and without the limits that a recorder suggests: ``python -m benchmarks.limits``.
 
 It trains each task of `benchmarks.limit_tasks` without a clip and records the whole run. Then it trains anew, from the
 same weights and with the same batches: with the limits that the record suggests, and with the limit 1. It compares

@@ -260,7 +260,7 @@ def test_a_half_line_stays_if_another_process_has_written_behind_it(path, monkey
         recorder.flush()
     assert path.read_bytes().endswith(b"\n" + other)
     recorder.close()
-    with pytest.warns(UserWarning, match="1 line was left out"):
+    with pytest.warns(UserWarning, match="1 line is broken or belongs to an unknown run, and was left out"):
         assert read_record(path).steps == list(range(15))
 
 

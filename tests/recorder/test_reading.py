@@ -77,7 +77,7 @@ def test_a_late_loss_replaces_that_of_its_step(write):
 def test_lines_that_are_not_json_are_counted_and_left_out(write):
     broken = ["nonsense", "[1, 2]", "[" * 100_000, '{"kind": 3}', step(1, "x")[:30]]
     path = write(run_line("x"), step(0, "x"), *broken, step(1, "x"))
-    with pytest.warns(UserWarning, match="5 lines were left out, because they are broken"):
+    with pytest.warns(UserWarning, match="5 lines are broken or belong to an unknown run, and were left out"):
         assert read_record(path).steps == [0, 1]
 
 
@@ -137,7 +137,7 @@ def test_bad_files(tmp_path, write):
 
 def test_lines_of_a_run_without_a_head_are_left_out(write):
     path = write(run_line("x"), step(0, "x"), step(7, "other"), step(1, "x"))
-    with pytest.warns(UserWarning, match="1 line was left out, because they are broken or their run is unknown"):
+    with pytest.warns(UserWarning, match="1 line is broken or belongs to an unknown run, and was left out"):
         assert read_record(path).steps == [0, 1]
 
 
@@ -145,7 +145,7 @@ def test_a_first_line_that_was_cut_does_not_hide_the_next_run(write):
     whole = run_line("x")
     for count in range(1, len(whole)):
         path = write(whole[:count], run_line("y"), *steps(range(3), "y"))
-        with pytest.warns(UserWarning, match="1 line was left out"):
+        with pytest.warns(UserWarning, match="1 line is broken or belongs to an unknown run, and was left out"):
             assert read_record(path).steps == [0, 1, 2]
 
 
@@ -155,7 +155,7 @@ def test_a_flipped_byte_costs_one_line(write):
     place = data.index(b'"step": 1')
     data[place] = 0xFF
     path.write_bytes(data)
-    with pytest.warns(UserWarning, match="1 line was left out"):
+    with pytest.warns(UserWarning, match="1 line is broken or belongs to an unknown run, and was left out"):
         assert read_record(path).steps == [0, 2]
 
 

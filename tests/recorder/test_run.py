@@ -348,7 +348,7 @@ def test_a_file_that_was_removed_begins_with_the_layers(tmp_path):
     recorder.flush()
     train(optimizer, 10, start=12)
     recorder.close()
-    assert in_file(path) == list(range(10, 22)) or in_file(path) == list(range(12, 22))
+    assert in_file(path) == list(range(10, 22))  # two steps were not in the file that was removed
     optimizer, recorder = made(path=path, keep=10)
     with pytest.warns(UserWarning, match="already has"):
         train(optimizer, 40)

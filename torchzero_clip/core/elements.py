@@ -79,10 +79,7 @@ class Elements:
 
     def put(self, new: Tensor, state: Tensor) -> None:
         """Replace state by its next value. For the result there is `write`."""
-        if self.mask is not None:
-            _choose(self.mask, new, state, state)
-        elif new is not state:
-            foreach.copy_([state], [new])
+        self.write(new, state, state)
 
     def write(self, new: Tensor, x: Tensor, result: Tensor) -> None:
         """Write the new elements to the result.

@@ -121,10 +121,8 @@ class TrainerCallback(transformers.TrainerCallback):
         if self.recorder is not None:
             last = self.recorder.step - 1
             is_of_step = args.logging_strategy == "steps" and args.logging_steps == 1
-            is_of_step = is_of_step and not (
-                args.logging_nan_inf_filter and logs["loss"] == 0
-            )  # stands for NaN and inf
-            if is_of_step and last > self._logged:  # else a gradient scaler refused the step
+            stands_for_nan = args.logging_nan_inf_filter and logs["loss"] == 0
+            if is_of_step and not stands_for_nan and last > self._logged:  # else a gradient scaler refused the step
                 with suppress(ValueError):  # a gate has judged the step without this loss
                     self.recorder.report_loss(logs["loss"], step=last)
                 self._logged = last

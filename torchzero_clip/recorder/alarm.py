@@ -1,13 +1,12 @@
 """Names the layers of the first step whose gradients were not finite."""
 
-from torchzero_clip.recorder.numbers import medians
 from torchzero_clip.recorder.record import Record
 
 MOST = 5
 
 
 def alarm(record: Record, since: int) -> str | None:
-    """What happened in the first step from ``since`` on with a norm that is not finite; None if there is none.
+    """Describe the first step, from ``since`` on, that has a norm of inf or NaN. None if there is no such step.
 
     Steps that a gradient scaler refused do not count, because it tries large scales on purpose.
     """
@@ -23,7 +22,7 @@ def alarm(record: Record, since: int) -> str | None:
         f"step {record.layer_steps[row]:,}: the gradients of {len(names):,} of {len(record.layers):,} layers are inf "
         f"or NaN. In the order of the optimizer: {shown}."
     )
-    norms, usual = record.layer_norms[row], medians(record.layer_norms[:row])
+    norms, usual = record.layer_norms[row], record.usual([record.layer_steps[row]])[0]
     order = [i for i in norms.argsort(descending=True).tolist() if norms[i].isfinite() and norms[i] >= 0][:MOST]
     if order:
         said = [f" (usual {number:.4g})" if number == number else "" for number in usual.tolist()]

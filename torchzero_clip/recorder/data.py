@@ -3,7 +3,7 @@
 import math
 import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self
@@ -254,6 +254,19 @@ class Data:
                         f"layers/{name}/{what}": v for name, v in zip(self.layers, values, strict=False) if v >= 0
                     }
                 yield step, found
+
+
+def widened(values: Tensor, layers: Sequence[str], places: Mapping[str, int]) -> Tensor:
+    """Rows of norms of some layers, as rows of norms of more layers; -1 for the others.
+
+    Args:
+        values: The rows.
+        layers: The layers that they have.
+        places: The places of all layers.
+    """
+    result = values.new_full((*values.shape[:-1], len(places)), -1.0)
+    result[..., [places[name] for name in layers]] = values
+    return result
 
 
 def step_number(step: Any) -> int:

@@ -2,7 +2,8 @@
 
 from collections.abc import Container, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,23 +14,39 @@ from torchzero_clip.recorder.numbers import joined_norms
 By: TypeAlias = Literal["parameter", "module", "group"]
 
 
+class Name(NamedTuple):
+    """The name of a parameter."""
+
+    begin: str
+    """The name of its group if another parameter has the same own name, else empty."""
+    own: str
+
+    def __str__(self) -> str:
+        return self.begin + self.own
+
+
 @dataclass(frozen=True)
 class Layout:
     """The parameters of an optimizer, in the order of its param groups.
 
     Args:
-        names: The name of each parameter.
+        parts: The name of each parameter.
         groups: The name of the param group of each.
         has_group_names: True if the user gave every group a name of its own.
     """
 
-    names: tuple[str, ...]
+    parts: tuple[Name, ...]
     groups: tuple[str, ...]
     has_group_names: bool
 
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The name of each parameter as text."""
+        return tuple(map(str, self.parts))
+
     @classmethod
     def of(
-        cls, param_groups: Sequence[dict[str, Any]], model: nn.Module | None, known: MutableMapping[Tensor, str]
+        cls, param_groups: Sequence[dict[str, Any]], model: nn.Module | None, known: MutableMapping[Tensor, Name]
     ) -> "Layout":
         """The layout of an optimizer.
 
@@ -43,15 +60,15 @@ class Layout:
         in_model = {} if model is None else {id(param): name for name, param in model.named_parameters()}
         labels = _labels(param_groups)
         listed = [(param, g, i) for g, group in enumerate(param_groups) for i, param in enumerate(named_params(group))]
-        taken = {known[named.param] for named, *_ in listed if named.param in known}
-        names: list[str] = []
-        used = set[str]()
+        taken = {str(known[named.param]) for named, *_ in listed if named.param in known}
+        names: list[Name] = []
+        used = set[Name]()
         for named, g, i in listed:
             name = known.get(named.param)
             if name is None or name in used:  # new, or listed twice
                 name = _free(_name(named, in_model, g, i), labels[g], taken)
                 known.setdefault(named.param, name)
-                taken.add(name)
+                taken.add(str(name))
             used.add(name)
             names.append(name)
         given = [group.get("name") for group in param_groups]
@@ -66,9 +83,8 @@ class Layout:
             return list(self.groups)
         owners: list[str] = []
         renamed: dict[tuple[str, str], str] = {}
-        for name, group in zip(self.names, self.groups, strict=True):
-            begin = name.partition(": ")[0] + ": " if name.startswith((f"{group}: ", f"{group} (")) else ""
-            module = name.removeprefix(begin).rpartition(".")[0] or name.removeprefix(begin)
+        for (begin, own), group in zip(self.parts, self.groups, strict=True):
+            module = own.rpartition(".")[0] or own
             if begin:  # the other parameters of this module follow, and need not have names that were taken
                 renamed[group, module] = begin + module
             owners.append(renamed.get((group, module), module))
@@ -93,16 +109,16 @@ def _labels(param_groups: Sequence[dict[str, Any]]) -> list[str]:
     labels: list[str] = []
     for g, group in enumerate(param_groups):
         label = str(group.get("name") or f"group {g}")
-        labels.append(_free(label, f"group {g}", labels))
+        labels.append(str(_free(label, f"group {g}", labels)))
     return labels
 
 
-def _free(name: str, group: str, taken: Container[str]) -> str:
+def _free(own: str, group: str, taken: Container[str]) -> Name:
     """The name, or one that begins with the group if it is taken."""
-    found, count = name, 1
-    while found in taken:
-        found, count = f"{group if count == 1 else f'{group} ({count})'}: {name}", count + 1
-    return found
+    name, count = Name("", own), 1
+    while str(name) in taken:
+        name, count = Name(f"{group if count == 1 else f'{group} ({count})'}: ", own), count + 1
+    return name
 
 
 def _name(named: NamedParam, known: dict[int, str], group: int, index: int) -> str:

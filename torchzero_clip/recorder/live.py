@@ -76,10 +76,8 @@ class Live:
         norm = record.norm[first:end]
         finite = norm[norm.isfinite()]
         clipped, limit = record.share_clipped[first:end], record.limits()[first:end]
-        norms, ratios = (
-            record.layer_norms[first:end],
-            _update_ratios(record, record.steps[first], record.steps[end - 1]),
-        )
+        norms = record.layer_norms[first:end]
+        ratios = _update_ratios(record, record.steps[first], record.steps[end - 1])
         is_lost = bool(norms.isfinite().logical_not().any())
         values = {
             "gradients/norm": median_of(finite) if len(finite) else math.nan,
@@ -91,12 +89,11 @@ class Live:
         largest = torch.where(norms < 0, -1.0, norms.nan_to_num(nan=math.inf)).amax(dim=0)
         usual = medians(record.layer_norms[max(first - EARLIER, 0) : first])
         relative = torch.where(usual > 0, largest / usual, torch.nan)
-        for i in sorted({*_top(relative), *_top(ratios)}):
-            if relative[i] > HIGH and len(self._layers) < MOST_LAYERS:
-                self._layers.add(record.layers[i])
-            values |= _numbers(record.layers[i], largest[i], ratios[i])
+        shown = {*_top(relative), *_top(ratios)}
         for i, name in enumerate(record.layers):
-            if name in self._layers:
+            if i in shown and relative[i] > HIGH and len(self._layers) < MOST_LAYERS:
+                self._layers.add(name)
+            if i in shown or name in self._layers:
                 values |= _numbers(name, largest[i], ratios[i])
         return {key: value for key, value in values.items() if not math.isnan(value)}
 
@@ -108,7 +105,7 @@ def _top(sizes: Tensor) -> list[int]:
 
 
 def _numbers(name: str, norm: Tensor, ratio: Tensor) -> dict[str, float]:
-    """What is sent of a layer; a norm of -1 stands for a layer without a gradient."""
+    """The numbers of one layer by name. A norm of -1 means that the layer has no gradient."""
     return {
         f"layers/{name}/norm": float(norm) if norm >= 0 else math.nan,
         f"layers/{name}/update_ratio": float(ratio),
@@ -117,11 +114,8 @@ def _numbers(name: str, norm: Tensor, ratio: Tensor) -> dict[str, float]:
 
 def _update_ratios(record: Record, first: int, last: int) -> Tensor:
     """The norm of the update of each layer divided by that of its parameters, in the last step that has them."""
-    found = record.norm.new_full((len(record.layers),), math.nan)
-    for step, params, updates in record.ratios:
-        if first <= step <= last:
-            found = torch.where((params > 0) & (updates >= 0), updates / params, torch.nan)
-    return found
+    unknown = record.norm.new_full((len(record.layers),), math.nan)
+    return next((ratios.relative for ratios in reversed(record.ratios) if first <= ratios.step <= last), unknown)
 
 
 def sender(target: Any) -> tuple[Send, bool]:

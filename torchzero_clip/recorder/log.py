@@ -77,7 +77,7 @@ class Log:
 
     @property
     def written_run(self) -> str | None:
-        """The id of this run, or of the one that it resumes if it wrote nothing yet."""
+        """The id of this run. If it has written nothing yet, the id of the run that it resumes."""
         return self.parent if self._layers is None else self.run
 
     def begin_anew(self, parent: str | None) -> None:
@@ -107,9 +107,8 @@ class Log:
             )
         record = kept(self._open + count)
         new = record.last(count)
-        rows: list[Row] = []
         layers = tuple(record.layers)
-        rows += rows_of_steps(new)
+        rows = rows_of_steps(new)
         rows += [late_loss(step, loss) for step, loss in losses.items()]
         lost = new.layer_norms.isfinite().logical_not().any(dim=1).tolist()
         bad = [bool(reason) or is_lost for reason, is_lost in zip(new.reasons, lost, strict=True)]

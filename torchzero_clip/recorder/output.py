@@ -34,7 +34,7 @@ class Output:
         """Steps with other layers that are not in the file, because it could not be written."""
         self.late: dict[int, Tensor] = {}
         """Losses of steps that are in the file."""
-        self._every = min(every, keep)
+        self._every = every
         self._keep = keep
         self._count = 0
         self._untried = 0

@@ -8,7 +8,7 @@ Place: TypeAlias = str | Path
 
 
 def not_a_record(path: Place) -> None:
-    """Raise a ValueError if this path is the file of a recorder, so that nobody writes over a record by mistake."""
+    """Raise a ValueError if this path is the file of a recorder, which must not be overwritten."""
     try:
         with Path(path).open("rb") as file:
             begin = file.read(100)

@@ -5,14 +5,17 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchzero_clip.recorder.data import Block, Ratios, widened
 from torchzero_clip.recorder.files import BEGIN, KINDS, VERSION, Row
-from torchzero_clip.recorder.record import Block, Place, Ratios, Record
+from torchzero_clip.recorder.places import Place
+from torchzero_clip.recorder.record import Record
 
 WITHOUT_ID = ""
 """Stands for the id of lines that an earlier release wrote."""
@@ -56,8 +59,9 @@ def read_record(path: Place, run: str | None = None) -> Record:
     if run is not None and run not in reader.runs:
         raise ValueError(f"{path} has no run {run!r}: it has {', '.join(map(repr, reader.runs)) or 'no runs'}")
     if reader.broken:
-        lines = "1 line was" if reader.broken == 1 else f"{reader.broken} lines were"
-        warnings.warn(f"{path}: {lines} left out, because they are broken or their run is unknown", stacklevel=2)
+        one = reader.broken == 1
+        what = "1 line is broken or belongs" if one else f"{reader.broken} lines are broken or belong"
+        warnings.warn(f"{path}: {what} to an unknown run, and {'was' if one else 'were'} left out", stacklevel=2)
     family = reader.ancestry(reader.last if run is None else run)
     if run is None and (others := reader.others(family)):
         warnings.warn(f"{path} also has {', '.join(others)}: pass run= to read another one", stacklevel=2)
@@ -253,7 +257,11 @@ def _composed(path: str, family: Sequence[_Run], size: int) -> Record:
     metrics = list(dict.fromkeys(name for step in steps for name in rows[step]["metrics"]))
     if len(layers) * len(named) + len(metrics) * len(steps) > MOST_EMPTY * (size + 10_000):
         raise ValueError(f"{path} has other layers or metrics in every line: it is not the record of one run")
-    wide = _Wide(layers)
+    places = {name: place for place, name in enumerate(layers)}
+
+    def wide(row: _Row) -> Tensor:
+        return widened(_column(row.values), row.layers, places)
+
     norms = [wide(row) for row in whole.values()]
     return Record(
         steps,
@@ -266,28 +274,11 @@ def _composed(path: str, family: Sequence[_Run], size: int) -> Record:
         torch.stack(norms) if norms else torch.zeros(0, len(layers), dtype=torch.float64, device="cpu"),
         [
             Block(first, last, wide(median), wide(maximum))
-            for first, last, median, maximum in sorted(blocks, key=_first)
+            for first, last, median, maximum in sorted(blocks, key=itemgetter(0))
         ],
         [Ratios(step, *map(wide, ratios[step])) for step in sorted(ratios)],
         family[-1].joint if family else [],
     )
-
-
-def _first(block: tuple[int, int, _Row, _Row]) -> int:
-    return block[0]
-
-
-class _Wide:
-    """Makes vectors with one number for each layer of the record; -1 for a layer that a row does not have."""
-
-    def __init__(self, layers: Sequence[str]) -> None:
-        self._places = {name: i for i, name in enumerate(layers)}
-
-    def __call__(self, row: _Row) -> Tensor:
-        vector = torch.full((len(self._places),), -1.0, dtype=torch.float64, device="cpu")
-        places = torch.tensor([self._places[name] for name in row.layers], dtype=torch.int64, device="cpu")
-        vector[places] = _column(row.values)
-        return vector
 
 
 def _column(values: Iterable[float | None]) -> Tensor:

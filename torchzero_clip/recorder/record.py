@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.recorder.data import Block, Data, Layers, Ratios
+from torchzero_clip.recorder.data import Data, Layers, Ratios, widened
 from torchzero_clip.recorder.early_signs import EarlySign
 from torchzero_clip.recorder.figures import draw_record
 from torchzero_clip.recorder.places import Place, not_a_record
 from torchzero_clip.recorder.suggestion import Scope, Suggestion, suggested
-
-__all__ = ["Block", "Layers", "Place", "Ratios", "Readable", "Record", "joined"]
 
 
 class Readable(ABC):
@@ -228,9 +226,7 @@ def joined(records: list[Record]) -> Record:
     names = list(dict.fromkeys(name for record in records for name in record.metrics))
 
     def wide(record: Record, values: Tensor) -> Tensor:
-        result = values.new_full((*values.shape[:-1], len(places)), -1.0)
-        result[..., [places[name] for name in record.layers]] = values
-        return result
+        return widened(values, record.layers, places)
 
     def column(name: str, record: Record) -> Tensor:
         return record.metrics.get(name, torch.full_like(record.norm, torch.nan))

@@ -15,7 +15,7 @@ from torchzero_clip.core.kinds import Gate
 from torchzero_clip.engine.reported_loss import ReportedLoss
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrapped import unwrap
-from torchzero_clip.recorder.data import step_number
+from torchzero_clip.recorder.data import Layers, step_number
 from torchzero_clip.recorder.early_signs import EarlySign
 from torchzero_clip.recorder.files import check
 from torchzero_clip.recorder.hooks import Hooks
@@ -23,8 +23,9 @@ from torchzero_clip.recorder.layout import By, Layout
 from torchzero_clip.recorder.live import Live
 from torchzero_clip.recorder.log import FirstProcess, Log
 from torchzero_clip.recorder.output import Output
+from torchzero_clip.recorder.places import Place
 from torchzero_clip.recorder.reading import read_record
-from torchzero_clip.recorder.record import Layers, Place, Readable, Record
+from torchzero_clip.recorder.record import Readable, Record
 from torchzero_clip.recorder.run import Run, take_over
 from torchzero_clip.recorder.suggestion import Scope, Suggestion, suggested
 
@@ -110,8 +111,9 @@ class Recorder(Readable):
             raise ValueError("none of the parameters of the optimizer is in model")
         if _is_recorded(found):
             raise ValueError("optimizer already has a recorder: call close() of that recorder first")
+        flush_every = min(flush_every, keep)
         live = None if log is None else Live(log, min(log_every, keep))
-        file = None if path is None else _opened(Path(path), by, min(flush_every, keep), keep)
+        file = None if path is None else _opened(Path(path), by, flush_every, keep)
         self.optimizer = found
         """The optimizer that is recorded, without its wrappers."""
         self._run = Run(by, keep, ratios_every, model, Output(file, live, flush_every, keep))

@@ -24,7 +24,7 @@ from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import L2
 from torchzero_clip.functional.norms import each_norm
 from torchzero_clip.recorder.alarm import alarm
-from torchzero_clip.recorder.layout import By, Layout
+from torchzero_clip.recorder.layout import By, Layout, Name
 from torchzero_clip.recorder.output import Output
 from torchzero_clip.recorder.reading import last_run
 from torchzero_clip.recorder.record import Record, joined
@@ -55,7 +55,7 @@ class Run(Listener):
         self.tape: Tape | None = None
         self.finish: Callable[[], None] = nothing
         """Writes a step that was measured, but may not have been taken yet."""
-        self.names: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
+        self.names: MutableMapping[Tensor, Name] = WeakIdKeyDictionary()
         """The names of the parameters, which never change."""
         self._ratios_every = ratios_every
         self._before: list[Tensor] | None = None

@@ -16,7 +16,8 @@ Doubt: TypeAlias = tuple[str, bool]  # a reason why a limit may be wrong, and wh
 
 FEWEST = 20
 BLOCKS = 20
-SPREAD = 6 * 1.4826  # six standard deviations of a normal distribution, in median distances from the median
+DEVIATION = 1.4826  # the standard deviation of a normal distribution, in median distances from the median
+SPREAD = 6 * DEVIATION
 TWICE = math.log(2)
 LARGEST = 709.0  # the logarithm of the largest number
 MOST_DROPPED = 10
@@ -166,7 +167,7 @@ def _trend(logs: Tensor) -> Trend:
 
 def _spread(logs: Tensor) -> float:
     """The robust standard deviation 1.4826 · MAD, where MAD is the median distance from the median."""
-    return 1.4826 * median_of((logs - median_of(logs)).abs())
+    return DEVIATION * median_of((logs - median_of(logs)).abs())
 
 
 def _spike_border(logs: Tensor) -> float:
@@ -193,7 +194,7 @@ def two_levels(norms: Tensor) -> tuple[float, float, float] | None:
     gap = high - low
     between = float(((logs > low + gap / 4) & (logs < high - gap / 4)).double().mean())
     share = float((logs > low + gap / 2).double().mean())
-    apart = gap >= max(math.log(2), 2 * (_spread(logs[:cut]) + _spread(logs[cut:])))
+    apart = gap >= max(TWICE, 2 * (_spread(logs[:cut]) + _spread(logs[cut:])))
     if apart and between + 0.5 / count**0.5 <= 0.15 and 0.05 < share < 0.95:
         return math.exp(low) * top, math.exp(high) * top, share
     return None

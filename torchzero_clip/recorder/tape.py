@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.functional import foreach
+from torchzero_clip.recorder.data import Ratios
 from torchzero_clip.recorder.layout import By, Layout
 from torchzero_clip.recorder.numbers import joined_norms
-from torchzero_clip.recorder.record import Ratios, Record
+from torchzero_clip.recorder.record import Record
 
 ABSENT = -1.0
 """Stands for the norm of a parameter without a gradient."""
