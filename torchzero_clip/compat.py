@@ -111,6 +111,11 @@ def any_distributed(tensors: Sequence[object]) -> bool:
     return not kinds <= _ORDINARY and any(issubclass(kind, _distributed_types()) for kind in kinds)
 
 
+def may_be_distributed() -> bool:
+    """False if there is no distributed tensor in this process yet."""
+    return len(_distributed_types()) > 0
+
+
 def dtensors() -> Any:
     """The module `torch.distributed.tensor`, for code that has a distributed tensor already."""
     return importlib.import_module("torch.distributed.tensor")

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from torchzero_clip.checkpoints.identity import IDENTITY
 from torchzero_clip.checks import count
@@ -16,6 +17,7 @@ from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.transform import Transform
+from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.functional.shards import largest_on_all_ranks, local
 
 Group = dict[str, Any]
@@ -81,8 +83,13 @@ def fitted(
 
 
 @contextmanager
-def agreed(groups: Sequence[Group]) -> Generator[None]:
-    """Turn errors into ValueErrors, and raise on all ranks if one rank does, because they load together."""
+def agreed(groups: Sequence[Group], process_group: ProcessGroup | None = None) -> Generator[None]:
+    """Turn errors into ValueErrors, and raise on all ranks if one rank does, because they load together.
+
+    Args:
+        groups: The param groups.
+        process_group: The processes that hold other parameters.
+    """
     error: Exception | None = None
     try:
         yield
@@ -92,7 +99,10 @@ def agreed(groups: Sequence[Group]) -> Generator[None]:
         error = ValueError(f"the checkpoint does not fit: {found}")
         error.__cause__ = found
     failed = torch.tensor([float(error is not None)], dtype=torch.float64, device="cpu")
-    refused = largest_on_all_ranks(failed, [param for group in groups for param in group["params"]])
+    params = [param for group in groups for param in group["params"]]
+    refused = largest_on_all_ranks(failed, params)
+    if process_group is not None:
+        refused = gathered(refused.to(device_of(process_group, params)), process_group).amax()
     if error is not None:
         raise error
     if refused.item() > 0:

@@ -10,7 +10,6 @@ from typing_extensions import override
 from torchzero_clip.checks import positive, same_in_all_groups, steps, unit_interval
 from torchzero_clip.clipping.statistics import NormStatistics, Tracked
 from torchzero_clip.core.states import zero_numbers
-from torchzero_clip.functional.norms import combine
 from torchzero_clip.types import Schedule, Setting, Target
 
 
@@ -78,6 +77,7 @@ class AdaGC(NormStatistics):
         self.warmup_steps = warmup_steps
         settings = {"ratio": ratio, "beta": beta, "max_norm": max_norm}
         super().__init__(settings, ord=2, joint=False, target=target, name=name)
+        self.joins_tensors = True  # in the warm-up
 
     @override
     def check_groups(self, settings: Sequence[Setting]) -> None:
@@ -99,8 +99,8 @@ class AdaGC(NormStatistics):
         """The factor of the warm-up, or that of each tensor."""
         norms, usual, known = tracked.norms, tracked["usual"], tracked.started
         warm_steps = tracked.chain_state["warm_steps"]
-        warms_up, finite = warm_steps < self.warmup_steps, tracked.finite
-        joint, most = combine(norms, 2.0), tracked.shared[0][0]["max_norm"]
+        joint, finite = tracked.joint_norm()
+        warms_up, most = warm_steps < self.warmup_steps, tracked.shared[0][0]["max_norm"]
         shrunk = torch.where(joint > most, most / joint, 1.0)
         tracked.chain_state["warm_steps"] = warm_steps + (warms_up & finite & ((joint > 0) | (warm_steps > 0)))
 

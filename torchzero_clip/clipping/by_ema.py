@@ -16,7 +16,7 @@ from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.foreach import reals, wide_dtype
-from torchzero_clip.functional.measure import scale_, share
+from torchzero_clip.functional.measure import counted, scale_
 from torchzero_clip.types import Ord, Schedule, Setting, Target
 
 EMAInit = Literal["zeros", "update"]
@@ -295,7 +295,7 @@ class ClipValueByEMA(Elementwise, Composite):
             limit = reals(bound).abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
             counts.append(at.count(x.abs() > limit))
             at.clamp(x, -limit, limit, x)
-        step.metrics["clipped"] = share(updates, counts)
+        step.show_share("clipped", *counted(updates, counts))
         return updates
 
     @override

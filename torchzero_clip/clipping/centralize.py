@@ -75,6 +75,7 @@ class Centralize(Shifting):
         self.inverse_dims = inverse_dims
         self.min_size = min_size
         self._slicing = Slicing.checked(1, dim, inverse_dims, min_size)
+        self.joins_tensors = dim == "global"
 
     @override
     def shifts(self, updates: list[Tensor], scratch: Scratch) -> Tensor | None:
@@ -94,5 +95,5 @@ class Centralize(Shifting):
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
         """Subtract the mean of every slice, in place."""
-        centralize_(updates, self._slicing)
+        centralize_([] if step.tools.is_stand_in else updates, self._slicing, step.tools.process_group)
         return updates

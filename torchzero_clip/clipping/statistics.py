@@ -14,7 +14,7 @@ from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Measured, Slicing, by_setting
-from torchzero_clip.functional.norms import may_look
+from torchzero_clip.functional.norms import combine, may_look
 from torchzero_clip.functional.rings import filled, written
 from torchzero_clip.functional.shards import elements_at, pack
 from torchzero_clip.types import Ord, Setting, State, Target
@@ -117,10 +117,11 @@ class Tracked:
         """Add metrics of the transform, one number each."""
         self._step.metrics.update({name: value.reshape(()) for name, value in metrics.items()})
 
-    @property
-    def finite(self) -> Tensor:
-        """True if all gradients and all norms are finite: one boolean."""
-        return self._step.finite.all() & (self.norms < torch.inf).all()
+    def joint_norm(self) -> tuple[Tensor, Tensor]:
+        """The L2 norm of all tensors together, and whether all gradients and all norms are finite: 0-d tensors."""
+        finite = self._step.finite.all() & (self.norms < torch.inf).all()
+        norms, are_finite = self._step.tools.gathered(combine(self.norms, 2.0), finite)
+        return combine(norms, 2.0), are_finite.all()
 
     @property
     def chain_state(self) -> State:

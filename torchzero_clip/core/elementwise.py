@@ -15,7 +15,7 @@ from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import TensorwiseTransform, overridden_last
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.foreach import reals, wide_dtype
-from torchzero_clip.functional.measure import share
+from torchzero_clip.functional.measure import counted
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Setting, State
 
@@ -210,7 +210,7 @@ class Elementwise(TensorwiseTransform):
             foreach.copy_([to for to, _ in changed], [of for _, of in changed])
         zeros = ((i, u) for i, u in enumerate(updates) if i not in counts)
         counts |= {i: torch.zeros((), dtype=torch.int64, device=u.device) for i, u in zeros}
-        step.metrics["clipped"] = share(updates, [counts[i] for i in range(len(updates))])
+        step.show_share("clipped", *counted(updates, [counts[i] for i in range(len(updates))]))
 
     @override
     def apply_tensor(

@@ -90,6 +90,7 @@ class Scaling(NeverApplied):
         self.inverse_dims = inverse_dims
         self.min_size = min_size
         self.slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
+        self.joins_tensors = dim == "global"
 
     def slice_dims(self, tensor: Tensor) -> tuple[int, ...]:
         """Return the dimensions that one slice of a tensor spans; an empty tuple to leave the tensor alone.
@@ -281,6 +282,9 @@ class Gate(NeverApplied):
     @abstractmethod
     def refuses(self, norm: Tensor, step: Step) -> Tensor:
         """Return a 0-d boolean tensor: True to skip the step. This method must not change anything.
+
+        All processes have to decide alike, so the result may depend only on ``norm``, ``step.loss``, the settings and
+        ``step.global_state``, which are equal on all of them.
 
         Args:
             norm: The L2 norm of the gradients that this transform acts on, before any transform: 0-d, float64.

@@ -88,6 +88,12 @@ class Nodes:
         self.storage_keys = {f"{n.path}/{key}": stored for n in nodes for key, stored in n.storage_keys.items()}
         """The key of a param group for each qualified key of a setting."""
         self.targets = {node.transform.target for node in nodes}
+        self.joint = {
+            node.path
+            for node in nodes
+            if any(getattr(n.transform, "joins_tensors", False) for n in nodes if _is_in(n.path, node.path))
+        }
+        """The paths of transforms whose result for a tensor depends on others, or that have such a child."""
         keepers = [node for node in nodes if node.transform.keeps_statistics]
         self.keeps_statistics = bool(keepers)
         self.only_joint_statistics = all(
@@ -135,6 +141,10 @@ class Nodes:
     def possible_state(self, named: NamedParam, group: Mapping[str, Any]) -> dict[str, Any]:
         """Every entry that the state of a parameter may ever have."""
         return {key: value for n in self for key, value in n.possible_state(named, n.settings(group)).items()}
+
+
+def _is_in(path: str, outer: str) -> bool:
+    return path == outer or path.startswith(f"{outer}/")
 
 
 def _same(one: Setting, other: Setting) -> bool:

@@ -1,7 +1,6 @@
 """Which parameters a transform acts on."""
 
 import re
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -106,15 +105,20 @@ class Scope:
                 "model.named_parameters()"
             )
 
-    def warn_of_idle_names(self, owner: object, params: Sequence[NamedParam]) -> None:
-        """Warn of patterns that match no parameter: mistyped ones, or ones for parameters that are added later."""
+    def idle_names(self, owner: object, params: Sequence[NamedParam]) -> dict[str, bool]:
+        """For each pattern and each name of a group, a warning, and whether nothing has such a name.
+
+        Such names are mistyped, or are those of parameters that are added later.
+        """
         names = [named.name for named in params if named.name is not None]
         groups = {named.group for named in params}
+        found: dict[str, bool] = {}
         for pattern in self._patterns():
-            if not any(matches_name(pattern, name) for name in names):
-                warnings.warn(f"no parameter has a name that matches {pattern!r} of {owner!r}", stacklevel=5)
-        for group in {group for condition in self.conditions for group in condition.groups} - groups:
-            warnings.warn(f"no param group has the name {group!r} of {owner!r}", stacklevel=5)
+            is_idle = not any(matches_name(pattern, name) for name in names)
+            found[f"no parameter has a name that matches {pattern!r} of {owner!r}"] = is_idle
+        for group in (group for condition in self.conditions for group in condition.groups):
+            found[f"no param group has the name {group!r} of {owner!r}"] = group not in groups
+        return found
 
 
 def matches_name(pattern: str, name: str) -> bool:

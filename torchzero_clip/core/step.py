@@ -33,6 +33,7 @@ class Step:
         apply_child: Applies a child of a composite, by its name, to tensors that it may write to.
         tools: Norms and averages of lists of tensors.
         has_loss: Whether a process has a loss, as a 0-d tensor; None except for gates that declare ``needs_loss``.
+        shares: What `show_share` was given.
 
     Examples:
         >>> import torch
@@ -54,6 +55,7 @@ class Step:
     apply_child: Callable[[str, list[Tensor]], list[Tensor]] | None = None
     tools: Tools = field(default_factory=Tools)
     has_loss: Tensor | None = None
+    shares: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._shared: tuple[list[Setting], list[tuple[Setting, slice]]] | None = None
@@ -94,6 +96,17 @@ class Step:
     def add(self, key: str, number: float) -> None:
         """Add a number to state that is one number for each parameter, for example to count steps."""
         self._states.add(key, number)
+
+    def show_share(self, name: str, changed: Tensor, count: int) -> None:
+        """Set a metric to ``changed / count``; with a ``process_group``, to that of the sums over all its processes.
+
+        Args:
+            name: The name of the metric.
+            changed: A number, such as that of the elements that were clipped: 0-d.
+            count: How many there are; 0 gives the metric 0.
+        """
+        self.metrics[name] = changed / max(count, 1)
+        self.shares[name] = (changed, count)
 
     def store_states(self) -> None:
         """Store what was changed in ``states``. The optimizer calls this."""

@@ -2,16 +2,25 @@
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.measure import Measured, Slicing, measure
+from torchzero_clip.functional.measure import Measured, Slicing, measure, over_processes
+from torchzero_clip.functional.processes import gathered
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Setting
 
 
 class Tools:
     """Norms and averages of the tensors of a step. An optimizer may lend others, with the same results to rounding."""
+
+    process_group: ProcessGroup | None = None
+    """The processes that hold other parameters."""
+    is_stand_in = False
+    """True if this process has no tensors for a joint transform: the tensors of the step are zeros that do not count.
+    """
 
     def measure(
         self,
@@ -25,6 +34,8 @@ class Tools:
     ) -> Measured:
         """The norms of tensors, as `torchzero_clip.functional.measure.measure` returns them.
 
+        A joint norm is that of the tensors of all processes of the ``process_group``.
+
         Args:
             tensors: As in `measure`.
             slicing: As in `measure`.
@@ -33,9 +44,29 @@ class Tools:
             beside: The norm of each tensor is wanted too if this takes less than a second pass.
             name: The name of what is measured, the same in each step.
         """
+        measured = self.measure_here(tensors, slicing, dims_of, each=each, beside=beside, name=name)
+        group = self.process_group if slicing.dim == "global" else None
+        return over_processes(measured, [] if self.is_stand_in else tensors, group)
+
+    def measure_here(
+        self,
+        tensors: Sequence[Tensor],
+        slicing: Slicing,
+        dims_of: Callable[[Tensor], tuple[int, ...]] | None = None,
+        *,
+        each: bool = False,
+        beside: bool = False,
+        name: str = "",
+    ) -> Measured:
+        """As `measure`, but a joint norm is that of the tensors of this process and its meshes."""
         scratch = self.scratch_for(tensors)
         is_plain = scratch is not None
         return measure(tensors, slicing, dims_of, scratch, plain=is_plain, each=each, beside=beside, name=name)
+
+    def gathered(self, *numbers: Tensor) -> list[Tensor]:
+        """A vector for each 0-d number, with the numbers of all processes of the ``process_group``: float64."""
+        own = torch.stack([number.double() for number in numbers])
+        return list(gathered(own, self.process_group).unbind(dim=1))
 
     def scratch_for(self, tensors: Sequence[Tensor]) -> Scratch | None:
         """Memory with which tensors can be measured in few operations. None if they have to be measured one by one."""

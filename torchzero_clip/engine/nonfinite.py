@@ -14,6 +14,7 @@ from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.reported_loss import joint_loss
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.functional.norms import combine
+from torchzero_clip.functional.processes import gathered
 from torchzero_clip.functional.shards import largest_on_all_ranks
 
 Nonfinite: TypeAlias = Literal["propagate", "raise", "skip"]
@@ -66,15 +67,15 @@ class StepPolicy:
         """
         norms = walk.measure_gradients(jointly=self._judges_all)
         if any(gate.needs_loss for gate in self._gates.values()):
-            found = joint_loss(walk.loss, walk.loss_count, norms.device)
+            device = norms.device if walk.others is None else walk.others.device
+            found = joint_loss(walk.loss, walk.loss_count, device, walk.all_params(), walk.process_group)
             walk.loss, walk.has_loss = (None, None) if found is None else found
-        total = combine(norms, 2.0) if len(norms) > 1 else norms.squeeze(0)
-        all_finite = norms.isfinite().all()
-        judged = [self._judge(gate, walk, total) for gate in self._gates if walk.rows_of(gate)]
+        gates = [gate for gate in self._gates if walk.others is not None or walk.rows_of(gate)]
+        total, bad, *of_gates = _joint_norms(walk, norms, gates)
+        judged = [self._judge(gate, walk, norm) for gate, norm in zip(gates, of_gates, strict=True)]
         refused = [refusal.to(total.device) for _, _, refusal in judged]
-        bad = torch.stack([x.double() for x in (total, all_finite.logical_not(), *refused)])
-        # a rank may have plain gradients beside sharded ones, and all would hang if it skipped the step alone
-        joint, nonfinite, *refusals = largest_on_all_ranks(bad, walk.all_params()).tolist()
+        # gates decide by numbers that are equal on all processes, so the decisions are equal too
+        joint, nonfinite, *refusals = torch.stack([x.double() for x in (total, bad, *refused)]).tolist()
         finite = not nonfinite
         self._norms = [*self._norms, joint][-REMEMBERED:]
         walk.refused_by = [node.path for (node, *_), refusal in zip(judged, refusals, strict=True) if refusal]
@@ -93,16 +94,14 @@ class StepPolicy:
     def _record(self, walk: Walk, judged: Sequence[tuple[Node, Tensor, Tensor]], *, taken: bool) -> None:
         """Tell the gates what was decided."""
         for node, norm, _ in judged:
-            gate, step = self._gates[node.path], walk.step_for(node, walk.rows_of(node.path))
+            gate, step = self._gates[node.path], walk.step_of_gate(node)
             (gate.accept if taken else gate.refused)(norm, step)
             walk.store(node, step)
 
-    def _judge(self, name: str, walk: Walk, total: Tensor) -> tuple[Node, Tensor, Tensor]:
+    def _judge(self, name: str, walk: Walk, norm: Tensor) -> tuple[Node, Tensor, Tensor]:
         """A gate, the norm of the gradients that it acts on, and whether it refuses the step."""
-        node, rows = walk.nodes.by_path[name], walk.rows_of(name)
-        norm = total if len(rows) == len(walk.params) else combine(walk.norms_of(rows), 2.0)
-        norm = largest_on_all_ranks(norm.view(1), walk.all_params()).squeeze()
-        return node, norm, self._gates[name].refuses(norm, walk.step_for(node, rows))
+        node = walk.nodes.by_path[name]
+        return node, norm, self._gates[name].refuses(norm, walk.step_of_gate(node))
 
     def _count(self, counts: MutableMapping[str, Any]) -> None:
         counts[SKIPPED] += 1
@@ -113,6 +112,25 @@ class StepPolicy:
             raise RuntimeError(
                 f"{skips} steps in a row were skipped. The norms of the last gradients, the latest at the end: {shown}"
             )
+
+
+def _joint_norms(walk: Walk, norms: Tensor, gates: Sequence[str]) -> list[Tensor]:
+    """Numbers that are equal on all processes: the joint norm, whether it is not finite, and the norm of each gate.
+
+    Args:
+        walk: The step.
+        norms: A norm of each gradient, or their joint norm.
+        gates: The names of the gates.
+    """
+    total = combine(norms, 2.0) if len(norms) != 1 else norms.squeeze(0)
+    rows = map(walk.rows_of, gates)
+    of_gates = [total if len(own) == len(walk.params) else combine(walk.norms_of(own), 2.0) for own in rows]
+    own = torch.stack([total, norms.isfinite().all().logical_not().double(), *of_gates])
+    # a rank may have plain gradients beside sharded ones, and all would hang if it skipped the step alone
+    own = largest_on_all_ranks(own, walk.all_params())
+    if walk.others is None:
+        return list(own.unbind())
+    return [combine(column, 2.0) for column in gathered(own.to(walk.others.device), walk.others.group).T.contiguous()]
 
 
 def _nonfinite_message(walk: Walk, norms: Tensor) -> str:

@@ -12,7 +12,7 @@ from torchzero_clip.core.states import States
 from torchzero_clip.engine.executor import Executor, Host
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.functional.measure import Measured, scale_
-from torchzero_clip.functional.norms import all_ones, p_norms
+from torchzero_clip.functional.norms import all_ones, mesh_norm, p_norms
 from torchzero_clip.functional.shards import memories, pack, wholes
 from torchzero_clip.types import State
 
@@ -58,8 +58,9 @@ class Readable(Executor):
         return set()
 
     @override
-    def joint_norm(self, grads: list[Tensor], *, beside: bool) -> None:
-        return None
+    def joint_norm(self, grads: list[Tensor], *, beside: bool) -> tuple[Tensor, None] | None:
+        total = None if beside else mesh_norm(grads)
+        return None if total is None else (total, None)
 
     @override
     def norm_of_each(self, grads: list[Tensor]) -> Tensor:

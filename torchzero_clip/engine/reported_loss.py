@@ -1,11 +1,16 @@
 """The loss of a step, for transforms that judge it."""
 
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from torchzero_clip.functional.processes import gathered
+from torchzero_clip.functional.shards import mesh_groups
 
 
 class ReportedLoss:
@@ -47,18 +52,25 @@ class ReportedLoss:
         return self._sum / self.count
 
 
-def joint_loss(loss: Any, count: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+def joint_loss(
+    loss: Any, count: int, device: torch.device, params: Sequence[Tensor], process_group: ProcessGroup | None
+) -> tuple[Tensor, Tensor] | None:
     """The mean of the losses of all processes, and whether there is one: 0-d tensors. None if nobody can have one.
 
-    Every process calls it, with or without a loss.
+    Every process calls it, with or without a loss. All processes are those of the meshes of the parameters and of the
+    process group. If there are neither, they are those of the default group.
 
     Args:
         loss: The mean of the losses of this process; None if there is none.
         count: How many there are.
         device: Where the result is needed.
+        params: The parameters.
+        process_group: The processes that hold other parameters.
     """
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if loss is None and not several:
+    meshes = mesh_groups(params)
+    is_parallel = bool(meshes) or process_group is not None
+    is_replicated = not is_parallel and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if loss is None and not is_parallel and not is_replicated:
         return None
     value = 0.0 if loss is None else loss
     _check_loss(value)
@@ -69,8 +81,11 @@ def joint_loss(loss: Any, count: int, device: torch.device) -> tuple[Tensor, Ten
     )
     mean = mean.to(device, torch.float64)
     total = torch.stack([mean * count, torch.full_like(mean, count)])
-    if several:
+    if is_replicated:
         dist.all_reduce(total)
+    for group in meshes:
+        dist.all_reduce(total, group=group)
+    total = gathered(total, process_group).sum(dim=0)
     return total[0] / total[1].clamp(min=1), total[1] > 0
 
 

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, UpdateRule
@@ -18,6 +19,7 @@ from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine import targets
 from torchzero_clip.engine.checked import check_factors, check_result, check_state
 from torchzero_clip.engine.executor import Executor
+from torchzero_clip.engine.others import Others
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import L2, Measured, effect, scale_, summary
 from torchzero_clip.functional.shards import elements_at
@@ -73,7 +75,16 @@ class Walk:
     """The L2 norm of each gradient before the first transform, once it was measured for a listener."""
     refused_by: list[str] = field(default_factory=list)
     """The gates that refused the step, and "nonfinite" if a gradient that is not finite did."""
+    others: Others | None = None
+    """The processes that hold other parameters."""
+    stand_in: "Walk | None" = None
+    """With other processes: what joint transforms act on where this process has no tensor for them."""
     _scopes: dict[str, set[int]] = field(default_factory=dict, init=False)
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """The processes that hold other parameters."""
+        return None if self.others is None else self.others.group
 
     @property
     def named_params(self) -> list[NamedParam]:
@@ -133,10 +144,11 @@ class Walk:
                 if self.nodes.keeps_statistics:
                     self.measure_gradients()
                 self._note_norms()
-                rows = self.rows_of(path)
+                node, rows = self.nodes.by_path[path], self.rows_of(path)
                 if rows:
-                    apply = partial(self.apply, self.nodes.by_path[path], rows)
-                    targets.change_gradients(self._picked(self.grads, rows), apply)
+                    targets.change_gradients(self._picked(self.grads, rows), partial(self.apply, node, rows))
+                else:
+                    self._take_part(node)
                 # later statistics judge the gradients that enter the rest of the chain
                 self.gradient_norms = None
 
@@ -149,12 +161,14 @@ class Walk:
             # the last moment to measure what entered the chain, unless this transform measures just that
             if self.listens and not (isinstance(transform, Gate) or _measures_gradients(transform)):
                 self._note_norms()
+            if not own and transform.target != "closure":
+                self._take_part(node)
             if to_params and own and isinstance(transform, UpdateRule):
                 done = self._finish(node, own, rest)
                 if done:  # their parameters have changed: no later transform may see these rows
                     rows, own = ([i for i in these if i not in done] for these in (rows, own))
             if not rows:
-                return
+                continue
             # torch subtracts lr times the update in one operation, which rounds once instead of twice
             if to_params and not rest and _is_subtracted(transform):
                 transform.subtract(self.executor.read(rows), self.step_for(node, rows))
@@ -162,8 +176,13 @@ class Walk:
             if own and not isinstance(transform, Gate):
                 over_grads = to_params and isinstance(transform, Scaling) and self._may_write_grads(rest)
                 self._change(node, own, over_grads)
-        if to_params:
+        if to_params and rows:
             foreach.subtract_([self.params[i] for i in rows], self.executor.read(rows))
+
+    def _take_part(self, node: Node) -> None:
+        """Let a joint transform that has no tensor on this process exchange its numbers with the other processes."""
+        if self.stand_in is not None and node.path in self.nodes.joint and not isinstance(node.transform, Gate):
+            self.stand_in.apply(node, [0], list(self.stand_in.grads))
 
     def _finish(self, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
         """Let an update rule take the rest of the step itself. Return the rows that it took."""
@@ -222,35 +241,48 @@ class Walk:
         result = dict(zip(rows, updates, strict=True))
         if own:
             result.update(zip(own, self.apply(child, own, [result[i] for i in own]), strict=True))
+        else:
+            self._take_part(child)
         return [result[i] for i in rows]
 
     def _measured(
         self, node: Node, transform: Scaling, rows: list[int], updates: list[Tensor]
     ) -> tuple[Measured, Tensor]:
         """The norms of updates, and the factors that a scaling computes from them."""
-        step = self.step_for(node, rows)
-        # None tells `measure` that tensors are cut as the arguments say, which it may do faster
-        dims_of = None if type(transform).slice_dims is Scaling.slice_dims else transform.slice_dims
+        step, others = self.step_for(node, rows), self.others
         try:
-            keeps, slicing = self.nodes.keeps_statistics, transform.slicing
-            jointly = self.nodes.only_joint_statistics and slicing.dim == "global" and slicing.metric == L2
-            each, beside = keeps and not jointly, self.listens and self.norms_before is None
-            measured = self.executor.measure(updates, slicing, dims_of, each=each, beside=beside, name=node.path)
-            if keeps and self.gradient_norms is None:  # updates are gradients here: see `_measures_gradients`
-                jointly = jointly and len(measured.vector) > 0
-                self.gradient_norms = measured.vector.narrow(0, 0, 1) if jointly else measured.tensor_norms
-                self.measure_gradients()
-            if beside:  # the same pass gave the listener its norms, unless they are of another metric
-                self._note_norms(measured.tensor_norms if measured.metric == L2 else None)
+            measured = self._measure(node, transform, updates)
             if transform.keeps_statistics:
                 step.gradient_norms = self.norms_of(rows)
+            own = None if others is None else others.own_numbers(measured, updates)
+            if others is not None and own is not None and transform.slicing.dim == "global":
+                measured, step.gradient_norms = others.joined(measured, own, step.gradient_norms)
             factors = transform.factors(measured, updates, step)
             check_factors(node, factors, measured)
-            step.metrics.update(summary(measured, effect(measured, factors)))
+            if others is None or own is None:
+                step.metrics.update(summary(measured.total, effect(measured, factors)))
+            else:
+                others.note_scaling(node, measured, own, factors)
             check_state(node, step)
         finally:
             self.store(node, step)
         return measured, factors
+
+    def _measure(self, node: Node, transform: Scaling, updates: list[Tensor]) -> Measured:
+        """The norms of updates on this process, which may be those of the gradients too."""
+        # None tells `measure` that tensors are cut as the arguments say, which it may do faster
+        dims_of = None if type(transform).slice_dims is Scaling.slice_dims else transform.slice_dims
+        keeps, slicing = self.nodes.keeps_statistics, transform.slicing
+        jointly = self.nodes.only_joint_statistics and slicing.dim == "global" and slicing.metric == L2
+        each, beside = keeps and not jointly, self.listens and self.norms_before is None
+        measured = self.executor.measure_here(updates, slicing, dims_of, each=each, beside=beside, name=node.path)
+        if keeps and self.gradient_norms is None:  # updates are gradients here: see `_measures_gradients`
+            jointly = jointly and len(measured.vector) > 0
+            self.gradient_norms = measured.vector.narrow(0, 0, 1) if jointly else measured.tensor_norms
+            self.measure_gradients()
+        if beside:  # the same pass gave the listener its norms, unless they are of another metric
+            self._note_norms(measured.tensor_norms if measured.metric == L2 else None)
+        return measured
 
     def _picked(self, column: list[T], rows: list[int]) -> list[T]:
         """Some rows, in order, of a list with one entry per parameter, as a new list."""
@@ -290,10 +322,17 @@ class Walk:
             self.has_loss,
         )
 
+    def step_of_gate(self, node: Node) -> Step:
+        """The `Step` for a gate, which may decide about a process that has no gradients in its scope."""
+        rows = self.rows_of(node.path)
+        return self.step_for(node, rows) if rows or self.stand_in is None else self.stand_in.step_for(node, [0])
+
     def store(self, node: Node, step: Step) -> None:
         """Store the state and the metrics of a transform."""
         if node.has_state:
             step.store_states()
+        if self.others is not None:
+            self.others.note_shares(node, step)
         self.chain_state.update(node.qualified(step.global_state))
         self.metrics.update(node.qualified(step.metrics))
 

@@ -28,7 +28,7 @@ from torchzero_clip.fast.vectors import VectorStates
 from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Measured, scale_
-from torchzero_clip.functional.norms import each_norm, whole_norm, whole_norm_beside, whole_norms
+from torchzero_clip.functional.norms import each_norm, mesh_norm, whole_norm, whole_norm_beside, whole_norms
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import is_partial, locals_of, memories
 from torchzero_clip.types import Setting, State
@@ -111,7 +111,8 @@ class Fast(Executor):
     @override
     def joint_norm(self, grads: list[Tensor], *, beside: bool) -> tuple[Tensor, Tensor | None] | None:
         if self._layout is None and not foreach.are_plain(grads):
-            return None
+            joint = None if beside else mesh_norm(grads)
+            return None if joint is None else (joint, None)
         if beside:
             return whole_norm_beside(grads, self._scratch)
         total = whole_norm(grads)
@@ -314,5 +315,5 @@ def _count(fused: Fused, step: Step, number: int) -> None:
 
 def _finished(host: Host, node: Node, step: Step, changed: Tensor) -> None:
     """Report the share of elements that an elementwise transform changed, and store its state."""
-    step.metrics["clipped"] = changed / max(sum(param.numel() for param in step.params), 1)
+    step.show_share("clipped", changed, sum(param.numel() for param in step.params))
     host.store(node, step)

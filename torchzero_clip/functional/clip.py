@@ -5,11 +5,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Slicing, cut
 from torchzero_clip.functional.metric import Metric
-from torchzero_clip.functional.norms import all_ones, beyond_float32, joint_sum, may_look, slice_sums
+from torchzero_clip.functional.norms import all_ones, beyond_float32, joint_mean, may_look, slice_sums
 from torchzero_clip.functional.shards import whole
 
 TINY = 1e-12  # slices with a norm up to this are not normalized, because only noise is left of them
@@ -22,14 +23,19 @@ def clip_by_(tensors: Sequence[Tensor], limit: float, norm: Tensor) -> None:
         foreach.scale_(tensors, [factor] * len(tensors), exact=beyond_float32(factor))
 
 
-def centralize_(tensors: Sequence[Tensor], slicing: Slicing) -> None:
+def centralize_(tensors: Sequence[Tensor], slicing: Slicing, group: ProcessGroup | None = None) -> None:
     """Subtract from every slice its mean, in place; a scalar has no slices.
 
     The tensors must not hold pending sums, because the mean would be subtracted from every summand.
+
+    Args:
+        tensors: The tensors.
+        slicing: The slices.
+        group: The processes that hold other tensors, whose elements count in a joint mean.
     """
     if slicing.dim == "global":
         parts = [p for p in map(whole, tensors) if p.size]
-        mean = joint_sum(parts) / max(sum(p.size for p in parts), 1)
+        mean = joint_mean(parts, group)
         foreach.subtract_slices_([p.tensor for p in parts], [mean] * len(parts))
         return
     _, parts = cut([tensor for tensor in tensors if tensor.ndim], slicing)

@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from torchzero_clip.compat import is_distributed
 from torchzero_clip.functional.foreach import all_contiguous, are_plain, wide_dtype
 from torchzero_clip.functional.measure import Slicing
+from torchzero_clip.functional.processes import check_group
 from torchzero_clip.functional.shards import aligned
 from torchzero_clip.types import Tensors
 
@@ -25,10 +28,22 @@ def listed(name: str, tensors: Tensors) -> list[Tensor]:
     return items
 
 
-def gradients(params: Tensors) -> list[Tensor]:
-    """The gradients of those parameters that have one, as `own_gradients` returns them."""
+def gradients(params: Tensors, process_group: ProcessGroup | None = None) -> list[Tensor]:
+    """The gradients of those parameters that have one, as `own_gradients` returns them.
+
+    Distributed parameters without a gradient have zeros in the list, because other processes may have a gradient, and
+    all have to send as many numbers.
+
+    Args:
+        params: The argument of the user.
+        process_group: The processes that hold other parameters, to be checked.
+    """
     once = {id(param): param for param in listed("params", params)}  # shared ones are listed several times
-    return own_gradients([param for param in once.values() if param.grad is not None])
+    check_group(process_group, list(once.values()))
+    having = [param for param in once.values() if param.grad is not None]
+    found = dict(zip(map(id, having), own_gradients(having), strict=True))
+    taken = [p for p in once.values() if id(p) in found or (p.requires_grad and is_distributed(p))]
+    return [found[id(param)] if id(param) in found else torch.zeros_like(param) for param in taken]
 
 
 def own_gradients(params: Sequence[Tensor]) -> list[Tensor]:

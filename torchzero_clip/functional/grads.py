@@ -4,12 +4,13 @@ import math
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from torchzero_clip.checks import boolean, finite, non_negative
 from torchzero_clip.functional.clip import centralize_, clip_factors, normalize_factors
 from torchzero_clip.functional.foreach import are_plain, clamp_
 from torchzero_clip.functional.gradients import as_reported, check_finite, gradients, opened, values_tell_all
-from torchzero_clip.functional.measure import Slicing, measure, scale_
+from torchzero_clip.functional.measure import Slicing, measure, over_processes, scale_
 from torchzero_clip.types import Dim, Ord, Tensors
 
 
@@ -24,6 +25,7 @@ def clip_grad_norm_(
     min_norm: float | None = None,
     *,
     error_if_nonfinite: bool = False,
+    process_group: ProcessGroup | None = None,
 ) -> Tensor:
     """Scale the gradient of every parameter so that its norm is at most ``max_norm``, in place.
 
@@ -48,13 +50,16 @@ def clip_grad_norm_(
         min_size: Slices of fewer elements are left alone; by default slices of one element. Not for "global".
         min_norm: Slices with a smaller norm, except norm 0, are scaled up to it; None for no lower limit.
         error_if_nonfinite: Raise if the norm of all gradients together is inf or NaN, before anything is changed.
+        process_group: The processes that hold *other* parameters, such as the stages of a pipeline, which all call the
+            function. Their gradients count in joint norms and in the result, as in `Modular`.
 
     Returns:
         The metric of all gradients together before clipping: a 0-d tensor of float32, or of float64 for float64
             gradients. A finite value beyond the range of float32 is reported as the largest float32.
 
     Raises:
-        ValueError: For a negative or NaN limit, ``min_norm > max_norm``, or an unknown ``ord`` or ``dim``.
+        ValueError: For a negative or NaN limit, ``min_norm > max_norm``, an unknown ``ord`` or ``dim``, or a
+            ``process_group`` as in `Modular`.
         TypeError: For an argument of the wrong type.
         RuntimeError: If ``error_if_nonfinite`` and the norm is not finite; the message names the gradients.
 
@@ -90,9 +95,9 @@ def clip_grad_norm_(
     slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
     boolean("error_if_nonfinite", error_if_nonfinite)
 
-    grads = gradients(params)
+    grads = gradients(params, process_group)
     with opened(grads, values_tell_all(slicing)) as tensors:
-        measured = measure(tensors, slicing, plain=are_plain(tensors))
+        measured = over_processes(measure(tensors, slicing, plain=are_plain(tensors)), tensors, process_group)
         if error_if_nonfinite:
             check_finite(measured.total, grads, tensors)
         limit, floor = math.inf if max_norm is None else max_norm, min_norm or 0.0
@@ -137,6 +142,8 @@ def normalize_grads_(
     dim: Dim = None,
     inverse_dims: bool = False,
     min_size: int = 1,
+    *,
+    process_group: ProcessGroup | None = None,
 ) -> Tensor:
     """Scale the gradient of every parameter so that its norm is ``norm_value``, in place.
 
@@ -151,12 +158,14 @@ def normalize_grads_(
         dim: The dimensions that one slice spans, as in `clip_grad_norm_`.
         inverse_dims: Slices span the dimensions that ``dim`` does not list.
         min_size: Slices of fewer elements are left alone. Not for "global".
+        process_group: As in `clip_grad_norm_`.
 
     Returns:
         The metric of all gradients together before normalization, as `clip_grad_norm_` returns it.
 
     Raises:
-        ValueError: For a value that is negative, infinite or NaN, or an unknown ``ord`` or ``dim``.
+        ValueError: For a value that is negative, infinite or NaN, an unknown ``ord`` or ``dim``, or a
+            ``process_group`` as in `Modular`.
         TypeError: For an argument of the wrong type.
 
     | gradient | result |
@@ -176,15 +185,22 @@ def normalize_grads_(
     """
     finite("norm_value", norm_value)
     slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
-    grads = gradients(params)
+    grads = gradients(params, process_group)
     with opened(grads, values_tell_all(slicing)) as tensors:
-        measured = measure(tensors, slicing, plain=are_plain(tensors))
+        measured = over_processes(measure(tensors, slicing, plain=are_plain(tensors)), tensors, process_group)
         scale_(measured, measured.by_norm(lambda norms: normalize_factors(slicing.metric, norms, norm_value)))
     return as_reported(measured.total, grads)
 
 
 @torch.no_grad()
-def centralize_grads_(params: Tensors, dim: Dim = None, inverse_dims: bool = False, min_size: int = 2) -> None:
+def centralize_grads_(
+    params: Tensors,
+    dim: Dim = None,
+    inverse_dims: bool = False,
+    min_size: int = 2,
+    *,
+    process_group: ProcessGroup | None = None,
+) -> None:
     """Subtract its mean from the gradient of every parameter, in place.
 
         g ← g - mean(g)
@@ -197,9 +213,10 @@ def centralize_grads_(params: Tensors, dim: Dim = None, inverse_dims: bool = Fal
         dim: The dimensions that one slice spans, as in `clip_grad_norm_`. Scalars change only with "global".
         inverse_dims: Slices span the dimensions that ``dim`` does not list.
         min_size: Slices of fewer elements are left alone. Not for "global".
+        process_group: As in `clip_grad_norm_`; it counts in the mean of "global".
 
     Raises:
-        ValueError: For an unknown ``dim``, or a negative ``min_size``.
+        ValueError: For an unknown ``dim``, a negative ``min_size``, or a ``process_group`` as in `Modular`.
         TypeError: For an argument of the wrong type.
 
     A sparse gradient keeps its layout, but stores a value for every element afterwards.
@@ -215,5 +232,5 @@ def centralize_grads_(params: Tensors, dim: Dim = None, inverse_dims: bool = Fal
     networks](https://arxiv.org/abs/2004.01461), 2020.
     """
     slicing = Slicing.checked(1, dim, inverse_dims, min_size)
-    with opened(gradients(params), lambda values: False) as tensors:
-        centralize_(tensors, slicing)
+    with opened(gradients(params, process_group), lambda values: False) as tensors:
+        centralize_(tensors, slicing, process_group)

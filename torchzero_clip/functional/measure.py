@@ -3,12 +3,12 @@
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
+from torch.distributed import ProcessGroup, ReduceOp
 
 from torchzero_clip.checks import boolean, count, dims
 from torchzero_clip.functional import foreach
@@ -18,18 +18,21 @@ from torchzero_clip.functional.norms import (
     beyond_float32,
     combine,
     joint_metric,
+    joint_moments,
     may_look,
-    means_over_ranks,
     merged,
     moments,
     p_norms,
+    root_of_moments,
     slice_metrics,
+    sums_over_ranks,
     total_norm,
     whole_maxima,
     whole_norm,
     whole_norm_beside,
     whole_norms,
 )
+from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import (
     Part,
@@ -103,6 +106,8 @@ class Measured:
     if ``slices`` is given, or if each is a plain tensor and one slice."""
     slices: Slices | None = None
     """How plain tensors were cut, if their slices were measured together."""
+    moments: Tensor | None = None
+    """What ``total`` was computed from, if ``metric`` is not a power: see `joint_moments`."""
 
     @property
     def parts(self) -> list[Part]:
@@ -140,6 +145,27 @@ class Measured:
     def spread(self) -> bool:
         """True if other processes hold other slices."""
         return self._parts is not None and any(p.spread for p in self._parts)
+
+    def numbers(self, count: int) -> Tensor:
+        """The numbers of this process from which `joint_root` finds the metric of several processes: a vector.
+
+        Args:
+            count: How many elements the tensors have.
+        """
+        if not count:
+            return no_numbers(self.metric, self.total.device)
+        if self.moments is not None:
+            return self.moments
+        total = self.total.view(1)
+        if self.metric.kind == "mad":
+            return torch.cat([total * count, torch.full_like(total, count)])
+        return total
+
+    def of_processes(self, rows: Tensor) -> "Measured":
+        """The same with the joint metric of several processes, each with a row of `numbers`."""
+        root = joint_root(self.metric, rows)
+        vector = root.expand(len(self.vector)) if self.joint else self.vector
+        return replace(self, total=root**self.metric.degree, vector=vector)
 
     def shaped(self, vector: Tensor) -> list[Tensor]:
         """Split a vector with a number per slice into one tensor for each measured one, in the shape of its norms."""
@@ -257,7 +283,7 @@ def measure(
     if plain and may_be_fast and min(map(Tensor.numel, tensors)) >= smallest:
         return _measure_plain(tensors, metric, joint, each, scratch, beside)
     if joint:
-        return _measure_jointly(tensors, metric)
+        return _measure_jointly(tensors, metric, each or beside)
     if plain and scratch is not None and metric == L2:
         slices = _sliced(tensors, slicing, dims_of or slicing.reduced_dims, scratch, name)
         if slices is not None:
@@ -269,11 +295,26 @@ def measure(
     if not metric.is_power:
         known = moments(parts, metric) if len(parts) == len(tensors) else None
         whole_parts = wholes(tensors) if known is None else parts
-        total = joint_metric(whole_parts, metric, known=known) ** metric.degree
-        norms = pack(slice_metrics(parts, metric, known))
-        return Measured(metric, indices, norms, total, targets, _parts=None if plain and one_slice_each else parts)
+        rooted = joint_moments(whole_parts, metric, known)
+        total = root_of_moments(metric, rooted.unsqueeze(0)) ** metric.degree
+        norms, cut_parts = pack(slice_metrics(parts, metric, known)), None if plain and one_slice_each else parts
+        return Measured(metric, indices, norms, total, targets, _parts=cut_parts, moments=rooted)
 
     return _measure_powers(tensors, metric, indices, parts, one_slice_each)
+
+
+def over_processes(measured: Measured, tensors: Sequence[Tensor], group: ProcessGroup | None) -> Measured:
+    """The same with the joint metric of the tensors of all processes of a group.
+
+    Args:
+        measured: The tensors of this process.
+        tensors: These tensors; empty if they do not count.
+        group: The processes that hold other tensors; None for this one alone.
+    """
+    if group is None:
+        return measured
+    numbers = measured.numbers(sum(map(Tensor.numel, tensors))).to(device_of(group, tensors))
+    return measured.of_processes(gathered(numbers, group).to(measured.total.device))
 
 
 def _measure_powers(
@@ -304,6 +345,8 @@ def _measure_plain(
         total, norms = both or (whole_norm(targets), None)
         if total is not None:
             return Measured(L2, indices, total.expand(len(targets)), total, targets, True, norms)
+    if joint and not are_local and not each and not beside:
+        return _measure_jointly(tensors, metric, each)
     norms = (whole_norms if metric == L2 else whole_maxima)(targets, scratch)
     if not are_local:  # one collective for all tensors of a mesh
         norms = merged(wholes(tensors), norms, metric.p)
@@ -360,16 +403,35 @@ def measured_like(measured: Measured, tensors: Sequence[Tensor]) -> Tensor:
     return pack(slice_metrics([part(summed(tensor), dims) for tensor, dims in pairs], measured.metric))
 
 
-def _measure_jointly(tensors: Sequence[Tensor], metric: Metric) -> Measured:
+def _measure_jointly(tensors: Sequence[Tensor], metric: Metric, each: bool) -> Measured:
     parts = wholes(tensors)
     indices = [i for i, p in enumerate(parts) if p.size]
     kept = [parts[i] for i in indices]
-    norms = pack(p_norms(kept, metric.p)) if metric.is_power else None
-    root = joint_metric(kept, metric, norms)
+    by_mesh = not each and any(p.groups for p in kept)
+    norms = pack(p_norms(kept, metric.p)) if metric.is_power and not by_mesh else None
+    own = None if metric.is_power else joint_moments(kept, metric)
+    root = joint_metric(kept, metric, norms) if own is None else root_of_moments(metric, own.unsqueeze(0))
     targets = memories([tensors[i] for i in indices])
-    tensor_norms = norms if metric.p > 0 and len(kept) == len(parts) else None
+    tensor_norms = norms if norms is not None and metric.p > 0 and len(kept) == len(parts) else None
     total, vector = root**metric.degree, root.expand(len(kept))
-    return Measured(metric, indices, vector, total, targets, True, tensor_norms, kept)
+    return Measured(metric, indices, vector, total, targets, True, tensor_norms, kept, moments=own)
+
+
+def joint_root(metric: Metric, rows: Tensor) -> Tensor:
+    """The root of the metric of the tensors of several processes, 0-d, from a row of `Measured.numbers` for each."""
+    if metric.kind == "norm":
+        return combine(rows.select(1, 0).contiguous(), metric.p)
+    if metric.kind == "mad":
+        total, count = rows.sum(dim=0).unbind()
+        return total / count.clamp(min=1)
+    return root_of_moments(metric, rows)
+
+
+def no_numbers(metric: Metric, device: torch.device) -> Tensor:
+    """The `Measured.numbers` of a process without tensors."""
+    none = math.inf if metric.kind == "norm" and metric.p < 0 else 0.0
+    width = {"norm": 1, "mad": 2, "sum": 2, "std": 4, "var": 4}[metric.kind]
+    return torch.full((width,), none, dtype=torch.float64, device=device)
 
 
 def scale_(measured: Measured, factors: Tensor) -> None:
@@ -395,11 +457,8 @@ def effect(measured: Measured, factors: Tensor) -> Scaled:
     """The mean factor and the share of changed slices, computed from the factors alone."""
     if not measured.targets:
         return Scaled(torch.ones_like(measured.total), torch.zeros_like(measured.total))
-    # the mean is taken of 1 - factor, so that a rank without slices reports a factor of 1
     if measured.spread:
-        columns = [1 - factors, (factors != 1).double()]
-        lost, changed = means_over_ranks(measured.parts, measured.counts, columns)
-        return Scaled(1 - lost, changed)
+        return effect_of(effect_numbers(measured, factors).unsqueeze(0))
     if foreach.is_one_number(factors) and may_look(factors):
         factor = factors.select(0, 0).item()
         changed = torch.full_like(factors.select(0, 0), float(factor != 1))
@@ -409,13 +468,29 @@ def effect(measured: Measured, factors: Tensor) -> Scaled:
     return Scaled(1 - (1 - factors).sum() / count, (factors != 1).sum(dtype=torch.float64) / count)
 
 
-def summary(measured: Measured, scaled: Scaled) -> dict[str, Tensor]:
+def effect_numbers(measured: Measured, factors: Tensor) -> Tensor:
+    """The numbers of this process from which `effect_of` finds the effect of several: a vector of three."""
+    # the sum is taken of 1 - factor, so that ranks without slices report a factor of 1
+    columns = [1 - factors, (factors != 1).double(), torch.ones_like(factors)]
+    spread = measured.spread
+    sums = sums_over_ranks(measured.parts, measured.counts, columns) if spread else [c.sum() for c in columns]
+    return torch.stack(sums)
+
+
+def effect_of(rows: Tensor) -> Scaled:
+    """The mean factor and the share of changed slices of several processes, from a row of `effect_numbers` for each."""
+    lost, changed, count = rows.sum(dim=0).unbind()
+    count = count.clamp(min=1)
+    return Scaled(1 - lost / count, changed / count)
+
+
+def summary(total: Tensor, scaled: Scaled) -> dict[str, Tensor]:
     """The metrics of a scaling: the joint norm before it, the mean factor, and the share of slices that changed."""
-    return {"norm": measured.total, "factor": scaled.factor, "clipped": scaled.changed}
+    return {"norm": total, "factor": scaled.factor, "clipped": scaled.changed}
 
 
-def share(tensors: Sequence[Tensor], counts: Sequence[Tensor]) -> Tensor:
-    """The share of elements that were counted, over all tensors: a 0-d tensor, equal on every rank.
+def counted(tensors: Sequence[Tensor], counts: Sequence[Tensor]) -> tuple[Tensor, int]:
+    """How many elements were counted over all tensors, a 0-d tensor equal on every rank, and how many there are.
 
     Args:
         tensors: The tensors; a complex number has two elements.
@@ -423,4 +498,4 @@ def share(tensors: Sequence[Tensor], counts: Sequence[Tensor]) -> Tensor:
     """
     parts = wholes(tensors)
     elements = sum(p.size * (2 if p.tensor.is_complex() else 1) for p in parts)
-    return pack(all_reduce(parts, list(counts), ReduceOp.SUM)).sum() / max(elements, 1)
+    return pack(all_reduce(parts, list(counts), ReduceOp.SUM)).sum(), elements

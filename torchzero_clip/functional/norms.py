@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
+from torch.distributed import ProcessGroup, ReduceOp
 
 from torchzero_clip.checks import boolean
 from torchzero_clip.checks import dims as check_dims
+from torchzero_clip.compat import any_distributed
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.blocks import (
     LARGEST,
@@ -26,6 +27,7 @@ from torchzero_clip.functional.blocks import (
     joint_norm,
 )
 from torchzero_clip.functional.metric import Metric, parse_ord
+from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import Part, all_reduce, pack, summed, whole, wholes
 from torchzero_clip.functional.shards import part as part_of
@@ -146,20 +148,70 @@ def joint_metric(
         norms: The p-norms of the tensors that have elements, if they are known.
         known: The moments of the slices, if they are known.
     """
+    if metric.is_power:
+        kept = [p for p in parts if p.size]
+        total = _joint_norm(kept, metric.p) if norms is None else combine(norms, metric.p)
+        return metric.of_norm(total, sum(p.size for p in parts))
+    return root_of_moments(metric, joint_moments(parts, metric, known).unsqueeze(0))
+
+
+def _joint_norm(parts: Sequence[Part], p: float) -> Tensor:
+    """The p-norm of whole tensors together. Its collectives have one number for all tensors of a mesh."""
+    norms = p_norms([part._replace(groups=()) for part in parts], p)
+    indices_of: dict[tuple[ProcessGroup, ...], list[int]] = {}
+    for i, part in enumerate(parts):
+        indices_of.setdefault(part.groups, []).append(i)
+    joined: list[Tensor] = []
+    for groups, indices in indices_of.items():
+        own = [Part(pack([norms[i] for i in indices]), (0,), len(indices), groups)]
+        joined += slice_sums(own) if p == 0 else p_norms(own, p) if groups else [own[0].tensor]
+    return combine(pack(joined), p)
+
+
+def mesh_norm(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The L2 norm of all tensors together, a 0-d tensor equal on all ranks; None if none of them is distributed."""
+    return joint_metric(wholes(tensors), Metric("norm")) if any_distributed(tensors) else None
+
+
+def joint_moments(parts: Sequence[Part], metric: Metric, known: Moments | None = None) -> Tensor:
+    """The numbers from which `root_of_moments` finds the metric of whole tensors as one vector: float64.
+
+    For 'sum' they are the real and the imaginary part of the sum. For 'std' and 'var' they are the number of elements,
+    the real and the imaginary part of the mean, and the norm of the deviations from it.
+
+    Args:
+        parts: As in `joint_metric`.
+        metric: One that is not a power.
+        known: As in `joint_metric`.
+    """
     known = known or moments(parts, metric)
     if known is not None:
-        return _joint_deviation(parts, known)
-    count = sum(p.size for p in parts)
-    if metric.is_power:
-        if norms is None:
-            norms = pack(p_norms([p for p in parts if p.size], metric.p))
-        return metric.of_norm(combine(norms, metric.p), count)
-    total = joint_sum(parts)
+        return _joined_moments(parts, known)
+    count, total = sum(p.size for p in parts), joint_sum(parts)
     if metric.kind == "sum":
-        return total.abs()
+        return _as_reals(total)
     mean = total / max(count, 1)
     spreads = p_norms(_deviations(parts, [mean.to(p.tensor.device) for p in parts]), 2.0)
-    return _deviation(combine(pack(spreads), 2.0), mean, count)
+    spread = combine(pack(spreads), 2.0).to(mean.device)
+    return torch.cat([torch.full_like(spread, count).view(1), _as_reals(mean), spread.view(1)])
+
+
+def root_of_moments(metric: Metric, rows: Tensor) -> Tensor:
+    """The root of a metric, 0-d, from rows of `joint_moments`, each of other tensors."""
+    if metric.kind == "sum":
+        return torch.hypot(*rows.sum(dim=0).unbind())
+    count, *mean, spread = rows.unbind(dim=1)
+    if len(rows) > 1:
+        total = count.sum().view(1)
+        joint = [(count * x).sum().view(1) / total.clamp(min=1) for x in mean]
+        apart = count.sqrt() * torch.hypot(*(own - x for own, x in zip(mean, joint, strict=True)))
+        count, mean, spread = total, joint, combine(torch.cat([spread, apart]), 2.0).view(1)
+    return _deviation(spread, torch.hypot(*mean), count).squeeze(0)
+
+
+def _as_reals(value: Tensor) -> Tensor:
+    """A 0-d number as a vector of its real and its imaginary part."""
+    return torch.view_as_real(value) if value.is_complex() else torch.stack([value, torch.zeros_like(value)])
 
 
 def slice_sums(parts: Sequence[Part]) -> list[Tensor]:
@@ -174,6 +226,18 @@ def joint_sum(parts: Sequence[Part]) -> Tensor:
     if not sums:
         return torch.zeros((), dtype=torch.float64, device="cpu")
     return torch.cat([value.view(1).to(sums[0].device) for value in sums]).sum()
+
+
+def joint_mean(parts: Sequence[Part], group: ProcessGroup | None = None) -> Tensor:
+    """The mean of all elements of whole tensors, also of those that the other processes of a group hold: 0-d."""
+    total, count = joint_sum(parts), sum(p.size for p in parts)
+    if group is None:
+        return total / max(count, 1)
+    total = total.to(device_of(group, [p.tensor for p in parts]))
+    numbers = _as_reals(total)
+    rows = gathered(torch.cat([numbers, torch.full_like(numbers[:1], count)]), group)
+    real, imaginary, _ = (rows.sum(dim=0) / rows.select(1, 2).sum().clamp(min=1)).unbind()
+    return torch.complex(real, imaginary) if total.is_complex() else real
 
 
 def combine(norms: Tensor, p: float) -> Tensor:
@@ -224,14 +288,12 @@ def extent(vector: Tensor) -> tuple[float, float]:
     return smallest.item(), largest.item()
 
 
-def means_over_ranks(parts: Sequence[Part], counts: Sequence[int], columns: Sequence[Tensor]) -> list[Tensor]:
-    """The mean of each column over all slices of all ranks; a column has ``counts`` numbers for each part."""
+def sums_over_ranks(parts: Sequence[Part], counts: Sequence[int], columns: Sequence[Tensor]) -> list[Tensor]:
+    """The sum of each column over all slices of all ranks, where a column has ``counts`` numbers for each part."""
     if not any(part.spread for part in parts):
-        return [column.sum() / max(column.numel(), 1) for column in columns]
-    table = [*columns, torch.ones_like(columns[0])]
-    rows = [Part(v, (0,), p.size, p.spread) for c in table for p, v in zip(parts, c.split(list(counts)), strict=True)]
-    *sums, count = (chunk.sum() for chunk in pack(slice_sums(rows)).split(len(parts)))
-    return [total / count.clamp(min=1) for total in sums]
+        return [column.sum() for column in columns]
+    rows = [Part(v, (0,), p.size, p.spread) for c in columns for p, v in zip(parts, c.split(list(counts)), strict=True)]
+    return [chunk.sum() for chunk in pack(slice_sums(rows)).split(len(parts))]
 
 
 def whole_norms(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor:
@@ -414,14 +476,15 @@ def norm_along(x: Tensor, p: float, d: int) -> Tensor:
     return torch.linalg.vector_norm(torch.cat(levels, d), p, d, keepdim=True)
 
 
-def _joint_deviation(parts: Sequence[Part], known: Moments) -> Tensor:
-    """The standard deviation of all elements together, from the moments of slices."""
+def _joined_moments(parts: Sequence[Part], known: Moments) -> Tensor:
+    """`joint_moments` from the moments of slices."""
     sizes = [p.size for p in parts]
     count = sum(p.size * p.slice_count for p in parts)
     mean = pack(foreach.times(known.means, sizes)).sum() / count
     between = (pack(known.means) - mean).square_().split([p.slice_count for p in parts])
     squares = [*foreach.times(known.variances, [size - 1 for size in sizes]), *foreach.times(between, sizes)]
-    return _deviation(pack(squares).sum().sqrt(), mean, count)
+    spread = pack(squares).sum().sqrt()
+    return torch.cat([torch.full_like(spread, count).view(1), _as_reals(mean), spread.view(1)])
 
 
 def _deviations(parts: Sequence[Part], means: Sequence[Tensor]) -> list[Part]:
@@ -430,10 +493,13 @@ def _deviations(parts: Sequence[Part], means: Sequence[Tensor]) -> list[Part]:
     ]
 
 
-def _deviation(spread: Tensor, mean: Tensor, count: int) -> Tensor:
+def _deviation(spread: Tensor, mean: Tensor, count: Tensor | int) -> Tensor:
     """The standard deviation from the norm of the deviations; 0 where they are only the rounding of the mean."""
-    rounding = mean.abs() * (math.sqrt(count) * 1e-15)
-    return torch.where(spread <= rounding, 0.0, spread) / math.sqrt(max(count - 1, 1))
+    if isinstance(count, Tensor):
+        root, degrees = count.sqrt(), (count - 1).clamp(min=1).sqrt()
+    else:
+        root, degrees = math.sqrt(count), math.sqrt(max(count - 1, 1))
+    return torch.where(spread <= mean.abs() * (root * 1e-15), 0.0, spread) / degrees
 
 
 def _magnitudes(x: Tensor) -> Tensor:

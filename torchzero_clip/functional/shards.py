@@ -182,14 +182,19 @@ def all_reduce(parts: Sequence[Part], values: list[Tensor], op: ReduceOp.RedOpTy
 
 def largest_on_all_ranks(values: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     """The largest of each value on all processes of the meshes of distributed tensors; NaN if one is NaN."""
+    for group, device in mesh_groups(tensors).items():
+        values = _all_reduced(values.to(device), ReduceOp.MAX, group)
+    return values
+
+
+def mesh_groups(tensors: Sequence[Tensor]) -> dict[ProcessGroup, torch.device]:
+    """The process groups of the meshes of distributed tensors, and the device of each."""
     groups: dict[ProcessGroup, torch.device] = {}
     for tensor in tensors if any_distributed(tensors) else ():
         if is_distributed(tensor):
             for mesh_dim in range(tensor.device_mesh.ndim):
                 groups[tensor.device_mesh.get_group(mesh_dim)] = tensor.device
-    for group, device in groups.items():
-        values = _all_reduced(values.to(device), ReduceOp.MAX, group)
-    return values
+    return groups
 
 
 def _all_reduced(vector: Tensor, op: ReduceOp.RedOpType, group: ProcessGroup) -> Tensor:

@@ -2,19 +2,23 @@
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from torchzero_clip.checks import boolean, non_negative
 from torchzero_clip.functional.clip import clip_by_
 from torchzero_clip.functional.foreach import are_plain
 from torchzero_clip.functional.gradients import as_reported, check_finite, gradients, listed, opened, values_tell_all
-from torchzero_clip.functional.measure import Slicing, measure
+from torchzero_clip.functional.measure import Slicing, measure, over_processes
 from torchzero_clip.functional.metric import parse_ord
+from torchzero_clip.functional.processes import check_group
 from torchzero_clip.functional.shards import replicated
 from torchzero_clip.types import Ord, Tensors
 
 
 @torch.no_grad()
-def get_total_norm(tensors: Tensors, ord: Ord = 2, *, error_if_nonfinite: bool = False) -> Tensor:
+def get_total_norm(
+    tensors: Tensors, ord: Ord = 2, *, error_if_nonfinite: bool = False, process_group: ProcessGroup | None = None
+) -> Tensor:
     """Return the norm of all tensors together, as of one vector.
 
         ‖(t₁, t₂, …)‖
@@ -27,13 +31,15 @@ def get_total_norm(tensors: Tensors, ord: Ord = 2, *, error_if_nonfinite: bool =
         tensors: A tensor or an iterable of tensors, for example gradients; of any dtypes and devices, dense or sparse.
         ord: The metric, as in `clip_grad_norm_`.
         error_if_nonfinite: Raise if the result is inf or NaN.
+        process_group: The processes that hold *other* tensors, such as the stages of a pipeline, which all call the
+            function. Their tensors count in the norm.
 
     Returns:
         A 0-d tensor on the device of the first tensor, of float32, or of float64 if one of the tensors is; 0 for no
             tensors. A finite value beyond the range of float32 is reported as the largest float32.
 
     Raises:
-        ValueError: For an unknown ``ord``.
+        ValueError: For an unknown ``ord``, or a ``process_group`` as in `Modular`.
         TypeError: For an argument of the wrong type.
         RuntimeError: If ``error_if_nonfinite`` and the norm is not finite; the message names the tensors.
 
@@ -44,8 +50,9 @@ def get_total_norm(tensors: Tensors, ord: Ord = 2, *, error_if_nonfinite: bool =
     slicing = Slicing(parse_ord(ord), "global")
     boolean("error_if_nonfinite", error_if_nonfinite)
     given = listed("tensors", tensors)
+    check_group(process_group, given)
     with opened(given, values_tell_all(slicing), write=False) as dense:
-        total = measure(dense, slicing, plain=are_plain(dense)).total
+        total = over_processes(measure(dense, slicing, plain=are_plain(dense)), dense, process_group).total
         if error_if_nonfinite:
             check_finite(total, given, dense)
     return as_reported(total, given)

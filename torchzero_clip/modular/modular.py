@@ -7,6 +7,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
@@ -25,15 +26,19 @@ from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.executor import Executor
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.nonfinite import Nonfinite, StepPolicy
+from torchzero_clip.engine.others import Others
 from torchzero_clip.engine.readable import Readable
 from torchzero_clip.engine.reported_loss import ReportedLoss
+from torchzero_clip.engine.stand_in import StandIn
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.fast import Fast
 from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.functional.gradients import own_gradients
+from torchzero_clip.functional.processes import SharedGroup, check_group, device_of
 from torchzero_clip.modular.described import described
 from torchzero_clip.modular.gathering import refuse_unusable, taking_part
+from torchzero_clip.modular.missing import Missing
 from torchzero_clip.modular.param_groups import normalized, split
 from torchzero_clip.modular.validation import check_not_local, check_params, check_places, check_shapes, warn_of_slips
 from torchzero_clip.types import Setting, State
@@ -69,6 +74,10 @@ class Modular(Optimizer):
             counts it, "raise" raises a RuntimeError that names the parameters. The last two leave parameters and all
             state unchanged. They wait for the device once a step, and under FSDP2 they decide alike on all ranks.
         max_consecutive_skips: Raise if more steps than this in a row were skipped; None for any number.
+        process_group: The processes that hold *other* parameters of the model, such as the stages of a pipeline:
+            ``mesh["pp"].get_group()``. Joint norms, joint statistics, gates, ``nonfinite`` and metrics then cover the
+            parameters of all of them. All processes need the same chain and take every step together. The group may
+            be changed between steps. It is not part of checkpoints; copies share it.
         fast: Combine transforms into few passes over memory. Pass False to check a result: each transform is then
             applied in its turn by the method that its author wrote, and ``fused=True`` has an effect only in a `Wrap`.
             The results differ by rounding, so `Adam` and `SGD` may then differ from torch in the last bits. A step
@@ -76,8 +85,10 @@ class Modular(Optimizer):
 
     Raises:
         ValueError: If there are no transforms or no parameters, for an unknown or invalid setting in a group, or for a
-            parameter that has two learning rates or is in two groups.
-        TypeError: If an argument of ``transforms`` is not a transform, or ``params`` is a single tensor.
+            parameter that has two learning rates or is in two groups; for a ``process_group`` that this process is not
+            in, or that has other processes of the mesh of a parameter.
+        TypeError: If an argument of ``transforms`` is not a transform, ``params`` is a single tensor, or
+            ``process_group`` is no process group.
 
     Examples:
         >>> import torch
@@ -109,14 +120,15 @@ class Modular(Optimizer):
         nonfinite: Nonfinite = "propagate",
         max_consecutive_skips: int | None = None,
         fast: bool = True,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         boolean("maximize", maximize)
         boolean("fast", fast)
         boolean("keep_grads", keep_grads)
         if isinstance(params, Transform):
             raise TypeError(f"params come first, as in Modular(model.parameters(), {params!r}, ...)")
-        given = list(flatten(transforms))
-        if not given:
+        listed = list(flatten(transforms))
+        if not listed:
             raise ValueError(
                 "Modular needs at least one transform, as in Modular(model.parameters(), ClipNorm(1), Adam())"
             )
@@ -124,7 +136,7 @@ class Modular(Optimizer):
         self.keep_grads = keep_grads
         self.fast = fast
         self._workspace = Workspace()
-        self.chain = Chain(*with_learning_rate(given))
+        self.chain = Chain(*with_learning_rate(listed))
         self._written = list(as_written(transforms))
         self._nodes = self.chain.nodes()
         self.storage_keys = self._nodes.storage_keys
@@ -137,13 +149,17 @@ class Modular(Optimizer):
         self._reported = ReportedLoss()
         self._shapes: dict[Any, Any] = {}  # see `check_shapes`
         self._is_complete = False
-        if isinstance(params, nn.Module):
-            params = list(params.named_parameters())
-        super().__init__(params, self._nodes.defaults())
+        check_group(process_group, [])
+        self._process_group = process_group
+        self._lost_group = False
+        given: Any = list(params.named_parameters()) if isinstance(params, nn.Module) else params
+        if process_group is not None and not isinstance(given, Tensor):
+            given = list(given) or [{"params": []}]  # a process may have none
+        super().__init__(given, self._nodes.defaults())
         self._move_chain_state()
         self._start_schedules()
         check_places(self.chain, self._nodes, self._named_params())
-        warn_of_slips(self._nodes, self._named_params())
+        warn_of_slips(self._nodes, self._named_params(), process_group)
         self._is_complete = True
 
     def _named_params(self, first: int = 0) -> list[NamedParam]:
@@ -153,6 +169,21 @@ class Modular(Optimizer):
     def transforms(self) -> dict[str, Transform]:
         """The transforms by name, in the order of the chain."""
         return self.chain.transforms
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """The processes that hold other parameters. Set it between steps, on all processes, if they change.
+
+        Raises:
+            ValueError: As in `Modular`.
+            TypeError: As in `Modular`.
+        """
+        return self._process_group
+
+    @process_group.setter
+    def process_group(self, group: ProcessGroup | None) -> None:
+        check_group(group, [named.param for named in self._named_params()])
+        self._process_group, self._lost_group = group, False
 
     def is_scheduled(self, key: str) -> bool:
         """Return True if a setting, by its key in the param groups, is a function of the step in some group."""
@@ -203,15 +234,13 @@ class Modular(Optimizer):
                 is no closure.
             RuntimeError: If a gradient is sparse, the shape of a gradient or of state does not fit its parameter, or a
                 parameter is on the meta device; if a gradient is not finite and ``nonfinite="raise"``; if more than
-                ``max_consecutive_skips`` steps in a row were skipped.
+                ``max_consecutive_skips`` steps in a row were skipped; if the optimizer was unpickled and had a
+                ``process_group``, which has to be set again.
 
         These errors leave parameters, gradients and state unchanged, except that skipped steps are counted.
         """
         try:
-            if closure is None and "closure" in self._nodes.targets:
-                raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
-            if "lr" in self._schedules and hasattr(self.step, "_wrapped_by_lr_sched"):
-                raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
+            self._check_call(closure)
             state = self._chain_state.values
             if state:
                 self._chain_state.take_counters(self.param_groups)
@@ -227,22 +256,42 @@ class Modular(Optimizer):
 
             count = 1 if result is not None else self._reported.count
             loss = self._reported.mean() if result is None and count else result
-            walk = self._walk(settings, loss, count)
+            missing = Missing(self._nodes, self.param_groups, self.state)
             try:
-                if walk.params and (not self._policy.decides or self._policy.allows(walk, state)):
-                    self._run(walk)
-                    if SCHEDULE_STEP in state:
-                        state[SCHEDULE_STEP] += 1
-                        self._schedules.advance(self.param_groups, state[SCHEDULE_STEP])
+                self._take(self._walk(settings, loss, count))
             finally:
-                if state:
-                    self._chain_state.show(self.param_groups)
-                if self.listener is not None:
-                    self.listener.end(walk)
+                missing.put_back()
             return result
         finally:
             if self._reported.count:
                 self._reported.clear()
+
+    def _take(self, walk: Walk) -> None:
+        """Take a step, or skip it."""
+        state = self._chain_state.values
+        takes_part = len(walk.params) > 0 or walk.others is not None
+        try:
+            if takes_part and (not self._policy.decides or self._policy.allows(walk, state)):
+                self._run(walk)
+                if SCHEDULE_STEP in state:
+                    state[SCHEDULE_STEP] += 1
+                    self._schedules.advance(self.param_groups, state[SCHEDULE_STEP])
+        finally:
+            if state:
+                self._chain_state.show(self.param_groups)
+            if self.listener is not None:
+                self.listener.end(walk)
+
+    def _check_call(self, closure: Callable[[], Any] | None) -> None:
+        if self._lost_group:
+            raise RuntimeError(
+                "the optimizer was unpickled without its process_group: set optimizer.process_group to the group, or "
+                "to None"
+            )
+        if closure is None and "closure" in self._nodes.targets:
+            raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
+        if "lr" in self._schedules and hasattr(self.step, "_wrapped_by_lr_sched"):
+            raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
 
     def report_loss(self, loss: Tensor | float) -> None:
         """Tell the loss of this step, for transforms that judge it, such as `SkipStep` with ``sigma``.
@@ -294,7 +343,16 @@ class Modular(Optimizer):
         keep_grads = self.keep_grads or "grad" in self._nodes.targets or listed_twice
         lists = (self._nodes, self.param_groups, settings, params, grads, states, group_of)
         shared = (self._chain_state.values, loss, loss_count, executor, keep_grads, self.listener is not None, new)
-        return Walk(*lists, *shared)
+        walk = Walk(*lists, *shared)
+        if self._process_group is not None:
+            self._join(walk, self._process_group)
+        return walk
+
+    def _join(self, walk: Walk, group: ProcessGroup) -> None:
+        """Let a walk exchange numbers with the processes that hold other parameters."""
+        walk.executor.process_group = group
+        walk.others = Others(group, device_of(group, walk.all_params()), self._nodes)
+        walk.stand_in = StandIn(walk, walk.others)
 
     def _may_be_fast(self) -> bool:
         """True if operations may wait and be combined.
@@ -313,6 +371,8 @@ class Modular(Optimizer):
             if "closure" in self._nodes.targets:
                 walk.change_closure_gradients(self.chain)
             walk.run(self.chain, "", list(range(len(walk.params))), to_params=True)
+            if walk.others is not None:
+                walk.metrics.update(walk.others.metrics())
         except BaseException:
             walk.refused_by.append("error")
             walk.executor.abandon()
@@ -352,6 +412,7 @@ class Modular(Optimizer):
                 self._schedules.add(self.param_groups[-1], schedules)
                 check_params(self._nodes, self._named_params(before))
                 check_not_local(self._named_params(before))
+                check_group(self._process_group, [named.param for named in self._named_params(before)])
             if self._is_complete:
                 check_places(self.chain, self._nodes, self._named_params())
                 self._start_schedules()
@@ -413,7 +474,7 @@ class Modular(Optimizer):
 
         def check(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             own = self._chain_state.values
-            with agreed(self.param_groups):
+            with agreed(self.param_groups, self._process_group):
                 adjusted = adapted(given, self.param_groups, self._nodes, new, dropped)
                 fits, values = fitted(adjusted, self.param_groups, self._nodes, self._schedules, own)
             fitting.update(fits)
@@ -450,10 +511,14 @@ class Modular(Optimizer):
         own += ("_chain_state", "_metrics", "_reported", "_shapes", "_is_complete")
         given = super().__getstate__()
         state: Any = defaultdict(dict, {param: own_numbers(state) for param, state in self.state.items()})
-        return given | {"state": state} | {name: self.__dict__[name] for name in own}
+        shared = {"_shared_group": SharedGroup(self._process_group, self._lost_group)}
+        return given | {"state": state} | {name: self.__dict__[name] for name in own} | shared
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        shared: SharedGroup | None = self.__dict__.pop("_shared_group", None)  # load_state_dict comes here too
+        if shared is not None:
+            self._process_group, self._lost_group = shared.group, shared.is_lost
         self._workspace = Workspace()
 
     def __repr__(self) -> str:

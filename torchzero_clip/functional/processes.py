@@ -1,0 +1,80 @@
+"""Processes that hold other tensors. They exchange a few numbers, and each joins the numbers of all in the same way."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from torchzero_clip.compat import is_distributed
+
+
+def check_group(group: object, tensors: Sequence[Tensor]) -> None:
+    """Raise unless a group is None, or a group of processes that hold other tensors.
+
+    Args:
+        group: The argument ``process_group`` of a user.
+        tensors: The parameters of this process.
+    """
+    if group is None:
+        return
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this process is not in process_group: pass the group that it is in, such as mesh.get_group()")
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
+    others = {*dist.get_process_group_ranks(group)} - {dist.get_rank()}
+    meshes = {tensor.device_mesh for tensor in tensors if is_distributed(tensor)}
+    shared = sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()} & others)
+    if shared:
+        few = ", ".join(map(str, shared[:8]))
+        raise ValueError(
+            f"process_group has the processes {few}{', ...' if len(shared) > 8 else ''}, which hold parts or copies of "
+            "the same parameters. It is for processes that hold other parameters, such as the stages of a pipeline: "
+            'mesh["pp"].get_group()'
+        )
+
+
+class SharedGroup:
+    """A process group in the state of an optimizer: copies share it, and pickles do not have it.
+
+    Args:
+        group: The group.
+        is_lost: True if there was a group before the optimizer was pickled.
+    """
+
+    def __init__(self, group: ProcessGroup | None, is_lost: bool) -> None:
+        self.group = group
+        self.is_lost = is_lost
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SharedGroup":
+        return self
+
+    def __reduce__(self) -> tuple[type["SharedGroup"], tuple[None, bool]]:
+        return SharedGroup, (None, self.is_lost or self.group is not None)
+
+
+def device_of(group: ProcessGroup, tensors: Sequence[Tensor]) -> torch.device:
+    """The device of numbers that are sent to a group: that of the tensors of this process if there are any."""
+    if tensors:
+        return tensors[0].device
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def gathered(numbers: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The numbers of all processes of a group, a row for each process; one row without a group.
+
+    The rows are the same on all processes, to the last bit.
+
+    Args:
+        numbers: A vector, of the same length on all processes.
+        group: The processes.
+    """
+    if group is None:
+        return numbers.unsqueeze(0)
+    rows = numbers.new_empty((group.size(), len(numbers)))
+    dist.all_gather(list(rows.unbind()), numbers.contiguous(), group=group)
+    return rows
