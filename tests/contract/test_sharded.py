@@ -1,20 +1,18 @@
 """Two gloo processes under FSDP2 equal one process, and resume through torch.distributed.checkpoint."""
 
 import pytest
-import torch
-import torch.multiprocessing as mp
+import ranks
 from contract import sharded
 from contract.entries import ENTRIES
 
 # one process runs all, because they share a fixture
+LIMIT = 900.0
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sharded")]
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory):
-    directory = str(tmp_path_factory.mktemp("sharded"))
-    mp.spawn(sharded.run, args=(directory,), nprocs=2)
-    return torch.load(f"{directory}/result.pt")
+def result():
+    return ranks.run(sharded.run, 2, limit=LIMIT)[0]
 
 
 @pytest.mark.parametrize("check", sharded.PER_ENTRY)
