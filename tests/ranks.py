@@ -10,6 +10,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ CONTEXT.set_forkserver_preload(
 )
 
 
-def run(program: Callable[..., Any], ranks: int, *args: Any, limit: float = LIMIT) -> list[Any]:
-    """Call ``program(*args)`` in new processes with one gloo group, and return what each rank returns.
+def run(program: Callable[..., Any], ranks: int, *args: Any, limit: float = LIMIT, **options: Any) -> list[Any]:
+    """Call ``program(*args, **options)`` in new processes with one gloo group, and return what each rank returns.
 
     `torch.distributed.get_rank` gives the number of the process. The first rank that raises or dies ends all of them.
 
@@ -40,6 +41,7 @@ def run(program: Callable[..., Any], ranks: int, *args: Any, limit: float = LIMI
         ranks: The number of processes.
         args: They are pickled, too.
         limit: After so many seconds all processes are killed.
+        options: They are pickled, too.
 
     Raises:
         AssertionError: A rank has raised, has died, or still runs at the limit. The message has what all ranks have
@@ -48,7 +50,7 @@ def run(program: Callable[..., Any], ranks: int, *args: Any, limit: float = LIMI
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         processes = [
-            CONTEXT.Process(target=_rank, args=(folder, rank, ranks, program, args), daemon=True)
+            CONTEXT.Process(target=_rank, args=(folder, rank, ranks, partial(program, *args, **options)), daemon=True)
             for rank in range(ranks)
         ]
         end = time.monotonic() + limit
@@ -83,7 +85,7 @@ def _show_where_they_wait(processes: list[Any]) -> None:
     time.sleep(0.5)
 
 
-def _rank(folder: Path, rank: int, ranks: int, program: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(folder: Path, rank: int, ranks: int, program: Callable[[], Any]) -> None:
     """What a process does."""
     output = os.open(folder / f"{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, sys.stdout.fileno())
@@ -93,7 +95,7 @@ def _rank(folder: Path, rank: int, ranks: int, program: Callable[..., Any], args
     warnings.simplefilter("ignore")
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-        torch.save(program(*args), folder / f"{rank}.pt")
+        torch.save(program(), folder / f"{rank}.pt")
         dist.barrier()
     except BaseException:
         traceback.print_exc()

@@ -1,13 +1,15 @@
 """torch.distributed.checkpoint in one process, without a process group; `test_sharded` does it in two."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from contract.entries import ENTRIES
-from contract.training import Model, assert_equal, gradients, parameters, train, values
+from contract.training import Model, assert_equal, assert_same_checkpoint, gradients, parameters, train, values
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
-from torchzero_clip import Modular
+from torchzero_clip import SGD, ClipNormByEMA, Modular
 
 MOVES_WHATEVER_LR_IS = "target params"
 
@@ -40,3 +42,29 @@ def test_resumes_exactly(entry, flatten, tmp_path):
             param.copy_(value)
     train(second, resumed, grads[2:])
     assert_equal(resumed, params)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_saving_leaves_parameters_and_state_unchanged(entry):
+    """Without gradients, torch takes a step on zero gradients if `optimizer.state` is empty."""
+    model = Model(values(parameters()))
+    params = list(model.parameters())
+    optimizer = Modular(params, entry.make())
+    train(optimizer, params, gradients(params, 3))
+    optimizer.zero_grad()
+    before, state = values(params), copy.deepcopy(optimizer.state_dict())
+    get_optimizer_state_dict(model, optimizer)
+    assert_equal(params, before)
+    assert_same_checkpoint(optimizer.state_dict(), state)
+
+
+def test_parameters_without_state_load_nested_keys():
+    """Where another transform has state for some parameters only."""
+    first, second = Model(values(parameters())), Model(values(parameters()))
+    optimizer, resumed = (
+        Modular(model.parameters(), ClipNormByEMA().only(lambda p: p.ndim == 2), SGD()) for model in (first, second)
+    )
+    params = list(first.parameters())
+    train(optimizer, params, gradients(params, 2))
+    set_optimizer_state_dict(second, resumed, copy.deepcopy(get_optimizer_state_dict(first, optimizer)))
+    assert_same_checkpoint(resumed.state_dict(), optimizer.state_dict())

@@ -25,7 +25,7 @@ def test_state_of_the_chain_is_shown_by_every_group_as_plain_scalars():
     joint = torch.cat([g.flatten() for g in gradients(params, 1)[0]]).norm().item()
     assert average.item() == pytest.approx(joint / 2, rel=1e-6)
     assert optimizer.param_groups[1]["track_joint_norm/average"] is average
-    assert not optimizer.state
+    assert not any(optimizer.state.values())
     twin = Modular([{"params": params[:1]}, {"params": params[1:]}], TrackJointNorm())
     twin.load_state_dict(optimizer.state_dict())
     loaded = twin.param_groups[0]["track_joint_norm/average"]

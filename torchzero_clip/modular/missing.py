@@ -22,8 +22,8 @@ Group = dict[str, Any]
 class Missing:
     """Gives zeros to distributed parameters without a gradient, so that all processes send as many numbers.
 
-    Their gradients count as zeros in norms, and numbers of state, such as statistics and counts of steps, move as on the
-    other processes. `put_back` takes back all other changes of these parameters and of their state.
+    Their gradients count as zeros in norms, and numbers of state, such as statistics and counts of steps, move as on
+    the other processes. `put_back` takes back all other changes of these parameters and of their state.
 
     Args:
         nodes: The transforms.

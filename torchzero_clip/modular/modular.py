@@ -379,8 +379,11 @@ class Modular(Optimizer):
             raise
         finally:
             for param, state in walk.new_states.items():
-                if state:  # stateless chains add no entry to optimizer.state
+                if state:
                     self.state[param] = state  # pyright: ignore[reportArgumentType]
+        # Also entries without a key: while optimizer.state is empty, or lacks a parameter, torch.distributed.checkpoint
+        # takes a step on zero gradients in a training that it saves, or raises when it loads
+        self.state.update(walk.new_states)  # pyright: ignore[reportArgumentType]
         self._metrics.clear()
         self._metrics.update(walk.metrics)
 
