@@ -92,6 +92,8 @@ class Output:
         if not self.is_writer:
             return
         count = self.waiting
+        if self.live is not None and (count or is_end):
+            kept = _read_once(kept, EARLIER + (self.live.every or 0) + count)
         while self.older and self.log is not None:
             self.log.write(self.older[0].last, len(self.older[0].steps), {}, is_end=True)
             self.older.pop(0)
@@ -115,3 +117,9 @@ class Output:
                     f"the record could not be written to {path}, the next write tries again: {error}", stacklevel=2
                 )
             self._warned = True
+
+
+def _read_once(kept: Callable[[int], Record], most: int) -> Callable[[int], Record]:
+    """As ``kept``, but up to ``most`` steps are copied from the device once."""
+    record = kept(most)
+    return lambda count: record.last(count) if count <= most else kept(count)

@@ -34,7 +34,8 @@ class Recorder(Readable):
     """Records what happens to gradients in every step: norms by layer, limits, what was clipped or skipped, the loss.
 
     With and without a recorder, the results of training are bitwise the same. The recorder is not part of the chain,
-    and adds nothing to the checkpoints of the optimizer. A copy or a pickle of the optimizer has no recorder.
+    and adds nothing to the checkpoints of the optimizer. A copy or a pickle of the optimizer has no recorder. A copy or
+    a pickle of the recorder is closed: it can be read.
 
     Steps are counted from 0, and skipped steps count. A step that does not reach ``optimizer.step()`` does not count:
     `GradScaler` skips steps in this way, unless the optimizer is fused.
@@ -129,6 +130,7 @@ class Recorder(Readable):
     @property
     def step(self) -> int:
         """The number of the next step."""
+        self._run.finish()
         return self._run.step
 
     def report_loss(self, loss: Tensor | float, step: int | None = None) -> None:
@@ -290,7 +292,12 @@ class Recorder(Readable):
         except (AttributeError, KeyError, TypeError, RuntimeError) as error:
             raise ValueError(f"state_dict does not come from Recorder.state_dict(): {error!r}") from error
         if self._hooks is not None:
-            self._hooks.forget()
+            self._hooks.reported.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy keeps what was recorded. It is closed, because its optimizer has no recorder."""
+        self._run.finish()
+        return {**vars(self), "is_closed": True, "_hooks": None}
 
     def __repr__(self) -> str:
         path = "" if self._log is None else f", path={str(self._log.path)!r}"
