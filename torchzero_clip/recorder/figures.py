@@ -9,56 +9,30 @@ from torchzero_clip.recorder.axes import module, printable
 from torchzero_clip.recorder.binning import Events, Tiles
 from torchzero_clip.recorder.data import Data
 from torchzero_clip.recorder.heat import draw_heat, heat_height
-from torchzero_clip.recorder.panels import draw_bars, draw_norm_panel, draw_series_row, draw_thin_panels, thin_panels
+from torchzero_clip.recorder.panels import draw_norm_panel, draw_series_row, draw_thin_panels, thin_panels
 from torchzero_clip.recorder.places import not_a_record
 from torchzero_clip.recorder.series import Series
 
 MOST_GROUPS = 6
 
 
-def draw_record(record: Data, path: Any) -> Any:
-    """Draw the norms, the layers and how often each norm was seen in one figure; save it if there is a path."""
-    events, tiles = Events.of(record), Tiles.of(record)
+def draw_record(record: Data, path: Any = None, events: Events | None = None) -> Any:
+    """Draw the norms, the loss if it is known, and the layers by step; save the figure if there is a path.
+
+    ``events`` are those of the record, if the caller already has them.
+    """
+    events, tiles = events or Events.of(record), Tiles.of(record)
     thin = thin_panels(record, events)
-    heights = [3.2, *[0.8] * len(thin), heat_height(tiles), 2.4]
+    heights = [3.2, *[0.8] * len(thin), heat_height(tiles)]
     figure = _figure(sum(heights) + 0.8)
-    norms, *others, heat, bars = figure.subplots(len(heights), 1, height_ratios=heights)
+    norms, *others, heat = figure.subplots(len(heights), 1, height_ratios=heights)
     draw_norm_panel(norms, events)
     draw_thin_panels(others, thin, events)
     draw_heat(figure, heat, tiles, events)
     for axes in (norms, *others):
         axes.tick_params(labelbottom=False)
-    draw_bars(bars, events)
     _legend(figure, [norms])
     return _saved(figure, path)
-
-
-def draw_norms(record: Data, events: Events, suggested: float | None = None) -> Any:
-    """The joint norms by step, with limits, spikes, clipped and skipped steps, and the loss if it is known."""
-    thin = thin_panels(record, events)
-    heights = [3.2, *[0.8] * len(thin)]
-    figure = _figure(sum(heights) + 0.9)
-    norms, *others = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    draw_norm_panel(norms, events, suggested)
-    draw_thin_panels(others, thin, events)
-    (others[-1] if others else norms).set_xlabel("step")
-    _legend(figure, [norms])
-    return figure
-
-
-def draw_layers(record: Data, events: Events) -> Any:
-    """The norms of the layers relative to their medians over the run, by step."""
-    tiles = Tiles.of(record)
-    figure = _figure(heat_height(tiles) + 0.2)
-    draw_heat(figure, figure.subplots(), tiles, events)
-    return figure
-
-
-def draw_histogram(events: Events, suggested: float | None = None) -> Any:
-    """How often each joint norm was seen, with the limit."""
-    figure = _figure(3.0)
-    draw_bars(figure.subplots(), events, suggested)
-    return figure
 
 
 def draw_series(series: Mapping[str, Series], limits: Mapping[str, float], path: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The panels that show norms by step, and how often each norm was seen."""
+"""The panels that show norms by step, and the norms that a limit is found from."""
 
 import math
 from collections.abc import Mapping
@@ -28,7 +28,6 @@ FEW = 60
 NEAR = 0.14  # labels of marks that are closer, as a share of the panel, would overlap
 LOST_AT = 0.95  # where in the panel norms that are not finite are marked
 LIMIT: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1.2}
-SUGGESTED: dict[str, Any] = {"color": "tab:green", "linestyle": "-.", "linewidth": 1.5}
 SPIKE: dict[str, Any] = {"color": "tab:red", "marker": "^", "markersize": 8, "fillstyle": "none", "linestyle": "none"}
 SKIPPED: dict[str, Any] = {"color": "black", "marker": "x", "markersize": 6, "linestyle": "none"}
 SIGN: dict[str, Any] = {"color": "tab:brown", "marker": "D", "markersize": 6, "fillstyle": "none", "linestyle": "none"}
@@ -36,7 +35,7 @@ LOST: dict[str, Any] = {"color": "tab:purple", "marker": "v", "markersize": 7, "
 CLIPPED: dict[str, Any] = {"color": "tab:orange", "marker": "o", "markersize": 2.5, "linestyle": "none"}
 
 
-def draw_norm_panel(axes: Any, events: Events, suggested: float | None = None) -> None:
+def draw_norm_panel(axes: Any, events: Events) -> None:
     """Draw the joint norms by step, the limits, spikes, and clipped and skipped steps."""
     axes.set_yscale("log")
     axes.set_ylabel("norm of all gradients")
@@ -47,8 +46,6 @@ def draw_norm_panel(axes: Any, events: Events, suggested: float | None = None) -
         say(axes, "all norms are 0, inf or NaN, or missing")
     _clipped(axes, events)
     _limits(axes, events)
-    if suggested is not None:
-        axes.axhline(as_drawn(suggested), label=f"suggested: {number(suggested)}", **SUGGESTED)
     _marks(axes, events)
     _labels(axes, events)
 
@@ -167,34 +164,6 @@ def draw_thin_panels(rows: list[Any], panels: Mapping[str, Tensor], events: Even
             starts = [*(events.steps[::size] - 0.5).tolist(), float(events.steps[-1]) + 0.5]
             axes.stairs(in_columns(values, size, means).tolist(), starts, fill=True, color="tab:orange")
             axes.set_ylim(0, 105)
-
-
-def draw_bars(axes: Any, events: Events, suggested: float | None = None) -> None:
-    """Draw how often each norm was seen."""
-    axes.set_xlabel("norm of all gradients")
-    axes.set_ylabel("how many steps")
-    norms = events.norm[events.norm.isfinite()]
-    if not len(norms):
-        say(axes, "all norms are 0, inf or NaN, or missing")
-        return
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    bars = Bars.of(norms)
-    set_log_ticks(axes.xaxis, bars.edges[0], bars.edges[-1])
-    lefts, widths = bars.edges[:-1], [b - a for a, b in zip(bars.edges[:-1], bars.edges[1:], strict=True)]
-    axes.bar(lefts, bars.counts, widths, align="edge", color="tab:blue", alpha=0.6, label="steps")
-    axes.set_ylim(0.7, max(bars.counts) * 2)
-    if math.isfinite(events.limit):
-        share = 100 * float((norms > events.limit).double().mean())
-        about = "limit" if events.has_one_limit else "median limit"
-        axes.axvline(events.limit, label=f"{about}: {number(events.limit)}, {share:.3g}% above", **LIMIT)
-    if suggested is not None:
-        share = 100 * float((norms > suggested).double().mean())
-        axes.axvline(as_drawn(suggested), label=f"suggested: {number(suggested)}, {share:.3g}% above", **SUGGESTED)
-    spikes = events.norm[events.spikes & events.norm.isfinite()].tolist()
-    if spikes:
-        axes.plot(spikes, [0.05] * len(spikes), transform=axes.get_xaxis_transform(), label="spikes", **SPIKE)
-    axes.legend(loc="upper right", fontsize="small")
 
 
 def draw_series_row(axes: Any, side: Any, series: Series, limit: float) -> int:

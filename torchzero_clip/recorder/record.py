@@ -132,7 +132,7 @@ class Readable(ABC):
             run.log(numbers, step=step)
 
     def plot(self, path: Place | None = None) -> Any:
-        """Draw the norms with limits and spikes, the layers by steps, and how often each norm was seen.
+        """Draw the norms with limits and spikes, and the layers by steps.
 
         Args:
             path: Where to save the picture, for example ``"norms.png"``. None if it should not be saved.

@@ -28,6 +28,7 @@ from torchzero_clip.recorder.reading import read_record
 from torchzero_clip.recorder.record import Readable, Record
 from torchzero_clip.recorder.run import Run, take_over
 from torchzero_clip.recorder.suggestion import Scope, Suggestion, suggested
+from torchzero_clip.recorder.tape import Tape
 
 
 class Recorder(Readable):
@@ -172,14 +173,8 @@ class Recorder(Readable):
     @override
     def record(self) -> Record:
         """Return the steps that are kept, on the CPU. The call waits for the device once."""
-        found = self._run.record()
-        if found is None:
-            layers, norms = self._layout().joined(
-                torch.zeros(0, len(self._layout().names), dtype=torch.float64, device="cpu"), self._run.by
-            )
-            none = torch.zeros(0, dtype=torch.float64, device="cpu")
-            return Record([], [], none, none, {}, layers, [], norms)
-        return found
+        empty = Tape(1, self._layout(), torch.device("cpu"))
+        return self._run.record() or empty.record(self._run.by)
 
     def _layout(self) -> Layout:
         return Layout.of(self.optimizer.param_groups, self._run.model, self._run.names)
@@ -236,10 +231,7 @@ class Recorder(Readable):
             OSError: If the file cannot be written. The recorder still has the last ``keep`` steps, and the next call
                 tries again.
         """
-        if warn:
-            self._run.try_flush()
-        else:
-            self._run.flush()
+        self._run.flush(warn=warn)
 
     def log_to(self, log: Callable[[int, dict[str, float]], object]) -> None:
         """Send one point to a function whenever steps are written. It has no effect if ``log=`` was given.

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torchzero_clip.recorder import words
 from torchzero_clip.recorder.binning import Events
-from torchzero_clip.recorder.figures import draw_histogram, draw_layers, draw_norms, png_of
+from torchzero_clip.recorder.figures import draw_record, png_of
 from torchzero_clip.recorder.numbers import median_of
 from torchzero_clip.recorder.page import code, page, paragraph, picture, section
 from torchzero_clip.recorder.places import Place, not_a_record
@@ -64,17 +64,14 @@ class _Report:
             self._suggestion = record.suggest_max_norm()
         except ValueError as error:
             self._doubt = str(error)
-        self._suggested = self._suggestion.limits["joint"] if self._suggestion is not None else None
 
     def page(self) -> str:
         parts = [
             ("limit", "Suggested limit", self._limit()),
-            ("norms", "Norms by step", self._norm_picture()),
+            ("norms", "Norms and layers by step", self._picture()),
             ("steps", "Worst steps", self._worst.step_table()),
             ("step-layers", "Layers in the worst steps", self._worst.layer_table()),
             ("signs", "Early signs", sign_table(self._record)),
-            ("layers", "Layers by step", self._layer_picture()),
-            ("histogram", "How often each norm was seen", self._histogram()),
             ("ratios", "Updates relative to parameters", ratio_table(self._record)),
             ("guide", "How to read this page", _guide()),
         ]
@@ -116,46 +113,29 @@ class _Report:
         return " ".join(text)
 
     def _limit(self) -> list[str]:
-        if self._suggestion is None or self._suggested is None:
+        if self._suggestion is None:
             return [paragraph(f"There is no suggestion: {self._doubt}.")]
+        limit = self._suggestion.limits["joint"]
         sentences = [paragraph(line) for line in str(self._suggestion).split("\n")]
         lines = (
             "# in a chain of torchzero_clip:",
-            f'ClipNorm({self._suggested:.4g}, dim="global")',
+            f'ClipNorm({limit:.4g}, dim="global")',
             "# in any other training loop:",
-            f"torch.nn.utils.clip_grad_norm_(model.parameters(), {self._suggested:.4g})",
+            f"torch.nn.utils.clip_grad_norm_(model.parameters(), {limit:.4g})",
         )
-        return [*sentences, code("\n".join(lines))]
+        alt = f"The {words.counted(len(self._norms), 'norm')} in the order of steps, and how often each was seen"
+        caption = "The norms that the limit is found from, and how often each was seen. The axes are logarithmic."
+        return [*sentences, code("\n".join(lines)), picture(png_of(self._suggestion.plot()), alt, caption)]
 
-    def _norm_picture(self) -> list[str]:
+    def _picture(self) -> list[str]:
         shown = ", ".join(f"{step:,}" for step in self._worst.steps[:6]) or "none"
         alt = f"Line of the joint norm over {words.counted(len(self._record.steps), 'step')}. Worst steps: {shown}."
         caption = (
-            "The joint norm of all gradients before the first transform. The panels below show the share that was "
-            "clipped and the loss, if they are known."
+            "The joint norm of all gradients before the first transform, and the share that was clipped and the loss, "
+            "if they are known. Below, each row is a layer, and each column is one or more steps. The color shows the "
+            "largest norm in these steps divided by the median norm of the layer over the run."
         )
-        return [picture(png_of(draw_norms(self._record, self._events, self._suggested)), alt, caption)]
-
-    def _layer_picture(self) -> list[str]:
-        record = self._record
-        if not record.layers or not (record.blocks or record.layer_steps):
-            return []
-        alt = f"Heat map of the norms of {words.counted(len(record.layers), 'layer')} by step"
-        caption = (
-            "Each row is a layer. Each column is one or more steps. The color shows the largest norm in these steps "
-            "divided by the median norm of the layer over the run. Long names are shortened."
-        )
-        return [picture(png_of(draw_layers(record, self._events)), alt, caption)]
-
-    def _histogram(self) -> list[str]:
-        if not len(self._norms):
-            return []
-        alt = f"Histogram of {words.counted(len(self._norms), 'norm')}"
-        caption = (
-            "Both axes are logarithmic, so single spikes are visible beside thousands of usual steps. The shares above "
-            "a limit count all steps, including those that the suggestion leaves out."
-        )
-        return [picture(png_of(draw_histogram(self._events, self._suggested)), alt, caption)]
+        return [picture(png_of(draw_record(self._record, events=self._events)), alt, caption)]
 
 
 def _guide() -> list[str]:
