@@ -64,7 +64,6 @@ def test_the_spike_the_limit_and_skipped_steps_are_named():
     norms, shares, *_ = figure.axes
     assert labels(norms) == [
         "norm",
-        f"clipped: {int(clipped.nansum())} steps",
         "limit: 1.05",
         "spikes: 1",
         "skipped: 1 steps",

@@ -47,11 +47,7 @@ class FirstProcess:
 class Log:
     """Appends the steps of one run to a file.
 
-    Args:
-        path: The file.
-        by: What a layer is.
-        most: At most so many steps are written at once.
-        keep: So many of the last steps can be read again.
+    At most ``most`` steps are written at once, and the last ``keep`` steps can be read again.
     """
 
     def __init__(self, path: Path, by: By, most: int, keep: int) -> None:

@@ -17,11 +17,7 @@ SECONDS = 30.0
 class Output:
     """Knows which steps are in the file. Only the first process of a group writes and sends.
 
-    Args:
-        log: The file; None for none.
-        live: The logger; None for none.
-        every: At most so many steps are not in the file.
-        keep: So many of the last steps can be read again.
+    At most ``every`` steps are not in the file, and the last ``keep`` steps can be read again.
     """
 
     def __init__(self, log: Log | None, live: Live | None, every: int, keep: int) -> None:
@@ -43,13 +39,7 @@ class Output:
         self._warned = False
 
     def begin_anew(self, step: int, waiting: int, parent: str | None) -> None:
-        """Begin a run at a step, which resumes another run.
-
-        Args:
-            step: The number of the next step.
-            waiting: How many steps before it are kept. They are written again.
-            parent: The id of the other run.
-        """
+        """Begin a run at a step, which resumes another run. So many steps before it are written again."""
         self.waiting, self._count = waiting, 0
         self.older.clear()
         self.late.clear()
@@ -85,7 +75,7 @@ class Output:
         """Write and send the steps that wait.
 
         Args:
-            kept: Returns the last so many steps, as far as they are kept.
+            kept: Returns the last steps, as many as it is asked for, or fewer if fewer are kept.
             warn: If the file cannot be written, warn once instead of raising an error. The next flush tries again.
             is_end: No more steps with these layers follow.
         """

@@ -32,7 +32,6 @@ SPIKE: dict[str, Any] = {"color": "tab:red", "marker": "^", "markersize": 8, "fi
 SKIPPED: dict[str, Any] = {"color": "black", "marker": "x", "markersize": 6, "linestyle": "none"}
 SIGN: dict[str, Any] = {"color": "tab:brown", "marker": "D", "markersize": 6, "fillstyle": "none", "linestyle": "none"}
 LOST: dict[str, Any] = {"color": "tab:purple", "marker": "v", "markersize": 7, "linestyle": "none"}
-CLIPPED: dict[str, Any] = {"color": "tab:orange", "marker": "o", "markersize": 2.5, "linestyle": "none"}
 
 
 def draw_norm_panel(axes: Any, events: Events) -> None:
@@ -44,20 +43,9 @@ def draw_norm_panel(axes: Any, events: Events) -> None:
         _curve(axes, events.steps, events.norm, "steps")
     if not bool(events.norm.isfinite().any()):
         say(axes, "all norms are 0, inf or NaN, or missing")
-    _clipped(axes, events)
     _limits(axes, events)
     _marks(axes, events)
     _labels(axes, events)
-
-
-def _clipped(axes: Any, events: Events) -> None:
-    """The largest clipped norm of each column."""
-    clipped = (events.clipped > 0) & events.norm.isfinite()
-    if bool(clipped.any()):
-        size = column_size(len(events.steps))
-        heights = in_columns(torch.where(clipped, events.norm, torch.nan), size, largest)
-        label = f"clipped: {int(clipped.sum()):,} steps"
-        axes.plot(in_columns(events.steps, size, means).tolist(), heights.tolist(), label=label, **CLIPPED)
 
 
 def _limits(axes: Any, events: Events) -> None:

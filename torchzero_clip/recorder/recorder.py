@@ -16,7 +16,6 @@ from torchzero_clip.engine.reported_loss import ReportedLoss
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrapped import unwrap
 from torchzero_clip.recorder.data import Layers, step_number
-from torchzero_clip.recorder.early_signs import EarlySign
 from torchzero_clip.recorder.files import check
 from torchzero_clip.recorder.hooks import Hooks
 from torchzero_clip.recorder.layout import By, Layout
@@ -179,8 +178,8 @@ class Recorder(Readable):
     def _layout(self) -> Layout:
         return Layout.of(self.optimizer.param_groups, self._run.model, self._run.names)
 
+    @override
     def _whole(self) -> Record:
-        """The record with the steps that are only in the file."""
         kept, log = self.record(), self._log
         if log is None or not kept.steps or not kept.steps[0] or not self._run.output.is_writer:
             return kept
@@ -197,20 +196,12 @@ class Recorder(Readable):
         return (kept if step in kept.steps else self._whole()).worst(step, top)
 
     @override
-    def spikes(self) -> list[int]:
-        return self._whole().spikes()
-
-    @override
-    def early_signs(self) -> list[EarlySign]:
-        return self._whole().early_signs()
-
-    @override
     def suggest_max_norm(self, share_clipped: float = 0.01, scope: Scope = "joint") -> Suggestion:
         one_of("scope", scope, get_args(Scope))
         self._run.finish()
         tape = self._run.tape
         if scope == "joint" or tape is None:
-            return self._whole().suggest_max_norm(share_clipped)
+            return super().suggest_max_norm(share_clipped)
         norms, layout = tape.norms(), tape.layout
         if scope == "parameter":
             return suggested({"parameter": norms.flatten()}, share_clipped, scope)

@@ -37,12 +37,7 @@ FAILED = "error"
 class Run(Listener):
     """Writes each step on a `Tape`, and lets an `Output` write the tape to a file. It does not know the optimizer.
 
-    Args:
-        by: What the norms are joined into.
-        keep: How many steps are kept.
-        ratios_every: The norms of parameters and updates are taken once in so many steps; 0 for never.
-        model: Gives names to parameters that have none.
-        output: The file and the logger.
+    The arguments are those of `Recorder`, and the file with the logger.
     """
 
     def __init__(self, by: By, keep: int, ratios_every: int, model: nn.Module | None, output: Output) -> None:

@@ -22,12 +22,7 @@ REASONS = {
 
 
 class Worst:
-    """The spikes and skipped steps of a record, the worst first, and their layers.
-
-    Args:
-        record: What was recorded.
-        events: What happened in its steps.
-    """
+    """The spikes and skipped steps of a record, the worst first, and their layers."""
 
     def __init__(self, record: Data, events: Events) -> None:
         self._record = record
