@@ -101,13 +101,7 @@ def column_size(count: int) -> int:
 
 
 def in_columns(values: Tensor, size: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """One number for each ``size`` values, from those that are not NaN; NaN if all are NaN.
-
-    Args:
-        values: A vector.
-        size: How many values are reduced to one number.
-        reduce: Reduces each row of a matrix, which may contain NaN, to one number, as `medians` and `largest` do.
-    """
+    """One number for each ``size`` values, from those that are not NaN; NaN if all are NaN."""
     missing = -len(values) % size
     return reduce(torch.cat([values, values.new_full((missing,), torch.nan)]).view(-1, size))
 

@@ -142,9 +142,7 @@ class Log:
 def _in_whole(seen: list[tuple[int, float, bool]], series: int) -> set[int]:
     """The steps whose layers are written: spikes and refused steps; of several in a row, only the first `IN_A_ROW`.
 
-    Args:
-        seen: The steps, as in `Log`.
-        series: How many such steps came directly before.
+    ``series`` is how many such steps came directly before.
     """
     norms = torch.tensor([norm for _, norm, _ in seen], dtype=torch.float64, device="cpu")
     found = set[int]()

@@ -288,12 +288,7 @@ class Recorder(Readable):
 
 
 def attached(recorder: Recorder | Callable[[Any], Recorder], optimizer: Any, model: nn.Module) -> Recorder:
-    """Return the recorder of an optimizer.
-
-    Args:
-        recorder: The recorder, or a function that makes one for an optimizer.
-        optimizer: The optimizer, which a trainer may have wrapped.
-        model: Gives names to the parameters, unless the recorder has a model.
+    """Return the recorder of an optimizer, which a trainer may have wrapped; the model gives names to parameters.
 
     Raises:
         ValueError: If the recorder is closed, or records another optimizer.
@@ -311,13 +306,7 @@ def attached(recorder: Recorder | Callable[[Any], Recorder], optimizer: Any, mod
 
 
 def resumed(recorder: Recorder, saved: Path | Mapping[str, Any] | None, step: int) -> None:
-    """Continue the record of a training that a trainer resumes.
-
-    Args:
-        recorder: The recorder.
-        saved: Its state, or the file with its state; None if there is none.
-        step: The number of the next step. The record continues from it if the state cannot be read.
-    """
+    """Continue the record of a training that a trainer resumes, at the next step if its state cannot be read."""
     if saved is not None:
         try:
             recorder.load_state_dict(torch.load(saved, weights_only=True) if isinstance(saved, Path) else saved)
