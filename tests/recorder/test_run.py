@@ -1,7 +1,9 @@
 """When steps are written, what a resume keeps, losses that come late, names, and the first step that is not finite."""
 
+import copy
 import itertools
 import os
+import pickle
 import time
 
 import pytest
@@ -10,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from torchzero_clip import SGD, Adam, ClipNorm, Modular, Recorder, SkipStep, read_record
+from torchzero_clip.recorder.tape import Tape
 
 KINDS = {
     "modular": lambda params: Modular(params, ClipNorm(1.0), Adam(0.1)),
@@ -379,3 +382,153 @@ def test_steps_that_could_not_be_written_before_a_group_was_added_are_written_la
     assert record.steps == list(range(40))
     assert record.layers == ["a", "b", "c"]
     assert record.loss[25] == 4.0
+
+
+class Scaled(torch.optim.SGD):
+    """An optimizer that changes the gradients before the step of its base class."""
+
+    fails = ""
+
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        for param in self.param_groups[0]["params"]:
+            param.grad *= 10
+        if self.fails == "before":
+            raise ZeroDivisionError
+        super().step()
+        if self.fails == "after":
+            raise ZeroDivisionError
+        return loss
+
+
+def scaled(**given):
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # torch hooks the step of a class when it makes the first object
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = Scaled([param], 0.1)
+    return param, optimizer, Recorder(optimizer, **given)
+
+
+def closure_of(param, size):
+    def closure():
+        param.grad = torch.full((1,), size)
+        return torch.tensor(size)
+
+    return closure
+
+
+@pytest.mark.parametrize("has_closure", [True, False])
+def test_a_subclass_that_changes_gradients_takes_one_step(has_closure):
+    param, optimizer, recorder = scaled()
+    steps = [(1.0, ""), (2.0, "before"), (3.0, "after"), (4.0, "")]
+    for size, optimizer.fails in steps:
+        closure = closure_of(param, size)
+        given = [closure] if has_closure else []
+        if not has_closure:
+            closure()
+        if optimizer.fails:
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step(*given)
+        else:
+            optimizer.step(*given)
+    record = recorder.record()
+    assert record.norm.tolist() == [1, 2, 3, 4]
+    assert record.reasons == ["", "error", "error", ""]
+
+
+def test_an_optimizer_that_steps_another_one_records_each():
+    param, inner, recorder = scaled()
+    others = nn.Parameter(torch.zeros(1))
+
+    class Outer(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step()
+            inner.step()
+
+    outer = Outer([others], 0.1)
+    of_outer = Recorder(outer)
+    for size in (1.0, 2.0):
+        param.grad, others.grad = torch.full((1,), size), torch.full((1,), size)
+        outer.step()
+    assert recorder.record().norm.tolist() == of_outer.record().norm.tolist() == [1, 2]
+
+
+def test_a_failed_step_counts_at_once():
+    param, optimizer, recorder = scaled()
+    optimizer.fails = "after"
+    for step in range(2):
+        closure_of(param, 2.0)()
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+        assert recorder.step == step + 1
+        recorder.report_loss(step, step=recorder.step - 1)
+    assert recorder.record().loss.tolist() == [0, 1]
+
+
+def test_reading_within_a_step_does_not_end_it():
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.LBFGS([param], max_iter=3, tolerance_grad=0, tolerance_change=0)
+    recorder, seen = Recorder(optimizer), []
+
+    def closure():
+        seen.append(recorder.step)
+        return closure_of(param, 1.0)()
+
+    optimizer.step(closure)
+    assert len(seen) > 1
+    assert set(seen) == {0}
+    assert recorder.record().reasons == [""]
+
+
+@pytest.mark.filterwarnings("ignore:.*layers are inf or NaN")
+def test_gradients_that_are_inference_tensors_are_recorded():
+    for given in ((), (lambda: None,)):
+        param = nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.SGD([param], 0.1)
+        recorder = Recorder(optimizer, ratios_every=1)
+        for size in (1.0, 2.0, torch.inf):
+            with torch.inference_mode():
+                param.grad = torch.full((2,), size)
+            optimizer.step(*given)
+        with torch.inference_mode():
+            param.grad = torch.full((2,), 3.0)
+            optimizer.step(*given)
+        param.grad = torch.full((2,), 4.0)
+        optimizer.step(*given)
+        assert (recorder.record().norm / 2**0.5).tolist() == pytest.approx([1, 2, torch.inf, 3, 4])
+        assert recorder.record().reasons == [""] * 5
+
+
+@pytest.mark.parametrize("kind", ["modular", "torch"])
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda recorder: pickle.loads(pickle.dumps(recorder))])
+def test_a_copy_keeps_what_was_recorded_and_records_no_more(kind, way, tmp_path):
+    path = tmp_path / "run.jsonl"
+    optimizer, recorder = made(kind, path=path, keep=20)
+    train(optimizer, 35)
+    size = path.stat().st_size
+    other = way(recorder)
+    assert other.is_closed
+    assert torch.equal(other.record().norm, recorder.record().norm)
+    train(other.optimizer, 2)
+    other.flush()
+    other.close()
+    assert path.stat().st_size == size
+    assert other.step == recorder.step
+    assert not recorder.is_closed
+    train(optimizer, 5, start=recorder.step)
+    recorder.close()
+    assert in_file(path)[-1] == recorder.step - 1
+
+
+def test_a_flush_reads_the_steps_once(tmp_path, monkeypatch):
+    sent = []
+    optimizer, recorder = made(path=tmp_path / "run.jsonl", log=lambda step, values: sent.append(step))
+    train(optimizer, 9)
+    reads, read = [], Tape._read
+    monkeypatch.setattr(Tape, "_read", lambda tape, last: reads.append(last) or read(tape, last))
+    train(optimizer, 1, start=9)
+    assert len(reads) == 1
+    train(optimizer, 100, start=10)
+    assert len(reads) == 2
+    recorder.close()
+    assert in_file(tmp_path / "run.jsonl") == list(range(110))
+    assert sent == list(range(9, 110, 10))

@@ -11,7 +11,7 @@ from recorder.records import made
 
 from torchzero_clip import Chain, ClipNorm, Modular, Recorder, read_record
 from torchzero_clip.recorder.numbers import effective_count, joined_norms, median_of, medians, quantile, share_range
-from torchzero_clip.recorder.series import two_levels
+from torchzero_clip.recorder.series import levels
 from torchzero_clip.recorder.suggestion import Series, suggested
 
 
@@ -166,8 +166,8 @@ UNIMODAL = {
 @pytest.mark.parametrize("name", UNIMODAL)
 def test_norms_of_one_level_do_not_have_two(name):
     torch.manual_seed(0)
-    found = [two_levels(UNIMODAL[name](n).double()) for n in (100, 300, 1000) for _ in range(30)]
-    assert found == [None] * 90
+    found = [levels(UNIMODAL[name](n).double()) for n in (100, 300, 1000) for _ in range(30)]
+    assert found == [[]] * 90
 
 
 @pytest.mark.parametrize("name", ["lognormal", "wide lognormal", "gamma", "t"])
@@ -179,11 +179,26 @@ def test_noise_is_hardly_ever_a_trend(name):
 
 def test_two_levels_by_hand():
     norms = torch.tensor([1.0, 2.0, 3.0] * 30 + [40.0, 50.0, 60.0] * 10).double()
-    low, high, share = two_levels(norms)
-    assert (round(low, 9), round(high, 9), share) == (2, 50, 0.25)
-    assert two_levels(torch.tensor([1.0, 2.0, 3.0] * 39 + [40.0, 50.0, 60.0] * 2).double()) is None  # 4.9%
-    assert two_levels(torch.tensor([1.0] * 50 + [1.99] * 50).double()) is None
-    assert two_levels(torch.tensor([1.0] * 50 + [2.01] * 50).double()) is not None
+    assert levels(norms) == [(pytest.approx(2), 0.75), (pytest.approx(50), 0.25)]
+    assert levels(torch.tensor([1.0, 2.0, 3.0] * 39 + [40.0, 50.0, 60.0] * 2).double()) == []  # 4.9%
+    assert levels(torch.tensor([1.0] * 50 + [1.99] * 50).double()) == []
+    assert len(levels(torch.tensor([1.0] * 50 + [2.01] * 50).double())) == 2
+
+
+@pytest.mark.parametrize("count", [100, 300, 1000])
+@pytest.mark.parametrize("at", [(1.0, 3.0, 9.0), (1.0, 10.0, 100.0), (1.0, 3.0, 9.0, 27.0)])
+def test_three_and_four_levels_are_found(at, count):
+    torch.manual_seed(0)
+    for _ in range(10):
+        norms = torch.tensor(at, dtype=torch.float64)[torch.arange(count) % len(at)] * torch.randn(count).mul(0.1).exp()
+        assert levels(norms) == [(pytest.approx(x, rel=0.2), pytest.approx(1 / len(at), abs=0.01)) for x in at]
+    assert suggest(norms, 0.1).confidence == "low"
+
+
+def test_two_levels_that_overlap_are_found_in_most_series():
+    torch.manual_seed(0)
+    found = [levels(torch.randn(300).mul(0.5).exp().double() * 10 ** (torch.rand(300) < 0.5)) for _ in range(50)]
+    assert sum(len(of_series) == 2 for of_series in found) > 35
 
 
 @settings(max_examples=30)

@@ -5,8 +5,6 @@ from typing import Any
 
 from torchzero_clip.recorder.binning import Events
 
-WIDE = 9.0  # inches
-
 
 def module(name: str) -> Any:
     try:
@@ -29,14 +27,12 @@ def printable(name: str, most: int) -> str:
     return short if len(short) <= most else f"{short[: most // 4]}…{short[most // 4 + 1 - most :]}"
 
 
-def set_steps(axes: Any, events: Events, width: float) -> None:
-    """Set the axis of steps, with as many numbers as fit."""
-    last = float(events.steps[-1]) if len(events.steps) else 0.0
+def set_steps(axes: Any, events: Events) -> None:
+    """Set the axis of steps."""
     if len(events.steps):
-        axes.set_xlim(float(events.steps[0]) - 0.5, last + 0.5)
+        axes.set_xlim(float(events.steps[0]) - 0.5, float(events.steps[-1]) + 0.5)
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    most = max(2, int(8 * width / len(f"{last:,.0f}xx")))
-    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1, nbins=most)
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1, nbins=8)
 
 
 def set_log_ticks(axis: Any, low: float, high: float) -> None:

@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from itertools import zip_longest
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,9 +11,8 @@ from torchzero_clip.recorder.data import Data
 from torchzero_clip.recorder.numbers import median_of
 
 MOST_COLUMNS = 1000
-TILES_PER_INCH = 28
+MOST_TILES = 252
 MOST_NAMES = 25
-SAMPLE = 2000  # rows from which the median norm of a layer is found
 HUGE = 1e30  # stands for larger norms in pictures: matplotlib's margins overflow near the largest float
 
 
@@ -24,7 +22,7 @@ class Events:
 
     Args:
         steps: The numbers of the steps.
-        norm: The joint norms; NaN for those that are not finite or not above 0.
+        norm: The joint norms that matplotlib can draw; NaN for those that are not finite or not above 0.
         clipped: The share that was clipped; NaN if it is unknown.
         limits: The limit of each step; NaN if it is unknown.
         spikes: True for a spike or a norm that is not finite.
@@ -47,20 +45,15 @@ class Events:
         def marked(steps: set[int]) -> Tensor:
             return torch.tensor([step in steps for step in record.steps], dtype=torch.bool, device="cpu")
 
-        norm = torch.where(record.norm.isfinite() & (record.norm > 0), record.norm, torch.nan)
         return cls(
             torch.tensor(record.steps, dtype=torch.float64, device="cpu"),
-            norm,
+            _drawn(record.norm),
             record.share_clipped,
-            _above_zero(record.limits()),
+            _drawn(record.limits()),
             marked(record.norm_spikes()),
             marked({sign.step for sign in record.early_signs()}),
             torch.tensor([bool(reason) for reason in record.reasons], dtype=torch.bool, device="cpu"),
         )
-
-    def drawn(self) -> "Events":
-        """The events with norms and limits that matplotlib can draw."""
-        return replace(self, norm=self.norm.clamp(1 / HUGE, HUGE), limits=self.limits.clamp(1 / HUGE, HUGE))
 
     @property
     def limit(self) -> float:
@@ -92,15 +85,9 @@ class Events:
         norms: list[float] = self.norm.tolist()
         return lost, sorted(high, key=lambda row: -norms[row])
 
-    def marked(self, most: int) -> list[int]:
-        """The rows of the worst steps; rows without a finite norm alternate with rows with a large norm."""
-        lost, high = self.worst()
-        pairs = zip_longest(list(lost)[:most], high[:most])
-        return [row for pair in pairs for row in pair if row is not None][:most]
 
-
-def _above_zero(values: Tensor) -> Tensor:
-    return torch.where(values > 0, values, torch.nan)
+def _drawn(norms: Tensor) -> Tensor:
+    return torch.where(norms.isfinite() & (norms > 0), norms.clamp(1 / HUGE, HUGE), torch.nan)
 
 
 def as_drawn(value: float) -> float:
@@ -108,19 +95,13 @@ def as_drawn(value: float) -> float:
     return min(max(value, 1 / HUGE), HUGE)
 
 
-def column_size(count: int, most: int = MOST_COLUMNS) -> int:
+def column_size(count: int) -> int:
     """How many rows are in one column; 1 if there are at most twice as many rows as columns."""
-    return 1 if count <= 2 * most else math.ceil(count / most)
+    return 1 if count <= 2 * MOST_COLUMNS else math.ceil(count / MOST_COLUMNS)
 
 
 def in_columns(values: Tensor, size: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """One number for each ``size`` values, from those that are not NaN; NaN if all are NaN.
-
-    Args:
-        values: A vector.
-        size: How many values are reduced to one number.
-        reduce: Reduces each row of a matrix, which may contain NaN, to one number, as `medians` and `largest` do.
-    """
+    """One number for each ``size`` values, from those that are not NaN; NaN if all are NaN."""
     missing = -len(values) % size
     return reduce(torch.cat([values, values.new_full((missing,), torch.nan)]).view(-1, size))
 
@@ -177,9 +158,9 @@ class Tiles:
     ratios: Tensor
 
     @classmethod
-    def of(cls, record: Data, most: int = MOST_NAMES, *, width: float = 9.0) -> "Tiles":
+    def of(cls, record: Data, most: int = MOST_NAMES) -> "Tiles":
         """Take first the layers with norms that are not finite, then those with the largest ratios."""
-        edges, highest = _spans(record, int(width * TILES_PER_INCH))
+        edges, highest = _spans(record)
         ratios = relative(highest, median_norms(record)).T
         if not ratios.numel():
             return cls([], len(record.layers), [], ratios)
@@ -202,11 +183,10 @@ def median_norms(record: Data) -> Tensor:
     rows = torch.stack([block.median for block in record.blocks]) if record.blocks else record.layer_norms
     if not rows.numel():
         return torch.full((len(record.layers),), torch.nan, dtype=torch.float64, device="cpu")
-    rows = rows[:: column_size(len(rows), SAMPLE)]
     return torch.where(rows.isfinite() & (rows > 0), rows, torch.nan).nanmedian(dim=0).values
 
 
-def _spans(record: Data, most: int) -> tuple[list[float], Tensor]:
+def _spans(record: Data) -> tuple[list[float], Tensor]:
     """The edges of the columns, and the largest norm of each layer in each column."""
     if record.blocks:
         blocks = sorted(record.blocks, key=lambda block: block.first)
@@ -215,7 +195,7 @@ def _spans(record: Data, most: int) -> tuple[list[float], Tensor]:
     else:
         spans = [(step, step) for step in record.layer_steps]
         rows = record.layer_norms
-    size = max(1, math.ceil(len(spans) / most))
+    size = max(1, math.ceil(len(spans) / MOST_TILES))
     gap = (spans[-1][1] - spans[0][0]) / 100 if spans else 0
     edges: list[float] = []
     columns: list[Tensor] = []

@@ -257,13 +257,7 @@ class Data:
 
 
 def widened(values: Tensor, layers: Sequence[str], places: Mapping[str, int]) -> Tensor:
-    """Rows of norms of some layers, as rows of norms of more layers; -1 for the others.
-
-    Args:
-        values: The rows.
-        layers: The layers that they have.
-        places: The places of all layers.
-    """
+    """Rows of norms of some layers, as rows of norms of all layers, at their places; -1 for the others."""
     result = values.new_full((*values.shape[:-1], len(places)), -1.0)
     result[..., [places[name] for name in layers]] = values
     return result

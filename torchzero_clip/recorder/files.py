@@ -43,15 +43,7 @@ Row = dict[str, Any]
 
 
 def header(name: str, parent: str | None, start: int, by: str, record: Record) -> Row:
-    """The line before the steps of a run, or before steps with other layers than those before.
-
-    Args:
-        name: The id of the run.
-        parent: The id of the run that it resumes from step ``start`` on; None if there is none.
-        start: The first step.
-        by: What a layer is.
-        record: The steps.
-    """
+    """The line before the steps of a run, or before steps with other layers than those before."""
     own = {"version": VERSION, "id": name, "parent": parent, "start": start}
     return {"kind": "run", **own, "by": by, "joint": list(record.joint), "layers": list(record.layers)}
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from torchzero_clip.recorder.axes import WIDE, module, printable, say, set_steps
+from torchzero_clip.recorder.axes import module, printable, say, set_steps
 from torchzero_clip.recorder.binning import Events, Tiles
 
 
@@ -13,26 +13,25 @@ def heat_height(tiles: Tiles) -> float:
     return 1.5 + 0.17 * len(tiles.names)
 
 
-def draw_heat(figure: Any, axes: Any, tiles: Tiles, events: Events, width: float) -> None:
+def draw_heat(figure: Any, axes: Any, tiles: Tiles, events: Events) -> None:
     """Draw the layers by steps."""
-    is_wide = width >= WIDE
-    set_steps(axes, events, width)
+    set_steps(axes, events)
     axes.set_xlabel("step")
-    some = f"{len(tiles.names)} of {tiles.count:,} layers that stood out most:{' ' if is_wide else chr(10)}"
+    some = f"{len(tiles.names)} of {tiles.count:,} layers that stood out most: "
     title = f"{some if tiles.count > len(tiles.names) > 0 else ''}largest norm / median norm of the run"
-    axes.set_title(title, loc="left", fontsize="medium" if is_wide else "small")
+    axes.set_title(title, loc="left", fontsize="medium")
     if not tiles.names:
         axes.set_yticks([])
         say(axes, "the norms of layers were not recorded")
         return
-    _draw_tiles(figure, axes, tiles, 0.6 if is_wide else 1)
+    _draw_tiles(figure, axes, tiles)
     axes.set_ylim(len(tiles.names) - 0.5, -0.5)
-    names = [printable(name, 40 if is_wide else 24) for name in tiles.names]
+    names = [printable(name, 40) for name in tiles.names]
     axes.set_yticks(range(len(names)), names, fontsize="x-small", parse_math=False)
     _explain(axes, tiles)
 
 
-def _draw_tiles(figure: Any, axes: Any, tiles: Tiles, shrink: float) -> None:
+def _draw_tiles(figure: Any, axes: Any, tiles: Tiles) -> None:
     """The tiles and their colour bar, on a log scale with white at 1."""
     finite = tiles.ratios[tiles.ratios.isfinite()]
     most = float(finite.max()) if len(finite) else 1.0
@@ -43,7 +42,7 @@ def _draw_tiles(figure: Any, axes: Any, tiles: Tiles, shrink: float) -> None:
     scale = module("matplotlib.colors").TwoSlopeNorm(0, math.log10(low), math.log10(high))
     edges = [k - 0.5 for k in range(len(tiles.names) + 1)]
     mesh = axes.pcolormesh(tiles.edges, edges, shades, cmap=colors, norm=scale, rasterized=True)
-    bar = figure.colorbar(mesh, ax=axes, orientation="horizontal", shrink=shrink, aspect=40)
+    bar = figure.colorbar(mesh, ax=axes, orientation="horizontal", shrink=0.6, aspect=40)
     ticks = [low, *(tick for tick in (1.0, 10.0, 100.0) if tick < high), high]
     labels = [f"{tick:.3g}x" for tick in ticks[:-1]] + [f"{high:,.0f}x{' or more' if most > high else ''}"]
     bar.set_ticks([math.log10(tick) for tick in ticks], labels=labels, fontsize="small")

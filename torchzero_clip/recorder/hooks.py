@@ -1,6 +1,8 @@
 """Measures the gradients of optimizers that are not a `Modular`, by hooks of their steps."""
 
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,32 +27,23 @@ class Hooks:
         self._handles = (before, after)
         self._run = run
         self._scratch = Scratch()
-        self._seen: list[tuple[int, int]] | None = None
-        """The gradients of the step that was measured, and their versions."""
 
     def remove(self) -> None:
         """Remove the hooks from the optimizer."""
         for handle in self._handles:
             handle.remove()
 
-    def forget(self) -> None:
-        """Forget what was measured and reported for a step that was not taken."""
-        self._seen = None
-        self.reported.clear()
-
     @never_compiled
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Measure the gradients, or wrap the closure that makes them."""
+        if _depth(optimizer) > 1:
+            return None
         self._run.output.check()
+        self.after(optimizer, args, kwargs, reason=FAILED)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if isinstance(closure, _Measured):  # a subclass calls the step of its base class
-            return None
         if closure is None:
-            if self._seen is None or self._seen != _versions(optimizer):
-                self._run.finish()
-                self._measure(optimizer, None)
+            self._measure(optimizer, None)
             return None
-        self._run.finish()
         closure = _Measured(closure, partial(self._measure, optimizer))
         return (
             (args, {**kwargs, "closure": closure}) if "closure" in kwargs else ((optimizer, closure, *args[2:]), kwargs)
@@ -74,20 +67,36 @@ class Hooks:
         if isinstance(found_inf, Tensor):
             numbers["found_inf"] = found_inf.detach()
         self._run.save_params(params)
-        self._seen = _versions(optimizer)
-        self._run.finish = partial(self._write, groups, params, norms, numbers, FAILED)
-
-    @torch.no_grad()
-    def _write(self, groups: Any, params: Any, norms: Tensor | None, numbers: dict[str, Any], reason: str) -> None:
-        self._run.finish, self._seen = nothing, None
-        self._run.write(groups, params, norms, numbers, Note(self._run.step, reason))
+        self._run.finish = _Measurement(self._run, optimizer, params, norms, numbers)
 
     @never_compiled
-    def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], *, reason: str = "") -> None:
         """Write a step that was taken."""
         finish = self._run.finish
-        if isinstance(finish, partial):
-            finish.func(*finish.args[:-1], "")
+        if isinstance(finish, _Measurement) and _depth(optimizer) <= 1:
+            finish.write(reason)
+
+
+@dataclass(frozen=True)
+class _Measurement:
+    """A step that was measured. To call it writes the step as one that failed, unless it is being taken."""
+
+    run: Run
+    optimizer: Optimizer
+    params: list[Tensor]
+    norms: Tensor | None
+    numbers: dict[str, Any]
+
+    def __call__(self) -> None:
+        if not _depth(self.optimizer):
+            self.write(FAILED)
+
+    @torch.no_grad()
+    def write(self, reason: str) -> None:
+        """Write the step with the reason why it was refused; empty if it was taken."""
+        self.run.finish = nothing
+        note = Note(self.run.step, reason)
+        self.run.write(self.optimizer.param_groups, self.params, self.norms, self.numbers, note)
 
 
 class _Measured:
@@ -105,9 +114,20 @@ class _Measured:
         return loss
 
 
-def _versions(optimizer: Optimizer) -> list[tuple[int, int]]:
-    grads = (param.grad for group in optimizer.param_groups for param in group["params"])
-    return [(id(grad), grad._version) for grad in grads if grad is not None]
+_STEP: Any = Optimizer.profile_hook_step(Optimizer.step)  # what torch wraps around `step` of each class
+
+
+def _depth(optimizer: Optimizer) -> int:
+    """How many steps of an optimizer are being taken; 2 if `step` of a subclass calls that of its base class.
+
+    They are counted on the stack, because torch calls no hook after a step that raises.
+    """
+    count, frame = 0, inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _STEP.__code__:
+            count += frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return count
 
 
 def _dense(grad: Any) -> Tensor:

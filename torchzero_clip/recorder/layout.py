@@ -48,14 +48,10 @@ class Layout:
     def of(
         cls, param_groups: Sequence[dict[str, Any]], model: nn.Module | None, known: MutableMapping[Tensor, Name]
     ) -> "Layout":
-        """The layout of an optimizer.
+        """The layout of an optimizer. The model gives names to parameters that have none.
 
-        Of several parameters with one name, the first one keeps the name.
-
-        Args:
-            param_groups: The groups.
-            model: Gives names to parameters that have none.
-            known: The names that parameters got before, which they keep. New names are added.
+        Of several parameters with one name, the first one keeps the name. Parameters keep the names in ``known``, and
+        new names are added there.
         """
         in_model = {} if model is None else {id(param): name for name, param in model.named_parameters()}
         labels = _labels(param_groups)

@@ -24,15 +24,8 @@ STEP = "gradients/step"
 class Live:
     """Sends points to a logger: joint norms, what was clipped and skipped, and the layers that stand out most.
 
-    A layer whose norm was twice its usual norm in one point is part of all later points, so that it has a line.
-
-    Args:
-        target: A run of Weights & Biases, a `SummaryWriter`, a logger of Lightning, the ``Accelerator``, or a function
-            of a step and a dict of numbers.
-        every: How many steps one point sums up; None for all that are sent at once.
-
-    Raises:
-        TypeError: For any other target.
+    A layer whose norm was twice its usual norm in one point is part of all later points, so that it has a line. The
+    logger is what `Recorder` takes as ``log``.
     """
 
     def __init__(self, target: Any, every: int | None) -> None:

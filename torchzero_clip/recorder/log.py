@@ -47,11 +47,7 @@ class FirstProcess:
 class Log:
     """Appends the steps of one run to a file.
 
-    Args:
-        path: The file.
-        by: What a layer is.
-        most: At most so many steps are written at once.
-        keep: So many of the last steps can be read again.
+    At most ``most`` steps are written at once, and the last ``keep`` steps can be read again.
     """
 
     def __init__(self, path: Path, by: By, most: int, keep: int) -> None:
@@ -146,9 +142,7 @@ class Log:
 def _in_whole(seen: list[tuple[int, float, bool]], series: int) -> set[int]:
     """The steps whose layers are written: spikes and refused steps; of several in a row, only the first `IN_A_ROW`.
 
-    Args:
-        seen: The steps, as in `Log`.
-        series: How many such steps came directly before.
+    ``series`` is how many such steps came directly before.
     """
     norms = torch.tensor([norm for _, norm, _ in seen], dtype=torch.float64, device="cpu")
     found = set[int]()

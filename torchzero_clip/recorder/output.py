@@ -17,11 +17,7 @@ SECONDS = 30.0
 class Output:
     """Knows which steps are in the file. Only the first process of a group writes and sends.
 
-    Args:
-        log: The file; None for none.
-        live: The logger; None for none.
-        every: At most so many steps are not in the file.
-        keep: So many of the last steps can be read again.
+    At most ``every`` steps are not in the file, and the last ``keep`` steps can be read again.
     """
 
     def __init__(self, log: Log | None, live: Live | None, every: int, keep: int) -> None:
@@ -43,13 +39,7 @@ class Output:
         self._warned = False
 
     def begin_anew(self, step: int, waiting: int, parent: str | None) -> None:
-        """Begin a run at a step, which resumes another run.
-
-        Args:
-            step: The number of the next step.
-            waiting: How many steps before it are kept. They are written again.
-            parent: The id of the other run.
-        """
+        """Begin a run at a step, which resumes another run. So many steps before it are written again."""
         self.waiting, self._count = waiting, 0
         self.older.clear()
         self.late.clear()
@@ -81,37 +71,47 @@ class Output:
         is_due = self._untried >= self._every or self._count == FIRST or self.waiting == self._keep
         return is_due or time.monotonic() - self._tried_at > SECONDS
 
-    def flush(self, kept: Callable[[int], Record], *, is_end: bool = False) -> None:
+    def flush(self, kept: Callable[[int], Record], *, warn: bool = False, is_end: bool = False) -> None:
         """Write and send the steps that wait.
 
         Args:
-            kept: Returns the last so many steps, as far as they are kept.
+            kept: Returns the last steps, as many as it is asked for, or fewer if fewer are kept.
+            warn: If the file cannot be written, warn once instead of raising an error. The next flush tries again.
             is_end: No more steps with these layers follow.
         """
-        self._untried, self._tried_at = 0, time.monotonic()
-        if not self.is_writer:
-            return
-        count = self.waiting
-        while self.older and self.log is not None:
-            self.log.write(self.older[0].last, len(self.older[0].steps), {}, is_end=True)
-            self.older.pop(0)
-        if self.log is not None and not self.log.is_lost and (count or self.late or is_end):
-            losses = {step: float(loss) for step, loss in self.late.items()}
-            self.log.write(kept, count, losses, is_end=is_end)
-        self.waiting = 0
-        self.late.clear()
-        if self.live is not None and (count or is_end):
-            self.live.send(kept(EARLIER + (self.live.every or 0) + count), is_end=is_end)
-
-    def try_flush(self, kept: Callable[[int], Record], *, is_end: bool = False) -> None:
-        """As `flush`, but if the file cannot be written, warn once, and try again the next time."""
         try:
-            self.flush(kept, is_end=is_end)
+            self._flush(kept, is_end)
             self._warned = False
         except OSError as error:
+            if not warn:
+                raise
             path = None if self.log is None else self.log.path
             if not self._warned:
                 warnings.warn(
                     f"the record could not be written to {path}, the next write tries again: {error}", stacklevel=2
                 )
             self._warned = True
+
+    def _flush(self, kept: Callable[[int], Record], is_end: bool) -> None:
+        self._untried, self._tried_at = 0, time.monotonic()
+        if not self.is_writer:
+            return
+        count, log, live = self.waiting, self.log, self.live
+        is_sent = live is not None and (count > 0 or is_end)
+        if live is not None and is_sent:
+            kept = _read_once(kept, EARLIER + (live.every or 0) + count)
+        while self.older and log is not None:
+            log.write(self.older[0].last, len(self.older[0].steps), {}, is_end=True)
+            self.older.pop(0)
+        if log is not None and not log.is_lost and (count or self.late or is_end):
+            log.write(kept, count, {step: float(loss) for step, loss in self.late.items()}, is_end=is_end)
+        self.waiting = 0
+        self.late.clear()
+        if live is not None and is_sent:
+            live.send(kept(EARLIER + (live.every or 0) + count), is_end=is_end)
+
+
+def _read_once(kept: Callable[[int], Record], most: int) -> Callable[[int], Record]:
+    """As ``kept``, but up to ``most`` steps are copied from the device once."""
+    record = kept(most)
+    return lambda count: record.last(count) if count <= most else kept(count)

@@ -1,4 +1,4 @@
-"""The panels that show norms by step, and how often each norm was seen."""
+"""The panels that show norms by step, and the norms that a limit is found from."""
 
 import math
 from collections.abc import Mapping
@@ -24,45 +24,28 @@ from torchzero_clip.recorder.series import Series
 from torchzero_clip.recorder.words import number
 
 MOST_LABELS = 6
-MOST_CANDIDATES = 200
 FEW = 60
-EDGE = 0.08  # labels of marks this close to the edge are written to one side
-LABEL = 1.1  # the width of a label over that of the panel, times the inches of the figure
+NEAR = 0.14  # labels of marks that are closer, as a share of the panel, would overlap
 LOST_AT = 0.95  # where in the panel norms that are not finite are marked
 LIMIT: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1.2}
-SUGGESTED: dict[str, Any] = {"color": "tab:green", "linestyle": "-.", "linewidth": 1.5}
 SPIKE: dict[str, Any] = {"color": "tab:red", "marker": "^", "markersize": 8, "fillstyle": "none", "linestyle": "none"}
 SKIPPED: dict[str, Any] = {"color": "black", "marker": "x", "markersize": 6, "linestyle": "none"}
 SIGN: dict[str, Any] = {"color": "tab:brown", "marker": "D", "markersize": 6, "fillstyle": "none", "linestyle": "none"}
 LOST: dict[str, Any] = {"color": "tab:purple", "marker": "v", "markersize": 7, "linestyle": "none"}
-CLIPPED: dict[str, Any] = {"color": "tab:orange", "marker": "o", "markersize": 2.5, "linestyle": "none"}
 
 
-def draw_norm_panel(axes: Any, events: Events, width: float, suggested: float | None = None) -> None:
+def draw_norm_panel(axes: Any, events: Events) -> None:
     """Draw the joint norms by step, the limits, spikes, and clipped and skipped steps."""
     axes.set_yscale("log")
     axes.set_ylabel("norm of all gradients")
-    set_steps(axes, events, width)
+    set_steps(axes, events)
     if len(events.steps):
         _curve(axes, events.steps, events.norm, "steps")
     if not bool(events.norm.isfinite().any()):
         say(axes, "all norms are 0, inf or NaN, or missing")
-    _clipped(axes, events)
     _limits(axes, events)
-    if suggested is not None:
-        axes.axhline(as_drawn(suggested), label=f"suggested: {number(suggested)}", **SUGGESTED)
     _marks(axes, events)
-    _labels(axes, events, width)
-
-
-def _clipped(axes: Any, events: Events) -> None:
-    """The largest clipped norm of each column."""
-    clipped = (events.clipped > 0) & events.norm.isfinite()
-    if bool(clipped.any()):
-        size = column_size(len(events.steps))
-        heights = in_columns(torch.where(clipped, events.norm, torch.nan), size, largest)
-        label = f"clipped: {int(clipped.sum()):,} steps"
-        axes.plot(in_columns(events.steps, size, means).tolist(), heights.tolist(), label=label, **CLIPPED)
+    _labels(axes, events)
 
 
 def _limits(axes: Any, events: Events) -> None:
@@ -112,42 +95,33 @@ def _mark(axes: Any, events: Events, where: Tensor, label: str, style: dict[str,
         axes.plot(lost, [LOST_AT] * len(lost), transform=axes.get_xaxis_transform(), zorder=4, **style)
 
 
-def _labels(axes: Any, events: Events, width: float) -> None:
+def _labels(axes: Any, events: Events) -> None:
     """Write the numbers of the worst steps beside their marks, if there is space."""
     low, high = axes.get_ylim()
     high = high * (high / low) ** 0.18
     axes.set_ylim(low, high)
     set_log_ticks(axes.yaxis, low, high)
-    for x, place, norm in _places(axes, events, width):
+    left, right = axes.get_xlim()
+    taken: list[float] = []
+    lost, others = events.worst()
+    for row in [*list(lost)[: MOST_LABELS // 2], *others]:
+        x, norm = float(events.steps[row]), float(events.norm[row])
+        place = min(max((x - left) / (right - left), NEAR / 2), 1 - NEAR / 2)
+        if len(taken) == MOST_LABELS or any(abs(place - other) < NEAR for other in taken):
+            continue
+        taken.append(place)
         known = math.isfinite(norm)
+        height = math.log(norm / low) / math.log(high / low) if known else LOST_AT
+        where = {"xytext": (0, 7 if known else -14), "textcoords": "offset points"}
         axes.annotate(
             f"step {x:,.0f}",
-            (x, norm if known else LOST_AT),
-            xycoords="data" if known else axes.get_xaxis_transform(),
-            xytext=(0, 7 if known else -14),
-            textcoords="offset points",
-            ha="left" if place < EDGE else "right" if place > 1 - EDGE else "center",
+            (place, height),
+            xycoords="axes fraction",
+            ha="center",
             fontsize="small",
             zorder=5,
+            **where,
         )
-
-
-def _places(axes: Any, events: Events, width: float) -> list[tuple[float, float, float]]:
-    """The worst steps whose labels do not overlap: the step, its place from 0 to 1 in the panel, and its norm."""
-    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
-    wide = LABEL / width
-    taken: list[tuple[float, float]] = []
-    found: list[tuple[float, float, float]] = []
-    for row in events.marked(MOST_CANDIDATES):
-        x, norm = float(events.steps[row]), float(events.norm[row])
-        place = (x - left) / (right - left)
-        height = math.log(norm / low) / math.log(high / low) if math.isfinite(norm) else LOST_AT - 0.12
-        middle = place + wide / 2 if place < EDGE else place - wide / 2 if place > 1 - EDGE else place
-        overlaps = any(abs(middle - a) < wide and abs(height - b) < 0.08 for a, b in taken)
-        if not overlaps and len(found) < MOST_LABELS:
-            taken.append((middle, height))
-            found.append((x, place, norm))
-    return found
 
 
 def thin_panels(record: Data, events: Events) -> dict[str, Tensor]:
@@ -160,13 +134,13 @@ def thin_panels(record: Data, events: Events) -> dict[str, Tensor]:
     return panels
 
 
-def draw_thin_panels(rows: list[Any], panels: Mapping[str, Tensor], events: Events, width: float) -> None:
+def draw_thin_panels(rows: list[Any], panels: Mapping[str, Tensor], events: Events) -> None:
     """Draw what `thin_panels` returned."""
     for axes, (label, values) in zip(rows, panels.items(), strict=True):
         size = column_size(len(values))
         place = in_columns(events.steps, size, means).tolist()
         axes.set_ylabel(label)
-        set_steps(axes, events, width)
+        set_steps(axes, events)
         if label == "loss":
             known = torch.where(values.isfinite(), values.clamp(-HUGE, HUGE), torch.nan)
             axes.plot(place, in_columns(known, size, medians).tolist(), color="0.35", linewidth=0.8)
@@ -178,34 +152,6 @@ def draw_thin_panels(rows: list[Any], panels: Mapping[str, Tensor], events: Even
             starts = [*(events.steps[::size] - 0.5).tolist(), float(events.steps[-1]) + 0.5]
             axes.stairs(in_columns(values, size, means).tolist(), starts, fill=True, color="tab:orange")
             axes.set_ylim(0, 105)
-
-
-def draw_bars(axes: Any, events: Events, suggested: float | None = None) -> None:
-    """Draw how often each norm was seen."""
-    axes.set_xlabel("norm of all gradients")
-    axes.set_ylabel("how many steps")
-    norms = events.norm[events.norm.isfinite()]
-    if not len(norms):
-        say(axes, "all norms are 0, inf or NaN, or missing")
-        return
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    bars = Bars.of(norms)
-    set_log_ticks(axes.xaxis, bars.edges[0], bars.edges[-1])
-    lefts, widths = bars.edges[:-1], [b - a for a, b in zip(bars.edges[:-1], bars.edges[1:], strict=True)]
-    axes.bar(lefts, bars.counts, widths, align="edge", color="tab:blue", alpha=0.6, label="steps")
-    axes.set_ylim(0.7, max(bars.counts) * 2)
-    if math.isfinite(events.limit):
-        share = 100 * float((norms > events.limit).double().mean())
-        about = "limit" if events.has_one_limit else "median limit"
-        axes.axvline(events.limit, label=f"{about}: {number(events.limit)}, {share:.3g}% above", **LIMIT)
-    if suggested is not None:
-        share = 100 * float((norms > suggested).double().mean())
-        axes.axvline(as_drawn(suggested), label=f"suggested: {number(suggested)}, {share:.3g}% above", **SUGGESTED)
-    spikes = events.norm[events.spikes & events.norm.isfinite()].tolist()
-    if spikes:
-        axes.plot(spikes, [0.05] * len(spikes), transform=axes.get_xaxis_transform(), label="spikes", **SPIKE)
-    axes.legend(loc="upper right", fontsize="small")
 
 
 def draw_series_row(axes: Any, side: Any, series: Series, limit: float) -> int:

@@ -5,7 +5,7 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,12 @@ def read_record(path: Place, run: str | None = None) -> Record:
     family = reader.ancestry(reader.last if run is None else run)
     if run is None and (others := reader.others(family)):
         warnings.warn(f"{path} also has {', '.join(others)}: pass run= to read another one", stacklevel=2)
-    start = LARGEST_STEP
-    for one in reversed(family):
-        one.drop(start)
-        start = min(start, one.start)
-    return _composed(str(path), family, reader.size)
+    whole = _Run("")
+    for one in family:
+        whole.drop(one.start)
+        whole.add(one)
+    whole.layers = list(dict.fromkeys(chain(*(one.layers for one in family))))
+    return _composed(str(path), whole, reader.size)
 
 
 def last_run(path: Path) -> str | None:
@@ -101,6 +102,15 @@ class _Run:
             for step in [step for step in kept if step >= start]:
                 del kept[step]
         self.blocks = {first: block for first, block in self.blocks.items() if block[0] < start}
+
+    def add(self, later: "_Run") -> None:
+        """Add the lines of a run that resumed this one."""
+        self.joint = later.joint
+        self.steps |= later.steps
+        self.losses |= later.losses
+        self.whole |= later.whole
+        self.blocks |= later.blocks
+        self.ratios |= later.ratios
 
 
 @dataclass(frozen=True)
@@ -236,28 +246,18 @@ def _step(value: int) -> int:
     return value
 
 
-def _composed(path: str, family: Sequence[_Run], size: int) -> Record:
-    """The record of a run and of those that it resumed."""
-    rows: dict[int, Row] = {}
-    losses: dict[int, float | None] = {}
-    whole: dict[int, _Row] = {}
-    blocks: list[tuple[int, int, _Row, _Row]] = []
-    ratios: dict[int, tuple[_Row, _Row]] = {}
-    for run in family:
-        rows |= run.steps
-        losses |= {step: row["loss"] for step, row in run.steps.items()} | run.losses
-        whole |= run.whole
-        ratios |= run.ratios
-        blocks += [(first, *block) for first, block in run.blocks.items()]
-    steps = sorted(rows)
-    whole = {step: whole[step] for step in sorted(whole) if step in rows}
-    named = [*whole.values(), *(row for block in blocks for row in block[2:]), *(r for p in ratios.values() for r in p)]
-    listed = [run.layers for run in family] + [row.layers for row in named]
-    layers = list(dict.fromkeys(name for names in {id(names): names for names in listed}.values() for name in names))
-    metrics = list(dict.fromkeys(name for step in steps for name in rows[step]["metrics"]))
-    if len(layers) * len(named) + len(metrics) * len(steps) > MOST_EMPTY * (size + 10_000):
+def _composed(path: str, run: _Run, size: int) -> Record:
+    """The record of a run, with the lines of those that it resumed."""
+    steps = sorted(run.steps)
+    rows = [run.steps[step] for step in steps]
+    whole = {step: run.whole[step] for step in sorted(run.whole) if step in run.steps}
+    blocks = [(first, *run.blocks[first]) for first in sorted(run.blocks)]
+    named = [*whole.values(), *(row for block in blocks for row in block[2:]), *chain(*run.ratios.values())]
+    listed = {id(names): names for names in [run.layers, *(row.layers for row in named)]}
+    places = {name: place for place, name in enumerate(dict.fromkeys(chain(*listed.values())))}
+    metrics = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+    if len(places) * len(named) + len(metrics) * len(steps) > MOST_EMPTY * (size + 10_000):
         raise ValueError(f"{path} has other layers or metrics in every line: it is not the record of one run")
-    places = {name: place for place, name in enumerate(layers)}
 
     def wide(row: _Row) -> Tensor:
         return widened(_column(row.values), row.layers, places)
@@ -265,19 +265,16 @@ def _composed(path: str, family: Sequence[_Run], size: int) -> Record:
     norms = [wide(row) for row in whole.values()]
     return Record(
         steps,
-        [rows[step]["reason"] for step in steps],
-        _column(rows[step]["norm"] for step in steps),
-        _column(losses[step] for step in steps),
-        {name: _column(rows[step]["metrics"].get(name) for step in steps) for name in metrics},
-        layers,
+        [row["reason"] for row in rows],
+        _column(row["norm"] for row in rows),
+        _column(run.losses.get(row["step"], row["loss"]) for row in rows),
+        {name: _column(row["metrics"].get(name) for row in rows) for name in metrics},
+        list(places),
         list(whole),
-        torch.stack(norms) if norms else torch.zeros(0, len(layers), dtype=torch.float64, device="cpu"),
-        [
-            Block(first, last, wide(median), wide(maximum))
-            for first, last, median, maximum in sorted(blocks, key=itemgetter(0))
-        ],
-        [Ratios(step, *map(wide, ratios[step])) for step in sorted(ratios)],
-        family[-1].joint if family else [],
+        torch.stack(norms) if norms else torch.zeros(0, len(places), dtype=torch.float64, device="cpu"),
+        [Block(first, last, wide(median), wide(maximum)) for first, last, median, maximum in blocks],
+        [Ratios(step, *map(wide, run.ratios[step])) for step in sorted(run.ratios)],
+        run.joint,
     )
 
 

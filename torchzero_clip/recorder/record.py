@@ -26,6 +26,10 @@ class Readable(ABC):
     def record(self) -> "Record":
         """Return what was recorded, on the CPU. The call waits for the device."""
 
+    def _whole(self) -> "Record":
+        """The record with steps that are no longer in memory."""
+        return self.record()
+
     def worst(self, step: int | None = None, top: int = 5) -> Layers:
         """Return the layers whose gradients stood out most in one step.
 
@@ -50,7 +54,7 @@ class Readable(ABC):
         These are the steps whose joint norm was a spike, as in `suggest_max_norm`, or was not finite, and the steps of
         `early_signs`.
         """
-        return self.record().spikes()
+        return self._whole().spikes()
 
     def early_signs(self) -> list[EarlySign]:
         """Return the updates that were unusually large relative to the weights of their layer.
@@ -60,7 +64,7 @@ class Readable(ABC):
                 ``usual``, the median of the ratios before. They are in the order of steps, in each step the worst
                 first.
         """
-        return self.record().early_signs()
+        return self._whole().early_signs()
 
     def frame(self, *, transforms: bool = False) -> Any:
         """Return one row for each step.
@@ -132,7 +136,7 @@ class Readable(ABC):
             run.log(numbers, step=step)
 
     def plot(self, path: Place | None = None) -> Any:
-        """Draw the norms with limits and spikes, the layers by steps, and how often each norm was seen.
+        """Draw the norms with limits and spikes, and the layers by steps.
 
         Args:
             path: Where to save the picture, for example ``"norms.png"``. None if it should not be saved.
@@ -173,7 +177,7 @@ class Readable(ABC):
             raise ValueError(
                 f"scope must be 'joint' for a Record, got {scope!r}: call suggest_max_norm of the Recorder"
             )
-        return suggested({"joint": self.record().norms_of_gradients()}, share_clipped, "joint")
+        return suggested({"joint": self._whole().norms_of_gradients()}, share_clipped, "joint")
 
 
 class Record(Data, Readable):

@@ -16,7 +16,6 @@ from torchzero_clip.engine.reported_loss import ReportedLoss
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrapped import unwrap
 from torchzero_clip.recorder.data import Layers, step_number
-from torchzero_clip.recorder.early_signs import EarlySign
 from torchzero_clip.recorder.files import check
 from torchzero_clip.recorder.hooks import Hooks
 from torchzero_clip.recorder.layout import By, Layout
@@ -28,13 +27,15 @@ from torchzero_clip.recorder.reading import read_record
 from torchzero_clip.recorder.record import Readable, Record
 from torchzero_clip.recorder.run import Run, take_over
 from torchzero_clip.recorder.suggestion import Scope, Suggestion, suggested
+from torchzero_clip.recorder.tape import Tape
 
 
 class Recorder(Readable):
     """Records what happens to gradients in every step: norms by layer, limits, what was clipped or skipped, the loss.
 
     With and without a recorder, the results of training are bitwise the same. The recorder is not part of the chain,
-    and adds nothing to the checkpoints of the optimizer. A copy or a pickle of the optimizer has no recorder.
+    and adds nothing to the checkpoints of the optimizer. A copy or a pickle of the optimizer has no recorder. A copy or
+    a pickle of the recorder is closed: it can be read.
 
     Steps are counted from 0, and skipped steps count. A step that does not reach ``optimizer.step()`` does not count:
     `GradScaler` skips steps in this way, unless the optimizer is fused.
@@ -129,6 +130,7 @@ class Recorder(Readable):
     @property
     def step(self) -> int:
         """The number of the next step."""
+        self._run.finish()
         return self._run.step
 
     def report_loss(self, loss: Tensor | float, step: int | None = None) -> None:
@@ -170,20 +172,14 @@ class Recorder(Readable):
     @override
     def record(self) -> Record:
         """Return the steps that are kept, on the CPU. The call waits for the device once."""
-        found = self._run.record()
-        if found is None:
-            layers, norms = self._layout().joined(
-                torch.zeros(0, len(self._layout().names), dtype=torch.float64, device="cpu"), self._run.by
-            )
-            none = torch.zeros(0, dtype=torch.float64, device="cpu")
-            return Record([], [], none, none, {}, layers, [], norms)
-        return found
+        empty = Tape(1, self._layout(), torch.device("cpu"))
+        return self._run.record() or empty.record(self._run.by)
 
     def _layout(self) -> Layout:
         return Layout.of(self.optimizer.param_groups, self._run.model, self._run.names)
 
+    @override
     def _whole(self) -> Record:
-        """The record with the steps that are only in the file."""
         kept, log = self.record(), self._log
         if log is None or not kept.steps or not kept.steps[0] or not self._run.output.is_writer:
             return kept
@@ -200,20 +196,12 @@ class Recorder(Readable):
         return (kept if step in kept.steps else self._whole()).worst(step, top)
 
     @override
-    def spikes(self) -> list[int]:
-        return self._whole().spikes()
-
-    @override
-    def early_signs(self) -> list[EarlySign]:
-        return self._whole().early_signs()
-
-    @override
     def suggest_max_norm(self, share_clipped: float = 0.01, scope: Scope = "joint") -> Suggestion:
         one_of("scope", scope, get_args(Scope))
         self._run.finish()
         tape = self._run.tape
         if scope == "joint" or tape is None:
-            return self._whole().suggest_max_norm(share_clipped)
+            return super().suggest_max_norm(share_clipped)
         norms, layout = tape.norms(), tape.layout
         if scope == "parameter":
             return suggested({"parameter": norms.flatten()}, share_clipped, scope)
@@ -234,10 +222,7 @@ class Recorder(Readable):
             OSError: If the file cannot be written. The recorder still has the last ``keep`` steps, and the next call
                 tries again.
         """
-        if warn:
-            self._run.try_flush()
-        else:
-            self._run.flush()
+        self._run.flush(warn=warn)
 
     def log_to(self, log: Callable[[int, dict[str, float]], object]) -> None:
         """Send one point to a function whenever steps are written. It has no effect if ``log=`` was given.
@@ -290,7 +275,12 @@ class Recorder(Readable):
         except (AttributeError, KeyError, TypeError, RuntimeError) as error:
             raise ValueError(f"state_dict does not come from Recorder.state_dict(): {error!r}") from error
         if self._hooks is not None:
-            self._hooks.forget()
+            self._hooks.reported.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy keeps what was recorded. It is closed, because its optimizer has no recorder."""
+        self._run.finish()
+        return {**vars(self), "is_closed": True, "_hooks": None}
 
     def __repr__(self) -> str:
         path = "" if self._log is None else f", path={str(self._log.path)!r}"
@@ -298,12 +288,7 @@ class Recorder(Readable):
 
 
 def attached(recorder: Recorder | Callable[[Any], Recorder], optimizer: Any, model: nn.Module) -> Recorder:
-    """Return the recorder of an optimizer.
-
-    Args:
-        recorder: The recorder, or a function that makes one for an optimizer.
-        optimizer: The optimizer, which a trainer may have wrapped.
-        model: Gives names to the parameters, unless the recorder has a model.
+    """Return the recorder of an optimizer, which a trainer may have wrapped; the model gives names to parameters.
 
     Raises:
         ValueError: If the recorder is closed, or records another optimizer.
@@ -321,13 +306,7 @@ def attached(recorder: Recorder | Callable[[Any], Recorder], optimizer: Any, mod
 
 
 def resumed(recorder: Recorder, saved: Path | Mapping[str, Any] | None, step: int) -> None:
-    """Continue the record of a training that a trainer resumes.
-
-    Args:
-        recorder: The recorder.
-        saved: Its state, or the file with its state; None if there is none.
-        step: The number of the next step. The record continues from it if the state cannot be read.
-    """
+    """Continue the record of a training that a trainer resumes, at the next step if its state cannot be read."""
     if saved is not None:
         try:
             recorder.load_state_dict(torch.load(saved, weights_only=True) if isinstance(saved, Path) else saved)

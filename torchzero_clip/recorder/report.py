@@ -1,14 +1,10 @@
 """A report of a run: one HTML page about what happened to the gradients."""
 
-import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from torchzero_clip.recorder import words
-from torchzero_clip.recorder.axes import WIDE
 from torchzero_clip.recorder.binning import Events
-from torchzero_clip.recorder.figures import draw_histogram, draw_layers, draw_norms, png_of
+from torchzero_clip.recorder.figures import draw_record, png_of
 from torchzero_clip.recorder.numbers import median_of
 from torchzero_clip.recorder.page import code, page, paragraph, picture, section
 from torchzero_clip.recorder.places import Place, not_a_record
@@ -16,7 +12,6 @@ from torchzero_clip.recorder.record import Record
 from torchzero_clip.recorder.suggestion import Suggestion
 from torchzero_clip.recorder.worst import Worst, ratio_table, sign_table
 
-NARROW = 4.2  # inches
 GUIDE = {
     "Norm": "The square root of the sum of squares of the gradients, before the first transform. The norm of a step is "
     "the joint norm of all gradients. The norm of a layer is the norm of the gradients of this layer.",
@@ -61,7 +56,7 @@ class _Report:
     def __init__(self, record: Record) -> None:
         self._record = record
         self._events = Events.of(record)
-        self._norms = self._events.norm[self._events.norm.isfinite()]
+        self._norms = record.norm[self._events.norm.isfinite()]
         self._worst = Worst(record, self._events)
         self._suggestion: Suggestion | None = None
         self._doubt = ""
@@ -69,18 +64,14 @@ class _Report:
             self._suggestion = record.suggest_max_norm()
         except ValueError as error:
             self._doubt = str(error)
-        self._suggested = self._suggestion.limits["joint"] if self._suggestion is not None else None
 
     def page(self) -> str:
         parts = [
             ("limit", "Suggested limit", self._limit()),
-            ("norms", "Norms by step", self._norm_picture()),
+            ("norms", "Norms and layers by step", self._picture()),
             ("steps", "Worst steps", self._worst.step_table()),
-            ("step-layers", "Layers in the worst steps", self._worst.layer_tables()),
-            ("often", "Layers that stood out most often", self._worst.often_table()),
+            ("step-layers", "Layers in the worst steps", self._worst.layer_table()),
             ("signs", "Early signs", sign_table(self._record)),
-            ("layers", "Layers by step", self._layer_picture()),
-            ("histogram", "How often each norm was seen", self._histogram()),
             ("ratios", "Updates relative to parameters", ratio_table(self._record)),
             ("guide", "How to read this page", _guide()),
         ]
@@ -99,7 +90,7 @@ class _Report:
         place = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
         text = [f"{words.counted(len(steps), 'step')} {words.was(len(steps))} recorded: {place}."]
         if len(norms):
-            top = steps[int(events.norm.nan_to_num(nan=-1.0).argmax())]
+            top = steps[int(self._record.norm.nan_to_num(nan=-1.0, posinf=-1.0).argmax())]
             text.append(
                 f"The joint norm of all gradients had the median {words.number(median_of(norms))}. The largest was "
                 f"{words.number(float(norms.max()))}, in step {top:,}."
@@ -122,69 +113,29 @@ class _Report:
         return " ".join(text)
 
     def _limit(self) -> list[str]:
-        if self._suggestion is None or self._suggested is None:
+        if self._suggestion is None:
             return [paragraph(f"There is no suggestion: {self._doubt}.")]
+        limit = self._suggestion.limits["joint"]
         sentences = [paragraph(line) for line in str(self._suggestion).split("\n")]
         lines = (
             "# in a chain of torchzero_clip:",
-            f'ClipNorm({self._suggested:.4g}, dim="global")',
+            f'ClipNorm({limit:.4g}, dim="global")',
             "# in any other training loop:",
-            f"torch.nn.utils.clip_grad_norm_(model.parameters(), {self._suggested:.4g})",
+            f"torch.nn.utils.clip_grad_norm_(model.parameters(), {limit:.4g})",
         )
-        return [*sentences, code("\n".join(lines))]
+        alt = f"The {words.counted(len(self._norms), 'norm')} in the order of steps, and how often each was seen"
+        caption = "The norms that the limit is found from, and how often each was seen. The axes are logarithmic."
+        return [*sentences, code("\n".join(lines)), picture(png_of(self._suggestion.plot()), alt, caption)]
 
-    def _picture(self, draw: Callable[..., Any], alt: str, caption: str, **options: Any) -> list[str]:
-        wide, narrow = (png_of(draw(self._record, self._events, width=width, **options)) for width in (WIDE, NARROW))
-        return [picture(wide, narrow, alt, caption)]
-
-    def _norm_picture(self) -> list[str]:
-        events, norms = self._events, self._norms
-        alt = f"Line of the joint norm over {words.counted(len(self._record.steps), 'step')}"
-        if len(norms):
-            alt += f", from {words.number(float(norms.min()))} to {words.number(float(norms.max()))}"
-        if math.isfinite(events.limit):
-            alt += f"; the limit is {'' if events.has_one_limit else 'in the median '}{words.number(events.limit)}"
-        if self._suggested is not None:
-            alt += f"; the suggested limit is {words.number(self._suggested)}"
-        shown = ", ".join(f"{step:,}" for step in self._worst.steps[:6])
-        alt += f". The worst steps are {shown}." if shown else ". There were no spikes and no skipped steps."
+    def _picture(self) -> list[str]:
+        shown = ", ".join(f"{step:,}" for step in self._worst.steps[:6]) or "none"
+        alt = f"Line of the joint norm over {words.counted(len(self._record.steps), 'step')}. Worst steps: {shown}."
         caption = (
-            "The joint norm of all gradients before the first transform. The panels below show the share that was "
-            "clipped and the loss, if they are known."
+            "The joint norm of all gradients before the first transform, and the share that was clipped and the loss, "
+            "if they are known. Below, each row is a layer, and each column is one or more steps. The color shows the "
+            "largest norm in these steps divided by the median norm of the layer over the run."
         )
-        return self._picture(draw_norms, alt, caption, suggested=self._suggested)
-
-    def _layer_picture(self) -> list[str]:
-        record = self._record
-        if not record.layers or not (record.blocks or record.layer_steps):
-            return []
-        layers, steps = words.counted(len(record.layers), "layer"), words.counted(len(record.steps), "step")
-        found = [(step, *rows[0]) for step, rows in self._worst.layers[:3]]
-        said = "; ".join(
-            f"in step {step:,} {name}{f' has the norm {norm}, with the ratio {ratio}' if norm else ''}"
-            for step, name, norm, _, ratio in found
-        )
-        alt = f"Heat map of the norms of {layers} over {steps}, relative to the median of each over the run"
-        caption = (
-            "Each row is a layer. Each column is one or more steps. The color shows the largest norm in these steps "
-            "divided by the median norm of the layer over the run. Long names are shortened."
-        )
-        return self._picture(draw_layers, f"{alt}{f': {said}' if said else ''}.", caption)
-
-    def _histogram(self) -> list[str]:
-        norms = self._norms
-        if not len(norms):
-            return []
-        alt = f"Histogram of {words.counted(len(norms), 'norm')} with the median {words.number(median_of(norms))}"
-        for what, limit in (("limit", self._events.limit), ("suggested limit", self._suggested)):
-            if limit is not None and math.isfinite(limit):
-                above = words.percent(float((norms > limit).double().mean()))
-                alt += f"; {above} are above the {what} of {words.number(limit)}"
-        caption = (
-            "Both axes are logarithmic, so single spikes are visible beside thousands of usual steps. The shares above "
-            "a limit count all steps, including those that the suggestion leaves out."
-        )
-        return self._picture(draw_histogram, f"{alt}.", caption, suggested=self._suggested)
+        return [picture(png_of(draw_record(self._record, events=self._events)), alt, caption)]
 
 
 def _guide() -> list[str]:

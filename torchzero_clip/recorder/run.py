@@ -37,12 +37,7 @@ FAILED = "error"
 class Run(Listener):
     """Writes each step on a `Tape`, and lets an `Output` write the tape to a file. It does not know the optimizer.
 
-    Args:
-        by: What the norms are joined into.
-        keep: How many steps are kept.
-        ratios_every: The norms of parameters and updates are taken once in so many steps; 0 for never.
-        model: Gives names to parameters that have none.
-        output: The file and the logger.
+    The arguments are those of `Recorder`, and the file with the logger.
     """
 
     def __init__(self, by: By, keep: int, ratios_every: int, model: nn.Module | None, output: Output) -> None:
@@ -137,7 +132,7 @@ class Run(Listener):
         if "nonfinite" in note.refused_by and not self._alarmed:  # the policy has waited for the device
             self._recorded(tape)
         if self.output.add():
-            self.try_flush()
+            self.flush(warn=True)
 
     def _is_template(self, groups: Sequence[dict[str, Any]], norms: Tensor | None) -> bool:
         """True for a step with rate 0 and gradients of zeros.
@@ -187,7 +182,7 @@ class Run(Listener):
         if tape is not None and tape.layout == layout and (norms is None or device == tape.device):
             return tape
         if tape is not None:
-            self.try_flush(is_end=True)
+            self.flush(warn=True, is_end=True)
             if self.output.log is not None and self.output.waiting:
                 self.output.older.append(self._recorded(tape, self.output.waiting))
             self._older.append(self._recorded(tape))
@@ -220,22 +215,16 @@ class Run(Listener):
             kept.insert(0, part)
         return [record for record in kept if record.steps]
 
-    def flush(self, *, is_end: bool = False) -> None:
-        """Write and send the steps that wait."""
+    def flush(self, *, warn: bool = False, is_end: bool = False) -> None:
+        """Write and send the steps that wait; the arguments are those of `Output.flush`."""
         self.finish()
         if self.tape is not None:
-            self.output.flush(partial(self._recorded, self.tape), is_end=is_end)
-
-    def try_flush(self, *, is_end: bool = False) -> None:
-        """As `flush`, but warn if the file cannot be written."""
-        self.finish()
-        if self.tape is not None:
-            self.output.try_flush(partial(self._recorded, self.tape), is_end=is_end)
+            self.output.flush(partial(self._recorded, self.tape), warn=warn, is_end=is_end)
 
     def close(self, *, warn: bool = False) -> None:
         """Write the last steps to the file."""
         try:
-            (self.try_flush if warn else self.flush)(is_end=True)
+            self.flush(warn=warn, is_end=True)
         finally:
             OPEN.discard(self)
             self._run_in_file = None if self.output.log is None else self.output.log.written_run
@@ -243,7 +232,7 @@ class Run(Listener):
 
     def __del__(self) -> None:
         if "tape" in vars(self) and self.output.waiting:  # nobody holds the optimizer any more
-            self.try_flush(is_end=True)
+            self.flush(warn=True, is_end=True)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies keep what was recorded, but do not write to the file."""
@@ -287,7 +276,7 @@ class Run(Listener):
         count = 0 if tape is None else len(tape.notes)
         self.output.begin_anew(step, count, parent)
         if count >= self.keep:  # the next step would replace the oldest one
-            self.try_flush()
+            self.flush(warn=True)
 
 
 OPEN: WeakSet[Run] = WeakSet()
@@ -308,7 +297,7 @@ def take_over(path: Path) -> None:
     for run in list(OPEN):
         log = run.output.log
         if log is not None and log.path == path and not log.is_lost:
-            run.try_flush(is_end=True)
+            run.flush(warn=True, is_end=True)
             log.is_lost = True
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal, TypeAlias
 
 import torch
@@ -23,6 +24,7 @@ LARGEST = 709.0  # the logarithm of the largest number
 MOST_DROPPED = 10
 CLOSE = 1.25
 FEW = 10
+NUMERALS = ("no", "one", "two", "three", "four")
 EQUAL = 1e-5
 """Norms that differ from the largest one by at most this share count as equal to it, because clipping rounds."""
 
@@ -108,11 +110,10 @@ class Series:
             yield f"the last {self.ending:,} norms are all spikes, inf or NaN", True
         if self.dropped == MOST_DROPPED:
             yield "the norms still changed in the first half of the run, which was left out", True
-        levels = two_levels(kept)
-        if levels is not None:
-            low, high, share = levels
-            parts = f"{100 * (1 - share):.2g}% are near {low:.4g}, and {100 * share:.2g}% near {high:.4g}"
-            yield f"the norms have two levels: {parts}", True
+        if found := levels(kept):
+            first, *others = (f"{100 * share:.2g}% are near {level:.4g}" for level, share in found)
+            rest = ", ".join([*others[:-1], f"and {others[-1]}"]).replace("are ", "")
+            yield f"the norms have {NUMERALS[len(found)]} levels: {first}, {rest}", True
         times = float((kept / limit).mean())
         if times > 10:
             yield f"the mean norm is {times:.3g} times the limit, so a few large norms outweigh all others", True
@@ -175,29 +176,51 @@ def _spike_border(logs: Tensor) -> float:
     return median_of(logs) + max(6 * _spread(logs), TWICE)
 
 
-def two_levels(norms: Tensor) -> tuple[float, float, float] | None:
-    """The two levels that the norms are near, and the share of the higher one; None if there are no two levels.
+def levels(norms: Tensor) -> list[tuple[float, float]]:
+    """The levels that the norms are near, two to four, each with its share of the norms; empty if there is only one.
 
-    The logarithms are cut where the variance between both parts is the largest, with more than 5% in each part. There
-    are two levels if the medians of the parts differ by a factor of 2 and by twice the sum of the robust standard
-    deviations of the parts, and clearly less than 15% of the norms lie in the middle half of the distance between the
-    medians. In a normal, a uniform or an exponential distribution, about a quarter lies there.
+    The sorted logarithms are cut where the variance between both parts is the largest, with more than 5% in each part.
+    The parts are two levels if their medians differ by a factor of 2 and by twice the sum of the robust standard
+    deviations of the parts, and clearly less than 20% of the norms lie in the middle half of the distance between the
+    medians. In a normal, a uniform or an exponential distribution, about a quarter lies there. If the parts are not two
+    levels, each part is examined in the same way.
     """
     top = float(norms.max())
     logs = (norms / top).clamp(min=math.exp(-LARGEST)).log().sort().values
+    least = max(math.ceil(len(logs) / 20), 2)
+    parts = _cut(logs, least)
+    if not _are_levels(parts):
+        parts = [level for part in parts for level in _levels_of(part, least)]
+        if len(parts) == 2:
+            return []
+    middles = [median_of(part) for part in parts]
+    borders = logs.new_tensor([(low + high) / 2 for low, high in pairwise(middles)])
+    shares = (torch.bucketize(logs, borders).bincount(minlength=len(parts)).double() / len(logs)).tolist()
+    if min(shares) <= 0.05:
+        return []
+    return [(math.exp(middle) * top, share) for middle, share in zip(middles, shares, strict=True)]
+
+
+def _levels_of(logs: Tensor, least: int) -> list[Tensor]:
+    """The sorted logarithms of two levels, or of one."""
+    parts = _cut(logs, least) if len(logs) >= 2 * least else []
+    return parts if parts and _are_levels(parts) else [logs]
+
+
+def _cut(logs: Tensor, least: int) -> list[Tensor]:
+    """Two parts of sorted logarithms with the largest variance between them, and at least so many in each."""
     inner = logs.clamp(quantile(logs, 0.025), quantile(logs, 0.975))  # a few spikes are not a level
     count, sums = len(logs), (inner - inner.mean()).cumsum(0)
-    least = max(math.ceil(count / 20), 2)
     cuts = torch.arange(least, count - least + 1, device="cpu")
     cut = int(cuts[(sums[cuts - 1].square() / (cuts * (count - cuts))).argmax()])
-    low, high = median_of(logs[:cut]), median_of(logs[cut:])
+    return [logs[:cut], logs[cut:]]
+
+
+def _are_levels(parts: list[Tensor]) -> bool:
+    logs, (low, high) = torch.cat(parts), map(median_of, parts)
     gap = high - low
     between = float(((logs > low + gap / 4) & (logs < high - gap / 4)).double().mean())
-    share = float((logs > low + gap / 2).double().mean())
-    apart = gap >= max(TWICE, 2 * (_spread(logs[:cut]) + _spread(logs[cut:])))
-    if apart and between + 0.5 / count**0.5 <= 0.15 and 0.05 < share < 0.95:
-        return math.exp(low) * top, math.exp(high) * top, share
-    return None
+    return gap >= max(TWICE, 2 * sum(map(_spread, parts))) and between + 1 / len(logs) ** 0.5 <= 0.2
 
 
 def _equal_largest(norms: Tensor) -> int:

@@ -20,27 +20,17 @@ ABSENT = -1.0
 
 @dataclass
 class Note:
-    """What is known about a step without reading the device.
-
-    Args:
-        step: The number of the step.
-        refused_by: What refused the step; empty if it was taken.
-        limits: Limits that are settings, by the names of the transforms.
-    """
+    """What is known about a step without reading the device."""
 
     step: int
     refused_by: str = ""
+    """What refused the step; empty if it was taken."""
     limits: Mapping[str, float] = field(default_factory=dict)
+    """Limits that are settings, by the names of the transforms."""
 
 
 class Ring:
-    """A buffer of the last rows of numbers.
-
-    Args:
-        keep: How many rows.
-        width: How many numbers a row has.
-        device: Where the numbers are stored.
-    """
+    """A buffer of the last rows of numbers."""
 
     def __init__(self, keep: int, width: int, device: torch.device) -> None:
         with torch.inference_mode(False):  # memory that is made in inference mode cannot be written to outside of it
@@ -58,13 +48,7 @@ class Ring:
 
 
 class Tape:
-    """The norms and numbers of the last steps, as vectors on the device, all with the same layout.
-
-    Args:
-        keep: How many steps.
-        layout: The parameters.
-        device: Where the numbers are stored.
-    """
+    """The norms and numbers of the last steps, as vectors on the device, all with the same layout."""
 
     def __init__(self, keep: int, layout: Layout, device: torch.device) -> None:
         self.layout = layout
@@ -84,14 +68,7 @@ class Tape:
         self._gaps: list[Tensor] = []
 
     def write(self, note: Note, norms: Tensor | None, places: Sequence[int] | None, numbers: dict[str, Tensor]) -> None:
-        """Write one step.
-
-        Args:
-            note: What is known about the step without reading the device.
-            norms: The norm of each gradient; None if there were none.
-            places: The columns of these norms; None for all.
-            numbers: 0-d tensors by name.
-        """
+        """Write one step: the norm of each gradient, if there are any, into these columns, and 0-d tensors by name."""
         if norms is None:
             norms = self._absent
         elif places is not None:
