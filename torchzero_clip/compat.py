@@ -37,6 +37,11 @@ current_graph_task_id: Callable[[], int] = _current_graph_task_id
 """The number of the backward that is running in this thread, -1 for none: tells two backwards apart."""
 
 
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Let the backward that is running in this thread call a function at its end. FSDP2 does so too."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # pyright: ignore
+
+
 def stores_by_hooks() -> bool:
     """True if hooks of saved tensors, such as those of checkpoints, see what the graph stores now."""
     top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore

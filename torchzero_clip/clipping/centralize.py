@@ -77,6 +77,11 @@ class Centralize(Shifting):
         self._slicing = Slicing.checked(1, dim, inverse_dims, min_size)
 
     @override
+    def is_tensorwise(self) -> bool:
+        """Return False with ``dim="global"``, as in `Transform.is_tensorwise`."""
+        return self.dim != "global"
+
+    @override
     def shifts(self, updates: list[Tensor], scratch: Scratch) -> Tensor | None:
         """The means of the updates, if each is one slice; else None."""
         if self.dim is not None or self.inverse_dims or type(self).apply_tensors is not Centralize.apply_tensors:

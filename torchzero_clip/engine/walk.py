@@ -18,6 +18,7 @@ from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine import targets
 from torchzero_clip.engine.checked import check_factors, check_result, check_state
 from torchzero_clip.engine.executor import Executor
+from torchzero_clip.engine.parts import PartOfStep
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import L2, Measured, effect, scale_, summary
 from torchzero_clip.functional.shards import elements_at
@@ -48,6 +49,7 @@ class Walk:
         keep_grads: Norm clips never write over gradients.
         listens: A `Listener` needs ``norms_before``.
         new_states: The states of parameters that had none.
+        part: Receives the numbers behind the metrics, if other parts of the step follow.
     """
 
     nodes: Nodes
@@ -64,6 +66,7 @@ class Walk:
     keep_grads: bool
     listens: bool = False
     new_states: dict[Tensor, State] = field(default_factory=dict)
+    part: PartOfStep | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)
     has_loss: Tensor | None = None
     """Whether a process has a loss, once that was asked."""
@@ -246,7 +249,10 @@ class Walk:
                 step.gradient_norms = self.norms_of(rows)
             factors = transform.factors(measured, updates, step)
             check_factors(node, factors, measured)
-            step.metrics.update(summary(measured, effect(measured, factors)))
+            if self.part is None:
+                step.metrics.update(summary(measured, effect(measured, factors)))
+            else:
+                self.part.add_scaling(node, measured, factors, updates, step.params)
             check_state(node, step)
         finally:
             self.store(node, step)
@@ -295,6 +301,8 @@ class Walk:
         if node.has_state:
             step.store_states()
         self.chain_state.update(node.qualified(step.global_state))
+        if self.part is not None:
+            self.part.add(node, step)
         self.metrics.update(node.qualified(step.metrics))
 
     def _may_write_grads(self, rest: Sequence[Node]) -> bool:

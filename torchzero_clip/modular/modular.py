@@ -25,6 +25,7 @@ from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.executor import Executor
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.nonfinite import Nonfinite, StepPolicy
+from torchzero_clip.engine.parts import PartOfStep, Parts
 from torchzero_clip.engine.readable import Readable
 from torchzero_clip.engine.reported_loss import ReportedLoss
 from torchzero_clip.engine.updates import Updates
@@ -100,6 +101,9 @@ class Modular(Optimizer):
     listener: Listener | None = None
     """What sees every step, such as a `Recorder`. Copies and pickles of an optimizer have none."""
 
+    parts: Parts | None = None
+    """What the backward has updated since the last step, after `step_in_backward`. Copies and pickles have none."""
+
     def __init__(
         self,
         params: ParamsT | nn.Module,
@@ -148,6 +152,21 @@ class Modular(Optimizer):
 
     def _named_params(self, first: int = 0) -> list[NamedParam]:
         return [named for group in self.param_groups[first:] for named in named_params(group)]
+
+    @property
+    def nonfinite(self) -> Nonfinite:
+        """What happens if a gradient has an inf or a NaN."""
+        return self._policy.nonfinite
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by `torch.amp.GradScaler` before each step."""
+        if self.parts is not None:
+            raise RuntimeError(
+                "step_in_backward cannot be used with GradScaler: the backward has updated parameters by gradients "
+                "that the scaler multiplied. Use bfloat16, which needs no scaler, or take ordinary steps"
+            )
+        return False
 
     @property
     def transforms(self) -> dict[str, Transform]:
@@ -210,13 +229,7 @@ class Modular(Optimizer):
         try:
             if closure is None and "closure" in self._nodes.targets:
                 raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
-            if "lr" in self._schedules and hasattr(self.step, "_wrapped_by_lr_sched"):
-                raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
-            state = self._chain_state.values
-            if state:
-                self._chain_state.take_counters(self.param_groups)
-                self._schedules.catch_up(self.param_groups, state.get(SCHEDULE_STEP, 0))
-            settings = self._nodes.checked_settings(self.param_groups)
+            state, settings = self._chain_state.values, self.begin()
 
             result = None
             if closure is not None:
@@ -227,10 +240,15 @@ class Modular(Optimizer):
 
             count = 1 if result is not None else self._reported.count
             loss = self._reported.mean() if result is None and count else result
-            walk = self._walk(settings, loss, count)
+            walk, parts = self._walk(self.param_groups, settings, loss, count), self.parts
+            if parts is not None:
+                parts.refuse_second(walk.params)
             try:
-                if walk.params and (not self._policy.decides or self._policy.allows(walk, state)):
+                some = len(walk.params) > 0 or (parts is not None and len(parts.updated) > 0)
+                if some and (not self._policy.decides or self._policy.allows(walk, state)):
                     self._run(walk)
+                    self._metrics.clear()
+                    self._metrics.update(walk.metrics if parts is None else parts.end(self._nodes, walk.all_params()))
                     if SCHEDULE_STEP in state:
                         state[SCHEDULE_STEP] += 1
                         self._schedules.advance(self.param_groups, state[SCHEDULE_STEP])
@@ -243,6 +261,20 @@ class Modular(Optimizer):
         finally:
             if self._reported.count:
                 self._reported.clear()
+
+    def begin(self) -> dict[str, list[Setting]]:
+        """Take over what was written to the param groups since the last step, and return the settings by transform.
+
+        Raises:
+            ValueError: If a setting is out of range.
+        """
+        if "lr" in self._schedules and hasattr(self.step, "_wrapped_by_lr_sched"):
+            raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
+        state = self._chain_state.values
+        if state:
+            self._chain_state.take_counters(self.param_groups)
+            self._schedules.catch_up(self.param_groups, state.get(SCHEDULE_STEP, 0))
+        return self._nodes.checked_settings(self.param_groups)
 
     def report_loss(self, loss: Tensor | float) -> None:
         """Tell the loss of this step, for transforms that judge it, such as `SkipStep` with ``sigma``.
@@ -269,9 +301,11 @@ class Modular(Optimizer):
         self._reported.zeroed()
         super().zero_grad(set_to_none)
 
-    def _walk(self, settings: dict[str, list[Setting]], loss: Any, loss_count: int) -> Walk:
+    def _walk(
+        self, groups: list[dict[str, Any]], settings: dict[str, list[Setting]], loss: Any, loss_count: int
+    ) -> Walk:
         """Start a walk with the parameters that have a gradient. Raise before any change if a parameter is unusable."""
-        params, grads, group_of = taking_part(self.param_groups)
+        params, grads, group_of = taking_part(groups)
         # new state enters self.state only after the step was allowed; a parameter that is listed twice shares one
         new: dict[Tensor, State] = {}
         kept: Any = self.state
@@ -283,8 +317,8 @@ class Modular(Optimizer):
         is_fast = self._may_be_fast()
         columns = self._workspace.columns(params, grads, states) if is_fast else None
         if columns is None:  # else the fast way has checked these tensors already
-            refuse_unusable(self.param_groups)
-            check_shapes(self._nodes, self.param_groups, params, states, group_of, self._shapes)
+            refuse_unusable(groups)
+            check_shapes(self._nodes, groups, params, states, group_of, self._shapes)
             grads = own_gradients(params)
         listed_twice = columns is None and len(set(map(id, params))) < len(params)
         self._move_chain_state()
@@ -292,9 +326,9 @@ class Modular(Optimizer):
         is_fast = is_fast and not listed_twice
         executor: Executor = Fast(updates, self._workspace, columns) if is_fast else Readable(updates)
         keep_grads = self.keep_grads or "grad" in self._nodes.targets or listed_twice
-        lists = (self._nodes, self.param_groups, settings, params, grads, states, group_of)
+        lists = (self._nodes, groups, settings, params, grads, states, group_of)
         shared = (self._chain_state.values, loss, loss_count, executor, keep_grads, self.listener is not None, new)
-        return Walk(*lists, *shared)
+        return Walk(*lists, *shared, part=None if self.parts is None else PartOfStep())
 
     def _may_be_fast(self) -> bool:
         """True if operations may wait and be combined.
@@ -321,8 +355,19 @@ class Modular(Optimizer):
             for param, state in walk.new_states.items():
                 if state:  # stateless chains add no entry to optimizer.state
                     self.state[param] = state  # pyright: ignore[reportArgumentType]
-        self._metrics.clear()
-        self._metrics.update(walk.metrics)
+        if walk.part is not None and self.parts is not None:
+            self.parts.add(walk.part, walk.params)
+
+    @torch.no_grad()
+    def take_part(self, groups: list[dict[str, Any]], settings: dict[str, list[Setting]]) -> None:
+        """Take the step of some parameters, for `step_in_backward`; `step` ends it.
+
+        Args:
+            groups: The param groups, with these parameters only.
+            settings: What `begin` returned.
+        """
+        count = self._reported.count
+        self._run(self._walk(groups, settings, self._reported.mean() if count else None, count))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with settings of their own, for example layers that are unfrozen later.
