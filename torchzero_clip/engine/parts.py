@@ -1,18 +1,23 @@
 """A step that is taken in parts: what was updated, and the metrics of all parts together."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.elementwise import Elementwise
+from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.nodes import Node, Nodes
+from torchzero_clip.core.scope import NamedParam
 from torchzero_clip.core.step import Step
+from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Measured, effect, summary
 from torchzero_clip.functional.metric import Metric
 from torchzero_clip.functional.norms import combine, joint_sum
-from torchzero_clip.functional.shards import Part, wholes
+from torchzero_clip.functional.shards import Part, locals_of, pack, wholes
 
 
 class _Moments(NamedTuple):
@@ -32,71 +37,109 @@ class _Scaled(NamedTuple):
     """The parameter of each measured tensor."""
     counts: list[int]
     """How many slices each of them has."""
-    measured: Measured
-    """Without the memory of the updates."""
+    metric: Metric
+    norms: Tensor
     factors: Tensor
+    total: Tensor
     elements: int
+    is_plain: bool
+    """`measure` has measured whole tensors together."""
     takes_all: bool
     """Each update has slices."""
     is_wide: bool
     """Updates are float64."""
+    spread: list[Part]
+    """The parts of distributed tensors, without their memory, if other processes hold other slices; else empty."""
     moments: _Moments | None
 
 
 class PartOfStep:
-    """The numbers from which the metrics of one part come."""
+    """The numbers from which the metrics of one part come.
 
-    def __init__(self) -> None:
+    Args:
+        apart: The paths of the transforms that measure tensors one by one, see `Parts.plan`.
+    """
+
+    def __init__(self, apart: Set[str]) -> None:
+        self.apart = apart
         self.scaled: dict[str, _Scaled] = {}
         self.elements: dict[str, int] = {}
-        """How many elements each transform acted on, by path."""
+        """How many elements each transform with metrics acted on, by path."""
         self.metrics: dict[str, Tensor] = {}
 
     def add_scaling(
-        self, node: Node, measured: Measured, factors: Tensor, updates: Sequence[Tensor], params: Sequence[Tensor]
+        self,
+        node: Node,
+        measured: Measured,
+        norms: Tensor,
+        factors: Tensor,
+        updates: Sequence[Tensor],
+        params: Sequence[Tensor],
     ) -> None:
         """Store what a scaling found, without references to the memory of the updates."""
-        moments = None
-        if measured.metric.kind in ("std", "var", "sum"):
-            moments = _moments(measured, updates)
-        # a tensor without memory of its own has the shape that the slices are counted by
-        parts = [part._replace(tensor=part.tensor.new_zeros(()).expand(part.tensor.shape)) for part in measured.parts]
-        kept = Measured(
-            measured.metric, measured.indices, measured.vector, measured.total, [p.tensor for p in parts], _parts=parts
-        )
+        spread: list[Part] = []
+        if measured.spread:  # a tensor of one number has the shape that slices are counted by
+            spread = [p._replace(tensor=p.tensor.new_zeros(()).expand(p.tensor.shape)) for p in measured.parts]
+        has_moments = measured.metric.kind in ("std", "var", "sum")
         self.scaled[node.path] = _Scaled(
-            [params[i] for i in measured.indices],
-            measured.counts,
-            kept,
-            factors,
-            sum(update.numel() for update in updates),
-            len(measured.indices) == len(updates),
-            updates[0].dtype == torch.float64,
-            moments,
+            params=[params[i] for i in measured.indices],
+            counts=measured.counts,
+            metric=measured.metric,
+            norms=norms,
+            factors=factors,
+            total=measured.total,
+            elements=sum(map(Tensor.numel, updates)),
+            is_plain=measured.is_whole,
+            takes_all=len(measured.indices) == len(updates),
+            is_wide=updates[0].dtype == torch.float64,
+            spread=spread,
+            moments=_moments(measured, updates) if has_moments else None,
         )
 
     def add(self, node: Node, step: Step) -> None:
         """Store the metrics of a transform."""
-        self.elements[node.path] = sum(p.numel() * (2 if p.is_complex() else 1) for p in step.params)
-        self.metrics.update(node.qualified(step.metrics))
+        if step.metrics:
+            self.elements[node.path] = sum(p.numel() * (2 if p.is_complex() else 1) for p in step.params)
+            self.metrics.update(node.qualified(step.metrics))
 
 
 class Parts:
     """The parts of one step, which `Modular.step` ends."""
 
     def __init__(self) -> None:
-        self.updated: dict[Tensor, None] = {}
-        """The parameters that were updated, in order."""
+        self.updated: dict[int, Tensor] = {}
+        """The parameters that were updated, in order, by id."""
+        self.has_layout = True
+        """All trainable parameters together have the layout that the fast way needs."""
+        self._apart: set[str] = set()
         self._parts: list[PartOfStep] = []
+
+    def plan(self, nodes: Nodes, params: Sequence[NamedParam], *, has_layout: bool) -> None:
+        """Decide from all trainable parameters what the ordinary step decides from them, to get the same bits.
+
+        The fast way measures lists of tensors together if all of them allow it. A part may allow it where all
+        parameters together do not.
+        """
+        self.has_layout = has_layout
+        scalings = [(n, n.transform) for n in nodes if all(isinstance(outer, Chain) for outer in n.outer)]
+        self._apart = {
+            node.path
+            for node, transform in scalings
+            if isinstance(transform, Scaling) and not _are_together(transform, node, params)
+        }
+
+    def begin(self) -> PartOfStep:
+        """A part without numbers."""
+        return PartOfStep(self._apart)
 
     def add(self, part: PartOfStep, params: Iterable[Tensor]) -> None:
         """Note that parameters were updated."""
         self._parts.append(part)
-        self.updated.update(dict.fromkeys(params))
+        self.updated.update({id(param): param for param in params})
 
     def refuse_second(self, params: Iterable[Tensor]) -> None:
         """Raise if a parameter was updated already."""
-        if any(param in self.updated for param in params):
+        if any(id(param) in self.updated for param in params):
             raise second_gradient()
 
     def end(self, nodes: Nodes, params: Iterable[Tensor]) -> dict[str, Tensor]:
@@ -107,7 +150,7 @@ class Parts:
             params: All parameters of the optimizer, in order.
         """
         parts, self._parts, self.updated = self._parts, [], {}
-        order = {param: n for n, param in reversed(list(enumerate(params)))}
+        order = {id(param): n for n, param in enumerate(params)}
         metrics: dict[str, Tensor] = {}
         for node in nodes:
             scaled = [part.scaled[node.path] for part in parts if node.path in part.scaled]
@@ -115,6 +158,19 @@ class Parts:
                 metrics.update(node.qualified(_of_scaling(scaled, order)))
             metrics.update(_of_elements(node, [part for part in parts if node.path in part.elements]))
         return metrics
+
+
+def _are_together(transform: Scaling, node: Node, params: Sequence[NamedParam]) -> bool:
+    """False if `measure` could not measure the updates of all parameters in scope together."""
+    own = [named.param for named in params if node.scope.has(named)]
+    slicing, cuts = transform.slicing, type(transform).slice_dims is not Scaling.slice_dims
+    if not own or not foreach.are_plain(locals_of(own), 0):
+        return not own
+    if slicing.dim is None and not slicing.inverse_dims and not cuts:
+        return min(map(Tensor.numel, own)) >= max(slicing.min_size, 1)
+    dims = [transform.slice_dims(param) for param in own]
+    shaped = zip([tuple(param.shape) or (1,) for param in own], dims, strict=True)
+    return all(d and math.prod(shape[k] for k in d) >= slicing.min_size for shape, d in shaped)
 
 
 def second_gradient() -> RuntimeError:
@@ -138,36 +194,47 @@ def _of_elements(node: Node, parts: Sequence[PartOfStep]) -> dict[str, Tensor]:
     return found
 
 
-def _of_scaling(scaled: Sequence[_Scaled], order: dict[Tensor, int]) -> dict[str, Tensor]:
+def _of_scaling(scaled: Sequence[_Scaled], order: dict[int, int]) -> dict[str, Tensor]:
     """The metrics of a scaling, from the norms and the factors of all parts in the order of the parameters."""
-    first = scaled[0].measured
-    rows: list[tuple[int, Tensor, Tensor, Part]] = []
-    for own in scaled:
-        places, norms = [order[param] for param in own.params], own.measured.vector.split(own.counts)
-        rows += zip(places, norms, own.factors.split(own.counts), own.measured.parts, strict=True)
-    rows.sort(key=lambda row: row[0])
-    parts, device = [part for *_, part in rows], first.vector.device
-    vector = torch.cat([norms.to(device) for _, norms, _, _ in rows] or [first.vector])
-    factors = torch.cat([own.to(device) for _, _, own, _ in rows] or [first.vector])
-    total = scaled[0].measured.total if len(scaled) == 1 else _total(scaled, vector)
-    together = Measured(first.metric, list(range(len(rows))), vector, total, [p.tensor for p in parts], _parts=parts)
+    norms, factors, spread = scaled[0].norms, scaled[0].factors, scaled[0].spread
+    if len(scaled) > 1:
+        places = [order[id(param)] for own in scaled for param in own.params]
+        sorted_rows = sorted(range(len(places)), key=places.__getitem__)
+        counts = [count for own in scaled for count in own.counts]
+        norms = _in_order([own.norms for own in scaled], counts, sorted_rows)
+        factors = _in_order([own.factors for own in scaled], counts, sorted_rows)
+        parts = [part for own in scaled for part in own.spread]
+        spread = [parts[i] for i in sorted_rows] if parts else []
+    total = scaled[0].total if len(scaled) == 1 else _total(scaled, norms)
+    targets = [norms] if len(norms) > 0 or spread else []
+    together = Measured(scaled[0].metric, [], norms, total, targets, _parts=spread or None)
     return summary(together, effect(together, factors))
 
 
-def _total(scaled: Sequence[_Scaled], vector: Tensor) -> Tensor:
+def _in_order(vectors: Sequence[Tensor], counts: Sequence[int], order: Sequence[int]) -> Tensor:
+    """The numbers of tensors in another order; the first tensor has the first of ``counts`` numbers, and so on."""
+    joined = pack(vectors)
+    if max(counts, default=1) == 1:
+        indices = torch.tensor(order, dtype=torch.int64).to(joined.device, non_blocking=True)
+        return joined.index_select(0, indices)
+    chunks = joined.split(list(counts))
+    return torch.cat([chunks[i] for i in order])
+
+
+def _total(scaled: Sequence[_Scaled], norms: Tensor) -> Tensor:
     """The metric of all updates together."""
-    metric = scaled[0].measured.metric
+    metric = scaled[0].metric
     known = [own.moments for own in scaled if own.moments is not None]
     if known:
         return _of_moments(metric, known)
-    is_local = not any(own.measured.spread for own in scaled)
-    if metric.kind == "norm" and is_local and all(own.takes_all for own in scaled):
-        wide = any(own.is_wide for own in scaled)
-        return torch.linalg.vector_norm(vector) if metric.p == 2 and not wide else combine(vector, metric.p)
-    totals = torch.stack([own.measured.total.to(vector.device) for own in scaled])
+    if metric.kind == "norm" and all(own.takes_all and not own.spread for own in scaled):
+        squares_fit = metric.p == 2 and all(own.is_plain and not own.is_wide for own in scaled)
+        return torch.linalg.vector_norm(norms) if squares_fit else combine(norms, metric.p)
+    totals = pack([own.total for own in scaled])
     if metric.kind == "mad":
         counts = [own.elements for own in scaled]
-        return combine(totals * totals.new_tensor(counts), metric.p) / max(sum(counts), 1)
+        sums = [total * count for total, count in zip(totals.unbind(), counts, strict=True)]
+        return torch.stack(sums).sum() / max(sum(counts), 1)
     return combine(totals, metric.p)
 
 

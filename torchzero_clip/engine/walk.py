@@ -14,6 +14,7 @@ from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.step import Step
+from torchzero_clip.core.tools import Tools
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine import targets
 from torchzero_clip.engine.checked import check_factors, check_result, check_state
@@ -238,7 +239,9 @@ class Walk:
             keeps, slicing = self.nodes.keeps_statistics, transform.slicing
             jointly = self.nodes.only_joint_statistics and slicing.dim == "global" and slicing.metric == L2
             each, beside = keeps and not jointly, self.listens and self.norms_before is None
-            measured = self.executor.measure(updates, slicing, dims_of, each=each, beside=beside, name=node.path)
+            tools = Tools() if self.part is not None and node.path in self.part.apart else self.executor
+            measured = tools.measure(updates, slicing, dims_of, each=each, beside=beside, name=node.path)
+            norms = measured.vector  # which transforms may replace
             if keeps and self.gradient_norms is None:  # updates are gradients here: see `_measures_gradients`
                 jointly = jointly and len(measured.vector) > 0
                 self.gradient_norms = measured.vector.narrow(0, 0, 1) if jointly else measured.tensor_norms
@@ -252,7 +255,7 @@ class Walk:
             if self.part is None:
                 step.metrics.update(summary(measured, effect(measured, factors)))
             else:
-                self.part.add_scaling(node, measured, factors, updates, step.params)
+                self.part.add_scaling(node, measured, norms, factors, updates, step.params)
             check_state(node, step)
         finally:
             self.store(node, step)

@@ -1,21 +1,23 @@
 """Steps that are taken while the backward runs, so that gradients need little memory."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from threading import RLock
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from torchzero_clip.checks import count
 from torchzero_clip.compat import at_end_of_backward, current_graph_task_id, is_distributed
-from torchzero_clip.core.kinds import Gate
+from torchzero_clip.core.elementwise import Elementwise
+from torchzero_clip.core.kinds import Gate, Shifting
 from torchzero_clip.core.nodes import Node
+from torchzero_clip.core.scope import named_params
 from torchzero_clip.core.transform import treats_each_alone
 from torchzero_clip.engine.parts import Parts, second_gradient
+from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrapped import unwrap
 from torchzero_clip.types import Setting
@@ -39,12 +41,16 @@ class StepInBackward:
         self._bucket_bytes = bucket_bytes
         self._parts = optimizer.parts = Parts()
         self._lock = RLock()  # backwards on several devices run hooks in several threads
-        self._hooks: dict[Tensor, Any] = {}
+        self._hooks: dict[int, Any] = {}
+        self._places: dict[int, tuple[int, int]] = {}
+        """The group of each parameter and its place there, by id."""
         self._task = -1
-        self._places: dict[Tensor, list[tuple[int, int]]] = {}
         self._settings: dict[str, list[Setting]] = {}
-        self._waiting: dict[Tensor, None] = {}
+        self._waiting: dict[int, Tensor] = {}
         self._bytes = 0
+        self._workspaces: dict[int, Workspace] = {}
+        self._ready = _calling(self)
+        self._all = Workspace()  # it only compares the layout of all parameters with that of the last step
         self._attach()
         # parameters may be added or unfrozen between steps
         self._after_steps = optimizer.register_step_post_hook(self._after_step)
@@ -69,35 +75,32 @@ class StepInBackward:
         self._attach()
 
     def _attach(self) -> None:
-        """Hook all parameters of the optimizer that have no hook yet, and drop the hooks of others."""
-        params = {param: None for group in self._optimizer.param_groups for param in group["params"]}
-        for param in [param for param in self._hooks if param not in params]:
-            self._hooks.pop(param).remove()
-        own = weakref.ref(self)  # parameters may outlive the optimizer
+        """Find the parameters, hook those that have no hook yet, and drop the hooks of others."""
+        groups, own = self._optimizer.param_groups, self._hooks
+        self._places = {id(p): (g, i) for g, group in enumerate(groups) for i, p in enumerate(group["params"])}
+        if len(self._places) < sum(len(group["params"]) for group in groups):
+            raise ValueError("step_in_backward takes no optimizer in which a parameter is listed twice")
+        for key in own.keys() - self._places.keys():
+            own.pop(key).remove()
+        for group in groups:
+            for param in group["params"]:
+                if id(param) not in own and param.requires_grad:
+                    own[id(param)] = param.register_post_accumulate_grad_hook(self._ready)
 
-        def ready(param: Tensor) -> None:
-            this = own()
-            if this is not None:
-                this._ready(param)
-
-        for param in params:
-            if param.requires_grad and param not in self._hooks:
-                self._hooks[param] = param.register_post_accumulate_grad_hook(ready)
-
-    @torch.no_grad()
-    def _ready(self, param: Tensor) -> None:
+    def take(self, param: Tensor) -> None:
         """Take the gradient of a parameter, and with it the step of all that wait if they fill a bucket."""
         with self._lock:
             task = current_graph_task_id()
             if task != self._task or task == -1:
                 self._begin(task)
-            if param.grad is None or param not in self._places:
+            key = id(param)
+            if param.grad is None or key not in self._places:
                 return
-            if param in self._waiting or param in self._parts.updated:
+            if key in self._waiting or key in self._parts.updated:
                 error = second_gradient()
                 error.add_note(self._updated())
                 raise error
-            self._waiting[param] = None
+            self._waiting[key] = param
             # the size of the whole parameter, so that the processes of a mesh agree
             self._bytes += param.numel() * param.element_size()
             if self._bytes >= self._bucket_bytes or task == -1:
@@ -105,20 +108,28 @@ class StepInBackward:
 
     def _begin(self, task: int) -> None:
         """Check everything before the first update of a backward."""
-        refuse(self._optimizer)
-        self._settings = self._optimizer.begin()
+        optimizer = self._optimizer
+        refuse(optimizer)
+        self._settings = optimizer.begin()
         self._attach()
-        self._places = {}
-        for g, group in enumerate(self._optimizer.param_groups):
-            for i, param in enumerate(group["params"]):
-                self._places.setdefault(param, []).append((g, i))
-        self._waiting.clear()  # of a backward that has failed: `step` takes their gradients
-        self._bytes = 0
+        if not self._parts.updated:
+            self._plan()
+        self._waiting, self._bytes = {}, 0  # of a backward that has failed: `step` takes their gradients
         if task != -1:
             at_end_of_backward(self._end)
         self._task = task
 
-    @torch.no_grad()
+    def _plan(self) -> None:
+        """Let the parts of this step decide as all trainable parameters together would."""
+        optimizer = self._optimizer
+        named = [n for group in optimizer.param_groups for n in named_params(group) if n.param.requires_grad]
+        params = [n.param for n in named]
+        has_layout = True
+        if any(isinstance(node.transform, Shifting | Elementwise) for node in optimizer.nodes):
+            states = [optimizer.state.get(param, {}) for param in params]
+            has_layout = self._all.columns(params, list(params), states) is not None
+        self._parts.plan(optimizer.nodes, named, has_layout=has_layout)
+
     def _end(self) -> None:
         with self._lock:
             self._flush()
@@ -130,18 +141,24 @@ class StepInBackward:
         if not waiting:
             return
         try:
-            self._optimizer.take_part(self._groups_of(waiting), self._settings)
+            self._optimizer.take_part(self._groups_of(waiting), self._settings, self._workspace_of(next(iter(waiting))))
         except BaseException as error:
             error.add_note(self._updated())
             raise
-        for param in waiting:
+        for param in waiting.values():
             param.grad = None
 
-    def _groups_of(self, params: Iterable[Tensor]) -> list[dict[str, Any]]:
-        """The param groups with some of their parameters, in order."""
+    def _workspace_of(self, first: int) -> Workspace:
+        """Caches for the parameters that are updated together with the first one, as they are in most steps."""
+        if first not in self._workspaces:
+            self._workspaces[first] = self._optimizer.new_workspace()
+        return self._workspaces[first]
+
+    def _groups_of(self, params: Iterable[int]) -> list[dict[str, Any]]:
+        """The param groups with some of their parameters, by id, in order."""
         all_groups = self._optimizer.param_groups
         groups = [_WITHOUT] * len(all_groups)
-        for g, i in sorted(place for param in params for place in self._places[param]):
+        for g, i in sorted(self._places[key] for key in params):
             group = all_groups[g]
             if groups[g] is _WITHOUT:
                 groups[g] = {**group, "params": []} | ({"param_names": []} if "param_names" in group else {})
@@ -155,14 +172,26 @@ class StepInBackward:
         groups = self._optimizer.param_groups
         names: list[str] = []
         for param in self._parts.updated:
-            g, i = self._places[param][0]
+            g, i = self._places[param]
             names.append(groups[g]["param_names"][i] if "param_names" in groups[g] else f"{i} of group {g}")
         total = sum(len(group["params"]) for group in groups)
         shown = f": {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}" if names else ""
         return f"the backward had updated {len(names)} of {total} parameters in this step{shown}"
 
 
-def step_in_backward(optimizer: Optimizer, *, bucket_bytes: int = 2**22) -> StepInBackward:
+def _calling(steps: StepInBackward) -> Callable[[Tensor], None]:
+    """A hook that does not keep the optimizer alive, because parameters may outlive it."""
+    found = weakref.ref(steps)
+
+    def ready(param: Tensor) -> None:
+        own = found()
+        if own is not None:
+            own.take(param)
+
+    return ready
+
+
+def step_in_backward(optimizer: Optimizer, *, bucket_bytes: int = 2**23) -> StepInBackward:
     """Update each parameter in the backward, as soon as its gradient is there, and free the gradient.
 
     After each backward call ``optimizer.step()`` as always: it ends the step for schedules, counters and metrics, and
@@ -211,7 +240,7 @@ def step_in_backward(optimizer: Optimizer, *, bucket_bytes: int = 2**22) -> Step
 
 def refuse(optimizer: Modular) -> None:
     """Raise if a step cannot be taken parameter by parameter."""
-    for node in optimizer.chain.nodes():
+    for node in optimizer.nodes:
         _refuse_transform(node)
     if optimizer.nonfinite != "propagate":
         raise ValueError(

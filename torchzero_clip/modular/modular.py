@@ -18,6 +18,7 @@ from torchzero_clip.checks import boolean
 from torchzero_clip.core.chain import Chain, Transforms, as_written, flatten
 from torchzero_clip.core.chain_state import COUNTERS, SCHEDULE_STEP, SKIPPED, ChainState
 from torchzero_clip.core.learning_rate import with_learning_rate
+from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.states import own_numbers
@@ -25,7 +26,7 @@ from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.executor import Executor
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.nonfinite import Nonfinite, StepPolicy
-from torchzero_clip.engine.parts import PartOfStep, Parts
+from torchzero_clip.engine.parts import Parts
 from torchzero_clip.engine.readable import Readable
 from torchzero_clip.engine.reported_loss import ReportedLoss
 from torchzero_clip.engine.updates import Updates
@@ -154,6 +155,11 @@ class Modular(Optimizer):
         return [named for group in self.param_groups[first:] for named in named_params(group)]
 
     @property
+    def nodes(self) -> Nodes:
+        """The transforms at their places in the chain."""
+        return self._nodes
+
+    @property
     def nonfinite(self) -> Nonfinite:
         """What happens if a gradient has an inf or a NaN."""
         return self._policy.nonfinite
@@ -240,7 +246,7 @@ class Modular(Optimizer):
 
             count = 1 if result is not None else self._reported.count
             loss = self._reported.mean() if result is None and count else result
-            walk, parts = self._walk(self.param_groups, settings, loss, count), self.parts
+            walk, parts = self._walk(self.param_groups, self._workspace, settings, loss, count), self.parts
             if parts is not None:
                 parts.refuse_second(walk.params)
             try:
@@ -302,7 +308,12 @@ class Modular(Optimizer):
         super().zero_grad(set_to_none)
 
     def _walk(
-        self, groups: list[dict[str, Any]], settings: dict[str, list[Setting]], loss: Any, loss_count: int
+        self,
+        groups: list[dict[str, Any]],
+        workspace: Workspace,
+        settings: dict[str, list[Setting]],
+        loss: Any,
+        loss_count: int,
     ) -> Walk:
         """Start a walk with the parameters that have a gradient. Raise before any change if a parameter is unusable."""
         params, grads, group_of = taking_part(groups)
@@ -315,7 +326,8 @@ class Modular(Optimizer):
         if None in states:
             states = [new.setdefault(p, {}) if s is None else s for p, s in zip(params, states, strict=True)]
         is_fast = self._may_be_fast()
-        columns = self._workspace.columns(params, grads, states) if is_fast else None
+        may_have_layout = is_fast and (self.parts is None or self.parts.has_layout)
+        columns = workspace.columns(params, grads, states) if may_have_layout else None
         if columns is None:  # else the fast way has checked these tensors already
             refuse_unusable(groups)
             check_shapes(self._nodes, groups, params, states, group_of, self._shapes)
@@ -324,11 +336,11 @@ class Modular(Optimizer):
         self._move_chain_state()
         updates = Updates(params, grads, states, self._chain_state.values, self.maximize)
         is_fast = is_fast and not listed_twice
-        executor: Executor = Fast(updates, self._workspace, columns) if is_fast else Readable(updates)
+        executor: Executor = Fast(updates, workspace, columns) if is_fast else Readable(updates)
         keep_grads = self.keep_grads or "grad" in self._nodes.targets or listed_twice
         lists = (self._nodes, groups, settings, params, grads, states, group_of)
         shared = (self._chain_state.values, loss, loss_count, executor, keep_grads, self.listener is not None, new)
-        return Walk(*lists, *shared, part=None if self.parts is None else PartOfStep())
+        return Walk(*lists, *shared, part=None if self.parts is None else self.parts.begin())
 
     def _may_be_fast(self) -> bool:
         """True if operations may wait and be combined.
@@ -359,15 +371,20 @@ class Modular(Optimizer):
             self.parts.add(walk.part, walk.params)
 
     @torch.no_grad()
-    def take_part(self, groups: list[dict[str, Any]], settings: dict[str, list[Setting]]) -> None:
+    def take_part(self, groups: list[dict[str, Any]], settings: dict[str, list[Setting]], workspace: Workspace) -> None:
         """Take the step of some parameters, for `step_in_backward`; `step` ends it.
 
         Args:
             groups: The param groups, with these parameters only.
             settings: What `begin` returned.
+            workspace: Memory and caches for these parameters.
         """
         count = self._reported.count
-        self._run(self._walk(groups, settings, self._reported.mean() if count else None, count))
+        self._run(self._walk(groups, workspace, settings, self._reported.mean() if count else None, count))
+
+    def new_workspace(self) -> Workspace:
+        """Caches for some of the parameters, with the memory that this optimizer has for intermediate results."""
+        return self._workspace.beside()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with settings of their own, for example layers that are unfrozen later.
