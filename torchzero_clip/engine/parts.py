@@ -1,7 +1,7 @@
 """A step that is taken in parts: what was updated, and the metrics of all parts together."""
 
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -104,9 +104,14 @@ class PartOfStep:
 
 
 class Parts:
-    """The parts of one step, which `Modular.step` ends."""
+    """The parts of one step, which `Modular.step` ends.
 
-    def __init__(self) -> None:
+    Args:
+        attach: Called when parameters were added to the optimizer.
+    """
+
+    def __init__(self, attach: Callable[[], None]) -> None:
+        self.attach = attach
         self.updated: dict[int, Tensor] = {}
         """The parameters that were updated, in order, by id."""
         self.has_layout = True

@@ -39,7 +39,7 @@ class StepInBackward:
     def __init__(self, optimizer: Modular, bucket_bytes: int) -> None:
         self._optimizer = optimizer
         self._bucket_bytes = bucket_bytes
-        self._parts = optimizer.parts = Parts()
+        self._parts = optimizer.parts = Parts(self._attach)
         self._lock = RLock()  # backwards on several devices run hooks in several threads
         self._hooks: dict[int, Any] = {}
         self._places: dict[int, tuple[int, int]] = {}
@@ -251,8 +251,8 @@ def refuse(optimizer: Modular) -> None:
         raise ValueError("step_in_backward takes no optimizer with process_group=, which joins norms of all gradients")
     if optimizer.listener is not None:
         raise RuntimeError(
-            f"step_in_backward takes no optimizer with a {type(optimizer.listener).__name__}, which needs all "
-            "gradients at once: detach it first, or take ordinary steps"
+            "step_in_backward takes no optimizer with a listener, such as a Recorder, which needs all gradients at "
+            "once: close it first, or take ordinary steps"
         )
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         _refuse_plain(optimizer)

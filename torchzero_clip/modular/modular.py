@@ -417,6 +417,8 @@ class Modular(Optimizer):
             if self._is_complete:
                 check_places(self.chain, self._nodes, self._named_params())
                 self._start_schedules()
+            if self.parts is not None:
+                self.parts.attach()
         except Exception:
             del self.param_groups[before:]
             self._schedules.forget(schedules_before)
