@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchzero_clip.compat import any_distributed
 from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.core.kinds import Scaling
@@ -48,8 +49,8 @@ class _Scaled(NamedTuple):
     """Each update has slices."""
     is_wide: bool
     """Updates are float64."""
-    spread: list[Part]
-    """The parts of distributed tensors, without their memory, if other processes hold other slices; else empty."""
+    shards: list[Part]
+    """The parts of distributed tensors, without their memory; empty for plain ones."""
     moments: _Moments | None
 
 
@@ -57,11 +58,13 @@ class PartOfStep:
     """The numbers from which the metrics of one part come.
 
     Args:
-        apart: The paths of the transforms that measure tensors one by one, see `Parts.plan`.
+        apart: The paths of the transforms that measure updates one by one, see `Parts.plan`.
+        apart_state: The paths of those that measure state one by one.
     """
 
-    def __init__(self, apart: Set[str]) -> None:
+    def __init__(self, apart: Set[str], apart_state: Set[str]) -> None:
         self.apart = apart
+        self.apart_state = apart_state
         self.scaled: dict[str, _Scaled] = {}
         self.elements: dict[str, int] = {}
         """How many elements each transform with metrics acted on, by path."""
@@ -77,9 +80,9 @@ class PartOfStep:
         params: Sequence[Tensor],
     ) -> None:
         """Store what a scaling found, without references to the memory of the updates."""
-        spread: list[Part] = []
-        if measured.spread:  # a tensor of one number has the shape that slices are counted by
-            spread = [p._replace(tensor=p.tensor.new_zeros(()).expand(p.tensor.shape)) for p in measured.parts]
+        shards: list[Part] = []
+        if any_distributed(updates):  # a tensor of one number has the shape that slices are counted by
+            shards = [p._replace(tensor=p.tensor.new_zeros(()).expand(p.tensor.shape)) for p in measured.parts]
         has_moments = measured.metric.kind in ("std", "var", "sum")
         self.scaled[node.path] = _Scaled(
             params=[params[i] for i in measured.indices],
@@ -92,7 +95,7 @@ class PartOfStep:
             is_plain=measured.is_whole,
             takes_all=len(measured.indices) == len(updates),
             is_wide=updates[0].dtype == torch.float64,
-            spread=spread,
+            shards=shards,
             moments=_moments(measured, updates) if has_moments else None,
         )
 
@@ -116,7 +119,7 @@ class Parts:
         """The parameters that were updated, in order, by id."""
         self.has_layout = True
         """All trainable parameters together have the layout that the fast way needs."""
-        self._apart: set[str] = set()
+        self._apart: tuple[set[str], set[str]] = set(), set()
         self._parts: list[PartOfStep] = []
 
     def plan(self, nodes: Nodes, params: Sequence[NamedParam], *, has_layout: bool) -> None:
@@ -126,16 +129,18 @@ class Parts:
         parameters together do not.
         """
         self.has_layout = has_layout
-        scalings = [(n, n.transform) for n in nodes if all(isinstance(outer, Chain) for outer in n.outer)]
-        self._apart = {
-            node.path
-            for node, transform in scalings
-            if isinstance(transform, Scaling) and not _are_together(transform, node, params)
-        }
+        self._apart = set(), set()
+        for node in nodes:
+            transform = node.transform
+            if isinstance(transform, Scaling) and all(isinstance(outer, Chain) for outer in node.outer):
+                own = [named.param for named in params if node.scope.has(named)]
+                for paths, dtype_of in zip(self._apart, (_dtype, _dtype_of_state), strict=True):
+                    if own and not _are_together(transform, own, dtype_of):
+                        paths.add(node.path)
 
     def begin(self) -> PartOfStep:
         """A part without numbers."""
-        return PartOfStep(self._apart)
+        return PartOfStep(*self._apart)
 
     def add(self, part: PartOfStep, params: Iterable[Tensor]) -> None:
         """Note that parameters were updated."""
@@ -165,12 +170,21 @@ class Parts:
         return metrics
 
 
-def _are_together(transform: Scaling, node: Node, params: Sequence[NamedParam]) -> bool:
-    """False if `measure` could not measure the updates of all parameters in scope together."""
-    own = [named.param for named in params if node.scope.has(named)]
+def _dtype(param: Tensor) -> torch.dtype:
+    return param.dtype
+
+
+def _dtype_of_state(param: Tensor) -> torch.dtype:
+    return foreach.wide_dtype(param.dtype)
+
+
+def _are_together(transform: Scaling, own: Sequence[Tensor], dtype_of: Callable[[Tensor], torch.dtype]) -> bool:
+    """False if `measure` could not measure tensors like all the parameters together."""
     slicing, cuts = transform.slicing, type(transform).slice_dims is not Scaling.slice_dims
-    if not own or not foreach.are_plain(locals_of(own), 0):
-        return not own
+    alike = len({(dtype_of(param), param.device) for param in own}) == 1
+    kinds = [[param for param in own if param.dtype == dtype] for dtype in {param.dtype for param in own}]
+    if not alike or not all(foreach.are_plain(locals_of(kind), 0) for kind in kinds):
+        return False
     if slicing.dim is None and not slicing.inverse_dims and not cuts:
         return min(map(Tensor.numel, own)) >= max(slicing.min_size, 1)
     dims = [transform.slice_dims(param) for param in own]
@@ -201,19 +215,24 @@ def _of_elements(node: Node, parts: Sequence[PartOfStep]) -> dict[str, Tensor]:
 
 def _of_scaling(scaled: Sequence[_Scaled], order: dict[int, int]) -> dict[str, Tensor]:
     """The metrics of a scaling, from the norms and the factors of all parts in the order of the parameters."""
-    norms, factors, spread = scaled[0].norms, scaled[0].factors, scaled[0].spread
+    norms, factors, shards = scaled[0].norms, scaled[0].factors, scaled[0].shards
     if len(scaled) > 1:
         places = [order[id(param)] for own in scaled for param in own.params]
         sorted_rows = sorted(range(len(places)), key=places.__getitem__)
         counts = [count for own in scaled for count in own.counts]
         norms = _in_order([own.norms for own in scaled], counts, sorted_rows)
         factors = _in_order([own.factors for own in scaled], counts, sorted_rows)
-        parts = [part for own in scaled for part in own.spread]
-        spread = [parts[i] for i in sorted_rows] if parts else []
+        parts = [part for own in scaled for part in own.shards or _as_parts(own.counts)]
+        shards = [parts[i] for i in sorted_rows] if any(own.shards for own in scaled) else []
     total = scaled[0].total if len(scaled) == 1 else _total(scaled, norms)
-    targets = [norms] if len(norms) > 0 or spread else []
-    together = Measured(scaled[0].metric, [], norms, total, targets, _parts=spread or None)
+    targets = [norms] if len(norms) > 0 or shards else []
+    together = Measured(scaled[0].metric, [], norms, total, targets, _parts=shards or None)
     return summary(together, effect(together, factors))
+
+
+def _as_parts(counts: Sequence[int]) -> list[Part]:
+    """Plain tensors with so many slices."""
+    return [Part(torch.zeros((), device="cpu").expand(n, 1), (1,), 1) for n in counts]
 
 
 def _in_order(vectors: Sequence[Tensor], counts: Sequence[int], order: Sequence[int]) -> Tensor:
@@ -232,7 +251,7 @@ def _total(scaled: Sequence[_Scaled], norms: Tensor) -> Tensor:
     known = [own.moments for own in scaled if own.moments is not None]
     if known:
         return _of_moments(metric, known)
-    if metric.kind == "norm" and all(own.takes_all and not own.spread for own in scaled):
+    if metric.kind == "norm" and all(own.takes_all and not any(p.spread for p in own.shards) for own in scaled):
         squares_fit = metric.p == 2 and all(own.is_plain and not own.is_wide for own in scaled)
         return torch.linalg.vector_norm(norms) if squares_fit else combine(norms, metric.p)
     totals = pack([own.total for own in scaled])

@@ -295,7 +295,7 @@ class Walk:
             {},
             self.norms_of(rows) if known else None,
             partial(self._apply_child, node, rows) if node.children else None,
-            self.executor,
+            Tools() if self.part is not None and node.path in self.part.apart_state else self.executor,
             self.has_loss,
         )
 
