@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from modular import ranks
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.checkpoint import checkpoint
 
@@ -320,6 +321,21 @@ def test_gradients_never_exist_all_at_once():
         assert max(seen) == most * each
         if handle is not None:
             handle.remove()
+
+
+@pytest.mark.parametrize("entry", [entry for entry in TAKING_PART if not entry.looks], ids=str)
+def test_hooks_never_read_a_value_from_the_device(entry):
+    """Called by hand, because the backward of fake CUDA tensors needs a device."""
+    with FakeTensorMode():
+        params = [nn.Parameter(torch.empty(shape, device="cuda")) for shape in SHAPES]
+        optimizer = Modular(params, entry.make())
+        handle = step_in_backward(optimizer)
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.empty_like(param)
+                handle.take(param)
+            optimizer.step()
+        assert all(value.device.type == "cuda" for value in optimizer.metrics().values())
 
 
 def joint_subclass():
