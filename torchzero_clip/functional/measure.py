@@ -313,7 +313,7 @@ def over_processes(measured: Measured, tensors: Sequence[Tensor], group: Process
     """
     if group is None:
         return measured
-    numbers = measured.numbers(sum(map(Tensor.numel, tensors))).to(device_of(group, tensors))
+    numbers = measured.numbers(sum(map(Tensor.numel, tensors))).to(device_of(tensors, group))
     return measured.of_processes(gathered(numbers, group).to(measured.total.device))
 
 
@@ -420,7 +420,7 @@ def _measure_jointly(tensors: Sequence[Tensor], metric: Metric, each: bool) -> M
 def joint_root(metric: Metric, rows: Tensor) -> Tensor:
     """The root of the metric of the tensors of several processes, 0-d, from a row of `Measured.numbers` for each."""
     if metric.kind == "norm":
-        return combine(rows.select(1, 0).contiguous(), metric.p)
+        return combine(rows.select(1, 0), metric.p)
     if metric.kind == "mad":
         total, count = rows.sum(dim=0).unbind()
         return total / count.clamp(min=1)
