@@ -10,7 +10,7 @@ from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.step import Step
-from torchzero_clip.functional.measure import Measured, effect_numbers, effect_of, joint_root, no_numbers, summary
+from torchzero_clip.functional.measure import Measured, effect_numbers, effect_of, joint_root, no_numbers
 
 Measuring: TypeAlias = Scaling | Elementwise
 """The kinds of transforms whose metrics are joint norms and means."""
@@ -61,7 +61,7 @@ def metrics_of(node: Node, transform: Measuring, rows: Tensor) -> dict[str, Tens
         return node.qualified({"clipped": changed / count.clamp(min=1)})
     metric = transform.slicing.metric
     total = joint_root(metric, rows.narrow(1, 3, rows.shape[1] - 3)) ** metric.degree
-    return node.qualified(summary(total, effect_of(rows.narrow(1, 0, 3))))
+    return node.qualified(effect_of(total, rows.narrow(1, 0, 3)))
 
 
 def joint_metrics(nodes: Nodes, walks: Sequence[Numbers], device: torch.device) -> dict[str, Tensor]:

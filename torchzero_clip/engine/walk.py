@@ -24,7 +24,7 @@ from torchzero_clip.engine.numbers import Numbers
 from torchzero_clip.engine.others import Others
 from torchzero_clip.engine.parts import Apart
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.measure import L2, Measured, effect, scale_, summary
+from torchzero_clip.functional.measure import L2, Measured, effect, scale_
 from torchzero_clip.functional.shards import elements_at
 from torchzero_clip.types import Setting, State
 
@@ -271,7 +271,7 @@ class Walk:
             factors = transform.factors(measured, updates, step)
             check_factors(node, factors, measured)
             if numbers is None or own is None:
-                step.metrics.update(summary(measured.total, effect(measured, factors)))
+                step.metrics.update(effect(measured, factors))
             else:
                 numbers.add_scaling(node, measured, own, factors)
             check_state(node, step)

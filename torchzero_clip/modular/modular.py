@@ -326,10 +326,10 @@ class Modular(Optimizer):
         Raises:
             ValueError: If a setting is out of range.
         """
-        if "lr" in self._schedules and hasattr(self.step, "_wrapped_by_lr_sched"):
-            raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
         state = self._chain_state.values
-        if state:
+        if state:  # also if there are schedules
+            if "lr" in self._schedules and hasattr(self.step, "_wrapped_by_lr_sched"):
+                raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
             self._chain_state.take_counters(self.param_groups)
             self._schedules.catch_up(self.param_groups, state.get(SCHEDULE_STEP, 0))
         return self._nodes.checked_settings(self.param_groups)
