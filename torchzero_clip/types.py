@@ -18,5 +18,5 @@ Ord: TypeAlias = float | Tensor | Literal["l0", "l1", "l2", "l3", "l4", "linf", 
 Dim: TypeAlias = int | Sequence[int] | Literal["global"] | None
 Target: TypeAlias = Literal["update", "grad", "closure", "params_direct", "params_difference", "update_difference"]
 
-Tensors: TypeAlias = Tensor | Iterable[Tensor]
+Tensors: TypeAlias = Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 """One tensor or any iterable of them, generators included."""

@@ -323,3 +323,25 @@ def functions_with_missing() -> list[Tensor]:
     found.append(normalize_grads_(params, 1.0, dim="global"))
     assert all((param.grad is None) == (rank == 1) for param in params)
     return found
+
+
+def names_of_bad_gradients() -> list[Any]:
+    """What each process says of gradients that are not finite on two of three processes."""
+    rows = gradients(parameters(torch.float64), 1)
+    rows[0][1][0], rows[0][2].view(-1)[0] = torch.nan, torch.inf
+    params = named(values(parameters(torch.float64)))
+    said: list[Any] = []
+    for policy in ("skip", "raise"):
+        optimizer = Modular(params, ClipNorm(0.1, dim="global"), nonfinite=policy, process_group=group())
+        for (_, param), grad in zip(params, own_part(rows[0]), strict=True):
+            param.grad = grad.clone()
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            said.append(str(error))
+        said.append(optimizer.bad_gradients)
+    try:
+        clip_grad_norm_(params, 1.0, dim="global", error_if_nonfinite=True, process_group=group())
+    except RuntimeError as error:
+        said.append(str(error))
+    return said

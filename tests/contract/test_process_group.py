@@ -129,3 +129,14 @@ def test_functions_take_gradients_that_are_missing_on_one_rank_of_a_mesh():
         torch.testing.assert_close(total, first, rtol=1e-9, atol=0)
         torch.testing.assert_close(clipped.item(), 0.1 * len(expected) ** 0.5, rtol=1e-9, atol=0)
         torch.testing.assert_close(normalized.item(), 0.1, rtol=1e-9, atol=0)
+
+
+@pytest.mark.slow
+def test_all_processes_name_the_gradients_that_are_not_finite():
+    expected, found = programs.names_of_bad_gradients(), ranks.run(programs.names_of_bad_gradients, 3)
+    assert found == [expected] * 3
+    skipped, raised, _, of_function = expected
+    assert skipped.names == ("1", "2")
+    assert sorted(skipped.largest) == ["0", "3"]
+    assert "gradients are not finite: 1, 2." in raised
+    assert "Gradients with inf or NaN: 1, 2." in of_function

@@ -13,9 +13,10 @@ from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.reported_loss import joint_loss
 from torchzero_clip.engine.walk import Walk
+from torchzero_clip.functional.bad import BadGradients, bad_gradients
 from torchzero_clip.functional.norms import combine
 from torchzero_clip.functional.processes import gathered
-from torchzero_clip.functional.shards import largest_on_all_ranks
+from torchzero_clip.functional.shards import largest_on_all_ranks, mesh_groups
 
 Nonfinite: TypeAlias = Literal["propagate", "raise", "skip"]
 
@@ -41,6 +42,8 @@ class StepPolicy:
         self.nonfinite: Nonfinite = nonfinite
         self.max_consecutive_skips = max_consecutive_skips
         self._gates = {name: transform for name, transform in transforms.items() if isinstance(transform, Gate)}
+        self.bad_gradients: BadGradients | None = None
+        """The gradients of the last step that ``nonfinite`` has refused."""
         self._norms: list[float] = []
         self.may_skip = nonfinite == "skip" or bool(self._gates)
         self.decides = self.may_skip or nonfinite == "raise"
@@ -71,18 +74,22 @@ class StepPolicy:
             found = joint_loss(walk.loss, walk.loss_count, device, walk.all_params(), walk.process_group)
             walk.loss, walk.has_loss = (None, None) if found is None else found
         gates = [gate for gate in self._gates if walk.others is not None or walk.rows_of(gate)]
-        total, bad, *of_gates = _joint_norms(walk, norms, gates)
+        total, lost, *of_gates = _joint_norms(walk, norms, gates)
         judged = [self._judge(gate, walk, norm) for gate, norm in zip(gates, of_gates, strict=True)]
         refused = [refusal.to(total.device) for _, _, refusal in judged]
         # gates decide by numbers that are equal on all processes, so the decisions are equal too
-        joint, nonfinite, *refusals = torch.stack([x.double() for x in (total, bad, *refused)]).tolist()
+        joint, nonfinite, *refusals = torch.stack([x.double() for x in (total, lost, *refused)]).tolist()
         finite = not nonfinite
         self._norms = [*self._norms, joint][-REMEMBERED:]
         walk.refused_by = [node.path for (node, *_), refusal in zip(judged, refusals, strict=True) if refusal]
         if not finite and self.nonfinite != "propagate":
             walk.refused_by.append("nonfinite")
-        if not finite and self.nonfinite == "raise":
-            raise RuntimeError(_nonfinite_message(walk, norms))
+            self.bad_gradients = bad = _bad_gradients(walk, norms)
+            if self.nonfinite == "raise":
+                raise RuntimeError(
+                    f'gradients are not finite: {bad.listed}. Nothing was changed; use nonfinite="skip" to skip such '
+                    f"steps{bad.beside}"
+                )
         if walk.refused_by:
             self._count(counts)
             self._record(walk, judged, taken=False)
@@ -133,11 +140,12 @@ def _joint_norms(walk: Walk, norms: Tensor, gates: Sequence[str]) -> list[Tensor
     return [combine(column, 2.0) for column in gathered(own.to(walk.others.device), walk.others.group).T.contiguous()]
 
 
-def _nonfinite_message(walk: Walk, norms: Tensor) -> str:
-    finite = norms.isfinite().tolist()
+def _bad_gradients(walk: Walk, norms: Tensor) -> BadGradients:
+    """The names of the gradients that are not finite. All processes call it, because they have decided together."""
+    if len(norms) < len(walk.params):  # only their joint norm is known
+        norms = walk.executor.norm_of_each(walk.grads)
     names = [
         named.name or f"parameter {i} of those with a gradient, of shape {tuple(named.param.shape)}"
-        for i, (named, good) in enumerate(zip(walk.named_params, finite, strict=True))
-        if not good
+        for i, named in enumerate(walk.named_params)
     ]
-    return f'gradients are not finite: {", ".join(names)}. Nothing was changed; use nonfinite="skip" to skip such steps'
+    return bad_gradients(names, norms.tolist(), mesh_groups(walk.all_params()), walk.process_group)

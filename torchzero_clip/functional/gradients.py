@@ -1,5 +1,6 @@
 """Arguments and results of the in-place functions: parameters in many forms, gradients of many layouts."""
 
+import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,27 +10,38 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchzero_clip.compat import is_distributed
+from torchzero_clip.functional.bad import bad_gradients
 from torchzero_clip.functional.foreach import all_contiguous, are_plain, wide_dtype
 from torchzero_clip.functional.measure import Slicing
+from torchzero_clip.functional.norms import p_norms
 from torchzero_clip.functional.processes import check_group
-from torchzero_clip.functional.shards import aligned
+from torchzero_clip.functional.shards import aligned, mesh_groups, wholes
 from torchzero_clip.types import Tensors
 
 
-def listed(name: str, tensors: Tensors) -> list[Tensor]:
-    """One tensor or an iterable of them as a list."""
+def named_tensors(name: str, tensors: Tensors) -> list[tuple[str | None, Tensor]]:
+    """A tensor, an iterable of tensors, or of pairs of a name and a tensor, as a list of such pairs."""
     if not isinstance(tensors, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"{name} must be a tensor or an iterable of tensors, got {type(tensors).__name__}")
-    items = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    items: list[Any] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    found: list[tuple[str | None, Tensor]] = []
     for i, item in enumerate(items):
-        if not isinstance(item, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            kind = type(item).__name__
+        is_named = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
+        own, tensor = item if is_named else (None, item)
+        if not isinstance(tensor, Tensor):
+            kind = type(tensor).__name__
             raise TypeError(f"{name} must be a tensor or an iterable of tensors, got {kind} at index {i}")
-    return items
+        found.append((own, tensor))
+    return found
 
 
 def gradients(params: Tensors, process_group: ProcessGroup | None = None) -> list[Tensor]:
-    """The gradients of those parameters that have one, as `own_gradients` returns them.
+    """The `named_gradients` without names."""
+    return [grad for _, grad in named_gradients(params, process_group)]
+
+
+def named_gradients(params: Tensors, process_group: ProcessGroup | None = None) -> list[tuple[str | None, Tensor]]:
+    """The gradients of those parameters that have one, as `own_gradients` returns them, with their names.
 
     Distributed parameters without a gradient have zeros in the list, because other processes may have a gradient, and
     all have to send as many numbers.
@@ -38,12 +50,12 @@ def gradients(params: Tensors, process_group: ProcessGroup | None = None) -> lis
         params: The argument of the user.
         process_group: The processes that hold other parameters, to be checked.
     """
-    once = {id(param): param for param in listed("params", params)}  # shared ones are listed several times
-    check_group(process_group, list(once.values()))
-    having = [param for param in once.values() if param.grad is not None]
+    once = {id(param): (name, param) for name, param in named_tensors("params", params)}  # shared ones are listed often
+    check_group(process_group, [param for _, param in once.values()])
+    having = [param for _, param in once.values() if param.grad is not None]
     found = dict(zip(map(id, having), own_gradients(having), strict=True))
-    taken = [p for p in once.values() if id(p) in found or (p.requires_grad and is_distributed(p))]
-    return [found[id(param)] if id(param) in found else torch.zeros_like(param) for param in taken]
+    taken = [(n, p) for n, p in once.values() if id(p) in found or (p.requires_grad and is_distributed(p))]
+    return [(name, found[id(p)] if id(p) in found else torch.zeros_like(p)) for name, p in taken]
 
 
 def own_gradients(params: Sequence[Tensor]) -> list[Tensor]:
@@ -132,13 +144,30 @@ def as_reported(total: Tensor, grads: list[Tensor], process_group: ProcessGroup 
     return torch.where(total.isfinite(), total.clamp(max=largest), total).to(dtype)
 
 
-def check_finite(total: Tensor, grads: list[Tensor], opened: list[Tensor]) -> None:
-    """Raise if the joint metric of gradients is not finite."""
+def check_finite(
+    total: Tensor,
+    grads: list[Tensor],
+    opened: list[Tensor],
+    names: Sequence[str | None],
+    process_group: ProcessGroup | None = None,
+) -> None:
+    """Raise on all processes if the joint metric of gradients is not finite.
+
+    Args:
+        total: The metric, equal on all processes.
+        grads: The gradients.
+        opened: The same as dense tensors.
+        names: The name of each, if it has one.
+        process_group: The processes that hold other gradients.
+    """
     if total.isfinite():
         return
-    pairs = enumerate(zip(grads, opened, strict=True))
-    bad = [f"{i} of shape {tuple(grad.shape)}" for i, (grad, dense) in pairs if not dense.isfinite().all()]
+    numbered = enumerate(zip(names, grads, strict=True))
+    texts = [name or f"{i} of shape {tuple(grad.shape)}" for i, (name, grad) in numbered]
+    norms = [norm.item() for norm in p_norms(wholes(opened), math.inf)]
+    bad = bad_gradients(texts, norms, mesh_groups(grads), process_group)
+    what = "Gradients with inf or NaN" + ("" if all(names) else ", by position among those that are not None")
     raise RuntimeError(
-        f"the norm of the gradients is {total}: not finite, so none was changed. Gradients with inf or NaN, by "
-        f"position among those that are not None: {', '.join(bad)}. Pass error_if_nonfinite=False to clip all the same"
+        f"the norm of the gradients is {total}: not finite, so none was changed. {what}: {bad.listed}. Pass "
+        "error_if_nonfinite=False to clip all the same"
     )

@@ -9,7 +9,14 @@ from torch.distributed import ProcessGroup
 from torchzero_clip.checks import boolean, finite, non_negative
 from torchzero_clip.functional.clip import centralize_, clip_factors, normalize_factors
 from torchzero_clip.functional.foreach import are_plain, clamp_
-from torchzero_clip.functional.gradients import as_reported, check_finite, gradients, opened, values_tell_all
+from torchzero_clip.functional.gradients import (
+    as_reported,
+    check_finite,
+    gradients,
+    named_gradients,
+    opened,
+    values_tell_all,
+)
 from torchzero_clip.functional.measure import Slicing, measure, over_processes, scale_
 from torchzero_clip.types import Dim, Ord, Tensors
 
@@ -39,7 +46,8 @@ def clip_grad_norm_(
     is added to the norm.
 
     Args:
-        params: A tensor or an iterable of tensors. Those without a gradient are skipped, even if all are.
+        params: A tensor or an iterable of tensors, or of pairs as ``model.named_parameters()`` gives them. Those
+            without a gradient are skipped, even if all are.
         max_norm: The limit of every slice; None for no upper limit.
         ord: The metric: a number p for the p-norm (also 0, inf, -inf and negative numbers), or one of 'l0', 'l1', 'l2',
             'l3', 'l4', 'linf', 'mad' (mean absolute value), 'std', 'var', 'sum' (magnitude of the signed sum).
@@ -96,11 +104,12 @@ def clip_grad_norm_(
     slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
     boolean("error_if_nonfinite", error_if_nonfinite)
 
-    grads = gradients(params, process_group)
+    named = named_gradients(params, process_group)
+    grads = [grad for _, grad in named]
     with opened(grads, values_tell_all(slicing)) as tensors:
         measured = over_processes(measure(tensors, slicing, plain=are_plain(tensors)), tensors, process_group)
         if error_if_nonfinite:
-            check_finite(measured.total, grads, tensors)
+            check_finite(measured.total, grads, tensors, [name for name, _ in named], process_group)
         limit, floor = math.inf if max_norm is None else max_norm, min_norm or 0.0
         scale_(measured, measured.by_norm(lambda norms: clip_factors(slicing.metric, norms, limit, floor)))
     return as_reported(measured.total, grads, process_group)
@@ -111,7 +120,8 @@ def clip_grad_value_(params: Tensors, value: float) -> None:
     """Clamp every element of the gradients to [-value, value], in place.
 
     Args:
-        params: A tensor or an iterable of tensors. Those without a gradient are skipped, even if all are.
+        params: A tensor or an iterable of tensors, or of pairs as ``model.named_parameters()`` gives them. Those
+            without a gradient are skipped, even if all are.
         value: The largest magnitude allowed, in units of the gradient.
 
     Raises:
@@ -153,7 +163,8 @@ def normalize_grads_(
     for every slice g, which is the whole gradient by default. With ``dim="global"`` all gradients have one joint norm.
 
     Args:
-        params: A tensor or an iterable of tensors. Those without a gradient are skipped, even if all are.
+        params: A tensor or an iterable of tensors, or of pairs as ``model.named_parameters()`` gives them. Those
+            without a gradient are skipped, even if all are.
         norm_value: The norm to scale to, >= 0.
         ord: The metric, as in `clip_grad_norm_`.
         dim: The dimensions that one slice spans, as in `clip_grad_norm_`.
@@ -210,7 +221,8 @@ def centralize_grads_(
     output channel: ``dim=0, inverse_dims=True``.
 
     Args:
-        params: A tensor or an iterable of tensors. Those without a gradient are skipped, even if all are.
+        params: A tensor or an iterable of tensors, or of pairs as ``model.named_parameters()`` gives them. Those
+            without a gradient are skipped, even if all are.
         dim: The dimensions that one slice spans, as in `clip_grad_norm_`. Scalars change only with "global".
         inverse_dims: Slices span the dimensions that ``dim`` does not list.
         min_size: Slices of fewer elements are left alone. Not for "global".

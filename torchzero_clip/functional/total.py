@@ -7,7 +7,14 @@ from torch.distributed import ProcessGroup
 from torchzero_clip.checks import boolean, non_negative
 from torchzero_clip.functional.clip import clip_by_
 from torchzero_clip.functional.foreach import are_plain
-from torchzero_clip.functional.gradients import as_reported, check_finite, gradients, listed, opened, values_tell_all
+from torchzero_clip.functional.gradients import (
+    as_reported,
+    check_finite,
+    gradients,
+    named_tensors,
+    opened,
+    values_tell_all,
+)
 from torchzero_clip.functional.measure import Slicing, measure, over_processes
 from torchzero_clip.functional.metric import parse_ord
 from torchzero_clip.functional.processes import check_group
@@ -29,6 +36,7 @@ def get_total_norm(
 
     Args:
         tensors: A tensor or an iterable of tensors, for example gradients; of any dtypes and devices, dense or sparse.
+            Also pairs of a name, which the error then shows, and a tensor.
         ord: The metric, as in `clip_grad_norm_`.
         error_if_nonfinite: Raise if the result is inf or NaN.
         process_group: The processes that hold *other* tensors, such as the stages of a pipeline, which all call the
@@ -50,12 +58,13 @@ def get_total_norm(
     """
     slicing = Slicing(parse_ord(ord), "global")
     boolean("error_if_nonfinite", error_if_nonfinite)
-    given = listed("tensors", tensors)
+    named = named_tensors("tensors", tensors)
+    given = [tensor for _, tensor in named]
     check_group(process_group, given)
     with opened(given, values_tell_all(slicing), write=False) as dense:
         total = over_processes(measure(dense, slicing, plain=are_plain(dense)), dense, process_group).total
         if error_if_nonfinite:
-            check_finite(total, given, dense)
+            check_finite(total, given, dense, [name for name, _ in named], process_group)
     return as_reported(total, given, process_group)
 
 

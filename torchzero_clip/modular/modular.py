@@ -38,6 +38,7 @@ from torchzero_clip.engine.updates import Updates
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.fast import Fast
 from torchzero_clip.fast.workspace import Workspace
+from torchzero_clip.functional.bad import BadGradients
 from torchzero_clip.functional.gradients import own_gradients
 from torchzero_clip.functional.processes import SharedGroup, check_group, device_of
 from torchzero_clip.modular.described import described
@@ -76,7 +77,8 @@ class Modular(Optimizer):
             Norm clips before an optimizer then work on a copy.
         nonfinite: What happens if a gradient has an inf or a NaN: "propagate" passes it on, "skip" skips the step and
             counts it, "raise" raises a RuntimeError that names the parameters. The last two leave parameters and all
-            state unchanged. They wait for the device once a step, and under FSDP2 they decide alike on all ranks.
+            state unchanged, and `bad_gradients` then has the names. They wait for the device once a step, and decide
+            alike on all ranks of a mesh and of the ``process_group``.
         max_consecutive_skips: Raise if more steps than this in a row were skipped; None for any number.
         process_group: The processes that hold *other* parameters of the model, such as the stages of a pipeline:
             ``mesh["pp"].get_group()``. Joint norms, joint statistics, gates, ``nonfinite`` and metrics then cover the
@@ -184,6 +186,24 @@ class Modular(Optimizer):
     def nonfinite(self) -> Nonfinite:
         """What happens if a gradient has an inf or a NaN."""
         return self._policy.nonfinite
+
+    @property
+    def bad_gradients(self) -> BadGradients | None:
+        """The gradients of the last step that ``nonfinite="skip"`` or ``"raise"`` refused; None before the first.
+
+        They are those of all processes of the meshes and of the ``process_group``, and equal on all of them.
+
+        Examples:
+            >>> import torch
+            >>> from torchzero_clip import SGD, Modular
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = Modular(model, SGD(0.1), nonfinite="skip")
+            >>> model.weight.grad, model.bias.grad = torch.tensor([[torch.nan, 1.0]]), torch.tensor([2.0])
+            >>> optimizer.step()
+            >>> optimizer.bad_gradients
+            BadGradients(names=('weight',), total=1, largest={'bias': 2.0})
+        """
+        return self._policy.bad_gradients
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
