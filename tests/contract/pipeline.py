@@ -13,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleI
 from torch.distributed.tensor import DTensor, Shard
 
 from torchzero_clip import (
+    SGD,
     AdaGC,
     Adam,
     AdamW,
@@ -238,3 +239,185 @@ def all_jobs(schedule: str, names: Iterable[str]) -> dict[str, Found]:
         optimizer = Modular(named, JOBS[name].make(), process_group=group, **JOBS[name].options)
         result[name] = train(JOBS[name], optimizer, named, pipeline.backward)
     return result
+
+
+def clips_as_torchtitan() -> list[tuple[list[Tensor], Tensor]]:
+    """The gradients and the norm after torchtitan's way of clipping, and after ours, for several orders."""
+    mesh, results = make_mesh(), []
+    for order in (1.0, 2.0, 3.0, torch.inf):
+        for way in (torchtitan_clip, clip_grad_norm_):
+            pipeline = Pipeline(mesh, "Interleaved1F1B", lambda layers: None)
+            pipeline.backward(1)
+            params = [param for _, param in pipeline.named_params()]
+            total = way(params, 0.5, order, dim="global", process_group=mesh["pp"].get_group())
+            results.append(([full(param.grad) for param in params], total))
+    return results
+
+
+def torchtitan_clip(
+    params: Sequence[Tensor], max_norm: float, order: float, *, dim: str, process_group: dist.ProcessGroup
+) -> Tensor:
+    """The norm of this stage, its power summed over the stages (for order inf: the largest), and torch's scaling."""
+    total = nn.utils.get_total_norm([param.grad for param in params], order)
+    total = total.full_tensor() if isinstance(total, DTensor) else total
+    if order == torch.inf:
+        dist.all_reduce(total, dist.ReduceOp.MAX, group=process_group)
+    else:
+        total = total**order
+        dist.all_reduce(total, group=process_group)
+        total = total ** (1 / order)
+    nn.utils.clip_grads_with_norm_(params, max_norm, total)
+    return total
+
+
+class NaNOnOneRank:
+    """Each process has a sharded parameter, and a plain one whose gradient has a NaN on one of the four processes."""
+
+    def __init__(self, nonfinite: Any) -> None:
+        mesh = make_mesh()
+        layer = nn.Linear(4, 4).double()
+        fully_shard(layer, mesh=mesh["dp"])
+        self.plain = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.named = [*layer.named_parameters(), ("plain", self.plain)]
+        chain = [ClipNorm(1.0, dim="global"), Adam(0.01)]
+        self.optimizer = Modular(self.named, chain, nonfinite=nonfinite, process_group=mesh["pp"].get_group())
+
+    def step(self, value: float) -> None:
+        for _, param in self.named:
+            param.grad = torch.ones_like(param)
+        if dist.get_rank() == 2:
+            self.plain.grad[1] = value  # pyright: ignore[reportOptionalSubscript]
+        self.optimizer.step()
+
+
+def skips_a_nan_of_one_rank() -> list[dict[str, Any]]:
+    """What is found after each of a good step, a bad one and a good one."""
+    training, result = NaNOnOneRank("skip"), []
+    for value in (1.0, torch.nan, 1.0):
+        training.step(value)
+        result.append(found(training.optimizer, training.named))
+    return result
+
+
+def raises_for_a_nan_of_one_rank() -> tuple[bool, Found, Found]:
+    """Whether it raised, and what was there before and after."""
+    training = NaNOnOneRank("raise")
+    training.step(1.0)
+    before = found(training.optimizer, training.named)
+    try:
+        training.step(torch.nan)
+    except RuntimeError as error:
+        has_raised = "not finite" in str(error)
+    else:
+        has_raised = False
+    return has_raised, before, found(training.optimizer, training.named)
+
+
+class Tied(nn.Module):
+    """A network whose last layer multiplies with the embedding of its first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.embedding = nn.Parameter(torch.randn(8, WIDTH, generator=generator, dtype=torch.float64))
+        self.middle = Layers("a")
+        self.last = Layers("b")
+
+
+TOKENS = [torch.randint(8, (2, BATCH), generator=torch.Generator().manual_seed(step)) for step in range(STEPS)]
+
+
+def tied_in_one_process() -> tuple[list[Tensor], list[Tensor]]:
+    """The parameters at the end, the embedding first, and the norms."""
+    model, norms = Tied(), []
+    optimizer = Modular(model, Adam(0.01))
+    for step in range(STEPS):
+        x, y = TOKENS[step]
+        logits = model.last(model.middle(model.embedding[x])) @ model.embedding.T
+        (nn.functional.cross_entropy(logits, y) * FACTORS[step]).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach() for param in model.parameters()], norms
+
+
+def tied_in_two_stages() -> tuple[list[Tensor], list[Tensor]]:
+    """Each of two processes has one stage and a copy of the embedding, which counts on the first stage only."""
+    model, norms, rank, group = Tied(), [], dist.get_rank(), dist.group.WORLD
+    layers = model.last if rank else model.middle
+    params = [model.embedding, *layers.parameters()]
+    optimizer = Modular(params, Adam(0.01))
+    for step in range(STEPS):
+        x, y = TOKENS[step]
+        if rank == 0:
+            output = layers(model.embedding[x])
+            dist.send(output.detach(), 1)
+            received = torch.empty_like(output)
+            dist.recv(received, 1)
+            output.backward(received)
+        else:
+            given = torch.empty(BATCH, WIDTH, dtype=torch.float64)
+            dist.recv(given, 0)
+            given.requires_grad_()
+            (nn.functional.cross_entropy(layers(given) @ model.embedding.T, y) * FACTORS[step]).backward()
+            dist.send(given.grad, 0)
+        dist.all_reduce(model.embedding.grad)  # each stage has one part of it
+        counted = params if rank == 0 else params[1:]
+        norms.append(get_total_norm([param.grad for param in counted], process_group=group))
+        clip_grads_with_norm_(params, 0.5, norms[-1])
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach() for param in params], norms
+
+
+MISSING_CHAINS: dict[str, Callable[[], list[Any]]] = {
+    "ClipNorm": lambda: [ClipNorm(0.5, dim="global"), Adam(0.01)],
+    "every tensor": lambda: [ClipNorm(0.5), AdamW(0.01)],
+    "std": lambda: [ClipNorm(0.1, "std", dim="global"), AdamW(0.01, weight_decay=0.1)],
+    "AdaGC": lambda: [AdaGC(max_norm=0.5, warmup_steps=2), Adam(0.01)],
+    "ClipNormByEMA": lambda: [ClipNormByEMA(tensorwise=False), ClipNormByEMA(), AdamW(0.01, amsgrad=True)],
+    "SkipStep": lambda: [SkipStep(40.0), ClipValue(0.5), Adam(0.01)],
+    "Centralize": lambda: [Centralize("global"), Adam(0.01)],
+    "Centralize, SGD": lambda: [Centralize("global"), SGD(0.01, momentum=0.5)],
+    "Normalize": lambda: [Normalize(), Adam(0.01)],
+}
+MISSING = [(), (1,), (), (0, 1), (0,), ()]
+"""In each step: the parameters without a gradient on the second process."""
+MISSING_AT_FIRST = [(0,), (1,), ()]
+
+
+def missing_on_the_second(ranks: int, steps: Sequence[Sequence[int]]) -> dict[str, Found]:
+    """Some gradients are None on the second of two processes; one process restores the rows that it does not have."""
+    result: dict[str, Found] = {}
+    for chain, make in MISSING_CHAINS.items():
+        generator = torch.Generator().manual_seed(0)
+        values = [torch.randn(4, 3, generator=generator, dtype=torch.float64) for _ in range(2)]
+        params = [nn.Parameter(value if ranks == 1 else _shard_of(value)) for value in values]
+        named = [(f"p{i}", param) for i, param in enumerate(params)]
+        optimizer = Modular(named, make())
+        metrics: dict[str, Any] = {}
+        for step, missing in enumerate(steps):
+            grads = [torch.randn(4, 3, generator=generator, dtype=torch.float64) for _ in params]
+            grads = [grad * FACTORS[step % len(FACTORS)] for grad in grads]
+            before = []
+            for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+                param.grad = grad if ranks == 1 else _shard_of(grad)
+                if i in missing and ranks == 1:
+                    grad[2:] = 0
+                    state = optimizer.state.get(param, {})
+                    before.append((param, {k: v.clone() for k, v in [("", param.detach()), *state.items()] if v.ndim}))
+                elif i in missing and dist.get_rank() == 1:
+                    param.grad = None
+            optimizer.step()
+            for param, old in before:
+                for key, value in [("", param.detach()), *optimizer.state.get(param, {}).items()]:
+                    if value.ndim:
+                        value[2:] = old[key][2:] if key in old else 0
+            metrics |= {f"{step} {k}": v.clone() for k, v in optimizer.metrics().items()}
+        result[chain] = {**found(optimizer, named), "metrics": metrics}
+    return result
+
+
+def _shard_of(value: Tensor) -> DTensor:
+    own = value.chunk(dist.get_world_size())[dist.get_rank()].clone()
+    return DTensor.from_local(own, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)], run_check=False)

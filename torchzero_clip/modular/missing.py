@@ -12,6 +12,7 @@ from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.kinds import Gate, Scaling, UpdateRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.nodes import Nodes
+from torchzero_clip.core.scope import named_params
 from torchzero_clip.functional.shards import Part, all_reduce
 from torchzero_clip.optimizers.weight_decay import WeightDecay
 from torchzero_clip.types import State
@@ -32,6 +33,8 @@ class Missing:
     """
 
     def __init__(self, nodes: Nodes, groups: Sequence[Group], states: dict[Tensor, State]) -> None:
+        self._nodes = nodes
+        self._groups = groups
         self._states = states
         self._kept: list[tuple[Tensor, Tensor, State]] = []
         """Each of the parameters, with copies of it and of its state."""
@@ -43,8 +46,7 @@ class Missing:
             missing = _present_elsewhere(params, missing)
         for param in missing:
             param.grad = torch.zeros_like(param)
-            state = states.get(param, {})
-            copies = {key: value.clone() for key, value in state.items() if isinstance(value, Tensor) and value.ndim}
+            copies = {key: value.clone() for key, value in _of_elements(states.get(param, {})).items()}
             self._kept.append((param, param.detach().clone(), copies))
 
     def put_back(self) -> None:
@@ -53,8 +55,25 @@ class Missing:
             param.grad = None
             param.detach().copy_(value)
             state = self._states.get(param, {})
+            made = _of_elements(state).keys() - copies.keys()
+            if made:
+                first = self._first_state(param)
+                copies |= {key: first[key] for key in made & first.keys()}
             state.update(copies)
         self._kept.clear()
+
+    def _first_state(self, param: Tensor) -> State:
+        """The state that a parameter has before its first gradient."""
+        for group in self._groups:
+            for named in named_params(group):
+                if named.param is param:
+                    return self._nodes.possible_state(named, group)
+        return {}
+
+
+def _of_elements(state: State) -> State:
+    """The entries of the state of a parameter that are not numbers."""
+    return {key: value for key, value in state.items() if isinstance(value, Tensor) and value.ndim}
 
 
 def _asks_each(nodes: Nodes) -> bool:
