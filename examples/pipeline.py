@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+from torch.multiprocessing.spawn import start_processes
 from torch.optim import Optimizer
 
 from torchzero_clip import AdamW, ClipNorm, Modular, clip_grad_norm_
 
-STAGES, REPLICAS, WIDTH, BATCH, MICRO_BATCHES = 2, 2, 32, 64, 4
+STAGES, REPLICAS, WIDTH, BATCH, MICRO_BATCHES = 2, 2, 32, 64, 2
 LAYERS = ("first", "second", "third", "last")
 """Each is a part of the model. The first process of the pipeline has the first and the third, as in Interleaved1F1B."""
 MAX_NORM = 0.3
@@ -47,6 +47,7 @@ class Part(nn.Module):
             self.add_module(name, make_part(name)[name])
 
     def forward(self, x: Tensor) -> Tensor:
+        """What the last of these layers returns."""
         for name, layer in self.named_children():
             x = layer(x) if name == "last" else layer(x).tanh()
         return x
@@ -68,10 +69,12 @@ class Optimizers:
         self.pairs = pairs
 
     def step(self) -> None:
+        """Each optimizer takes a step."""
         for _, optimizer in self.pairs:
             optimizer.step()
 
     def zero_grad(self) -> None:
+        """Remove all gradients."""
         for _, optimizer in self.pairs:
             optimizer.zero_grad()
 
@@ -80,6 +83,7 @@ class Optimizers:
         return {k: v for pair in self.pairs for k, v in get_optimizer_state_dict(*pair, options=FLAT).items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned."""
         for pair in self.pairs:
             set_optimizer_state_dict(*pair, state_dict, options=FLAT)
 
@@ -119,6 +123,7 @@ class Stages:
 
     @property
     def params(self) -> list[nn.Parameter]:
+        """The parameters of all parts of this process."""
         return [param for part in self.parts for param in part.parameters()]
 
     def backward(self, step: int) -> Tensor:
@@ -164,12 +169,12 @@ def train_and_resume(mesh: DeviceMesh, steps: int, folder: Path) -> tuple[list[t
     stages = Stages(mesh)
     optimizers = one_optimizer(stages.parts, stages.group)
     found = train_with_a_chain(stages, optimizers, range(half))
-    dcp.save({"model": joined(stages.parts).state_dict(), "optimizer": optimizers}, checkpoint_id=folder)
+    state_dict_saver.save({"model": joined(stages.parts).state_dict(), "optimizer": optimizers}, checkpoint_id=folder)
     found += train_with_a_chain(stages, optimizers, range(half, steps))
 
     resumed = Stages(mesh)
     optimizers = one_optimizer(resumed.parts, resumed.group)
-    dcp.load({"model": joined(resumed.parts).state_dict(), "optimizer": optimizers}, checkpoint_id=folder)
+    state_dict_loader.load({"model": joined(resumed.parts).state_dict(), "optimizer": optimizers}, checkpoint_id=folder)
     again = train_with_a_chain(resumed, optimizers, range(half, steps))
     return found, again == found[half:]
 
@@ -203,10 +208,10 @@ def process(rank: int, steps: int, folder: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200, help="training steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=30, help="training steps (default: %(default)s)")
     steps = max(parser.parse_args().steps, 2)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(process, (steps, folder), nprocs=STAGES * REPLICAS)  # pyright: ignore[reportPrivateImportUsage]
+        start_processes(process, (steps, folder), STAGES * REPLICAS, start_method="forkserver")
         by_line, by_chain, same = torch.load(Path(folder, "found.pt"))
     alone = train_in_one_process(steps)
     print(f"{'':6}  {'torch, and one line':>21}  {'one Modular':>21}  {'one process':>21}")

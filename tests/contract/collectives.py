@@ -1,4 +1,4 @@
-"""The collectives of a step in a fake group of 256 processes: 4 stages of a pipeline x 32 shards x 2 tensor parallel."""
+"""The collectives of a step in a fake group of 256 processes: 4 pipeline stages x 32 shards x 2 tensor parallel."""
 
 from collections import Counter
 from collections.abc import Callable

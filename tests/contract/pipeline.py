@@ -78,8 +78,12 @@ def _nan_in_bias(step: int, name: str, grad: Tensor) -> Tensor:
     return grad * torch.nan if step == 1 and name == "c.bias" else grad
 
 
+def _clip() -> list[Any]:
+    return [ClipNorm(0.5, dim="global"), Adam(0.01)]
+
+
 def _clips() -> list[Any]:
-    return [SkipStep(10.0), ClipNorm(0.5, dim="global"), Adam(0.01)]
+    return [SkipStep(10.0), *_clip()]
 
 
 def _many() -> list[Any]:
@@ -88,7 +92,7 @@ def _many() -> list[Any]:
 
 
 JOBS = {
-    "ClipNorm": Job(lambda: [ClipNorm(0.5, dim="global"), Adam(0.01)]),
+    "ClipNorm": Job(_clip),
     "ClipNormByEMA": Job(lambda: [ClipNormByEMA(tensorwise=False), AdamW(0.01)]),
     "AdaGC": Job(lambda: [AdaGC(max_norm=0.5, warmup_steps=2), Adam(0.01)]),
     "SkipStep": Job(_clips, skipped=1),
@@ -98,10 +102,8 @@ JOBS = {
     "scoped": Job(lambda: [ClipNorm(0.1, dim="global").only("c.*", "d.weight"), Adam(0.01)]),
     "ClipValue": Job(lambda: [ClipValue(0.05), Adam(0.01)]),
     "many": Job(_many),
-    "skip": Job(
-        lambda: [ClipNorm(0.5, dim="global"), Adam(0.01)], {"nonfinite": "skip"}, change_gradients=_nan_in_bias, skipped=1
-    ),
-    "magnitudes": Job(lambda: [ClipNorm(1.0, dim="global"), Adam(0.01)], change_gradients=_by_stage),
+    "skip": Job(_clip, {"nonfinite": "skip"}, change_gradients=_nan_in_bias, skipped=1),
+    "magnitudes": Job(_clip, change_gradients=_by_stage),
     "frozen": Job(_clips, change=_freeze_last, skipped=1),
     "frozen, statistics": Job(_many, change=_freeze_last),
     "no gradients": Job(_clips, change_gradients=_only_one_stage_has_some, skipped=1),
@@ -152,9 +154,7 @@ class Pipeline:
             if list(part.parameters()):
                 fully_shard(part, mesh=mesh["dp"])
         cpu = torch.device("cpu")
-        stages = [
-            PipelineStage(part, i, len(names), cpu, group=group) for i, part in zip(own, self.parts, strict=True)
-        ]
+        stages = [PipelineStage(part, i, len(names), cpu, group=group) for i, part in zip(own, self.parts, strict=True)]
         self.step_number = 0
         if schedule == "GPipe":
             self.schedule = ScheduleGPipe(stages[0], MICRO_BATCHES, self._loss)

@@ -58,7 +58,7 @@ class Missing:
             made = _of_elements(state).keys() - copies.keys()
             if made:
                 first = self._first_state(param)
-                copies |= {key: first[key] for key in made & first.keys()}
+                state.update({key: first[key] for key in made & first.keys()})
             state.update(copies)
         self._kept.clear()
 
