@@ -121,7 +121,7 @@ def process(rank: int, steps: int, folder: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100, help="training steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=30, help="training steps (default: %(default)s)")
     steps = max(parser.parse_args().steps, 1)
     with tempfile.TemporaryDirectory() as folder:
         start_processes(process, (steps, folder), PROCESSES, start_method="forkserver")
