@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from torchzero_clip import (
     Normalize,
     SkipStep,
     ZClip,
+    centralize_grads_,
     clip_grad_norm_,
     clip_grads_with_norm_,
     get_total_norm,
@@ -421,3 +424,27 @@ def missing_on_the_second(ranks: int, steps: Sequence[Sequence[int]]) -> dict[st
 def _shard_of(value: Tensor) -> DTensor:
     own = value.chunk(dist.get_world_size())[dist.get_rank()].clone()
     return DTensor.from_local(own, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)], run_check=False)
+
+
+def functions_without_some_gradients(ranks: int) -> list[tuple[Tensor | None, list[Tensor | None]]]:
+    """The second gradient is missing on the second process, and the third one on all: results and gradients."""
+    result = []
+    metrics: list[float | str] = [2, 0, -torch.inf, "mad", "std", "sum"]
+    calls: list[Callable[[list[nn.Parameter]], Tensor | None]] = [lambda params: centralize_grads_(params, "global")]
+    for order, dim in product(metrics, ("global", None)):
+        calls.append(partial(clip_grad_norm_, max_norm=0.5, ord=order, dim=dim))
+    for call in calls:
+        generator = torch.Generator().manual_seed(0)
+        values = [torch.randn(4, 3, generator=generator, dtype=torch.float64) for _ in range(3)]
+        params = [nn.Parameter(value if ranks == 1 else _shard_of(value)) for value in values]
+        for i, (param, value) in enumerate(zip(params[:2], values, strict=False)):
+            grad = value.clone()
+            if i == 1:
+                grad[2:] = 0
+            if ranks == 1 or i == 0 or dist.get_rank() == 0:
+                param.grad = grad if ranks == 1 else _shard_of(grad)
+        found = call(params)
+        if ranks == 2 and params[1].grad is None:
+            params[1].grad = torch.zeros_like(params[1])
+        result.append((found, [full(param.grad) for param in params]))
+    return result

@@ -83,3 +83,13 @@ def test_a_gradient_that_is_none_on_one_rank_of_a_mesh_counts_as_zeros(steps):
     found = ranks.run(pipeline.missing_on_the_second, 2, 2, steps)
     for chain in pipeline.MISSING_CHAINS:
         assert_equals_one_process(found, expected[chain], chain)
+
+
+@pytest.mark.slow
+def test_functions_count_zeros_where_another_process_has_a_gradient_and_nothing_where_none_has():
+    expected = pipeline.functions_without_some_gradients(1)
+    for found in ranks.run(pipeline.functions_without_some_gradients, 2, 2):
+        for own, alone in zip(found, expected, strict=True):
+            torch.testing.assert_close(own[0], alone[0], rtol=1e-12, atol=0.0)
+            for i in (0, 2):
+                torch.testing.assert_close(own[1][i], alone[1][i], rtol=1e-12, atol=1e-12)

@@ -12,7 +12,7 @@ from torchzero_clip.compat import is_distributed
 from torchzero_clip.functional.foreach import all_contiguous, are_plain, wide_dtype
 from torchzero_clip.functional.measure import Slicing
 from torchzero_clip.functional.processes import check_group
-from torchzero_clip.functional.shards import aligned
+from torchzero_clip.functional.shards import aligned, present_elsewhere
 from torchzero_clip.types import Tensors
 
 
@@ -28,7 +28,7 @@ def listed(name: str, tensors: Tensors) -> list[Tensor]:
     return items
 
 
-def gradients(params: Tensors, process_group: ProcessGroup | None = None) -> list[Tensor]:
+def gradients(params: Tensors, process_group: ProcessGroup | None = None, *, zeros_count: bool = False) -> list[Tensor]:
     """The gradients of those parameters that have one, as `own_gradients` returns them.
 
     Distributed parameters without a gradient have zeros in the list, because other processes may have a gradient, and
@@ -37,13 +37,18 @@ def gradients(params: Tensors, process_group: ProcessGroup | None = None) -> lis
     Args:
         params: The argument of the user.
         process_group: The processes that hold other parameters, to be checked.
+        zeros_count: Zeros change the result, so parameters without a gradient on any process are not in the list.
     """
     once = {id(param): param for param in listed("params", params)}  # shared ones are listed several times
     check_group(process_group, list(once.values()))
     having = [param for param in once.values() if param.grad is not None]
     found = dict(zip(map(id, having), own_gradients(having), strict=True))
-    taken = [p for p in once.values() if id(p) in found or (p.requires_grad and is_distributed(p))]
-    return [found[id(param)] if id(param) in found else torch.zeros_like(param) for param in taken]
+    distributed = [param for param in once.values() if param.requires_grad and is_distributed(param)]
+    missing = [param for param in distributed if param.grad is None]
+    if zeros_count and distributed:
+        missing = present_elsewhere(distributed, missing)
+    found |= {id(param): torch.zeros_like(param) for param in missing}
+    return [found[key] for key in once if key in found]
 
 
 def own_gradients(params: Sequence[Tensor]) -> list[Tensor]:
@@ -108,6 +113,12 @@ class _Opened:
             self._tensor.copy_(self.dense.to_sparse(self._tensor.sparse_dim()))
         elif self._summed is not self._tensor:
             self._tensor.copy_(self._summed)
+
+
+def zeros_change(slicing: Slicing) -> bool:
+    """True if the metric of tensors changes when one more has only zeros."""
+    metric = slicing.metric
+    return not (metric.kind == "sum" or (metric.kind == "norm" and metric.p >= 0))
 
 
 def values_tell_all(slicing: Slicing) -> Callable[[Tensor], bool]:

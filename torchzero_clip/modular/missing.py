@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
 
 from torchzero_clip.compat import is_distributed, may_be_distributed
 from torchzero_clip.core.chain import Chain
@@ -13,7 +12,7 @@ from torchzero_clip.core.kinds import Gate, Scaling, UpdateRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.scope import named_params
-from torchzero_clip.functional.shards import Part, all_reduce
+from torchzero_clip.functional.shards import present_elsewhere
 from torchzero_clip.optimizers.weight_decay import WeightDecay
 from torchzero_clip.types import State
 
@@ -43,7 +42,7 @@ class Missing:
         params = [p for group in groups for p in group["params"] if is_distributed(p) and p.requires_grad]
         missing = [param for param in params if param.grad is None]
         if _asks_each(nodes):
-            missing = _present_elsewhere(params, missing)
+            missing = present_elsewhere(params, missing)
         for param in missing:
             param.grad = torch.zeros_like(param)
             copies = {key: value.clone() for key, value in _of_elements(states.get(param, {})).items()}
@@ -88,27 +87,3 @@ def _asks_each(nodes: Nodes) -> bool:
         elif not isinstance(transform, UpdateRule | LR | WeightDecay | Gate | Chain):
             return True
     return False
-
-
-def _present_elsewhere(params: Sequence[Tensor], missing: Sequence[Tensor]) -> list[Tensor]:
-    """The ``missing`` ones that have a gradient on another process of their mesh.
-
-    All processes call it, and only those where a gradient is missing wait for the result.
-
-    Args:
-        params: All distributed parameters.
-        missing: Those without a gradient on this process.
-    """
-    parts: list[Part] = []
-    flags: list[Tensor] = []
-    for param in params:
-        mesh = param.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
-        groups = tuple(mesh.get_group(k) for k in range(mesh.ndim))
-        flag = torch.full((1,), float(param.grad is not None), dtype=torch.float64, device=param.device)
-        parts.append(Part(flag, (0,), 1, groups))
-        flags.append(flag)
-    counts = all_reduce(parts, flags, ReduceOp.SUM)
-    if not missing:
-        return []
-    wanted = {id(param) for param in missing}
-    return [param for param, count in zip(params, counts, strict=True) if id(param) in wanted and count.item() > 0]
