@@ -13,7 +13,6 @@ from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.scope import named_params
 from torchzero_clip.functional.shards import present_elsewhere
-from torchzero_clip.optimizers.weight_decay import WeightDecay
 from torchzero_clip.types import State
 
 Group = dict[str, Any]
@@ -84,6 +83,6 @@ def _asks_each(nodes: Nodes) -> bool:
             metric = transform.slicing.metric
             if metric.kind != "norm" or metric.p <= 0:
                 return True
-        elif not isinstance(transform, UpdateRule | LR | WeightDecay | Gate | Chain):
+        elif not isinstance(transform, UpdateRule | LR | Gate | Chain):
             return True
     return False

@@ -74,14 +74,14 @@ class Modular(Optimizer):
             counts it, "raise" raises a RuntimeError that names the parameters. The last two leave parameters and all
             state unchanged. They wait for the device once a step, and under FSDP2 they decide alike on all ranks.
         max_consecutive_skips: Raise if more steps than this in a row were skipped; None for any number.
-        process_group: The processes that hold *other* parameters of the model, such as the stages of a pipeline:
-            ``mesh["pp"].get_group()``. Joint norms, joint statistics, gates, ``nonfinite`` and metrics then cover the
-            parameters of all of them. All processes need the same chain and take every step together. The group may
-            be changed between steps. It is not part of checkpoints; copies share it.
         fast: Combine transforms into few passes over memory. Pass False to check a result: each transform is then
             applied in its turn by the method that its author wrote, and ``fused=True`` has an effect only in a `Wrap`.
             The results differ by rounding, so `Adam` and `SGD` may then differ from torch in the last bits. A step
             takes three to eight times as long.
+        process_group: The processes that hold *other* parameters of the model, such as the stages of a pipeline:
+            ``mesh["pp"].get_group()``. Joint norms, joint statistics, gates, ``nonfinite`` and metrics then cover the
+            parameters of all of them. All processes need the same chain and take every step together. The group may
+            be changed between steps. It is not part of checkpoints; copies share it.
 
     Raises:
         ValueError: If there are no transforms or no parameters, for an unknown or invalid setting in a group, or for a
