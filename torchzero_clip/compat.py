@@ -37,6 +37,11 @@ current_graph_task_id: Callable[[], int] = _current_graph_task_id
 """The number of the backward that is running in this thread, -1 for none: tells two backwards apart."""
 
 
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Let the backward that is running in this thread call a function at its end. FSDP2 does so too."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # pyright: ignore
+
+
 def stores_by_hooks() -> bool:
     """True if hooks of saved tensors, such as those of checkpoints, see what the graph stores now."""
     top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore
@@ -109,11 +114,6 @@ def any_distributed(tensors: Sequence[object]) -> bool:
     """Whether a tensor in a list is distributed."""
     kinds = set(map(type, tensors))
     return not kinds <= _ORDINARY and any(issubclass(kind, _distributed_types()) for kind in kinds)
-
-
-def may_be_distributed() -> bool:
-    """False if there is no distributed tensor in this process yet."""
-    return len(_distributed_types()) > 0
 
 
 def dtensors() -> Any:

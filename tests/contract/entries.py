@@ -141,7 +141,8 @@ class TrackJointNorm(Transform):
         return {"average": torch.zeros((), dtype=torch.float64), "unit": 1}
 
     def apply_tensors(self, updates, step):
-        joint = torch.stack([norm_of(update) for update in updates]).norm()
+        (norms,) = step.tools.gathered(torch.stack([norm_of(update) for update in updates]).norm())
+        joint = norms.norm()
         average = step.global_state["average"]
         average.lerp_(joint, (1 - step.settings[0]["beta"]) * (joint > 0))
         return [update.div_(step.global_state["unit"] + average) for update in updates]

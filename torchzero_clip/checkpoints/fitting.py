@@ -102,7 +102,7 @@ def agreed(groups: Sequence[Group], process_group: ProcessGroup | None = None) -
     params = [param for group in groups for param in group["params"]]
     refused = largest_on_all_ranks(failed, params)
     if process_group is not None:
-        refused = gathered(refused.to(device_of(process_group, params)), process_group).amax()
+        refused = gathered(refused.to(device_of(params, process_group)), process_group).amax()
     if error is not None:
         raise error
     if refused.item() > 0:

@@ -77,7 +77,6 @@ class AdaGC(NormStatistics):
         self.warmup_steps = warmup_steps
         settings = {"ratio": ratio, "beta": beta, "max_norm": max_norm}
         super().__init__(settings, ord=2, joint=False, target=target, name=name)
-        self.joins_tensors = True  # in the warm-up
 
     @override
     def check_groups(self, settings: Sequence[Setting]) -> None:

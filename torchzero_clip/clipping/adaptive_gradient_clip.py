@@ -81,6 +81,11 @@ class AdaptiveGradientClip(Scaling):
         return dims
 
     @override
+    def is_tensorwise(self) -> bool:
+        """Return True, as in `Transform.is_tensorwise`."""
+        return True
+
+    @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
         """The factors that bring every unit to its limit."""
         if not measured.indices:

@@ -129,6 +129,11 @@ class ClipNormByEMA(NormStatistics):
         return {"ema": ema} | super().possible_state(param, setting)
 
     @override
+    def is_tensorwise(self) -> bool:
+        """Return False with ``tensorwise=False``, as in `Transform.is_tensorwise`."""
+        return self.tensorwise
+
+    @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
         """Move the averages towards the updates, and compare the updates with them."""
         averages = tracked.column("ema")
@@ -278,6 +283,11 @@ class ClipValueByEMA(Elementwise, Composite):
                 raise ValueError(f"ema_tfm acts on the average: {transform!r} cannot have target={transform.target!r}")
             if "lr" in transform.defaults or (isinstance(transform, UpdateRule) and transform.lr is not None):
                 raise ValueError(f"ema_tfm has no learning rate, which is the chain's: {transform!r} cannot be in it")
+
+    @override
+    def is_tensorwise(self) -> bool:
+        """Return True; the transforms of ``ema_tfm`` answer for themselves, as in `Transform.is_tensorwise`."""
+        return True
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:

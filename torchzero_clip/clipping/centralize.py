@@ -75,7 +75,11 @@ class Centralize(Shifting):
         self.inverse_dims = inverse_dims
         self.min_size = min_size
         self._slicing = Slicing.checked(1, dim, inverse_dims, min_size)
-        self.joins_tensors = dim == "global"
+
+    @override
+    def is_tensorwise(self) -> bool:
+        """Return False with ``dim="global"``, as in `Transform.is_tensorwise`."""
+        return self.dim != "global"
 
     @override
     def shifts(self, updates: list[Tensor], scratch: Scratch) -> Tensor | None:

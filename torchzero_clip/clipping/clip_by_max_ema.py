@@ -84,6 +84,11 @@ class ClipByMaxEMA(Elementwise):
         return None if len(rows) == len(step.params) else rows
 
     @override
+    def is_tensorwise(self) -> bool:
+        """Return True, as in `Transform.is_tensorwise`."""
+        return True
+
+    @override
     def flags(self, updates: Sequence[Tensor], step: Step, rows: Sequence[int] | None) -> Flags:
         """The limit of each tensor, and its ratio to the largest element, after moving the averages."""
         updates = [torch.view_as_real(x) if x.is_complex() else x for x in updates]

@@ -55,6 +55,11 @@ class ClipRMS(Scaling):
         super().__init__({"max_rms": max_rms}, target=target, name=name)
 
     @override
+    def is_tensorwise(self) -> bool:
+        """Return True, as in `Transform.is_tensorwise`."""
+        return True
+
+    @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
         """The factors that bring every tensor to at most ``max_rms``."""
         if not measured.indices:

@@ -80,6 +80,11 @@ class GradientStabilizer(NormStatistics):
         return zero_numbers("norm", "square", "started", device=param.device)
 
     @override
+    def is_tensorwise(self) -> bool:
+        """Return True, as in `Transform.is_tensorwise`."""
+        return True
+
+    @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
         """The factors that bring the norms to the ratio of the averages."""
         norms, count = tracked.norms, tracked["started"] + 1

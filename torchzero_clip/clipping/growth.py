@@ -106,6 +106,11 @@ class ClipValueGrowth(Elementwise):
         return _limits(setting)
 
     @override
+    def is_tensorwise(self) -> bool:
+        """Return True, as in `Transform.is_tensorwise`."""
+        return True
+
+    @override
     def rows_of(self, step: Step) -> list[int] | None:
         """The indices of the parameters with a limit; None for all. The tracking of the others ends."""
         for setting, own in step.by_setting():
@@ -234,6 +239,11 @@ class ClipNormGrowth(NormStatistics):
         self.parameterwise = parameterwise
         settings = {"add": add, "mul": mul, "min_value": min_value, "max_decay": max_decay}
         super().__init__(settings, ord=ord, joint=not parameterwise, target=target, name=name)
+
+    @override
+    def is_tensorwise(self) -> bool:
+        """Return False with ``parameterwise=False``, as in `Transform.is_tensorwise`."""
+        return self.parameterwise
 
     @override
     def takes_part(self, setting: Setting) -> bool:

@@ -85,6 +85,11 @@ class Normalize(Scaling):
         )
 
     @override
+    def is_tensorwise(self) -> bool:
+        """Return False with ``dim="global"``, as in `Transform.is_tensorwise`."""
+        return self.dim != "global"
+
+    @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
         """The factors that bring every slice to ``norm_value``."""
 

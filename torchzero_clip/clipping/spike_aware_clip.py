@@ -76,6 +76,11 @@ class SpikeAwareClip(Elementwise):
         super().__init__({"threshold": threshold, "beta": beta}, target=target, name=name)
 
     @override
+    def is_tensorwise(self) -> bool:
+        """Return True, as in `Transform.is_tensorwise`."""
+        return True
+
+    @override
     def flags(self, updates: Sequence[Tensor], step: Step, rows: Sequence[int] | None) -> Flags:
         """Which averages are usable and limit in this step, after counting the usable ones."""
         count = step.live_numbers("started", rows)

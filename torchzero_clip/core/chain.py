@@ -122,6 +122,11 @@ class Chain(Composite):
         return self
 
     @override
+    def is_tensorwise(self) -> bool:
+        """Return True; its transforms answer for themselves, as in `Transform.is_tensorwise`."""
+        return True
+
+    @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> NoReturn:
         """Raise, because the optimizer applies the transforms one by one."""
         raise RuntimeError(f"{self!r} only lists transforms: apply it in Modular")

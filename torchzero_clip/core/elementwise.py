@@ -144,6 +144,11 @@ class Elementwise(TensorwiseTransform):
         says = (kind.init_state, kind.possible_state) != (Elementwise.init_state, Elementwise.possible_state)
         return says or self.keeps_statistics or len(self.keys) > 0
 
+    @override
+    def is_tensorwise(self) -> bool:
+        """Return True, as in `Transform.is_tensorwise`."""
+        return True
+
     def stays_finite(self) -> bool:
         """True with ``keeps_finite``, but not for a subclass that overrides `change` and does not declare it again."""
         return self.keeps_finite and overridden_last(type(self), "keeps_finite", "change") == "keeps_finite"

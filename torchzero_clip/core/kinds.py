@@ -90,7 +90,6 @@ class Scaling(NeverApplied):
         self.inverse_dims = inverse_dims
         self.min_size = min_size
         self.slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
-        self.joins_tensors = dim == "global"
 
     def slice_dims(self, tensor: Tensor) -> tuple[int, ...]:
         """Return the dimensions that one slice of a tensor spans; an empty tuple to leave the tensor alone.

@@ -49,6 +49,11 @@ class LR(Transform):
         super().__init__({"lr": lr}, target=target, name=name)
 
     @override
+    def is_tensorwise(self) -> bool:
+        """Return True, as in `Transform.is_tensorwise`."""
+        return True
+
+    @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
         """Multiply by the ``lr`` of each parameter."""
         for setting, own in step.by_setting():

@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from torchzero_clip.compat import cpu_by_default
+from torchzero_clip.core.kinds import Gate, UpdateRule
 from torchzero_clip.core.scope import NamedParam, Scope
-from torchzero_clip.core.transform import Transform
+from torchzero_clip.core.transform import Transform, treats_each_alone
 from torchzero_clip.types import Schedule, Setting, State
 
 
@@ -88,12 +89,9 @@ class Nodes:
         self.storage_keys = {f"{n.path}/{key}": stored for n in nodes for key, stored in n.storage_keys.items()}
         """The key of a param group for each qualified key of a setting."""
         self.targets = {node.transform.target for node in nodes}
-        self.joint = {
-            node.path
-            for node in nodes
-            if any(getattr(n.transform, "joins_tensors", False) for n in nodes if _is_in(n.path, node.path))
-        }
-        """The paths of transforms whose result for a tensor depends on others, or that have such a child."""
+        joining = [node.path for node in nodes if _joins_tensors(node.transform)]
+        self.joint = {node.path for node in nodes if any(_is_in(path, node.path) for path in joining)}
+        """The paths of transforms whose result for a tensor may depend on others, or that have such a child."""
         keepers = [node for node in nodes if node.transform.keeps_statistics]
         self.keeps_statistics = bool(keepers)
         self.only_joint_statistics = all(
@@ -141,6 +139,10 @@ class Nodes:
     def possible_state(self, named: NamedParam, group: Mapping[str, Any]) -> dict[str, Any]:
         """Every entry that the state of a parameter may ever have."""
         return {key: value for n in self for key, value in n.possible_state(named, n.settings(group)).items()}
+
+
+def _joins_tensors(transform: Transform) -> bool:
+    return not (isinstance(transform, UpdateRule | Gate) or treats_each_alone(transform))
 
 
 def _is_in(path: str, outer: str) -> bool:

@@ -122,6 +122,14 @@ class Transform(ABC):
         """Return the state of the whole chain before its first step: 0-d tensors and numbers."""
         return {}
 
+    def is_tensorwise(self) -> bool:
+        """Return True if the result for a tensor depends only on this tensor, its parameter, its state and settings.
+
+        `step_in_backward` takes only such transforms. The answer holds for the methods of the class that defines it: a
+        subclass that overrides ``apply_tensors``, ``factors`` or a similar method has to define this one again.
+        """
+        return False
+
     def structure(self) -> dict[str, str]:
         """Return the arguments that are neither settings nor defaults, as text. Checkpoints depend on them."""
         found: dict[str, str] = {}
@@ -314,6 +322,11 @@ class TensorwiseTransform(Transform):
         """
 
     @override
+    def is_tensorwise(self) -> bool:
+        """Return True, as in `Transform.is_tensorwise`. Return False in a subclass that reads ``loss``."""
+        return True
+
+    @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
         """Apply `apply_tensor` to every tensor. Override this method to use other parts of the `Step`."""
         rows = zip(updates, step.params, step.grads, step.states, step.settings, strict=True)
@@ -328,6 +341,15 @@ def snake_case(name: str) -> str:
 def overridden_last(kind: type, *names: str) -> str:
     """The first of ``names`` that the most derived class defines, among the classes that define one of them."""
     return next(name for base in kind.__mro__ for name in names if name in vars(base))
+
+
+_SEE_ALL_TENSORS = ("apply_tensors", "factors", "limit", "flags", "rows_of", "shifts", "take_step", "kernel")
+
+
+def treats_each_alone(transform: Transform) -> bool:
+    """True if a transform is tensorwise, and no subclass has overridden a method that sees all tensors since then."""
+    said_by = overridden_last(type(transform), "is_tensorwise", *_SEE_ALL_TENSORS)
+    return transform.is_tensorwise() and said_by == "is_tensorwise"
 
 
 def override_groups(param_groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:

@@ -4,6 +4,7 @@ import torch
 from typing_extensions import override
 
 from torchzero_clip.core.nodes import Node
+from torchzero_clip.engine.numbers import Numbers
 from torchzero_clip.engine.others import Others
 from torchzero_clip.engine.readable import Readable
 from torchzero_clip.engine.updates import Updates
@@ -29,10 +30,9 @@ class StandIn(Walk):
         executor.process_group, executor.is_stand_in = others.group, True
         lists = (walk.nodes, walk.groups, walk.settings, [param], [grad], states, [0])
         super().__init__(*lists, walk.chain_state, walk.loss, walk.loss_count, executor, keep_grads=True)
-        self.has_loss = walk.has_loss
         self.metrics = walk.metrics
         self.gradient_norms = torch.zeros(1, dtype=torch.float64, device=others.device)
-        self.others = others.without_params()
+        self.others, self.numbers = others, Numbers()
 
     @override
     def in_scope(self, node: Node, rows: list[int]) -> list[int]:

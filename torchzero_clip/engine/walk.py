@@ -15,13 +15,16 @@ from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.step import Step
+from torchzero_clip.core.tools import Tools
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine import targets
 from torchzero_clip.engine.checked import check_factors, check_result, check_state
 from torchzero_clip.engine.executor import Executor
+from torchzero_clip.engine.numbers import Numbers
 from torchzero_clip.engine.others import Others
+from torchzero_clip.engine.parts import Apart
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.measure import L2, Measured, effect, scale_, summary
+from torchzero_clip.functional.measure import L2, Measured, effect, scale_
 from torchzero_clip.functional.shards import elements_at
 from torchzero_clip.types import Setting, State
 
@@ -50,6 +53,9 @@ class Walk:
         keep_grads: Norm clips never write over gradients.
         listens: A `Listener` needs ``norms_before``.
         new_states: The states of parameters that had none.
+        numbers: Receives the numbers behind the metrics, if they are joined with those of other parts of the step or of
+            other processes.
+        apart: If this is a part of a step, the transforms that measure tensors one by one.
     """
 
     nodes: Nodes
@@ -66,6 +72,8 @@ class Walk:
     keep_grads: bool
     listens: bool = False
     new_states: dict[Tensor, State] = field(default_factory=dict)
+    numbers: Numbers | None = None
+    apart: Apart | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)
     has_loss: Tensor | None = None
     """Whether a process has a loss, once that was asked."""
@@ -168,6 +176,8 @@ class Walk:
                 if done:  # their parameters have changed: no later transform may see these rows
                     rows, own = ([i for i in these if i not in done] for these in (rows, own))
             if not rows:
+                if self.stand_in is None:
+                    return
                 continue
             # torch subtracts lr times the update in one operation, which rounds once instead of twice
             if to_params and not rest and _is_subtracted(transform):
@@ -249,20 +259,21 @@ class Walk:
         self, node: Node, transform: Scaling, rows: list[int], updates: list[Tensor]
     ) -> tuple[Measured, Tensor]:
         """The norms of updates, and the factors that a scaling computes from them."""
-        step, others = self.step_for(node, rows), self.others
+        step, numbers, own = self.step_for(node, rows), self.numbers, None
         try:
             measured = self._measure(node, transform, updates)
             if transform.keeps_statistics:
                 step.gradient_norms = self.norms_of(rows)
-            own = None if others is None else others.own_numbers(measured, updates)
-            if others is not None and own is not None and transform.slicing.dim == "global":
-                measured, step.gradient_norms = others.joined(measured, own, step.gradient_norms)
+            if numbers is not None:
+                own = measured.numbers(0 if self.executor.is_stand_in else sum(map(Tensor.numel, updates)))
+                if self.others is not None and transform.slicing.dim == "global":
+                    measured, step.gradient_norms = self.others.joined(measured, own, step.gradient_norms)
             factors = transform.factors(measured, updates, step)
             check_factors(node, factors, measured)
-            if others is None or own is None:
-                step.metrics.update(summary(measured.total, effect(measured, factors)))
+            if numbers is None or own is None:
+                step.metrics.update(effect(measured, factors))
             else:
-                others.note_scaling(node, measured, own, factors)
+                numbers.add_scaling(node, measured, own, factors)
             check_state(node, step)
         finally:
             self.store(node, step)
@@ -275,7 +286,8 @@ class Walk:
         keeps, slicing = self.nodes.keeps_statistics, transform.slicing
         jointly = self.nodes.only_joint_statistics and slicing.dim == "global" and slicing.metric == L2
         each, beside = keeps and not jointly, self.listens and self.norms_before is None
-        measured = self.executor.measure_here(updates, slicing, dims_of, each=each, beside=beside, name=node.path)
+        tools = self.executor if self.apart is None or node.path not in self.apart.updates else Tools()
+        measured = tools.measure_here(updates, slicing, dims_of, each=each, beside=beside, name=node.path)
         if keeps and self.gradient_norms is None:  # updates are gradients here: see `_measures_gradients`
             jointly = jointly and len(measured.vector) > 0
             self.gradient_norms = measured.vector.narrow(0, 0, 1) if jointly else measured.tensor_norms
@@ -318,21 +330,24 @@ class Walk:
             {},
             self.norms_of(rows) if known else None,
             partial(self._apply_child, node, rows) if node.children else None,
-            self.executor,
+            self.executor if self.apart is None or node.path not in self.apart.state else Tools(),
             self.has_loss,
         )
 
     def step_of_gate(self, node: Node) -> Step:
         """The `Step` for a gate, which may decide about a process that has no gradients in its scope."""
         rows = self.rows_of(node.path)
-        return self.step_for(node, rows) if rows or self.stand_in is None else self.stand_in.step_for(node, [0])
+        if rows or self.stand_in is None:
+            return self.step_for(node, rows)
+        self.stand_in.loss, self.stand_in.has_loss = self.loss, self.has_loss  # which the gates have asked for
+        return self.stand_in.step_for(node, [0])
 
     def store(self, node: Node, step: Step) -> None:
         """Store the state and the metrics of a transform."""
         if node.has_state:
             step.store_states()
-        if self.others is not None:
-            self.others.note_shares(node, step)
+        if self.numbers is not None:
+            self.numbers.add_share(node, step)
         self.chain_state.update(node.qualified(step.global_state))
         self.metrics.update(node.qualified(step.metrics))
 

@@ -21,6 +21,12 @@ class Workspace:
         self.vectors = Vectors()
         self.layout: Layout | None = None
 
+    def beside(self) -> "Workspace":
+        """A workspace with the same scratch memory, for other parameters that take their steps in turns with these."""
+        other = Workspace()
+        other.scratch = self.scratch
+        return other
+
     def columns(
         self, params: list[Tensor], grads: list[Tensor], states: Sequence[State]
     ) -> dict[str, list[Tensor]] | None:

@@ -129,8 +129,13 @@ def values_tell_all(slicing: Slicing) -> Callable[[Tensor], bool]:
     return lambda values: whole and blind_to_zeros and (joint or values.numel() >= slicing.min_size)
 
 
-def as_reported(total: Tensor, grads: list[Tensor]) -> Tensor:
-    """A joint metric as the functions return it: float32, or float64 if a gradient has that width."""
+def as_reported(total: Tensor, grads: list[Tensor], process_group: ProcessGroup | None = None) -> Tensor:
+    """A joint metric as the functions return it: float32, or float64 if a gradient has that width.
+
+    With a process group it is float64, because all processes get the same number and not all know all dtypes.
+    """
+    if process_group is not None:
+        return total
     dtype = torch.float32
     for given in {grad.dtype for grad in grads}:
         dtype = torch.promote_types(dtype, wide_dtype(given).to_real())

@@ -62,7 +62,8 @@ def clip_grad_norm_(
 
     Returns:
         The metric of all gradients together before clipping: a 0-d tensor of float32, or of float64 for float64
-            gradients. A finite value beyond the range of float32 is reported as the largest float32.
+            gradients and with a ``process_group``. A finite value beyond the range of float32 is reported as the
+            largest float32.
 
     Raises:
         ValueError: For a negative or NaN limit, ``min_norm > max_norm``, an unknown ``ord`` or ``dim``, or a
@@ -109,7 +110,7 @@ def clip_grad_norm_(
             check_finite(measured.total, grads, tensors)
         limit, floor = math.inf if max_norm is None else max_norm, min_norm or 0.0
         scale_(measured, measured.by_norm(lambda norms: clip_factors(slicing.metric, norms, limit, floor)))
-    return as_reported(measured.total, grads)
+    return as_reported(measured.total, grads, process_group)
 
 
 @torch.no_grad()
@@ -196,7 +197,7 @@ def normalize_grads_(
     with opened(grads, values_tell_all(slicing)) as tensors:
         measured = over_processes(measure(tensors, slicing, plain=are_plain(tensors)), tensors, process_group)
         scale_(measured, measured.by_norm(lambda norms: normalize_factors(slicing.metric, norms, norm_value)))
-    return as_reported(measured.total, grads)
+    return as_reported(measured.total, grads, process_group)
 
 
 @torch.no_grad()

@@ -208,15 +208,6 @@ class Measured:
         )
 
 
-class Scaled(NamedTuple):
-    """What a scaling did, as 0-d tensors."""
-
-    factor: Tensor
-    """The mean factor over all slices, 1 if there were none."""
-    changed: Tensor
-    """The share of slices whose factor was not 1."""
-
-
 def by_setting(settings: Sequence[S]) -> list[tuple[S, slice]]:
     """Each setting with the range of neighbours that share this object, so that one operation serves the range."""
     if not torch.compiler.is_compiling() and len(set(map(id, settings))) == 1:
@@ -313,7 +304,7 @@ def over_processes(measured: Measured, tensors: Sequence[Tensor], group: Process
     """
     if group is None:
         return measured
-    numbers = measured.numbers(sum(map(Tensor.numel, tensors))).to(device_of(group, tensors))
+    numbers = measured.numbers(sum(map(Tensor.numel, tensors))).to(device_of(tensors, group))
     return measured.of_processes(gathered(numbers, group).to(measured.total.device))
 
 
@@ -420,7 +411,7 @@ def _measure_jointly(tensors: Sequence[Tensor], metric: Metric, each: bool) -> M
 def joint_root(metric: Metric, rows: Tensor) -> Tensor:
     """The root of the metric of the tensors of several processes, 0-d, from a row of `Measured.numbers` for each."""
     if metric.kind == "norm":
-        return combine(rows.select(1, 0).contiguous(), metric.p)
+        return combine(rows.select(1, 0), metric.p)
     if metric.kind == "mad":
         total, count = rows.sum(dim=0).unbind()
         return total / count.clamp(min=1)
@@ -453,19 +444,24 @@ def scale_(measured: Measured, factors: Tensor) -> None:
     foreach.scale_(targets, measured.shaped(factors), exact=beyond_float32(factors))
 
 
-def effect(measured: Measured, factors: Tensor) -> Scaled:
-    """The mean factor and the share of changed slices, computed from the factors alone."""
+def effect(measured: Measured, factors: Tensor) -> dict[str, Tensor]:
+    """The metrics of a scaling, computed from the factors alone.
+
+    They are the joint norm before it, the mean factor (1 without slices), and the share of slices that changed.
+    """
+    total = measured.total
     if not measured.targets:
-        return Scaled(torch.ones_like(measured.total), torch.zeros_like(measured.total))
+        return {"norm": total, "factor": torch.ones_like(total), "clipped": torch.zeros_like(total)}
     if measured.spread:
-        return effect_of(effect_numbers(measured, factors).unsqueeze(0))
+        return effect_of(total, effect_numbers(measured, factors).unsqueeze(0))
     if foreach.is_one_number(factors) and may_look(factors):
         factor = factors.select(0, 0).item()
         changed = torch.full_like(factors.select(0, 0), float(factor != 1))
-        return Scaled(torch.full_like(changed, factor), changed)
+        return {"norm": total, "factor": torch.full_like(changed, factor), "clipped": changed}
     factors = factors.narrow(0, 0, 1) if foreach.is_one_number(factors) else factors
     count = max(factors.numel(), 1)
-    return Scaled(1 - (1 - factors).sum() / count, (factors != 1).sum(dtype=torch.float64) / count)
+    lost, changed = (1 - factors).sum(), (factors != 1).sum(dtype=torch.float64)
+    return {"norm": total, "factor": 1 - lost / count, "clipped": changed / count}
 
 
 def effect_numbers(measured: Measured, factors: Tensor) -> Tensor:
@@ -477,16 +473,11 @@ def effect_numbers(measured: Measured, factors: Tensor) -> Tensor:
     return torch.stack(sums)
 
 
-def effect_of(rows: Tensor) -> Scaled:
-    """The mean factor and the share of changed slices of several processes, from a row of `effect_numbers` for each."""
+def effect_of(total: Tensor, rows: Tensor) -> dict[str, Tensor]:
+    """The metrics of a scaling of several processes, from a row of `effect_numbers` for each."""
     lost, changed, count = rows.sum(dim=0).unbind()
     count = count.clamp(min=1)
-    return Scaled(1 - lost / count, changed / count)
-
-
-def summary(total: Tensor, scaled: Scaled) -> dict[str, Tensor]:
-    """The metrics of a scaling: the joint norm before it, the mean factor, and the share of slices that changed."""
-    return {"norm": total, "factor": scaled.factor, "clipped": scaled.changed}
+    return {"norm": total, "factor": 1 - lost / count, "clipped": changed / count}
 
 
 def counted(tensors: Sequence[Tensor], counts: Sequence[Tensor]) -> tuple[Tensor, int]:

@@ -233,7 +233,7 @@ def joint_mean(parts: Sequence[Part], group: ProcessGroup | None = None) -> Tens
     total, count = joint_sum(parts), sum(p.size for p in parts)
     if group is None:
         return total / max(count, 1)
-    total = total.to(device_of(group, [p.tensor for p in parts]))
+    total = total.to(device_of([p.tensor for p in parts], group))
     numbers = _as_reals(total)
     rows = gathered(torch.cat([numbers, torch.full_like(numbers[:1], count)]), group)
     real, imaginary, _ = (rows.sum(dim=0) / rows.select(1, 2).sum().clamp(min=1)).unbind()

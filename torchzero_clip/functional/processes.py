@@ -55,11 +55,11 @@ class SharedGroup:
         return SharedGroup, (None, self.is_lost or self.group is not None)
 
 
-def device_of(group: ProcessGroup, tensors: Sequence[Tensor]) -> torch.device:
-    """The device of numbers that are sent to a group: that of the tensors of this process if there are any."""
+def device_of(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> torch.device:
+    """The device of numbers about tensors: that of the first one; without tensors, one that a group can send from."""
     if tensors:
         return tensors[0].device
-    if dist.get_backend(group) == "nccl":
+    if group is not None and dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

@@ -162,7 +162,9 @@ def pack(values: Sequence[Tensor]) -> Tensor:
 
 def elements_at(vector: Tensor, indices: Sequence[int]) -> Tensor:
     """The elements of a vector at some indices, in order, without a tensor of indices on the device."""
-    return vector if len(indices) == len(vector) else torch.stack([vector.select(0, i) for i in indices])
+    if len(indices) in (0, len(vector)):
+        return vector.narrow(0, 0, len(indices))
+    return torch.stack([vector.select(0, i) for i in indices])
 
 
 def all_reduce(parts: Sequence[Part], values: list[Tensor], op: ReduceOp.RedOpType) -> list[Tensor]:

@@ -35,8 +35,9 @@ def get_total_norm(
             function. Their tensors count in the norm.
 
     Returns:
-        A 0-d tensor on the device of the first tensor, of float32, or of float64 if one of the tensors is; 0 for no
-            tensors. A finite value beyond the range of float32 is reported as the largest float32.
+        A 0-d tensor on the device of the first tensor, of float32, or of float64 if one of the tensors is or with a
+            ``process_group``; 0 for no tensors. A finite value beyond the range of float32 is reported as the largest
+            float32.
 
     Raises:
         ValueError: For an unknown ``ord``, or a ``process_group`` as in `Modular`.
@@ -55,7 +56,7 @@ def get_total_norm(
         total = over_processes(measure(dense, slicing, plain=are_plain(dense)), dense, process_group).total
         if error_if_nonfinite:
             check_finite(total, given, dense)
-    return as_reported(total, given)
+    return as_reported(total, given, process_group)
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchzero_clip.compat import is_distributed, may_be_distributed
+from torchzero_clip.compat import is_distributed
 from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.kinds import Gate, Scaling, UpdateRule
 from torchzero_clip.core.learning_rate import LR
@@ -36,8 +36,6 @@ class Missing:
         self._states = states
         self._kept: list[tuple[Tensor, Tensor, State]] = []
         """Each of the parameters, with copies of it and of its state."""
-        if not may_be_distributed():
-            return
         params = [p for group in groups for p in group["params"] if is_distributed(p) and p.requires_grad]
         missing = [param for param in params if param.grad is None]
         if _asks_each(nodes):

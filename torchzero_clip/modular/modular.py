@@ -16,9 +16,11 @@ from torchzero_clip.checkpoints.adapt import adapted
 from torchzero_clip.checkpoints.fitting import agreed, fitted
 from torchzero_clip.checkpoints.identity import IDENTITY, members_of, written
 from torchzero_clip.checks import boolean
+from torchzero_clip.compat import any_distributed
 from torchzero_clip.core.chain import Chain, Transforms, as_written, flatten
 from torchzero_clip.core.chain_state import COUNTERS, SCHEDULE_STEP, SKIPPED, ChainState
 from torchzero_clip.core.learning_rate import with_learning_rate
+from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.states import own_numbers
@@ -26,7 +28,9 @@ from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.executor import Executor
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.nonfinite import Nonfinite, StepPolicy
+from torchzero_clip.engine.numbers import Numbers
 from torchzero_clip.engine.others import Others
+from torchzero_clip.engine.parts import Parts
 from torchzero_clip.engine.readable import Readable
 from torchzero_clip.engine.reported_loss import ReportedLoss
 from torchzero_clip.engine.stand_in import StandIn
@@ -111,6 +115,12 @@ class Modular(Optimizer):
     listener: Listener | None = None
     """What sees every step, such as a `Recorder`. Copies and pickles of an optimizer have none."""
 
+    parts: Parts | None = None
+    """What the backward has updated since the last step, after `step_in_backward`. Copies and pickles have none."""
+
+    _has_meshes = False
+    """True if a parameter is distributed."""
+
     def __init__(
         self,
         params: ParamsT | nn.Module,
@@ -164,6 +174,26 @@ class Modular(Optimizer):
 
     def _named_params(self, first: int = 0) -> list[NamedParam]:
         return [named for group in self.param_groups[first:] for named in named_params(group)]
+
+    @property
+    def nodes(self) -> Nodes:
+        """The transforms at their places in the chain."""
+        return self._nodes
+
+    @property
+    def nonfinite(self) -> Nonfinite:
+        """What happens if a gradient has an inf or a NaN."""
+        return self._policy.nonfinite
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by `torch.amp.GradScaler` before each step."""
+        if self.parts is not None:
+            raise RuntimeError(
+                "step_in_backward cannot be used with GradScaler: the backward has updated parameters by gradients "
+                "that the scaler multiplied. Use bfloat16, which needs no scaler, or take ordinary steps"
+            )
+        return False
 
     @property
     def transforms(self) -> dict[str, Transform]:
@@ -240,12 +270,14 @@ class Modular(Optimizer):
         These errors leave parameters, gradients and state unchanged, except that skipped steps are counted.
         """
         try:
-            self._check_call(closure)
-            state = self._chain_state.values
-            if state:
-                self._chain_state.take_counters(self.param_groups)
-                self._schedules.catch_up(self.param_groups, state.get(SCHEDULE_STEP, 0))
-            settings = self._nodes.checked_settings(self.param_groups)
+            if self._lost_group:
+                raise RuntimeError(
+                    "the optimizer was unpickled without its process_group: set optimizer.process_group to the group, "
+                    "or to None"
+                )
+            if closure is None and "closure" in self._nodes.targets:
+                raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
+            settings = self.begin()
 
             result = None
             if closure is not None:
@@ -256,11 +288,13 @@ class Modular(Optimizer):
 
             count = 1 if result is not None else self._reported.count
             loss = self._reported.mean() if result is None and count else result
-            missing = Missing(self._nodes, self.param_groups, self.state)
+            has_meshes = self._has_meshes and self.parts is None
+            missing = Missing(self._nodes, self.param_groups, self.state) if has_meshes else None
             try:
-                self._take(self._walk(settings, loss, count))
+                self._take(self._walk(self.param_groups, self._workspace, settings, loss, count))
             finally:
-                missing.put_back()
+                if missing is not None:
+                    missing.put_back()
             return result
         finally:
             if self._reported.count:
@@ -268,11 +302,15 @@ class Modular(Optimizer):
 
     def _take(self, walk: Walk) -> None:
         """Take a step, or skip it."""
-        state = self._chain_state.values
-        takes_part = len(walk.params) > 0 or walk.others is not None
+        state, parts = self._chain_state.values, self.parts
+        if parts is not None:
+            parts.refuse_second(walk.params)
+        takes_part = len(walk.params) > 0 or walk.others is not None or (parts is not None and len(parts.updated) > 0)
         try:
             if takes_part and (not self._policy.decides or self._policy.allows(walk, state)):
                 self._run(walk)
+                self._metrics.clear()
+                self._metrics.update(walk.metrics if parts is None else parts.end(self._nodes, self.param_groups))
                 if SCHEDULE_STEP in state:
                     state[SCHEDULE_STEP] += 1
                     self._schedules.advance(self.param_groups, state[SCHEDULE_STEP])
@@ -282,16 +320,19 @@ class Modular(Optimizer):
             if self.listener is not None:
                 self.listener.end(walk)
 
-    def _check_call(self, closure: Callable[[], Any] | None) -> None:
-        if self._lost_group:
-            raise RuntimeError(
-                "the optimizer was unpickled without its process_group: set optimizer.process_group to the group, or "
-                "to None"
-            )
-        if closure is None and "closure" in self._nodes.targets:
-            raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
-        if "lr" in self._schedules and hasattr(self.step, "_wrapped_by_lr_sched"):
-            raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
+    def begin(self) -> dict[str, list[Setting]]:
+        """Take over what was written to the param groups since the last step, and return the settings by transform.
+
+        Raises:
+            ValueError: If a setting is out of range.
+        """
+        state = self._chain_state.values
+        if state:  # also if there are schedules
+            if "lr" in self._schedules and hasattr(self.step, "_wrapped_by_lr_sched"):
+                raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
+            self._chain_state.take_counters(self.param_groups)
+            self._schedules.catch_up(self.param_groups, state.get(SCHEDULE_STEP, 0))
+        return self._nodes.checked_settings(self.param_groups)
 
     def report_loss(self, loss: Tensor | float) -> None:
         """Tell the loss of this step, for transforms that judge it, such as `SkipStep` with ``sigma``.
@@ -318,9 +359,16 @@ class Modular(Optimizer):
         self._reported.zeroed()
         super().zero_grad(set_to_none)
 
-    def _walk(self, settings: dict[str, list[Setting]], loss: Any, loss_count: int) -> Walk:
+    def _walk(
+        self,
+        groups: list[dict[str, Any]],
+        workspace: Workspace,
+        settings: dict[str, list[Setting]],
+        loss: Any,
+        loss_count: int,
+    ) -> Walk:
         """Start a walk with the parameters that have a gradient. Raise before any change if a parameter is unusable."""
-        params, grads, group_of = taking_part(self.param_groups)
+        params, grads, group_of = taking_part(groups)
         # new state enters self.state only after the step was allowed; a parameter that is listed twice shares one
         new: dict[Tensor, State] = {}
         kept: Any = self.state
@@ -330,20 +378,23 @@ class Modular(Optimizer):
         if None in states:
             states = [new.setdefault(p, {}) if s is None else s for p, s in zip(params, states, strict=True)]
         is_fast = self._may_be_fast()
-        columns = self._workspace.columns(params, grads, states) if is_fast else None
+        may_have_layout = is_fast and (self.parts is None or self.parts.has_layout)
+        columns = workspace.columns(params, grads, states) if may_have_layout else None
         if columns is None:  # else the fast way has checked these tensors already
-            refuse_unusable(self.param_groups)
-            check_shapes(self._nodes, self.param_groups, params, states, group_of, self._shapes)
+            refuse_unusable(groups)
+            check_shapes(self._nodes, groups, params, states, group_of, self._shapes)
             grads = own_gradients(params)
         listed_twice = columns is None and len(set(map(id, params))) < len(params)
         self._move_chain_state()
         updates = Updates(params, grads, states, self._chain_state.values, self.maximize)
         is_fast = is_fast and not listed_twice
-        executor: Executor = Fast(updates, self._workspace, columns) if is_fast else Readable(updates)
+        executor: Executor = Fast(updates, workspace, columns) if is_fast else Readable(updates)
         keep_grads = self.keep_grads or "grad" in self._nodes.targets or listed_twice
-        lists = (self._nodes, self.param_groups, settings, params, grads, states, group_of)
+        lists = (self._nodes, groups, settings, params, grads, states, group_of)
         shared = (self._chain_state.values, loss, loss_count, executor, keep_grads, self.listener is not None, new)
         walk = Walk(*lists, *shared)
+        if self.parts is not None:
+            walk.numbers, walk.apart = Numbers(), self.parts.apart
         if self._process_group is not None:
             self._join(walk, self._process_group)
         return walk
@@ -351,7 +402,7 @@ class Modular(Optimizer):
     def _join(self, walk: Walk, group: ProcessGroup) -> None:
         """Let a walk exchange numbers with the processes that hold other parameters."""
         walk.executor.process_group = group
-        walk.others = Others(group, device_of(group, walk.all_params()), self._nodes)
+        walk.numbers, walk.others = Numbers(), Others(group, device_of(walk.all_params(), group))
         walk.stand_in = StandIn(walk, walk.others)
 
     def _may_be_fast(self) -> bool:
@@ -371,8 +422,8 @@ class Modular(Optimizer):
             if "closure" in self._nodes.targets:
                 walk.change_closure_gradients(self.chain)
             walk.run(self.chain, "", list(range(len(walk.params))), to_params=True)
-            if walk.others is not None:
-                walk.metrics.update(walk.others.metrics())
+            if walk.others is not None and walk.numbers is not None:
+                walk.metrics.update(walk.others.metrics(self._nodes, walk.numbers))
         except BaseException:
             walk.refused_by.append("error")
             walk.executor.abandon()
@@ -384,8 +435,24 @@ class Modular(Optimizer):
         # Also entries without a key: while optimizer.state is empty, or lacks a parameter, torch.distributed.checkpoint
         # takes a step on zero gradients in a training that it saves, or raises when it loads
         self.state.update(walk.new_states)  # pyright: ignore[reportArgumentType]
-        self._metrics.clear()
-        self._metrics.update(walk.metrics)
+        if walk.numbers is not None and self.parts is not None:
+            self.parts.add(walk.numbers, walk.metrics, walk.params)
+
+    @torch.no_grad()
+    def take_part(self, groups: list[dict[str, Any]], settings: dict[str, list[Setting]], workspace: Workspace) -> None:
+        """Take the step of some parameters, for `step_in_backward`; `step` ends it.
+
+        Args:
+            groups: The param groups, with these parameters only.
+            settings: What `begin` returned.
+            workspace: Memory and caches for these parameters.
+        """
+        count = self._reported.count
+        self._run(self._walk(groups, workspace, settings, self._reported.mean() if count else None, count))
+
+    def new_workspace(self) -> Workspace:
+        """Caches for some of the parameters, with the memory that this optimizer has for intermediate results."""
+        return self._workspace.beside()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with settings of their own, for example layers that are unfrozen later.
@@ -415,10 +482,14 @@ class Modular(Optimizer):
                 self._schedules.add(self.param_groups[-1], schedules)
                 check_params(self._nodes, self._named_params(before))
                 check_not_local(self._named_params(before))
-                check_group(self._process_group, [named.param for named in self._named_params(before)])
+                added = [named.param for named in self._named_params(before)]
+                check_group(self._process_group, added)
+                self._has_meshes = self._has_meshes or any_distributed(added)
             if self._is_complete:
                 check_places(self.chain, self._nodes, self._named_params())
                 self._start_schedules()
+            if self.parts is not None:
+                self.parts.attach()
         except Exception:
             del self.param_groups[before:]
             self._schedules.forget(schedules_before)
@@ -511,11 +582,11 @@ class Modular(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("maximize", "keep_grads", "fast", "chain", "storage_keys", "_written", "_nodes", "_policy", "_schedules")
-        own += ("_chain_state", "_metrics", "_reported", "_shapes", "_is_complete")
+        own += ("_chain_state", "_metrics", "_reported", "_shapes", "_is_complete", "_has_meshes")
         given = super().__getstate__()
         state: Any = defaultdict(dict, {param: own_numbers(state) for param, state in self.state.items()})
         shared = {"_shared_group": SharedGroup(self._process_group, self._lost_group)}
-        return given | {"state": state} | {name: self.__dict__[name] for name in own} | shared
+        return given | {"state": state} | {name: getattr(self, name) for name in own} | shared
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -78,7 +78,7 @@ def warn_of_slips(nodes: Nodes, params: Sequence[NamedParam], process_group: Pro
     """
     idle = {text: is_idle for n in nodes for text, is_idle in n.transform.scope.idle_names(n.transform, params).items()}
     if idle and process_group is not None:
-        device = device_of(process_group, [named.param for named in params])
+        device = device_of([named.param for named in params], process_group)
         own = torch.tensor([float(is_idle) for is_idle in idle.values()], dtype=torch.float64, device=device)
         everywhere = gathered(own, process_group).amin(dim=0).tolist()
         idle = {text: bool(is_idle) for text, is_idle in zip(idle, everywhere, strict=True)}

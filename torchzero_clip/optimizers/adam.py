@@ -99,6 +99,11 @@ class Adam(UpdateRule):
         self._keys = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else []))
 
     @override
+    def is_tensorwise(self) -> bool:
+        """Return True, as in `Transform.is_tensorwise`."""
+        return True
+
+    @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
         """Averages of zeros, and a step count."""
         dtype = self.state_dtype and (self.state_dtype.to_complex() if param.is_complex() else self.state_dtype)

@@ -116,6 +116,11 @@ class Muon(UpdateRule):
                 return
 
     @override
+    def is_tensorwise(self) -> bool:
+        """Return True, as in `Transform.is_tensorwise`."""
+        return True
+
+    @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
         """The momentum buffer."""
         return {"momentum_buffer": torch.zeros_like(param)}

@@ -68,6 +68,11 @@ class RMSprop(UpdateRule):
         self.centered = centered
 
     @override
+    def is_tensorwise(self) -> bool:
+        """Return True, as in `Transform.is_tensorwise`."""
+        return True
+
+    @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
         """Averages of zeros."""
         return {key: torch.zeros_like(param) for key in ("square_avg", *(["grad_avg"] if self.centered else []))}

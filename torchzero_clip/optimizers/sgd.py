@@ -128,6 +128,11 @@ class SGD(UpdateRule):
         )
 
     @override
+    def is_tensorwise(self) -> bool:
+        """Return True, as in `Transform.is_tensorwise`."""
+        return True
+
+    @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
         """Update the buffers and return them, or the given updates without momentum."""
         result: list[Tensor] = []

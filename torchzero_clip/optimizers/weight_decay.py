@@ -50,6 +50,11 @@ class WeightDecay(Transform):
         super().__init__({"weight_decay": weight_decay}, target=target, name=name)
 
     @override
+    def is_tensorwise(self) -> bool:
+        """Return True, as in `Transform.is_tensorwise`."""
+        return True
+
+    @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
         """Add the decay, in place."""
         for setting, own in step.by_setting():

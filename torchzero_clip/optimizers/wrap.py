@@ -125,6 +125,11 @@ class Wrap(FinalRule):
             raise ValueError(f"{self.optimizer_class.__name__} cannot take {name}: {error}") from error
 
     @override
+    def is_tensorwise(self) -> bool:
+        """Return True for the optimizers of torch, which treat each parameter alone. Of others nobody can know."""
+        return self.optimizer_class.__module__.startswith("torch.optim.")
+
+    @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
         """The state of the optimizer after a step on a gradient of zeros."""
         twin = nn.Parameter(param.detach().clone())

@@ -1,0 +1,131 @@
+"""Processes that hold different parameters equal one process that holds all of them."""
+
+import pytest
+import ranks
+import torch
+from contract import process_group as programs
+from contract.process_group import OWN
+
+LIMIT = 300.0
+
+
+def check(found, expected, name):
+    for rank, own in enumerate(found):
+        for key in own["params"]:
+            torch.testing.assert_close(
+                own["params"][key], expected["params"][key], rtol=1e-9, atol=1e-12, equal_nan=True
+            )
+            torch.testing.assert_close(
+                own["states"][key], expected["states"][key], rtol=1e-9, atol=1e-12, equal_nan=True
+            )
+        assert list(own["params"]) == list(expected["params"])[OWN[rank]]
+        for key, value in expected["metrics"].items():
+            torch.testing.assert_close(
+                own["metrics"][key], value, rtol=1e-9, atol=1e-12, equal_nan=True, msg=f"{name} {key}"
+            )
+        torch.testing.assert_close(own["chain"], expected["chain"], rtol=1e-9, atol=1e-12, equal_nan=True)
+        for what in ("metrics", "chain"):  # bit for bit
+            torch.testing.assert_close(own[what], found[0][what], rtol=0, atol=0, equal_nan=True, msg=f"{name} {rank}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("event", ["", "inf", "none", "zero", "range"])
+def test_chains_equal_one_process(event, fast):
+    options = {"fast": fast}
+    expected = programs.train_all(event, options)
+    found = ranks.run(programs.train_all, 3, event, options, limit=LIMIT)
+    failures = []
+    for name in programs.names():
+        try:
+            check([own[name] for own in found], expected[name], name)
+        except AssertionError as error:
+            failures.append(f"{name}: {error}")
+    assert not failures, "\n".join(failures)
+
+
+def test_a_few_chains_equal_one_process():
+    names = ["ClipNorm+AdamW", "gates", "a joint child"]
+    expected = [programs.train_group(name, "") for name in names]
+    found = ranks.run(programs.train_some, 3, names, "")
+    for k, name in enumerate(names):
+        check([own[k] for own in found], expected[k], name)
+
+
+@pytest.mark.slow
+def test_functions_equal_one_process():
+    expected, found = programs.functions(), ranks.run(programs.functions, 3)
+    for name, whole in expected.items():
+        results = [own[name][len(range(4)[OWN[rank]]) :] for rank, own in enumerate(found)]
+        assert all(result == results[0] for result in results)
+        joined = [grad for rank, own in enumerate(found) for grad in own[name][: len(range(4)[OWN[rank]])]]
+        for grad, other in zip([*joined, *results[0]], whole, strict=True):
+            torch.testing.assert_close(grad, other, rtol=1e-9, atol=1e-12, check_dtype=False, msg=name)
+
+
+@pytest.mark.slow
+def test_a_loss_of_one_process_is_that_of_all():
+    skipped, mean = programs.losses()
+    found = ranks.run(programs.losses, 3)
+    assert found[1:] == found[:1] * 2
+    assert found[0] == [skipped, pytest.approx(mean, rel=1e-9)]
+    assert skipped > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+def test_a_nan_of_one_process_stops_all(policy):
+    for said, is_same, is_stateless in ranks.run(programs.non_finite, 3, policy):
+        assert (said == "skipped") == (policy == "skip")
+        assert policy == "skip" or "not finite" in said
+        assert is_same
+        assert is_stateless
+
+
+@pytest.mark.slow
+def test_copies_share_a_group_and_pickles_lose_it():
+    ranks.run(programs.life_of_a_group, 3)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_fits_on_some_processes_loads_on_none():
+    said = ranks.run(programs.disagreement, 3)
+    assert "max_norm" in said[2]
+    assert ["another rank" in text for text in said] == [True, True, False]
+
+
+@pytest.mark.slow
+def test_a_scope_warns_if_it_matches_on_no_process():
+    for said in ranks.run(programs.warnings_of_scopes, 3):
+        assert [("nowhere" in text) for text in said] == [True]
+
+
+@pytest.mark.slow
+def test_groups_that_cannot_be_used_are_refused():
+    for rank, said in enumerate(ranks.run(programs.wrong_groups, 3)):
+        kind = "TypeError" if rank < 2 else "ValueError"  # the third process is not in that group
+        assert [text.partition(":")[0] for text in said] == [kind, kind, *["ValueError"] * 3, "TypeError"]
+        others = ", ".join(str(k) for k in range(3) if k != rank)
+        assert all(f"processes {others}," in text for text in said[2:5])
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_missing_on_one_rank_of_a_mesh_counts_as_zeros():
+    found = ranks.run(programs.missing_on_a_mesh, 2)
+    for name in programs.ON_A_MESH:
+        params, metrics, states = programs.masked(name)
+        for own_params, own_metrics, own_states in (own[name] for own in found):
+            torch.testing.assert_close(own_params, params, rtol=1e-9, atol=1e-12, msg=name)
+            torch.testing.assert_close(own_states, states, rtol=1e-9, atol=1e-12, msg=name)
+            for key, value in metrics.items():
+                torch.testing.assert_close(own_metrics[key], value, rtol=1e-9, atol=1e-12, msg=f"{name} {key}")
+
+
+@pytest.mark.slow
+def test_functions_take_gradients_that_are_missing_on_one_rank_of_a_mesh():
+    expected = programs.sharded_values(0)
+    first = torch.cat([value.chunk(2)[0].flatten() for value in expected]).norm()
+    for total, clipped, normalized in ranks.run(programs.functions_with_missing, 2):
+        torch.testing.assert_close(total, first, rtol=1e-9, atol=0)
+        torch.testing.assert_close(clipped.item(), 0.1 * len(expected) ** 0.5, rtol=1e-9, atol=0)
+        torch.testing.assert_close(normalized.item(), 0.1, rtol=1e-9, atol=0)

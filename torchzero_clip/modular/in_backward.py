@@ -1,0 +1,284 @@
+"""Steps that are taken while the backward runs, so that gradients need little memory."""
+
+import weakref
+from collections.abc import Callable, Iterable
+from threading import RLock
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchzero_clip.checks import count
+from torchzero_clip.compat import at_end_of_backward, current_graph_task_id, is_distributed
+from torchzero_clip.core.elementwise import Elementwise
+from torchzero_clip.core.kinds import Gate, Shifting
+from torchzero_clip.core.nodes import Node
+from torchzero_clip.core.scope import named_params
+from torchzero_clip.core.transform import treats_each_alone
+from torchzero_clip.engine.parts import Parts, second_gradient
+from torchzero_clip.fast.workspace import Workspace
+from torchzero_clip.modular.modular import Modular
+from torchzero_clip.modular.wrapped import unwrap
+from torchzero_clip.types import Setting
+
+SHOWN = 10
+"""Names of updated parameters that an error shows."""
+
+_WITHOUT: dict[str, Any] = {"params": []}
+
+
+class StepInBackward:
+    """Updates parameters while the backward runs, until `remove` is called. `step_in_backward` makes it.
+
+    Args:
+        optimizer: The optimizer.
+        bucket_bytes: As in `step_in_backward`.
+    """
+
+    def __init__(self, optimizer: Modular, bucket_bytes: int) -> None:
+        self._optimizer = optimizer
+        self._bucket_bytes = bucket_bytes
+        self._parts = optimizer.parts = Parts(self._attach)
+        self._lock = RLock()  # backwards on several devices run hooks in several threads
+        self._hooks: dict[int, Any] = {}
+        self._places: dict[int, tuple[int, int]] = {}
+        """The group of each parameter and its place there, by id."""
+        self._task = -1
+        self._settings: dict[str, list[Setting]] = {}
+        self._waiting: dict[int, Tensor] = {}
+        self._bytes = 0
+        self._workspaces: dict[int, Workspace] = {}
+        self._ready = _calling(self)
+        self._all = Workspace()  # it only compares the layout of all parameters with that of the last step
+        self._attach()
+        # parameters may be added or unfrozen between steps
+        self._after_steps = optimizer.register_step_post_hook(self._after_step)
+
+    def remove(self) -> None:
+        """Take ordinary steps again. Call it between a step and the next backward.
+
+        Raises:
+            RuntimeError: If parameters were updated since the last ``optimizer.step()``, which has to end that step.
+        """
+        if self._optimizer.parts is not self._parts:
+            return
+        if self._parts.updated:
+            raise RuntimeError("the backward has updated parameters: call optimizer.step() before remove()")
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        self._after_steps.remove()
+        self._optimizer.parts = None
+
+    def _after_step(self, *_: Any) -> None:
+        self._attach()
+
+    def _attach(self) -> None:
+        """Find the parameters, hook those that have no hook yet, and drop the hooks of others."""
+        groups, own = self._optimizer.param_groups, self._hooks
+        self._places = {id(p): (g, i) for g, group in enumerate(groups) for i, p in enumerate(group["params"])}
+        if len(self._places) < sum(len(group["params"]) for group in groups):
+            raise ValueError("step_in_backward takes no optimizer in which a parameter is listed twice")
+        for key in own.keys() - self._places.keys():
+            own.pop(key).remove()
+        for group in groups:
+            for param in group["params"]:
+                if id(param) not in own and param.requires_grad:
+                    own[id(param)] = param.register_post_accumulate_grad_hook(self._ready)
+
+    def take(self, param: Tensor) -> None:
+        """Take the gradient of a parameter, and with it the step of all that wait if they fill a bucket."""
+        with self._lock:
+            task = current_graph_task_id()
+            if task != self._task or task == -1:
+                self._begin(task)
+            key = id(param)
+            if param.grad is None or key not in self._places:
+                return
+            if key in self._waiting or key in self._parts.updated:
+                error = second_gradient()
+                error.add_note(self._updated())
+                raise error
+            self._waiting[key] = param
+            # the size of the whole parameter, so that the processes of a mesh agree
+            self._bytes += param.numel() * param.element_size()
+            if self._bytes >= self._bucket_bytes or task == -1:
+                self._flush()
+
+    def _begin(self, task: int) -> None:
+        """Check everything before the first update of a backward."""
+        optimizer = self._optimizer
+        refuse(optimizer)
+        self._settings = optimizer.begin()
+        self._attach()
+        if not self._parts.updated:
+            self._plan()
+        self._waiting, self._bytes = {}, 0  # of a backward that has failed: `step` takes their gradients
+        if task != -1:
+            at_end_of_backward(self._end)
+        self._task = task
+
+    def _plan(self) -> None:
+        """Let the parts of this step decide as all trainable parameters together would."""
+        optimizer = self._optimizer
+        named = [n for group in optimizer.param_groups for n in named_params(group) if n.param.requires_grad]
+        params = [n.param for n in named]
+        has_layout = True
+        if any(isinstance(node.transform, Shifting | Elementwise) for node in optimizer.nodes):
+            states = [optimizer.state.get(param, {}) for param in params]
+            has_layout = self._all.columns(params, list(params), states) is not None
+        self._parts.plan(optimizer.nodes, named, has_layout=has_layout)
+
+    def _end(self) -> None:
+        with self._lock:
+            self._flush()
+            self._task = -1
+
+    def _flush(self) -> None:
+        """Take the step of all parameters that wait, and free their gradients."""
+        waiting, self._waiting, self._bytes = self._waiting, {}, 0
+        if not waiting:
+            return
+        try:
+            self._optimizer.take_part(self._groups_of(waiting), self._settings, self._workspace_of(next(iter(waiting))))
+        except BaseException as error:
+            error.add_note(self._updated())
+            raise
+        for param in waiting.values():
+            param.grad = None
+
+    def _workspace_of(self, first: int) -> Workspace:
+        """Caches for the parameters that are updated together with the first one, as they are in most steps."""
+        if first not in self._workspaces:
+            self._workspaces[first] = self._optimizer.new_workspace()
+        return self._workspaces[first]
+
+    def _groups_of(self, params: Iterable[int]) -> list[dict[str, Any]]:
+        """The param groups with some of their parameters, by id, in order."""
+        all_groups = self._optimizer.param_groups
+        groups = [_WITHOUT] * len(all_groups)
+        for g, i in sorted(self._places[key] for key in params):
+            group = all_groups[g]
+            if groups[g] is _WITHOUT:
+                groups[g] = {**group, "params": []} | ({"param_names": []} if "param_names" in group else {})
+            groups[g]["params"].append(group["params"][i])
+            if "param_names" in group:
+                groups[g]["param_names"].append(group["param_names"][i])
+        return groups
+
+    def _updated(self) -> str:
+        """What was updated in this step, for the notes of errors."""
+        groups = self._optimizer.param_groups
+        names: list[str] = []
+        for param in self._parts.updated:
+            g, i = self._places[param]
+            names.append(groups[g]["param_names"][i] if "param_names" in groups[g] else f"{i} of group {g}")
+        total = sum(len(group["params"]) for group in groups)
+        shown = f": {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}" if names else ""
+        return f"the backward had updated {len(names)} of {total} parameters in this step{shown}"
+
+
+def _calling(steps: StepInBackward) -> Callable[[Tensor], None]:
+    """A hook that does not keep the optimizer alive, because parameters may outlive it."""
+    found = weakref.ref(steps)
+
+    def ready(param: Tensor) -> None:
+        own = found()
+        if own is not None:
+            own.take(param)
+
+    return ready
+
+
+def step_in_backward(optimizer: Optimizer, *, bucket_bytes: int = 2**23) -> StepInBackward:
+    """Update each parameter in the backward, as soon as its gradient is there, and free the gradient.
+
+    After each backward call ``optimizer.step()`` as always: it ends the step for schedules, counters and metrics, and
+    takes gradients that were set by hand. The result is that of the ordinary step. Gradients then never exist all at
+    once, so the memory that they take is that of the largest parameter and of a bucket.
+
+    It needs transforms that treat each tensor on its own, see `Transform.is_tensorwise`.
+
+    Args:
+        optimizer: A `Modular`.
+        bucket_bytes: Small parameters wait until together they have so many bytes, because one pass over many small
+            tensors takes less time. The rest is updated when the backward ends. With 0 none waits.
+
+    Returns:
+        A handle whose ``remove()`` brings ordinary steps back.
+
+    Raises:
+        ValueError: For a transform that needs several gradients at once, a gate, ``target="closure"``, ``nonfinite``
+            other than "propagate", or plain parameters in several processes.
+        TypeError: If ``optimizer`` is not a `Modular`.
+        RuntimeError: If the optimizer steps in the backward already, or has a listener such as a `Recorder`.
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import AdamW, ClipNorm, Modular, step_in_backward
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = Modular(model, ClipNorm(1), AdamW())
+        >>> handle = step_in_backward(optimizer)
+        >>> model(torch.ones(1, 3)).sum().backward()
+        >>> model.weight.grad is None
+        True
+        >>> optimizer.step()
+        >>> sorted(optimizer.metrics())
+        ['clip_norm/clipped', 'clip_norm/factor', 'clip_norm/norm']
+        >>> handle.remove()
+    """
+    found = unwrap(optimizer)
+    if not isinstance(found, Modular):
+        raise TypeError(f"step_in_backward takes a Modular, got {type(optimizer).__name__}")
+    count("bucket_bytes", bucket_bytes)
+    if found.parts is not None:
+        raise RuntimeError("this optimizer steps in the backward already: call remove() of its handle first")
+    refuse(found)
+    return StepInBackward(found, bucket_bytes)
+
+
+def refuse(optimizer: Modular) -> None:
+    """Raise if a step cannot be taken parameter by parameter."""
+    for node in optimizer.nodes:
+        _refuse_transform(node)
+    if optimizer.nonfinite != "propagate":
+        raise ValueError(
+            f"step_in_backward cannot keep nonfinite={optimizer.nonfinite!r}, which decides about all gradients before "
+            "the first update: leave it out, or take ordinary steps"
+        )
+    if optimizer.process_group is not None:
+        raise ValueError("step_in_backward takes no optimizer with process_group=, which joins norms of all gradients")
+    if optimizer.listener is not None:
+        raise RuntimeError(
+            "step_in_backward takes no optimizer with a listener, such as a Recorder, which needs all gradients at "
+            "once: close it first, or take ordinary steps"
+        )
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        _refuse_plain(optimizer)
+
+
+def _refuse_transform(node: Node) -> None:
+    transform = node.transform
+    way_out = "use limits of single tensors, such as ClipNorm(1) or AdaptiveGradientClip(), or take ordinary steps"
+    if isinstance(transform, Gate):
+        raise ValueError(
+            f"{transform!r} decides about whole steps, and step_in_backward takes them in parts: {way_out}"
+        )
+    if transform.target == "closure":
+        raise ValueError(f"{transform!r} with target='closure' acts on the gradients that a closure leaves: {way_out}")
+    if not treats_each_alone(transform) or node.global_keys:
+        raise ValueError(
+            f"{transform!r} may need the gradients of several parameters at once, and step_in_backward frees each "
+            f"before the next one is there: {way_out}. A transform of your own that treats each tensor alone says so "
+            "by is_tensorwise"
+        )
+
+
+def _refuse_plain(optimizer: Modular) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(param.requires_grad and not is_distributed(param) for param in params):
+        raise ValueError(
+            "step_in_backward takes no plain parameters if there are several processes, because DDP averages gradients "
+            "after the backward has used them: shard the model by fully_shard (FSDP2), or take ordinary steps"
+        )
