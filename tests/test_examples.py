@@ -2,6 +2,10 @@
 
 import importlib.util
 import math
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -180,6 +184,48 @@ def test_a_limit_that_adapts_survives_corrupted_batches_that_harm_without_one():
     assert len(runs["ZClip()"].clipped_corrupted) == len(corrupted)
     assert module.mean(runs["ZClip()"].clipped_corrupted) > 0.4  # random characters have usual norms
     assert runs["ZClip()"].held_out < runs[module.NONE].held_out - 0.2
+
+
+def printed(name, *args, limit=240):
+    """The lines that an example of several processes prints; all of them are killed at the limit."""
+    command = [sys.executable, "-W", "ignore", EXAMPLES / f"{name}.py", *args]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=limit)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert process.returncode == 0, output
+    return output.splitlines()
+
+
+def rows(lines):
+    """The rows of the table: the number of a step, and numbers of several ways."""
+    return [list(map(float, line.split()[1:])) for line in lines if line.split() and line.split()[0].isdigit()]
+
+
+@pytest.mark.slow
+def test_a_pipeline_is_clipped_as_one_process_by_a_line_and_by_a_chain():
+    lines = printed("pipeline", "--steps", "10")
+    found = rows(lines)
+    assert len(found) == 11
+    for row in found:
+        assert row[:2] == pytest.approx(row[4:], rel=1e-3)
+        assert row[2:4] == pytest.approx(row[4:], rel=1e-3)
+    assert any(norm > 0.3 for *_, norm in found)
+    assert lines[-1] == "Stopped at step 5 and resumed: the same losses and norms."
+
+
+@pytest.mark.slow
+def test_experts_on_a_mesh_of_their_own_are_clipped_as_in_one_process():
+    found = rows(printed("expert_parallel", "--steps", "10"))
+    assert len(found) == 11
+    for row in found:
+        assert row[:3] == pytest.approx(row[3:], rel=1e-3)
+    assert any(factor < 1 for *_, factor in found)
 
 
 @pytest.mark.slow

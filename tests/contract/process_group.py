@@ -283,32 +283,38 @@ def missing_on_a_mesh() -> dict[str, Any]:
             optimizer.step()
             assert [p.grad is not None for p in params] == [has_gradient(rank, step, i) for i in range(len(params))]
         states = [{k: v for k, v in optimizer.state.get(p, {}).items() if not v.ndim} for p in params]
-        found[name] = ([param.full_tensor().detach() for param in params], optimizer.metrics(), states)
+        found[name] = ([param.detach().to_local() for param in params], optimizer.metrics(), states)
     return found
 
 
-def masked(name: str) -> tuple[list[Tensor], dict[str, Tensor], list[Any]]:
-    """The same in one process: a missing part counts as zeros, and neither it nor its state moves."""
+def masked(name: str, rank: int) -> tuple[list[Tensor], dict[str, Tensor], list[Any]]:
+    """The same in one process: a missing part counts as zeros. The part of ``rank`` is right in the result.
+
+    Missing parts and their state do not move, but for the numbers of statistics.
+    """
     params = list(map(nn.Parameter, sharded_values(0)))
     optimizer = Modular(params, ON_A_MESH[name]())
+    statistics = tuple(f"{n.path}/" for n in optimizer.nodes if n.transform.keeps_statistics)
     for step in range(5):
         kept: list[Any] = []
         for i, (param, grad) in enumerate(zip(params, sharded_values(step + 1), strict=True)):
             there = torch.zeros(param.shape, dtype=torch.bool)
-            for rank, part in enumerate(there.chunk(2)):
-                part.fill_(has_gradient(rank, step, i))
+            for r, part in enumerate(there.chunk(2)):
+                part.fill_(has_gradient(r, step, i))
             param.grad = torch.where(there, grad, 0.0) if there.any() else None
             state = {key: value.clone() for key, value in optimizer.state.get(param, {}).items()}
-            kept.append((param, there, param.detach().clone(), state))
+            kept.append((param, there, not has_gradient(rank, step, i), param.detach().clone(), state))
         optimizer.step()
-        for param, there, value, state in kept:
+        for param, there, is_missing, value, state in kept:
             if there.any():
                 param.data = torch.where(there, param.data, value)
-                for key, now in optimizer.state.get(param, {}).items():
+                for key, now in list(optimizer.state.get(param, {}).items()):
                     if now.ndim:
                         now.copy_(torch.where(there, now, state.get(key, torch.zeros_like(now))))
+                    elif is_missing and not key.startswith(statistics):
+                        now.copy_(state.get(key, torch.zeros_like(now)))
     states = [{k: v for k, v in optimizer.state.get(p, {}).items() if not v.ndim} for p in params]
-    return [param.detach() for param in params], optimizer.metrics(), states
+    return [param.detach().chunk(2)[rank] for param in params], optimizer.metrics(), states
 
 
 def functions_with_missing() -> list[Tensor]:

@@ -58,9 +58,9 @@ class Readable(Executor):
         return set()
 
     @override
-    def joint_norm(self, grads: list[Tensor], *, beside: bool) -> tuple[Tensor, None] | None:
-        total = None if beside else mesh_norm(grads)
-        return None if total is None else (total, None)
+    def joint_norm(self, grads: list[Tensor], *, beside: bool) -> tuple[Tensor, Tensor | None] | None:
+        total = mesh_norm(grads)
+        return None if total is None else (total, self.norm_of_each(grads) if beside else None)
 
     @override
     def norm_of_each(self, grads: list[Tensor]) -> Tensor:

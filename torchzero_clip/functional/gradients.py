@@ -15,7 +15,7 @@ from torchzero_clip.functional.foreach import all_contiguous, are_plain, wide_dt
 from torchzero_clip.functional.measure import Slicing
 from torchzero_clip.functional.norms import p_norms
 from torchzero_clip.functional.processes import check_group
-from torchzero_clip.functional.shards import aligned, mesh_groups, wholes
+from torchzero_clip.functional.shards import aligned, mesh_groups, present_elsewhere, wholes
 from torchzero_clip.types import Tensors
 
 
@@ -35,12 +35,14 @@ def named_tensors(name: str, tensors: Tensors) -> list[tuple[str | None, Tensor]
     return found
 
 
-def gradients(params: Tensors, process_group: ProcessGroup | None = None) -> list[Tensor]:
+def gradients(params: Tensors, process_group: ProcessGroup | None = None, *, zeros_count: bool = False) -> list[Tensor]:
     """The `named_gradients` without names."""
-    return [grad for _, grad in named_gradients(params, process_group)]
+    return [grad for _, grad in named_gradients(params, process_group, zeros_count=zeros_count)]
 
 
-def named_gradients(params: Tensors, process_group: ProcessGroup | None = None) -> list[tuple[str | None, Tensor]]:
+def named_gradients(
+    params: Tensors, process_group: ProcessGroup | None = None, *, zeros_count: bool = False
+) -> list[tuple[str | None, Tensor]]:
     """The gradients of those parameters that have one, as `own_gradients` returns them, with their names.
 
     Distributed parameters without a gradient have zeros in the list, because other processes may have a gradient, and
@@ -49,13 +51,18 @@ def named_gradients(params: Tensors, process_group: ProcessGroup | None = None) 
     Args:
         params: The argument of the user.
         process_group: The processes that hold other parameters, to be checked.
+        zeros_count: Zeros change the result, so parameters without a gradient on any process are not in the list.
     """
     once = {id(param): (name, param) for name, param in named_tensors("params", params)}  # shared ones are listed often
     check_group(process_group, [param for _, param in once.values()])
     having = [param for _, param in once.values() if param.grad is not None]
     found = dict(zip(map(id, having), own_gradients(having), strict=True))
-    taken = [(n, p) for n, p in once.values() if id(p) in found or (p.requires_grad and is_distributed(p))]
-    return [(name, found[id(p)] if id(p) in found else torch.zeros_like(p)) for name, p in taken]
+    distributed = [param for _, param in once.values() if param.requires_grad and is_distributed(param)]
+    missing = [param for param in distributed if param.grad is None]
+    if zeros_count and distributed:
+        missing = present_elsewhere(distributed, missing)
+    found |= {id(param): torch.zeros_like(param) for param in missing}
+    return [(name, found[key]) for key, (name, _) in once.items() if key in found]
 
 
 def own_gradients(params: Sequence[Tensor]) -> list[Tensor]:
@@ -120,6 +127,12 @@ class _Opened:
             self._tensor.copy_(self.dense.to_sparse(self._tensor.sparse_dim()))
         elif self._summed is not self._tensor:
             self._tensor.copy_(self._summed)
+
+
+def zeros_change(slicing: Slicing) -> bool:
+    """True if the metric of tensors changes when one more has only zeros."""
+    metric = slicing.metric
+    return not (metric.kind == "sum" or (metric.kind == "norm" and metric.p >= 0))
 
 
 def values_tell_all(slicing: Slicing) -> Callable[[Tensor], bool]:

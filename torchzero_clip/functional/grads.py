@@ -16,6 +16,7 @@ from torchzero_clip.functional.gradients import (
     named_gradients,
     opened,
     values_tell_all,
+    zeros_change,
 )
 from torchzero_clip.functional.measure import Slicing, measure, over_processes, scale_
 from torchzero_clip.types import Dim, Ord, Tensors
@@ -104,7 +105,7 @@ def clip_grad_norm_(
     slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
     boolean("error_if_nonfinite", error_if_nonfinite)
 
-    named = named_gradients(params, process_group)
+    named = named_gradients(params, process_group, zeros_count=zeros_change(slicing))
     grads = [grad for _, grad in named]
     with opened(grads, values_tell_all(slicing)) as tensors:
         measured = over_processes(measure(tensors, slicing, plain=are_plain(tensors)), tensors, process_group)
@@ -197,7 +198,7 @@ def normalize_grads_(
     """
     finite("norm_value", norm_value)
     slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
-    grads = gradients(params, process_group)
+    grads = gradients(params, process_group, zeros_count=zeros_change(slicing))
     with opened(grads, values_tell_all(slicing)) as tensors:
         measured = over_processes(measure(tensors, slicing, plain=are_plain(tensors)), tensors, process_group)
         scale_(measured, measured.by_norm(lambda norms: normalize_factors(slicing.metric, norms, norm_value)))
@@ -245,5 +246,5 @@ def centralize_grads_(
     networks](https://arxiv.org/abs/2004.01461), 2020.
     """
     slicing = Slicing.checked(1, dim, inverse_dims, min_size)
-    with opened(gradients(params, process_group), lambda values: False) as tensors:
+    with opened(gradients(params, process_group, zeros_count=slicing.dim == "global"), lambda values: False) as tensors:
         centralize_(tensors, slicing, process_group)

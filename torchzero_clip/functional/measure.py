@@ -274,7 +274,7 @@ def measure(
     if plain and may_be_fast and min(map(Tensor.numel, tensors)) >= smallest:
         return _measure_plain(tensors, metric, joint, each, scratch, beside)
     if joint:
-        return _measure_jointly(tensors, metric, each or beside)
+        return _measure_jointly(tensors, metric, each, beside)
     if plain and scratch is not None and metric == L2:
         slices = _sliced(tensors, slicing, dims_of or slicing.reduced_dims, scratch, name)
         if slices is not None:
@@ -336,8 +336,8 @@ def _measure_plain(
         total, norms = both or (whole_norm(targets), None)
         if total is not None:
             return Measured(L2, indices, total.expand(len(targets)), total, targets, True, norms)
-    if joint and not are_local and not each and not beside:
-        return _measure_jointly(tensors, metric, each)
+    if joint and not are_local and not each:
+        return _measure_jointly(tensors, metric, each, beside)
     norms = (whole_norms if metric == L2 else whole_maxima)(targets, scratch)
     if not are_local:  # one collective for all tensors of a mesh
         norms = merged(wholes(tensors), norms, metric.p)
@@ -394,7 +394,7 @@ def measured_like(measured: Measured, tensors: Sequence[Tensor]) -> Tensor:
     return pack(slice_metrics([part(summed(tensor), dims) for tensor, dims in pairs], measured.metric))
 
 
-def _measure_jointly(tensors: Sequence[Tensor], metric: Metric, each: bool) -> Measured:
+def _measure_jointly(tensors: Sequence[Tensor], metric: Metric, each: bool, beside: bool) -> Measured:
     parts = wholes(tensors)
     indices = [i for i, p in enumerate(parts) if p.size]
     kept = [parts[i] for i in indices]
@@ -402,6 +402,8 @@ def _measure_jointly(tensors: Sequence[Tensor], metric: Metric, each: bool) -> M
     norms = pack(p_norms(kept, metric.p)) if metric.is_power and not by_mesh else None
     own = None if metric.is_power else joint_moments(kept, metric)
     root = joint_metric(kept, metric, norms) if own is None else root_of_moments(metric, own.unsqueeze(0))
+    if beside and norms is None and metric.is_power:
+        norms = pack(p_norms(kept, metric.p))
     targets = memories([tensors[i] for i in indices])
     tensor_norms = norms if norms is not None and metric.p > 0 and len(kept) == len(parts) else None
     total, vector = root**metric.degree, root.expand(len(kept))

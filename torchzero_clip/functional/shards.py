@@ -182,6 +182,30 @@ def all_reduce(parts: Sequence[Part], values: list[Tensor], op: ReduceOp.RedOpTy
     return values
 
 
+def present_elsewhere(params: Sequence[Tensor], missing: Sequence[Tensor]) -> list[Tensor]:
+    """The ``missing`` ones that have a gradient on another process of their mesh.
+
+    All processes call it, and only those where a gradient is missing wait for the result.
+
+    Args:
+        params: All distributed parameters.
+        missing: Those without a gradient on this process.
+    """
+    parts: list[Part] = []
+    flags: list[Tensor] = []
+    for param in params:
+        mesh = param.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+        groups = tuple(mesh.get_group(k) for k in range(mesh.ndim))
+        flag = torch.full((1,), float(param.grad is not None), dtype=torch.float64, device=param.device)
+        parts.append(Part(flag, (0,), 1, groups))
+        flags.append(flag)
+    counts = all_reduce(parts, flags, ReduceOp.SUM)
+    if not missing:
+        return []
+    wanted = {id(param) for param in missing}
+    return [param for param, count in zip(params, counts, strict=True) if id(param) in wanted and count.item() > 0]
+
+
 def largest_on_all_ranks(values: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     """The largest of each value on all processes of the meshes of distributed tensors; NaN if one is NaN."""
     for group, device in mesh_groups(tensors).items():

@@ -5,15 +5,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
 
 from torchzero_clip.compat import is_distributed
-from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.kinds import Gate, Scaling, UpdateRule
-from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.nodes import Nodes
-from torchzero_clip.functional.shards import Part, all_reduce
-from torchzero_clip.optimizers.weight_decay import WeightDecay
+from torchzero_clip.core.scope import named_params
+from torchzero_clip.core.transform import treats_each_alone
+from torchzero_clip.engine.walk import Walk
+from torchzero_clip.functional.gradients import zeros_change
+from torchzero_clip.functional.shards import present_elsewhere
 from torchzero_clip.types import State
 
 Group = dict[str, Any]
@@ -22,8 +22,8 @@ Group = dict[str, Any]
 class Missing:
     """Gives zeros to distributed parameters without a gradient, so that all processes send as many numbers.
 
-    Their gradients count as zeros in norms, and numbers of state, such as statistics and counts of steps, move as on
-    the other processes. `put_back` takes back all other changes of these parameters and of their state.
+    The zeros count in norms, and the numbers of statistics move as on the other processes. `put_back` takes back all
+    other changes of these parameters and of their state.
 
     Args:
         nodes: The transforms.
@@ -32,62 +32,64 @@ class Missing:
     """
 
     def __init__(self, nodes: Nodes, groups: Sequence[Group], states: dict[Tensor, State]) -> None:
+        self._nodes = nodes
+        self._groups = groups
         self._states = states
-        self._kept: list[tuple[Tensor, Tensor, State]] = []
+        self._kept: list[tuple[Tensor, Tensor, State | None]] = []
         """Each of the parameters, with copies of it and of its state."""
         params = [p for group in groups for p in group["params"] if is_distributed(p) and p.requires_grad]
         missing = [param for param in params if param.grad is None]
-        if _asks_each(nodes):
-            missing = _present_elsewhere(params, missing)
+        if any(_zeros_change_others(node.transform) for node in nodes):
+            missing = present_elsewhere(params, missing)
         for param in missing:
             param.grad = torch.zeros_like(param)
-            state = states.get(param, {})
-            copies = {key: value.clone() for key, value in state.items() if isinstance(value, Tensor) and value.ndim}
+            state = states.get(param)
+            copies = None if state is None else {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
             self._kept.append((param, param.detach().clone(), copies))
 
-    def put_back(self) -> None:
-        """Take back what a step has changed, but for numbers of state."""
+    def put_back(self, walk: Walk | None) -> None:
+        """Take back what a step has changed, but for the numbers of statistics.
+
+        Args:
+            walk: The step; None if it did not begin.
+        """
         for param, value, copies in self._kept:
             param.grad = None
             param.detach().copy_(value)
-            state = self._states.get(param, {})
-            state.update(copies)
+            state = self._states.pop(param, {})
+            numbers = self._numbers_of_statistics(state) if _has_gradient(walk, param) else {}
+            if copies is not None or numbers:
+                # elementwise state of statistics begins with the numbers
+                first = self._first_state(param) if copies is None else {}
+                begun = {key: value for key, value in first.items() if self._is_of_statistics(key)}
+                self._states[param] = {**begun, **(copies or {}), **numbers}
         self._kept.clear()
 
+    def _numbers_of_statistics(self, state: State) -> State:
+        return {k: v for k, v in state.items() if isinstance(v, Tensor) and not v.ndim and self._is_of_statistics(k)}
 
-def _asks_each(nodes: Nodes) -> bool:
-    """False if zeros change nothing, so that it makes no difference whether another process has the gradient."""
-    if any(node.has_state for node in nodes):
-        return True
-    for transform in (node.transform for node in nodes):
-        if isinstance(transform, Scaling) and transform.slicing.dim == "global":
-            metric = transform.slicing.metric
-            if metric.kind != "norm" or metric.p <= 0:
-                return True
-        elif not isinstance(transform, UpdateRule | LR | WeightDecay | Gate | Chain):
-            return True
-    return False
+    def _is_of_statistics(self, key: str) -> bool:
+        return key.startswith(tuple(f"{node.path}/" for node in self._nodes if node.transform.keeps_statistics))
+
+    def _first_state(self, param: Tensor) -> State:
+        """The state that a parameter has before its first gradient."""
+        for group in self._groups:
+            for named in named_params(group):
+                if named.param is param:
+                    return self._nodes.possible_state(named, group)
+        return {}
 
 
-def _present_elsewhere(params: Sequence[Tensor], missing: Sequence[Tensor]) -> list[Tensor]:
-    """The ``missing`` ones that have a gradient on another process of their mesh.
+def _has_gradient(walk: Walk | None, param: Tensor) -> bool:
+    """True if the gradient on all processes together is known not to be 0. It waits for the device."""
+    norms = None if walk is None else walk.gradient_norms
+    if walk is None or norms is None or len(norms) != len(walk.params):
+        return False
+    return any(own is param and norm != 0 for own, norm in zip(walk.params, norms.tolist(), strict=True))
 
-    All processes call it, and only those where a gradient is missing wait for the result.
 
-    Args:
-        params: All distributed parameters.
-        missing: Those without a gradient on this process.
-    """
-    parts: list[Part] = []
-    flags: list[Tensor] = []
-    for param in params:
-        mesh = param.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
-        groups = tuple(mesh.get_group(k) for k in range(mesh.ndim))
-        flag = torch.full((1,), float(param.grad is not None), dtype=torch.float64, device=param.device)
-        parts.append(Part(flag, (0,), 1, groups))
-        flags.append(flag)
-    counts = all_reduce(parts, flags, ReduceOp.SUM)
-    if not missing:
-        return []
-    wanted = {id(param) for param in missing}
-    return [param for param, count in zip(params, counts, strict=True) if id(param) in wanted and count.item() > 0]
+def _zeros_change_others(transform: Any) -> bool:
+    """True if zeros of one tensor change the result for others, so that it matters whether any process has it."""
+    if isinstance(transform, Scaling):
+        return transform.slicing.dim == "global" and zeros_change(transform.slicing)
+    return not (isinstance(transform, UpdateRule | Gate) or treats_each_alone(transform))

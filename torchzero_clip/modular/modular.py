@@ -80,14 +80,14 @@ class Modular(Optimizer):
             state unchanged, and `bad_gradients` then has the names. They wait for the device once a step, and decide
             alike on all ranks of a mesh and of the ``process_group``.
         max_consecutive_skips: Raise if more steps than this in a row were skipped; None for any number.
-        process_group: The processes that hold *other* parameters of the model, such as the stages of a pipeline:
-            ``mesh["pp"].get_group()``. Joint norms, joint statistics, gates, ``nonfinite`` and metrics then cover the
-            parameters of all of them. All processes need the same chain and take every step together. The group may
-            be changed between steps. It is not part of checkpoints; copies share it.
         fast: Combine transforms into few passes over memory. Pass False to check a result: each transform is then
             applied in its turn by the method that its author wrote, and ``fused=True`` has an effect only in a `Wrap`.
             The results differ by rounding, so `Adam` and `SGD` may then differ from torch in the last bits. A step
             takes three to eight times as long.
+        process_group: The processes that hold *other* parameters of the model, such as the stages of a pipeline:
+            ``mesh["pp"].get_group()``. Joint norms, joint statistics, gates, ``nonfinite`` and metrics then cover the
+            parameters of all of them. All processes need the same chain and take every step together. The group may
+            be changed between steps. It is not part of checkpoints; copies share it.
 
     Raises:
         ValueError: If there are no transforms or no parameters, for an unknown or invalid setting in a group, or for a
@@ -310,11 +310,13 @@ class Modular(Optimizer):
             loss = self._reported.mean() if result is None and count else result
             has_meshes = self._has_meshes and self.parts is None
             missing = Missing(self._nodes, self.param_groups, self.state) if has_meshes else None
+            walk = None
             try:
-                self._take(self._walk(self.param_groups, self._workspace, settings, loss, count))
+                walk = self._walk(self.param_groups, self._workspace, settings, loss, count)
+                self._take(walk)
             finally:
                 if missing is not None:
-                    missing.put_back()
+                    missing.put_back(walk)
             return result
         finally:
             if self._reported.count:

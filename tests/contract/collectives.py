@@ -1,0 +1,74 @@
+"""The collectives of a step in a fake group of 256 processes: 4 pipeline stages x 32 shards x 2 tensor parallel."""
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from torchzero_clip import AdaGC, Adam, Centralize, ClipNorm, ClipNormByEMA, ClipValue, Modular, SkipStep, ZClip
+
+CHAINS: dict[str, Callable[[], list[Any]]] = {
+    "Adam": lambda: [Adam()],
+    "ClipNorm": lambda: [ClipNorm(1.0, dim="global"), Adam()],
+    "ClipNorm, each tensor": lambda: [ClipNorm(1.0), Adam()],
+    "two ClipNorm": lambda: [ClipNorm(2.0, dim="global"), ClipNorm(1.0, 1, dim="global"), Adam()],
+    "ClipNorm, std": lambda: [ClipNorm(1.0, "std", dim="global"), Adam()],
+    "Centralize": lambda: [Centralize("global"), Adam()],
+    "ClipNormByEMA": lambda: [ClipNormByEMA(tensorwise=False), Adam()],
+    "AdaGC": lambda: [AdaGC(warmup_steps=2), Adam()],
+    "ZClip": lambda: [ZClip(), Adam()],
+    "ClipValue": lambda: [ClipValue(1.0), Adam()],
+    "SkipStep": lambda: [SkipStep(1e9), Adam()],
+    "SkipStep, ClipNorm": lambda: [SkipStep(1e9), ClipNorm(1.0, dim="global"), Adam()],
+}
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives, whoever calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it does with plain tensors comes here
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
+            self.counts[func.__name__.partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+Counts = dict[tuple[str, int, bool], dict[str, int]]
+"""Of each collective in the third step, by chain, number of tensors, and whether there is a process group."""
+
+
+def counts(numbers: tuple[int, ...]) -> Counts:
+    """Runs in one process."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=256)
+    mesh = init_device_mesh("cpu", (4, 32, 2), mesh_dim_names=("pp", "dp", "tp"))
+    own, found = mesh["dp", "tp"], {}
+    for number in numbers:
+        tensors = [
+            DTensor.from_local(torch.ones(2, 3), own, [Shard(0), Shard(1)], run_check=False) for _ in range(number)
+        ]
+        params = list(map(nn.Parameter, tensors))
+        for param in params:
+            param.grad = torch.ones_like(param)
+        for (name, make), group in product(CHAINS.items(), (None, mesh["pp"].get_group())):
+            optimizer = Modular(params, make(), process_group=group)
+            for _ in range(3):
+                with Collectives() as collectives:
+                    optimizer.step()
+            found[name, number, group is not None] = dict(collectives.counts)
+    return found
