@@ -7,9 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from torchzero_clip.compat import cpu_by_default
-from torchzero_clip.core.kinds import Gate, UpdateRule
+from torchzero_clip.core.kinds import Gate, Scaling, UpdateRule
 from torchzero_clip.core.scope import NamedParam, Scope
 from torchzero_clip.core.transform import Transform, treats_each_alone
+from torchzero_clip.functional.measure import L2, Slicing
 from torchzero_clip.types import Schedule, Setting, State
 
 
@@ -92,6 +93,9 @@ class Nodes:
         joining = [node.path for node in nodes if _joins_tensors(node.transform)]
         self.joint = {node.path for node in nodes if any(_is_in(path, node.path) for path in joining)}
         """The paths of transforms whose result for a tensor may depend on others, or that have such a child."""
+        first = next((node for node in nodes if not node.outer and not isinstance(node.transform, Gate)), None)
+        self.of_gradients = first.path if first is not None and _clips_all_gradients(first.transform) else None
+        """The path of the first transform, if it needs just the joint norm that gates may have measured."""
         keepers = [node for node in nodes if node.transform.keeps_statistics]
         self.keeps_statistics = bool(keepers)
         self.only_joint_statistics = all(
@@ -139,6 +143,11 @@ class Nodes:
     def possible_state(self, named: NamedParam, group: Mapping[str, Any]) -> dict[str, Any]:
         """Every entry that the state of a parameter may ever have."""
         return {key: value for n in self for key, value in n.possible_state(named, n.settings(group)).items()}
+
+
+def _clips_all_gradients(transform: Transform) -> bool:
+    measures_all = isinstance(transform, Scaling) and transform.slicing == Slicing(L2, "global")
+    return measures_all and not (transform.scope.limited or transform.keeps_statistics or transform.target != "update")
 
 
 def _joins_tensors(transform: Transform) -> bool:

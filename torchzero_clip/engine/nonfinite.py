@@ -75,6 +75,7 @@ class StepPolicy:
             walk.loss, walk.has_loss = (None, None) if found is None else found
         gates = [gate for gate in self._gates if walk.others is not None or walk.rows_of(gate)]
         total, lost, *of_gates = _joint_norms(walk, norms, gates)
+        walk.joint_norm = total
         judged = [self._judge(gate, walk, norm) for gate, norm in zip(gates, of_gates, strict=True)]
         refused = [refusal.to(total.device) for _, _, refusal in judged]
         # gates decide by numbers that are equal on all processes, so the decisions are equal too

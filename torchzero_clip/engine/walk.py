@@ -25,7 +25,7 @@ from torchzero_clip.engine.others import Others
 from torchzero_clip.engine.parts import Apart
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import L2, Measured, effect, scale_
-from torchzero_clip.functional.shards import elements_at
+from torchzero_clip.functional.shards import elements_at, memories
 from torchzero_clip.types import Setting, State
 
 T = TypeVar("T")
@@ -79,6 +79,8 @@ class Walk:
     """Whether a process has a loss, once that was asked."""
     gradient_norms: Tensor | None = None
     """A norm of each gradient before the first transform, or their joint norm, once it was measured."""
+    joint_norm: Tensor | None = None
+    """The joint L2 norm of the gradients of all processes, once gates have measured it: 0-d."""
     norms_before: Tensor | None = None
     """The L2 norm of each gradient before the first transform, once it was measured for a listener."""
     refused_by: list[str] = field(default_factory=list)
@@ -158,7 +160,7 @@ class Walk:
                 else:
                     self._take_part(node)
                 # later statistics judge the gradients that enter the rest of the chain
-                self.gradient_norms = None
+                self.gradient_norms = self.joint_norm = None
 
     def run(self, chain: Chain, prefix: str, rows: list[int], *, to_params: bool = False) -> None:
         """Send the updates of some rows down a chain; ``to_params`` subtracts the result from the parameters."""
@@ -192,6 +194,7 @@ class Walk:
     def _take_part(self, node: Node) -> None:
         """Let a joint transform that has no tensor on this process exchange its numbers with the other processes."""
         if self.stand_in is not None and node.path in self.nodes.joint and not isinstance(node.transform, Gate):
+            self.stand_in.joint_norm = self.joint_norm
             self.stand_in.apply(node, [0], list(self.stand_in.grads))
 
     def _finish(self, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
@@ -267,7 +270,10 @@ class Walk:
             if numbers is not None:
                 own = measured.numbers(0 if self.executor.is_stand_in else sum(map(Tensor.numel, updates)))
                 if self.others is not None and transform.slicing.dim == "global":
-                    measured, step.gradient_norms = self.others.joined(measured, own, step.gradient_norms)
+                    if node.path == self.nodes.of_gradients and self.joint_norm is not None:
+                        measured = measured.of_processes(self.joint_norm.to(own.device).view(1, 1))
+                    else:
+                        measured, step.gradient_norms = self.others.joined(measured, own, step.gradient_norms)
             factors = transform.factors(measured, updates, step)
             check_factors(node, factors, measured)
             if numbers is None or own is None:
@@ -281,6 +287,10 @@ class Walk:
 
     def _measure(self, node: Node, transform: Scaling, updates: list[Tensor]) -> Measured:
         """The norms of updates on this process, which may be those of the gradients too."""
+        known, count = self.gradient_norms, len(updates)
+        if node.path == self.nodes.of_gradients and known is not None and len(known) < count and not self.listens:
+            total = known.squeeze(0)  # gates have measured the gradients jointly
+            return Measured(L2, list(range(count)), total.expand(count), total, memories(updates), joint=True)
         # None tells `measure` that tensors are cut as the arguments say, which it may do faster
         dims_of = None if type(transform).slice_dims is Scaling.slice_dims else transform.slice_dims
         keeps, slicing = self.nodes.keeps_statistics, transform.slicing
