@@ -15,7 +15,6 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleI
 from torch.distributed.tensor import DTensor, Shard
 
 from torchzero_clip import (
-    SGD,
     AdaGC,
     Adam,
     AdamW,
@@ -371,54 +370,6 @@ def tied_in_two_stages() -> tuple[list[Tensor], list[Tensor]]:
         optimizer.step()
         optimizer.zero_grad()
     return [param.detach() for param in params], norms
-
-
-MISSING_CHAINS: dict[str, Callable[[], list[Any]]] = {
-    "ClipNorm": lambda: [ClipNorm(0.5, dim="global"), Adam(0.01)],
-    "every tensor": lambda: [ClipNorm(0.5), AdamW(0.01)],
-    "std": lambda: [ClipNorm(0.1, "std", dim="global"), AdamW(0.01, weight_decay=0.1)],
-    "AdaGC": lambda: [AdaGC(max_norm=0.5, warmup_steps=2), Adam(0.01)],
-    "ClipNormByEMA": lambda: [ClipNormByEMA(tensorwise=False), ClipNormByEMA(), AdamW(0.01, amsgrad=True)],
-    "SkipStep": lambda: [SkipStep(40.0), ClipValue(0.5), Adam(0.01)],
-    "Centralize": lambda: [Centralize("global"), Adam(0.01)],
-    "Centralize, SGD": lambda: [Centralize("global"), SGD(0.01, momentum=0.5)],
-    "Normalize": lambda: [Normalize(), Adam(0.01)],
-}
-MISSING = [(), (1,), (), (0, 1), (0,), ()]
-"""In each step: the parameters without a gradient on the second process."""
-MISSING_AT_FIRST = [(0,), (1,), ()]
-
-
-def missing_on_the_second(ranks: int, steps: Sequence[Sequence[int]]) -> dict[str, Found]:
-    """Some gradients are None on the second of two processes; one process restores the rows that it does not have."""
-    result: dict[str, Found] = {}
-    for chain, make in MISSING_CHAINS.items():
-        generator = torch.Generator().manual_seed(0)
-        values = [torch.randn(4, 3, generator=generator, dtype=torch.float64) for _ in range(2)]
-        params = [nn.Parameter(value if ranks == 1 else _shard_of(value)) for value in values]
-        named = [(f"p{i}", param) for i, param in enumerate(params)]
-        optimizer = Modular(named, make())
-        metrics: dict[str, Any] = {}
-        for step, missing in enumerate(steps):
-            grads = [torch.randn(4, 3, generator=generator, dtype=torch.float64) for _ in params]
-            grads = [grad * FACTORS[step % len(FACTORS)] for grad in grads]
-            before = []
-            for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
-                param.grad = grad if ranks == 1 else _shard_of(grad)
-                if i in missing and ranks == 1:
-                    grad[2:] = 0
-                    state = optimizer.state.get(param, {})
-                    before.append((param, {k: v.clone() for k, v in [("", param.detach()), *state.items()] if v.ndim}))
-                elif i in missing and dist.get_rank() == 1:
-                    param.grad = None
-            optimizer.step()
-            for param, old in before:
-                for key, value in [("", param.detach()), *optimizer.state.get(param, {}).items()]:
-                    if value.ndim:
-                        value[2:] = old[key][2:] if key in old else 0
-            metrics |= {f"{step} {k}": v.clone() for k, v in optimizer.metrics().items()}
-        result[chain] = {**found(optimizer, named), "metrics": metrics}
-    return result
 
 
 def _shard_of(value: Tensor) -> DTensor:

@@ -23,6 +23,7 @@ from torchzero_clip import (
     SGD,
     AdaGC,
     Adam,
+    AdamW,
     Centralize,
     ClipNorm,
     ClipNormByEMA,
@@ -256,6 +257,8 @@ ON_A_MESH: dict[str, Callable[[], Any]] = {
     "gate": lambda: [SkipStep(80.0), ClipNorm(1.0, dim="global"), Adam(0.1)],
     "joint statistic": lambda: [ZClip(), Adam(0.1)],
     "stateless": lambda: [ClipNorm(1.0, dim="global"), SGD(0.1)],
+    "means": lambda: [Centralize("global"), SGD(0.1, momentum=0.5)],
+    "both": lambda: [ClipNormByEMA(tensorwise=False), ClipNormByEMA(), AdamW(0.01, amsgrad=True)],
 }
 
 

@@ -10,21 +10,21 @@ from contract.collectives import CHAINS
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("collectives")]  # one process has the counts
 
 # For each transform that needs norms, an all-reduce for each dimension of the mesh, which has two: shards and tensor
-# parallel. Chains with state per parameter have two more, that ask who has a gradient. With a process group, one more
-# for each joint norm or statistic, and one for the metrics.
+# parallel. Joint deviations, means and norms of averages need two more, that ask who has a gradient. With a process group,
+# there is one more for each joint norm or statistic, and one for the metrics. A joint clip behind a gate uses its norm.
 EXPECTED = {
-    "Adam": (2, 2),
-    "ClipNorm": (4, 6),
-    "ClipNorm, each tensor": (4, 5),
-    "two ClipNorm": (6, 9),
+    "Adam": (0, 0),
+    "ClipNorm": (2, 4),
+    "ClipNorm, each tensor": (2, 3),
+    "two ClipNorm": (4, 7),
     "ClipNorm, std": (6, 8),
     "Centralize": (4, 5),
     "ClipNormByEMA": (6, 9),
-    "AdaGC": (4, 6),
-    "ZClip": (4, 6),
-    "ClipValue": (4, 5),
-    "SkipStep": (6, 7),
-    "SkipStep, ClipNorm": (8, 11),
+    "AdaGC": (2, 4),
+    "ZClip": (2, 4),
+    "ClipValue": (2, 3),
+    "SkipStep": (4, 5),
+    "SkipStep, ClipNorm": (4, 6),
 }
 """Without a process group, and with one."""
 

@@ -77,15 +77,6 @@ def test_a_tied_embedding_counts_once_by_two_halves():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [pipeline.MISSING, pipeline.MISSING_AT_FIRST], ids=["later", "at first"])
-def test_a_gradient_that_is_none_on_one_rank_of_a_mesh_counts_as_zeros(steps):
-    expected = pipeline.missing_on_the_second(1, steps)
-    found = ranks.run(pipeline.missing_on_the_second, 2, 2, steps)
-    for chain in pipeline.MISSING_CHAINS:
-        assert_equals_one_process(found, expected[chain], chain)
-
-
-@pytest.mark.slow
 def test_functions_count_zeros_where_another_process_has_a_gradient_and_nothing_where_none_has():
     expected = pipeline.functions_without_some_gradients(1)
     for found in ranks.run(pipeline.functions_without_some_gradients, 2, 2):

@@ -91,5 +91,6 @@ def _has_gradient(walk: Walk | None, param: Tensor) -> bool:
 def _zeros_change_others(transform: Any) -> bool:
     """True if zeros of one tensor change the result for others, so that it matters whether any process has it."""
     if isinstance(transform, Scaling):
-        return transform.slicing.dim == "global" and zeros_change(transform.slicing)
+        # a joint norm of averages has those of all tensors that take part
+        return transform.slicing.dim == "global" and (zeros_change(transform.slicing) or transform.has_state())
     return not (isinstance(transform, UpdateRule | Gate) or treats_each_alone(transform))
