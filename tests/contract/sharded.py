@@ -258,7 +258,7 @@ def each_norm_is_one_all_reduce(_: Entry) -> None:
         "ClipNormGrowth": (ClipNormGrowth(), 1),  # whether gradients are finite is read off their norms
         "ClipNormGrowth-joint": (ClipNormGrowth(parameterwise=False), 1),
         "ClipNormByEMA": (ClipNormByEMA(), 2),  # and that of the average
-        "ClipNormByEMA-joint": (ClipNormByEMA(tensorwise=False), 2),
+        "ClipNormByEMA-joint": (ClipNormByEMA(tensorwise=False), 3),  # and who has a gradient
         "ClipValueGrowth": (ClipValueGrowth(), 2),  # whether gradients are finite, and the share that was clipped
         "ClipNorm+ClipNormGrowth": ([ClipNorm(1.0), ClipNormGrowth()], 2),  # finite ones are known from ClipNorm
     }

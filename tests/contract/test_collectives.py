@@ -10,8 +10,8 @@ from contract.collectives import CHAINS
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("collectives")]  # one process has the counts
 
 # For each transform that needs norms, an all-reduce for each dimension of the mesh, which has two: shards and tensor
-# parallel. Joint deviations, means and norms of averages need two more, that ask who has a gradient. With a process group,
-# there is one more for each joint norm or statistic, and one for the metrics. A joint clip behind a gate uses its norm.
+# parallel. Joint deviations, means and norms of averages need two more, that ask who has a gradient. With a process
+# group, one more for each joint norm or statistic, and one for the metrics. A joint clip behind a gate uses its norm.
 EXPECTED = {
     "Adam": (0, 0),
     "ClipNorm": (2, 4),

@@ -59,8 +59,7 @@ class Readable(Executor):
 
     @override
     def joint_norm(self, grads: list[Tensor], *, beside: bool) -> tuple[Tensor, Tensor | None] | None:
-        total = mesh_norm(grads)
-        return None if total is None else (total, self.norm_of_each(grads) if beside else None)
+        return mesh_norm(grads, beside=beside)
 
     @override
     def norm_of_each(self, grads: list[Tensor]) -> Tensor:

@@ -111,8 +111,7 @@ class Fast(Executor):
     @override
     def joint_norm(self, grads: list[Tensor], *, beside: bool) -> tuple[Tensor, Tensor | None] | None:
         if self._layout is None and not foreach.are_plain(grads):
-            joint = mesh_norm(grads)
-            return None if joint is None else (joint, self.norm_of_each(grads) if beside else None)
+            return mesh_norm(grads, beside=beside)
         if beside:
             return whole_norm_beside(grads, self._scratch)
         total = whole_norm(grads)

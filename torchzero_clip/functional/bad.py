@@ -51,7 +51,8 @@ def bad_gradients(
             own |= {i: pair for i, pair in others.items() if not own[i][1] >= pair[1]}
     pairs = [pair for part in ([own] if group is None else _from_all(own, group)) for pair in part.values()]
     found = [name for name, norm in pairs if not math.isfinite(norm)]
-    finite = sorted((pair for pair in pairs if math.isfinite(pair[1])), key=lambda pair: -pair[1])
+    # rounded, so that the order does not depend on how tensors are sharded
+    finite = sorted((pair for pair in pairs if math.isfinite(pair[1])), key=lambda pair: -float(f"{pair[1]:.6g}"))
     return BadGradients(tuple(found[:MOST]), len(found), dict(finite[:BESIDE]))
 
 

@@ -19,6 +19,7 @@ from torchzero_clip.functional.norms import (
     combine,
     joint_metric,
     joint_moments,
+    joint_norm_of_meshes,
     may_look,
     merged,
     moments,
@@ -398,12 +399,16 @@ def _measure_jointly(tensors: Sequence[Tensor], metric: Metric, each: bool, besi
     parts = wholes(tensors)
     indices = [i for i, p in enumerate(parts) if p.size]
     kept = [parts[i] for i in indices]
-    by_mesh = not each and any(p.groups for p in kept)
-    norms = pack(p_norms(kept, metric.p)) if metric.is_power and not by_mesh else None
-    own = None if metric.is_power else joint_moments(kept, metric)
-    root = joint_metric(kept, metric, norms) if own is None else root_of_moments(metric, own.unsqueeze(0))
-    if beside and norms is None and metric.is_power:
+    own = norms = None
+    if not metric.is_power:
+        own = joint_moments(kept, metric)
+        root = root_of_moments(metric, own.unsqueeze(0))
+    elif each or not any(p.groups for p in kept):
         norms = pack(p_norms(kept, metric.p))
+        root = joint_metric(kept, metric, norms)
+    else:
+        total, norms = joint_norm_of_meshes(kept, metric.p, beside=beside)
+        root = metric.of_norm(total, sum(p.size for p in kept))
     targets = memories([tensors[i] for i in indices])
     tensor_norms = norms if norms is not None and metric.p > 0 and len(kept) == len(parts) else None
     total, vector = root**metric.degree, root.expand(len(kept))

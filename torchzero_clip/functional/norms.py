@@ -150,27 +150,43 @@ def joint_metric(
     """
     if metric.is_power:
         kept = [p for p in parts if p.size]
-        total = _joint_norm(kept, metric.p) if norms is None else combine(norms, metric.p)
+        total = joint_norm_of_meshes(kept, metric.p)[0] if norms is None else combine(norms, metric.p)
         return metric.of_norm(total, sum(p.size for p in parts))
     return root_of_moments(metric, joint_moments(parts, metric, known).unsqueeze(0))
 
 
-def _joint_norm(parts: Sequence[Part], p: float) -> Tensor:
-    """The p-norm of whole tensors together. Its collectives have one number for all tensors of a mesh."""
-    norms = p_norms([part._replace(groups=()) for part in parts], p)
+def joint_norm_of_meshes(parts: Sequence[Part], p: float, *, beside: bool = False) -> tuple[Tensor, Tensor | None]:
+    """The p-norm of whole tensors together. Its collectives have one number for all tensors of a mesh.
+
+    Args:
+        parts: The tensors, each as one slice.
+        p: The order.
+        beside: Return the norm of each tensor too, in the same collectives. It changes no bit of the joint norm.
+    """
+    local = p_norms([part._replace(groups=()) for part in parts], p)
     indices_of: dict[tuple[ProcessGroup, ...], list[int]] = {}
     for i, part in enumerate(parts):
         indices_of.setdefault(part.groups, []).append(i)
-    joined: list[Tensor] = []
-    for groups, indices in indices_of.items():
-        own = [Part(pack([norms[i] for i in indices]), (0,), len(indices), groups)]
-        joined += slice_sums(own) if p == 0 else p_norms(own, p) if groups else [own[0].tensor]
-    return combine(pack(joined), p)
+    rows = [
+        Part(pack([local[i] for i in indices]), (0,), len(indices), groups) for groups, indices in indices_of.items()
+    ]
+    if p == 0:
+        return combine(pack(slice_sums(rows)), p), None
+    count = len(rows)
+    if beside:
+        rows += [Part(pack([norm]), (0,), 1, part.groups) for norm, part in zip(local, parts, strict=True)]
+    found = p_norms(rows, p)
+    return combine(pack(found[:count]), p), pack(found[count:]) if beside else None
 
 
-def mesh_norm(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The L2 norm of all tensors together, a 0-d tensor equal on all ranks; None if none of them is distributed."""
-    return joint_metric(wholes(tensors), Metric("norm")) if any_distributed(tensors) else None
+def mesh_norm(tensors: Sequence[Tensor], *, beside: bool) -> tuple[Tensor, Tensor | None] | None:
+    """The L2 norm of all tensors together, a 0-d tensor equal on all ranks; None if none of them is distributed.
+
+    Args:
+        tensors: The tensors.
+        beside: Return the norm of each tensor too.
+    """
+    return joint_norm_of_meshes(wholes(tensors), 2.0, beside=beside) if any_distributed(tensors) else None
 
 
 def joint_moments(parts: Sequence[Part], metric: Metric, known: Moments | None = None) -> Tensor:
