@@ -25,7 +25,8 @@ class StandIn(Walk):
 
     def __init__(self, walk: Walk, others: Others) -> None:
         zero = torch.zeros(1, dtype=torch.float32, device=others.device)
-        param, grad, states = zero, zero.clone(), list[State]([{}])
+        param, grad = zero, zero.clone()
+        states: list[State] = [{}]
         executor = Readable(Updates([param], [grad], states, walk.chain_state, False))
         executor.process_group, executor.is_stand_in = others.group, True
         lists = (walk.nodes, walk.groups, walk.settings, [param], [grad], states, [0])
