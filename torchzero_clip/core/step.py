@@ -98,7 +98,7 @@ class Step:
         self._states.add(key, number)
 
     def show_share(self, name: str, changed: Tensor, count: int) -> None:
-        """Set a metric to ``changed / count``; with a ``process_group``, to that of the sums over all its processes.
+        """Set a metric to ``changed / count``. For an `Elementwise` it is the share on all processes together.
 
         Args:
             name: The name of the metric.

@@ -18,7 +18,7 @@ class Others:
 
     Args:
         group: The processes.
-        device: Where the numbers are that are sent.
+        device: The device from which numbers are sent.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
@@ -26,7 +26,7 @@ class Others:
         self.device = device
 
     def joined(self, measured: Measured, own: Tensor, norms: Tensor | None) -> tuple[Measured, Tensor | None]:
-        """The joint norm of all processes, and the joint norm of the gradients of each: one collective for both.
+        """The joint norm over all processes, and the joint norm of each process's gradients, in one collective.
 
         Args:
             measured: The joint norm of this process.

@@ -18,7 +18,7 @@ from torchzero_clip.functional.shards import locals_of
 
 
 class Apart(NamedTuple):
-    """The paths of transforms that measure tensors one by one, as in the ordinary step; see `Parts.plan`."""
+    """The paths of transforms that measure each update, or their state, separately, because an ordinary step would."""
 
     updates: Set[str]
     state: Set[str]
@@ -98,7 +98,7 @@ def _dtype_of_state(param: Tensor) -> torch.dtype:
 
 
 def _are_together(transform: Scaling, own: Sequence[Tensor], dtype_of: Callable[[Tensor], torch.dtype]) -> bool:
-    """False if `measure` could not measure tensors like all the parameters together."""
+    """True if `measure` can measure all these parameters in one pass."""
     slicing, cuts = transform.slicing, type(transform).slice_dims is not Scaling.slice_dims
     alike = len({(dtype_of(param), param.device) for param in own}) == 1
     kinds = [[param for param in own if param.dtype == dtype] for dtype in {param.dtype for param in own}]

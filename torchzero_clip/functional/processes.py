@@ -37,7 +37,7 @@ def check_group(group: object, tensors: Sequence[Tensor]) -> None:
 
 
 class SharedGroup:
-    """A process group in the state of an optimizer: copies share it, and pickles do not have it.
+    """A process group as an attribute of an optimizer. Copies share it; pickles leave it out.
 
     Args:
         group: The group.

@@ -210,7 +210,8 @@ def step_in_backward(optimizer: Optimizer, *, bucket_bytes: int = 2**23) -> Step
 
     Raises:
         ValueError: For a transform that needs several gradients at once, a gate, ``target="closure"``, ``nonfinite``
-            other than "propagate", or plain parameters in several processes.
+            other than "propagate", a ``process_group``, a parameter that is listed twice, or plain parameters in
+            several processes.
         TypeError: If ``optimizer`` is not a `Modular`.
         RuntimeError: If the optimizer steps in the backward already, or has a listener such as a `Recorder`.
 

@@ -20,7 +20,7 @@ Group = dict[str, Any]
 
 
 class Missing:
-    """Gives zeros to distributed parameters without a gradient, so that all processes send as many numbers.
+    """Gives zeros to distributed parameters without a gradient, so that all send equally many numbers.
 
     The zeros count in norms, and the numbers of statistics move as on the other processes. `put_back` takes back all
     other changes of these parameters and of their state.
@@ -89,7 +89,7 @@ def _has_gradient(walk: Walk | None, param: Tensor) -> bool:
 
 
 def _zeros_change_others(transform: Any) -> bool:
-    """True if zeros of one tensor change the result for others, so that it matters whether any process has it."""
+    """True if a gradient of zeros changes the result for other tensors."""
     if isinstance(transform, Scaling):
         # a joint norm of averages has those of all tensors that take part
         return transform.slicing.dim == "global" and (zeros_change(transform.slicing) or transform.has_state())

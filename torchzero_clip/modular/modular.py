@@ -92,7 +92,7 @@ class Modular(Optimizer):
     Raises:
         ValueError: If there are no transforms or no parameters, for an unknown or invalid setting in a group, or for a
             parameter that has two learning rates or is in two groups; for a ``process_group`` that this process is not
-            in, or that has other processes of the mesh of a parameter.
+            in, or that contains another process of a parameter's mesh.
         TypeError: If an argument of ``transforms`` is not a transform, ``params`` is a single tensor, or
             ``process_group`` is no process group.
 
@@ -243,7 +243,7 @@ class Modular(Optimizer):
         """Return what the transforms measured, as 0-d tensors on the device; reading a value waits for the device.
 
         The metrics are those of the last step that was taken. A step that was skipped, or in which no parameter had a
-        gradient, does not change them.
+        gradient, does not change them. With a ``process_group``, a step without gradients is taken.
 
         Returns:
             For example ``"clip_norm/norm"`` (before clipping), ``"clip_norm/factor"`` (mean over tensors or slices) and
