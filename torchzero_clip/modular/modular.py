@@ -207,13 +207,13 @@ class Modular(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Asked by `torch.amp.GradScaler` before each step."""
-        if self.parts is not None:
-            raise RuntimeError(
-                "step_in_backward cannot be used with GradScaler: the backward has updated parameters by gradients "
-                "that the scaler multiplied. Use bfloat16, which needs no scaler, or take ordinary steps"
-            )
-        return False
+        """`torch.amp.GradScaler` asks for it before each step. Trainers must not find it, so it does not exist else."""
+        if self.parts is None:
+            raise AttributeError("_step_supports_amp_scaling")
+        raise RuntimeError(
+            "step_in_backward cannot be used with GradScaler: the backward has updated parameters by gradients that "
+            "the scaler multiplied. Use bfloat16, which needs no scaler, or take ordinary steps"
+        )
 
     @property
     def transforms(self) -> dict[str, Transform]:
