@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from contract.training import fill
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -121,12 +122,7 @@ class Layers(nn.Module):
     def __init__(self, names: str) -> None:
         super().__init__()
         for name in names:
-            layer = nn.Linear(WIDTH, WIDTH).double()
-            generator = torch.Generator().manual_seed(ord(name))
-            with torch.no_grad():
-                for param in layer.parameters():
-                    param.copy_(torch.randn(param.shape, generator=generator, dtype=torch.float64))
-            self.add_module(name, layer)
+            self.add_module(name, fill(nn.Linear(WIDTH, WIDTH).double(), ord(name)))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.children():

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from contract.entries import EMA, is_2d, is_matrix, later_betas, warm_up
+from contract.training import fill
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -98,12 +99,7 @@ class Part(nn.Module):
         super().__init__()
         makes = {"a": lambda: nn.Linear(3, 7), "b": lambda: nn.Conv1d(7, 5, 1), "c": lambda: nn.Linear(5, 2)}
         for name in names:
-            layer = makes[name]().double()
-            generator = torch.Generator().manual_seed(ord(name))
-            with torch.no_grad():
-                for param in layer.parameters():
-                    param.copy_(torch.randn(param.shape, generator=generator, dtype=torch.float64))
-            self.add_module(name, layer)
+            self.add_module(name, fill(makes[name]().double(), ord(name)))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.children():

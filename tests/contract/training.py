@@ -26,6 +26,15 @@ def parameters(dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, .
     return [nn.Parameter(value.to(dtype)) for value in values]
 
 
+def fill(layer: nn.Module, seed: int) -> nn.Module:
+    """Give a layer the parameters of a seed."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in layer.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator, dtype=torch.float64))
+    return layer
+
+
 def gradients(params: Iterable[Tensor], steps: int, seed: int = 1) -> list[list[Tensor]]:
     """One list of gradients per step, of sizes around the limits of the entries."""
     generator = torch.Generator().manual_seed(seed)

@@ -7,13 +7,13 @@ import weakref
 from types import SimpleNamespace
 
 import pytest
+import ranks
 import torch
-import torch.multiprocessing as mp
 from contract.entries import ENTRIES, Mul
 from contract.training import Model, assert_equal, assert_same_checkpoint, gradients, parameters, through_file, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from modular import ranks
+from modular import sharded_in_backward
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.lr_scheduler import ExponentialLR
@@ -564,14 +564,7 @@ def test_a_step_without_gradients_counts_for_nothing():
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("in backward")
-@pytest.mark.parametrize("check", ranks.CHECKS)
-def test_two_processes(check, tmp_path):
+@pytest.mark.parametrize("check", sharded_in_backward.CHECKS)
+def test_two_processes(check):
     """Under FSDP2 as in ordinary steps; plain parameters are refused."""
-    context = mp.spawn(ranks.run, args=(check, str(tmp_path)), nprocs=2, join=False)
-    try:
-        while not context.join(timeout=ranks.LIMIT):  # true when all have ended
-            assert any(p.exitcode == 0 for p in context.processes), f"the processes hang after {ranks.LIMIT} s"
-    finally:
-        for process in context.processes:
-            process.kill()
-    assert sorted(path.name for path in tmp_path.glob("done*")) == ["done0", "done1"]
+    ranks.run(sharded_in_backward.CHECKS[check], 2, limit=300)

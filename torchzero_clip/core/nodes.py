@@ -93,6 +93,8 @@ class Nodes:
         joining = [node.path for node in nodes if _joins_tensors(node.transform)]
         self.joint = {node.path for node in nodes if any(_is_in(path, node.path) for path in joining)}
         """The paths of transforms whose result for a tensor may depend on others, or that have such a child."""
+        self.zeros_matter = any(_zeros_matter(node.transform) for node in nodes)
+        """True if a gradient of zeros may change the result for other tensors."""
         first = next((node for node in nodes if not node.outer and not isinstance(node.transform, Gate)), None)
         self.of_gradients = first.path if first is not None and _clips_all_gradients(first.transform) else None
         """The path of the first transform, if it needs just the joint norm that gates may have measured."""
@@ -152,6 +154,13 @@ def _clips_all_gradients(transform: Transform) -> bool:
 
 def _joins_tensors(transform: Transform) -> bool:
     return not (isinstance(transform, UpdateRule | Gate) or treats_each_alone(transform))
+
+
+def _zeros_matter(transform: Transform) -> bool:
+    if isinstance(transform, Scaling):
+        # a joint norm of averages has those of all tensors that take part
+        return transform.slicing.dim == "global" and (transform.slicing.metric.counts_zeros or transform.has_state())
+    return _joins_tensors(transform)
 
 
 def _is_in(path: str, outer: str) -> bool:

@@ -106,7 +106,7 @@ class Scope:
             )
 
     def idle_names(self, owner: object, params: Sequence[NamedParam]) -> dict[str, bool]:
-        """For each pattern and each name of a group, a warning, and whether nothing has such a name.
+        """A warning for each pattern and each name of a group, and whether it is due because nothing has such a name.
 
         Such names are mistyped, or are those of parameters that are added later.
         """

@@ -22,29 +22,12 @@ class Tools:
     """True if this process has no tensors for a joint transform: the tensors of the step are zeros that do not count.
     """
 
-    def measure(
-        self,
-        tensors: Sequence[Tensor],
-        slicing: Slicing,
-        dims_of: Callable[[Tensor], tuple[int, ...]] | None = None,
-        *,
-        each: bool = False,
-        beside: bool = False,
-        name: str = "",
-    ) -> Measured:
+    def measure(self, tensors: Sequence[Tensor], slicing: Slicing) -> Measured:
         """The norms of tensors, as `torchzero_clip.functional.measure.measure` returns them.
 
         A joint norm is that of the tensors of all processes of the ``process_group``.
-
-        Args:
-            tensors: As in `measure`.
-            slicing: As in `measure`.
-            dims_of: As in `measure`.
-            each: The norm of each tensor is needed also where slices are joined.
-            beside: The norm of each tensor is wanted too if this takes less than a second pass.
-            name: The name of what is measured, the same in each step.
         """
-        measured = self.measure_here(tensors, slicing, dims_of, each=each, beside=beside, name=name)
+        measured = self.measure_here(tensors, slicing)
         group = self.process_group if slicing.dim == "global" else None
         return over_processes(measured, [] if self.is_stand_in else tensors, group)
 
@@ -58,7 +41,16 @@ class Tools:
         beside: bool = False,
         name: str = "",
     ) -> Measured:
-        """As `measure`, but a joint norm is that of the tensors of this process and its meshes."""
+        """As `measure`, but a joint norm is that of the tensors of this process and its meshes.
+
+        Args:
+            tensors: As in `measure`.
+            slicing: As in `measure`.
+            dims_of: As in `measure`.
+            each: The norm of each tensor is needed also where slices are joined.
+            beside: The norm of each tensor is wanted too if this takes less than a second pass.
+            name: The name of what is measured, the same in each step.
+        """
         scratch = self.scratch_for(tensors)
         is_plain = scratch is not None
         return measure(tensors, slicing, dims_of, scratch, plain=is_plain, each=each, beside=beside, name=name)

@@ -347,7 +347,7 @@ _SEE_ALL_TENSORS = ("apply_tensors", "factors", "limit", "flags", "rows_of", "sh
 
 
 def treats_each_alone(transform: Transform) -> bool:
-    """True if a transform is tensorwise, and no subclass has overridden a method that sees all tensors since then."""
+    """True if a transform says it is tensorwise, and no subclass has changed how it changes tensors."""
     said_by = overridden_last(type(transform), "is_tensorwise", *_SEE_ALL_TENSORS)
     return transform.is_tensorwise() and said_by == "is_tensorwise"
 

@@ -1,6 +1,5 @@
 """The numbers behind metrics, from which the metrics of several walks or processes together are found."""
 
-from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
@@ -10,10 +9,11 @@ from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.step import Step
-from torchzero_clip.functional.measure import Measured, effect_numbers, effect_of, joint_root, no_numbers
+from torchzero_clip.functional.measure import WIDTHS, Measured, effect_numbers, effect_of, joint_root, no_numbers
 
-Measuring: TypeAlias = Scaling | Elementwise
-"""The kinds of transforms whose metrics are joint norms and means."""
+EFFECT, SHARE = 3, 2
+"""How many numbers the effect of a scaling has, and a share."""
+_Measuring: TypeAlias = Scaling | Elementwise
 
 
 class Numbers:
@@ -38,43 +38,49 @@ class Numbers:
         for changed, count in step.shares.values():
             self._rows[node.path] = torch.stack([changed.double(), torch.full_like(changed, count).double()])
 
-    def has(self, path: str) -> bool:
-        """True if a transform has run."""
-        return path in self._rows
+    @property
+    def paths(self) -> set[str]:
+        """The paths of the transforms that have run."""
+        return set(self._rows)
 
-    def row(self, path: str, transform: Measuring, device: torch.device) -> Tensor:
-        """The numbers of a transform: a vector, whose length follows from the transform."""
-        found = self._rows.get(path)
-        return _nothing(transform, device) if found is None else found.to(device)
+    def vector(self, nodes: Nodes, device: torch.device) -> Tensor:
+        """The numbers of all transforms with joint metrics. Its length follows from the transforms."""
+        found = [(self._rows.get(node.path), transform) for node, transform in _measuring(nodes)]
+        rows = [_nothing(transform, device) if own is None else own.to(device) for own, transform in found]
+        return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.float64, device=device)
 
 
-def measuring(nodes: Nodes) -> list[tuple[Node, Measuring]]:
-    """The transforms with joint metrics."""
+def joint_metrics(nodes: Nodes, rows: Tensor) -> dict[str, Tensor]:
+    """The metrics by their names, from a `Numbers.vector` for each walk or process."""
+    transforms = _measuring(nodes)
+    columns = rows.split([_width(transform) for _, transform in transforms], dim=1)
+    found: dict[str, Tensor] = {}
+    for (node, transform), own in zip(transforms, columns, strict=True):
+        found |= node.qualified(_metrics_of(transform, own))
+    return found
+
+
+def _measuring(nodes: Nodes) -> list[tuple[Node, _Measuring]]:
+    """The transforms whose metrics are joint norms and means."""
     every = ((node, node.transform) for node in nodes)
     return [(node, transform) for node, transform in every if isinstance(transform, Scaling | Elementwise)]
 
 
-def metrics_of(node: Node, transform: Measuring, rows: Tensor) -> dict[str, Tensor]:
-    """The metrics of a transform by their names, from a row of numbers for each walk or process."""
+def _width(transform: _Measuring) -> int:
+    return EFFECT + WIDTHS[transform.slicing.metric.kind] if isinstance(transform, Scaling) else SHARE
+
+
+def _nothing(transform: _Measuring, device: torch.device) -> Tensor:
+    """The numbers of a transform that has not run."""
+    own = no_numbers(transform.slicing.metric, device) if isinstance(transform, Scaling) else None
+    zeros = torch.zeros(SHARE if own is None else EFFECT, dtype=torch.float64, device=device)
+    return zeros if own is None else torch.cat([zeros, own])
+
+
+def _metrics_of(transform: _Measuring, rows: Tensor) -> dict[str, Tensor]:
     if isinstance(transform, Elementwise):
         changed, count = rows.sum(dim=0).unbind()
-        return node.qualified({"clipped": changed / count.clamp(min=1)})
+        return {"clipped": changed / count.clamp(min=1)}
     metric = transform.slicing.metric
-    total = joint_root(metric, rows.narrow(1, 3, rows.shape[1] - 3)) ** metric.degree
-    return node.qualified(effect_of(total, rows.narrow(1, 0, 3)))
-
-
-def joint_metrics(nodes: Nodes, walks: Sequence[Numbers], device: torch.device) -> dict[str, Tensor]:
-    """The metrics of several walks of one process as one."""
-    found: dict[str, Tensor] = {}
-    for node, transform in measuring(nodes):
-        if any(numbers.has(node.path) for numbers in walks):
-            rows = torch.stack([numbers.row(node.path, transform, device) for numbers in walks])
-            found |= metrics_of(node, transform, rows)
-    return found
-
-
-def _nothing(transform: Measuring, device: torch.device) -> Tensor:
-    """The numbers where a transform has done nothing."""
-    zeros = torch.zeros(2 if isinstance(transform, Elementwise) else 3, dtype=torch.float64, device=device)
-    return torch.cat([zeros, no_numbers(transform.slicing.metric, device)]) if isinstance(transform, Scaling) else zeros
+    effect, norms = rows.split([EFFECT, WIDTHS[metric.kind]], dim=1)
+    return effect_of(joint_root(metric, norms) ** metric.degree, effect)

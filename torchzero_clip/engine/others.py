@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchzero_clip.core.nodes import Nodes
-from torchzero_clip.engine.numbers import Numbers, measuring, metrics_of
+from torchzero_clip.engine.numbers import Numbers, joint_metrics
 from torchzero_clip.functional.measure import Measured
 from torchzero_clip.functional.norms import combine
 from torchzero_clip.functional.processes import gathered
@@ -45,12 +45,5 @@ class Others:
             nodes: The transforms.
             numbers: The numbers of this process.
         """
-        transforms = measuring(nodes)
-        if not transforms:
-            return {}
-        own = [numbers.row(node.path, transform, self.device) for node, transform in transforms]
-        columns = gathered(torch.cat(own), self.group).split(list(map(len, own)), dim=1)
-        found: dict[str, Tensor] = {}
-        for (node, transform), rows in zip(transforms, columns, strict=True):
-            found |= metrics_of(node, transform, rows)
-        return found
+        own = numbers.vector(nodes, self.device)
+        return joint_metrics(nodes, gathered(own, self.group)) if len(own) > 0 else {}

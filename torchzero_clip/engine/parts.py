@@ -85,7 +85,9 @@ class Parts:
         device = device_of([param for group in groups for param in group["params"]])
         parts, metrics = self._numbers, self._metrics
         self._numbers, self._metrics, self.updated = [], {}, {}
-        found = metrics | joint_metrics(nodes, parts, device)
+        found = joint_metrics(nodes, torch.stack([numbers.vector(nodes, device) for numbers in parts]))
+        paths = set[str]().union(*(numbers.paths for numbers in parts))
+        found = metrics | {key: value for key, value in found.items() if key.rpartition("/")[0] in paths}
         return {key: found[key] for node in nodes for key in found if key.rpartition("/")[0] == node.path}
 
 

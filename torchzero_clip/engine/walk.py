@@ -193,7 +193,7 @@ class Walk:
 
     def _take_part(self, node: Node) -> None:
         """Let a joint transform that has no tensor on this process exchange its numbers with the other processes."""
-        if self.stand_in is not None and node.path in self.nodes.joint and not isinstance(node.transform, Gate):
+        if self.stand_in is not None and node.path in self.nodes.joint:
             self.stand_in.joint_norm = self.joint_norm
             self.stand_in.apply(node, [0], list(self.stand_in.grads))
 

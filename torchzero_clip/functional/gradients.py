@@ -129,17 +129,10 @@ class _Opened:
             self._tensor.copy_(self._summed)
 
 
-def zeros_change(slicing: Slicing) -> bool:
-    """True if the metric of tensors changes when one more has only zeros."""
-    metric = slicing.metric
-    return not (metric.kind == "sum" or (metric.kind == "norm" and metric.p >= 0))
-
-
 def values_tell_all(slicing: Slicing) -> Callable[[Tensor], bool]:
     """A function: True if a sparse tensor has the metric of its stored values, so that zeros do not count."""
-    metric, joint = slicing.metric, slicing.dim == "global"
+    joint, blind_to_zeros = slicing.dim == "global", not slicing.metric.counts_zeros
     whole = joint or (slicing.dim is None and not slicing.inverse_dims)
-    blind_to_zeros = metric.kind == "sum" or (metric.kind == "norm" and metric.p > 0)
     return lambda values: whole and blind_to_zeros and (joint or values.numel() >= slicing.min_size)
 
 

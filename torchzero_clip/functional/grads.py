@@ -16,7 +16,6 @@ from torchzero_clip.functional.gradients import (
     named_gradients,
     opened,
     values_tell_all,
-    zeros_change,
 )
 from torchzero_clip.functional.measure import Slicing, measure, over_processes, scale_
 from torchzero_clip.types import Dim, Ord, Tensors
@@ -105,7 +104,7 @@ def clip_grad_norm_(
     slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
     boolean("error_if_nonfinite", error_if_nonfinite)
 
-    named = named_gradients(params, process_group, zeros_count=zeros_change(slicing))
+    named = named_gradients(params, process_group, zeros_count=slicing.metric.counts_zeros)
     grads = [grad for _, grad in named]
     with opened(grads, values_tell_all(slicing)) as tensors:
         measured = over_processes(measure(tensors, slicing, plain=are_plain(tensors)), tensors, process_group)
@@ -198,7 +197,7 @@ def normalize_grads_(
     """
     finite("norm_value", norm_value)
     slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
-    grads = gradients(params, process_group, zeros_count=zeros_change(slicing))
+    grads = gradients(params, process_group, zeros_count=slicing.metric.counts_zeros)
     with opened(grads, values_tell_all(slicing)) as tensors:
         measured = over_processes(measure(tensors, slicing, plain=are_plain(tensors)), tensors, process_group)
         scale_(measured, measured.by_norm(lambda norms: normalize_factors(slicing.metric, norms, norm_value)))

@@ -49,6 +49,8 @@ from torchzero_clip.functional.slices import Slices, plan, sliced_norms
 from torchzero_clip.types import Dim, Ord
 
 S = TypeVar("S")
+WIDTHS = {"norm": 1, "mad": 2, "sum": 2, "std": 4, "var": 4}
+"""How many `Measured.numbers` each kind of metric has."""
 L2, LINF = Metric("norm", 2.0), Metric("norm", math.inf)
 
 
@@ -108,7 +110,7 @@ class Measured:
     slices: Slices | None = None
     """How plain tensors were cut, if their slices were measured together."""
     moments: Tensor | None = None
-    """What ``total`` was computed from, if ``metric`` is not a power: see `joint_moments`."""
+    """The sums from which ``total`` was computed, as in `joint_moments`; None if ``metric`` is a power."""
 
     @property
     def parts(self) -> list[Part]:
@@ -428,8 +430,7 @@ def joint_root(metric: Metric, rows: Tensor) -> Tensor:
 def no_numbers(metric: Metric, device: torch.device) -> Tensor:
     """The `Measured.numbers` of a process without tensors."""
     none = math.inf if metric.kind == "norm" and metric.p < 0 else 0.0
-    width = {"norm": 1, "mad": 2, "sum": 2, "std": 4, "var": 4}[metric.kind]
-    return torch.full((width,), none, dtype=torch.float64, device=device)
+    return torch.full((WIDTHS[metric.kind],), none, dtype=torch.float64, device=device)
 
 
 def scale_(measured: Measured, factors: Tensor) -> None:

@@ -29,6 +29,11 @@ class Metric(NamedTuple):
         """Whether the metric comes from a sum of powers of magnitudes: the p-norm, or the mean magnitude."""
         return self.kind in ("norm", "mad")
 
+    @property
+    def counts_zeros(self) -> bool:
+        """Whether the metric changes if there are more zeros."""
+        return not (self.kind == "sum" or (self.kind == "norm" and self.p >= 0))
+
     def of_norm(self, norm: Tensor, count: int) -> Tensor:
         """The metric of ``count`` elements from their p-norm."""
         return norm / max(count, 1) if self.kind == "mad" else norm

@@ -7,12 +7,9 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.compat import is_distributed
-from torchzero_clip.core.kinds import Gate, Scaling, UpdateRule
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.scope import named_params
-from torchzero_clip.core.transform import treats_each_alone
 from torchzero_clip.engine.walk import Walk
-from torchzero_clip.functional.gradients import zeros_change
 from torchzero_clip.functional.shards import present_elsewhere
 from torchzero_clip.types import State
 
@@ -39,7 +36,7 @@ class Missing:
         """Each of the parameters, with copies of it and of its state."""
         params = [p for group in groups for p in group["params"] if is_distributed(p) and p.requires_grad]
         missing = [param for param in params if param.grad is None]
-        if any(_zeros_change_others(node.transform) for node in nodes):
+        if nodes.zeros_matter:
             missing = present_elsewhere(params, missing)
         for param in missing:
             param.grad = torch.zeros_like(param)
@@ -53,23 +50,24 @@ class Missing:
         Args:
             walk: The step; None if it did not begin.
         """
+        if not self._kept:
+            return
+        norms = {} if walk is None else _known_norms(walk)
+        statistics = tuple(f"{node.path}/" for node in self._nodes if node.transform.keeps_statistics)
         for param, value, copies in self._kept:
             param.grad = None
             param.detach().copy_(value)
             state = self._states.pop(param, {})
-            numbers = self._numbers_of_statistics(state) if _has_gradient(walk, param) else {}
-            if copies is not None or numbers:
-                # elementwise state of statistics begins with the numbers
-                first = self._first_state(param) if copies is None else {}
-                begun = {key: value for key, value in first.items() if self._is_of_statistics(key)}
-                self._states[param] = {**begun, **(copies or {}), **numbers}
+            if not norms.get(id(param), 0.0):  # perhaps no process has a gradient
+                moved: State = {}
+            elif copies is None:  # elementwise state of statistics begins with the numbers
+                first = {**self._first_state(param), **_numbers(state)}
+                moved = {key: value for key, value in first.items() if key.startswith(statistics)}
+            else:
+                moved = {key: value for key, value in _numbers(state).items() if key.startswith(statistics)}
+            if copies is not None or moved:
+                self._states[param] = {**(copies or {}), **moved}
         self._kept.clear()
-
-    def _numbers_of_statistics(self, state: State) -> State:
-        return {k: v for k, v in state.items() if isinstance(v, Tensor) and not v.ndim and self._is_of_statistics(k)}
-
-    def _is_of_statistics(self, key: str) -> bool:
-        return key.startswith(tuple(f"{node.path}/" for node in self._nodes if node.transform.keeps_statistics))
 
     def _first_state(self, param: Tensor) -> State:
         """The state that a parameter has before its first gradient."""
@@ -80,17 +78,13 @@ class Missing:
         return {}
 
 
-def _has_gradient(walk: Walk | None, param: Tensor) -> bool:
-    """True if the gradient on all processes together is known not to be 0. It waits for the device."""
-    norms = None if walk is None else walk.gradient_norms
-    if walk is None or norms is None or len(norms) != len(walk.params):
-        return False
-    return any(own is param and norm != 0 for own, norm in zip(walk.params, norms.tolist(), strict=True))
+def _numbers(state: State) -> State:
+    return {key: value for key, value in state.items() if isinstance(value, Tensor) and not value.ndim}
 
 
-def _zeros_change_others(transform: Any) -> bool:
-    """True if a gradient of zeros changes the result for other tensors."""
-    if isinstance(transform, Scaling):
-        # a joint norm of averages has those of all tensors that take part
-        return transform.slicing.dim == "global" and (zeros_change(transform.slicing) or transform.has_state())
-    return not (isinstance(transform, UpdateRule | Gate) or treats_each_alone(transform))
+def _known_norms(walk: Walk) -> dict[int, float]:
+    """The norm of each gradient on all processes together, by the id of the parameter; empty if they are not known."""
+    norms = walk.gradient_norms
+    if norms is None or len(norms) != len(walk.params):
+        return {}
+    return dict(zip(map(id, walk.params), norms.tolist(), strict=True))

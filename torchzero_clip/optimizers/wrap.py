@@ -126,7 +126,7 @@ class Wrap(FinalRule):
 
     @override
     def is_tensorwise(self) -> bool:
-        """Return True for the optimizers of torch, which treat each parameter alone. Of others nobody can know."""
+        """Return True for the optimizers of torch, which treat each parameter alone, and False for all others."""
         return self.optimizer_class.__module__.startswith("torch.optim.")
 
     @override

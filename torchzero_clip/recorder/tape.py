@@ -24,7 +24,7 @@ class Note:
 
     step: int
     refused_by: str = ""
-    """What refused the step; empty if it was taken."""
+    """The name of the gate that refused the step; empty if the step was taken."""
     limits: Mapping[str, float] = field(default_factory=dict)
     """Limits that are settings, by the names of the transforms."""
 

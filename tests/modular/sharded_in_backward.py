@@ -1,8 +1,4 @@
-"""What two processes check about steps in the backward; `test_in_backward` starts them under a time limit."""
-
-import os
-import warnings
-from pathlib import Path
+"""What two processes check about steps in the backward; `test_in_backward` starts them."""
 
 import pytest
 import torch
@@ -23,7 +19,6 @@ from torchzero_clip import (
     step_in_backward,
 )
 
-LIMIT = 300.0
 CHAINS = {
     "clip": lambda: [ClipNorm(0.01), AdamW(0.01)],
     "rows": lambda: [ClipNorm(0.01, dim=0, inverse_dims=True), AdamW(0.01)],
@@ -91,14 +86,3 @@ CHECKS = {
     "fsdp2 equals the ordinary step": fsdp2_equals_the_ordinary_step,
     "plain parameters are refused": plain_parameters_are_refused,
 }
-
-
-def run(rank: int, check: str, directory: str) -> None:
-    """One check, in one process of two."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
-    CHECKS[check]()
-    Path(directory, f"done{rank}").touch()
-    dist.barrier()
-    os._exit(0)  # as in `contract.sharded`
