@@ -1,4 +1,4 @@
-"""The numbers behind metrics, from which the metrics of several walks or processes together are found."""
+"""The numbers from which metrics are computed, for one walk, or for several walks or processes together."""
 
 from typing import TypeAlias
 
@@ -12,7 +12,7 @@ from torchzero_clip.core.step import Step
 from torchzero_clip.functional.measure import WIDTHS, Measured, effect_numbers, effect_of, joint_root, no_numbers
 
 EFFECT, SHARE = 3, 2
-"""How many numbers the effect of a scaling has, and a share."""
+"""How many numbers describe the effect of a scaling, and how many a share."""
 _Measuring: TypeAlias = Scaling | Elementwise
 
 
@@ -34,7 +34,7 @@ class Numbers:
         self._rows[node.path] = torch.cat([effect_numbers(measured, factors).to(own.device), own])
 
     def add_share(self, node: Node, step: Step) -> None:
-        """Store the share of elements that a transform has shown."""
+        """Store the share of changed elements that a transform has shown."""
         for changed, count in step.shares.values():
             self._rows[node.path] = torch.stack([changed.double(), torch.full_like(changed, count).double()])
 
@@ -44,7 +44,7 @@ class Numbers:
         return set(self._rows)
 
     def vector(self, nodes: Nodes, device: torch.device) -> Tensor:
-        """The numbers of all transforms with joint metrics. Its length follows from the transforms."""
+        """The numbers of all transforms with joint metrics. Its length depends only on the transforms."""
         found = [(self._rows.get(node.path), transform) for node, transform in _measuring(nodes)]
         rows = [_nothing(transform, device) if own is None else own.to(device) for own, transform in found]
         return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.float64, device=device)

@@ -1,4 +1,4 @@
-"""The processes that hold other parameters, such as the stages of a pipeline, in one step."""
+"""Joins one step with those of processes that hold other parameters, such as the stages of a pipeline."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torchzero_clip.functional.processes import gathered
 class Others:
     """Joins the norms and metrics of this process with those of the others.
 
-    What is sent follows from the chain alone, which is the same on all processes.
+    What is sent depends only on the chain, which is the same on all processes.
 
     Args:
         group: The processes.
@@ -30,8 +30,8 @@ class Others:
 
         Args:
             measured: The joint norm of this process.
-            own: Its `Measured.numbers`.
-            norms: The norms of its gradients, if statistics need them.
+            own: The `Measured.numbers` of this process.
+            norms: The norms of the gradients of this process, if statistics need them.
         """
         beside = own.new_zeros(0) if norms is None else combine(norms, 2.0).to(own.device).view(1)
         rows = gathered(torch.cat([own, beside]).to(self.device), self.group).to(own.device)
@@ -39,7 +39,7 @@ class Others:
         return found, None if norms is None else rows.select(1, len(own))
 
     def metrics(self, nodes: Nodes, numbers: Numbers) -> dict[str, Tensor]:
-        """The metrics of all processes together, by their names: one collective.
+        """The metrics of all processes together, by name, in one collective.
 
         Args:
             nodes: The transforms.

@@ -18,7 +18,7 @@ from torchzero_clip.functional.shards import locals_of
 
 
 class Apart(NamedTuple):
-    """The paths of transforms that measure each update, or their state, separately, because an ordinary step would."""
+    """Transforms, by path, that measure updates or state one tensor at a time, because an ordinary step does so."""
 
     updates: Set[str]
     state: Set[str]
@@ -36,16 +36,16 @@ class Parts:
         self.updated: dict[int, Tensor] = {}
         """The parameters that were updated, in order, by id."""
         self.has_layout = True
-        """All trainable parameters together have the layout that the fast way needs."""
+        """True if all trainable parameters together have the layout that the fast way needs."""
         self.apart = Apart(set(), set())
         self._numbers: list[Numbers] = []
         self._metrics: dict[str, Tensor] = {}
 
     def plan(self, nodes: Nodes, params: Sequence[NamedParam], *, has_layout: bool) -> None:
-        """Decide from all trainable parameters what the ordinary step decides from them, to get the same bits.
+        """Make the decisions that an ordinary step makes from all trainable parameters, to get the same bits.
 
-        The fast way measures lists of tensors together if all of them allow it. A part may allow it where all
-        parameters together do not.
+        The fast way measures a list of tensors in one pass if all of them allow it. The tensors of one part may all
+        allow it even if some other parameter does not.
         """
         self.has_layout = has_layout
         found: tuple[set[str], set[str]] = (set(), set())
@@ -76,7 +76,7 @@ class Parts:
             raise second_gradient()
 
     def end(self, nodes: Nodes, groups: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Forget the parts. Return the metrics of all of them, as of one step.
+        """Return the metrics of all parts as those of one step, and forget the parts.
 
         Args:
             nodes: The transforms.

@@ -13,10 +13,11 @@ from torchzero_clip.types import State
 
 
 class StandIn(Walk):
-    """A walk with one parameter that the optimizer does not have: a 0, with a gradient of 0.
+    """A walk through the chain with one parameter that is not in the optimizer: a 0, with a gradient of 0.
 
-    Joint transforms run on it where the process has no tensor for them, so that they exchange their numbers with the
-    other processes and change their state as there. The parameter counts in no norm and no metric.
+    If the process has no tensor for a joint transform, the transform runs on this parameter. It then exchanges its
+    numbers with the other processes, and changes its state as it does there. The parameter does not count in norms and
+    metrics.
 
     Args:
         walk: The walk of the parameters of the process.

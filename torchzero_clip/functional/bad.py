@@ -15,9 +15,9 @@ class BadGradients(NamedTuple):
     """The gradients that were not finite in one step, on all processes together."""
 
     names: tuple[str, ...]
-    """The names of at most ten of the parameters, in order."""
+    """The names of their parameters in order, at most ten."""
     total: int
-    """How many there were."""
+    """The number of gradients that were not finite."""
     largest: dict[str, float]
     """The three largest norms of the other gradients, by name."""
 
@@ -37,7 +37,7 @@ class BadGradients(NamedTuple):
 def bad_gradients(
     names: Sequence[str], norms: Sequence[float], meshes: Iterable[ProcessGroup], group: ProcessGroup | None
 ) -> BadGradients:
-    """Collect names from all processes, each of which has to call this. It waits for the others.
+    """Collect the bad gradients of all processes. All processes have to call this, and they wait for each other.
 
     Args:
         names: The names of the parameters of this process that have a gradient.

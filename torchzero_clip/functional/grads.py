@@ -1,4 +1,4 @@
-"""In-place functions on the gradients of parameters, for training loops with another optimizer than `Modular`."""
+"""In-place functions on the gradients of parameters, for training loops with an optimizer other than `Modular`."""
 
 import math
 
@@ -37,7 +37,7 @@ def clip_grad_norm_(
     """Scale the gradient of every parameter so that its norm is at most ``max_norm``, in place.
 
     By default each gradient has its own norm. With ``dim="global"`` all gradients have one joint norm, as in
-    `torch.nn.utils.clip_grad_norm_`. Gradients of one element are left alone unless ``min_size=1``; the transform
+    `torch.nn.utils.clip_grad_norm_`. Gradients of one element are left unchanged unless ``min_size=1``; the transform
     `ClipNorm` clips them.
 
         g ← g · min(1, max_norm / ‖g‖)
@@ -46,31 +46,32 @@ def clip_grad_norm_(
     is added to the norm.
 
     Args:
-        params: A tensor or an iterable of tensors, or of pairs as ``model.named_parameters()`` gives them. Those
-            without a gradient are skipped, even if all are.
-        max_norm: The limit of every slice; None for no upper limit.
+        params: A tensor, or an iterable of tensors or of pairs (name, tensor) such as ``model.named_parameters()``.
+            Parameters without a gradient are skipped, even if none has one.
+        max_norm: The limit of the norm of every slice; None for no upper limit.
         ord: The metric: a number p for the p-norm (also 0, inf, -inf and negative numbers), or one of 'l0', 'l1', 'l2',
             'l3', 'l4', 'linf', 'mad' (mean absolute value), 'std', 'var', 'sum' (magnitude of the signed sum).
         dim: The dimensions that one slice spans: None for all, one int or several (negative ones count from the end of
             each gradient), or "global" for all gradients joined. A gradient whose slices span no dimension is left
-            alone.
+            unchanged.
         inverse_dims: Slices span the dimensions that ``dim`` does not list.
-        min_size: Slices of fewer elements are left alone; by default slices of one element. Not for "global".
+        min_size: Slices of fewer elements are left unchanged; by default slices of one element. No effect with
+            "global".
         min_norm: Slices with a smaller norm, except norm 0, are scaled up to it; None for no lower limit.
         error_if_nonfinite: Raise if the norm of all gradients together is inf or NaN, before anything is changed.
-        process_group: The processes that hold *other* parameters, such as the stages of a pipeline, which all call the
-            function. Their gradients count in joint norms and in the result, as in `Modular`.
+        process_group: The processes that hold *other* parameters, such as the stages of a pipeline. All of them have to
+            call the function. Their gradients count in joint norms and in the result, as in `Modular`.
 
     Returns:
         The metric of all gradients together before clipping: a 0-d tensor of float32, or of float64 for float64
-            gradients and with a ``process_group``. A finite value beyond the range of float32 is reported as the
+            gradients or with a ``process_group``. A finite value beyond the range of float32 is reported as the
             largest float32.
 
     Raises:
         ValueError: For a negative or NaN limit, ``min_norm > max_norm``, an unknown ``ord`` or ``dim``, or a
             ``process_group`` as in `Modular`.
         TypeError: For an argument of the wrong type.
-        RuntimeError: If ``error_if_nonfinite`` and the norm is not finite; the message names the gradients.
+        RuntimeError: If ``error_if_nonfinite=True`` and the norm is not finite; the message names the gradients.
 
     | gradient | result |
     | --- | --- |
@@ -120,8 +121,8 @@ def clip_grad_value_(params: Tensors, value: float) -> None:
     """Clamp every element of the gradients to [-value, value], in place.
 
     Args:
-        params: A tensor or an iterable of tensors, or of pairs as ``model.named_parameters()`` gives them. Those
-            without a gradient are skipped, even if all are.
+        params: A tensor, or an iterable of tensors or of pairs (name, tensor) such as ``model.named_parameters()``.
+            Parameters without a gradient are skipped, even if none has one.
         value: The largest magnitude allowed, in units of the gradient.
 
     Raises:
@@ -163,13 +164,13 @@ def normalize_grads_(
     for every slice g, which is the whole gradient by default. With ``dim="global"`` all gradients have one joint norm.
 
     Args:
-        params: A tensor or an iterable of tensors, or of pairs as ``model.named_parameters()`` gives them. Those
-            without a gradient are skipped, even if all are.
+        params: A tensor, or an iterable of tensors or of pairs (name, tensor) such as ``model.named_parameters()``.
+            Parameters without a gradient are skipped, even if none has one.
         norm_value: The norm to scale to, >= 0.
         ord: The metric, as in `clip_grad_norm_`.
         dim: The dimensions that one slice spans, as in `clip_grad_norm_`.
         inverse_dims: Slices span the dimensions that ``dim`` does not list.
-        min_size: Slices of fewer elements are left alone. Not for "global".
+        min_size: Slices of fewer elements are left unchanged. No effect with "global".
         process_group: As in `clip_grad_norm_`.
 
     Returns:
@@ -221,12 +222,12 @@ def centralize_grads_(
     output channel: ``dim=0, inverse_dims=True``.
 
     Args:
-        params: A tensor or an iterable of tensors, or of pairs as ``model.named_parameters()`` gives them. Those
-            without a gradient are skipped, even if all are.
+        params: A tensor, or an iterable of tensors or of pairs (name, tensor) such as ``model.named_parameters()``.
+            Parameters without a gradient are skipped, even if none has one.
         dim: The dimensions that one slice spans, as in `clip_grad_norm_`. Scalars change only with "global".
         inverse_dims: Slices span the dimensions that ``dim`` does not list.
-        min_size: Slices of fewer elements are left alone. Not for "global".
-        process_group: As in `clip_grad_norm_`; it counts in the mean of "global".
+        min_size: Slices of fewer elements are left unchanged. No effect with "global".
+        process_group: As in `clip_grad_norm_`. With "global", the mean covers the gradients of all processes.
 
     Raises:
         ValueError: For an unknown ``dim``, a negative ``min_size``, or a ``process_group`` as in `Modular`.

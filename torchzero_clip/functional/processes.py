@@ -1,4 +1,4 @@
-"""Processes that hold other tensors. They exchange a few numbers, and each joins the numbers of all in the same way."""
+"""Groups of processes that hold different tensors. Each gets the numbers of all, and combines them in the same way."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from torchzero_clip.compat import is_distributed
 
 
 def check_group(group: object, tensors: Sequence[Tensor]) -> None:
-    """Raise unless a group is None, or a group of processes that hold other tensors.
+    """Raise unless the group is None, or its other processes hold no part of these tensors.
 
     Args:
         group: The argument ``process_group`` of a user.
@@ -56,7 +56,7 @@ class SharedGroup:
 
 
 def device_of(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> torch.device:
-    """The device of numbers about tensors: that of the first one; without tensors, one that a group can send from."""
+    """The device of the first tensor; without tensors, a device from which the group can send."""
     if tensors:
         return tensors[0].device
     if group is not None and dist.get_backend(group) == "nccl":
@@ -65,7 +65,7 @@ def device_of(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> t
 
 
 def gathered(numbers: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The numbers of all processes of a group, a row for each process; one row without a group.
+    """The numbers of all processes of a group, one row for each process; without a group, one row.
 
     The rows are the same on all processes, to the last bit.
 

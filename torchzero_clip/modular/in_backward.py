@@ -43,7 +43,7 @@ class StepInBackward:
         self._lock = RLock()  # backwards on several devices run hooks in several threads
         self._hooks: dict[int, Any] = {}
         self._places: dict[int, tuple[int, int]] = {}
-        """The group of each parameter and its place there, by id."""
+        """The index of each parameter's group, and that of the parameter in this group, by id."""
         self._task = -1
         self._settings: dict[str, list[Setting]] = {}
         self._waiting: dict[int, Tensor] = {}
@@ -56,10 +56,10 @@ class StepInBackward:
         self._after_steps = optimizer.register_step_post_hook(self._after_step)
 
     def remove(self) -> None:
-        """Take ordinary steps again. Call it between a step and the next backward.
+        """Go back to ordinary steps. Call this between a step and the next backward.
 
         Raises:
-            RuntimeError: If parameters were updated since the last ``optimizer.step()``, which has to end that step.
+            RuntimeError: If parameters were updated since the last ``optimizer.step()``. Call it first to end the step.
         """
         if self._optimizer.parts is not self._parts:
             return
@@ -88,7 +88,7 @@ class StepInBackward:
                     own[id(param)] = param.register_post_accumulate_grad_hook(self._ready)
 
     def take(self, param: Tensor) -> None:
-        """Take the gradient of a parameter, and with it the step of all that wait if they fill a bucket."""
+        """Add a parameter to those that wait. If they fill a bucket, update all of them."""
         with self._lock:
             task = current_graph_task_id()
             if task != self._task or task == -1:
@@ -120,7 +120,7 @@ class StepInBackward:
         self._task = task
 
     def _plan(self) -> None:
-        """Let the parts of this step decide as all trainable parameters together would."""
+        """Make the parts of this step decide as an ordinary step with all trainable parameters would."""
         optimizer = self._optimizer
         named = [n for group in optimizer.param_groups for n in named_params(group) if n.param.requires_grad]
         params = [n.param for n in named]
@@ -136,7 +136,7 @@ class StepInBackward:
             self._task = -1
 
     def _flush(self) -> None:
-        """Take the step of all parameters that wait, and free their gradients."""
+        """Update all parameters that wait, and free their gradients."""
         waiting, self._waiting, self._bytes = self._waiting, {}, 0
         if not waiting:
             return
@@ -155,7 +155,7 @@ class StepInBackward:
         return self._workspaces[first]
 
     def _groups_of(self, params: Iterable[int]) -> list[dict[str, Any]]:
-        """The param groups with some of their parameters, by id, in order."""
+        """The param groups, each with only the given parameters (ids), in order."""
         all_groups = self._optimizer.param_groups
         groups = [_WITHOUT] * len(all_groups)
         for g, i in sorted(self._places[key] for key in params):
@@ -192,21 +192,22 @@ def _calling(steps: StepInBackward) -> Callable[[Tensor], None]:
 
 
 def step_in_backward(optimizer: Optimizer, *, bucket_bytes: int = 2**23) -> StepInBackward:
-    """Update each parameter in the backward, as soon as its gradient is there, and free the gradient.
+    """Update each parameter in the backward, as soon as its gradient is ready, and free the gradient.
 
-    After each backward call ``optimizer.step()`` as always: it ends the step for schedules, counters and metrics, and
-    takes gradients that were set by hand. The result is that of the ordinary step. Gradients then never exist all at
-    once, so the memory that they take is that of the largest parameter and of a bucket.
+    After each backward call ``optimizer.step()`` as usual. It advances schedules and counters, collects the metrics,
+    and updates parameters whose gradient was set by hand. The result is that of an ordinary step. Because the gradients
+    never exist all at once, they take the memory of the largest parameter and of one bucket.
 
-    It needs transforms that treat each tensor on its own, see `Transform.is_tensorwise`.
+    All transforms have to treat each tensor on its own: see `Transform.is_tensorwise`.
 
     Args:
         optimizer: A `Modular`.
-        bucket_bytes: Small parameters wait until together they have so many bytes, because one pass over many small
-            tensors takes less time. The rest is updated when the backward ends. With 0 none waits.
+        bucket_bytes: Small parameters wait until together they have this many bytes, because updating many small
+            tensors in one pass takes less time. Those that still wait when the backward ends are updated then. With 0,
+            no parameter waits.
 
     Returns:
-        A handle whose ``remove()`` brings ordinary steps back.
+        A handle. Its ``remove()`` goes back to ordinary steps.
 
     Raises:
         ValueError: For a transform that needs several gradients at once, a gate, ``target="closure"``, ``nonfinite``

@@ -17,10 +17,10 @@ Group = dict[str, Any]
 
 
 class Missing:
-    """Gives zeros to distributed parameters without a gradient, so that all send equally many numbers.
+    """Gives gradients of zeros to distributed parameters without one, so that all processes send equally many numbers.
 
-    The zeros count in norms, and the numbers of statistics move as on the other processes. `put_back` takes back all
-    other changes of these parameters and of their state.
+    The zeros count in norms, and the numbers of statistics change as they do on the other processes. `put_back` undoes
+    all other changes of these parameters and of their state.
 
     Args:
         nodes: The transforms.
@@ -45,7 +45,7 @@ class Missing:
             self._kept.append((param, param.detach().clone(), copies))
 
     def put_back(self, walk: Walk | None) -> None:
-        """Take back what a step has changed, but for the numbers of statistics.
+        """Undo what a step has changed in these parameters and their state, except for the numbers of statistics.
 
         Args:
             walk: The step; None if it did not begin.
