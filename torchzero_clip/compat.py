@@ -63,8 +63,16 @@ _LAYOUT = attrgetter("dtype", "device", "layout", "shape")
 def same_layout(tensors: Sequence[Tensor]) -> SameLayout:
     """A check that later tensors look like these, and that none is there twice.
 
-    The check is that of `torch.compile`, in C++ and private to torch. Without it, or where it wants other arguments,
-    one in Python takes its place. That takes about ten times as long, and a step of many small tensors a tenth longer.
+    It is `native_guard`, or one in Python, which takes about ten times as long, and a step of many small tensors a
+    tenth longer.
+    """
+    return native_guard(tensors) or _in_python(tensors)
+
+
+def native_guard(tensors: Sequence[Tensor]) -> SameLayout | None:
+    """The same check by `torch.compile`, in C++ and private to torch, which also compares ``requires_grad``.
+
+    None where torch does not have it, or wants other arguments.
     """
     shapes, strides = ([list(of(tensor)) for tensor in tensors] for of in (Tensor.size, Tensor.stride))
     check: Callable[..., bool]
@@ -72,7 +80,7 @@ def same_layout(tensors: Sequence[Tensor]) -> SameLayout:
         guards: Any = torch._C._dynamo.guards  # pyright: ignore
         check = guards.TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
     except (AttributeError, TypeError, RuntimeError, ValueError):
-        return _in_python(tensors)
+        return None
     count = len(tensors)
 
     def fits(others: Sequence[Tensor]) -> bool:

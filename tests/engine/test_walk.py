@@ -36,6 +36,11 @@ def calls_of_a_step(tensors, **options):
     optimizer = Modular(params, ClipNorm(1, dim="global"), AdamW(), **options)
     train(optimizer, params, [[torch.randn_like(p) for p in params] for _ in range(2)])
     set_grads(params, [torch.randn_like(p) for p in params])
+    return calls_of(optimizer.step)
+
+
+def calls_of(function):
+    """The code objects of this package that a function calls, one entry per call, comprehensions apart."""
     calls = []
 
     def record(frame, event, _):
@@ -45,7 +50,7 @@ def calls_of_a_step(tensors, **options):
 
     sys.setprofile(record)
     try:
-        optimizer.step()
+        function()
     finally:
         sys.setprofile(None)
     return calls

@@ -219,7 +219,7 @@ def test_dimensions_that_a_tensor_does_not_have(dim):
 def test_the_joint_norm_beside_single_ones_is_the_same_to_the_last_bit(sizes):
     tensors = [torch.randn(size) for size in sizes]
     joint, norms = whole_norm_beside(tensors, Scratch())
-    assert torch.equal(joint, whole_norm(tensors))
+    assert torch.equal(joint, whole_norm(tensors, Scratch()))
     torch.testing.assert_close(norms, torch.stack([t.double().norm() for t in tensors]), rtol=1e-6, atol=0)
     tensors[-1][0] = 1e-20
     tensors[-1][1:] = 0

@@ -10,6 +10,7 @@ from typing_extensions import override
 from torchzero_clip.checks import positive, same_in_all_groups, steps, unit_interval
 from torchzero_clip.clipping.statistics import NormStatistics, Tracked
 from torchzero_clip.core.states import zero_numbers
+from torchzero_clip.functional.norms import may_look
 from torchzero_clip.types import Schedule, Setting, Target
 
 
@@ -62,6 +63,7 @@ class AdaGC(NormStatistics):
     """
 
     checks = {"ratio": positive, "beta": unit_interval, "max_norm": positive}
+    repeatable = True
 
     def __init__(
         self,
@@ -96,20 +98,28 @@ class AdaGC(NormStatistics):
     @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
         """The factor of the warm-up, or that of each tensor."""
-        norms, usual, known = tracked.norms, tracked["usual"], tracked.started
+        norms, usual = tracked.norms, tracked["usual"]
+        limit = tracked.where_started(tracked.by_setting(_largest, usual), torch.inf)
+        limited = torch.minimum(norms, limit)
+        moved = tracked.by_setting(_moved, usual, limited)
+        moved = moved if tracked.is_usual else torch.where(tracked.started, moved, norms)
+        factors = torch.where(norms > limit, limited / norms, 1.0)
+        if not tracked.is_usual:
+            tracked.usable = tracked.usable & (norms > 0)
+
+        # the count is equal on all processes, so either all of them need the joint norm or none
         warm_steps = tracked.chain_state["warm_steps"]
+        if may_look(warm_steps) and warm_steps.item() >= self.warmup_steps:
+            tracked.keep(usual=moved)
+            return factors
         joint, finite = tracked.joint_norm()
         warms_up, most = warm_steps < self.warmup_steps, tracked.shared[0][0]["max_norm"]
         shrunk = torch.where(joint > most, most / joint, 1.0)
         tracked.chain_state["warm_steps"] = warm_steps + (warms_up & finite & ((joint > 0) | (warm_steps > 0)))
-
-        limit = torch.where(known, tracked.by_setting(_largest, usual), torch.inf)
-        limited = torch.minimum(norms, limit)
-        moved = tracked.by_setting(_moved, usual, limited)
-        warm = torch.minimum(torch.where(known, usual, torch.inf), norms * shrunk)
-        tracked.usable = tracked.usable & (norms > 0) & (finite | warms_up.logical_not())
-        tracked.keep(usual=torch.where(warms_up, warm, torch.where(known, moved, norms)))
-        return torch.where(warms_up, shrunk, torch.where(norms > limit, limited / norms, 1.0))
+        warm = torch.minimum(torch.where(tracked.started, usual, torch.inf), norms * shrunk)
+        tracked.usable = tracked.usable & (finite | warms_up.logical_not())
+        tracked.keep(usual=torch.where(warms_up, warm, moved))
+        return torch.where(warms_up, shrunk, factors)
 
 
 def _largest(setting: Setting, usual: Tensor) -> Tensor:

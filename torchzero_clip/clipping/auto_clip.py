@@ -62,6 +62,7 @@ class AutoClip(NormStatistics):
     """
 
     checks = {"percentile": percent}
+    repeatable = True
 
     def __init__(
         self,

@@ -94,6 +94,7 @@ class ClipNormByEMA(NormStatistics):
     """Scale smaller updates up to the limit too."""
 
     checks = {"beta": unit_interval, "eps": non_negative, "max_ema_growth": optional(positive)}
+    repeatable = True
 
     def __init__(
         self,
@@ -153,7 +154,10 @@ class ClipNormByEMA(NormStatistics):
         """Keep the averages from growing too fast, and return their norms."""
         found = tracked.measure(averages, self.slicing)
         size = tracked.metric(tracked.of(found))
-        largest = torch.where(tracked.started, tracked.by_setting(_largest, tracked["prev"]), torch.inf)
+        if all(setting["max_ema_growth"] is None for setting, _ in tracked.shared):
+            tracked.keep(prev=size)
+            return size
+        largest = tracked.where_started(tracked.by_setting(_largest, tracked["prev"]), torch.inf)
         shrink = torch.where(size > largest, tracked.root(largest / size), 1.0)
         scale_(found, tracked.factors(shrink))
         size = torch.minimum(size, largest)
@@ -202,6 +206,8 @@ class NormalizeByEMA(ClipNormByEMA):
 
     Source: not published; see `ClipNormByEMA`.
     """
+
+    repeatable = True
 
     NORMALIZE = True
 

@@ -64,6 +64,7 @@ class ClipNorm(Scaling):
     """
 
     checks = {"max_norm": non_negative}
+    repeatable = True
     limit_setting = "max_norm"
 
     def __init__(
@@ -100,3 +101,8 @@ class ClipNorm(Scaling):
             return clip_factors(measured.metric, norms, setting["max_norm"])
 
         return measured.by_setting(step.settings, rule)
+
+    @override
+    def factor(self, norm: float, setting: Setting) -> float:
+        """The factor that brings a norm to at most ``max_norm``."""
+        return 1.0 if norm <= setting["max_norm"] else setting["max_norm"] / norm

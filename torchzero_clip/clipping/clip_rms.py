@@ -49,6 +49,7 @@ class ClipRMS(Scaling):
     """
 
     checks = {"max_rms": positive}
+    repeatable = True
     limit_setting = "max_rms"
 
     def __init__(self, max_rms: float | Schedule = 1.0, *, target: Target = "update", name: str | None = None) -> None:

@@ -62,6 +62,7 @@ class GradientStabilizer(NormStatistics):
     """
 
     checks = {"beta1": decay_rate, "beta2": decay_rate, "eps": non_negative}
+    repeatable = True
 
     def __init__(
         self,

@@ -222,6 +222,7 @@ class ClipNormGrowth(NormStatistics):
     """
 
     checks = CHECKS
+    repeatable = True
 
     def __init__(
         self,
@@ -263,10 +264,10 @@ class ClipNormGrowth(NormStatistics):
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
         """The factors that bring each norm to the largest that is allowed."""
         size, prev = tracked.metric(tracked.norms), tracked["prev"]
-        allowed = torch.where(tracked.started, tracked.by_setting(_allowed, prev), torch.inf)
+        allowed = tracked.where_started(tracked.by_setting(_allowed, prev), torch.inf)
         limited = torch.minimum(size, allowed)
-        slowest = tracked.by_setting(_slowest, prev)
-        tracked.keep(prev=torch.where(tracked.started & (size < slowest), slowest, limited))
+        slowest = tracked.where_started(tracked.by_setting(_slowest, prev), 0.0)
+        tracked.keep(prev=torch.where(size < slowest, slowest, limited))
         return torch.where(size > allowed, tracked.root(allowed / size), 1.0)
 
 
@@ -282,13 +283,12 @@ def _end(state: State) -> None:
 
 def _allowed(setting: Setting, prev: Tensor) -> Tensor:
     """The largest norm that may follow on ``prev``."""
-    bound = torch.full_like(prev, torch.inf)
-    if setting["add"] is not None:
-        bound = prev + setting["add"]
-    if setting["mul"] is not None:
-        floor = prev if setting["min_value"] is None else prev.clamp(min=setting["min_value"])
-        bound = torch.minimum(bound, floor * setting["mul"])
-    return bound
+    by_sum = None if setting["add"] is None else prev + setting["add"]
+    if setting["mul"] is None:
+        return torch.full_like(prev, torch.inf) if by_sum is None else by_sum
+    floor = prev if setting["min_value"] is None else prev.clamp(min=setting["min_value"])
+    product = floor * setting["mul"]
+    return product if by_sum is None else torch.minimum(by_sum, product)
 
 
 def _slowest(setting: Setting, prev: Tensor) -> Tensor:

@@ -62,6 +62,7 @@ class Normalize(Scaling):
     """
 
     checks = {"norm_value": finite}
+    repeatable = True
 
     def __init__(
         self,

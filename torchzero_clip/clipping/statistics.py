@@ -14,7 +14,7 @@ from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Measured, Slicing, by_setting
-from torchzero_clip.functional.norms import combine, may_look
+from torchzero_clip.functional.norms import combine, extent, may_look
 from torchzero_clip.functional.rings import filled, written
 from torchzero_clip.functional.shards import elements_at, pack
 from torchzero_clip.types import Ord, Setting, State, Target
@@ -50,10 +50,29 @@ class Tracked:
         """Each setting, with the range of ``indices`` that share it."""
         self._numbers: dict[str, Tensor] = {}
         self.norms = self.of(measured)
-        self.started = self["started"] > 0
-        usable = step.usable(self.started, indices=None if joint else self._rows, joint=joint)
-        self.usable = usable & (self.norms < torch.inf)
+        started = self["started"]
+        self.is_usual = self._are_usual(started)
+        """True if all statistics are known to have started, and all norms to be usable and not 0."""
+        self.started = started > 0
+        if self.is_usual:
+            self.usable = self.started
+        else:
+            usable = step.usable(self.started, indices=None if joint else self._rows, joint=joint)
+            self.usable = usable & (self.norms < torch.inf)
         """True where gradient and norm are usable. An earlier transform may make an inf of a finite gradient."""
+
+    def _are_usual(self, started: Tensor) -> bool:
+        of_gradients = self._step.gradient_norms
+        if of_gradients is None or not may_look(self.norms):
+            return False
+        smallest, largest = extent(self.norms)
+        if not (smallest > 0 and largest < torch.inf and extent(started)[0] > 0):  # also NaN
+            return False
+        return of_gradients is self.norms or extent(of_gradients)[1] < torch.inf
+
+    def where_started(self, values: Tensor, other: float) -> Tensor:
+        """Values where a statistic has started, and another number elsewhere."""
+        return values if self.is_usual else torch.where(self.started, values, other)
 
     def of(self, measured: Measured) -> Tensor:
         """The norms of the tensors with a statistic, from what `measure` returned."""
@@ -87,9 +106,9 @@ class Tracked:
 
     def keep(self, **values: Tensor) -> None:
         """Where the norm is usable, store numbers and mark the statistic as started."""
-        if "started" not in values:
+        if "started" not in values and not (self.is_usual and extent(self["started"]) == (1.0, 1.0)):
             values["started"] = torch.ones_like(self.norms)
-        if not (may_look(self.usable) and bool(self.usable.all())):
+        if not (self.is_usual or (may_look(self.usable) and bool(self.usable.all()))):
             values = {key: torch.where(self.usable, value, self[key]) for key, value in values.items()}
         if self.joint:
             self._numbers.clear()
@@ -150,7 +169,7 @@ class Tracked:
 
     def factors(self, vector: Tensor) -> Tensor:
         """One factor for each measured tensor, from one for each statistic; 1 where the norm is not usable."""
-        vector = torch.where(self.usable, vector, 1.0)
+        vector = vector if self.is_usual else torch.where(self.usable, vector, 1.0)
         if self.joint:
             return vector.expand(self._count)
         if self._taken is None:

@@ -44,6 +44,7 @@ class LR(Transform):
     """
 
     checks = {"lr": learning_rate}
+    repeatable = True
 
     def __init__(self, lr: float | Tensor | Schedule, *, target: Target = "update", name: str | None = None) -> None:
         super().__init__({"lr": lr}, target=target, name=name)

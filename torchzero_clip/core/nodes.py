@@ -1,8 +1,8 @@
 """The transforms of a chain as a flat list: where each stands, and where its settings and its state are stored."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from torchzero_clip.compat import cpu_by_default
 from torchzero_clip.core.kinds import Gate, Scaling, UpdateRule
 from torchzero_clip.core.scope import NamedParam, Scope
 from torchzero_clip.core.transform import Transform, treats_each_alone
-from torchzero_clip.functional.measure import L2, Slicing
+from torchzero_clip.functional.measure import L2, Measured, Slicing
 from torchzero_clip.types import Schedule, Setting, State
 
 
@@ -78,6 +78,23 @@ class Node:
         return self.qualified(self.transform.possible_state(named.param, setting)) if self.scope.has(named) else {}
 
 
+class Measuring(NamedTuple):
+    """How a scaling is measured."""
+
+    dims_of: Callable[[Tensor], tuple[int, ...]] | None
+    """The dimensions of a slice; None if they are those of the arguments, which `measure` may cut faster."""
+    each: bool
+    """Statistics need the norm of each tensor, also where slices are joined."""
+    jointly: bool
+    """Statistics need only the joint norm, which is that of the only slice."""
+
+    def norms_for_statistics(self, measured: Measured) -> Tensor | None:
+        """What statistics need, if the gradients were measured; None if they need nothing, or if it was not found."""
+        if self.jointly and len(measured.vector) > 0:
+            return measured.vector.narrow(0, 0, 1)
+        return measured.tensor_norms if self.each or self.jointly else None
+
+
 class Nodes:
     """All transforms of a chain, at any depth, each composite before its children.
 
@@ -104,6 +121,14 @@ class Nodes:
             getattr(node.transform, "joint", False) and not node.scope.limited for node in keepers
         )
         """Whether it is enough to know if the gradients are finite and not zero all together."""
+        self.measuring = {n.path: self._measuring(n.transform) for n in nodes if isinstance(n.transform, Scaling)}
+        """How each scaling is measured, by its path."""
+
+    def _measuring(self, transform: Scaling) -> "Measuring":
+        dims_of = None if type(transform).slice_dims is Scaling.slice_dims else transform.slice_dims
+        slicing = transform.slicing
+        jointly = self.only_joint_statistics and slicing.dim == "global" and slicing.metric == L2
+        return Measuring(dims_of, self.keeps_statistics and not jointly, self.keeps_statistics and jointly)
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self.by_path.values())

@@ -70,6 +70,13 @@ class Transform(ABC):
     limit_setting: ClassVar[str | None] = None
     """The setting that is the limit of a clip, which a `Recorder` shows; None if its limit is no setting."""
 
+    repeatable: ClassVar[bool]
+    """True in a class whose steps may be repeated by a plan, which leaves out what cannot have changed.
+
+    The class promises that its checks, and what it computes, depend only on its attributes and on what its methods are
+    given, without the loss. A subclass does not inherit it, because what it overrides may do more.
+    """
+
     def __init__(self, defaults: Setting, *, target: Target = "update", name: str | None = None) -> None:
         one_of("target", target, get_args(Target))
         if name is not None:

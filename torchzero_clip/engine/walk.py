@@ -291,16 +291,14 @@ class Walk:
         if node.path == self.nodes.of_gradients and known is not None and len(known) < count and not self.listens:
             total = known.squeeze(0)  # gates have measured the gradients jointly
             return Measured(L2, list(range(count)), total.expand(count), total, memories(updates), joint=True)
-        # None tells `measure` that tensors are cut as the arguments say, which it may do faster
-        dims_of = None if type(transform).slice_dims is Scaling.slice_dims else transform.slice_dims
-        keeps, slicing = self.nodes.keeps_statistics, transform.slicing
-        jointly = self.nodes.only_joint_statistics and slicing.dim == "global" and slicing.metric == L2
-        each, beside = keeps and not jointly, self.listens and self.norms_before is None
+        beside = self.listens and self.norms_before is None
         tools = self.executor if self.apart is None or node.path not in self.apart.updates else Tools()
-        measured = tools.measure_here(updates, slicing, dims_of, each=each, beside=beside, name=node.path)
-        if keeps and self.gradient_norms is None:  # updates are gradients here: see `_measures_gradients`
-            jointly = jointly and len(measured.vector) > 0
-            self.gradient_norms = measured.vector.narrow(0, 0, 1) if jointly else measured.tensor_norms
+        how = self.nodes.measuring[node.path]
+        measured = tools.measure_here(
+            updates, transform.slicing, how.dims_of, each=how.each, beside=beside, name=node.path
+        )
+        if self.nodes.keeps_statistics and self.gradient_norms is None:
+            self.gradient_norms = how.norms_for_statistics(measured)  # they are gradients: see `_measures_gradients`
             self.measure_gradients()
         if beside:  # the same pass gave the listener its norms, unless they are of another metric
             self._note_norms(measured.tensor_norms if measured.metric == L2 else None)

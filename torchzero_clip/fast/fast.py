@@ -4,7 +4,6 @@ The results are those of `Readable`, up to rounding. `Fast` leaves transforms th
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
@@ -20,17 +19,17 @@ from torchzero_clip.core.transform import overridden_last
 from torchzero_clip.engine.executor import Executor, Host
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.fast.averages import Average
-from torchzero_clip.fast.kernels import call_kernel, run_kernel
+from torchzero_clip.fast.kernels import Ended, call_kernel, run_kernel
 from torchzero_clip.fast.ops import Op, Pointwise, Scale, Shift
 from torchzero_clip.fast.pieces import run_pieces
 from torchzero_clip.fast.queues import Queues
 from torchzero_clip.fast.vectors import VectorStates
 from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.measure import Measured, scale_
+from torchzero_clip.functional.measure import Measured
 from torchzero_clip.functional.norms import each_norm, mesh_norm, whole_norm, whole_norm_beside, whole_norms
 from torchzero_clip.functional.scratch import Scratch
-from torchzero_clip.functional.shards import is_partial, locals_of, memories
+from torchzero_clip.functional.shards import is_partial, locals_of
 from torchzero_clip.types import Setting, State
 
 
@@ -54,6 +53,8 @@ class Fast(Executor):
             self._scratch = workspace.scratch.knowing(columns["grads"], self._layout)
         self._queues = Queues()
         self._last_read: list[Tensor] = []
+        self.ended: Ended | None = None
+        """How the step ended, if a kernel has taken it for all parameters."""
 
     @property
     def _has_layout(self) -> bool:
@@ -114,7 +115,7 @@ class Fast(Executor):
             return mesh_norm(grads, beside=beside)
         if beside:
             return whole_norm_beside(grads, self._scratch)
-        total = whole_norm(grads)
+        total = whole_norm(grads, self._scratch)
         return None if total is None else (total, None)
 
     @override
@@ -138,9 +139,7 @@ class Fast(Executor):
         """Carry out one operation alone."""
         if isinstance(op, Scale):
             if not op.does_nothing:
-                updates = self.memory.own(rows, op.over_grads)
-                targets = memories([updates[i] for i in op.measured.indices])
-                scale_(replace(op.measured, targets=targets), op.factors)
+                op.carry_out(self.memory.own(rows, op.over_grads))
             return
         updates = self.memory.own(rows, False)
         if isinstance(op, Shift):
@@ -233,6 +232,8 @@ class Fast(Executor):
             run = None
             if fused is not None and fused.kernel is not None and self._fits(node, fused, rows, step):
                 run = partial(self._run, fused, fused.kernel, rows, step)
+                if self._layout is not None and self._columns is not None and len(rows) == len(self._columns["params"]):
+                    self.ended = Ended(node, list(rest), fused, fused.kernel, self._layout, self._columns)
             elif fused is not None:
                 run = self._by_tensor(fused, rows, step)
             if fused is None or run is None:
@@ -267,7 +268,7 @@ class Fast(Executor):
             params, *state = map(locals_of, (params, *state))
         factors = next((op.factor for op in ops if isinstance(op, Scale)), None)
         updates = self.memory.current(rows, writable=factors is not None, over_grads=over_grads)
-        run_kernel(kernel, params, locals_of(updates), state, step.settings, factors)
+        run_kernel(kernel, params, locals_of(updates), state, step.by_setting(), factors)
 
     def _claimed(self, rows: list[int]) -> list[Op]:
         """Return the operations on these rows if a kernel can take them. Otherwise carry them out, and return none."""

@@ -1,17 +1,40 @@
 """The end of a chain in one pass over memory: a kernel that also applies the factors of the last scaling."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchzero_clip.core.kinds import Kernel
+from torchzero_clip.core.kinds import Fused, Kernel
+from torchzero_clip.core.nodes import Node
+from torchzero_clip.fast.layout import Layout
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.measure import by_setting
 from torchzero_clip.types import Setting
 
 LONG = 65536
 """Longer tensors are passed to a kernel one by one, with their factors; shorter ones are multiplied together before."""
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+class Ended(NamedTuple):
+    """How a step ended: a kernel has done the work of a rule and of the rest of the chain, for all parameters."""
+
+    node: Node
+    """The rule."""
+    rest: list[Node]
+    fused: Fused
+    kernel: Kernel
+    layout: Layout
+    columns: dict[str, list[Tensor]]
+    """Parameters, gradients and state by key."""
+
+    def keys(self) -> tuple[list[str], list[str]]:
+        """The keys of state that is shaped like the parameters, and of state that is numbers."""
+        found = [key for key in self.columns if key not in ("params", "grads")]
+        like = [key for key in found if self.layout.has([key])]
+        return like, [key for key in found if key not in like]
 
 
 def run_kernel(
@@ -19,8 +42,8 @@ def run_kernel(
     params: list[Tensor],
     updates: list[Tensor],
     state: list[list[Tensor]],
-    settings: Sequence[Setting],
-    factors: Tensor | None,
+    settings: Sequence[tuple[Setting, slice]],
+    factors: Tensor | float | None,
 ) -> None:
     """Multiply updates by their factors, and take the step.
 
@@ -29,19 +52,25 @@ def run_kernel(
         params: The parameters.
         updates: Their updates, which are modified if there are factors.
         state: Their state, one list for each key.
-        settings: Their settings.
-        factors: One number for each update, or a 0-d tensor for all; None for 1.
+        settings: Each setting with the range of the lists that it applies to.
+        factors: One number for each update; a number or a 0-d tensor for all, which for float64 is a tensor; None for
+            1.
     """
     alone: dict[int, Tensor] = {}
     scale = None
-    if factors is not None:
+    if factors is not None and not isinstance(factors, Tensor):
+        scale = _inverse_of(factors)
+    elif factors is not None:
         if params[0].dtype == torch.float64 or (factors.ndim and not factors.is_cpu):
             foreach.multiply_each_(updates, factors.expand(len(updates)))  # the kernels divide in float32
         elif not factors.ndim:
             scale = inverse(factors)
         else:
             alone = _multiply_short_(updates, factors)
-    for setting, own in by_setting(settings):
+    if len(settings) == 1 and not alone:
+        kernel(params, updates, state, settings[0][0], scale)
+        return
+    for setting, own in settings:
         rows = range(own.start, own.stop)
         together = [i for i in rows if i not in alone] if alone else own
         _call(kernel, together, params, updates, state, setting, scale)
@@ -96,10 +125,13 @@ def _multiply_short_(updates: Sequence[Tensor], factors: Tensor) -> dict[int, Te
 
 def inverse(factors: Tensor) -> Tensor:
     """The inverse factors, which the kernels divide by. For a factor of 0 it is inf, so that the quotient is 0."""
-    largest = torch.finfo(torch.float32).max
     if factors.is_cpu and not factors.ndim:
-        factor = factors.item()
-        exact = min(max(1 / factor, -largest), largest) if factor else torch.inf
-        return torch.tensor(exact, dtype=torch.float32, device=factors.device)
+        return _inverse_of(factors.item())
     exact = factors.reciprocal()
-    return torch.where(factors == 0, exact, exact.clamp(min=-largest, max=largest)).float()
+    return torch.where(factors == 0, exact, exact.clamp(min=-_LARGEST, max=_LARGEST)).float()
+
+
+def _inverse_of(factor: float) -> Tensor:
+    """The same for one number, on CPU."""
+    exact = min(max(1 / factor, -_LARGEST), _LARGEST) if factor else torch.inf
+    return torch.tensor(exact, dtype=torch.float32, device="cpu")

@@ -1,7 +1,7 @@
 """Operations that wait: a scaling, a shift, or an elementwise transform."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
@@ -10,9 +10,10 @@ from torch import Tensor
 from torchzero_clip.core.elements import Elements
 from torchzero_clip.core.elementwise import Elementwise, Flags
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.measure import Measured
+from torchzero_clip.functional.measure import Measured, scale_
 from torchzero_clip.functional.norms import all_ones, beyond_float32
 from torchzero_clip.functional.scratch import Scratch
+from torchzero_clip.functional.shards import memories
 from torchzero_clip.types import Setting
 
 
@@ -45,6 +46,11 @@ class Scale:
     def does_nothing(self) -> bool:
         """True if all factors are known to be 1."""
         return all_ones(self.factors)
+
+    def carry_out(self, updates: Sequence[Tensor]) -> None:
+        """Multiply updates by their factors, in place."""
+        targets = memories([updates[i] for i in self.measured.indices])
+        scale_(replace(self.measured, targets=targets), self.factors)
 
 
 @dataclass(eq=False)

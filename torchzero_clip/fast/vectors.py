@@ -35,6 +35,13 @@ class Vectors:
         kept = self._kept.get(name)
         return kept is not None and len(column) == len(kept.views) and all(map(operator.is_, column, kept.views))
 
+    def known(self, name: str, column: list[Tensor]) -> Tensor | None:
+        """The vector that `vector` made last under a name, if the numbers are its elements."""
+        kept = self._kept.get(name)
+        if kept is None or not self.are_views(name, column) or pointers(column) != kept.pointers:
+            return None
+        return kept.vector
+
     def vector(self, name: str, column: list[Tensor], rows: Sequence[State]) -> Tensor | None:
         """The numbers that ``rows`` have under a name as a vector, to be modified; None if they cannot be one.
 
@@ -43,9 +50,9 @@ class Vectors:
             column: The numbers as they are now, to be replaced by views of the vector.
             rows: The states, in which they are replaced too.
         """
-        kept = self._kept.get(name)
-        if kept and self.are_views(name, column) and pointers(column) == kept.pointers:
-            return kept.vector
+        known = self.known(name, column)
+        if known is not None:
+            return known
         if len({(type(n), n.ndim, n.dtype, n.device) for n in column}) != 1 or column[0].ndim:
             return None
         if len(set(map(id, column))) < len(column):  # a parameter that is listed twice

@@ -1,7 +1,7 @@
 """Norms and sums of many tensors at once, in few operations."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -28,6 +28,8 @@ ROWS = 512
 SMALLEST, LARGEST = 1e-12, 1e30
 """Outside of these, squares in float32 may underflow or overflow."""
 
+_NORMS = partial(torch.linalg.vector_norm, dim=1)
+
 
 class _Chunk(NamedTuple):
     """Tensors that are copied together. Each fills whole rows; the rest of its last row is 0."""
@@ -52,8 +54,28 @@ def block_norms(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
         tensors: Plain tensors of one dtype, float32 or float64, on CPU.
         scratch: Memory for copies of short tensors.
     """
-    values, owner = _reduced(tensors, scratch, partial(torch.linalg.vector_norm, dim=1))
-    return values.new_zeros(len(tensors)).index_add_(0, owner, values.square_()).sqrt_()
+    return _norms_of(*_reduced(tensors, scratch, _NORMS), len(tensors))
+
+
+def joint_norm(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
+    """The L2 norm of all tensors together: a 0-d float64 tensor. Outside of `SMALLEST` to `LARGEST` it may be wrong.
+
+    Args:
+        tensors: As in `block_norms`, at least one.
+        scratch: As in `block_norms`.
+    """
+    return torch.linalg.vector_norm(_reduced(tensors, scratch, _NORMS)[0])
+
+
+def joint_and_each(tensors: Sequence[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor]:
+    """The results of `joint_norm` and of `block_norms`, from one pass."""
+    values, owner = _reduced(tensors, scratch, _NORMS)
+    return torch.linalg.vector_norm(values), _norms_of(values, owner, len(tensors))
+
+
+def _norms_of(values: Tensor, owner: Tensor, count: int) -> Tensor:
+    """The norm of each tensor from those of its blocks, which are overwritten."""
+    return values.new_zeros(count).index_add_(0, owner, values.square_()).sqrt_()
 
 
 def block_maxima(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
@@ -85,40 +107,18 @@ def _placed(values: Tensor, places: Sequence[int]) -> Tensor:
     return torch.empty_like(values).index_copy_(0, torch.tensor(places, device=values.device), values)
 
 
-def joint_norm(tensors: Sequence[Tensor], long: Mapping[int, list[Tensor]] | None = None) -> Tensor:
-    """The L2 norm of all tensors together: a 0-d float64 tensor. Outside of `SMALLEST` to `LARGEST` it may be wrong.
-
-    Args:
-        tensors: As in `block_norms`, at least one.
-        long: The norms of the blocks of long tensors, by their indices, if they are known.
-    """
+def direct_joint_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """The result of `joint_norm`, up to rounding, for a single call."""
     sizes = list(map(Tensor.numel, tensors))
     short, found = tensors, list[Tensor]()
     if max(sizes) > SHORT:
         short = [tensor for tensor, size in zip(tensors, sizes, strict=True) if size <= SHORT]
-        found += [norms for rows in (long or _norms_of_long(tensors)).values() for norms in rows]
+        long = [tensor for tensor, size in zip(tensors, sizes, strict=True) if size > SHORT]
+        found += [torch.linalg.vector_norm(rows, dim=1) for tensor in long for rows in _rows_of(tensor)]
         sizes = [size for size in sizes if size <= SHORT]
     for own in spans(sizes, ROWS * ROW):
         found += [torch.linalg.vector_norm(rows, dim=1) for rows in _rows_of(flatten(short[own]))]
     return torch.linalg.vector_norm(torch.cat(found), dtype=torch.float64)
-
-
-def joint_and_each(tensors: Sequence[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor]:
-    """The results of `joint_norm` and of `block_norms`, where long tensors are read once for both."""
-    long = _norms_of_long(tensors)
-    short = [i for i in range(len(tensors)) if i not in long]
-    found = [block_norms([tensors[i] for i in short], scratch)] if short else []
-    found += [torch.linalg.vector_norm(torch.cat(rows), dtype=torch.float64).view(1) for rows in long.values()]
-    norms = torch.cat(found)
-    if short and long:
-        norms = _placed(norms, [*short, *long])
-    return joint_norm(tensors, long), norms
-
-
-def _norms_of_long(tensors: Sequence[Tensor]) -> dict[int, list[Tensor]]:
-    """The norms of the blocks of each long tensor, by its index."""
-    long = [(i, tensor) for i, tensor in enumerate(tensors) if tensor.numel() > SHORT]
-    return {i: [torch.linalg.vector_norm(rows, dim=1) for rows in _rows_of(tensor)] for i, tensor in long}
 
 
 def spans(sizes: Sequence[int], most: int) -> list[slice]:

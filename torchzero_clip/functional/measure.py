@@ -336,7 +336,7 @@ def _measure_plain(
     are_local = all(map(operator.is_, targets, tensors))
     if metric == L2 and joint and are_local and not each:
         both = whole_norm_beside(targets, scratch) if beside and scratch is not None else None
-        total, norms = both or (whole_norm(targets), None)
+        total, norms = both or (whole_norm(targets, scratch), None)
         if total is not None:
             return Measured(L2, indices, total.expand(len(targets)), total, targets, True, norms)
     if joint and not are_local and not each:

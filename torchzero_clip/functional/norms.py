@@ -22,6 +22,7 @@ from torchzero_clip.functional.blocks import (
     block_maxima,
     block_norms,
     block_sums,
+    direct_joint_norm,
     direct_norms,
     joint_and_each,
     joint_norm,
@@ -355,14 +356,15 @@ def each_norm(tensors: Sequence[Tensor], scratch: Scratch | None = None) -> Tens
     return pack(p_norms(wholes(tensors), 2.0))
 
 
-def whole_norm(tensors: Sequence[Tensor]) -> Tensor | None:
+def whole_norm(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor | None:
     """The L2 norm of all tensors together, each as in `whole_norms`: a 0-d float64 tensor.
 
-    None where measuring each tensor is as fast, or where that is needed because the total is extreme or not finite.
+    ``scratch`` makes it faster from the second call on. None where measuring each tensor is as fast, or where that is
+    needed because the total is extreme or not finite.
     """
     if not may_look(tensors[0]) or not foreach.is_real_and_wide(tensors[0].dtype):
         return None
-    total = joint_norm(tensors)
+    total = direct_joint_norm(tensors) if scratch is None else joint_norm(tensors, scratch)
     return total if SMALLEST < total.item() < LARGEST else None
 
 

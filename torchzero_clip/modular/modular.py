@@ -26,6 +26,7 @@ from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.states import own_numbers
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.executor import Executor
+from torchzero_clip.engine.gathering import refuse_unusable, taking_part
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.nonfinite import Nonfinite, StepPolicy
 from torchzero_clip.engine.numbers import Numbers
@@ -37,12 +38,12 @@ from torchzero_clip.engine.stand_in import StandIn
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.fast import Fast
+from torchzero_clip.fast.plan import Metrics, Plans
 from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.functional.bad import BadGradients
 from torchzero_clip.functional.gradients import own_gradients
 from torchzero_clip.functional.processes import SharedGroup, check_group, device_of
 from torchzero_clip.modular.described import described
-from torchzero_clip.modular.gathering import refuse_unusable, taking_part
 from torchzero_clip.modular.missing import Missing
 from torchzero_clip.modular.param_groups import normalized, split
 from torchzero_clip.modular.validation import check_not_local, check_params, check_places, check_shapes, warn_of_slips
@@ -148,6 +149,7 @@ class Modular(Optimizer):
         self.keep_grads = keep_grads
         self.fast = fast
         self._workspace = Workspace()
+        self._plans = Plans(self._workspace)
         self.chain = Chain(*with_learning_rate(listed))
         self._written = list(as_written(transforms))
         self._nodes = self.chain.nodes()
@@ -158,6 +160,8 @@ class Modular(Optimizer):
             {**self._nodes.init_global_state(), **self._policy.counts()}, {IDENTITY: written(members_of(self._nodes))}
         )
         self._metrics: dict[str, Tensor] = {}
+        self._unread: Metrics | None = None
+        """Computes the metrics of a step that followed a plan, until they are read."""
         self._reported = ReportedLoss()
         self._shapes: dict[Any, Any] = {}  # see `check_shapes`
         self._is_complete = False
@@ -262,7 +266,13 @@ class Modular(Optimizer):
         """
         self._chain_state.take_counters(self.param_groups)
         skipped = torch.tensor(self._chain_state.values[SKIPPED], device="cpu") if self._policy.may_skip else None
-        return self._metrics | ({} if skipped is None else {"skipped_steps": skipped})
+        return self._known_metrics() | ({} if skipped is None else {"skipped_steps": skipped})
+
+    def _known_metrics(self) -> dict[str, Tensor]:
+        """The metrics of the last step that was taken, computed once."""
+        if self._unread is not None:
+            self._metrics, self._unread = self._unread(), None
+        return self._metrics
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -297,6 +307,8 @@ class Modular(Optimizer):
                 )
             if closure is None and "closure" in self._nodes.targets:
                 raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
+            if closure is None and self._plans.plan is not None and self._may_repeat() and self._repeat():
+                return None
             settings = self.begin()
 
             result = None
@@ -331,8 +343,10 @@ class Modular(Optimizer):
         try:
             if takes_part and (not self._policy.decides or self._policy.allows(walk, state)):
                 self._run(walk)
-                self._metrics.clear()
-                self._metrics.update(walk.metrics if parts is None else parts.end(self._nodes, self.param_groups))
+                self._metrics = walk.metrics if parts is None else parts.end(self._nodes, self.param_groups)
+                self._unread = None
+                if isinstance(walk.executor, Fast) and self._may_repeat() and not self._schedules.any:
+                    self._plans.learn(walk, walk.executor.ended)
                 if SCHEDULE_STEP in state:
                     state[SCHEDULE_STEP] += 1
                     self._schedules.advance(self.param_groups, state[SCHEDULE_STEP])
@@ -341,6 +355,25 @@ class Modular(Optimizer):
                 self._chain_state.show(self.param_groups)
             if self.listener is not None:
                 self.listener.end(walk)
+
+    def _may_repeat(self) -> bool:
+        """True if a plan has all that a step of this optimizer does."""
+        acts_alone = self.listener is None and self.parts is None and self._process_group is None
+        is_plain = not (self.maximize or self.keep_grads or self._policy.decides)
+        return acts_alone and is_plain and self._may_be_fast()
+
+    def _repeat(self) -> bool:
+        """Take a step by the plan. Return False, with nothing changed, if there is none or it does not fit."""
+        state = self._chain_state.values
+        if state:
+            self._chain_state.take_counters(self.param_groups)
+        try:
+            metrics = self._plans.repeat(self.param_groups, self.state, state)
+        finally:
+            if state:
+                self._chain_state.show(self.param_groups)
+        self._unread = metrics or self._unread
+        return metrics is not None
 
     def begin(self) -> dict[str, list[Setting]]:
         """Take over what was written to the param groups since the last step, and return the settings by transform.
@@ -604,11 +637,12 @@ class Modular(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("maximize", "keep_grads", "fast", "chain", "storage_keys", "_written", "_nodes", "_policy", "_schedules")
-        own += ("_chain_state", "_metrics", "_reported", "_shapes", "_is_complete", "_has_meshes")
+        own += ("_chain_state", "_reported", "_shapes", "_is_complete", "_has_meshes")
         given = super().__getstate__()
         state: Any = defaultdict(dict, {param: own_numbers(state) for param, state in self.state.items()})
         shared = {"_shared_group": SharedGroup(self._process_group, self._lost_group)}
-        return given | {"state": state} | {name: getattr(self, name) for name in own} | shared
+        metrics = {"_metrics": self._known_metrics(), "_unread": None}
+        return given | {"state": state} | {name: getattr(self, name) for name in own} | shared | metrics
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -616,6 +650,7 @@ class Modular(Optimizer):
         if shared is not None:
             self._process_group, self._lost_group = shared.group, shared.is_lost
         self._workspace = Workspace()
+        self._plans = Plans(self._workspace)
 
     def __repr__(self) -> str:
         lines = described(self._written, self._nodes, self.param_groups)

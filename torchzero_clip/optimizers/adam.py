@@ -74,6 +74,7 @@ class Adam(UpdateRule):
     """
 
     checks = {"betas": check_betas, "eps": non_negative}
+    repeatable = True
     default_lr = 1e-3
 
     def __init__(

@@ -57,6 +57,7 @@ class SGD(UpdateRule):
     """
 
     checks = {"momentum": non_negative, "dampening": number}
+    repeatable = True
     default_lr = 1e-3
 
     def __init__(

@@ -1,0 +1,314 @@
+"""A plan repeats a step whose course is known: at most one scaling, then a rule that takes the rest in one kernel.
+
+The ordinary step of a small model takes longer to find out what to do than to do it. After steps that looked the same,
+the next ones follow a plan, as long as nothing has changed on which the course of a step depends. Otherwise the step is
+taken in the ordinary way. The results are the same, bit for bit.
+"""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torchzero_clip.compat import SameLayout, native_guard
+from torchzero_clip.core.kinds import Scaling, UpdateRule
+from torchzero_clip.core.nodes import Node
+from torchzero_clip.core.step import Step
+from torchzero_clip.core.tools import Tools
+from torchzero_clip.engine.gathering import taking_part
+from torchzero_clip.engine.walk import Walk
+from torchzero_clip.fast.kernels import Ended, run_kernel
+from torchzero_clip.fast.ops import Scale
+from torchzero_clip.fast.vectors import VectorStates
+from torchzero_clip.fast.workspace import Workspace
+from torchzero_clip.functional import foreach
+from torchzero_clip.functional.measure import L2, Measured, Slicing, by_setting, effect
+from torchzero_clip.functional.norms import whole_norm, whole_norms
+from torchzero_clip.functional.scratch import Scratch
+from torchzero_clip.types import Setting, State
+
+Group: TypeAlias = dict[str, Any]
+Metrics: TypeAlias = Callable[[], dict[str, Tensor]]
+"""Computes the metrics of a step when they are read."""
+
+_FLOAT32 = torch.finfo(torch.float32)
+_IMMUTABLE = {float, int, bool, str, type(None)}
+
+
+class Plans:
+    """The plan of an optimizer, if it has one, and the decision when to make one.
+
+    A plan is made after a few steps in a row that looked the same. If it is used less than twice as often as that, the
+    next one has to wait longer: where parameters get gradients only now and then, plans cost next to nothing.
+
+    Args:
+        workspace: The memory and the caches of the optimizer.
+    """
+
+    _FIRST_WAIT, _LONGEST_WAIT = 2, 64
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+        self.plan: Plan | None = None
+        """The plan, until it does not fit."""
+        self._layout: object = None
+        self._alike = self._uses = 0
+        self._wait = self._FIRST_WAIT
+
+    def repeat(self, groups: list[Group], kept: Mapping[Tensor, State], chain_state: dict[str, Any]) -> Metrics | None:
+        """Take a step by the plan. Return None, with nothing changed, if there is no plan or it does not fit.
+
+        Args:
+            groups: The param groups.
+            kept: The state of each parameter.
+            chain_state: The state of the whole chain.
+
+        Raises:
+            ValueError: If a setting is out of range.
+        """
+        plan, self.plan = self.plan, None  # after an error there is none
+        found = None if plan is None else plan.repeat(groups, kept, self._workspace, chain_state)
+        if found is not None:
+            self.plan = plan
+            self._uses += 1
+        return found
+
+    def learn(self, walk: Walk, ended: Ended | None) -> None:
+        """Make a plan of a step that was taken in the ordinary way, if those before it looked the same.
+
+        Args:
+            walk: The step.
+            ended: How it ended, if a kernel took it for all parameters.
+        """
+        if ended is None:
+            return
+        self._alike = self._alike + 1 if ended.layout is self._layout else 0
+        self._layout = ended.layout
+        if self._alike >= self._wait:
+            self._wait = self._FIRST_WAIT if self._uses >= 2 * self._wait else min(2 * self._wait, self._LONGEST_WAIT)
+            self._alike = self._uses = 0
+            self.plan = Plan.of(walk, ended)
+
+
+class _Found(NamedTuple):
+    """The tensors of a step that looks like the one before."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[State]
+    columns: dict[str, list[Tensor]]
+    """State by key."""
+    counters: list[Tensor]
+    """Those that the kernel reads, as vectors."""
+    workspace: Workspace
+
+
+class Plan:
+    """What a step did, without its tensors.
+
+    Args:
+        walk: The step.
+        ended: How it ended.
+        scaling: The first transform, if it is a scaling.
+        fits: Whether tensors are laid out as in this step.
+    """
+
+    def __init__(self, walk: Walk, ended: Ended, scaling: Node | None, fits: SameLayout) -> None:
+        rule, self._kernel, self._layout, self._rest = ended.node, ended.kernel, ended.layout, ended.rest
+        self._nodes, self._rule, self._scaling, self._fits = walk.nodes, rule, scaling, fits
+        self._sizes = [len(group["params"]) for group in walk.groups]
+        self._group_of = walk.group_of
+        self._all_take_part = sum(self._sizes) == len(walk.params)
+        self._like, numbers = ended.keys()
+        self._counters = [f"{rule.path}/{key}" for key in ended.fused.counters]
+        self._numbers = [key for key in numbers if key not in self._counters]
+        self._own_state = (*self._like, *numbers)
+        self._state = [f"{rule.path}/{key}" for key in (*ended.fused.state, *ended.fused.counters)]
+        self._attributes = [vars(node.transform) for node in walk.nodes]
+        self._arguments = self._current_arguments()
+        self._keys = list(walk.nodes.storage_keys.values())
+        self._values: list[Any] = []
+        self._variants = self._variants_of(walk.settings[rule.path])
+        self._settle(walk.settings, walk.groups)
+        is_joint = scaling is not None and getattr(scaling.transform, "slicing", None) == Slicing(L2, "global")
+        self._is_joint = is_joint and walk.params[0].dtype == torch.float32 and all(map(Tensor.numel, walk.params))
+
+    @classmethod
+    def of(cls, walk: Walk, ended: Ended) -> "Plan | None":
+        """A plan of a step; None if it cannot be repeated."""
+        nodes = list(walk.nodes)
+        first = nodes[0] if isinstance(nodes[0].transform, Scaling) else None
+        if nodes != [*([] if first is None else [first]), ended.node, *ended.rest] or walk.new_states:
+            return None
+        for transform in (node.transform for node in nodes):
+            # a class says so for itself alone, because what a subclass overrides may have effects of its own
+            if not vars(type(transform)).get("repeatable") or transform.scope.limited or transform.target != "update":
+                return None
+        like = chain.from_iterable(ended.columns[key] for key in ("params", "grads", *ended.keys()[0]))
+        fits = native_guard(list(like)) if walk.params[0].is_cpu else None
+        return None if fits is None else cls(walk, ended, first, fits)
+
+    def repeat(
+        self, groups: list[Group], kept: Mapping[Tensor, State], workspace: Workspace, chain_state: dict[str, Any]
+    ) -> Metrics | None:
+        """Take a step, as `Plans.repeat` says."""
+        found = self._gathered(groups, kept, workspace) if self._is_settled(groups) else None
+        if found is None:
+            return None
+        factor: Tensor | float | None = None
+        metrics: Metrics = dict
+        if self._scaling is not None:
+            known = self._clipped(self._scaling, found) if self._is_joint else None
+            factor, metrics = known or self._scaled(self._scaling, found, chain_state)
+        _count(found.counters, 1)  # kernels read the count
+        try:
+            state = [found.columns[key] for key in self._state]
+            run_kernel(self._kernel, found.params, found.grads, state, self._runs, factor)
+        except BaseException:
+            _count(found.counters, -1)
+            raise
+        return metrics
+
+    def _is_settled(self, groups: list[Group]) -> bool:
+        """True if the rule takes the same kind of step with the settings of the groups. Raise if one is invalid."""
+        arguments = self._current_arguments()
+        if len(arguments) != len(self._arguments) or not all(map(operator.is_, arguments, self._arguments)):
+            return False
+        try:
+            values = [group[key] for group in groups for key in self._keys]
+        except KeyError:
+            return False
+        if len(values) == len(self._values) and all(map(operator.is_, values, self._values)):
+            return True
+        settings = self._nodes.checked_settings(groups)
+        if len(groups) != len(self._sizes) or self._variants_of(settings[self._rule.path]) != self._variants:
+            return False
+        self._settle(settings, groups)
+        return True
+
+    def _current_arguments(self) -> list[Any]:
+        """The values of all attributes of the transforms, which a user may set at any time."""
+        return [value for own in self._attributes for value in own.values()]
+
+    def _variants_of(self, settings: Sequence[Setting]) -> set[Any]:
+        rule = self._rule.transform
+        return set(map(rule.variant, settings)) if isinstance(rule, UpdateRule) else set()
+
+    def _settle(self, settings: Mapping[str, list[Setting]], groups: Sequence[Group]) -> None:
+        """Take over checked settings."""
+        together = [*(settings[node.path] for node in self._rest[::-1]), settings[self._rule.path]]
+        merged = [{key: value for own in together for key, value in own[g].items()} for g in range(len(groups))]
+        self._runs = by_setting([merged[g] for g in self._group_of])
+        own = [] if self._scaling is None else settings[self._scaling.path]
+        self._own = [own[g] for g in self._group_of] if own else []
+        self._alone = self._own[0] if len(by_setting(self._own)) == 1 else None
+        values = [group[key] for group in groups for key in self._keys]
+        parts = chain.from_iterable(value if type(value) is tuple else (value,) for value in values)
+        # values that can change, such as tensors, are checked in every step
+        self._values = values if _IMMUTABLE.issuperset(map(type, parts)) else []
+
+    def _gathered(self, groups: list[Group], kept: Mapping[Tensor, State], workspace: Workspace) -> _Found | None:
+        """The tensors of the step; None if they are not laid out as in the step before."""
+        if self._all_take_part:
+            params: list[Tensor] = [param for group in groups for param in group["params"]]
+            grads: list[Any] = [param.grad for param in params]
+            fits = [len(group["params"]) for group in groups] == self._sizes
+        else:
+            params, grads, group_of = taking_part(groups)
+            fits = group_of == self._group_of
+        vectors = workspace.vectors
+        states: list[Any] = list(kept.values())
+        if len(kept) != len(params) or not all(map(operator.is_, kept, params)):
+            states = list(map(kept.get, params))
+        if not fits or None in states or set(map(len, states)) != {len(self._own_state)}:
+            return None
+        try:
+            columns = {key: [state[key] for state in states] for key in self._own_state}
+        except KeyError:
+            return None
+        tensors = params + grads
+        for key in self._like:
+            tensors += columns[key]
+        if not self._fits(tensors) or not all(vectors.are_views(key, columns[key]) for key in self._numbers):
+            return None
+        known = [vectors.known(key, columns[key]) for key in self._counters]
+        counters = [counter for counter in known if counter is not None]
+        return _Found(params, grads, states, columns, counters, workspace) if len(counters) == len(known) else None
+
+    def _clipped(self, node: Node, found: _Found) -> tuple[float | None, Metrics] | None:
+        """The factor of a joint norm as a number, and the metrics. None if it has to be found in the ordinary way."""
+        grads = found.grads
+        total = whole_norm(grads, found.workspace.scratch.knowing(grads, self._layout))
+        if total is None or self._alone is None or not isinstance(node.transform, Scaling):
+            return None
+        factor = node.transform.factor(total.item(), self._alone)
+        if factor is None or not (factor == 0 or _FLOAT32.tiny <= factor <= _FLOAT32.max):
+            return None
+        measured = Measured(L2, [0], total.view(1), total, [total])
+
+        def metrics() -> dict[str, Tensor]:
+            return node.qualified(effect(measured, torch.full_like(measured.vector, factor)))
+
+        return None if factor == 1 else factor, metrics
+
+    def _scaled(self, node: Node, found: _Found, chain_state: dict[str, Any]) -> tuple[Tensor | None, Metrics]:
+        """The factors that the kernel has to apply, None for 1, and the metrics."""
+        transform, grads, workspace = node.transform, found.grads, found.workspace
+        assert isinstance(transform, Scaling)
+        tools = _Tools(grads, workspace.scratch.knowing(grads, self._layout))
+        how = self._nodes.measuring[node.path]
+        measured = tools.measure_here(grads, transform.slicing, how.dims_of, each=how.each, name=node.path)
+        norms = how.norms_for_statistics(measured)
+        if norms is None and transform.keeps_statistics:
+            norms = whole_norms(grads, workspace.scratch)
+        columns = {"params": found.params, "grads": grads, **found.columns}
+        states = VectorStates(found.states, node.path, node.state, _begun, workspace.vectors, columns)
+        of_chain = node.global_state(chain_state)
+        step = Step(found.params, grads, None, states, self._own, of_chain, gradient_norms=norms, tools=tools)
+        try:
+            factors = transform.factors(measured, grads, step)
+        finally:
+            if node.has_state:
+                step.store_states()
+            chain_state.update(node.qualified(step.global_state))
+        waiting = Scale(measured, factors, over_grads=True)
+        kept = None if waiting.does_nothing else waiting.factor
+        if kept is not None and not waiting.fits_kernels:
+            waiting.carry_out(grads)
+            kept = None
+        shown = step.metrics
+        if not (measured.is_whole and measured.targets):
+            return kept, partial(node.qualified, {**shown, **effect(measured, factors)})
+        seen = replace(measured, targets=[measured.total])  # without the gradients
+        return kept, lambda: node.qualified({**shown, **effect(seen, factors)})
+
+
+class _Tools(Tools):
+    """Those of a step whose gradients are plain.
+
+    Args:
+        grads: The gradients.
+        scratch: Memory for intermediate results.
+    """
+
+    def __init__(self, grads: list[Tensor], scratch: Scratch) -> None:
+        self._grads, self._scratch = grads, scratch
+
+    @override
+    def scratch_for(self, tensors: Sequence[Tensor]) -> Scratch | None:
+        return self._scratch if tensors is self._grads or foreach.are_plain(tensors) else None
+
+
+def _count(counters: Sequence[Tensor], number: int) -> None:
+    for counter in counters:
+        counter.add_(number)
+
+
+def _begun(i: int) -> State:
+    raise AssertionError(f"parameter {i} has no state")
