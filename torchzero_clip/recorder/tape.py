@@ -1,7 +1,7 @@
 """The last steps of a run, on the device of the parameters."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,9 +63,8 @@ class Tape:
         self._numbers = Ring(keep, 0, device)
         self._absent = torch.full((len(layout.names),), ABSENT, dtype=torch.float64, device=device)
         self._unknown = torch.full((), torch.nan, dtype=torch.float64, device=device)
-        self._places: list[int] = []
-        self._runs: list[int] = []
-        self._gaps: list[Tensor] = []
+        self._places: Sequence[int] = ()
+        self._index = torch.empty(0, dtype=torch.long, device=device)
 
     def write(self, note: Note, norms: Tensor | None, places: Sequence[int] | None, numbers: dict[str, Tensor]) -> None:
         """Write one step: the norm of each gradient, if there are any, into these columns, and 0-d tensors by name."""
@@ -74,19 +73,19 @@ class Tape:
         elif places is not None:
             norms = self._spread(norms, places)
         self._norms.write(self.count, norms)
-        found = list(numbers.values())
-        if list(numbers) != self.keys:
-            new = [key for key in numbers if key not in self.keys]
-            if new:
-                self.keys += new
-                self._numbers.widen(len(self.keys))
+        self._add_columns(numbers)
+        if self.keys:
             found = [numbers.get(key, self._unknown) for key in self.keys]
-        if found:
-            if {self.device} != {number.device for number in found}:
-                found = [number.to(self.device, non_blocking=self.device.type != "cpu") for number in found]
-            self._numbers.write(self.count, torch.stack(found))
+            waits = self.device.type == "cpu"
+            self._numbers.write(self.count, torch.stack([x.to(self.device, non_blocking=not waits) for x in found]))
         self.notes.append(note)
         self.count += 1
+
+    def _add_columns(self, keys: Iterable[str]) -> None:
+        new = [key for key in keys if key not in self.keys]
+        if new:
+            self.keys += new
+            self._numbers.widen(len(self.keys))
 
     def write_ratios(self, step: int, params: Tensor, updates: Tensor, places: Sequence[int] | None) -> None:
         """Write the norms of parameters and of what was subtracted from them; ``places`` is as in `write`."""
@@ -95,28 +94,18 @@ class Tape:
         self.ratios.append((step, params, updates))
 
     def _spread(self, norms: Tensor, places: Sequence[int]) -> Tensor:
-        """One norm for each parameter. Tensors of indices are not used: copying them to the device would wait."""
+        """One norm for each parameter."""
         if places != self._places:
-            self._places = list(places)
-            starts = [k for k, place in enumerate(places) if k == 0 or place != places[k - 1] + 1]
-            ends = [*starts[1:], len(places)]
-            self._runs = [end - start for start, end in zip(starts, ends, strict=True)]
-            edges = [(places[start], places[end - 1] + 1) for start, end in zip(starts, ends, strict=True)]
-            begins = [0, *(end for _, end in edges)]
-            stops = [*(start for start, _ in edges), len(self._absent)]
-            self._gaps = [self._absent[begin:stop] for begin, stop in zip(begins, stops, strict=True)]
-        pieces = [self._gaps[0]]
-        for run, gap in zip(norms.split(self._runs), self._gaps[1:], strict=True):
-            pieces += (run, gap)
-        return torch.cat(pieces)
+            self._places = places
+            index = torch.tensor(places, device="cpu", pin_memory=self.device.type == "cuda")
+            self._index = index.to(self.device, non_blocking=True)  # from pinned memory, so that the copy does not wait
+        return self._absent.index_copy(0, self._index, norms)
 
     def write_loss(self, step: int, loss: Tensor) -> None:
         """Write the loss of a step that was written before; no effect if it is no longer kept."""
         places = [i for i, note in enumerate(self.notes) if note.step == step]
         if places:
-            if "loss" not in self.keys:
-                self.keys.append("loss")
-                self._numbers.widen(len(self.keys))
+            self._add_columns(["loss"])
             row = self._numbers.rows.select(0, (self.count - len(self.notes) + places[0]) % self.keep)
             foreach.copy_([row.select(0, self.keys.index("loss"))], [loss])
 
@@ -125,10 +114,7 @@ class Tape:
         return self._read(self.keep)[0]
 
     def _read(self, last: int) -> tuple[Tensor, Tensor, list[tuple[int, Tensor]]]:
-        """Norms, numbers and ratios of the last steps in order, copied at once.
-
-        A ratio has the norms of parameters and of updates.
-        """
+        """Norms, numbers, and norms of parameters and updates of the last steps in order, copied at once."""
         kept = min(self.count, self.keep, last)
         first, end = (self.count - kept) % self.keep, self.count % self.keep
         # slices, because a tensor of indices would have to be copied to the device
@@ -173,8 +159,7 @@ class Tape:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Write the steps of a state."""
-        self.keys = list(state["keys"])
-        self._numbers.widen(len(self.keys))
+        self._add_columns(state["keys"])
         expected = [(len(state["steps"]), width) for width in (len(self.layout.names), len(self.keys))]
         if [tuple(state[key].shape) for key in ("norms", "numbers")] != expected:
             raise ValueError("the norms or numbers in state_dict have wrong shapes")
