@@ -16,12 +16,9 @@ from torchzero_clip.recorder.series import Series
 MOST_GROUPS = 6
 
 
-def draw_record(record: Data, path: Any = None, events: Events | None = None) -> Any:
-    """Draw the norms, the loss if it is known, and the layers by step; save the figure if there is a path.
-
-    ``events`` are those of the record, if the caller already has them.
-    """
-    events, tiles = events or Events.of(record), Tiles.of(record)
+def draw_record(record: Data, path: Any = None) -> Any:
+    """Draw the norms, the loss if it is known, and the layers by step; save the figure if there is a path."""
+    events, tiles = Events.of(record), Tiles.of(record)
     thin = thin_panels(record, events)
     heights = [3.2, *[0.8] * len(thin), heat_height(tiles)]
     figure = _figure(sum(heights) + 0.8)

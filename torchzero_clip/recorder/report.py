@@ -135,7 +135,7 @@ class _Report:
             "if they are known. Below, each row is a layer, and each column is one or more steps. The color shows the "
             "largest norm in these steps divided by the median norm of the layer over the run."
         )
-        return [picture(png_of(draw_record(self._record, events=self._events)), alt, caption)]
+        return [picture(png_of(draw_record(self._record)), alt, caption)]
 
 
 def _guide() -> list[str]:
