@@ -23,8 +23,7 @@ class Hooks:
 
     def __init__(self, run: Run, optimizer: Optimizer) -> None:
         self.reported = ReportedLoss()
-        before, after = optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)
-        self._handles = (before, after)
+        self._handles = optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)
         self._run = run
         self._scratch = Scratch()
 
@@ -44,10 +43,10 @@ class Hooks:
         if closure is None:
             self._measure(optimizer, None)
             return None
-        closure = _Measured(closure, partial(self._measure, optimizer))
-        return (
-            (args, {**kwargs, "closure": closure}) if "closure" in kwargs else ((optimizer, closure, *args[2:]), kwargs)
-        )
+        closure = _measured(closure, partial(self._measure, optimizer))
+        if "closure" in kwargs:
+            return args, kwargs | {"closure": closure}
+        return (optimizer, closure, *args[2:]), kwargs
 
     @torch.no_grad()
     @never_compiled
@@ -79,7 +78,7 @@ class Hooks:
 
 @dataclass(frozen=True)
 class _Measurement:
-    """A step that was measured. To call it writes the step as one that failed, unless it is being taken."""
+    """A step that was measured. Calling it writes the step as one that failed, unless it is being taken."""
 
     run: Run
     optimizer: Optimizer
@@ -99,19 +98,17 @@ class _Measurement:
         self.run.write(self.optimizer.param_groups, self.params, self.norms, self.numbers, note)
 
 
-class _Measured:
+def _measured(closure: Callable[[], Any], measure: Callable[[Any], None]) -> Callable[[], Any]:
     """A closure that measures the gradients after its first call. `torch.optim.LBFGS` calls it several times."""
+    waiting = [measure]
 
-    def __init__(self, closure: Callable[[], Any], measure: Callable[[Any], None]) -> None:
-        self._closure = closure
-        self._measure: Callable[[Any], None] | None = measure
-
-    def __call__(self) -> Any:
-        loss = self._closure()
-        measure, self._measure = self._measure, None
-        if measure is not None:
-            measure(loss)
+    def call() -> Any:
+        loss = closure()
+        while waiting:
+            waiting.pop()(loss)
         return loss
+
+    return call
 
 
 _STEP: Any = Optimizer.profile_hook_step(Optimizer.step)  # what torch wraps around `step` of each class
