@@ -43,9 +43,6 @@ class Layers(list[Layer]):
     """Layers, the worst first. Prints as a table."""
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
         rows = [("name", "norm", "usual", "ratio")]
         rows += [(layer.name, *(f"{x:.4g}" for x in (layer.norm, layer.usual, layer.ratio))) for layer in self]
         return as_table(rows)

@@ -65,7 +65,8 @@ class Live:
         finite = norm[norm.isfinite()]
         clipped, limit = record.share_clipped[first:end], record.limits()[first:end]
         norms = record.layer_norms[first:end]
-        ratios = _update_ratios(record, record.steps[first], record.steps[end - 1])
+        known = [r.relative for r in record.ratios if record.steps[first] <= r.step <= record.steps[end - 1]]
+        ratios = known[-1] if known else record.norm.new_full((len(record.layers),), math.nan)
         is_lost = bool(norms.isfinite().logical_not().any())
         values = {
             "gradients/norm": median_of(finite) if len(finite) else math.nan,
@@ -91,12 +92,6 @@ def _top(sizes: Tensor) -> list[int]:
     """The places of the largest numbers."""
     known = sizes.nan_to_num(nan=-1.0, posinf=math.inf)
     return [i for i in known.argsort(descending=True, stable=True).tolist()[:TOP] if known[i] > 0]
-
-
-def _update_ratios(record: Record, first: int, last: int) -> Tensor:
-    """The norm of the update of each layer divided by that of its parameters, in the last step that has them."""
-    unknown = record.norm.new_full((len(record.layers),), math.nan)
-    return next((ratios.relative for ratios in reversed(record.ratios) if first <= ratios.step <= last), unknown)
 
 
 def sender(target: Any) -> tuple[Send, bool]:

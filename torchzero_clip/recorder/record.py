@@ -47,7 +47,8 @@ class Readable(ABC):
         Raises:
             ValueError: If the layers of this step were not kept.
         """
-        return self.record().worst(step, top)
+        kept = self.record()
+        return (kept if step in kept.steps else self._whole()).worst(step, top)
 
     def spikes(self) -> list[int]:
         """Return the steps with a spike or an early sign of one.

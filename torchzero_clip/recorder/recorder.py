@@ -15,7 +15,7 @@ from torchzero_clip.core.kinds import Gate
 from torchzero_clip.engine.reported_loss import ReportedLoss
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrapped import unwrap
-from torchzero_clip.recorder.data import Layers, step_number
+from torchzero_clip.recorder.data import step_number
 from torchzero_clip.recorder.files import check
 from torchzero_clip.recorder.hooks import Hooks
 from torchzero_clip.recorder.layout import By
@@ -186,11 +186,6 @@ class Recorder(Readable):
         except (OSError, ValueError) as error:
             warnings.warn(f"older steps cannot be read from {log.path}: {error}", stacklevel=3)
             return kept
-
-    @override
-    def worst(self, step: int | None = None, top: int = 5) -> Layers:
-        kept = self.record()
-        return (kept if step in kept.steps else self._whole()).worst(step, top)
 
     @override
     def suggest_max_norm(self, share_clipped: float = 0.01, scope: Scope = "joint") -> Suggestion:

@@ -35,10 +35,7 @@ FAILED = "error"
 
 
 class Run(Listener):
-    """Writes each step on a `Tape`, and lets an `Output` write the tape to a file. It does not know the optimizer.
-
-    The arguments are those of `Recorder`, and the file with the logger.
-    """
+    """Writes each step on a `Tape`, and lets an `Output` write the tape to a file. It does not know the optimizer."""
 
     def __init__(self, by: By, keep: int, ratios_every: int, model: nn.Module | None, output: Output) -> None:
         self.by: By = by

@@ -66,7 +66,7 @@ class Series:
         starts = [k * len(norms) // BLOCKS for k in range(BLOCKS)]
         dropped = _unsteady(logs, starts)
         start = starts[dropped]
-        border = _spike_border(logs[start:])
+        border = median_of(logs[start:]) + max(6 * _spread(logs[start:]), TWICE)
         spikes = logs[start:] > border
         wild = ~values.isfinite()
         wild[usable.nonzero().flatten()[start:]] = spikes
@@ -169,11 +169,6 @@ def _trend(logs: Tensor) -> Trend:
 def _spread(logs: Tensor) -> float:
     """The robust standard deviation 1.4826 · MAD, where MAD is the median distance from the median."""
     return DEVIATION * median_of((logs - median_of(logs)).abs())
-
-
-def _spike_border(logs: Tensor) -> float:
-    """The logarithm above which a norm is a spike: it exceeds the median by max(6 · 1.4826 · MAD, ln 2)."""
-    return median_of(logs) + max(6 * _spread(logs), TWICE)
 
 
 def levels(norms: Tensor) -> list[tuple[float, float]]:
