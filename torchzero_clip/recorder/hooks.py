@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,7 +37,7 @@ class Hooks:
         if _depth(optimizer) > 1:
             return None
         self._run.output.check()
-        self.after(optimizer, args, kwargs, reason=FAILED)
+        self._run.finish(FAILED)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._measure(optimizer, None)
@@ -66,36 +65,20 @@ class Hooks:
         if isinstance(found_inf, Tensor):
             numbers["found_inf"] = found_inf.detach()
         self._run.save_params(params)
-        self._run.finish = _Measurement(self._run, optimizer, params, norms, numbers)
+        self._run.finish = partial(self._finish, optimizer, partial(self._run.write, groups, params, norms, numbers))
 
     @never_compiled
-    def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], *, reason: str = "") -> None:
+    def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Write a step that was taken."""
-        finish = self._run.finish
-        if isinstance(finish, _Measurement) and _depth(optimizer) <= 1:
-            finish.write(reason)
-
-
-@dataclass(frozen=True)
-class _Measurement:
-    """A step that was measured. Calling it writes the step as one that failed, unless it is being taken."""
-
-    run: Run
-    optimizer: Optimizer
-    params: list[Tensor]
-    norms: Tensor | None
-    numbers: dict[str, Any]
-
-    def __call__(self) -> None:
-        if not _depth(self.optimizer):
-            self.write(FAILED)
+        if _depth(optimizer) <= 1:
+            self._run.finish("")
 
     @torch.no_grad()
-    def write(self, reason: str) -> None:
-        """Write the step with the reason why it was refused; empty if it was taken."""
-        self.run.finish = nothing
-        note = Note(self.run.step, reason)
-        self.run.write(self.optimizer.param_groups, self.params, self.norms, self.numbers, note)
+    def _finish(self, optimizer: Optimizer, write: Callable[[Note], None], reason: str | None = None) -> None:
+        if reason is None and _depth(optimizer):
+            return
+        self._run.finish = nothing
+        write(Note(self._run.step, FAILED if reason is None else reason))
 
 
 def _measured(closure: Callable[[], Any], measure: Callable[[Any], None]) -> Callable[[], Any]:

@@ -43,16 +43,17 @@ class Log:
 
     def __init__(self, path: Path, by: By, most: int, keep: int) -> None:
         self.path = path.resolve()
-        self.run = uuid.uuid4().hex[:12]
-        """The id of the run."""
-        self.parent: str | None = None
-        """The id of the run that this one resumes."""
-        self.is_new = True
-        """False if the file had lines before, and this run has not written or loaded anything yet."""
         self.is_lost = False
         """True if another recorder of this process writes to the file now."""
         self._by: By = by
         self._most, self._keep = most, keep
+        self.begin_anew(None)
+
+    def begin_anew(self, parent: str | None) -> None:
+        """Begin a run. If it resumes another one, its steps replace those that have the same or larger numbers."""
+        self.run, self.parent = uuid.uuid4().hex[:12], parent
+        self.is_new = True
+        """False if the file had lines before, and this run has not written or loaded anything yet."""
         self._layers: tuple[str, ...] | None = None
         self._seen: deque[tuple[int, float, bool]] = deque(maxlen=REMEMBERED)
         """The last steps in the file: their joint norms, and whether the step was refused or not finite."""
@@ -66,13 +67,6 @@ class Log:
     def written_run(self) -> str | None:
         """The id of this run. If it has written nothing yet, the id of the run that it resumes."""
         return self.parent if self._layers is None else self.run
-
-    def begin_anew(self, parent: str | None) -> None:
-        """Begin a run that resumes another one. Its steps replace those that have the same or larger numbers."""
-        self.run, self.parent = uuid.uuid4().hex[:12], parent
-        self._layers, self._open, self._has_block, self.is_new = None, 0, False, True
-        self._seen.clear()
-        self._whole.clear()
 
     def write(
         self, kept: Callable[[int], Record], count: int, losses: Mapping[int, float], *, is_end: bool = False

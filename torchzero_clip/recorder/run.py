@@ -45,8 +45,8 @@ class Run(Listener):
         self.step = 0
         """The number of the next step."""
         self.tape: Tape | None = None
-        self.finish: Callable[[], None] = nothing
-        """Writes a step that was measured, but may not have been taken yet."""
+        self.finish: Callable[..., None] = nothing
+        """Writes a step that was measured. Without a reason, it has failed, or is still being taken."""
         self.names: MutableMapping[Tensor, Name] = WeakIdKeyDictionary()
         """The names of the parameters, which never change."""
         self._ratios_every = ratios_every
@@ -282,7 +282,7 @@ def take_over(path: Path) -> None:
             log.is_lost = True
 
 
-def nothing() -> None:
+def nothing(reason: str | None = None) -> None:
     """Nothing was measured."""
 
 

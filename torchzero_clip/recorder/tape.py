@@ -29,26 +29,8 @@ class Note:
     """Limits that are settings, by the names of the transforms."""
 
 
-class Ring:
-    """A buffer of the last rows of numbers."""
-
-    def __init__(self, keep: int, width: int, device: torch.device) -> None:
-        with torch.inference_mode(False):  # memory that is made in inference mode cannot be written to outside of it
-            self.rows = torch.full((keep, width), torch.nan, dtype=torch.float64, device=device)
-
-    def widen(self, width: int) -> None:
-        """Add columns."""
-        with torch.inference_mode(False):
-            more = self.rows.new_full((len(self.rows), width - self.rows.shape[1]), torch.nan)
-            self.rows = torch.cat([self.rows, more], dim=1)
-
-    def write(self, count: int, row: Tensor) -> None:
-        """Write the row of a step over the oldest one."""
-        foreach.copy_([self.rows.select(0, count % len(self.rows))], [row])
-
-
 class Tape:
-    """The norms and numbers of the last steps, as vectors on the device, all with the same layout."""
+    """The norms and numbers of the last steps, as rows on the device, all with the same layout."""
 
     def __init__(self, keep: int, layout: Layout, device: torch.device) -> None:
         self.layout = layout
@@ -59,8 +41,8 @@ class Tape:
         self.keys: list[str] = []
         self.notes: deque[Note] = deque(maxlen=keep)
         self.ratios: deque[tuple[int, Tensor, Tensor]] = deque(maxlen=keep)
-        self._norms = Ring(keep, len(layout.names), device)
-        self._numbers = Ring(keep, 0, device)
+        with torch.inference_mode(False):  # memory that is made in inference mode cannot be written to outside of it
+            self._rows = torch.full((keep, len(layout.names)), torch.nan, dtype=torch.float64, device=device)
         self._absent = torch.full((len(layout.names),), ABSENT, dtype=torch.float64, device=device)
         self._unknown = torch.full((), torch.nan, dtype=torch.float64, device=device)
         self._places: Sequence[int] = ()
@@ -72,12 +54,14 @@ class Tape:
             norms = self._absent
         elif places is not None:
             norms = self._spread(norms, places)
-        self._norms.write(self.count, norms)
         self._add_columns(numbers)
-        if self.keys:
-            found = [numbers.get(key, self._unknown) for key in self.keys]
-            waits = self.device.type == "cpu"
-            self._numbers.write(self.count, torch.stack([x.to(self.device, non_blocking=not waits) for x in found]))
+        waits = self.device.type == "cpu"
+        found = [numbers.get(key, self._unknown).to(self.device, non_blocking=not waits) for key in self.keys]
+        self._write(note, torch.cat([norms, torch.stack(found)]) if found else norms)
+
+    def _write(self, note: Note, row: Tensor) -> None:
+        """Write a step over the oldest one."""
+        foreach.copy_([self._rows.select(0, self.count % self.keep)], [row])
         self.notes.append(note)
         self.count += 1
 
@@ -85,7 +69,9 @@ class Tape:
         new = [key for key in keys if key not in self.keys]
         if new:
             self.keys += new
-            self._numbers.widen(len(self.keys))
+            with torch.inference_mode(False):
+                more = self._rows.new_full((self.keep, len(new)), torch.nan)
+                self._rows = torch.cat([self._rows, more], dim=1)
 
     def write_ratios(self, step: int, params: Tensor, updates: Tensor, places: Sequence[int] | None) -> None:
         """Write the norms of parameters and of what was subtracted from them; ``places`` is as in `write`."""
@@ -97,8 +83,8 @@ class Tape:
         """One norm for each parameter."""
         if places != self._places:
             self._places = places
-            index = torch.tensor(places, device="cpu", pin_memory=self.device.type == "cuda")
-            self._index = index.to(self.device, non_blocking=True)  # from pinned memory, so that the copy does not wait
+            # CUDA copies up to 64 KB to the device without waiting, also from memory that is not pinned
+            self._index = torch.tensor(places, device="cpu").to(self.device, non_blocking=True)
         return self._absent.index_copy(0, self._index, norms)
 
     def write_loss(self, step: int, loss: Tensor) -> None:
@@ -106,8 +92,8 @@ class Tape:
         places = [i for i, note in enumerate(self.notes) if note.step == step]
         if places:
             self._add_columns(["loss"])
-            row = self._numbers.rows.select(0, (self.count - len(self.notes) + places[0]) % self.keep)
-            foreach.copy_([row.select(0, self.keys.index("loss"))], [loss])
+            row = self._rows.select(0, (self.count - len(self.notes) + places[0]) % self.keep)
+            foreach.copy_([row.select(0, len(self.layout.names) + self.keys.index("loss"))], [loss])
 
     def norms(self) -> Tensor:
         """The norms on the CPU, a row for each step that is kept; `ABSENT` if there is no gradient."""
@@ -119,12 +105,12 @@ class Tape:
         first, end = (self.count - kept) % self.keep, self.count % self.keep
         # slices, because a tensor of indices would have to be copied to the device
         spans = [slice(first, first + kept)] if first + kept <= self.keep else [slice(first, None), slice(0, end)]
-        rings = [torch.cat([ring.rows[span] for span in spans]) for ring in (self._norms, self._numbers)]
         since = self.notes[-kept].step if kept else 0
         ratios = [ratio for ratio in self.ratios if kept and ratio[0] >= since]
-        parts = [*rings, *(torch.stack(pair) for _, *pair in ratios)]
+        parts = [torch.cat([self._rows[span] for span in spans]), *(torch.stack(pair) for _, *pair in ratios)]
         copied = torch.cat([part.flatten() for part in parts]).cpu().split([part.numel() for part in parts])
-        norms, numbers, *pairs = (part.view(own.shape) for part, own in zip(copied, parts, strict=True))
+        rows, *pairs = (part.view(own.shape) for part, own in zip(copied, parts, strict=True))
+        norms, numbers = rows.split([len(self.layout.names), len(self.keys)], dim=1)
         return norms, numbers, [(step, pair) for (step, *_), pair in zip(ratios, pairs, strict=True)]
 
     def record(self, by: By, last: int | None = None) -> Record:
@@ -163,11 +149,10 @@ class Tape:
         expected = [(len(state["steps"]), width) for width in (len(self.layout.names), len(self.keys))]
         if [tuple(state[key].shape) for key in ("norms", "numbers")] != expected:
             raise ValueError("the norms or numbers in state_dict have wrong shapes")
-        rows = zip(state["steps"], state["refused_by"], state["limits"], state["norms"], state["numbers"], strict=True)
-        for step, refused_by, limits, norms, numbers in list(rows)[-self.keep :]:
-            self._norms.write(self.count, norms.to(self.device))
-            self._numbers.write(self.count, numbers.to(self.device))
-            self.notes.append(Note(step, refused_by, limits))
-            self.count += 1
+        rows = torch.cat([state["norms"], state["numbers"]], dim=1).to(self.device)
+        for *note, row in list(zip(state["steps"], state["refused_by"], state["limits"], rows, strict=True))[
+            -self.keep :
+        ]:
+            self._write(Note(*note), row)
         for step, pair in state["ratios"]:
             self.ratios.append((step, *pair.to(self.device).unbind()))

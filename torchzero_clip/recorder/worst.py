@@ -81,9 +81,8 @@ class Worst:
         if name in REASONS:
             return f": {REASONS[name]}"
         mean = self._metric(f"{name}/mean", row - 1)
-        return (
-            f" by {words.short(name)}{f', whose running mean was {words.number(mean)}' if math.isfinite(mean) else ''}"
-        )
+        known = f", whose running mean was {words.number(mean)}" if math.isfinite(mean) else ""
+        return f" by {words.short(name)}{known}"
 
     def layer_table(self) -> list[str]:
         """The layers of the worst steps."""
