@@ -148,10 +148,9 @@ class Data:
         count("top", top)
         self.index(step)
         if step not in self._layer_rows:
-            raise ValueError(
-                f"the file does not have the layers of step {step}. It has the layers of spikes and skipped steps: "
-                f"{_some(self.layer_steps)}"
-            )
+            text = f"the file does not have the layers of step {step}. It has the layers of spikes and skipped steps: "
+            text += "..., " if len(self.layer_steps) > 20 else ""
+            raise ValueError(text + (", ".join(map(str, self.layer_steps[-20:])) or "none"))
         return Layers(self.layers_of(step)[:top])
 
     def layers_of(self, step: int) -> Layers:
@@ -230,12 +229,6 @@ def step_number(step: Any) -> int:
         return operator.index(step)
     except TypeError:
         raise TypeError(f"step must be an integer, got {step!r}") from None
-
-
-def _some(steps: list[int]) -> str:
-    """The numbers of steps, or of the last 20 if there are more."""
-    shown = ", ".join(map(str, steps[-20:])) or "none"
-    return f"..., {shown}" if len(steps) > 20 else shown
 
 
 def _or_zero(value: float) -> float:

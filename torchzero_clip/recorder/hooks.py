@@ -60,10 +60,7 @@ class Hooks:
         if loss is None and self.reported.count:
             loss = self.reported.mean()
         self.reported.clear()
-        numbers: dict[str, Any] = {} if loss is None else {"loss": loss}
-        found_inf = getattr(optimizer, "found_inf", None)
-        if isinstance(found_inf, Tensor):
-            numbers["found_inf"] = found_inf.detach()
+        numbers = {"loss": loss, "found_inf": getattr(optimizer, "found_inf", None)}
         self._run.save_params(params)
         self._run.finish = partial(self._finish, optimizer, partial(self._run.write, groups, params, norms, numbers))
 

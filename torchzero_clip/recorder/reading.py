@@ -17,8 +17,6 @@ from torchzero_clip.recorder.files import BEGIN, KINDS, NUMBER, VERSION, Row
 from torchzero_clip.recorder.places import Place
 from torchzero_clip.recorder.record import Record
 
-WITHOUT_ID = ""
-"""Stands for the id of lines that an earlier release wrote."""
 LARGEST_STEP = 2**53
 MOST_EMPTY = 100
 """A record is refused if it would have more empty cells than so many for each number in the file."""
@@ -111,8 +109,8 @@ class _Reader:
 
     def __init__(self, path: Place) -> None:
         self.runs: dict[str, _Run] = {}
-        self.last = WITHOUT_ID
-        """The id of the run that wrote the last line."""
+        self.last = ""
+        """The id of the run that wrote the last line; empty for lines of an earlier release."""
         self.broken = 0
         """How many lines are not JSON or belong to no run, without an incomplete last one."""
         self.size = 0
@@ -151,7 +149,7 @@ class _Reader:
     def _read_run(self, row: Row) -> None:
         if row["version"] != VERSION:
             raise ValueError(f"version {row['version']} cannot be read: this release reads version {VERSION}")
-        self.last, start = str(row.get("id", WITHOUT_ID)), row["start"]
+        self.last, start = str(row.get("id", "")), row["start"]
         run = self.runs.setdefault(self.last, _Run(self.last, row.get("parent"), start))
         run.joint = [str(name) for name in row["joint"]]
         run.layers = [str(name) for name in row["layers"]]

@@ -76,8 +76,7 @@ class Run(Listener):
         if self.output.is_lost:
             return
         note = Note(self.step, " ".join(walk.refused_by), self._limits(walk))
-        numbers = dict(walk.metrics) if walk.loss is None else {"loss": walk.loss, **walk.metrics}
-        self.write(walk.groups, walk.params, walk.norms_before, numbers, note)
+        self.write(walk.groups, walk.params, walk.norms_before, {"loss": walk.loss, **walk.metrics}, note)
 
     def _limits(self, walk: Walk) -> dict[str, float]:
         """The limits that are settings with one value in all groups."""
@@ -115,7 +114,7 @@ class Run(Listener):
             sizes = each_norm(before)
             foreach.subtract_(before, list(params))
             tape.write_ratios(note.step, sizes, each_norm(before), places)
-        self._judge_loss("loss" in numbers)
+        self._judge_loss(numbers["loss"] is not None)
         self.step += 1
         self._taken += 1
         if "nonfinite" in note.refused_by and not self._alarmed:  # the policy has waited for the device

@@ -13,7 +13,7 @@ from torchzero_clip.core.transform import Transform
 from torchzero_clip.recorder.figures import draw_series
 from torchzero_clip.recorder.numbers import median_of, quantile, share_range
 from torchzero_clip.recorder.series import FEWEST, Series, Trend
-from torchzero_clip.recorder.words import counted
+from torchzero_clip.recorder.words import counted, percent
 
 Scope: TypeAlias = Literal["joint", "parameter", "group"]
 Confidence: TypeAlias = Literal["high", "medium", "low"]
@@ -46,7 +46,7 @@ class Choice(NamedTuple):
         return cls(name, limit, above / len(usual), *share_range(above, len(usual), series.independent))
 
     def __str__(self) -> str:
-        return f"{self.limit:.4g} clips {_percent(self.share)} ({_percent(self.low)} to {_percent(self.high)})"
+        return f"{self.limit:.4g} clips {percent(self.share)} ({percent(self.low)} to {percent(self.high)})"
 
 
 @dataclass(frozen=True)
@@ -178,15 +178,11 @@ def suggested(norms: Mapping[str, Tensor], share_clipped: float, scope: Scope) -
     return Suggestion(limit, spikes, trend, confidence, reason, scope, share_clipped, series, choices)
 
 
-def _percent(share: float) -> str:
-    return "0%" if share < 1e-4 else f"{100 * share:{'.2g' if share < 0.1 else '.0f' if share < 0.99 else '.4g'}}%"
-
-
 def _sentences(series: Series, limit: float, scope: Scope) -> list[str]:
     usual, share = series.usual, float((series.usual > limit).double().mean())
     clip = f"ClipNorm({limit:.4g})" if scope == "parameter" else f'ClipNorm({limit:.4g}, dim="global")'
     what = "norms of tensors, whose median" if scope == "parameter" else "steps, whose median norm"
-    clipped = f"{_percent(share)} of the {len(usual):,} usual {what} is {median_of(usual):.4g}"
+    clipped = f"{percent(share)} of the {len(usual):,} usual {what} is {median_of(usual):.4g}"
     text = [f"{clip} would have clipped {clipped}."]
     others = [f"{what} ({count:,})" for what, count in (("0", series.zeros), ("inf or NaN", series.bad)) if count]
     if others:

@@ -22,7 +22,7 @@ def times(ratio: float) -> str:
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.3g}%"
+    return "0%" if share < 1e-4 else f"{100 * share:{'.2g' if share < 0.1 else '.0f' if share < 0.99 else '.4g'}}%"
 
 
 def counted(count: int, what: str) -> str:
