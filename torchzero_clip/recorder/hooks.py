@@ -72,6 +72,7 @@ class Hooks:
 
     @torch.no_grad()
     def _finish(self, optimizer: Optimizer, write: Callable[[Note], None], reason: str | None = None) -> None:
+        """Write a step that was measured. Without a reason, it has failed, unless it is still being taken."""
         if reason is None and _depth(optimizer):
             return
         self._run.finish = nothing

@@ -46,7 +46,7 @@ class Run(Listener):
         """The number of the next step."""
         self.tape: Tape | None = None
         self.finish: Callable[..., None] = nothing
-        """Writes a step that was measured. Without a reason, it has failed, or is still being taken."""
+        """Writes a step that was measured, but may not have been taken yet."""
         self.names: MutableMapping[Tensor, Name] = WeakIdKeyDictionary()
         """The names of the parameters, which never change."""
         self._ratios_every = ratios_every

@@ -102,12 +102,10 @@ class Tape:
     def _read(self, last: int) -> tuple[Tensor, Tensor, list[tuple[int, Tensor]]]:
         """Norms, numbers, and norms of parameters and updates of the last steps in order, copied at once."""
         kept = min(self.count, self.keep, last)
-        first, end = (self.count - kept) % self.keep, self.count % self.keep
-        # slices, because a tensor of indices would have to be copied to the device
-        spans = [slice(first, first + kept)] if first + kept <= self.keep else [slice(first, None), slice(0, end)]
+        order = torch.arange(self.count - kept, self.count, device=self.device) % self.keep
         since = self.notes[-kept].step if kept else 0
         ratios = [ratio for ratio in self.ratios if kept and ratio[0] >= since]
-        parts = [torch.cat([self._rows[span] for span in spans]), *(torch.stack(pair) for _, *pair in ratios)]
+        parts = [self._rows[order], *(torch.stack(pair) for _, *pair in ratios)]
         copied = torch.cat([part.flatten() for part in parts]).cpu().split([part.numel() for part in parts])
         rows, *pairs = (part.view(own.shape) for part, own in zip(copied, parts, strict=True))
         norms, numbers = rows.split([len(self.layout.names), len(self.keys)], dim=1)
