@@ -11,7 +11,7 @@ from recorder import records
 from recorder.records import column, made
 
 from torchzero_clip.recorder.axes import printable
-from torchzero_clip.recorder.binning import Bars, Events, Tiles, in_columns, largest, medians, relative
+from torchzero_clip.recorder.binning import Events, Tiles, in_columns, largest, medians, relative
 from torchzero_clip.recorder.data import Block, Ratios
 from torchzero_clip.recorder.figures import draw_record, draw_series
 from torchzero_clip.recorder.suggestion import suggested
@@ -220,9 +220,15 @@ def test_columns_take_the_median_and_the_largest_of_what_is_known():
 
 
 def test_bars_are_equally_wide_on_a_log_axis():
-    bars = Bars.of(column([1.0, 1.0, 10.0, 100.0]), most=2)
-    assert bars.edges == pytest.approx([1, 10, 100])
-    assert bars.counts == [2, 2]
+    found = suggested({"joint": column([1.0, 1.1, 10.0, 100.0] * 10)}, 0.01, "joint")
+    bars = found.plot().axes[1].patches
+    edges = column([bars[0].get_y(), *(bar.get_y() + bar.get_height() for bar in bars)])
+    widths = edges.log10().diff()
+    assert widths.max() - widths.min() < 1e-9
+    assert (edges[0], edges[-1]) == (pytest.approx(1, rel=0.03), pytest.approx(100, rel=0.03))
+    counts = [bar.get_width() for bar in bars]
+    assert counts[0] + counts[1] == 20
+    assert sum(counts) == 40
 
 
 def test_norms_are_relative_to_the_usual_one():

@@ -467,12 +467,13 @@ def test_no_sync_and_a_device_of_its_own():
         params = [nn.Parameter(torch.empty(shape, device="cuda")) for shape in ((4, 3), (3,))]
         optimizer = Modular(params, ClipNorm(1.0), AdamW())
         recorder = Recorder(optimizer, ratios_every=2)
-        for _ in range(3):
-            for param in params:
+        for step in range(4):
+            for param in params[step % 2 :]:
                 param.grad = torch.ones_like(param)
             optimizer.report_loss(torch.zeros((), device="cuda"))
             optimizer.step()
-        assert recorder.step == 3
+            optimizer.zero_grad()
+        assert recorder.step == 4
         assert recorder._run.tape.device.type == "cuda"
 
 

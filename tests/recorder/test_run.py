@@ -209,7 +209,7 @@ def test_equal_names_never_share_a_row_and_never_change():
     optimizer.param_groups[0]["params"].insert(0, nn.Parameter(torch.zeros(1)))
     optimizer.param_groups[0]["param_names"].insert(0, "weight")
     train(optimizer, 1)
-    layers = recorder._layout().names
+    layers = recorder._run.tape.layout.names
     assert layers == ("group 0 (2): weight", *names, "group 1: weight", "group 1: bias")
     assert len(set(recorder.record().layers)) == 7
 

@@ -22,7 +22,7 @@ def alarm(record: Record, since: int) -> str | None:
         f"step {record.layer_steps[row]:,}: the gradients of {len(names):,} of {len(record.layers):,} layers are inf "
         f"or NaN. In the order of the optimizer: {shown}."
     )
-    norms, usual = record.layer_norms[row], record.usual([record.layer_steps[row]])[0]
+    norms, usual = record.layer_norms[row], record.usual(record.layer_steps[row])
     order = [i for i in norms.argsort(descending=True).tolist() if norms[i].isfinite() and norms[i] >= 0][:MOST]
     if order:
         said = [f" (usual {number:.4g})" if number == number else "" for number in usual.tolist()]

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.recorder.data import Data
-from torchzero_clip.recorder.numbers import median_of
 
 MOST_COLUMNS = 1000
 MOST_TILES = 252
@@ -18,23 +17,15 @@ HUGE = 1e30  # stands for larger norms in pictures: matplotlib's margins overflo
 
 @dataclass(frozen=True)
 class Events:
-    """What happened in each step.
-
-    Args:
-        steps: The numbers of the steps.
-        norm: The joint norms that matplotlib can draw; NaN for those that are not finite or not above 0.
-        clipped: The share that was clipped; NaN if it is unknown.
-        limits: The limit of each step; NaN if it is unknown.
-        spikes: True for a spike or a norm that is not finite.
-        signs: True for an early sign of a spike.
-        skipped: True for a skipped step.
-    """
+    """What happened in each step. Numbers are NaN if they are unknown."""
 
     steps: Tensor
     norm: Tensor
+    """The joint norms that matplotlib can draw; NaN for those that are not finite or not above 0."""
     clipped: Tensor
     limits: Tensor
     spikes: Tensor
+    """True for a spike or a norm that is not finite."""
     signs: Tensor
     skipped: Tensor
 
@@ -54,18 +45,6 @@ class Events:
             marked({sign.step for sign in record.early_signs()}),
             torch.tensor([bool(reason) for reason in record.reasons], dtype=torch.bool, device="cpu"),
         )
-
-    @property
-    def limit(self) -> float:
-        """The median limit; NaN if none is known."""
-        known = self.limits[self.limits.isfinite()]
-        return median_of(known) if len(known) else math.nan
-
-    @property
-    def has_one_limit(self) -> bool:
-        """True if all known limits are equal."""
-        known = self.limits[self.limits.isfinite()]
-        return len(known) > 0 and bool((known == known[0]).all())
 
     def worst(self) -> tuple[dict[int, int], list[int]]:
         """Rows of spikes and skipped steps, the worst first.
@@ -90,11 +69,6 @@ def _drawn(norms: Tensor) -> Tensor:
     return torch.where(norms.isfinite() & (norms > 0), norms.clamp(1 / HUGE, HUGE), torch.nan)
 
 
-def as_drawn(value: float) -> float:
-    """A norm that matplotlib can draw."""
-    return min(max(value, 1 / HUGE), HUGE)
-
-
 def column_size(count: int) -> int:
     """How many rows are in one column; 1 if there are at most twice as many rows as columns."""
     return 1 if count <= 2 * MOST_COLUMNS else math.ceil(count / MOST_COLUMNS)
@@ -107,14 +81,11 @@ def in_columns(values: Tensor, size: int, reduce: Callable[[Tensor], Tensor]) ->
 
 
 def medians(rows: Tensor) -> Tensor:
-    return rows.nanmedian(dim=1).values if rows.numel() else rows.new_zeros(0)
+    return rows.nanmedian(dim=1).values
 
 
 def largest(rows: Tensor) -> Tensor:
-    if not rows.numel():
-        return rows.new_zeros(0)
-    found = rows.nan_to_num(nan=-torch.inf).amax(dim=1)
-    return torch.where(found == -torch.inf, torch.nan, found)
+    return rows.nanquantile(1.0, dim=1)
 
 
 def means(rows: Tensor) -> Tensor:
@@ -122,48 +93,25 @@ def means(rows: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Bars:
-    """The number of norms between edges that have equal distances on a log axis."""
-
-    edges: list[float]
-    counts: list[int]
-
-    @classmethod
-    def of(cls, norms: Tensor, most: int = 60) -> "Bars":
-        """Count norms; they must be finite and above 0."""
-        logs = norms.log10()
-        low, high = float(logs.amin()), float(logs.amax())
-        if high - low < 1e-6:
-            low, high = low - 0.1, high + 0.1
-        place = ((logs - low) / (high - low) * most).long().clamp(0, most - 1)
-        edges = [10 ** (low + (high - low) * k / most) for k in range(most + 1)]
-        return cls(edges, place.bincount(minlength=most).tolist())
-
-
-@dataclass(frozen=True)
 class Tiles:
-    """The norms of layers relative to their medians over the run, which the first steps have too.
-
-    Args:
-        names: The layers that are shown, in the order of the model.
-        count: How many layers there are.
-        edges: Where each column begins, in steps, and where the last one ends.
-        ratios: A row for each layer, a column for each span of steps: the largest norm divided by the median of the
-            norms above 0. For inf and NaN see `relative`.
-    """
+    """The norms of layers relative to their medians over the run, which the first steps have too."""
 
     names: list[str]
+    """The layers that are shown, in the order of the model."""
     count: int
+    """How many layers there are."""
     edges: list[float]
+    """Where each column begins, in steps, and where the last one ends."""
     ratios: Tensor
+    """What `relative` returns for the largest norm of each layer (row) in each span of steps (column)."""
 
     @classmethod
     def of(cls, record: Data, most: int = MOST_NAMES) -> "Tiles":
         """Take first the layers with norms that are not finite, then those with the largest ratios."""
         edges, highest = _spans(record)
-        ratios = relative(highest, median_norms(record)).T
-        if not ratios.numel():
-            return cls([], len(record.layers), [], ratios)
+        if not highest.numel():
+            return cls([], len(record.layers), [], highest)
+        ratios = relative(highest, _median_norms(record)).T
         finite: list[float] = torch.where(ratios.isfinite(), ratios, 0.0).amax(dim=1).tolist()
         broken: list[bool] = ratios.isinf().any(dim=1).tolist()
         ranked = sorted(range(len(finite)), key=lambda i: (not broken[i], -finite[i]))
@@ -178,11 +126,9 @@ def relative(norms: Tensor, median: Tensor) -> Tensor:
     return torch.where(norms.isfinite(), torch.where(norms < 0, torch.nan, known), torch.inf)
 
 
-def median_norms(record: Data) -> Tensor:
+def _median_norms(record: Data) -> Tensor:
     """The median of the norms above 0 of each layer over the run; NaN if there are none."""
     rows = torch.stack([block.median for block in record.blocks]) if record.blocks else record.layer_norms
-    if not rows.numel():
-        return torch.full((len(record.layers),), torch.nan, dtype=torch.float64, device="cpu")
     return torch.where(rows.isfinite() & (rows > 0), rows, torch.nan).nanmedian(dim=0).values
 
 
@@ -197,15 +143,13 @@ def _spans(record: Data) -> tuple[list[float], Tensor]:
         rows = record.layer_norms
     size = max(1, math.ceil(len(spans) / MOST_TILES))
     gap = (spans[-1][1] - spans[0][0]) / 100 if spans else 0
-    edges: list[float] = []
+    edges: list[float] = [spans[0][0] - 0.5] if spans else []
     columns: list[Tensor] = []
     for k in range(0, len(spans), size):
         first, last = spans[k][0], spans[min(k + size, len(spans)) - 1][1]
-        if edges and first > edges[-1] + 1 + gap:
-            columns.append(torch.full((len(record.layers),), -1.0, dtype=torch.float64, device="cpu"))
+        if first > edges[-1] + 1 + gap:
+            columns.append(torch.full_like(rows[0], -1.0))
             edges.append(first - 0.5)
-        if not edges:
-            edges.append(first - 0.5)
-        columns.append(rows[k : k + size].amax(dim=0) if rows.shape[1] else rows.new_zeros(0))
+        columns.append(rows[k : k + size].amax(dim=0))
         edges.append(last + 0.5)
     return edges, torch.stack(columns) if columns else rows

@@ -3,7 +3,7 @@
 import math
 import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchzero_clip.checks import count
 from torchzero_clip.recorder.early_signs import EarlySign, early_signs
-from torchzero_clip.recorder.numbers import medians_before
+from torchzero_clip.recorder.numbers import medians
 from torchzero_clip.recorder.series import spikes_among
 from torchzero_clip.recorder.words import as_table
 
@@ -43,9 +43,6 @@ class Layers(list[Layer]):
     """Layers, the worst first. Prints as a table."""
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
         rows = [("name", "norm", "usual", "ratio")]
         rows += [(layer.name, *(f"{x:.4g}" for x in (layer.norm, layer.usual, layer.ratio))) for layer in self]
         return as_table(rows)
@@ -151,33 +148,29 @@ class Data:
         count("top", top)
         self.index(step)
         if step not in self._layer_rows:
-            raise ValueError(
-                f"the file does not have the layers of step {step}. It has the layers of spikes and skipped steps: "
-                f"{_some(self.layer_steps)}"
-            )
-        (layers,) = self.layers_of([step])
-        return Layers(layers[:top])
+            text = f"the file does not have the layers of step {step}. It has the layers of spikes and skipped steps: "
+            text += "..., " if len(self.layer_steps) > 20 else ""
+            raise ValueError(text + (", ".join(map(str, self.layer_steps[-20:])) or "none"))
+        return Layers(self.layers_of(step)[:top])
 
-    def layers_of(self, steps: Sequence[int]) -> Iterator[Layers]:
-        """All layers with a gradient in each of these steps, the worst first. The layers of the steps must be known."""
-        for step, usual in zip(steps, self.usual(steps), strict=True):
-            norms = self.layer_norms[self._layer_rows[step]].tolist()
-            named = zip(self.layers, norms, usual.tolist(), strict=True)
-            layers = [Layer(*values) for values in named if not values[1] < 0]
-            layers.sort(key=lambda layer: (math.isfinite(layer.norm), -_or_zero(layer.ratio), -_or_zero(layer.norm)))
-            yield Layers(layers)
+    def layers_of(self, step: int) -> Layers:
+        """All layers with a gradient in a step, the worst first. The layers of the step must be known."""
+        norms = self.layer_norms[self._layer_rows[step]].tolist()
+        named = zip(self.layers, norms, self.usual(step).tolist(), strict=True)
+        layers = [Layer(*values) for values in named if not values[1] < 0]
+        layers.sort(key=lambda layer: (math.isfinite(layer.norm), -_or_zero(layer.ratio), -_or_zero(layer.norm)))
+        return Layers(layers)
 
-    def usual(self, steps: Sequence[int]) -> Tensor:
-        """The median of the finite norms of each layer before each of these steps; NaN if it is unknown.
+    def usual(self, step: int) -> Tensor:
+        """The median of the finite norms of each layer before a step; NaN if it is unknown.
 
         In a record from a file, the median of the medians of the blocks before; in the first block, its own median.
         """
         if not self.blocks:
-            return medians_before(self.layer_norms, [bisect_left(self.layer_steps, step) for step in steps])
+            return medians(self.layer_norms[: bisect_left(self.layer_steps, step)])
         blocks = sorted(self.blocks, key=lambda block: block.last)
-        lasts = [block.last for block in blocks]
-        rows = [bisect_left(lasts, step) or int(blocks[0].first < step) for step in steps]
-        return medians_before(torch.stack([block.median for block in blocks]), rows)
+        count = bisect_left(blocks, step, key=lambda block: block.last) or int(blocks[0].first < step)
+        return medians(torch.stack([block.median for block in blocks])[:count])
 
     def _most_unusual(self) -> int:
         """The first step whose joint norm is not finite, or else the step with the largest one."""
@@ -212,9 +205,9 @@ class Data:
 
     def norm_spikes(self) -> set[int]:
         """The steps whose joint norm was a spike or not finite."""
-        usable = self.norm.isfinite() & (self.norm > 0)
-        found = {self.steps[i] for i in usable.logical_not().nonzero().flatten().tolist() if self._is_bad(i)}
-        return found | {self.steps[i] for i in spikes_among(self.norm).nonzero().flatten().tolist()}
+        lost: list[int] = (~self.norm.isfinite()).nonzero().flatten().tolist()
+        rows = [i for i in lost if self._is_bad(i)] + spikes_among(self.norm).nonzero().flatten().tolist()
+        return {self.steps[i] for i in rows}
 
     def early_signs(self) -> list[EarlySign]:
         """Return the updates that were unusually large: see `Recorder.early_signs`."""
@@ -222,38 +215,6 @@ class Data:
             return []
         ratios = torch.stack([ratios.relative for ratios in self.ratios])
         return early_signs([ratios.step for ratios in self.ratios], self.layers, ratios)
-
-    def columns(self, *, transforms: bool = False) -> dict[str, list[Any]]:
-        """The columns of `frame`, as lists."""
-        columns: dict[str, list[Any]] = {
-            "step": list(self.steps),
-            "norm": self.norm.tolist(),
-            "loss": self.loss.tolist(),
-            "share_clipped": self.share_clipped.tolist(),
-            "skipped": [bool(reason) for reason in self.reasons],
-        }
-        if transforms:
-            columns |= {"reason": list(self.reasons)}
-            columns |= {name: values.tolist() for name, values in self.metrics.items()}
-        return columns
-
-    def numbers(self, since: int = 0) -> Iterator[tuple[int, dict[str, float]]]:
-        """Each step from ``since`` on, with its numbers and those of its layers by name, without the unknown ones."""
-        columns = self.columns(transforms=True)
-        del columns["reason"]
-        names = [name for name in columns if name != "step"]
-        ratios = {ratios.step: ratios.relative.tolist() for ratios in self.ratios}
-        for step, *values in zip(columns["step"], *(columns[name] for name in names), strict=True):
-            if step >= since:
-                pairs = zip(names, values, strict=True)
-                found = {name if "/" in name else f"gradients/{name}": float(v) for name, v in pairs if v == v}
-                row = self._layer_rows.get(step)
-                norms = [] if row is None else self.layer_norms[row].tolist()
-                for what, values in (("norm", norms), ("update_ratio", ratios.get(step, []))):
-                    found |= {
-                        f"layers/{name}/{what}": v for name, v in zip(self.layers, values, strict=False) if v >= 0
-                    }
-                yield step, found
 
 
 def widened(values: Tensor, layers: Sequence[str], places: Mapping[str, int]) -> Tensor:
@@ -268,12 +229,6 @@ def step_number(step: Any) -> int:
         return operator.index(step)
     except TypeError:
         raise TypeError(f"step must be an integer, got {step!r}") from None
-
-
-def _some(steps: list[int]) -> str:
-    """The numbers of steps, or of the last 20 if there are more."""
-    shown = ", ".join(map(str, steps[-20:])) or "none"
-    return f"..., {shown}" if len(steps) > 20 else shown
 
 
 def _or_zero(value: float) -> float:

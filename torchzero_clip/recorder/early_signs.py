@@ -26,12 +26,8 @@ def early_signs(steps: Sequence[int], layers: Sequence[str], ratios: Tensor) -> 
     """Find the ratios of update to weight norms that stand out from those before.
 
     A ratio must be above the border of spikes, found from the last `LATEST` ratios of the same layer, and more than
-    twice each of the last `JUST_BEFORE`. The second rule leaves out a learning rate that rises smoothly.
-
-    Args:
-        steps: The steps with ratios.
-        layers: The names of the layers.
-        ratios: A row for each of these steps, a column for each layer; NaN if unknown.
+    twice each of the last `JUST_BEFORE`. The second rule leaves out a learning rate that rises smoothly. ``ratios`` has
+    a row for each step and a column for each layer; NaN if unknown.
     """
     found: list[EarlySign] = []
     logs = torch.where(ratios > 0, ratios, torch.nan).log()

@@ -8,7 +8,7 @@ from torchzero_clip.recorder import words
 from torchzero_clip.recorder.axes import module, printable
 from torchzero_clip.recorder.binning import Events, Tiles
 from torchzero_clip.recorder.data import Data
-from torchzero_clip.recorder.heat import draw_heat, heat_height
+from torchzero_clip.recorder.heat import draw_heat
 from torchzero_clip.recorder.panels import draw_norm_panel, draw_series_row, draw_thin_panels, thin_panels
 from torchzero_clip.recorder.places import not_a_record
 from torchzero_clip.recorder.series import Series
@@ -16,14 +16,11 @@ from torchzero_clip.recorder.series import Series
 MOST_GROUPS = 6
 
 
-def draw_record(record: Data, path: Any = None, events: Events | None = None) -> Any:
-    """Draw the norms, the loss if it is known, and the layers by step; save the figure if there is a path.
-
-    ``events`` are those of the record, if the caller already has them.
-    """
-    events, tiles = events or Events.of(record), Tiles.of(record)
+def draw_record(record: Data, path: Any = None) -> Any:
+    """Draw the norms, the loss if it is known, and the layers by step; save the figure if there is a path."""
+    events, tiles = Events.of(record), Tiles.of(record)
     thin = thin_panels(record, events)
-    heights = [3.2, *[0.8] * len(thin), heat_height(tiles)]
+    heights = [3.2, *[0.8] * len(thin), 1.5 + 0.17 * len(tiles.names)]
     figure = _figure(sum(heights) + 0.8)
     norms, *others, heat = figure.subplots(len(heights), 1, height_ratios=heights)
     draw_norm_panel(norms, events)

@@ -23,16 +23,11 @@ from torchzero_clip.recorder.record import Record
 VERSION = 1
 BEGIN = '{"kind": "run"'
 """How the first line of a file begins."""
-KINDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
+NUMBER = float | int | None
+KINDS: Mapping[str, Mapping[str, Any]] = {
     "run": {"version": int, "start": int, "by": str, "joint": list, "layers": list},
-    "step": {
-        "step": int,
-        "norm": (float, int, type(None)),
-        "loss": (float, int, type(None)),
-        "reason": str,
-        "metrics": dict,
-    },
-    "loss": {"step": int, "loss": (float, int, type(None))},
+    "step": {"step": int, "norm": NUMBER, "loss": NUMBER, "reason": str, "metrics": dict},
+    "loss": {"step": int, "loss": NUMBER},
     "layers": {"step": int, "norms": list},
     "block": {"first": int, "last": int, "median": list, "maximum": list},
     "ratios": {"step": int, "params": list, "updates": list},

@@ -9,10 +9,6 @@ from torchzero_clip.recorder.axes import module, printable, say, set_steps
 from torchzero_clip.recorder.binning import Events, Tiles
 
 
-def heat_height(tiles: Tiles) -> float:
-    return 1.5 + 0.17 * len(tiles.names)
-
-
 def draw_heat(figure: Any, axes: Any, tiles: Tiles, events: Events) -> None:
     """Draw the layers by steps."""
     set_steps(axes, events)

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,8 +22,7 @@ class Hooks:
 
     def __init__(self, run: Run, optimizer: Optimizer) -> None:
         self.reported = ReportedLoss()
-        before, after = optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)
-        self._handles = (before, after)
+        self._handles = optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)
         self._run = run
         self._scratch = Scratch()
 
@@ -39,15 +37,15 @@ class Hooks:
         if _depth(optimizer) > 1:
             return None
         self._run.output.check()
-        self.after(optimizer, args, kwargs, reason=FAILED)
+        self._run.finish(FAILED)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._measure(optimizer, None)
             return None
-        closure = _Measured(closure, partial(self._measure, optimizer))
-        return (
-            (args, {**kwargs, "closure": closure}) if "closure" in kwargs else ((optimizer, closure, *args[2:]), kwargs)
-        )
+        closure = _measured(closure, partial(self._measure, optimizer))
+        if "closure" in kwargs:
+            return args, kwargs | {"closure": closure}
+        return (optimizer, closure, *args[2:]), kwargs
 
     @torch.no_grad()
     @never_compiled
@@ -62,56 +60,36 @@ class Hooks:
         if loss is None and self.reported.count:
             loss = self.reported.mean()
         self.reported.clear()
-        numbers: dict[str, Any] = {} if loss is None else {"loss": loss}
-        found_inf = getattr(optimizer, "found_inf", None)
-        if isinstance(found_inf, Tensor):
-            numbers["found_inf"] = found_inf.detach()
+        numbers = {"loss": loss, "found_inf": getattr(optimizer, "found_inf", None)}
         self._run.save_params(params)
-        self._run.finish = _Measurement(self._run, optimizer, params, norms, numbers)
+        self._run.finish = partial(self._finish, optimizer, partial(self._run.write, groups, params, norms, numbers))
 
     @never_compiled
-    def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], *, reason: str = "") -> None:
+    def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Write a step that was taken."""
-        finish = self._run.finish
-        if isinstance(finish, _Measurement) and _depth(optimizer) <= 1:
-            finish.write(reason)
-
-
-@dataclass(frozen=True)
-class _Measurement:
-    """A step that was measured. To call it writes the step as one that failed, unless it is being taken."""
-
-    run: Run
-    optimizer: Optimizer
-    params: list[Tensor]
-    norms: Tensor | None
-    numbers: dict[str, Any]
-
-    def __call__(self) -> None:
-        if not _depth(self.optimizer):
-            self.write(FAILED)
+        if _depth(optimizer) <= 1:
+            self._run.finish("")
 
     @torch.no_grad()
-    def write(self, reason: str) -> None:
-        """Write the step with the reason why it was refused; empty if it was taken."""
-        self.run.finish = nothing
-        note = Note(self.run.step, reason)
-        self.run.write(self.optimizer.param_groups, self.params, self.norms, self.numbers, note)
+    def _finish(self, optimizer: Optimizer, write: Callable[[Note], None], reason: str | None = None) -> None:
+        """Write a step that was measured. Without a reason, it has failed, unless it is still being taken."""
+        if reason is None and _depth(optimizer):
+            return
+        self._run.finish = nothing
+        write(Note(self._run.step, FAILED if reason is None else reason))
 
 
-class _Measured:
+def _measured(closure: Callable[[], Any], measure: Callable[[Any], None]) -> Callable[[], Any]:
     """A closure that measures the gradients after its first call. `torch.optim.LBFGS` calls it several times."""
+    waiting = [measure]
 
-    def __init__(self, closure: Callable[[], Any], measure: Callable[[Any], None]) -> None:
-        self._closure = closure
-        self._measure: Callable[[Any], None] | None = measure
-
-    def __call__(self) -> Any:
-        loss = self._closure()
-        measure, self._measure = self._measure, None
-        if measure is not None:
-            measure(loss)
+    def call() -> Any:
+        loss = closure()
+        while waiting:
+            waiting.pop()(loss)
         return loss
+
+    return call
 
 
 _STEP: Any = Optimizer.profile_hook_step(Optimizer.step)  # what torch wraps around `step` of each class

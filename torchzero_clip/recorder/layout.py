@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from torchzero_clip.core.scope import NamedParam, named_params
+from torchzero_clip.core.scope import named_params
 from torchzero_clip.recorder.numbers import joined_norms
 
 By: TypeAlias = Literal["parameter", "module", "group"]
@@ -27,17 +27,13 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The parameters of an optimizer, in the order of its param groups.
-
-    Args:
-        parts: The name of each parameter.
-        groups: The name of the param group of each.
-        has_group_names: True if the user gave every group a name of its own.
-    """
+    """The parameters of an optimizer, in the order of its param groups."""
 
     parts: tuple[Name, ...]
     groups: tuple[str, ...]
+    """The name of the param group of each parameter."""
     has_group_names: bool
+    """True if the user gave every group a name of its own."""
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -62,7 +58,9 @@ class Layout:
         for named, g, i in listed:
             name = known.get(named.param)
             if name is None or name in used:  # new, or listed twice
-                name = _free(_name(named, in_model, g, i), labels[g], taken)
+                own = named.name or in_model.get(id(named.param))
+                own = own or f"group {g}, parameter {i}, of shape {tuple(named.param.shape)}"
+                name = _free(own, labels[g], taken)
                 known.setdefault(named.param, name)
                 taken.add(str(name))
             used.add(name)
@@ -92,12 +90,12 @@ class Layout:
         layers = list(dict.fromkeys(owners))
         if len(layers) == len(owners):
             return layers, norms
-        columns: dict[str, list[int]] = {layer: [] for layer in layers}
+        columns: dict[str, list[int]] = {}
         for i, owner in enumerate(owners):
-            columns[owner].append(i)
-        joint = torch.stack([joined_norms(norms[:, own]) for own in columns.values()], dim=1)
-        absent = torch.stack([(norms[:, own] < 0).all(dim=1) for own in columns.values()], dim=1)
-        return layers, torch.where(absent, -1.0, joint)
+            columns.setdefault(owner, []).append(i)
+        parts = [norms[:, own] for own in columns.values()]
+        joint = [torch.where((part < 0).all(dim=1), -1.0, joined_norms(part)) for part in parts]
+        return layers, torch.stack(joint, dim=1)
 
 
 def _labels(param_groups: Sequence[dict[str, Any]]) -> list[str]:
@@ -115,8 +113,3 @@ def _free(own: str, group: str, taken: Container[str]) -> Name:
     while str(name) in taken:
         name, count = Name(f"{group if count == 1 else f'{group} ({count})'}: ", own), count + 1
     return name
-
-
-def _name(named: NamedParam, known: dict[int, str], group: int, index: int) -> str:
-    name = named.name or known.get(id(named.param))
-    return name or f"group {group}, parameter {index}, of shape {tuple(named.param.shape)}"

@@ -32,35 +32,30 @@ class Live:
         self._send, once = sender(target)
         self.every = None if once else every
         """How many steps one point sums up; None for all that are sent at once."""
-        self._next = 0
+        self.next = 0
+        """The first step that was not sent."""
         self._layers = set[str]()
         self._warned = False
 
-    def begin_anew(self, step: int) -> None:
-        """Send points from this step on."""
-        self._next = step
-
     def send(self, record: Record, *, is_end: bool = False) -> None:
-        """Send the points of steps that were not sent yet. An incomplete point is not sent yet.
+        """Send the points of steps that were not sent yet, and at the end also the last one, though it is incomplete.
 
-        Args:
-            record: The last steps, with `EARLIER` steps before those that were not sent.
-            is_end: Send the last point though it is incomplete.
+        The record also has the `EARLIER` steps before these.
         """
-        first = sum(step < self._next for step in record.steps)
+        first = sum(step < self.next for step in record.steps)
         every = self.every or max(len(record.steps) - first, 1)
         while first < len(record.steps):
             end = min(first + every, len(record.steps))
             if end - first < every and not is_end:
                 break
-            self._next = record.steps[end - 1] + 1
+            self.next = record.steps[end - 1] + 1
             try:
                 self._send(record.steps[end - 1], self._point(record, first, end))
             except Exception as error:  # a logger that fails must not stop training
                 if not self._warned:
                     warnings.warn(f"log= raised an error, and training continues: {error!r}", stacklevel=2)
                 self._warned = True
-            if self._next > record.steps[end - 1] + 1:  # the logger has closed the recorder, which sent the rest
+            if self.next > record.steps[end - 1] + 1:  # the logger has closed the recorder, which sent the rest
                 break
             first = end
 
@@ -70,7 +65,8 @@ class Live:
         finite = norm[norm.isfinite()]
         clipped, limit = record.share_clipped[first:end], record.limits()[first:end]
         norms = record.layer_norms[first:end]
-        ratios = _update_ratios(record, record.steps[first], record.steps[end - 1])
+        known = [r.relative for r in record.ratios if record.steps[first] <= r.step <= record.steps[end - 1]]
+        ratios = known[-1] if known else record.norm.new_full((len(record.layers),), math.nan)
         is_lost = bool(norms.isfinite().logical_not().any())
         values = {
             "gradients/norm": median_of(finite) if len(finite) else math.nan,
@@ -87,7 +83,8 @@ class Live:
             if i in shown and relative[i] > HIGH and len(self._layers) < MOST_LAYERS:
                 self._layers.add(name)
             if i in shown or name in self._layers:
-                values |= _numbers(name, largest[i], ratios[i])
+                values[f"layers/{name}/norm"] = float(largest[i]) if largest[i] >= 0 else math.nan
+                values[f"layers/{name}/update_ratio"] = float(ratios[i])
         return {key: value for key, value in values.items() if not math.isnan(value)}
 
 
@@ -95,20 +92,6 @@ def _top(sizes: Tensor) -> list[int]:
     """The places of the largest numbers."""
     known = sizes.nan_to_num(nan=-1.0, posinf=math.inf)
     return [i for i in known.argsort(descending=True, stable=True).tolist()[:TOP] if known[i] > 0]
-
-
-def _numbers(name: str, norm: Tensor, ratio: Tensor) -> dict[str, float]:
-    """The numbers of one layer by name. A norm of -1 means that the layer has no gradient."""
-    return {
-        f"layers/{name}/norm": float(norm) if norm >= 0 else math.nan,
-        f"layers/{name}/update_ratio": float(ratio),
-    }
-
-
-def _update_ratios(record: Record, first: int, last: int) -> Tensor:
-    """The norm of the update of each layer divided by that of its parameters, in the last step that has them."""
-    unknown = record.norm.new_full((len(record.layers),), math.nan)
-    return next((ratios.relative for ratios in reversed(record.ratios) if first <= ratios.step <= last), unknown)
 
 
 def sender(target: Any) -> tuple[Send, bool]:

@@ -10,16 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchzero_clip.recorder.files import (
-    Row,
-    append,
-    block,
-    encoded,
-    header,
-    late_loss,
-    rows_of_layers,
-    rows_of_steps,
-)
+from torchzero_clip.recorder import files
 from torchzero_clip.recorder.layout import By
 from torchzero_clip.recorder.record import Record
 from torchzero_clip.recorder.series import spikes_among
@@ -52,16 +43,17 @@ class Log:
 
     def __init__(self, path: Path, by: By, most: int, keep: int) -> None:
         self.path = path.resolve()
-        self.run = uuid.uuid4().hex[:12]
-        """The id of the run."""
-        self.parent: str | None = None
-        """The id of the run that this one resumes."""
-        self.is_new = True
-        """False if the file had lines before, and this run has not written or loaded anything yet."""
         self.is_lost = False
         """True if another recorder of this process writes to the file now."""
         self._by: By = by
         self._most, self._keep = most, keep
+        self.begin_anew(None)
+
+    def begin_anew(self, parent: str | None) -> None:
+        """Begin a run. If it resumes another one, its steps replace those that have the same or larger numbers."""
+        self.run, self.parent = uuid.uuid4().hex[:12], parent
+        self.is_new = True
+        """False if the file had lines before, and this run has not written or loaded anything yet."""
         self._layers: tuple[str, ...] | None = None
         self._seen: deque[tuple[int, float, bool]] = deque(maxlen=REMEMBERED)
         """The last steps in the file: their joint norms, and whether the step was refused or not finite."""
@@ -76,23 +68,12 @@ class Log:
         """The id of this run. If it has written nothing yet, the id of the run that it resumes."""
         return self.parent if self._layers is None else self.run
 
-    def begin_anew(self, parent: str | None) -> None:
-        """Begin a run that resumes another one. Its steps replace those that have the same or larger numbers."""
-        self.run, self.parent = uuid.uuid4().hex[:12], parent
-        self._layers, self._open, self._has_block, self.is_new = None, 0, False, True
-        self._seen.clear()
-        self._whole.clear()
-
     def write(
         self, kept: Callable[[int], Record], count: int, losses: Mapping[int, float], *, is_end: bool = False
     ) -> None:
-        """Append the last steps, and the layers of earlier steps that have turned out to be spikes.
+        """Append the last ``count`` steps, losses of steps in the file, and layers of steps that turned out as spikes.
 
-        Args:
-            kept: Returns the last so many steps, as far as they are kept.
-            count: How many of them are not in the file.
-            losses: Losses of steps that are in the file.
-            is_end: No more steps with these layers follow.
+        ``kept`` and ``is_end`` are as in `Output.flush`.
         """
         if not self.is_new:
             self.is_new = True
@@ -104,38 +85,39 @@ class Log:
         record = kept(self._open + count)
         new = record.last(count)
         layers = tuple(record.layers)
-        rows = rows_of_steps(new)
-        rows += [late_loss(step, loss) for step, loss in losses.items()]
+        rows = files.rows_of_steps(new)
+        rows += [files.late_loss(step, loss) for step, loss in losses.items()]
         lost = new.layer_norms.isfinite().logical_not().any(dim=1).tolist()
         bad = [bool(reason) or is_lost for reason, is_lost in zip(new.reasons, lost, strict=True)]
         seen = [*self._seen, *zip(new.steps, new.norm.tolist(), bad, strict=True)]
         # if older steps are forgotten, a series of bad ones may have begun before
         whole = _in_whole(seen, IN_A_ROW if len(self._seen) == REMEMBERED else 0) - self._whole
         is_old = len(whole) > 0 and (not record.steps or min(whole) < record.steps[0])
-        rows += rows_of_layers(kept(self._keep) if is_old else record, whole)
+        rows += files.rows_of_layers(kept(self._keep) if is_old else record, whole)
         blocks, rest = self._blocks(record, is_end)
         rows += blocks
         if rows and (layers != self._layers or not self.path.exists() or not self.path.stat().st_size):
             start = new.steps[0] if new.steps else max((step for step, *_ in seen), default=-1) + 1
-            rows.insert(0, header(self.run, self.parent, start, self._by, record))
+            rows.insert(0, files.header(self.run, self.parent, start, self._by, record))
         if rows:
-            append(self.path, encoded(rows, self.run))
+            files.append(self.path, files.encoded(rows, self.run))
         self._has_block = self._has_block or rest < len(record.steps)
         self._layers, self._open = layers, rest
         self._seen.extend(seen[len(self._seen) :])
         first = self._seen[0][0] if self._seen else 0
         self._whole = {step for step in self._whole | whole if step >= first}
 
-    def _blocks(self, record: Record, is_end: bool) -> tuple[list[Row], int]:
+    def _blocks(self, record: Record, is_end: bool) -> tuple[list[files.Row], int]:
         """The blocks that are complete, and the number of steps that are in no complete block yet."""
-        blocks: list[Row] = []
+        blocks: list[files.Row] = []
         first, end = 0, len(record.steps)
         while end - first >= BLOCK or (end > first and (is_end or end - first + self._most > self._keep)):
             own = slice(first, first + BLOCK)
-            blocks.append(block(record.layer_steps[own], record.layer_norms[own]))
+            blocks.append(files.block(record.layer_steps[own], record.layer_norms[own]))
             first += len(record.layer_steps[own])
-        if first == 0 and end and not self._has_block:  # else a run that is killed early would have no usual norms
-            blocks.append(block(record.layer_steps, record.layer_norms))  # a longer one from the same step replaces it
+        if first == 0 and end and not self._has_block:
+            # without it, a run that is killed early has no usual norms; a longer one from the same step replaces it
+            blocks.append(files.block(record.layer_steps, record.layer_norms))
         return blocks, end - first
 
 

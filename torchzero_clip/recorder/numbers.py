@@ -1,7 +1,6 @@
 """Arithmetic on the numbers of a record: vectors of float64 on the CPU."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -67,21 +66,10 @@ def joined_norms(norms: Tensor) -> Tensor:
 
 def medians(norms: Tensor) -> Tensor:
     """The median of the finite numbers >= 0 in each column; NaN for a column without such numbers."""
-    return medians_before(norms, [len(norms)])[0]
-
-
-def medians_before(norms: Tensor, rows: Sequence[int]) -> Tensor:
-    """For each of these rows, the median of each column over the rows before it, as in `medians`."""
-    found = norms.new_full((len(rows), norms.shape[1]), torch.nan)
     if not len(norms):
-        return found
+        return norms.new_full((norms.shape[1],), torch.nan)
     usable = norms.isfinite() & (norms >= 0)
-    ordered, places = torch.where(usable, norms, torch.inf).T.contiguous().sort(dim=1)
-    places = torch.where(ordered.isfinite(), places, len(norms))
-    for median, row in zip(found, rows, strict=True):
-        counts = (places < row).cumsum(dim=1)  # the k-th number before the row is where the count becomes k
-        count = counts[:, -1:]
-        middle = torch.searchsorted(counts, torch.cat([(count + 1) // 2, count // 2 + 1], dim=1))
-        low, high = ordered.gather(1, middle.clamp(max=len(norms) - 1)).unbind(dim=1)
-        median.copy_(torch.where(count[:, 0] > 0, low + (high - low) / 2, torch.nan))
-    return found
+    ordered, count = torch.where(usable, norms, torch.inf).sort(dim=0).values, usable.sum(dim=0)
+    middle = torch.stack([(count - 1).clamp(min=0) // 2, count // 2])
+    low, high = ordered.gather(0, middle)
+    return torch.where(count > 0, low + (high - low) / 2, torch.nan)

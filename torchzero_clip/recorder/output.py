@@ -44,7 +44,7 @@ class Output:
         self.older.clear()
         self.late.clear()
         if self.live is not None:
-            self.live.begin_anew(step)
+            self.live.next = step
         if self.log is not None:
             self.log.begin_anew(parent)
 
@@ -72,12 +72,10 @@ class Output:
         return is_due or time.monotonic() - self._tried_at > SECONDS
 
     def flush(self, kept: Callable[[int], Record], *, warn: bool = False, is_end: bool = False) -> None:
-        """Write and send the steps that wait.
+        """Write and send the steps that wait. Of the last steps, ``kept`` returns as many as it is asked for.
 
-        Args:
-            kept: Returns the last steps, as many as it is asked for, or fewer if fewer are kept.
-            warn: If the file cannot be written, warn once instead of raising an error. The next flush tries again.
-            is_end: No more steps with these layers follow.
+        If the file cannot be written, the next flush tries again. With ``warn``, this is one warning and no error. With
+        ``is_end``, no more steps with these layers follow, so incomplete blocks and points are written too.
         """
         try:
             self._flush(kept, is_end)
@@ -85,21 +83,20 @@ class Output:
         except OSError as error:
             if not warn:
                 raise
-            path = None if self.log is None else self.log.path
-            if not self._warned:
-                warnings.warn(
-                    f"the record could not be written to {path}, the next write tries again: {error}", stacklevel=2
-                )
+            if not self._warned and self.log is not None:
+                text = f"the record could not be written to {self.log.path}, the next write tries again: {error}"
+                warnings.warn(text, stacklevel=2)
             self._warned = True
 
     def _flush(self, kept: Callable[[int], Record], is_end: bool) -> None:
         self._untried, self._tried_at = 0, time.monotonic()
         if not self.is_writer:
             return
-        count, log, live = self.waiting, self.log, self.live
-        is_sent = live is not None and (count > 0 or is_end)
-        if live is not None and is_sent:
-            kept = _read_once(kept, EARLIER + (live.every or 0) + count)
+        count, log = self.waiting, self.log
+        live = self.live if count or is_end else None
+        most = 0 if live is None else EARLIER + (live.every or 0) + count
+        if live is not None:
+            kept = _read_once(kept, most)
         while self.older and log is not None:
             log.write(self.older[0].last, len(self.older[0].steps), {}, is_end=True)
             self.older.pop(0)
@@ -107,8 +104,8 @@ class Output:
             log.write(kept, count, {step: float(loss) for step, loss in self.late.items()}, is_end=is_end)
         self.waiting = 0
         self.late.clear()
-        if live is not None and is_sent:
-            live.send(kept(EARLIER + (live.every or 0) + count), is_end=is_end)
+        if live is not None:
+            live.send(kept(most), is_end=is_end)
 
 
 def _read_once(kept: Callable[[int], Record], most: int) -> Callable[[int], Record]:

@@ -8,30 +8,29 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.recorder.axes import say, set_log_ticks, set_steps
-from torchzero_clip.recorder.binning import (
-    HUGE,
-    Bars,
-    Events,
-    as_drawn,
-    column_size,
-    in_columns,
-    largest,
-    means,
-    medians,
-)
+from torchzero_clip.recorder.binning import HUGE, Events, column_size, in_columns, largest, means, medians
 from torchzero_clip.recorder.data import Data
+from torchzero_clip.recorder.numbers import median_of
 from torchzero_clip.recorder.series import Series
 from torchzero_clip.recorder.words import number
 
 MOST_LABELS = 6
 FEW = 60
+BARS = 60
 NEAR = 0.14  # labels of marks that are closer, as a share of the panel, would overlap
 LOST_AT = 0.95  # where in the panel norms that are not finite are marked
+DOUBLE: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
 LIMIT: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1.2}
 SPIKE: dict[str, Any] = {"color": "tab:red", "marker": "^", "markersize": 8, "fillstyle": "none", "linestyle": "none"}
 SKIPPED: dict[str, Any] = {"color": "black", "marker": "x", "markersize": 6, "linestyle": "none"}
 SIGN: dict[str, Any] = {"color": "tab:brown", "marker": "D", "markersize": 6, "fillstyle": "none", "linestyle": "none"}
 LOST: dict[str, Any] = {"color": "tab:purple", "marker": "v", "markersize": 7, "linestyle": "none"}
+LABEL: dict[str, Any] = {
+    "xycoords": "axes fraction",
+    "textcoords": "offset points",
+    "ha": "center",
+    "fontsize": "small",
+}
 
 
 def draw_norm_panel(axes: Any, events: Events) -> None:
@@ -49,13 +48,16 @@ def draw_norm_panel(axes: Any, events: Events) -> None:
 
 
 def _limits(axes: Any, events: Events) -> None:
-    if bool(events.limits.isfinite().any()):
+    known = events.limits[events.limits.isfinite()]
+    if len(known):
         size = column_size(len(events.steps))
-        x = torch.cat([events.steps[::size] - 0.5, events.steps[-1:] + 0.5])
-        heights = in_columns(events.limits, size, medians)
-        y = torch.cat([heights, heights[-1:]])
-        label = f"limit: {'' if events.has_one_limit else 'median '}{number(events.limit)}"
-        axes.plot(x.tolist(), y.tolist(), drawstyle="steps-post", label=label, zorder=3, **LIMIT)
+        heights = in_columns(events.limits, size, medians).tolist()
+        label = f"limit: {'' if known.min() == known.max() else 'median '}{number(median_of(known))}"
+        axes.stairs(heights, _edges(events, size), baseline=None, label=label, zorder=3, **LIMIT)
+
+
+def _edges(events: Events, size: int) -> list[float]:
+    return [*(events.steps[::size] - 0.5).tolist(), float(events.steps[-1]) + 0.5]
 
 
 def _curve(axes: Any, x: Tensor, norms: Tensor, what: str) -> None:
@@ -75,24 +77,17 @@ def _curve(axes: Any, x: Tensor, norms: Tensor, what: str) -> None:
 def _marks(axes: Any, events: Events) -> None:
     """Mark spikes and skipped steps; those whose norm is not finite are at the upper edge."""
     known = events.norm.isfinite()
-    marks = (
-        (events.spikes & known, SPIKE, "spikes"),
-        (events.spikes & ~known, LOST, "inf or NaN"),
-        (events.signs & known, SIGN, "early signs"),
-    )
-    for where, style, what in marks:
+    for where, style, label in (
+        (events.spikes & known, SPIKE, "spikes: {:,}"),
+        (events.spikes & ~known, LOST, "inf or NaN: {:,}"),
+        (events.signs & known, SIGN, "early signs: {:,}"),
+        (events.skipped, SKIPPED, "skipped: {:,} steps"),
+    ):
         if bool(where.any()):
-            _mark(axes, events, where, f"{what}: {int(where.sum()):,}", style)
-    if bool(events.skipped.any()):
-        _mark(axes, events, events.skipped, f"skipped: {int(events.skipped.sum()):,} steps", SKIPPED)
-
-
-def _mark(axes: Any, events: Events, where: Tensor, label: str, style: dict[str, Any]) -> None:
-    known = where & events.norm.isfinite()
-    axes.plot(events.steps[known].tolist(), events.norm[known].tolist(), label=label, zorder=4, **style)
-    lost = events.steps[where & ~known].tolist()
-    if lost:
-        axes.plot(lost, [LOST_AT] * len(lost), transform=axes.get_xaxis_transform(), zorder=4, **style)
+            finite, lost = where & known, events.steps[where & ~known].tolist()
+            label = label.format(int(where.sum()))
+            axes.plot(events.steps[finite].tolist(), events.norm[finite].tolist(), label=label, zorder=4, **style)
+            axes.plot(lost, [LOST_AT] * len(lost), transform=axes.get_xaxis_transform(), zorder=4, **style)
 
 
 def _labels(axes: Any, events: Events) -> None:
@@ -112,16 +107,7 @@ def _labels(axes: Any, events: Events) -> None:
         taken.append(place)
         known = math.isfinite(norm)
         height = math.log(norm / low) / math.log(high / low) if known else LOST_AT
-        where = {"xytext": (0, 7 if known else -14), "textcoords": "offset points"}
-        axes.annotate(
-            f"step {x:,.0f}",
-            (place, height),
-            xycoords="axes fraction",
-            ha="center",
-            fontsize="small",
-            zorder=5,
-            **where,
-        )
+        axes.annotate(f"step {x:,.0f}", (place, height), (0, 7 if known else -14), **LABEL)
 
 
 def thin_panels(record: Data, events: Events) -> dict[str, Tensor]:
@@ -149,8 +135,8 @@ def draw_thin_panels(rows: list[Any], panels: Mapping[str, Tensor], events: Even
             if bool((known > 0).any()) and float(known[known > 0].max() / known[known > 0].min()) > 100:
                 axes.set_yscale("log")
         else:
-            starts = [*(events.steps[::size] - 0.5).tolist(), float(events.steps[-1]) + 0.5]
-            axes.stairs(in_columns(values, size, means).tolist(), starts, fill=True, color="tab:orange")
+            shares = in_columns(values, size, means).tolist()
+            axes.stairs(shares, _edges(events, size), fill=True, color="tab:orange")
             axes.set_ylim(0, 105)
 
 
@@ -159,22 +145,22 @@ def draw_series_row(axes: Any, side: Any, series: Series, limit: float) -> int:
     axes.set_yscale("log")
     axes.set_ylabel("norm")
     count = len(series.norms)
-    norms, place = series.norms.clamp(1 / HUGE, HUGE), torch.arange(count, dtype=torch.float64, device="cpu")
-    _curve(axes, place, norms, "norms")
+    norms = series.norms.clamp(1 / HUGE, HUGE)
+    _curve(axes, torch.arange(count, **DOUBLE), norms, "norms")
     if series.start:
         axes.axvspan(-0.5, series.start - 0.5, color="0.85", hatch="//", ec="0.7", label="left out: still changing")
     spikes = series.spikes.nonzero().flatten() + series.start
     if len(spikes):
         axes.plot(spikes.tolist(), norms[spikes].tolist(), label="spikes", **SPIKE)
-    axes.axhline(as_drawn(limit), label="limit", **LIMIT)
     axes.set_xlim(-0.5, count - 0.5)
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    bars = Bars.of(norms[series.start :])
-    heights = [b - a for a, b in zip(bars.edges[:-1], bars.edges[1:], strict=True)]
-    side.barh(bars.edges[:-1], bars.counts, heights, align="edge", color="tab:blue", alpha=0.6)
-    side.axhline(as_drawn(limit), **LIMIT)
+    kept = norms[series.start :]
+    edges = torch.logspace(float(kept.min().log10()) - 0.01, float(kept.max().log10()) + 0.01, BARS + 1, **DOUBLE)
+    counts, *_ = side.hist(kept.tolist(), edges.tolist(), orientation="horizontal", color="tab:blue", alpha=0.6)
+    for panel in (axes, side):
+        panel.axhline(min(max(limit, 1 / HUGE), HUGE), label="limit", **LIMIT)
     set_log_ticks(axes.yaxis, float(norms.min()), float(norms.max()))
     side.set_xscale("log")
-    side.set_xlim(0.7, max(bars.counts) * 2)
+    side.set_xlim(0.7, max(counts) * 2)
     side.tick_params(labelleft=False)
     return len(spikes)

@@ -3,7 +3,7 @@
 import json
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.recorder.data import Block, Ratios, widened
-from torchzero_clip.recorder.files import BEGIN, KINDS, VERSION, Row
+from torchzero_clip.recorder.files import BEGIN, KINDS, NUMBER, VERSION, Row
 from torchzero_clip.recorder.places import Place
 from torchzero_clip.recorder.record import Record
 
-WITHOUT_ID = ""
-"""Stands for the id of lines that an earlier release wrote."""
 LARGEST_STEP = 2**53
 MOST_EMPTY = 100
 """A record is refused if it would have more empty cells than so many for each number in the file."""
@@ -55,7 +53,7 @@ def read_record(path: Place, run: str | None = None) -> Record:
         ...     read_record(f"{directory}/run.jsonl").norm
         tensor([5.], dtype=torch.float64)
     """
-    reader = _read(path)
+    reader = _Reader(path)
     if run is not None and run not in reader.runs:
         raise ValueError(f"{path} has no run {run!r}: it has {', '.join(map(repr, reader.runs)) or 'no runs'}")
     if reader.broken:
@@ -76,7 +74,7 @@ def read_record(path: Place, run: str | None = None) -> Record:
 def last_run(path: Path) -> str | None:
     """The id of the run that wrote the last line of a file; None if there are no lines."""
     try:
-        return _read(path).last
+        return _Reader(path).last
     except (OSError, ValueError):
         return None
 
@@ -90,62 +88,40 @@ class _Run:
     start: int = 0
     joint: list[str] = field(default_factory=list)
     layers: list[str] = field(default_factory=list)
-    steps: dict[int, Row] = field(default_factory=dict)
-    losses: dict[int, float | None] = field(default_factory=dict)
-    whole: dict[int, "_Row"] = field(default_factory=dict)
-    blocks: dict[int, tuple[int, "_Row", "_Row"]] = field(default_factory=dict)
-    ratios: dict[int, tuple["_Row", "_Row"]] = field(default_factory=dict)
+    lines: dict[str, dict[int, Row]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
+    """By kind and step, or the first step of a block. Each has the names of the layers in "layers"."""
 
     def drop(self, start: int) -> None:
         """Forget the steps from ``start`` on."""
-        for kept in (self.steps, self.losses, self.whole, self.ratios):
-            for step in [step for step in kept if step >= start]:
-                del kept[step]
-        self.blocks = {first: block for first, block in self.blocks.items() if block[0] < start}
+        for kind, rows in self.lines.items():
+            end = "last" if kind == "block" else "step"
+            self.lines[kind] = {first: row for first, row in rows.items() if row[end] < start}
 
     def add(self, later: "_Run") -> None:
         """Add the lines of a run that resumed this one."""
         self.joint = later.joint
-        self.steps |= later.steps
-        self.losses |= later.losses
-        self.whole |= later.whole
-        self.blocks |= later.blocks
-        self.ratios |= later.ratios
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A number for each of some layers."""
-
-    layers: Sequence[str]
-    values: Sequence[float | None]
-
-
-def _read(path: Place) -> "_Reader":
-    text = Path(path).read_text(encoding="utf-8", errors="replace")
-    reader = _Reader(str(path))
-    lines = text.split("\n")
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            reader.read(number, line, is_end=number == len(lines))
-    return reader
+        for kind, rows in later.lines.items():
+            self.lines[kind] |= rows
 
 
 class _Reader:
-    """Reads the lines of a file one by one."""
+    """Reads the lines of a file."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: Place) -> None:
         self.runs: dict[str, _Run] = {}
-        self.last = WITHOUT_ID
-        """The id of the run that wrote the last line."""
+        self.last = ""
+        """The id of the run that wrote the last line; empty for lines of an earlier release."""
         self.broken = 0
         """How many lines are not JSON or belong to no run, without an incomplete last one."""
         self.size = 0
         """How many numbers and names the file has."""
         self._path = path
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                self._read(number, line, is_end=number == len(lines))
 
-    def read(self, number: int, line: str, *, is_end: bool) -> None:
-        """Read one line."""
+    def _read(self, number: int, line: str, *, is_end: bool) -> None:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
@@ -161,10 +137,8 @@ class _Reader:
             raise self._wrong(number, "a line of the kind 'run' must come first")
         if kind not in KINDS:
             return
-        for key, types in KINDS[kind].items():
-            if key not in row or not isinstance(row[key], types) or isinstance(row[key], bool):
-                raise self._wrong(number, f"{key!r} is missing or of the wrong type")
         try:
+            _check_types(row)
             self._read_run(row) if kind == "run" else self._read_numbers(kind, row)
         except (TypeError, ValueError, OverflowError) as error:
             raise self._wrong(number, str(error)) from None
@@ -175,7 +149,7 @@ class _Reader:
     def _read_run(self, row: Row) -> None:
         if row["version"] != VERSION:
             raise ValueError(f"version {row['version']} cannot be read: this release reads version {VERSION}")
-        self.last, start = str(row.get("id", WITHOUT_ID)), _step(row["start"])
+        self.last, start = str(row.get("id", "")), row["start"]
         run = self.runs.setdefault(self.last, _Run(self.last, row.get("parent"), start))
         run.joint = [str(name) for name in row["joint"]]
         run.layers = [str(name) for name in row["layers"]]
@@ -188,30 +162,21 @@ class _Reader:
             self.broken += 1
             return
         self.last, run = name, self.runs[name]
-        if kind == "block":
-            pair = (self._row(run, row["median"]), self._row(run, row["maximum"]))
-            run.blocks[_step(row["first"])] = (_step(row["last"]), *pair)
-            return
-        step = _step(row["step"])
+        for key, types in KINDS[kind].items():
+            if types is list:
+                if len(row[key]) != len(run.layers):
+                    raise ValueError(f"it has {len(row[key])} numbers for {len(run.layers)} layers")
+                self._check(row[key], "it must have numbers only")
+            elif types is dict:
+                self._check(row[key].values(), f"its {key} must be numbers")
+            elif types is NUMBER:
+                self._check([row[key]], f"its {key} must be a number")
+        step = row["first" if kind == "block" else "step"]
+        run.lines[kind][step] = row | {"layers": run.layers}
         if kind == "step":
-            self._check([row["norm"], row["loss"], *row["metrics"].values()], "its metrics must be numbers")
-            run.steps[step] = row
-            run.losses.pop(step, None)
-        elif kind == "loss":
-            self._check([row["loss"]])
-            run.losses[step] = row["loss"]
-        elif kind == "layers":
-            run.whole[step] = self._row(run, row["norms"])
-        else:
-            run.ratios[step] = (self._row(run, row["params"]), self._row(run, row["updates"]))
+            run.lines["loss"].pop(step, None)
 
-    def _row(self, run: _Run, values: list[Any]) -> _Row:
-        if len(values) != len(run.layers):
-            raise ValueError(f"it has {len(values)} numbers for {len(run.layers)} layers")
-        self._check(values)
-        return _Row(run.layers, values)
-
-    def _check(self, values: Sequence[Any], otherwise: str = "it must have numbers only") -> None:
+    def _check(self, values: Collection[Any], otherwise: str) -> None:
         """Raise unless all are numbers that fit into float64, or None."""
         for value in values:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
@@ -235,45 +200,47 @@ class _Reader:
         for run in self.runs.values():  # a run comes after the one that it resumed
             if run.id in related or run.parent in related:
                 related.add(run.id)
-            elif run.steps:
-                found.append(f"run {run.id!r} (steps {min(run.steps):,} to {max(run.steps):,})")
+            elif steps := run.lines["step"]:
+                found.append(f"run {run.id!r} (steps {min(steps):,} to {max(steps):,})")
         return found
 
 
-def _step(value: int) -> int:
-    if not 0 <= value < LARGEST_STEP:
-        raise ValueError(f"the number of a step is out of range: {value:.3g}")
-    return value
+def _check_types(row: Row) -> None:
+    for key, types in KINDS[row["kind"]].items():
+        if key not in row or not isinstance(row[key], types) or isinstance(row[key], bool):
+            raise ValueError(f"{key!r} is missing or of the wrong type")
+        if types is int and not 0 <= row[key] < LARGEST_STEP:
+            raise ValueError(f"the number of a step is out of range: {row[key]:.3g}")
 
 
 def _composed(path: str, run: _Run, size: int) -> Record:
     """The record of a run, with the lines of those that it resumed."""
-    steps = sorted(run.steps)
-    rows = [run.steps[step] for step in steps]
-    whole = {step: run.whole[step] for step in sorted(run.whole) if step in run.steps}
-    blocks = [(first, *run.blocks[first]) for first in sorted(run.blocks)]
-    named = [*whole.values(), *(row for block in blocks for row in block[2:]), *chain(*run.ratios.values())]
-    listed = {id(names): names for names in [run.layers, *(row.layers for row in named)]}
+    by_step = {kind: dict(sorted(lines.items())) for kind, lines in run.lines.items()}
+    rows, losses = by_step["step"], by_step["loss"]
+    whole = [row for step, row in by_step["layers"].items() if step in rows]
+    blocks, ratios = (list(by_step[kind].values()) for kind in ("block", "ratios"))
+    named = [*whole, *blocks, *blocks, *ratios, *ratios]  # a block and a step with ratios have two norms of each layer
+    listed = {id(names): names for names in (run.layers, *(row["layers"] for row in named))}
     places = {name: place for place, name in enumerate(dict.fromkeys(chain(*listed.values())))}
-    metrics = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
-    if len(places) * len(named) + len(metrics) * len(steps) > MOST_EMPTY * (size + 10_000):
+    metrics = list(dict.fromkeys(name for row in rows.values() for name in row["metrics"]))
+    if len(places) * len(named) + len(metrics) * len(rows) > MOST_EMPTY * (size + 10_000):
         raise ValueError(f"{path} has other layers or metrics in every line: it is not the record of one run")
 
-    def wide(row: _Row) -> Tensor:
-        return widened(_column(row.values), row.layers, places)
+    def wide(row: Row, key: str) -> Tensor:
+        return widened(_column(row[key]), row["layers"], places)
 
-    norms = [wide(row) for row in whole.values()]
+    norms = [wide(row, "norms") for row in whole]
     return Record(
-        steps,
-        [row["reason"] for row in rows],
-        _column(row["norm"] for row in rows),
-        _column(run.losses.get(row["step"], row["loss"]) for row in rows),
-        {name: _column(row["metrics"].get(name) for row in rows) for name in metrics},
+        list(rows),
+        [row["reason"] for row in rows.values()],
+        _column(row["norm"] for row in rows.values()),
+        _column(losses.get(step, row)["loss"] for step, row in rows.items()),
+        {name: _column(row["metrics"].get(name) for row in rows.values()) for name in metrics},
         list(places),
-        list(whole),
+        [row["step"] for row in whole],
         torch.stack(norms) if norms else torch.zeros(0, len(places), dtype=torch.float64, device="cpu"),
-        [Block(first, last, wide(median), wide(maximum)) for first, last, median, maximum in blocks],
-        [Ratios(step, *map(wide, run.ratios[step])) for step in sorted(run.ratios)],
+        [Block(row["first"], row["last"], wide(row, "median"), wide(row, "maximum")) for row in blocks],
+        [Ratios(row["step"], wide(row, "params"), wide(row, "updates")) for row in ratios],
         run.joint,
     )
 

@@ -4,6 +4,7 @@ import csv
 import importlib
 from abc import ABC, abstractmethod
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ class Readable(ABC):
         Raises:
             ValueError: If the layers of this step were not kept.
         """
-        return self.record().worst(step, top)
+        kept = self.record()
+        return (kept if step in kept.steps else self._whole()).worst(step, top)
 
     def spikes(self) -> list[int]:
         """Return the steps with a spike or an early sign of one.
@@ -215,6 +217,35 @@ class Record(Data, Readable):
     def record(self) -> "Record":
         """Return this record."""
         return self
+
+    def columns(self, *, transforms: bool = False) -> dict[str, list[Any]]:
+        """The columns of `frame`, as lists."""
+        columns: dict[str, list[Any]] = {
+            "step": list(self.steps),
+            "norm": self.norm.tolist(),
+            "loss": self.loss.tolist(),
+            "share_clipped": self.share_clipped.tolist(),
+            "skipped": [bool(reason) for reason in self.reasons],
+        }
+        if transforms:
+            columns |= {"reason": list(self.reasons)}
+            columns |= {name: values.tolist() for name, values in self.metrics.items()}
+        return columns
+
+    def numbers(self, since: int = 0) -> Iterator[tuple[int, dict[str, float]]]:
+        """Each step from ``since`` on, with its numbers and those of its layers by name, without the unknown ones."""
+        norms = dict(zip(self.layer_steps, self.layer_norms, strict=True))
+        ratios = {ratios.step: ratios.relative for ratios in self.ratios}
+        for row in self.rows(transforms=True):
+            step = row.pop("step")
+            if step < since:
+                continue
+            del row["reason"]
+            found = {name if "/" in name else f"gradients/{name}": float(x) for name, x in row.items() if x == x}
+            for what, of_layers in (("norm", norms), ("update_ratio", ratios)):
+                values = of_layers[step].tolist() if step in of_layers else []
+                found |= {f"layers/{name}/{what}": x for name, x in zip(self.layers, values, strict=False) if x >= 0}
+            yield step, found
 
     def filled(self, kept: "Record") -> "Record":
         """This record, with the layers of the steps of another one, which are its last."""

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from torchzero_clip.checks import count, one_of
+from torchzero_clip.checks import count, instance, one_of, steps
 from torchzero_clip.core.kinds import Gate
 from torchzero_clip.engine.reported_loss import ReportedLoss
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrapped import unwrap
-from torchzero_clip.recorder.data import Layers, step_number
+from torchzero_clip.recorder.data import step_number
 from torchzero_clip.recorder.files import check
 from torchzero_clip.recorder.hooks import Hooks
-from torchzero_clip.recorder.layout import By, Layout
+from torchzero_clip.recorder.layout import By
 from torchzero_clip.recorder.live import Live
 from torchzero_clip.recorder.log import FirstProcess, Log
 from torchzero_clip.recorder.output import Output
@@ -27,7 +27,6 @@ from torchzero_clip.recorder.reading import read_record
 from torchzero_clip.recorder.record import Readable, Record
 from torchzero_clip.recorder.run import Run, take_over
 from torchzero_clip.recorder.suggestion import Scope, Suggestion, suggested
-from torchzero_clip.recorder.tape import Tape
 
 
 class Recorder(Readable):
@@ -103,18 +102,20 @@ class Recorder(Readable):
         one_of("by", by, get_args(By))
         count("ratios_every", ratios_every)
         for name, number in (("keep", keep), ("flush_every", flush_every), ("log_every", log_every)):
-            count(name, number)
-            if number < 1:
-                raise ValueError(f"{name} must be at least 1, got {number}")
-        if model is not None and not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if model is not None and set(model.parameters()).isdisjoint(p for g in found.param_groups for p in g["params"]):
-            raise ValueError("none of the parameters of the optimizer is in model")
+            steps(name, number)
+        if model is not None:
+            instance("model", model, nn.Module)
+            if set(model.parameters()).isdisjoint(p for g in found.param_groups for p in g["params"]):
+                raise ValueError("none of the parameters of the optimizer is in model")
         if _is_recorded(found):
             raise ValueError("optimizer already has a recorder: call close() of that recorder first")
         flush_every = min(flush_every, keep)
         live = None if log is None else Live(log, min(log_every, keep))
-        file = None if path is None else _opened(Path(path), by, flush_every, keep)
+        file = None
+        if path is not None:
+            file = Log(Path(path), by, flush_every, keep)
+            take_over(file.path)
+            file.is_new = not FirstProcess() or not check(Path(path))
         self.optimizer = found
         """The optimizer that is recorded, without its wrappers."""
         self._run = Run(by, keep, ratios_every, model, Output(file, live, flush_every, keep))
@@ -172,11 +173,7 @@ class Recorder(Readable):
     @override
     def record(self) -> Record:
         """Return the steps that are kept, on the CPU. The call waits for the device once."""
-        empty = Tape(1, self._layout(), torch.device("cpu"))
-        return self._run.record() or empty.record(self._run.by)
-
-    def _layout(self) -> Layout:
-        return Layout.of(self.optimizer.param_groups, self._run.model, self._run.names)
+        return self._run.record(self.optimizer.param_groups)
 
     @override
     def _whole(self) -> Record:
@@ -189,11 +186,6 @@ class Recorder(Readable):
         except (OSError, ValueError) as error:
             warnings.warn(f"older steps cannot be read from {log.path}: {error}", stacklevel=3)
             return kept
-
-    @override
-    def worst(self, step: int | None = None, top: int = 5) -> Layers:
-        kept = self.record()
-        return (kept if step in kept.steps else self._whole()).worst(step, top)
 
     @override
     def suggest_max_norm(self, share_clipped: float = 0.01, scope: Scope = "joint") -> Suggestion:
@@ -268,10 +260,8 @@ class Recorder(Readable):
         """
         if not isinstance(state_dict, Mapping) or not {"step", "tape"} <= set(state_dict):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError("state_dict must come from Recorder.state_dict(), with the keys 'step' and 'tape'")
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
-        device = params[0].device if params else torch.device("cpu")
         try:
-            self._run.load_state_dict(dict(state_dict), self._layout(), device)
+            self._run.load_state_dict(state_dict, self.optimizer.param_groups)
         except (AttributeError, KeyError, TypeError, RuntimeError) as error:
             raise ValueError(f"state_dict does not come from Recorder.state_dict(): {error!r}") from error
         if self._hooks is not None:
@@ -323,11 +313,3 @@ def _is_recorded(optimizer: Optimizer) -> bool:
         return optimizer.listener is not None
     hooks: Any = optimizer._optimizer_step_pre_hooks.values()
     return any(isinstance(getattr(hook, "__self__", None), Hooks) for hook in hooks)
-
-
-def _opened(path: Path, by: By, most: int, keep: int) -> Log:
-    log = Log(path, by, most, keep)
-    take_over(log.path)
-    if FirstProcess():
-        log.is_new = not check(path)
-    return log

@@ -9,7 +9,6 @@ from torchzero_clip.recorder.numbers import median_of
 from torchzero_clip.recorder.page import code, page, paragraph, picture, section
 from torchzero_clip.recorder.places import Place, not_a_record
 from torchzero_clip.recorder.record import Record
-from torchzero_clip.recorder.suggestion import Suggestion
 from torchzero_clip.recorder.worst import Worst, ratio_table, sign_table
 
 GUIDE = {
@@ -58,14 +57,9 @@ class _Report:
         self._events = Events.of(record)
         self._norms = record.norm[self._events.norm.isfinite()]
         self._worst = Worst(record, self._events)
-        self._suggestion: Suggestion | None = None
-        self._doubt = ""
-        try:
-            self._suggestion = record.suggest_max_norm()
-        except ValueError as error:
-            self._doubt = str(error)
 
     def page(self) -> str:
+        guide = [f"<dt>{term}</dt><dd>{text}</dd>" for term, text in GUIDE.items()]
         parts = [
             ("limit", "Suggested limit", self._limit()),
             ("norms", "Norms and layers by step", self._picture()),
@@ -73,7 +67,7 @@ class _Report:
             ("step-layers", "Layers in the worst steps", self._worst.layer_table()),
             ("signs", "Early signs", sign_table(self._record)),
             ("ratios", "Updates relative to parameters", ratio_table(self._record)),
-            ("guide", "How to read this page", _guide()),
+            ("guide", "How to read this page", ["<dl>", *guide, "</dl>"]),
         ]
         known = [part for part in parts if part[2]]
         links = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title, _ in known)
@@ -113,10 +107,12 @@ class _Report:
         return " ".join(text)
 
     def _limit(self) -> list[str]:
-        if self._suggestion is None:
-            return [paragraph(f"There is no suggestion: {self._doubt}.")]
-        limit = self._suggestion.limits["joint"]
-        sentences = [paragraph(line) for line in str(self._suggestion).split("\n")]
+        try:
+            suggestion = self._record.suggest_max_norm()
+        except ValueError as error:
+            return [paragraph(f"There is no suggestion: {error}.")]
+        limit = suggestion.limits["joint"]
+        sentences = [paragraph(line) for line in str(suggestion).split("\n")]
         lines = (
             "# in a chain of torchzero_clip:",
             f'ClipNorm({limit:.4g}, dim="global")',
@@ -125,7 +121,7 @@ class _Report:
         )
         alt = f"The {words.counted(len(self._norms), 'norm')} in the order of steps, and how often each was seen"
         caption = "The norms that the limit is found from, and how often each was seen. The axes are logarithmic."
-        return [*sentences, code("\n".join(lines)), picture(png_of(self._suggestion.plot()), alt, caption)]
+        return [*sentences, code("\n".join(lines)), picture(png_of(suggestion.plot()), alt, caption)]
 
     def _picture(self) -> list[str]:
         shown = ", ".join(f"{step:,}" for step in self._worst.steps[:6]) or "none"
@@ -135,8 +131,4 @@ class _Report:
             "if they are known. Below, each row is a layer, and each column is one or more steps. The color shows the "
             "largest norm in these steps divided by the median norm of the layer over the run."
         )
-        return [picture(png_of(draw_record(self._record, events=self._events)), alt, caption)]
-
-
-def _guide() -> list[str]:
-    return ["<dl>", *(f"<dt>{term}</dt><dd>{text}</dd>" for term, text in GUIDE.items()), "</dl>"]
+        return [picture(png_of(draw_record(self._record)), alt, caption)]

@@ -3,7 +3,7 @@
 import atexit
 import operator
 import warnings
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,10 +35,7 @@ FAILED = "error"
 
 
 class Run(Listener):
-    """Writes each step on a `Tape`, and lets an `Output` write the tape to a file. It does not know the optimizer.
-
-    The arguments are those of `Recorder`, and the file with the logger.
-    """
+    """Writes each step on a `Tape`, and lets an `Output` write the tape to a file. It does not know the optimizer."""
 
     def __init__(self, by: By, keep: int, ratios_every: int, model: nn.Module | None, output: Output) -> None:
         self.by: By = by
@@ -48,7 +45,7 @@ class Run(Listener):
         self.step = 0
         """The number of the next step."""
         self.tape: Tape | None = None
-        self.finish: Callable[[], None] = nothing
+        self.finish: Callable[..., None] = nothing
         """Writes a step that was measured, but may not have been taken yet."""
         self.names: MutableMapping[Tensor, Name] = WeakIdKeyDictionary()
         """The names of the parameters, which never change."""
@@ -79,8 +76,7 @@ class Run(Listener):
         if self.output.is_lost:
             return
         note = Note(self.step, " ".join(walk.refused_by), self._limits(walk))
-        numbers = dict(walk.metrics) if walk.loss is None else {"loss": walk.loss, **walk.metrics}
-        self.write(walk.groups, walk.params, walk.norms_before, numbers, note)
+        self.write(walk.groups, walk.params, walk.norms_before, {"loss": walk.loss, **walk.metrics}, note)
 
     def _limits(self, walk: Walk) -> dict[str, float]:
         """The limits that are settings with one value in all groups."""
@@ -107,15 +103,7 @@ class Run(Listener):
         numbers: dict[str, Any],
         note: Note,
     ) -> None:
-        """Write one step.
-
-        Args:
-            groups: The param groups.
-            params: The parameters that have a gradient.
-            norms: The norms of their gradients; None if they were not measured.
-            numbers: 0-d tensors by name, and the loss in any form.
-            note: What the host knows of the step.
-        """
+        """Write one step: the norms of the gradients of ``params``, if they were measured, and numbers by name."""
         before, self._before = self._before, None
         if self._is_template(groups, norms):
             return
@@ -126,7 +114,7 @@ class Run(Listener):
             sizes = each_norm(before)
             foreach.subtract_(before, list(params))
             tape.write_ratios(note.step, sizes, each_norm(before), places)
-        self._judge_loss("loss" in numbers)
+        self._judge_loss(numbers["loss"] is not None)
         self.step += 1
         self._taken += 1
         if "nonfinite" in note.refused_by and not self._alarmed:  # the policy has waited for the device
@@ -170,16 +158,13 @@ class Run(Listener):
             self.output.late[step] = value
 
     def _tape_for(self, groups: Sequence[dict[str, Any]], norms: Tensor | None) -> Tape:
-        params = [id(param) for group in groups for param in group["params"]]
-        tape = self.tape
-        is_same = params == self._params
-        if tape is not None and is_same and (norms is None or norms.device == tape.device):
+        tape, params = self.tape, [id(param) for group in groups for param in group["params"]]
+        is_on_device = norms is None or (tape is not None and norms.device == tape.device)
+        if tape is not None and is_on_device and params == self._params:
             return tape
         self._params = params
         layout = Layout.of(groups, self.model, self.names)
-        first = next((param for group in groups for param in group["params"]), None)
-        device = norms.device if norms is not None else first.device if first is not None else torch.device("cpu")
-        if tape is not None and tape.layout == layout and (norms is None or device == tape.device):
+        if tape is not None and is_on_device and tape.layout == layout:
             return tape
         if tape is not None:
             self.flush(warn=True, is_end=True)
@@ -187,15 +172,15 @@ class Run(Listener):
                 self.output.older.append(self._recorded(tape, self.output.waiting))
             self._older.append(self._recorded(tape))
             self._older = self._last_of_older(self.keep)
-        self.tape = Tape(self.keep, layout, device)
+        self.tape = Tape(self.keep, layout, _device_of(groups) if norms is None else norms.device)
         self.output.waiting = 0
         return self.tape
 
-    def record(self) -> Record | None:
-        """The steps that are kept; None before the first."""
+    def record(self, groups: Sequence[dict[str, Any]]) -> Record:
+        """The steps that are kept."""
         self.finish()
         if self.tape is None:
-            return None
+            return Tape(1, Layout.of(groups, self.model, self.names), torch.device("cpu")).record(self.by)
         own = self._recorded(self.tape)
         return joined([*self._last_of_older(self.keep - len(own.steps)), own])
 
@@ -236,32 +221,27 @@ class Run(Listener):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies keep what was recorded, but do not write to the file."""
-        own = {"finish": nothing, "_before": None, "_params": [], "_limited": None, "names": None}
+        own = {"finish": nothing, "_before": None, "_params": [], "_limited": None, "names": {}}
         return self.__dict__ | own | {"output": Output(None, None, self.keep, self.keep)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.names = WeakIdKeyDictionary()
 
     def state_dict(self) -> dict[str, Any]:
         """The number of steps, and those that are kept."""
         self.finish()
-        tape = None if self.tape is None else self.tape.state_dict()
-        own = {"step": self.step, "joint": list(self._joint), "tape": tape}
-        log = self.output.log
-        name = self._run_in_file if log is None else log.written_run
-        return own if name is None else own | {"run": name}
+        tape, log = None if self.tape is None else self.tape.state_dict(), self.output.log
+        run = self._run_in_file if log is None else log.written_run
+        return {"step": self.step, "joint": list(self._joint), "tape": tape} | ({} if run is None else {"run": run})
 
-    def load_state_dict(self, state: dict[str, Any], layout: Layout, device: torch.device) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> None:
         """Continue a record, and forget what was recorded before."""
         kept, tape = state["tape"], None
         if kept is not None:
+            layout = Layout.of(groups, self.model, self.names)
             if list(layout.names) != kept["names"]:
                 theirs, ours = set(kept["names"]) - set(layout.names), set(layout.names) - set(kept["names"])
                 only = f"only the {'record' if theirs else 'optimizer'} has {sorted(theirs or ours)[:3]}"
                 problem = only if theirs or ours else "they are in another order"
                 raise ValueError(f"the record has other parameters than this optimizer: {problem}")
-            tape = Tape(max(self.keep, len(kept["steps"])), layout, device)
+            tape = Tape(max(self.keep, len(kept["steps"])), layout, _device_of(groups))
             tape.load_state_dict(kept)
         step = operator.index(state["step"])
         if step < 0:
@@ -301,7 +281,7 @@ def take_over(path: Path) -> None:
             log.is_lost = True
 
 
-def nothing() -> None:
+def nothing(reason: str | None = None) -> None:
     """Nothing was measured."""
 
 
@@ -309,24 +289,22 @@ def _with_limits_of_all(nodes: list[Node]) -> list[str]:
     """The names of transforms that limit the L2 norm of all gradients together."""
     found: list[str] = []
     for node in nodes:
-        transform = node.transform
-        if isinstance(transform, UpdateRule):
+        if isinstance(node.transform, UpdateRule):
             break
-        if isinstance(transform, Scaling) and transform.slicing.dim == "global" and not node.scope.limited:
-            found += [node.path] if transform.slicing.metric == L2 else []
+        slicing = node.transform.slicing if isinstance(node.transform, Scaling) else None
+        if slicing is not None and slicing.dim == "global" and slicing.metric == L2 and not node.scope.limited:
+            found.append(node.path)
     return found
+
+
+def _device_of(groups: Sequence[dict[str, Any]]) -> torch.device:
+    return next((param.device for group in groups for param in group["params"]), torch.device("cpu"))
 
 
 def _places(groups: Sequence[dict[str, Any]], params: Sequence[Tensor]) -> list[int]:
-    """The places of parameters among those of all groups, in order; a parameter that is listed twice has two."""
-    wanted = iter([id(param) for param in params])
-    found: list[int] = []
-    current = next(wanted, None)
-    for place, param in enumerate(param for group in groups for param in group["params"]):
-        if id(param) == current:
-            found.append(place)
-            current = next(wanted, None)
-    return found
+    """The places of parameters among those of all groups; a parameter that is listed twice has two."""
+    own = {id(param) for param in params}
+    return [place for place, param in enumerate(p for group in groups for p in group["params"]) if id(param) in own]
 
 
 def _as_tensors(numbers: dict[str, Any], device: torch.device) -> dict[str, Tensor]:

@@ -31,29 +31,23 @@ EQUAL = 1e-5
 
 @dataclass(frozen=True)
 class Series:
-    """Norms in the order of their steps, and which of them are left out or are spikes.
-
-    Args:
-        norms: Finite norms above 0.
-        dropped: How many of the first blocks are left out because the norms still changed.
-        start: The index of the first norm that is not left out.
-        spikes: For each norm from ``start`` on, True if it is a spike.
-        spike_limit: A norm above this number is a spike.
-        trend: Whether the last quarter of the norms is larger or smaller than the quarter before.
-        zeros: How many other norms were 0.
-        bad: How many other norms were inf or NaN.
-        ending: How many of the last norms in a row are spikes, inf or NaN.
-    """
+    """Norms in the order of their steps, and which of them are left out or are spikes."""
 
     norms: Tensor
+    """Those that are finite and above 0."""
     dropped: int
+    """How many of the first blocks are left out because the norms still changed."""
     start: int
+    """The index of the first norm that is not left out."""
     spikes: Tensor
+    """For each norm from ``start`` on, True if it is a spike."""
     spike_limit: float
     trend: Trend
     zeros: int
     bad: int
+    """How many other norms were inf or NaN."""
     ending: int
+    """How many of the last norms in a row are spikes, inf or NaN."""
 
     @classmethod
     def of(cls, values: Tensor) -> "Series":
@@ -66,7 +60,7 @@ class Series:
         starts = [k * len(norms) // BLOCKS for k in range(BLOCKS)]
         dropped = _unsteady(logs, starts)
         start = starts[dropped]
-        border = _spike_border(logs[start:])
+        border = median_of(logs[start:]) + max(6 * _spread(logs[start:]), TWICE)
         spikes = logs[start:] > border
         wild = ~values.isfinite()
         wild[usable.nonzero().flatten()[start:]] = spikes
@@ -169,11 +163,6 @@ def _trend(logs: Tensor) -> Trend:
 def _spread(logs: Tensor) -> float:
     """The robust standard deviation 1.4826 · MAD, where MAD is the median distance from the median."""
     return DEVIATION * median_of((logs - median_of(logs)).abs())
-
-
-def _spike_border(logs: Tensor) -> float:
-    """The logarithm above which a norm is a spike: it exceeds the median by max(6 · 1.4826 · MAD, ln 2)."""
-    return median_of(logs) + max(6 * _spread(logs), TWICE)
 
 
 def levels(norms: Tensor) -> list[tuple[float, float]]:

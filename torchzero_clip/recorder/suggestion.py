@@ -6,18 +6,25 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from torchzero_clip.checks import number
 from torchzero_clip.clipping.clip_norm import ClipNorm
 from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.recorder.figures import draw_series
 from torchzero_clip.recorder.numbers import median_of, quantile, share_range
 from torchzero_clip.recorder.series import FEWEST, Series, Trend
-from torchzero_clip.recorder.words import counted
+from torchzero_clip.recorder.words import counted, percent
 
 Scope: TypeAlias = Literal["joint", "parameter", "group"]
 Confidence: TypeAlias = Literal["high", "medium", "low"]
 
 SHARES = (0.01, 0.1, 0.5)
+ADAPTS = "Use a limit that adapts, such as ZClip(max_norm=None)."
+TRENDS: Mapping[Trend, str] = {
+    "settled": "In the last quarter, the norms were not clearly larger or smaller than in the quarter before.",
+    "growing": f"The norms are growing, so a fixed limit will soon be too low. {ADAPTS}",
+    "falling": f"The norms are falling, so a fixed limit will soon be too high. {ADAPTS}",
+}
 
 
 class Choice(NamedTuple):
@@ -39,7 +46,7 @@ class Choice(NamedTuple):
         return cls(name, limit, above / len(usual), *share_range(above, len(usual), series.independent))
 
     def __str__(self) -> str:
-        return f"{self.limit:.4g} clips {_percent(self.share)} ({_percent(self.low)} to {_percent(self.high)})"
+        return f"{self.limit:.4g} clips {percent(self.share)} ({percent(self.low)} to {percent(self.high)})"
 
 
 @dataclass(frozen=True)
@@ -137,25 +144,20 @@ class Suggestion:
 
 
 def suggested(norms: Mapping[str, Tensor], share_clipped: float, scope: Scope) -> Suggestion:
-    """Find a limit for each series of norms.
+    """Find a limit for the norms of each group, or for those under the name of the scope.
 
-    Args:
-        norms: The norms in the order of their steps: an entry for each group, or one under the name of the scope. A
-            norm is -1 if there was no gradient. An inf or NaN means that a gradient was not finite.
-        share_clipped: The share of usual norms that the limit clips.
-        scope: What the norms belong to.
+    A norm is -1 if there was no gradient. An inf or NaN means that a gradient was not finite.
     """
-    if isinstance(share_clipped, bool) or not isinstance(share_clipped, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"share_clipped must be a number, got {share_clipped!r}")
+    number("share_clipped", share_clipped)
     if not 0 < share_clipped < 1:
         raise ValueError(f"share_clipped must be above 0 and below 1, got {share_clipped!r}")
     series: dict[str, Series] = {}
     for name, values in norms.items():
         usable = int((values.isfinite() & (values > 0)).sum())
         if usable < FEWEST:
+            found = f"{usable} of group {name!r}" if scope == "group" else str(usable)
             raise ValueError(
-                f"a limit needs at least {FEWEST} norms that are finite and above 0, got {usable}"
-                f"{f' of group {name!r}' if scope == 'group' else ''}: record more steps"
+                f"a limit needs at least {FEWEST} norms that are finite and above 0, got {found}: record more steps"
             )
         series[name] = Series.of(values)
     limits = {name: quantile(s.usual, 1 - share_clipped) for name, s in series.items()}
@@ -176,37 +178,22 @@ def suggested(norms: Mapping[str, Tensor], share_clipped: float, scope: Scope) -
     return Suggestion(limit, spikes, trend, confidence, reason, scope, share_clipped, series, choices)
 
 
-def _percent(share: float) -> str:
-    return "0%" if share < 1e-4 else f"{100 * share:{'.2g' if share < 0.1 else '.0f' if share < 0.99 else '.4g'}}%"
-
-
 def _sentences(series: Series, limit: float, scope: Scope) -> list[str]:
     usual, share = series.usual, float((series.usual > limit).double().mean())
     clip = f"ClipNorm({limit:.4g})" if scope == "parameter" else f'ClipNorm({limit:.4g}, dim="global")'
     what = "norms of tensors, whose median" if scope == "parameter" else "steps, whose median norm"
-    text = [
-        f"{clip} would have clipped {_percent(share)} of the {len(usual):,} usual {what} is {median_of(usual):.4g}."
-    ]
+    clipped = f"{percent(share)} of the {len(usual):,} usual {what} is {median_of(usual):.4g}"
+    text = [f"{clip} would have clipped {clipped}."]
     others = [f"{what} ({count:,})" for what, count in (("0", series.zeros), ("inf or NaN", series.bad)) if count]
     if others:
         text.append(f"Norms that are {' or '.join(others)} are left out.")
     if series.dropped:
-        text.append(
-            f"The first {series.start:,} of {len(series.norms):,} norms are left out because they were still changing."
-        )
+        left_out = f"{series.start:,} of {len(series.norms):,} norms"
+        text.append(f"The first {left_out} are left out because they were still changing.")
     spikes = series.norms[series.start :][series.spikes]
     if len(spikes):
-        text.append(
-            f"The limit would also have clipped {counted(len(spikes), 'spike')} above {series.spike_limit:.4g}, of "
-            f"which the largest is {float(spikes.max()):.4g}."
-        )
+        found = f"{counted(len(spikes), 'spike')} above {series.spike_limit:.4g}"
+        text.append(f"The limit would also have clipped {found}, of which the largest is {float(spikes.max()):.4g}.")
     else:
         text.append("There were no spikes.")
-    if series.trend == "settled":
-        text.append("In the last quarter, the norms were not clearly larger or smaller than in the quarter before.")
-    else:
-        text.append(
-            f"The norms are {series.trend}, so a fixed limit will soon be too "
-            f"{'low' if series.trend == 'growing' else 'high'}. Use a limit that adapts, such as ZClip(max_norm=None)."
-        )
-    return text
+    return [*text, TRENDS[series.trend]]

@@ -1,7 +1,7 @@
 """The last steps of a run, on the device of the parameters."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,26 +29,8 @@ class Note:
     """Limits that are settings, by the names of the transforms."""
 
 
-class Ring:
-    """A buffer of the last rows of numbers."""
-
-    def __init__(self, keep: int, width: int, device: torch.device) -> None:
-        with torch.inference_mode(False):  # memory that is made in inference mode cannot be written to outside of it
-            self.rows = torch.full((keep, width), torch.nan, dtype=torch.float64, device=device)
-
-    def widen(self, width: int) -> None:
-        """Add columns."""
-        with torch.inference_mode(False):
-            more = self.rows.new_full((len(self.rows), width - self.rows.shape[1]), torch.nan)
-            self.rows = torch.cat([self.rows, more], dim=1)
-
-    def write(self, count: int, row: Tensor) -> None:
-        """Write the row of a step over the oldest one."""
-        foreach.copy_([self.rows.select(0, count % len(self.rows))], [row])
-
-
 class Tape:
-    """The norms and numbers of the last steps, as vectors on the device, all with the same layout."""
+    """The norms and numbers of the last steps, as rows on the device, all with the same layout."""
 
     def __init__(self, keep: int, layout: Layout, device: torch.device) -> None:
         self.layout = layout
@@ -59,13 +41,12 @@ class Tape:
         self.keys: list[str] = []
         self.notes: deque[Note] = deque(maxlen=keep)
         self.ratios: deque[tuple[int, Tensor, Tensor]] = deque(maxlen=keep)
-        self._norms = Ring(keep, len(layout.names), device)
-        self._numbers = Ring(keep, 0, device)
+        with torch.inference_mode(False):  # memory that is made in inference mode cannot be written to outside of it
+            self._rows = torch.full((keep, len(layout.names)), torch.nan, dtype=torch.float64, device=device)
         self._absent = torch.full((len(layout.names),), ABSENT, dtype=torch.float64, device=device)
         self._unknown = torch.full((), torch.nan, dtype=torch.float64, device=device)
-        self._places: list[int] = []
-        self._runs: list[int] = []
-        self._gaps: list[Tensor] = []
+        self._places: Sequence[int] = ()
+        self._index = torch.empty(0, dtype=torch.long, device=device)
 
     def write(self, note: Note, norms: Tensor | None, places: Sequence[int] | None, numbers: dict[str, Tensor]) -> None:
         """Write one step: the norm of each gradient, if there are any, into these columns, and 0-d tensors by name."""
@@ -73,20 +54,24 @@ class Tape:
             norms = self._absent
         elif places is not None:
             norms = self._spread(norms, places)
-        self._norms.write(self.count, norms)
-        found = list(numbers.values())
-        if list(numbers) != self.keys:
-            new = [key for key in numbers if key not in self.keys]
-            if new:
-                self.keys += new
-                self._numbers.widen(len(self.keys))
-            found = [numbers.get(key, self._unknown) for key in self.keys]
-        if found:
-            if {self.device} != {number.device for number in found}:
-                found = [number.to(self.device, non_blocking=self.device.type != "cpu") for number in found]
-            self._numbers.write(self.count, torch.stack(found))
+        self._add_columns(numbers)
+        waits = self.device.type == "cpu"
+        found = [numbers.get(key, self._unknown).to(self.device, non_blocking=not waits) for key in self.keys]
+        self._write(note, torch.cat([norms, torch.stack(found)]) if found else norms)
+
+    def _write(self, note: Note, row: Tensor) -> None:
+        """Write a step over the oldest one."""
+        foreach.copy_([self._rows.select(0, self.count % self.keep)], [row])
         self.notes.append(note)
         self.count += 1
+
+    def _add_columns(self, keys: Iterable[str]) -> None:
+        new = [key for key in keys if key not in self.keys]
+        if new:
+            self.keys += new
+            with torch.inference_mode(False):
+                more = self._rows.new_full((self.keep, len(new)), torch.nan)
+                self._rows = torch.cat([self._rows, more], dim=1)
 
     def write_ratios(self, step: int, params: Tensor, updates: Tensor, places: Sequence[int] | None) -> None:
         """Write the norms of parameters and of what was subtracted from them; ``places`` is as in `write`."""
@@ -95,50 +80,35 @@ class Tape:
         self.ratios.append((step, params, updates))
 
     def _spread(self, norms: Tensor, places: Sequence[int]) -> Tensor:
-        """One norm for each parameter. Tensors of indices are not used: copying them to the device would wait."""
+        """One norm for each parameter."""
         if places != self._places:
-            self._places = list(places)
-            starts = [k for k, place in enumerate(places) if k == 0 or place != places[k - 1] + 1]
-            ends = [*starts[1:], len(places)]
-            self._runs = [end - start for start, end in zip(starts, ends, strict=True)]
-            edges = [(places[start], places[end - 1] + 1) for start, end in zip(starts, ends, strict=True)]
-            begins = [0, *(end for _, end in edges)]
-            stops = [*(start for start, _ in edges), len(self._absent)]
-            self._gaps = [self._absent[begin:stop] for begin, stop in zip(begins, stops, strict=True)]
-        pieces = [self._gaps[0]]
-        for run, gap in zip(norms.split(self._runs), self._gaps[1:], strict=True):
-            pieces += (run, gap)
-        return torch.cat(pieces)
+            self._places = places
+            # CUDA copies up to 64 KB to the device without waiting, also from memory that is not pinned
+            self._index = torch.tensor(places, device="cpu").to(self.device, non_blocking=True)
+        return self._absent.index_copy(0, self._index, norms)
 
     def write_loss(self, step: int, loss: Tensor) -> None:
         """Write the loss of a step that was written before; no effect if it is no longer kept."""
         places = [i for i, note in enumerate(self.notes) if note.step == step]
         if places:
-            if "loss" not in self.keys:
-                self.keys.append("loss")
-                self._numbers.widen(len(self.keys))
-            row = self._numbers.rows.select(0, (self.count - len(self.notes) + places[0]) % self.keep)
-            foreach.copy_([row.select(0, self.keys.index("loss"))], [loss])
+            self._add_columns(["loss"])
+            row = self._rows.select(0, (self.count - len(self.notes) + places[0]) % self.keep)
+            foreach.copy_([row.select(0, len(self.layout.names) + self.keys.index("loss"))], [loss])
 
     def norms(self) -> Tensor:
         """The norms on the CPU, a row for each step that is kept; `ABSENT` if there is no gradient."""
         return self._read(self.keep)[0]
 
     def _read(self, last: int) -> tuple[Tensor, Tensor, list[tuple[int, Tensor]]]:
-        """Norms, numbers and ratios of the last steps in order, copied at once.
-
-        A ratio has the norms of parameters and of updates.
-        """
+        """Norms, numbers, and norms of parameters and updates of the last steps in order, copied at once."""
         kept = min(self.count, self.keep, last)
-        first, end = (self.count - kept) % self.keep, self.count % self.keep
-        # slices, because a tensor of indices would have to be copied to the device
-        spans = [slice(first, first + kept)] if first + kept <= self.keep else [slice(first, None), slice(0, end)]
-        rings = [torch.cat([ring.rows[span] for span in spans]) for ring in (self._norms, self._numbers)]
+        order = torch.arange(self.count - kept, self.count, device=self.device) % self.keep
         since = self.notes[-kept].step if kept else 0
         ratios = [ratio for ratio in self.ratios if kept and ratio[0] >= since]
-        parts = [*rings, *(torch.stack(pair) for _, *pair in ratios)]
+        parts = [self._rows[order], *(torch.stack(pair) for _, *pair in ratios)]
         copied = torch.cat([part.flatten() for part in parts]).cpu().split([part.numel() for part in parts])
-        norms, numbers, *pairs = (part.view(own.shape) for part, own in zip(copied, parts, strict=True))
+        rows, *pairs = (part.view(own.shape) for part, own in zip(copied, parts, strict=True))
+        norms, numbers = rows.split([len(self.layout.names), len(self.keys)], dim=1)
         return norms, numbers, [(step, pair) for (step, *_), pair in zip(ratios, pairs, strict=True)]
 
     def record(self, by: By, last: int | None = None) -> Record:
@@ -173,16 +143,14 @@ class Tape:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Write the steps of a state."""
-        self.keys = list(state["keys"])
-        self._numbers.widen(len(self.keys))
+        self._add_columns(state["keys"])
         expected = [(len(state["steps"]), width) for width in (len(self.layout.names), len(self.keys))]
         if [tuple(state[key].shape) for key in ("norms", "numbers")] != expected:
             raise ValueError("the norms or numbers in state_dict have wrong shapes")
-        rows = zip(state["steps"], state["refused_by"], state["limits"], state["norms"], state["numbers"], strict=True)
-        for step, refused_by, limits, norms, numbers in list(rows)[-self.keep :]:
-            self._norms.write(self.count, norms.to(self.device))
-            self._numbers.write(self.count, numbers.to(self.device))
-            self.notes.append(Note(step, refused_by, limits))
-            self.count += 1
+        rows = torch.cat([state["norms"], state["numbers"]], dim=1).to(self.device)
+        for *note, row in list(zip(state["steps"], state["refused_by"], state["limits"], rows, strict=True))[
+            -self.keep :
+        ]:
+            self._write(Note(*note), row)
         for step, pair in state["ratios"]:
             self.ratios.append((step, *pair.to(self.device).unbind()))

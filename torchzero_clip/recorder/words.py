@@ -22,7 +22,7 @@ def times(ratio: float) -> str:
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.3g}%"
+    return "0%" if share < 1e-4 else f"{100 * share:{'.2g' if share < 0.1 else '.0f' if share < 0.99 else '.4g'}}%"
 
 
 def counted(count: int, what: str) -> str:
@@ -44,16 +44,8 @@ def short(name: str) -> str:
 
 def as_table(rows: list[tuple[str, ...]]) -> str:
     """Rows as text; the first column is aligned to the left, the others to the right. Long cells are cut."""
-    rows = [
-        tuple(short(cell if cell.isprintable() else cell.encode("unicode_escape").decode()) for cell in row)
-        for row in rows
-    ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if k == 0 else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+    cells = [[cell if cell.isprintable() else cell.encode("unicode_escape").decode() for cell in row] for row in rows]
+    shown = [list(map(short, row)) for row in cells]
+    first, *others = (max(map(len, column)) for column in zip(*shown, strict=True))
+    line = "  ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in others)])
+    return "\n".join(line.format(*row).rstrip() for row in shown)

@@ -7,7 +7,7 @@ import torch
 from torchzero_clip.recorder import words
 from torchzero_clip.recorder.binning import Events
 from torchzero_clip.recorder.data import Data, Layer, Layers
-from torchzero_clip.recorder.numbers import medians_before
+from torchzero_clip.recorder.numbers import medians
 from torchzero_clip.recorder.page import paragraph, table
 
 MOST_STEPS = 20
@@ -41,11 +41,11 @@ class Worst:
         shown = sum(self._lost.get(row, 1) for row in self._rows)
         some = f" ({shown:,} of {total:,} steps)" if total > shown else ""
         caption = f"Spikes and skipped steps. Norms that are inf or NaN come first, then the largest norms{some}."
-        usual = medians_before(self._record.norm[:, None], self._rows).flatten().tolist()
-        cells = [self._cells(row, x) for row, x in zip(self._rows, usual, strict=True)]
+        cells = [self._cells(row) for row in self._rows]
         return [table(caption, ("Step", "Norm", "Usual", "Ratio", "Loss", "What happened"), cells)]
 
-    def _cells(self, row: int, usual: float) -> list[str]:
+    def _cells(self, row: int) -> list[str]:
+        usual = float(medians(self._record.norm[:row, None]))
         joint, more = Layer("", float(self._record.norm[row]), usual), self._lost.get(row, 1) - 1
         deeds = self._deeds(row) or ["not clipped"]
         if more:
@@ -81,16 +81,14 @@ class Worst:
         if name in REASONS:
             return f": {REASONS[name]}"
         mean = self._metric(f"{name}/mean", row - 1)
-        return (
-            f" by {words.short(name)}{f', whose running mean was {words.number(mean)}' if math.isfinite(mean) else ''}"
-        )
+        known = f", whose running mean was {words.number(mean)}" if math.isfinite(mean) else ""
+        return f" by {words.short(name)}{known}"
 
     def layer_table(self) -> list[str]:
         """The layers of the worst steps."""
         known = set(self._record.layer_steps) if self._record.layers else set[int]()
         steps = [step for step in self.steps if step in known][:MOST_WITH_LAYERS]
-        layers = zip(steps, self._record.layers_of(steps), strict=True)
-        rows = [[f"{step:,}", *cells] for step, found in layers for cells in _cells_of(found)]
+        rows = [[f"{step:,}", *cells] for step in steps for cells in _cells_of(self._record.layers_of(step))]
         caption = f"The {TOP} layers with the largest ratio of norm to usual norm, in the worst {len(steps)} steps."
         return [table(caption, ("Step", "Layer", "Norm", "Usual", "Ratio"), rows)] if rows else []
 
