@@ -417,7 +417,7 @@ def test_plans_change_no_bit(clip):
 def test_plans_change_no_bit_in_many_runs(clip, rule, planned):
     for seed in range(1, 13):
         compare(f"{clip} {rule} {seed}", clip, rule, 24)
-    assert (sum(planned) > 20) == (rule != "l2")  # the kernels have no weight decay before Adam
+    assert any(planned) == (rule != "l2")  # the kernels have no weight decay before Adam
 
 
 def chain_of(clip, rule):
