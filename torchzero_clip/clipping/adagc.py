@@ -115,7 +115,8 @@ class AdaGC(NormStatistics):
         joint, finite = tracked.joint_norm()
         warms_up, most = warm_steps < self.warmup_steps, tracked.shared[0][0]["max_norm"]
         shrunk = torch.where(joint > most, most / joint, 1.0)
-        tracked.chain_state["warm_steps"] = warm_steps + (warms_up & finite & ((joint > 0) | (warm_steps > 0)))
+        counts = warms_up & finite & ((joint > 0) | (warm_steps > 0))
+        warm_steps.add_(counts)  # in place, so that a captured step counts whenever it is replayed
         warm = torch.minimum(torch.where(tracked.started, usual, torch.inf), norms * shrunk)
         tracked.usable = tracked.usable & (finite | warms_up.logical_not())
         tracked.keep(usual=torch.where(warms_up, warm, moved))

@@ -65,9 +65,15 @@ class ClipRMS(Scaling):
         """The factors that bring every tensor to at most ``max_rms``."""
         if not measured.indices:
             return torch.ones_like(measured.vector)
-        counts = [updates[i].numel() * (2 if updates[i].is_complex() else 1) for i in measured.indices]
-        roots = torch.tensor(counts, dtype=torch.float64, device="cpu").sqrt()
-        measured.vector = measured.vector / roots.to(measured.vector.device, non_blocking=True)
+        device = measured.vector.device
+
+        def made() -> Tensor:
+            counts = [updates[i].numel() * (2 if updates[i].is_complex() else 1) for i in measured.indices]
+            return torch.tensor(counts, dtype=torch.float64, device="cpu").sqrt().to(device)
+
+        scratch = step.tools.scratch_for(updates)  # with its memory, only the first step copies to the device
+        roots = made() if scratch is None else scratch.plan(f"roots {id(self)}", updates, made)
+        measured.vector = measured.vector / roots
 
         def rule(norms: Tensor, setting: Setting) -> Tensor:
             return torch.where(norms < torch.inf, clip_factors(measured.metric, norms, setting["max_rms"]), 1.0)

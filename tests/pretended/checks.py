@@ -1,0 +1,200 @@
+"""What holds on the pretended CUDA device. `test_pretended` runs each check in a process of its own."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from clipping.test_adaptive_vectors import CASES as ADAPTIVE
+from clipping.test_adaptive_vectors import METHODS, OTHERS, TOLERANCE
+from clipping.test_adaptive_vectors import tensor as adaptive_tensor
+from contract.entries import ENTRIES, Entry
+from contract.test_vectors import CASES, TARGETS, arguments, tensor
+from contract.training import gradients, parameters
+from pretended.costs import check_costs
+from pretended.device import CPU, CUDA, DEVICE, Graph, install, numbers, on_cuda, pretended
+from torch import Tensor, nn
+
+from torchzero_clip import LR, AdamW, ClipNorm, Modular, SkipStep
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+PLACES = {CPU: torch.Tensor.clone, CUDA: on_cuda}
+Chain = Callable[[], Any]
+
+
+def params_of(values: list[Tensor], place: torch.device) -> list[nn.Parameter]:
+    return [nn.Parameter(PLACES[place](value)) for value in values]
+
+
+def agree(actual: list[Tensor], expected: list[Tensor], what: object, dtype: torch.dtype) -> None:
+    """Up to rounding: a quarter of the digits of the dtype are left to sums in another order."""
+    tolerance = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 0.05}[dtype]
+    pairs = [(numbers(a).double(), e.double()) for a, e in zip(actual, expected, strict=True)]
+    sizes = [e[e.isfinite()].abs().amax().item() for _, e in pairs if e.isfinite().any()]
+    for a, e in pairs:
+        atol = tolerance * max([1e-30, *sizes])
+        torch.testing.assert_close(a, e, rtol=tolerance, atol=atol, equal_nan=True, msg=lambda m: f"{what}: {m}")
+
+
+def worked_cases(dtype: torch.dtype) -> None:
+    """Those of ``vectors.json`` for transforms and functions."""
+    for case in CASES:
+        shapes = [shape or () for shape in case.get("shapes", [])]
+        if case["kind"] == "transform":
+            params = params_of([torch.zeros(shape, dtype=dtype) for shape in shapes], CUDA)
+            own = [arguments(over or {}) for over in case["overrides"] or [None] * len(params)]
+            groups = [{"params": [p], **over} for p, over in zip(params, own, strict=True)]
+            optimizer = Modular(groups, TARGETS[case["target"]](**arguments(case["args"])), LR(1.0))
+        elif case["kind"] != "function":
+            continue
+        for given, expected in zip(case["steps"], case["expected"], strict=True):
+            wanted = [None if e is None else tensor(e, s) for e, s in zip(expected, shapes, strict=True)]
+            if case["kind"] == "function":
+                params = params_of([torch.zeros(shape, dtype=dtype) for shape in shapes], CUDA)
+            grads = [None if g is None else tensor(g, s).to(dtype) for g, s in zip(given, shapes, strict=True)]
+            if any(fits_no_more(x, dtype) for x in (*grads, *wanted)):
+                break
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = None if grad is None else on_cuda(grad)
+                nn.init.zeros_(param)
+            if case["kind"] == "function":
+                TARGETS[case["target"]](params, **arguments(case["args"]))
+                found = [param.grad for param in params]
+            else:
+                optimizer.step()
+                found = [-param.detach() for param in params]
+            pairs = [(f, w) for f, w in zip(found, wanted, strict=True) if w is not None]
+            agree([f for f, _ in pairs], [w for _, w in pairs], case["id"], dtype)
+
+
+def fits_no_more(value: Tensor | None, dtype: torch.dtype) -> bool:
+    """True if a number is beyond the range of a dtype, so that the case is another one."""
+    if value is None or dtype == torch.float64:
+        return False
+    sizes = value.double().abs()
+    info = torch.finfo(dtype)
+    return bool(((sizes > info.max / 1e6) | ((sizes > 0) & (sizes < info.tiny * 1e6))).any() and value.isfinite().all())
+
+
+def adaptive_cases(fast: bool) -> None:
+    """Those of ``adaptive.json``."""
+    for name, case in ADAPTIVE.items():
+        if case["method"] in OTHERS:
+            continue
+        first = [adaptive_tensor(grad) for grad in case["steps"][0]["grads"]]
+        weights = [adaptive_tensor(p) for p in case["params"]] if case["params"] else list(map(torch.zeros_like, first))
+        params = params_of(weights, CUDA)
+        optimizer = Modular(params, METHODS[case["method"]](**case["settings"]), LR(1.0), fast=fast)
+        for given, expected in zip(case["steps"], case["expected"], strict=True):
+            for param, weight, grad in zip(params, weights, given["grads"], strict=True):
+                with torch.no_grad():
+                    param.copy_(weight)
+                param.grad = on_cuda(adaptive_tensor(grad))
+            if "loss" in given:
+                optimizer.report_loss(float(given["loss"]))
+            optimizer.step()
+            tolerance = TOLERANCE.get(case["method"], 1e-9)
+            for param, weight, result in zip(params, weights, expected.get("grads", params), strict=True):
+                if "grads" in expected:
+                    moved, wanted = weight - numbers(param), adaptive_tensor(result)
+                    close = {"rtol": tolerance, "atol": tolerance / 1e3, "equal_nan": True}
+                    torch.testing.assert_close(moved, wanted, **close, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def trained(entry: Entry, dtype: torch.dtype, place: torch.device, *, fast: bool) -> list[Tensor]:
+    """The parameters and the state of floating point numbers after some steps."""
+    params = params_of([p.detach() for p in parameters(dtype)], place)
+    optimizer = Modular(params, entry.make(), fast=fast)
+    for k, row in enumerate(gradients(params, 6)):
+        for param, grad in zip(params, row, strict=True):
+            param.grad = PLACES[place](numbers(grad) * (torch.inf if k == 3 and param.ndim == 1 else 1.0))
+        optimizer.step()
+    state = [v for own in optimizer.state.values() for v in own.values() if isinstance(v, Tensor)]
+    return [numbers(x) for x in (*params, *(v for v in state if v.is_floating_point()))]
+
+
+def entries_agree(dtype: torch.dtype) -> None:
+    """The fast way, the readable way and the CPU, also with a gradient that is not finite in one step."""
+    for entry in ENTRIES:
+        expected = trained(entry, dtype, CPU, fast=False)
+        for fast in (True, False):
+            agree(trained(entry, dtype, CUDA, fast=fast), expected, (entry.name, fast), dtype)
+
+
+def steps_do_not_wait(dtype: torch.dtype) -> None:
+    """A warm step neither waits for the device nor copies between host and device; a policy to skip steps waits once."""
+    for entry in ENTRIES:
+        params = params_of([p.detach() for p in parameters(dtype)], CUDA)
+        optimizer = Modular(params, entry.make())
+        for row in gradients(params, 4):
+            for param, grad in zip(params, row, strict=True):
+                param.grad = on_cuda(numbers(grad))
+            DEVICE.counts.clear()
+            optimizer.step()
+        if not entry.looks:
+            assert (DEVICE.counts.waits, DEVICE.counts.copies) == ([], []), entry.name
+        elif "SkipStep" in entry.name:
+            assert len(DEVICE.counts.waits) + len(DEVICE.counts.copies) == 1, (entry.name, DEVICE.counts.waits)
+
+
+def recorded_steps_replay() -> None:
+    """What a CUDA graph would repeat is what the next step would compute."""
+    for entry in (e for e in ENTRIES if not e.looks):
+        found = []
+        for captured in (True, False):
+            params = params_of([p.detach() for p in parameters(torch.float32)], CUDA)
+            optimizer, graph = Modular(params, entry.make()), None
+            rows = gradients(params, 8)
+            for param, grad in zip(params, rows[0], strict=True):
+                param.grad = on_cuda(numbers(grad))
+            for k, row in enumerate(rows):
+                for param, grad in zip(params, row, strict=True):
+                    numbers(param.grad).copy_(numbers(grad))
+                if not captured or k < 4:
+                    optimizer.step()
+                elif graph is None:
+                    graph = Graph(optimizer.step)
+                else:
+                    graph.replay()
+            found.append([numbers(p) for p in params])
+        if entry.name != "schedules":  # numbers of the host are part of a graph
+            agree(found[0], found[1], entry.name, torch.float32)
+
+
+def captures_are_refused_where_a_step_waits() -> None:
+    """A policy decides on the host, so a step with one cannot be captured: the error names it."""
+    cases = {
+        "SkipStep": ([SkipStep(1.0), AdamW()], {}),
+        "nonfinite='skip'": ([ClipNorm(1), AdamW()], {"nonfinite": "skip"}),
+    }
+    for name, (chain, options) in cases.items():
+        params = params_of([p.detach() for p in parameters()], CUDA)
+        optimizer = Modular(params, *chain, **options)
+        for param in params:
+            param.grad = on_cuda(torch.ones(param.shape))
+        before = [numbers(p).clone() for p in params]
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match=name):
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            optimizer.step()
+        assert all(map(torch.equal, map(numbers, params), before))
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    **{f"worked cases, {dtype}": lambda dtype=dtype: worked_cases(dtype) for dtype in DTYPES[:2]},
+    "adaptive cases": lambda: adaptive_cases(True),
+    "adaptive cases, readable": lambda: adaptive_cases(False),
+    **{f"entries, {dtype}": lambda dtype=dtype: entries_agree(dtype) for dtype in DTYPES},
+    **{f"no waiting, {dtype}": lambda dtype=dtype: steps_do_not_wait(dtype) for dtype in DTYPES},
+    "replay": recorded_steps_replay,
+    "captures are refused": captures_are_refused_where_a_step_waits,
+    "costs": check_costs,
+}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    install()
+    with pretended():
+        CHECKS[sys.argv[1]]()
+    print("done")
