@@ -312,6 +312,25 @@ def test_gradients_never_exist_all_at_once():
             handle.remove()
 
 
+@pytest.mark.fast_way
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("make", [lambda: SGD(0.1), lambda: AdamW(0.1), lambda: Wrap(torch.optim.Adam, fused=True)])
+def test_autograd_notices_that_the_backward_still_needs_an_old_value(make, fast):
+    """`w` also stands in the graph without gradient. The backward reads it after its update."""
+    u, w = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3, 3))
+    optimizer = Modular([u, w], make(), fast=fast)
+    handle = step_in_backward(optimizer, bucket_bytes=0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (u @ w.detach() @ w).sum().backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    handle.remove()
+    step_in_backward(optimizer)  # a bucket that both fit in
+    start = u.detach().clone()
+    (u @ w.detach() @ w).sum().backward()
+    assert not torch.equal(u, start)
+
+
 @pytest.mark.parametrize("entry", [entry for entry in TAKING_PART if not entry.looks], ids=str)
 def test_hooks_never_read_a_value_from_the_device(entry):
     """Called by hand, because the backward of fake CUDA tensors needs a device."""

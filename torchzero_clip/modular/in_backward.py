@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from torchzero_clip.checks import count
@@ -140,6 +141,8 @@ class StepInBackward:
         waiting, self._waiting, self._bytes = self._waiting, {}, 0
         if not waiting:
             return
+        # if the rest of the backward needs an old value, autograd raises; torch's fused kernels do not tell it
+        increment_version(waiting.values())
         try:
             self._optimizer.take_part(self._groups_of(waiting), self._settings, self._workspace_of(next(iter(waiting))))
         except BaseException as error:
