@@ -423,6 +423,11 @@ def test_other_refusals():
     step_in_backward(optimizer)
     with pytest.raises(RuntimeError, match="already"):
         step_in_backward(optimizer)
+    optimizer = Modular([param := nn.Parameter(torch.ones(2))], SGD(0.1))
+    optimizer.param_groups[0]["params"].append(param)
+    with pytest.raises(ValueError, match="listed twice"):
+        step_in_backward(optimizer)
+    assert optimizer.parts is None
     grouped = Modular(parameters(), SGD(0.1))
     grouped._process_group = SimpleNamespace()
     with pytest.raises(ValueError, match="process_group"):
@@ -557,18 +562,71 @@ def test_copies_take_ordinary_steps():
     assert own.parts is None
 
 
+@pytest.fixture
+def without_gc():
+    torch.optim.SGD(parameters(), 0.1)  # torch imports its compiler for the first one, and the frames keep it alive
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("without_gc")
 def test_parameters_outlive_an_optimizer():
     params = parameters()
-    optimizer = Modular(params, SGD(1.0))
-    step_in_backward(optimizer)
+    optimizer = Modular(params, ClipNorm(1), SGD(1.0))
+    handle = step_in_backward(optimizer)
+    backward(params, gradients(params, 1)[0])
+    optimizer.step()
     gone = weakref.ref(optimizer)
     del optimizer
-    gc.collect()
     assert gone() is None
     start = values(params)
     backward(params, gradients(params, 1)[0])
     assert_equal(params, start)
     assert params[0].grad is not None
+    handle.remove()
+
+
+@pytest.mark.usefixtures("without_gc")
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_notebook_cell_that_is_run_twice(exists):
+    """The step of the first optimizer had not ended. It may still exist, because of a cycle or of another name."""
+    params = parameters()
+
+    def cell(lr):
+        optimizer = Modular(params, SGD(lr))
+        return optimizer, ExponentialLR(optimizer, 0.9), step_in_backward(optimizer)
+
+    first = cell(0.5)
+    backward(params, gradients(params, 1)[0])
+    if exists:
+        with pytest.warns(UserWarning, match="another optimizer, which takes ordinary steps"):
+            optimizer, _, handle = cell(1.0)
+    else:
+        del first
+        optimizer, _, handle = cell(1.0)
+    start = values(params)
+    for _ in range(2):
+        backward(params, [torch.ones_like(p) for p in params])
+        optimizer.step()
+    assert_equal(params, [p - 1 - 1 for p in start])
+    handle.remove()
+
+
+def test_the_last_call_wins():
+    shared, first_own, second_own = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    first, second = Modular([shared, first_own], SGD(1.0)), Modular([second_own], SGD(2.0))
+    handles = [step_in_backward(first), step_in_backward(second)]
+    with pytest.warns(UserWarning, match="call remove"):
+        second.add_param_group({"params": [shared]})
+    handles[0].remove()
+    (shared + first_own + second_own).sum().backward()
+    assert [p.grad is None for p in (shared, first_own, second_own)] == [True, False, True]
+    first.step()
+    second.step()
+    assert [p[0].item() for p in (shared, first_own, second_own)] == [-2.0, -1.0, -2.0]
+    handles[1].remove()
+    step_in_backward(first)
 
 
 def test_a_step_without_gradients_counts_for_nothing():

@@ -1,5 +1,6 @@
 """Steps that are taken while the backward runs, so that gradients need little memory."""
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from threading import RLock
@@ -38,9 +39,10 @@ class StepInBackward:
     """
 
     def __init__(self, optimizer: Modular, bucket_bytes: int) -> None:
-        self._optimizer = optimizer
+        # weak, so that an optimizer that is deleted is gone at once, and its hooks with it
+        self._found = weakref.ref(optimizer)
         self._bucket_bytes = bucket_bytes
-        self._parts = optimizer.parts = Parts(self._attach)
+        self._parts = Parts(_weakly(self._attach))
         self._lock = RLock()  # backwards on several devices run hooks in several threads
         self._hooks: dict[int, Any] = {}
         self._places: dict[int, tuple[int, int]] = {}
@@ -50,11 +52,25 @@ class StepInBackward:
         self._waiting: dict[int, Tensor] = {}
         self._bytes = 0
         self._workspaces: dict[int, Workspace] = {}
-        self._ready = _calling(self)
+        self._ready = _weakly(self.take)
         self._all = Workspace()  # it only compares the layout of all parameters with that of the last step
         self._attach()
         # parameters may be added or unfrozen between steps
         self._after_steps = optimizer.register_step_post_hook(self._after_step)
+        optimizer.parts = self._parts
+        _IN_USE.add(self)
+
+    @property
+    def _optimizer(self) -> Modular:
+        found = self._found()
+        if found is None:
+            raise ReferenceError("the optimizer of this handle was deleted")
+        return found
+
+    @property
+    def _is_in_use(self) -> bool:
+        found = self._found()
+        return found is not None and found.parts is self._parts
 
     def remove(self) -> None:
         """Go back to ordinary steps. Call this between a step and the next backward.
@@ -62,15 +78,17 @@ class StepInBackward:
         Raises:
             RuntimeError: If parameters were updated since the last ``optimizer.step()``. Call it first to end the step.
         """
-        if self._optimizer.parts is not self._parts:
-            return
-        if self._parts.updated:
+        if self._is_in_use and self._parts.updated:
             raise RuntimeError("the backward has updated parameters: call optimizer.step() before remove()")
+        self._let_go()
+
+    def _let_go(self) -> None:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
         self._after_steps.remove()
-        self._optimizer.parts = None
+        if self._is_in_use:
+            self._optimizer.parts = None
 
     def _after_step(self, *_: Any) -> None:
         self._attach()
@@ -83,13 +101,27 @@ class StepInBackward:
             raise ValueError("step_in_backward takes no optimizer in which a parameter is listed twice")
         for key in own.keys() - self._places.keys():
             own.pop(key).remove()
-        for group in groups:
-            for param in group["params"]:
-                if id(param) not in own and param.requires_grad:
-                    own[id(param)] = param.register_post_accumulate_grad_hook(self._ready)
+        new = [p for group in groups for p in group["params"] if id(p) not in own and p.requires_grad]
+        if new:
+            self._take_over(set(map(id, new)))
+        for param in new:
+            own[id(param)] = param.register_post_accumulate_grad_hook(self._ready)
+
+    def _take_over(self, params: set[int]) -> None:
+        """Let the last call win, as in a notebook whose cell is run again: earlier optimizers take ordinary steps."""
+        for other in list(_IN_USE):
+            if other is not self and other._is_in_use and not params.isdisjoint(other._hooks):
+                other._let_go()
+                warnings.warn(
+                    "parameters stepped in the backward of another optimizer, which takes ordinary steps from now on. "
+                    "To avoid this warning, call remove() of its handle first",
+                    stacklevel=5,
+                )
 
     def take(self, param: Tensor) -> None:
         """Add a parameter to those that wait. If they fill a bucket, update all of them."""
+        if not self._is_in_use:
+            return
         with self._lock:
             task = current_graph_task_id()
             if task != self._task or task == -1:
@@ -133,7 +165,8 @@ class StepInBackward:
 
     def _end(self) -> None:
         with self._lock:
-            self._flush()
+            if self._is_in_use:
+                self._flush()
             self._task = -1
 
     def _flush(self) -> None:
@@ -182,16 +215,19 @@ class StepInBackward:
         return f"the backward had updated {len(names)} of {total} parameters in this step{shown}"
 
 
-def _calling(steps: StepInBackward) -> Callable[[Tensor], None]:
-    """A hook that does not keep the optimizer alive, because parameters may outlive it."""
-    found = weakref.ref(steps)
+_IN_USE: weakref.WeakSet[StepInBackward] = weakref.WeakSet()
 
-    def ready(param: Tensor) -> None:
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Call a method while its object is there, without keeping the object alive."""
+    found = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
         own = found()
         if own is not None:
-            own.take(param)
+            own(*args)
 
-    return ready
+    return call
 
 
 def step_in_backward(optimizer: Optimizer, *, bucket_bytes: int = 2**23) -> StepInBackward:
@@ -202,6 +238,9 @@ def step_in_backward(optimizer: Optimizer, *, bucket_bytes: int = 2**23) -> Step
     never exist all at once, they take the memory of the largest parameter and of one bucket.
 
     All transforms have to treat each tensor on its own: see `Transform.is_tensorwise`.
+
+    A parameter steps in the backward of one optimizer. If it did so in that of another one, the other takes ordinary
+    steps from now on, its handle has no effect any more, and there is a warning.
 
     Args:
         optimizer: A `Modular`.
