@@ -481,6 +481,48 @@ def test_a_second_gradient_is_refused_and_names_what_was_updated():
     params[2].sum().backward()
 
 
+def test_the_way_out_in_the_error_of_a_second_gradient():
+    params = parameters()
+    optimizer = Modular(params, SGD(0.1))
+    handle = step_in_backward(optimizer, bucket_bytes=0)
+    params[2].sum().backward()
+    way_out = r"Call optimizer\.zero_grad\(\) and then optimizer\.step\(\).*use_reentrant=False"
+    for again in (lambda: params[2].sum().backward(), optimizer.step):
+        with pytest.raises(RuntimeError, match=way_out):
+            again()
+    with pytest.raises(RuntimeError, match=r"If step\(\) raises, call optimizer\.zero_grad\(\)"):
+        handle.remove()
+    after = values(params)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert_equal(params, after)
+    handle.remove()
+
+
+def test_the_way_out_if_a_hook_of_the_user_raises_and_the_backward_is_repeated():
+    params = parameters()
+    optimizer = Modular(params, ClipValue(lambda k: 1.0 + k), SGD(0.1))
+    step_in_backward(optimizer, bucket_bytes=0)
+
+    def fail(_):
+        raise ValueError("of the user")
+
+    hook = params[0].register_hook(fail)
+    row = [torch.ones_like(p) for p in params]
+    with pytest.raises(ValueError, match="of the user"):
+        backward(params, row)
+    hook.remove()
+    with pytest.raises(RuntimeError, match="second gradient"):
+        backward(params, row)
+    optimizer.zero_grad()
+    optimizer.step()
+    start = values(params)
+    backward(params, row)
+    optimizer.step()
+    assert optimizer.param_groups[0]["schedule_step"] == 2
+    torch.testing.assert_close(values(params), [p - 0.1 for p in start])
+
+
 def test_settings_are_checked_before_the_first_update():
     params = parameters()
     optimizer = Modular([{"params": params[:2]}, {"params": params[2:]}], ClipNorm(1.0), SGD(0.1))

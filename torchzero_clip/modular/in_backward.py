@@ -77,9 +77,13 @@ class StepInBackward:
 
         Raises:
             RuntimeError: If parameters were updated since the last ``optimizer.step()``. Call it first to end the step.
+                If it raises, call ``optimizer.zero_grad()`` before it.
         """
         if self._is_in_use and self._parts.updated:
-            raise RuntimeError("the backward has updated parameters: call optimizer.step() before remove()")
+            raise RuntimeError(
+                "the backward has updated parameters: call optimizer.step() before remove(). If step() raises, call "
+                "optimizer.zero_grad() first"
+            )
         self._let_go()
 
     def _let_go(self) -> None:
