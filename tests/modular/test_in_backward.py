@@ -440,13 +440,18 @@ def test_a_listener_is_refused_also_later():
     with pytest.raises(RuntimeError, match="a Recorder"):
         step_in_backward(optimizer)
     recorder.close()
-    step_in_backward(optimizer)
+    handle = step_in_backward(optimizer)
+    with pytest.raises(RuntimeError, match=r"a recorder needs all gradients.*call remove\(\) of the handle"):
+        Recorder(optimizer)
+    assert optimizer.listener is None
     start = values(params)
-    recorder = Recorder(optimizer)
+    optimizer.listener = recorder._run
     with pytest.raises(RuntimeError, match="a Recorder"):
         backward(params, gradients(params, 1)[0])
     assert_equal(params, start)
-    recorder.close()
+    optimizer.listener = None
+    handle.remove()
+    Recorder(optimizer).close()
 
 
 def test_a_gradient_scaler_is_refused():
