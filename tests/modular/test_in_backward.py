@@ -454,6 +454,21 @@ def test_a_listener_is_refused_also_later():
     Recorder(optimizer).close()
 
 
+def test_compiled_autograd_is_refused_and_a_compiled_model_is_not():
+    optimizer = Modular(params := parameters(), SGD(1.0))
+    step_in_backward(optimizer)
+    start = values(params)
+    enabled = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+    with enabled, pytest.raises(RuntimeError, match="cannot be used with compiled autograd"):
+        sum(p.sum() for p in params).backward()
+    assert_equal(params, start)
+    optimizer.zero_grad()
+    torch.compile(lambda: sum(p.sum() for p in params), backend="aot_eager")().backward()
+    assert all(p.grad is None for p in params)
+    optimizer.step()
+    assert_equal(params, [p - 1 for p in start])
+
+
 def test_a_gradient_scaler_is_refused():
     optimizer = Modular(params := parameters(), SGD(0.1))
     handle = step_in_backward(optimizer)

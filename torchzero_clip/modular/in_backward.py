@@ -12,7 +12,13 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from torchzero_clip.checks import count
-from torchzero_clip.compat import at_end_of_backward, current_graph_task_id, is_distributed
+from torchzero_clip.compat import (
+    at_end_of_backward,
+    current_graph_task_id,
+    is_backward_compiled,
+    is_distributed,
+    never_compiled,
+)
 from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.core.kinds import Gate, Shifting
 from torchzero_clip.core.nodes import Node
@@ -143,10 +149,16 @@ class StepInBackward:
             if self._bytes >= self._bucket_bytes or task == -1:
                 self._flush()
 
+    @never_compiled  # so that an error reaches the user
     def _begin(self, task: int) -> None:
         """Check everything before the first update of a backward."""
         optimizer = self._optimizer
         refuse(optimizer)
+        if is_backward_compiled():
+            raise RuntimeError(
+                "step_in_backward cannot be used with compiled autograd, whose hooks get no gradients: turn it off, or "
+                "take ordinary steps. torch.compile of the model works"
+            )
         self._settings = optimizer.begin()
         self._attach()
         if not self._parts.updated:
@@ -260,7 +272,8 @@ def step_in_backward(optimizer: Optimizer, *, bucket_bytes: int = 2**23) -> Step
             other than "propagate", a ``process_group``, a parameter that is listed twice, or plain parameters in
             several processes.
         TypeError: If ``optimizer`` is not a `Modular`.
-        RuntimeError: If the optimizer steps in the backward already, or has a listener such as a `Recorder`.
+        RuntimeError: If the optimizer steps in the backward already, or has a listener such as a `Recorder`. Later, in
+            the backward: for a second gradient before ``optimizer.step()``, and under compiled autograd.
 
     Examples:
         >>> import torch
