@@ -340,6 +340,7 @@ def _refuse_plain(optimizer: Modular) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if any(param.requires_grad and not is_distributed(param) for param in params):
         raise ValueError(
-            "step_in_backward takes no plain parameters if there are several processes, because DDP averages gradients "
-            "after the backward has used them: shard the model by fully_shard (FSDP2), or take ordinary steps"
+            "step_in_backward takes no plain parameters if there are several processes, also in a pipeline without "
+            "DDP: it cannot see whether gradients are averaged over processes, as DDP does after the backward has used "
+            "them. Shard the model by fully_shard (FSDP2), or take ordinary steps"
         )
