@@ -42,6 +42,12 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)  # pyright: ignore
 
 
+def is_backward_compiled() -> bool:
+    """True if compiled autograd runs the backward: its hooks get no gradients, and `at_end_of_backward` fails."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return getattr(module, "in_compiled_autograd_region", False)
+
+
 def stores_by_hooks() -> bool:
     """True if hooks of saved tensors, such as those of checkpoints, see what the graph stores now."""
     top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore

@@ -312,6 +312,25 @@ def test_gradients_never_exist_all_at_once():
             handle.remove()
 
 
+@pytest.mark.fast_way
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("make", [lambda: SGD(0.1), lambda: AdamW(0.1), lambda: Wrap(torch.optim.Adam, fused=True)])
+def test_autograd_notices_that_the_backward_still_needs_an_old_value(make, fast):
+    """`w` also stands in the graph without gradient. The backward reads it after its update."""
+    u, w = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3, 3))
+    optimizer = Modular([u, w], make(), fast=fast)
+    handle = step_in_backward(optimizer, bucket_bytes=0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (u @ w.detach() @ w).sum().backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    handle.remove()
+    step_in_backward(optimizer)  # a bucket that both fit in
+    start = u.detach().clone()
+    (u @ w.detach() @ w).sum().backward()
+    assert not torch.equal(u, start)
+
+
 @pytest.mark.parametrize("entry", [entry for entry in TAKING_PART if not entry.looks], ids=str)
 def test_hooks_never_read_a_value_from_the_device(entry):
     """Called by hand, because the backward of fake CUDA tensors needs a device."""
@@ -404,6 +423,11 @@ def test_other_refusals():
     step_in_backward(optimizer)
     with pytest.raises(RuntimeError, match="already"):
         step_in_backward(optimizer)
+    optimizer = Modular([param := nn.Parameter(torch.ones(2))], SGD(0.1))
+    optimizer.param_groups[0]["params"].append(param)
+    with pytest.raises(ValueError, match="listed twice"):
+        step_in_backward(optimizer)
+    assert optimizer.parts is None
     grouped = Modular(parameters(), SGD(0.1))
     grouped._process_group = SimpleNamespace()
     with pytest.raises(ValueError, match="process_group"):
@@ -416,13 +440,33 @@ def test_a_listener_is_refused_also_later():
     with pytest.raises(RuntimeError, match="a Recorder"):
         step_in_backward(optimizer)
     recorder.close()
-    step_in_backward(optimizer)
+    handle = step_in_backward(optimizer)
+    with pytest.raises(RuntimeError, match=r"a recorder needs all gradients.*call remove\(\) of the handle"):
+        Recorder(optimizer)
+    assert optimizer.listener is None
     start = values(params)
-    recorder = Recorder(optimizer)
+    optimizer.listener = recorder._run
     with pytest.raises(RuntimeError, match="a Recorder"):
         backward(params, gradients(params, 1)[0])
     assert_equal(params, start)
-    recorder.close()
+    optimizer.listener = None
+    handle.remove()
+    Recorder(optimizer).close()
+
+
+def test_compiled_autograd_is_refused_and_a_compiled_model_is_not():
+    optimizer = Modular(params := parameters(), SGD(1.0))
+    step_in_backward(optimizer)
+    start = values(params)
+    enabled = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+    with enabled, pytest.raises(RuntimeError, match="cannot be used with compiled autograd"):
+        sum(p.sum() for p in params).backward()
+    assert_equal(params, start)
+    optimizer.zero_grad()
+    torch.compile(lambda: sum(p.sum() for p in params), backend="aot_eager")().backward()
+    assert all(p.grad is None for p in params)
+    optimizer.step()
+    assert_equal(params, [p - 1 for p in start])
 
 
 def test_a_gradient_scaler_is_refused():
@@ -455,6 +499,48 @@ def test_a_second_gradient_is_refused_and_names_what_was_updated():
     params[2].grad = None
     optimizer.step()
     params[2].sum().backward()
+
+
+def test_the_way_out_in_the_error_of_a_second_gradient():
+    params = parameters()
+    optimizer = Modular(params, SGD(0.1))
+    handle = step_in_backward(optimizer, bucket_bytes=0)
+    params[2].sum().backward()
+    way_out = r"Call optimizer\.zero_grad\(\) and then optimizer\.step\(\).*use_reentrant=False"
+    for again in (lambda: params[2].sum().backward(), optimizer.step):
+        with pytest.raises(RuntimeError, match=way_out):
+            again()
+    with pytest.raises(RuntimeError, match=r"If step\(\) raises, call optimizer\.zero_grad\(\)"):
+        handle.remove()
+    after = values(params)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert_equal(params, after)
+    handle.remove()
+
+
+def test_the_way_out_if_a_hook_of_the_user_raises_and_the_backward_is_repeated():
+    params = parameters()
+    optimizer = Modular(params, ClipValue(lambda k: 1.0 + k), SGD(0.1))
+    step_in_backward(optimizer, bucket_bytes=0)
+
+    def fail(_):
+        raise ValueError("of the user")
+
+    hook = params[0].register_hook(fail)
+    row = [torch.ones_like(p) for p in params]
+    with pytest.raises(ValueError, match="of the user"):
+        backward(params, row)
+    hook.remove()
+    with pytest.raises(RuntimeError, match="second gradient"):
+        backward(params, row)
+    optimizer.zero_grad()
+    optimizer.step()
+    start = values(params)
+    backward(params, row)
+    optimizer.step()
+    assert optimizer.param_groups[0]["schedule_step"] == 2
+    torch.testing.assert_close(values(params), [p - 0.1 for p in start])
 
 
 def test_settings_are_checked_before_the_first_update():
@@ -538,18 +624,71 @@ def test_copies_take_ordinary_steps():
     assert own.parts is None
 
 
+@pytest.fixture
+def without_gc():
+    torch.optim.SGD(parameters(), 0.1)  # torch imports its compiler for the first one, and the frames keep it alive
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("without_gc")
 def test_parameters_outlive_an_optimizer():
     params = parameters()
-    optimizer = Modular(params, SGD(1.0))
-    step_in_backward(optimizer)
+    optimizer = Modular(params, ClipNorm(1), SGD(1.0))
+    handle = step_in_backward(optimizer)
+    backward(params, gradients(params, 1)[0])
+    optimizer.step()
     gone = weakref.ref(optimizer)
     del optimizer
-    gc.collect()
     assert gone() is None
     start = values(params)
     backward(params, gradients(params, 1)[0])
     assert_equal(params, start)
     assert params[0].grad is not None
+    handle.remove()
+
+
+@pytest.mark.usefixtures("without_gc")
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_notebook_cell_that_is_run_twice(exists):
+    """The step of the first optimizer had not ended. It may still exist, because of a cycle or of another name."""
+    params = parameters()
+
+    def cell(lr):
+        optimizer = Modular(params, SGD(lr))
+        return optimizer, ExponentialLR(optimizer, 0.9), step_in_backward(optimizer)
+
+    first = cell(0.5)
+    backward(params, gradients(params, 1)[0])
+    if exists:
+        with pytest.warns(UserWarning, match="another optimizer, which takes ordinary steps"):
+            optimizer, _, handle = cell(1.0)
+    else:
+        del first
+        optimizer, _, handle = cell(1.0)
+    start = values(params)
+    for _ in range(2):
+        backward(params, [torch.ones_like(p) for p in params])
+        optimizer.step()
+    assert_equal(params, [p - 1 - 1 for p in start])
+    handle.remove()
+
+
+def test_the_last_call_wins():
+    shared, first_own, second_own = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    first, second = Modular([shared, first_own], SGD(1.0)), Modular([second_own], SGD(2.0))
+    handles = [step_in_backward(first), step_in_backward(second)]
+    with pytest.warns(UserWarning, match="call remove"):
+        second.add_param_group({"params": [shared]})
+    handles[0].remove()
+    (shared + first_own + second_own).sum().backward()
+    assert [p.grad is None for p in (shared, first_own, second_own)] == [True, False, True]
+    first.step()
+    second.step()
+    assert [p[0].item() for p in (shared, first_own, second_own)] == [-2.0, -1.0, -2.0]
+    handles[1].remove()
+    step_in_backward(first)
 
 
 def test_a_step_without_gradients_counts_for_nothing():

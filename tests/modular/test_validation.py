@@ -1,5 +1,8 @@
 """Parameters that no step can use are refused by name, before anything changes."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,6 +40,20 @@ def test_zero_redundancy_optimizer_is_refused(tmp_path):
         Modular(params, SGD())  # alone it may be made in the same process
     finally:
         dist.destroy_process_group()
+
+
+def test_an_optimizer_that_is_deleted_frees_its_state_at_once():
+    torch.optim.SGD([weight := nn.Parameter(torch.zeros(2))], 0.1)  # for the first one torch imports its compiler
+    gc.disable()
+    try:
+        optimizer = Modular([weight], ClipNorm(1.0), Adam())
+        weight.grad = torch.ones(2)
+        optimizer.step()
+        gone = weakref.ref(optimizer)
+        del optimizer
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_chain_on_meta_parameters_says_that_they_have_no_values():

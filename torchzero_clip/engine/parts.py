@@ -116,6 +116,8 @@ def _are_together(transform: Scaling, own: Sequence[Tensor], dtype_of: Callable[
 def second_gradient() -> RuntimeError:
     """The error for a parameter that was updated already, and got another gradient in the same step."""
     return RuntimeError(
-        "a parameter got a second gradient before optimizer.step(), and the backward has applied the first: call "
-        "optimizer.step() after each backward. To accumulate gradients, take ordinary steps"
+        "a parameter got a second gradient before optimizer.step(), and the backward has applied the first. Call "
+        "optimizer.zero_grad() and then optimizer.step() to drop the second one and end the step. From then on call "
+        "optimizer.step() after each backward, or take ordinary steps to accumulate gradients. Checkpoints of "
+        "activations need use_reentrant=False"
     )

@@ -1,24 +1,24 @@
 """Steps that are taken while the backward runs, so that gradients need little memory."""
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from threading import RLock
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from torchzero_clip.checks import count
-from torchzero_clip.compat import at_end_of_backward, current_graph_task_id, is_distributed
+from torchzero_clip.compat import at_end_of_backward, current_graph_task_id, never_compiled
 from torchzero_clip.core.elementwise import Elementwise
-from torchzero_clip.core.kinds import Gate, Shifting
-from torchzero_clip.core.nodes import Node
+from torchzero_clip.core.kinds import Shifting
 from torchzero_clip.core.scope import named_params
-from torchzero_clip.core.transform import treats_each_alone
 from torchzero_clip.engine.parts import Parts, second_gradient
 from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.modular.modular import Modular
+from torchzero_clip.modular.refusals import refuse
 from torchzero_clip.modular.wrapped import unwrap
 from torchzero_clip.types import Setting
 
@@ -37,9 +37,10 @@ class StepInBackward:
     """
 
     def __init__(self, optimizer: Modular, bucket_bytes: int) -> None:
-        self._optimizer = optimizer
+        # weak, so that an optimizer that is deleted is gone at once, and its hooks with it
+        self._found = weakref.ref(optimizer)
         self._bucket_bytes = bucket_bytes
-        self._parts = optimizer.parts = Parts(self._attach)
+        self._parts = Parts(_weakly(self._attach))
         self._lock = RLock()  # backwards on several devices run hooks in several threads
         self._hooks: dict[int, Any] = {}
         self._places: dict[int, tuple[int, int]] = {}
@@ -49,27 +50,47 @@ class StepInBackward:
         self._waiting: dict[int, Tensor] = {}
         self._bytes = 0
         self._workspaces: dict[int, Workspace] = {}
-        self._ready = _calling(self)
+        self._ready = _weakly(self.take)
         self._all = Workspace()  # it only compares the layout of all parameters with that of the last step
         self._attach()
         # parameters may be added or unfrozen between steps
         self._after_steps = optimizer.register_step_post_hook(self._after_step)
+        optimizer.parts = self._parts
+        _IN_USE.add(self)
+
+    @property
+    def _optimizer(self) -> Modular:
+        found = self._found()
+        if found is None:
+            raise ReferenceError("the optimizer of this handle was deleted")
+        return found
+
+    @property
+    def _is_in_use(self) -> bool:
+        found = self._found()
+        return found is not None and found.parts is self._parts
 
     def remove(self) -> None:
         """Go back to ordinary steps. Call this between a step and the next backward.
 
         Raises:
             RuntimeError: If parameters were updated since the last ``optimizer.step()``. Call it first to end the step.
+                If it raises, call ``optimizer.zero_grad()`` before it.
         """
-        if self._optimizer.parts is not self._parts:
-            return
-        if self._parts.updated:
-            raise RuntimeError("the backward has updated parameters: call optimizer.step() before remove()")
+        if self._is_in_use and self._parts.updated:
+            raise RuntimeError(
+                "the backward has updated parameters: call optimizer.step() before remove(). If step() raises, call "
+                "optimizer.zero_grad() first"
+            )
+        self._let_go()
+
+    def _let_go(self) -> None:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
         self._after_steps.remove()
-        self._optimizer.parts = None
+        if self._is_in_use:
+            self._optimizer.parts = None
 
     def _after_step(self, *_: Any) -> None:
         self._attach()
@@ -82,13 +103,27 @@ class StepInBackward:
             raise ValueError("step_in_backward takes no optimizer in which a parameter is listed twice")
         for key in own.keys() - self._places.keys():
             own.pop(key).remove()
-        for group in groups:
-            for param in group["params"]:
-                if id(param) not in own and param.requires_grad:
-                    own[id(param)] = param.register_post_accumulate_grad_hook(self._ready)
+        new = [p for group in groups for p in group["params"] if id(p) not in own and p.requires_grad]
+        if new:
+            self._take_over(set(map(id, new)))
+        for param in new:
+            own[id(param)] = param.register_post_accumulate_grad_hook(self._ready)
+
+    def _take_over(self, params: set[int]) -> None:
+        """Let the last call win, as in a notebook whose cell is run again: earlier optimizers take ordinary steps."""
+        for other in list(_IN_USE):
+            if other is not self and other._is_in_use and not params.isdisjoint(other._hooks):
+                other._let_go()
+                warnings.warn(
+                    "parameters stepped in the backward of another optimizer, which takes ordinary steps from now on. "
+                    "To avoid this warning, call remove() of its handle first",
+                    stacklevel=5,
+                )
 
     def take(self, param: Tensor) -> None:
         """Add a parameter to those that wait. If they fill a bucket, update all of them."""
+        if not self._is_in_use:
+            return
         with self._lock:
             task = current_graph_task_id()
             if task != self._task or task == -1:
@@ -106,6 +141,7 @@ class StepInBackward:
             if self._bytes >= self._bucket_bytes or task == -1:
                 self._flush()
 
+    @never_compiled  # so that an error reaches the user
     def _begin(self, task: int) -> None:
         """Check everything before the first update of a backward."""
         optimizer = self._optimizer
@@ -132,7 +168,8 @@ class StepInBackward:
 
     def _end(self) -> None:
         with self._lock:
-            self._flush()
+            if self._is_in_use:
+                self._flush()
             self._task = -1
 
     def _flush(self) -> None:
@@ -140,6 +177,8 @@ class StepInBackward:
         waiting, self._waiting, self._bytes = self._waiting, {}, 0
         if not waiting:
             return
+        # if the rest of the backward needs an old value, autograd raises; torch's fused kernels do not tell it
+        increment_version(waiting.values())
         try:
             self._optimizer.take_part(self._groups_of(waiting), self._settings, self._workspace_of(next(iter(waiting))))
         except BaseException as error:
@@ -179,16 +218,19 @@ class StepInBackward:
         return f"the backward had updated {len(names)} of {total} parameters in this step{shown}"
 
 
-def _calling(steps: StepInBackward) -> Callable[[Tensor], None]:
-    """A hook that does not keep the optimizer alive, because parameters may outlive it."""
-    found = weakref.ref(steps)
+_IN_USE: weakref.WeakSet[StepInBackward] = weakref.WeakSet()
 
-    def ready(param: Tensor) -> None:
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Call a method while its object is there, without keeping the object alive."""
+    found = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
         own = found()
         if own is not None:
-            own.take(param)
+            own(*args)
 
-    return ready
+    return call
 
 
 def step_in_backward(optimizer: Optimizer, *, bucket_bytes: int = 2**23) -> StepInBackward:
@@ -199,6 +241,9 @@ def step_in_backward(optimizer: Optimizer, *, bucket_bytes: int = 2**23) -> Step
     never exist all at once, they take the memory of the largest parameter and of one bucket.
 
     All transforms have to treat each tensor on its own: see `Transform.is_tensorwise`.
+
+    A parameter steps in the backward of one optimizer. If it did so in that of another one, the other takes ordinary
+    steps from now on, its handle has no effect any more, and there is a warning.
 
     Args:
         optimizer: A `Modular`.
@@ -214,7 +259,8 @@ def step_in_backward(optimizer: Optimizer, *, bucket_bytes: int = 2**23) -> Step
             other than "propagate", a ``process_group``, a parameter that is listed twice, or plain parameters in
             several processes.
         TypeError: If ``optimizer`` is not a `Modular`.
-        RuntimeError: If the optimizer steps in the backward already, or has a listener such as a `Recorder`.
+        RuntimeError: If the optimizer steps in the backward already, or has a listener such as a `Recorder`. Later, in
+            the backward: for a second gradient before ``optimizer.step()``, and under compiled autograd.
 
     Examples:
         >>> import torch
@@ -238,49 +284,3 @@ def step_in_backward(optimizer: Optimizer, *, bucket_bytes: int = 2**23) -> Step
         raise RuntimeError("this optimizer steps in the backward already: call remove() of its handle first")
     refuse(found)
     return StepInBackward(found, bucket_bytes)
-
-
-def refuse(optimizer: Modular) -> None:
-    """Raise if a step cannot be taken parameter by parameter."""
-    for node in optimizer.nodes:
-        _refuse_transform(node)
-    if optimizer.nonfinite != "propagate":
-        raise ValueError(
-            f"step_in_backward cannot keep nonfinite={optimizer.nonfinite!r}, which decides about all gradients before "
-            "the first update: leave it out, or take ordinary steps"
-        )
-    if optimizer.process_group is not None:
-        raise ValueError("step_in_backward takes no optimizer with process_group=, which joins norms of all gradients")
-    if optimizer.listener is not None:
-        raise RuntimeError(
-            "step_in_backward takes no optimizer with a listener, such as a Recorder, which needs all gradients at "
-            "once: close it first, or take ordinary steps"
-        )
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        _refuse_plain(optimizer)
-
-
-def _refuse_transform(node: Node) -> None:
-    transform = node.transform
-    way_out = "use limits of single tensors, such as ClipNorm(1) or AdaptiveGradientClip(), or take ordinary steps"
-    if isinstance(transform, Gate):
-        raise ValueError(
-            f"{transform!r} decides about whole steps, and step_in_backward takes them in parts: {way_out}"
-        )
-    if transform.target == "closure":
-        raise ValueError(f"{transform!r} with target='closure' acts on the gradients that a closure leaves: {way_out}")
-    if not treats_each_alone(transform) or node.global_keys:
-        raise ValueError(
-            f"{transform!r} may need the gradients of several parameters at once, and step_in_backward frees each "
-            f"before the next one is there: {way_out}. A transform of your own that treats each tensor alone says so "
-            "by is_tensorwise"
-        )
-
-
-def _refuse_plain(optimizer: Modular) -> None:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if any(param.requires_grad and not is_distributed(param) for param in params):
-        raise ValueError(
-            "step_in_backward takes no plain parameters if there are several processes, because DDP averages gradients "
-            "after the backward has used them: shard the model by fully_shard (FSDP2), or take ordinary steps"
-        )

@@ -42,8 +42,10 @@ def check_not_local(params: Sequence[NamedParam]) -> None:
                 f"{named.name or f'parameter {i}'} belongs to FSDP1 (FullyShardedDataParallel), which keeps a part of "
                 "it in each process without saying so: use fully_shard (FSDP2)"
             )
+    if not (dist.is_available() and dist.is_initialized()):
+        return
     frame = inspect.currentframe()
-    while dist.is_available() and dist.is_initialized() and frame is not None:
+    while frame is not None:  # at the end None: a frame that refers to itself would keep the optimizer alive
         if type(frame.f_locals.get("self")).__name__ == "ZeroRedundancyOptimizer":
             raise ValueError(
                 "ZeroRedundancyOptimizer gives each process some of the parameters, so norms would be those of one "

@@ -62,7 +62,8 @@ class Recorder(Readable):
         ValueError: If the optimizer already has a recorder, if ``by`` is unknown, if ``keep``, ``flush_every`` or
             ``log_every`` is below 1, if the record cannot be written to ``path``, or if none of the parameters is in
             ``model``.
-        RuntimeError: In ``optimizer.step()``, before anything changes, if another recorder has taken over the file.
+        RuntimeError: If the optimizer steps in the backward. Later, in ``optimizer.step()`` before anything changes, if
+            another recorder has taken over the file.
 
     A step waits for the device when steps are written or sent, and if its rate is 0. Reading waits once. If no
     transform measures single tensors (a joint clip, or no clip), the recorder takes one more pass over the gradients.
@@ -107,6 +108,11 @@ class Recorder(Readable):
             instance("model", model, nn.Module)
             if set(model.parameters()).isdisjoint(p for g in found.param_groups for p in g["params"]):
                 raise ValueError("none of the parameters of the optimizer is in model")
+        if isinstance(found, Modular) and found.parts is not None:
+            raise RuntimeError(
+                "a recorder needs all gradients at once, and this optimizer steps in the backward: call remove() of "
+                "the handle of step_in_backward first"
+            )
         if _is_recorded(found):
             raise ValueError("optimizer already has a recorder: call close() of that recorder first")
         flush_every = min(flush_every, keep)
