@@ -9,9 +9,9 @@ from torchzero_clip.functional.clip import clip_by_
 from torchzero_clip.functional.foreach import are_plain
 from torchzero_clip.functional.gradients import (
     as_reported,
-    check_finite,
     gradients,
     named_tensors,
+    names_of_bad,
     opened,
     values_tell_all,
 )
@@ -63,8 +63,12 @@ def get_total_norm(
     check_group(process_group, given)
     with opened(given, values_tell_all(slicing), write=False) as dense:
         total = over_processes(measure(dense, slicing, plain=are_plain(dense)), dense, process_group).total
-        if error_if_nonfinite:
-            check_finite(total, given, dense, [name for name, _ in named], process_group)
+        if error_if_nonfinite and not total.isfinite():
+            bad = names_of_bad("tensor", named, given, dense, process_group)
+            raise RuntimeError(
+                f"the norm of the tensors is {total}. Tensors with inf or NaN: {bad}. Pass error_if_nonfinite=False "
+                "to get this norm"
+            )
     return as_reported(total, given, process_group)
 
 
