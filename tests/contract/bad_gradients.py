@@ -60,6 +60,32 @@ def calls(named: Named, group: ProcessGroup | None) -> list[str]:
     ]
 
 
+def of_one_rank(bad: float) -> list[Any]:
+    """The first plain gradient is bad on one rank, which is each in turn. With the group and without."""
+    (mesh, group), found = meshes(), []
+    for rank in range(4):
+        named = stage(mesh)
+        if dist.get_rank() == rank:
+            named[0][1].grad[0] = bad
+        found.append([calls(named, group), calls(named, None)])
+    return found
+
+
+def alone() -> list[str]:
+    """No process has another gradient than one plain NaN on one rank."""
+    (mesh, group), found = meshes(), []
+    for rank in range(4):
+        named = stage(mesh)
+        for _, param in named:
+            param.grad = None
+        if dist.get_rank() == rank:
+            named[0][1].grad = torch.full((2,), math.nan, dtype=torch.float64)
+        options: dict[str, Any] = {"error_if_nonfinite": True, "process_group": group}
+        for order in ("std", -1):
+            found.append(said(lambda p=named, o=order, k=options: clip_grad_norm_(p, 1.0, o, **k)))
+    return found
+
+
 def of_optimizer(missing: bool) -> list[Any]:
     """The bad gradients of an optimizer with the group.
 

@@ -1,11 +1,37 @@
 """All processes name the same gradients, and none of them waits for the others in vain."""
 
+import math
+
 import pytest
 import ranks
 from contract import bad_gradients as programs
 
 LIMIT = 30.0
 pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_functions_raise_on_all_processes_for_a_plain_gradient_of_one(bad):
+    found = ranks.run(programs.of_one_rank, 4, bad, limit=LIMIT)
+    for rank, own in enumerate(found):
+        for bad_rank, (together, apart) in enumerate(own):
+            assert together == found[0][bad_rank][0]
+            of_stage = f" (rank {bad_rank // 2} of process_group)"
+            *named, unnamed = together
+            assert all(f"with inf or NaN: weight{of_stage}. Pass" in text for text in named)
+            assert f"with inf or NaN: parameter 0 of shape (2,){of_stage}. Pass" in unnamed
+            if rank // 2 == bad_rank // 2:
+                assert all(f"is {bad}" in text for text in (apart[0], *apart[2:]))
+                assert "is nan" in apart[1]
+                assert all("with inf or NaN: weight. Pass" in text for text in apart[:3])
+            else:
+                assert apart == [""] * 4
+
+
+def test_functions_raise_where_only_one_process_has_a_gradient():
+    for texts in ranks.run(programs.alone, 4, limit=LIMIT):
+        assert len(texts) == 8
+        assert all("norm of the gradients is nan" in text and "with inf or NaN: weight. Pass" in text for text in texts)
 
 
 def test_an_optimizer_names_a_plain_gradient_of_any_rank():

@@ -111,7 +111,8 @@ def clip_grad_norm_(
     pairs = with_gradients(given, process_group, zeros_count=slicing.metric.counts_zeros)
     grads = [grad for _, grad in pairs]
     with opened(grads, values_tell_all(slicing)) as tensors:
-        measured = over_processes(measure(tensors, slicing, plain=are_plain(tensors)), tensors, process_group)
+        own, judged = measure(tensors, slicing, plain=are_plain(tensors)), given if error_if_nonfinite else None
+        measured = over_processes(own, tensors, process_group, judged)
         if error_if_nonfinite and not measured.total.isfinite():
             bad = names_of_bad("parameter", named, [param for param, _ in pairs], tensors, process_group)
             raise RuntimeError(

@@ -38,6 +38,7 @@ from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import (
     Part,
     all_reduce,
+    largest_on_all_ranks,
     locals_of,
     memories,
     pack,
@@ -297,18 +298,30 @@ def measure(
     return _measure_powers(tensors, metric, indices, parts, one_slice_each)
 
 
-def over_processes(measured: Measured, tensors: Sequence[Tensor], group: ProcessGroup | None) -> Measured:
+def over_processes(
+    measured: Measured, tensors: Sequence[Tensor], group: ProcessGroup | None, judged: Sequence[Tensor] | None = None
+) -> Measured:
     """The same with the joint metric of the tensors of all processes of a group.
 
     Args:
         measured: The tensors of this process.
         tensors: These tensors; empty if they do not count.
         group: The processes that hold other tensors; None for this one alone.
+        judged: If given, the metric is inf or NaN on all processes, also those of the meshes of these tensors, if it is
+            so on one: plain tensors beside distributed ones may differ between ranks.
     """
-    if group is None:
+    device = measured.total.device
+    total = measured.total.view(1)
+    worst = total.new_zeros(0) if judged is None else largest_on_all_ranks(total, judged).to(device)
+    if group is not None:
+        own = measured.numbers(sum(map(Tensor.numel, tensors)))
+        rows = gathered(torch.cat([own, worst]).to(device_of(tensors, group)), group).to(device)
+        measured = measured.of_processes(rows.narrow(1, 0, len(own)))
+        worst = rows.narrow(1, len(own), len(worst)).amax(dim=0)
+    if judged is None:
         return measured
-    numbers = measured.numbers(sum(map(Tensor.numel, tensors))).to(device_of(tensors, group))
-    return measured.of_processes(gathered(numbers, group).to(measured.total.device))
+    worst = worst.squeeze(0)
+    return replace(measured, total=torch.where(worst.isfinite(), measured.total, worst))
 
 
 def _measure_powers(

@@ -62,7 +62,8 @@ def get_total_norm(
     given = [tensor for _, tensor in named]
     check_group(process_group, given)
     with opened(given, values_tell_all(slicing), write=False) as dense:
-        total = over_processes(measure(dense, slicing, plain=are_plain(dense)), dense, process_group).total
+        own, judged = measure(dense, slicing, plain=are_plain(dense)), given if error_if_nonfinite else None
+        total = over_processes(own, dense, process_group, judged).total
         if error_if_nonfinite and not total.isfinite():
             bad = names_of_bad("tensor", named, given, dense, process_group)
             raise RuntimeError(
