@@ -142,6 +142,15 @@ def functions() -> dict[str, list[Tensor]]:
     return found
 
 
+def negative_orders() -> list[Tensor]:
+    """Norms of negative order of four tensors at every magnitude, then of no tensor at all."""
+    found: list[Tensor] = []
+    for scales in ((1e200, 1e200, 2e200, 2e200), (1e-200, 1e-200, 2e-200, 2e-200), (1e200, 1.0, 1e-200, 1.0)):
+        tensors = own_part([torch.full((2,), scale, dtype=torch.float64) for scale in scales])
+        found += [get_total_norm(tensors, order, process_group=group()) for order in (-2, -0.5, -math.inf)]
+    return [*found, *(get_total_norm([], order, process_group=group()) for order in (-2, -math.inf))]
+
+
 def losses() -> list[Any]:
     """A gate of losses, where only the second process has a loss."""
     params = named(values(parameters(torch.float64)))

@@ -64,6 +64,15 @@ def test_functions_equal_one_process():
 
 
 @pytest.mark.slow
+def test_norms_of_negative_order_are_those_of_one_process_at_every_magnitude():
+    expected = programs.negative_orders()
+    assert expected[0].item() == pytest.approx(1e200 / 5**0.5)
+    assert [norm.item() for norm in expected[-2:]] == [0, 0]
+    for found in ranks.run(programs.negative_orders, 3):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0, check_dtype=False)
+
+
+@pytest.mark.slow
 def test_a_loss_of_one_process_is_that_of_all():
     skipped, mean = programs.losses()
     found = ranks.run(programs.losses, 3)

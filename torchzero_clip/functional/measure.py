@@ -52,6 +52,8 @@ from torchzero_clip.types import Dim, Ord
 S = TypeVar("S")
 WIDTHS = {"norm": 1, "mad": 2, "sum": 2, "std": 4, "var": 4}
 """How many `Measured.numbers` each kind of metric has."""
+NOTHING = -1.0
+"""The norm with negative ``ord`` that a process without tensors sends: 0 would be the joint norm, and inf is a norm."""
 L2, LINF = Metric("norm", 2.0), Metric("norm", math.inf)
 
 
@@ -433,7 +435,11 @@ def _measure_jointly(tensors: Sequence[Tensor], metric: Metric, each: bool, besi
 def joint_root(metric: Metric, rows: Tensor) -> Tensor:
     """The root of the metric of the tensors of several processes, 0-d, from a row of `Measured.numbers` for each."""
     if metric.kind == "norm":
-        return combine(rows.select(1, 0), metric.p)
+        norms = rows.select(1, 0)
+        if metric.p >= 0:
+            return combine(norms, metric.p)
+        some = norms != NOTHING
+        return torch.where(some.any(), combine(torch.where(some, norms, math.inf), metric.p), 0.0)
     if metric.kind == "mad":
         total, count = rows.sum(dim=0).unbind()
         return total / count.clamp(min=1)
@@ -442,7 +448,7 @@ def joint_root(metric: Metric, rows: Tensor) -> Tensor:
 
 def no_numbers(metric: Metric, device: torch.device) -> Tensor:
     """The `Measured.numbers` of a process without tensors."""
-    none = math.inf if metric.kind == "norm" and metric.p < 0 else 0.0
+    none = NOTHING if metric.kind == "norm" and metric.p < 0 else 0.0
     return torch.full((WIDTHS[metric.kind],), none, dtype=torch.float64, device=device)
 
 
