@@ -104,6 +104,15 @@ def test_a_checkpoint_that_fits_on_some_processes_loads_on_none():
 
 
 @pytest.mark.slow
+def test_what_fails_before_the_check_of_a_checkpoint_fails_on_all_processes():
+    *others, last = ranks.run(programs.failing_loads, 3)
+    assert last == ["AttributeError: 'NoneType' object has no attribute 'copy'", "OSError: lost", ""]
+    for missing, hook, loaded in others:
+        assert "ValueError: the checkpoint does not fit on another rank" in missing
+        assert (hook, loaded) == (missing, "")
+
+
+@pytest.mark.slow
 def test_a_scope_warns_if_it_matches_on_no_process():
     for said in ranks.run(programs.warnings_of_scopes, 3):
         assert [("nowhere" in text) for text in said] == [True]
