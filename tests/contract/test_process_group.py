@@ -123,6 +123,7 @@ def test_groups_that_cannot_be_used_are_refused():
     for rank, said in enumerate(ranks.run(programs.wrong_groups, 3)):
         kind = "TypeError" if rank < 2 else "ValueError"  # the third process is not in that group
         assert [text.partition(":")[0] for text in said] == [kind, kind, *["ValueError"] * 3, "TypeError"]
+        assert 'got DeviceMesh: pass the group of one dimension, mesh["pp"].get_group()' in said[-1]
         others = ", ".join(str(k) for k in range(3) if k != rank)
         assert all(f"processes {others}," in text for text in said[2:5])
 
