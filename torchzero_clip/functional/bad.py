@@ -14,14 +14,32 @@ BESIDE = 3
 
 
 class BadGradients(NamedTuple):
-    """The gradients that were not finite in one step, on all processes together."""
+    """The gradients that were not finite in one step, on all processes together.
+
+    A parameter without a name is called by its position among all parameters and its shape. If parameters of one
+    process have the same name, their positions are added, as in ``"bias (parameter 3)"``. If parameters of several
+    processes of a ``process_group`` have the same name, their ranks in this group are added, as in
+    ``"bias (rank 1 of process_group)"``.
+
+    Args:
+        names: The names of their parameters in order, at most ten.
+        total: The number of gradients that were not finite.
+        largest: The three largest norms of the other gradients, by name.
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import SGD, Modular
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = Modular([weight], SGD(0.1), nonfinite="skip")
+        >>> weight.grad = torch.tensor([torch.nan, 1.0])
+        >>> optimizer.step()
+        >>> optimizer.bad_gradients
+        BadGradients(names=('parameter 0 of shape (2,)',), total=1, largest={})
+    """
 
     names: tuple[str, ...]
-    """The names of their parameters in order, at most ten."""
     total: int
-    """The number of gradients that were not finite."""
     largest: dict[str, float]
-    """The three largest norms of the other gradients, by name."""
 
     @property
     def listed(self) -> str:

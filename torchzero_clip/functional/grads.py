@@ -59,7 +59,8 @@ def clip_grad_norm_(
         min_size: Slices of fewer elements are left unchanged; by default slices of one element. No effect with
             "global".
         min_norm: Slices with a smaller norm, except norm 0, are scaled up to it; None for no lower limit.
-        error_if_nonfinite: Raise if the norm of all gradients together is inf or NaN, before anything is changed.
+        error_if_nonfinite: Raise if the norm of all gradients together is inf or NaN, before anything is changed. All
+            ranks of the meshes and of the group raise if one does.
         process_group: The processes that hold *other* parameters, such as the stages of a pipeline. All of them have to
             call the function. Their gradients count in joint norms and in the result, as in `Modular`.
 

@@ -38,7 +38,8 @@ def get_total_norm(
         tensors: A tensor or an iterable of tensors, for example gradients; of any dtypes and devices, dense or sparse.
             Also pairs of a name, which the error then shows, and a tensor.
         ord: The metric, as in `clip_grad_norm_`.
-        error_if_nonfinite: Raise if the result is inf or NaN.
+        error_if_nonfinite: Raise if the result is inf or NaN. All ranks of the meshes and of the group raise if one
+            does.
         process_group: The processes that hold *other* tensors, such as the stages of a pipeline, which all call the
             function. Their tensors count in the norm.
 
