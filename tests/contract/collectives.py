@@ -14,7 +14,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from torchzero_clip import AdaGC, Adam, Centralize, ClipNorm, ClipNormByEMA, ClipValue, Modular, SkipStep, ZClip
+from torchzero_clip import (
+    AdaGC,
+    Adam,
+    Centralize,
+    ClipNorm,
+    ClipNormByEMA,
+    ClipValue,
+    Modular,
+    SkipStep,
+    ZClip,
+    clip_grad_norm_,
+    get_total_norm,
+)
 
 CHAINS: dict[str, Callable[[], list[Any]]] = {
     "Adam": lambda: [Adam()],
@@ -30,6 +42,14 @@ CHAINS: dict[str, Callable[[], list[Any]]] = {
     "SkipStep": lambda: [SkipStep(1e9), Adam()],
     "SkipStep, ClipNorm": lambda: [SkipStep(1e9), ClipNorm(1.0, dim="global"), Adam()],
 }
+JUDGED = {"error_if_nonfinite": True}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "clip_grad_norm_": lambda params, **k: clip_grad_norm_(params, 1.0, dim="global", **k),
+    "clip_grad_norm_, judged": lambda params, **k: clip_grad_norm_(params, 1.0, dim="global", **JUDGED, **k),
+    "get_total_norm": lambda params, **k: get_total_norm([p.grad for p in params], **k),
+    "get_total_norm, judged": lambda params, **k: get_total_norm([p.grad for p in params], **JUDGED, **k),
+}
+"""In-place functions, also with ``error_if_nonfinite=True``."""
 
 
 class Collectives(TorchDispatchMode):
@@ -49,7 +69,7 @@ class Collectives(TorchDispatchMode):
 
 
 Counts = dict[tuple[str, int, bool], dict[str, int]]
-"""Of each collective in the third step, by chain, number of tensors, and whether there is a process group."""
+"""Of each collective in the third step, by chain or function, number of tensors, and whether there is a group."""
 
 
 def counts(numbers: tuple[int, ...]) -> Counts:
@@ -70,5 +90,9 @@ def counts(numbers: tuple[int, ...]) -> Counts:
             for _ in range(3):
                 with Collectives() as collectives:
                     optimizer.step()
+            found[name, number, group is not None] = dict(collectives.counts)
+        for (name, call), group in product(FUNCTIONS.items(), (None, mesh["pp"].get_group())):
+            with Collectives() as collectives:
+                call(params, process_group=group)
             found[name, number, group is not None] = dict(collectives.counts)
     return found

@@ -142,6 +142,15 @@ def functions() -> dict[str, list[Tensor]]:
     return found
 
 
+def negative_orders() -> list[Tensor]:
+    """Norms of negative order of four tensors at every magnitude, then of no tensor at all."""
+    found: list[Tensor] = []
+    for scales in ((1e200, 1e200, 2e200, 2e200), (1e-200, 1e-200, 2e-200, 2e-200), (1e200, 1.0, 1e-200, 1.0)):
+        tensors = own_part([torch.full((2,), scale, dtype=torch.float64) for scale in scales])
+        found += [get_total_norm(tensors, order, process_group=group()) for order in (-2, -0.5, -math.inf)]
+    return [*found, *(get_total_norm([], order, process_group=group()) for order in (-2, -math.inf))]
+
+
 def losses() -> list[Any]:
     """A gate of losses, where only the second process has a loss."""
     params = named(values(parameters(torch.float64)))
@@ -186,8 +195,9 @@ def life_of_a_group() -> None:
     for again in (lost, pickle.loads(pickle.dumps(lost))):
         for param in (p for g in again.param_groups for p in g["params"]):
             param.grad = torch.ones_like(param)
-        with pytest.raises(RuntimeError, match=r"set optimizer\.process_group"):
-            again.step()
+        for call in (again.step, lambda again=again: again.load_state_dict(state)):
+            with pytest.raises(RuntimeError, match=r"set optimizer\.process_group"):
+                call()
         again.process_group = None
         again.step()
         assert again.process_group is None
@@ -208,6 +218,28 @@ def disagreement() -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def failing_loads() -> list[str]:
+    """No checkpoint on one process; a hook that raises there; a checkpoint for all of them."""
+    params = named(values(parameters(torch.float64)))
+    optimizer = Modular(params, ClipNorm(0.1, dim="global"), SGD(0.1, 0.9), process_group=group())
+    state: Any = optimizer.state_dict()
+    said: list[str] = []
+
+    def hook(*_: Any) -> None:
+        if dist.get_rank() == 2 and len(said) == 1:
+            raise OSError("lost")
+
+    optimizer.register_load_state_dict_pre_hook(hook)
+    for given in (None if dist.get_rank() == 2 else state, state, state):
+        try:
+            optimizer.load_state_dict(given)
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+        else:
+            said.append("")
+    return said
 
 
 def warnings_of_scopes() -> list[str]:

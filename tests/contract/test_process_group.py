@@ -64,6 +64,15 @@ def test_functions_equal_one_process():
 
 
 @pytest.mark.slow
+def test_norms_of_negative_order_are_those_of_one_process_at_every_magnitude():
+    expected = programs.negative_orders()
+    assert expected[0].item() == pytest.approx(1e200 / 5**0.5)
+    assert [norm.item() for norm in expected[-2:]] == [0, 0]
+    for found in ranks.run(programs.negative_orders, 3):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0, check_dtype=False)
+
+
+@pytest.mark.slow
 def test_a_loss_of_one_process_is_that_of_all():
     skipped, mean = programs.losses()
     found = ranks.run(programs.losses, 3)
@@ -95,6 +104,15 @@ def test_a_checkpoint_that_fits_on_some_processes_loads_on_none():
 
 
 @pytest.mark.slow
+def test_what_fails_before_the_check_of_a_checkpoint_fails_on_all_processes():
+    *others, last = ranks.run(programs.failing_loads, 3)
+    assert last == ["AttributeError: 'NoneType' object has no attribute 'copy'", "OSError: lost", ""]
+    for missing, hook, loaded in others:
+        assert "ValueError: the checkpoint does not fit on another rank" in missing
+        assert (hook, loaded) == (missing, "")
+
+
+@pytest.mark.slow
 def test_a_scope_warns_if_it_matches_on_no_process():
     for said in ranks.run(programs.warnings_of_scopes, 3):
         assert [("nowhere" in text) for text in said] == [True]
@@ -105,6 +123,7 @@ def test_groups_that_cannot_be_used_are_refused():
     for rank, said in enumerate(ranks.run(programs.wrong_groups, 3)):
         kind = "TypeError" if rank < 2 else "ValueError"  # the third process is not in that group
         assert [text.partition(":")[0] for text in said] == [kind, kind, *["ValueError"] * 3, "TypeError"]
+        assert 'got DeviceMesh: pass the group of one dimension, mesh["pp"].get_group()' in said[-1]
         others = ", ".join(str(k) for k in range(3) if k != rank)
         assert all(f"processes {others}," in text for text in said[2:5])
 

@@ -56,7 +56,7 @@ def test_raising_names_the_parameters_and_changes_nothing(entry, bad):
 def test_parameters_without_names_are_told_by_number_and_shape():
     params = parameters()
     set_grads(params, spoiled(gradients(params, 1)[0], math.nan))
-    with pytest.raises(RuntimeError, match=r"parameter 3 of those with a gradient, of shape \(\)"):
+    with pytest.raises(RuntimeError, match=r"not finite: parameter 3 of shape \(\)\."):
         Modular(params, SGD(), nonfinite="raise").step()
 
 

@@ -130,7 +130,7 @@ def test_the_total_norm_of_nothing_is_zero_and_one_that_is_not_finite_may_raise(
     assert get_total_norm([]).item() == clip_grad_norm_([], 1.0).item() == clip_grad_norm_([], 1.0, "std").item() == 0
     assert get_total_norm(torch.tensor([3.0, 4.0])).item() == 5
     assert get_total_norm([torch.tensor([math.inf])]).item() == math.inf
-    with pytest.raises(RuntimeError, match=r"is inf: .* 1 of shape \(1,\)"):
+    with pytest.raises(RuntimeError, match=r"of the tensors is inf\. .* NaN: tensor 1 of shape .* to get this"):
         get_total_norm([torch.ones(2), torch.tensor([math.inf])], error_if_nonfinite=True)
 
 
@@ -205,11 +205,19 @@ def test_nonfinite_gradients_raise_by_position_and_stay():
     params[2].grad = None
     params[4].grad[0, 0, 0] = math.inf
     before = [None if p.grad is None else p.grad.clone() for p in params]
-    with pytest.raises(RuntimeError, match=r"norm of the gradients is inf: .* not None: 3 of shape \(2, 3, 2\)\."):
+    with pytest.raises(RuntimeError, match=r"gradients is inf: .* NaN: parameter 4 of shape \(2, 3, 2\)\. .* to clip"):
         clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
     for param, grad in zip(params, before, strict=True):
         assert param.grad is None or torch.equal(param.grad, grad)
     assert clip_grad_norm_(params, 1.0).item() == math.inf
+
+
+def test_parameters_of_one_name_are_told_apart_by_position():
+    params = params_with_grads()[:3]
+    params[1].grad.fill_(math.nan)
+    named = list(zip(("weight", "weight", "bias"), params, strict=True))
+    with pytest.raises(RuntimeError, match=r"with inf or NaN: weight \(parameter 1\)\. Pass"):
+        clip_grad_norm_(named, 1.0, error_if_nonfinite=True)
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])

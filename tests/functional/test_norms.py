@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles.clipping import metric
 
-from torchzero_clip import norm, rms
+from torchzero_clip import get_total_norm, norm, rms
 from torchzero_clip.functional.measure import Slicing, measure
 from torchzero_clip.functional.metric import parse_ord
 from torchzero_clip.functional.norms import BLOCK, joint_metric, slice_metrics, whole_norm, whole_norm_beside
@@ -149,6 +149,12 @@ def test_scale_equivariance(numbers, exponent, order):
     value = torch.tensor(numbers, dtype=torch.float64)
     scaled = norm(value * 2.0**exponent, order).item()
     assert scaled == pytest.approx(norm(value, order).item() * 2.0**exponent, rel=1e-12, abs=0.0)
+
+
+@pytest.mark.parametrize("order", [-0.5, -2, -10])
+def test_negative_orders_of_tensors_far_apart(order):
+    tensors = [torch.full((1,), value, dtype=torch.float64) for value in (1e-200, 1e200)]
+    assert get_total_norm(tensors, order).item() == pytest.approx(1e-200, rel=1e-12, abs=0)
 
 
 @pytest.mark.parametrize("order", [-0.05, -1, -2, -3, -4, -10])

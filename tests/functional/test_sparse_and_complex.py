@@ -85,7 +85,7 @@ def test_a_sparse_gradient_without_values_and_one_smaller_than_min_size():
 def test_nonfinite_sparse_gradients_raise_by_position_and_stay():
     param = param_with(sparse_gradient(True))
     param.grad.mul_(math.inf)
-    with pytest.raises(RuntimeError, match=r"not None: 0 of shape \(6, 2\)"):
+    with pytest.raises(RuntimeError, match=r"NaN: parameter 0 of shape \(6, 2\)"):
         clip_grad_norm_(param, 1.0, error_if_nonfinite=True)
     assert not param.grad.is_coalesced()
 

@@ -95,18 +95,29 @@ def agreed(groups: Sequence[Group], process_group: ProcessGroup | None = None) -
         yield
     except ValueError as found:
         error = found
-    except (TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as found:
+    except Exception as found:  # of any kind, because schedules are functions of the user
         error = ValueError(f"the checkpoint does not fit: {found}")
         error.__cause__ = found
-    failed = torch.tensor([float(error is not None)], dtype=torch.float64, device="cpu")
-    params = [param for group in groups for param in group["params"]]
-    refused = largest_on_all_ranks(failed, params)
-    if process_group is not None:
-        refused = gathered(refused.to(device_of(params, process_group)), process_group).amax()
+    fails = fails_somewhere(error is not None, groups, process_group)
     if error is not None:
         raise error
-    if refused.item() > 0:
+    if fails:
         raise ValueError("the checkpoint does not fit on another rank, whose error says why. No rank has loaded it")
+
+
+def fails_somewhere(fails: bool, groups: Sequence[Group], process_group: ProcessGroup | None) -> bool:
+    """True if it fails on a process. Called by all processes that load together, which wait for each other.
+
+    Args:
+        fails: Whether it fails on this process.
+        groups: The param groups.
+        process_group: The processes that hold other parameters.
+    """
+    params = [param for group in groups for param in group["params"]]
+    found = largest_on_all_ranks(torch.tensor([float(fails)], dtype=torch.float64, device="cpu"), params)
+    if process_group is not None:
+        found = gathered(found.to(device_of(params, process_group)), process_group).amax()
+    return found.item() > 0
 
 
 def _merged(group: Group, saved: Group) -> Group:

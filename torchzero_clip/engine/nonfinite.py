@@ -10,10 +10,11 @@ from torchzero_clip.checks import count, one_of
 from torchzero_clip.core.chain_state import CONSECUTIVE, SKIPPED
 from torchzero_clip.core.kinds import Gate
 from torchzero_clip.core.nodes import Node
+from torchzero_clip.core.scope import named_params
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.reported_loss import joint_loss
 from torchzero_clip.engine.walk import Walk
-from torchzero_clip.functional.bad import BadGradients, bad_gradients
+from torchzero_clip.functional.bad import BadGradients, bad_gradients, labels
 from torchzero_clip.functional.norms import combine
 from torchzero_clip.functional.processes import gathered
 from torchzero_clip.functional.shards import largest_on_all_ranks, mesh_groups
@@ -145,8 +146,7 @@ def _bad_gradients(walk: Walk, norms: Tensor) -> BadGradients:
     """The names of the gradients that are not finite. All processes call it, because they have decided together."""
     if len(norms) < len(walk.params):  # only their joint norm is known
         norms = walk.executor.norm_of_each(walk.grads)
-    names = [
-        named.name or f"parameter {i} of those with a gradient, of shape {tuple(named.param.shape)}"
-        for i, named in enumerate(walk.named_params)
-    ]
-    return bad_gradients(names, norms.tolist(), mesh_groups(walk.all_params()), walk.process_group)
+    every = [named for group in walk.groups for named in named_params(group)]
+    names = labels("parameter", [(named.name, named.param) for named in every])
+    own = {names[param]: norm for param, norm in zip(walk.params, norms.tolist(), strict=True)}
+    return bad_gradients(own, mesh_groups(walk.all_params()), walk.process_group)

@@ -1,10 +1,12 @@
 """Names of gradients that are not finite, collected from all processes."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 MOST = 10
@@ -12,14 +14,32 @@ BESIDE = 3
 
 
 class BadGradients(NamedTuple):
-    """The gradients that were not finite in one step, on all processes together."""
+    """The gradients that were not finite in one step, on all processes together.
+
+    A parameter without a name is called by its position among all parameters and its shape. If parameters of one
+    process have the same name, their positions are added, as in ``"bias (parameter 3)"``. If parameters of several
+    processes of a ``process_group`` have the same name, their ranks in this group are added, as in
+    ``"bias (rank 1 of process_group)"``.
+
+    Args:
+        names: The names of their parameters in order, at most ten.
+        total: The number of gradients that were not finite.
+        largest: The three largest norms of the other gradients, by name.
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import SGD, Modular
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = Modular([weight], SGD(0.1), nonfinite="skip")
+        >>> weight.grad = torch.tensor([torch.nan, 1.0])
+        >>> optimizer.step()
+        >>> optimizer.bad_gradients
+        BadGradients(names=('parameter 0 of shape (2,)',), total=1, largest={})
+    """
 
     names: tuple[str, ...]
-    """The names of their parameters in order, at most ten."""
     total: int
-    """The number of gradients that were not finite."""
     largest: dict[str, float]
-    """The three largest norms of the other gradients, by name."""
 
     @property
     def listed(self) -> str:
@@ -34,29 +54,60 @@ class BadGradients(NamedTuple):
         return f". The largest norms of other gradients: {norms}" if norms else ""
 
 
+def labels(kind: str, named: Iterable[tuple[str | None, Tensor]]) -> dict[Tensor, str]:
+    """A text for each tensor: its name, with its position if others have that name; or its position and shape.
+
+    Args:
+        kind: What a tensor is called.
+        named: All tensors of this process with their names. Positions among them are equal on all ranks of a mesh;
+            those among the parameters with a gradient may differ.
+    """
+    places: dict[Tensor, tuple[int, str | None]] = {}
+    for i, (name, tensor) in enumerate(named):
+        places.setdefault(tensor, (i, name))
+    times = Counter(name for _, name in places.values())
+    found: dict[Tensor, str] = {}
+    for tensor, (i, name) in places.items():
+        unnamed = f"{kind} {i} of shape {tuple(tensor.shape)}"
+        found[tensor] = unnamed if not name else name if times[name] == 1 else f"{name} ({kind} {i})"
+    return found
+
+
 def bad_gradients(
-    names: Sequence[str], norms: Sequence[float], meshes: Iterable[ProcessGroup], group: ProcessGroup | None
+    norms: Mapping[str, float], meshes: Iterable[ProcessGroup], group: ProcessGroup | None
 ) -> BadGradients:
     """Collect the bad gradients of all processes. All processes have to call this, and they wait for each other.
 
     Args:
-        names: The names of the parameters of this process that have a gradient.
-        norms: The norms of the gradients.
+        norms: The norm of each gradient of this process, by its label.
         meshes: The groups of processes that hold parts of the same parameters.
         group: The processes that hold other parameters.
     """
-    own = dict(enumerate(zip(names, norms, strict=True)))
-    for mesh in meshes:  # a plain gradient may be finite on one rank only
-        for others in _from_all(own, mesh):
-            own |= {i: pair for i, pair in others.items() if not own[i][1] >= pair[1]}
-    pairs = [pair for part in ([own] if group is None else _from_all(own, group)) for pair in part.values()]
+    own = dict(norms)
+    for mesh in meshes:  # a plain gradient may be missing, or finite, on one rank only
+        worst: dict[str, float] = {}
+        for name, norm in (pair for part in _from_all(own, mesh) for pair in part.items()):
+            worst[name] = _worse(worst.get(name, norm), norm)
+        own = worst
+    parts = [own] if group is None else _from_all(own, group)
+    times = Counter(name for part in parts for name in part)
+    pairs = [
+        (name if times[name] == 1 else f"{name} (rank {rank} of process_group)", norm)
+        for rank, part in enumerate(parts)
+        for name, norm in part.items()
+    ]
     found = [name for name, norm in pairs if not math.isfinite(norm)]
     # rounded, so that the order does not depend on how tensors are sharded
     finite = sorted((pair for pair in pairs if math.isfinite(pair[1])), key=lambda pair: -float(f"{pair[1]:.6g}"))
     return BadGradients(tuple(found[:MOST]), len(found), dict(finite[:BESIDE]))
 
 
-def _from_all(own: Any, group: ProcessGroup) -> list[Any]:
+def _worse(a: float, b: float) -> float:
+    """The larger one; NaN if one is NaN."""
+    return a if math.isnan(a) or a > b else b
+
+
+def _from_all(own: dict[str, float], group: ProcessGroup) -> list[dict[str, float]]:
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, own, group=group)
     return found

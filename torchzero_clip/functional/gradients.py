@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchzero_clip.compat import is_distributed
-from torchzero_clip.functional.bad import bad_gradients
+from torchzero_clip.functional.bad import bad_gradients, labels
 from torchzero_clip.functional.foreach import all_contiguous, are_plain, wide_dtype
 from torchzero_clip.functional.measure import Slicing
 from torchzero_clip.functional.norms import p_norms
@@ -36,33 +36,34 @@ def named_tensors(name: str, tensors: Tensors) -> list[tuple[str | None, Tensor]
 
 
 def gradients(params: Tensors, process_group: ProcessGroup | None = None, *, zeros_count: bool = False) -> list[Tensor]:
-    """The `named_gradients` without names."""
-    return [grad for _, grad in named_gradients(params, process_group, zeros_count=zeros_count)]
+    """The gradients of `with_gradients`."""
+    tensors = [param for _, param in named_tensors("params", params)]
+    return [grad for _, grad in with_gradients(tensors, process_group, zeros_count=zeros_count)]
 
 
-def named_gradients(
-    params: Tensors, process_group: ProcessGroup | None = None, *, zeros_count: bool = False
-) -> list[tuple[str | None, Tensor]]:
-    """The gradients of those parameters that have one, as `own_gradients` returns them, with their names.
+def with_gradients(
+    params: Sequence[Tensor], process_group: ProcessGroup | None = None, *, zeros_count: bool = False
+) -> list[tuple[Tensor, Tensor]]:
+    """Those parameters that have a gradient, each with its gradient as `own_gradients` returns it.
 
     Distributed parameters without a gradient have zeros in the list, because other processes may have a gradient, and
     all have to send as many numbers.
 
     Args:
-        params: The argument of the user.
+        params: Those of the user; one that is listed twice counts once.
         process_group: The processes that hold other parameters, to be checked.
         zeros_count: Zeros change the result, so parameters without a gradient on any process are not in the list.
     """
-    once = {id(param): (name, param) for name, param in named_tensors("params", params)}  # shared ones are listed often
-    check_group(process_group, [param for _, param in once.values()])
-    having = [param for _, param in once.values() if param.grad is not None]
+    once = {id(param): param for param in params}
+    check_group(process_group, list(once.values()))
+    having = [param for param in once.values() if param.grad is not None]
     found = dict(zip(map(id, having), own_gradients(having), strict=True))
-    distributed = [param for _, param in once.values() if param.requires_grad and is_distributed(param)]
+    distributed = [param for param in once.values() if param.requires_grad and is_distributed(param)]
     missing = [param for param in distributed if param.grad is None]
     if zeros_count and distributed:
         missing = present_elsewhere(distributed, missing)
     found |= {id(param): torch.zeros_like(param) for param in missing}
-    return [(name, found[key]) for key, (name, _) in once.items() if key in found]
+    return [(param, found[key]) for key, param in once.items() if key in found]
 
 
 def own_gradients(params: Sequence[Tensor]) -> list[Tensor]:
@@ -150,30 +151,24 @@ def as_reported(total: Tensor, grads: list[Tensor], process_group: ProcessGroup 
     return torch.where(total.isfinite(), total.clamp(max=largest), total).to(dtype)
 
 
-def check_finite(
-    total: Tensor,
-    grads: list[Tensor],
-    opened: list[Tensor],
-    names: Sequence[str | None],
-    process_group: ProcessGroup | None = None,
-) -> None:
-    """Raise on all processes if the joint metric of gradients is not finite.
+def names_of_bad(
+    kind: str,
+    named: Sequence[tuple[str | None, Tensor]],
+    owners: Sequence[Tensor],
+    values: Sequence[Tensor],
+    process_group: ProcessGroup | None,
+) -> str:
+    """The names of tensors with inf or NaN on all processes, as text. All processes have to call this.
 
     Args:
-        total: The metric, equal on all processes.
-        grads: The gradients.
-        opened: The same as dense tensors.
-        names: The name of each, if it has one.
-        process_group: The processes that hold other gradients.
+        kind: What a tensor is called that has no name.
+        named: The argument of the user.
+        owners: Those of them that have values.
+        values: Their values or gradients, as dense tensors.
+        process_group: The processes that hold other tensors.
     """
-    if total.isfinite():
-        return
-    numbered = enumerate(zip(names, grads, strict=True))
-    texts = [name or f"{i} of shape {tuple(grad.shape)}" for i, (name, grad) in numbered]
-    norms = [norm.item() for norm in p_norms(wholes(opened), math.inf)]
-    bad = bad_gradients(texts, norms, mesh_groups(grads), process_group)
-    what = "Gradients with inf or NaN" + ("" if all(names) else ", by position among those that are not None")
-    raise RuntimeError(
-        f"the norm of the gradients is {total}: not finite, so none was changed. {what}: {bad.listed}. Pass "
-        "error_if_nonfinite=False to clip all the same"
-    )
+    names = labels(kind, named)
+    parts = [part._replace(groups=()) for part in wholes(values)]  # the names of all ranks are joined afterwards
+    norms = [norm.item() for norm in p_norms(parts, math.inf)]
+    own = {names[owner]: norm for owner, norm in zip(owners, norms, strict=True)}
+    return bad_gradients(own, mesh_groups([tensor for _, tensor in named]), process_group).listed

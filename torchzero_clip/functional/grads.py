@@ -11,11 +11,12 @@ from torchzero_clip.functional.clip import centralize_, clip_factors, normalize_
 from torchzero_clip.functional.foreach import are_plain, clamp_
 from torchzero_clip.functional.gradients import (
     as_reported,
-    check_finite,
     gradients,
-    named_gradients,
+    named_tensors,
+    names_of_bad,
     opened,
     values_tell_all,
+    with_gradients,
 )
 from torchzero_clip.functional.measure import Slicing, measure, over_processes, scale_
 from torchzero_clip.types import Dim, Ord, Tensors
@@ -58,7 +59,8 @@ def clip_grad_norm_(
         min_size: Slices of fewer elements are left unchanged; by default slices of one element. No effect with
             "global".
         min_norm: Slices with a smaller norm, except norm 0, are scaled up to it; None for no lower limit.
-        error_if_nonfinite: Raise if the norm of all gradients together is inf or NaN, before anything is changed.
+        error_if_nonfinite: Raise if the norm of all gradients together is inf or NaN, before anything is changed. All
+            ranks of the meshes and of the group raise if one does.
         process_group: The processes that hold *other* parameters, such as the stages of a pipeline. All of them have to
             call the function. Their gradients count in joint norms and in the result, as in `Modular`.
 
@@ -105,12 +107,19 @@ def clip_grad_norm_(
     slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
     boolean("error_if_nonfinite", error_if_nonfinite)
 
-    named = named_gradients(params, process_group, zeros_count=slicing.metric.counts_zeros)
-    grads = [grad for _, grad in named]
+    named = named_tensors("params", params)
+    given = [param for _, param in named]
+    pairs = with_gradients(given, process_group, zeros_count=slicing.metric.counts_zeros)
+    grads = [grad for _, grad in pairs]
     with opened(grads, values_tell_all(slicing)) as tensors:
-        measured = over_processes(measure(tensors, slicing, plain=are_plain(tensors)), tensors, process_group)
-        if error_if_nonfinite:
-            check_finite(measured.total, grads, tensors, [name for name, _ in named], process_group)
+        own, judged = measure(tensors, slicing, plain=are_plain(tensors)), given if error_if_nonfinite else None
+        measured = over_processes(own, tensors, process_group, judged)
+        if error_if_nonfinite and not measured.total.isfinite():
+            bad = names_of_bad("parameter", named, [param for param, _ in pairs], tensors, process_group)
+            raise RuntimeError(
+                f"the norm of the gradients is {measured.total}: not finite, so none was changed. Gradients with inf "
+                f"or NaN: {bad}. Pass error_if_nonfinite=False to clip all the same"
+            )
         limit, floor = math.inf if max_norm is None else max_norm, min_norm or 0.0
         scale_(measured, measured.by_norm(lambda norms: clip_factors(slicing.metric, norms, limit, floor)))
     return as_reported(measured.total, grads, process_group)

@@ -38,6 +38,7 @@ from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import (
     Part,
     all_reduce,
+    largest_on_all_ranks,
     locals_of,
     memories,
     pack,
@@ -51,6 +52,8 @@ from torchzero_clip.types import Dim, Ord
 S = TypeVar("S")
 WIDTHS = {"norm": 1, "mad": 2, "sum": 2, "std": 4, "var": 4}
 """How many `Measured.numbers` each kind of metric has."""
+NOTHING = -1.0
+"""The norm with negative ``ord`` that a process without tensors sends: 0 would be the joint norm, and inf is a norm."""
 L2, LINF = Metric("norm", 2.0), Metric("norm", math.inf)
 
 
@@ -297,18 +300,30 @@ def measure(
     return _measure_powers(tensors, metric, indices, parts, one_slice_each)
 
 
-def over_processes(measured: Measured, tensors: Sequence[Tensor], group: ProcessGroup | None) -> Measured:
+def over_processes(
+    measured: Measured, tensors: Sequence[Tensor], group: ProcessGroup | None, judged: Sequence[Tensor] | None = None
+) -> Measured:
     """The same with the joint metric of the tensors of all processes of a group.
 
     Args:
         measured: The tensors of this process.
         tensors: These tensors; empty if they do not count.
         group: The processes that hold other tensors; None for this one alone.
+        judged: If given, the metric is inf or NaN on all processes, also those of the meshes of these tensors, if it is
+            so on one: plain tensors beside distributed ones may differ between ranks.
     """
-    if group is None:
+    device = measured.total.device
+    total = measured.total.view(1)
+    worst = total.new_zeros(0) if judged is None else largest_on_all_ranks(total, judged).to(device)
+    if group is not None:
+        own = measured.numbers(sum(map(Tensor.numel, tensors)))
+        rows = gathered(torch.cat([own, worst]).to(device_of(tensors, group)), group).to(device)
+        measured = measured.of_processes(rows.narrow(1, 0, len(own)))
+        worst = rows.narrow(1, len(own), len(worst)).amax(dim=0)
+    if judged is None:
         return measured
-    numbers = measured.numbers(sum(map(Tensor.numel, tensors))).to(device_of(tensors, group))
-    return measured.of_processes(gathered(numbers, group).to(measured.total.device))
+    worst = worst.squeeze(0)
+    return replace(measured, total=torch.where(worst.isfinite(), measured.total, worst))
 
 
 def _measure_powers(
@@ -420,7 +435,11 @@ def _measure_jointly(tensors: Sequence[Tensor], metric: Metric, each: bool, besi
 def joint_root(metric: Metric, rows: Tensor) -> Tensor:
     """The root of the metric of the tensors of several processes, 0-d, from a row of `Measured.numbers` for each."""
     if metric.kind == "norm":
-        return combine(rows.select(1, 0), metric.p)
+        norms = rows.select(1, 0)
+        if metric.p >= 0:
+            return combine(norms, metric.p)
+        some = norms != NOTHING
+        return torch.where(some.any(), combine(torch.where(some, norms, math.inf), metric.p), 0.0)
     if metric.kind == "mad":
         total, count = rows.sum(dim=0).unbind()
         return total / count.clamp(min=1)
@@ -429,7 +448,7 @@ def joint_root(metric: Metric, rows: Tensor) -> Tensor:
 
 def no_numbers(metric: Metric, device: torch.device) -> Tensor:
     """The `Measured.numbers` of a process without tensors."""
-    none = math.inf if metric.kind == "norm" and metric.p < 0 else 0.0
+    none = NOTHING if metric.kind == "norm" and metric.p < 0 else 0.0
     return torch.full((WIDTHS[metric.kind],), none, dtype=torch.float64, device=device)
 
 

@@ -263,7 +263,7 @@ def combine(norms: Tensor, p: float) -> Tensor:
         return norms.sum()
     if math.isinf(p):
         return norms.amax() if p > 0 else norms.amin()
-    scale = _usable_scale(norms.amax())
+    scale = _usable_scale(norms.amax() if p > 0 else norms.amin())  # which decides the result
     return scale * torch.linalg.vector_norm(norms / scale, p)
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchzero_clip.compat import is_distributed
 
@@ -23,7 +24,9 @@ def check_group(group: object, tensors: Sequence[Tensor]) -> None:
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this process is not in process_group: pass the group that it is in, such as mesh.get_group()")
     if not isinstance(group, ProcessGroup):
-        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
+        way_out = ': pass the group of one dimension, mesh["pp"].get_group()' if isinstance(group, DeviceMesh) else ""
+        kind = type(group).__name__
+        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup or None, got {kind}{way_out}")
     others = {*dist.get_process_group_ranks(group)} - {dist.get_rank()}
     meshes = {tensor.device_mesh for tensor in tensors if is_distributed(tensor)}
     shared = sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()} & others)

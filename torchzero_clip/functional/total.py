@@ -9,9 +9,9 @@ from torchzero_clip.functional.clip import clip_by_
 from torchzero_clip.functional.foreach import are_plain
 from torchzero_clip.functional.gradients import (
     as_reported,
-    check_finite,
     gradients,
     named_tensors,
+    names_of_bad,
     opened,
     values_tell_all,
 )
@@ -38,7 +38,8 @@ def get_total_norm(
         tensors: A tensor or an iterable of tensors, for example gradients; of any dtypes and devices, dense or sparse.
             Also pairs of a name, which the error then shows, and a tensor.
         ord: The metric, as in `clip_grad_norm_`.
-        error_if_nonfinite: Raise if the result is inf or NaN.
+        error_if_nonfinite: Raise if the result is inf or NaN. All ranks of the meshes and of the group raise if one
+            does.
         process_group: The processes that hold *other* tensors, such as the stages of a pipeline, which all call the
             function. Their tensors count in the norm.
 
@@ -62,9 +63,14 @@ def get_total_norm(
     given = [tensor for _, tensor in named]
     check_group(process_group, given)
     with opened(given, values_tell_all(slicing), write=False) as dense:
-        total = over_processes(measure(dense, slicing, plain=are_plain(dense)), dense, process_group).total
-        if error_if_nonfinite:
-            check_finite(total, given, dense, [name for name, _ in named], process_group)
+        own, judged = measure(dense, slicing, plain=are_plain(dense)), given if error_if_nonfinite else None
+        total = over_processes(own, dense, process_group, judged).total
+        if error_if_nonfinite and not total.isfinite():
+            bad = names_of_bad("tensor", named, given, dense, process_group)
+            raise RuntimeError(
+                f"the norm of the tensors is {total}. Tensors with inf or NaN: {bad}. Pass error_if_nonfinite=False "
+                "to get this norm"
+            )
     return as_reported(total, given, process_group)
 
 

@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from torchzero_clip.checkpoints.adapt import adapted
-from torchzero_clip.checkpoints.fitting import agreed, fitted
+from torchzero_clip.checkpoints.fitting import agreed, fails_somewhere, fitted
 from torchzero_clip.checkpoints.identity import IDENTITY, members_of, written
 from torchzero_clip.checks import boolean
 from torchzero_clip.compat import any_distributed
@@ -239,6 +239,13 @@ class Modular(Optimizer):
         check_group(group, [named.param for named in self._named_params()])
         self._process_group, self._lost_group = group, False
 
+    def _check_has_group(self) -> None:
+        if self._lost_group:
+            raise RuntimeError(
+                "the optimizer was unpickled without its process_group: set optimizer.process_group to the group, or "
+                "to None"
+            )
+
     def is_scheduled(self, key: str) -> bool:
         """Return True if a setting, by its key in the param groups, is a function of the step in some group."""
         return key in self._schedules
@@ -300,11 +307,7 @@ class Modular(Optimizer):
         These errors leave parameters, gradients and state unchanged, except that skipped steps are counted.
         """
         try:
-            if self._lost_group:
-                raise RuntimeError(
-                    "the optimizer was unpickled without its process_group: set optimizer.process_group to the group, "
-                    "or to None"
-                )
+            self._check_has_group()
             if closure is None and "closure" in self._nodes.targets:
                 raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
             if closure is None and self._plans.plan is not None and self._may_repeat() and self._repeat():
@@ -594,14 +597,20 @@ class Modular(Optimizer):
 
         Raises:
             ValueError: If the checkpoint belongs to another chain: the message names the difference and the arguments
-                that resolve it. If a key, shape, dtype or setting does not fit: the message names it.
+                that resolve it. If a key, shape, dtype or setting does not fit: the message names it. If loading fails
+                on another rank of a mesh or of the ``process_group``: all of them raise, also if a hook fails.
+            RuntimeError: If the optimizer was unpickled and had a ``process_group``, which has to be set again.
 
         ``new`` and ``dropped`` have no effect on a checkpoint of this very chain, so a script may keep them.
         """
+        self._check_has_group()
         fitting: dict[str, Any] = {}
         chain_state: dict[str, Any] = {}
+        has_agreed = False
 
         def check(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            nonlocal has_agreed
+            has_agreed = True
             own = self._chain_state.values
             with agreed(self.param_groups, self._process_group):
                 adjusted = adapted(given, self.param_groups, self._nodes, new, dropped)
@@ -626,6 +635,10 @@ class Modular(Optimizer):
         after = self.register_load_state_dict_post_hook(restore, prepend=True)
         try:
             super().load_state_dict(state_dict)
+        except Exception:
+            if not has_agreed:  # a hook of the caller has raised, or this is no checkpoint: others wait in `check`
+                fails_somewhere(True, self.param_groups, self._process_group)
+            raise
         finally:
             before.remove()
             after.remove()
