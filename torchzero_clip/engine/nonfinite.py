@@ -69,6 +69,7 @@ class StepPolicy:
         Raises:
             RuntimeError: For a non-finite gradient with ``nonfinite="raise"``, or after too many skips in a row.
         """
+        self._refuse_capture(walk)
         norms = walk.measure_gradients(jointly=self._judges_all)
         if any(gate.needs_loss for gate in self._gates.values()):
             device = norms.device if walk.others is None else walk.others.device
@@ -99,6 +100,15 @@ class StepPolicy:
         counts.update({CONSECUTIVE: 0} if self.may_skip else {})
         self._record(walk, judged, taken=True)
         return True
+
+    def _refuse_capture(self, walk: Walk) -> None:
+        """Raise while a CUDA graph is captured, which would repeat this decision whatever the gradients are."""
+        if walk.params and walk.params[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            who = ", ".join(map(repr, self._gates.values())) or f"nonfinite={self.nonfinite!r}"
+            raise RuntimeError(
+                f"a step with {who} cannot be captured in a CUDA graph, because the host decides whether it is taken: "
+                "capture the forward and the backward only, or leave the policy out"
+            )
 
     def _record(self, walk: Walk, judged: Sequence[tuple[Node, Tensor, Tensor]], *, taken: bool) -> None:
         """Tell the gates what was decided."""
