@@ -54,6 +54,11 @@ def stores_by_hooks() -> bool:
     return top is None or top(True) is not None
 
 
+def is_capturing() -> bool:
+    """True while a CUDA graph is captured. A build of torch without CUDA cannot be asked."""
+    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
+
+
 def cpu_by_default() -> AbstractContextManager[Any]:
     """A context in which tensors that are made without a device are on the CPU.
 

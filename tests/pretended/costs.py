@@ -43,25 +43,37 @@ class Cost(NamedTuple):
     """Bytes that the optimizer keeps besides its state."""
 
 
-CHAINS: dict[str, Callable[[], list[Any]]] = {
-    "AdamW": lambda: [AdamW()],
-    "ClipNorm global": lambda: [ClipNorm(1, dim="global"), AdamW()],
-    "ClipNorm": lambda: [ClipNorm(1), AdamW()],
-    "ClipNorm linf": lambda: [ClipNorm(1, "linf"), AdamW()],
-    "Normalize": lambda: [Normalize(), AdamW()],
-    "ClipRMS": lambda: [ClipRMS(), AdamW()],
-    "ClipNormGrowth": lambda: [ClipNormGrowth(), AdamW()],
-    "GradientStabilizer": lambda: [GradientStabilizer(), AdamW()],
-    "AdaGC": lambda: [AdaGC(warmup_steps=2), AdamW()],
-    "ClipNormByEMA": lambda: [ClipNormByEMA(), AdamW()],
-    "NormalizeByEMA": lambda: [NormalizeByEMA(), AdamW()],
-    "AdaptiveGradientClip": lambda: [AdaptiveGradientClip(), AdamW()],
-    "Centralize": lambda: [Centralize(), AdamW()],
-    "ClipValue": lambda: [ClipValue(1e-3), AdamW()],
-    "ClipByMaxEMA": lambda: [ClipByMaxEMA(), AdamW()],
-    "ClipValueByEMA": lambda: [ClipValueByEMA(), AdamW()],
-    "ClipValueGrowth": lambda: [ClipValueGrowth(), AdamW()],
-    "SpikeAwareClip": lambda: [SpikeAwareClip(warmup_steps=2), AdamW()],
+class Limit(NamedTuple):
+    """What a chain may cost."""
+
+    make: Callable[[], list[Any]]
+    launches: int
+    """With 400 short tensors of float32; with bfloat16 a tenth more."""
+    bytes: float
+    """For each element of float32, with the shapes of a transformer."""
+    keys: int = 0
+    """The keys of its state that are shaped like the parameters, without those of AdamW."""
+
+
+LIMITS = {
+    "AdamW": Limit(lambda: [AdamW()], 3, 29),
+    "ClipNorm global": Limit(lambda: [ClipNorm(1, dim="global"), AdamW()], 30, 37),
+    "ClipNorm": Limit(lambda: [ClipNorm(1), AdamW()], 30, 38),
+    "ClipNorm linf": Limit(lambda: [ClipNorm(1, "linf"), AdamW()], 30, 38),
+    "Normalize": Limit(lambda: [Normalize(), AdamW()], 30, 38),
+    "ClipRMS": Limit(lambda: [ClipRMS(), AdamW()], 35, 38),
+    "ClipNormGrowth": Limit(lambda: [ClipNormGrowth(), AdamW()], 55, 38),
+    "GradientStabilizer": Limit(lambda: [GradientStabilizer(), AdamW()], 65, 38),
+    "AdaGC": Limit(lambda: [AdaGC(warmup_steps=2), AdamW()], 95, 38),
+    "ClipNormByEMA": Limit(lambda: [ClipNormByEMA(), AdamW()], 85, 75, 1),
+    "NormalizeByEMA": Limit(lambda: [NormalizeByEMA(), AdamW()], 85, 75, 1),
+    "AdaptiveGradientClip": Limit(lambda: [AdaptiveGradientClip(), AdamW()], 460, 50),
+    "Centralize": Limit(lambda: [Centralize(), AdamW()], 420, 42),
+    "ClipValue": Limit(lambda: [ClipValue(1e-3), AdamW()], 15, 52),
+    "ClipByMaxEMA": Limit(lambda: [ClipByMaxEMA(), AdamW()], 65, 80),
+    "ClipValueByEMA": Limit(lambda: [ClipValueByEMA(), AdamW()], 45, 125, 1),
+    "ClipValueGrowth": Limit(lambda: [ClipValueGrowth(), AdamW()], 55, 210, 1),
+    "SpikeAwareClip": Limit(lambda: [SpikeAwareClip(warmup_steps=2), AdamW()], 55, 200, 1),
 }
 
 
@@ -83,16 +95,17 @@ def cost(make: Callable[[], list[Any]], shapes: list[tuple[int, ...]], dtype: to
     optimizer.zero_grad()
     optimizer.metrics()
     state = [v for own in optimizer.state.values() for v in own.values() if isinstance(v, Tensor)]
-    known = {t.untyped_storage().nbytes() for t in ()} or sum(t.numel() * t.element_size() for t in (*params, *state))
+    known = sum(tensor.numel() * tensor.element_size() for tensor in (*params, *state))
     return Cost(launches, moved / sum(p.numel() for p in params), memory_in_use() - before - known)
 
 
-def check_costs() -> None:
-    for name, make in CHAINS.items():
-        wide, half = (cost(make, SHORT, dtype) for dtype in (torch.float32, torch.bfloat16))
-        long = cost(make, LONG, torch.float32)
-        count = sum(torch.Size(shape).numel() for shape in LONG)
-        print(
-            f"{name:22} {wide.launches:5} bf16 {half.launches:5} | long {long.launches:5} {long.bytes:6.1f} B "
-            f"kept {wide.kept / 2**20:7.1f} MiB, long {long.kept / count:5.2f} B/param"
-        )
+def costs_are_bounded() -> None:
+    """Launches, bytes and kept memory of each chain."""
+    count = sum(torch.Size(shape).numel() for shape in LONG)
+    for name, limit in LIMITS.items():
+        wide, half = (cost(limit.make, SHORT, dtype) for dtype in (torch.float32, torch.bfloat16))
+        long = cost(limit.make, LONG, torch.float32)
+        assert 0 < wide.launches <= limit.launches, (name, wide)
+        assert half.launches <= 1.1 * wide.launches, (name, half, wide)
+        assert 28 <= long.bytes <= limit.bytes, (name, long)
+        assert long.kept <= min(2**26, 2.5 * count) * (1 + limit.keys) + 0.1 * count, (name, long)

@@ -159,7 +159,7 @@ class ClipNormByEMA(NormStatistics):
             return size
         largest = tracked.where_started(tracked.by_setting(_largest, tracked["prev"]), torch.inf)
         shrink = torch.where(size > largest, tracked.root(largest / size), 1.0)
-        scale_(found, tracked.factors(shrink))
+        scale_(found, tracked.factors(shrink), tracked.scratch_for(averages), name=f"averages {id(self)}")
         size = torch.minimum(size, largest)
         tracked.keep(prev=size)
         return size
@@ -320,7 +320,7 @@ class ClipValueByEMA(Elementwise, Composite):
         (ema,) = state
         size = torch.abs(x, out=at.memory("size", ema))
         self._follow(size, ema, setting, at)
-        count = at.count(torch.gt(size, ema, out=size))  # writing numbers is several times faster than booleans
+        count = at.count(at.compare(torch.gt, size, ema, size))
         at.clamp(x, torch.neg(ema, out=size), ema, result)
         return count
 

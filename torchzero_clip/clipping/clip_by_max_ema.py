@@ -110,7 +110,7 @@ class ClipByMaxEMA(Elementwise):
             torch.le(factor, limit, out=factor), ratio, out=factor
         )  # writing numbers is several times faster than booleans
         torch.mul(x, factor, out=result)
-        return at.count(torch.lt(factor, 1, out=factor))
+        return at.count(at.compare(torch.lt, factor, 1, factor))
 
 
 def _limit(setting: Setting, average: Tensor, count: Tensor) -> Tensor:

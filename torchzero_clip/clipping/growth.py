@@ -126,7 +126,6 @@ class ClipValueGrowth(Elementwise):
         add, mul, low, decay = (setting[key] for key in ("add", "mul", "min_value", "max_decay"))
         size, limit, other = (at.memory(name, prev) for name in ("size", "limit", "other"))
         at = at.only_finite(torch.abs(x, out=size))
-        # comparisons write numbers, which is several times faster than writing booleans
         if mul is None:
             torch.add(prev, add, out=limit)
         else:
@@ -134,7 +133,7 @@ class ClipValueGrowth(Elementwise):
             if add is not None:
                 torch.minimum(limit, torch.add(prev, add, out=other), out=limit)
         at.fill_new_(limit, torch.inf)
-        count = at.count(torch.gt(size, limit, out=other))
+        count = at.count(at.compare(torch.gt, size, limit, other))
         tracked = at.draft("tracked", prev)
         if decay is None:
             torch.minimum(size, limit, out=tracked)

@@ -104,7 +104,7 @@ class SpikeAwareClip(Elementwise):
             size = torch.abs(x, out=other)
             at = at.only_finite(size)
             at.fill_new_(limit, torch.inf)
-            count = at.count(torch.gt(size, limit, out=size))
+            count = at.count(at.compare(torch.gt, size, limit, size))
             at.clamp(x, torch.neg(limit, out=other), limit, result)
             torch.mul(result, result, out=new).clamp_(max=torch.finfo(square.dtype).max)
         moved = torch.mul(square, setting["beta"], out=at.draft("moved", square))

@@ -16,6 +16,7 @@ from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Measured, Slicing, by_setting
 from torchzero_clip.functional.norms import combine, extent, may_look
 from torchzero_clip.functional.rings import filled, written
+from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import elements_at, pack
 from torchzero_clip.types import Ord, Setting, State, Target
 
@@ -85,6 +86,10 @@ class Tracked:
         """The norms of other tensors of the same shapes."""
         return self._step.tools.measure(tensors, slicing)
 
+    def scratch_for(self, tensors: Sequence[Tensor]) -> Scratch | None:
+        """Memory for operations on tensors, as `Tools.scratch_for` returns it."""
+        return self._step.tools.scratch_for(tensors)
+
     def average_(self, averages: Sequence[Tensor], updates: Sequence[Tensor], *, begins_with_update: bool) -> None:
         """Move averages towards usable updates; with ``begins_with_update`` the first ones become the averages."""
         usable, started = self.per_tensor(self.usable), self.per_tensor(self.started)
@@ -138,8 +143,10 @@ class Tracked:
 
     def joint_norm(self) -> tuple[Tensor, Tensor]:
         """The L2 norm of all tensors together, and whether all gradients and all norms are finite: 0-d tensors."""
-        finite = self._step.finite.all() & (self.norms < torch.inf).all()
-        norms, are_finite = self._step.tools.gathered(combine(self.norms, 2.0), finite)
+        norm, finite = combine(self.norms, 2.0), self._step.finite.all() & (self.norms < torch.inf).all()
+        if self._step.tools.process_group is None:
+            return norm, finite
+        norms, are_finite = self._step.tools.gathered(norm, finite)
         return combine(norms, 2.0), are_finite.all()
 
     @property

@@ -35,14 +35,14 @@ class Elements:
         self._new: Tensor | None = None
 
     def memory(self, name: str, like: Tensor) -> Tensor:
-        """Return memory for as many numbers as ``like`` has, of its dtype, with any values.
+        """Return memory of the shape and the dtype of ``like``, with any values.
 
         Args:
             name: Calls with another name return other memory.
             like: The elements or their state.
         """
         if self._scratch is not None:
-            return self._scratch.memory(f"elements {name}", like.numel(), like)
+            return self._scratch.memory(f"elements {name}", like.numel(), like).view(like.shape)
         return torch.empty_like(like)
 
     def only_finite(self, size: Tensor) -> "Elements":
@@ -110,6 +110,17 @@ class Elements:
             self.write(torch.clamp(x, *limits), x, result)
         else:
             torch.clamp(x, *limits, out=result)
+
+    def compare(self, comparison: Callable[..., Tensor], x: Tensor, other: Tensor | float, memory: Tensor) -> Tensor:
+        """Return ``comparison(x, other)`` for `count`: numbers on CPU, booleans on other devices, whichever is faster.
+
+        Args:
+            comparison: Such as ``torch.gt``.
+            x: Elements.
+            other: What they are compared with.
+            memory: Where the result may go.
+        """
+        return comparison(x, other, out=memory) if x.is_cpu else comparison(x, other)
 
     def count(self, hits: Tensor) -> Tensor:
         """Return how many of the elements are hit.

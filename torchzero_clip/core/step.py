@@ -125,7 +125,7 @@ class Step:
     @property
     def finite(self) -> Tensor:
         """True where gradients were finite before any transform: a vector of booleans, equal on all ranks."""
-        return self._declared_norms().isfinite()
+        return self._declared_norms() < torch.inf  # False for NaN
 
     @property
     def nonzero(self) -> Tensor:

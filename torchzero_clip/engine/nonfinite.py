@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.checks import count, one_of
+from torchzero_clip.compat import is_capturing
 from torchzero_clip.core.chain_state import CONSECUTIVE, SKIPPED
 from torchzero_clip.core.kinds import Gate
 from torchzero_clip.core.nodes import Node
@@ -103,7 +104,7 @@ class StepPolicy:
 
     def _refuse_capture(self, walk: Walk) -> None:
         """Raise while a CUDA graph is captured, which would repeat this decision whatever the gradients are."""
-        if walk.params and walk.params[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        if walk.params and walk.params[0].is_cuda and is_capturing():
             who = ", ".join(map(repr, self._gates.values())) or f"nonfinite={self.nonfinite!r}"
             raise RuntimeError(
                 f"a step with {who} cannot be captured in a CUDA graph, because the host decides whether it is taken: "

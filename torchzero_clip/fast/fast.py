@@ -102,7 +102,7 @@ class Fast(Executor):
         *,
         begins_with_update: bool,
     ) -> None:
-        if averages[0].is_cpu or not foreach.fit_kernels([averages, updates]):
+        if averages[0].is_cpu or not all(map(_are_in_order, (averages, updates))):
             super().average_(averages, updates, settings, usable, started, begins_with_update=begins_with_update)
             return
         each = [setting for setting, own in settings for _ in range(own.start, own.stop)]
@@ -139,7 +139,7 @@ class Fast(Executor):
         """Carry out one operation alone."""
         if isinstance(op, Scale):
             if not op.does_nothing:
-                op.carry_out(self.memory.own(rows, op.over_grads))
+                op.carry_out(self.memory.own(rows, op.over_grads), self._scratch, str(rows[0]))
             return
         updates = self.memory.own(rows, False)
         if isinstance(op, Shift):
@@ -160,7 +160,7 @@ class Fast(Executor):
     def take(self, host: Host, node: Node, rows: list[int]) -> bool:
         """Let a shift or an elementwise transform wait, where updates have the layout."""
         transform = node.transform
-        if self._layout is None or not self._layout.is_wide or not self.memory.untouched:
+        if self._layout is None or not self._layout.runs_in_pieces or not self.memory.untouched:
             return False
         if isinstance(transform, Shifting):
             return self._shift(transform, rows)
@@ -186,7 +186,7 @@ class Fast(Executor):
             if not self.memory.untouched:
                 return False
         state = [step.column(key) for key in transform.keys]
-        if not self._are_like(node, transform.keys) and not foreach.fit_kernels([step.params, *state]):
+        if not self._are_like(node, transform.keys) and not all(map(_are_in_order, (step.params, *state))):
             return False
         updates = self._last_read = self.memory.current(rows)
         flags = transform.flags(updates, step, None)
@@ -260,7 +260,7 @@ class Fast(Executor):
         ops = self._claimed(rows)
         params, *state = (step.params, *map(step.column, (*fused.state, *fused.counters)))
         over_grads = all(isinstance(op, Scale) and op.over_grads for op in ops)
-        if self._layout is not None and self._layout.is_wide and not over_grads:
+        if self._layout is not None and self._layout.runs_in_pieces and not over_grads:
             sink = partial(call_kernel, kernel, params, state, step.settings)
             run_pieces(ops, self.memory.current(rows), step.settings, self._scratch, sink)
             return
@@ -268,7 +268,7 @@ class Fast(Executor):
             params, *state = map(locals_of, (params, *state))
         factors = next((op.factor for op in ops if isinstance(op, Scale)), None)
         updates = self.memory.current(rows, writable=factors is not None, over_grads=over_grads)
-        run_kernel(kernel, params, locals_of(updates), state, step.by_setting(), factors)
+        run_kernel(kernel, params, locals_of(updates), state, step.by_setting(), factors, self._scratch, str(rows[0]))
 
     def _claimed(self, rows: list[int]) -> list[Op]:
         """Return the operations on these rows if a kernel can take them. Otherwise carry them out, and return none."""
@@ -306,6 +306,11 @@ def _call_for(fused: Fused, tensors: Sequence[Tensor]) -> Kernel | None:
     if fused.kernel is not None and foreach.laid_out_alike(*tensors):
         return fused.kernel
     return fused.loop if first.is_cpu else None  # on other devices torch's loop would wait for the step counts
+
+
+def _are_in_order(tensors: Sequence[Tensor]) -> bool:
+    """True for contiguous plain tensors of one dtype."""
+    return foreach.kind(tensors) is not None and foreach.all_contiguous(tensors)
 
 
 def _count(fused: Fused, step: Step, number: int) -> None:

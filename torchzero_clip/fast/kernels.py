@@ -9,7 +9,8 @@ from torch import Tensor
 from torchzero_clip.core.kinds import Fused, Kernel
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.fast.layout import Layout
-from torchzero_clip.functional import foreach
+from torchzero_clip.functional import foreach, rows
+from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Setting
 
 LONG = 65536
@@ -44,6 +45,8 @@ def run_kernel(
     state: list[list[Tensor]],
     settings: Sequence[tuple[Setting, slice]],
     factors: Tensor | float | None,
+    scratch: Scratch,
+    name: str,
 ) -> None:
     """Multiply updates by their factors, and take the step.
 
@@ -55,14 +58,22 @@ def run_kernel(
         settings: Each setting with the range of the lists that it applies to.
         factors: One number for each update; a number or a 0-d tensor for all, which for float64 is a tensor; None for
             1.
+        scratch: Memory for factors.
+        name: As in `rows.multiply_short_`.
     """
     alone: dict[int, Tensor] = {}
     scale = None
     if factors is not None and not isinstance(factors, Tensor):
         scale = _inverse_of(factors)
     elif factors is not None:
-        if params[0].dtype == torch.float64 or (factors.ndim and not factors.is_cpu):
-            foreach.multiply_each_(updates, factors.expand(len(updates)))  # the kernels divide in float32
+        if params[0].dtype == torch.float64 and factors.ndim and not factors.is_cpu:
+            rows.multiply_each_(updates, factors, scratch, name=name)  # the kernels divide in float32
+        elif params[0].dtype == torch.float64:
+            foreach.multiply_each_(updates, factors.expand(len(updates)))
+        elif factors.ndim and not factors.is_cpu:
+            long = rows.multiply_short_(updates, factors, scratch, LONG, name=name)
+            inverses = inverse(factors) if long else factors
+            alone = {i: inverses.select(0, i) for i in long}
         elif not factors.ndim:
             scale = inverse(factors)
         else:
@@ -71,10 +82,10 @@ def run_kernel(
         kernel(params, updates, state, settings[0][0], scale)
         return
     for setting, own in settings:
-        rows = range(own.start, own.stop)
-        together = [i for i in rows if i not in alone] if alone else own
+        places = range(own.start, own.stop)
+        together = [i for i in places if i not in alone] if alone else own
         _call(kernel, together, params, updates, state, setting, scale)
-        for i in rows if alone else ():
+        for i in places if alone else ():
             if i in alone:
                 _call(kernel, [i], params, updates, state, setting, alone[i])
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchzero_clip.compat import SameLayout, same_layout
@@ -18,18 +19,20 @@ class Layout:
     """How the parameters, gradients and state of a step are laid out. Later steps are compared with it.
 
     Parameters, gradients and state of their shape are plain, contiguous, of one dtype and on one device, and none of
-    them is listed twice. All other state is 0-d, of any dtype.
+    them is listed twice. On other devices than the CPU, state may be float32 instead. All other state is 0-d.
 
     Args:
         tensors: Parameters, gradients and state by key.
         like: The keys of those shaped like the parameters.
     """
 
-    def __init__(self, tensors: Mapping[str, list[Tensor]], like: Iterable[str]) -> None:
+    def __init__(self, tensors: Mapping[str, list[Tensor]], like: Iterable[str], wider: Iterable[str]) -> None:
         self._keys: Set[str] = set(tensors)
-        self._like: dict[str, SameLayout] = {key: same_layout(tensors[key]) for key in like}
-        self.is_wide = foreach.is_real_and_wide(tensors["params"][0].dtype)
-        """True for float32 and float64, of which statistics have the same dtype."""
+        self._like = set(like)
+        self._fits: dict[str, SameLayout] = {key: same_layout(tensors[key]) for key in (*like, *wider)}
+        first = tensors["params"][0]
+        self.runs_in_pieces = foreach.is_real_and_wide(first.dtype) or not first.is_cpu
+        """True for float32 and float64. On CPU other operations on half precision are slow."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, list[Tensor]], vectors: Vectors) -> "Layout | None":
@@ -39,14 +42,20 @@ class Layout:
             return None
         facts = list(map(_FACTS, params))
         like = {key for key, column in tensors.items() if key == "params" or _are_like(facts, column)}
-        layout = cls(tensors, like)
+        # statistics of half precision are float32
+        wider = (
+            set()
+            if params[0].is_cpu
+            else {k for k, column in tensors.items() if k not in like and _is_wider(facts, column)}
+        )
+        layout = cls(tensors, like, wider)
         return layout if "grads" in like and layout.fits(tensors, vectors) else None
 
     def fits(self, tensors: Mapping[str, list[Tensor]], vectors: Vectors) -> bool:
         """True if other tensors have this layout. Numbers that are views of ``vectors`` need no check."""
-        if self._keys != tensors.keys() or not all(fits(tensors[key]) for key, fits in self._like.items()):
+        if self._keys != tensors.keys() or not all(fits(tensors[key]) for key, fits in self._fits.items()):
             return False
-        others = [(key, column) for key, column in tensors.items() if key not in self._like]
+        others = [(key, column) for key, column in tensors.items() if key not in self._fits]
         return all(vectors.are_views(key, column) or _are_numbers(column) for key, column in others)
 
     def has(self, keys: Iterable[str]) -> bool:
@@ -70,6 +79,12 @@ def _are_like(facts: list[Any], tensors: Sequence[Any]) -> bool:
     if not one_device or _repeated(tensors) or any(map(Tensor.is_neg, tensors)):  # see `own_gradients`
         return False
     return foreach.all_contiguous(tensors)
+
+
+def _is_wider(facts: list[Any], tensors: Sequence[Any]) -> bool:
+    return foreach.PLAIN.issuperset(map(type, tensors)) and _are_like(
+        [(torch.float32, *own) for _, *own in facts], tensors
+    )
 
 
 def _repeated(tensors: Sequence[Tensor]) -> bool:

@@ -47,10 +47,10 @@ class Scale:
         """True if all factors are known to be 1."""
         return all_ones(self.factors)
 
-    def carry_out(self, updates: Sequence[Tensor]) -> None:
-        """Multiply updates by their factors, in place."""
+    def carry_out(self, updates: Sequence[Tensor], scratch: Scratch, name: str) -> None:
+        """Multiply updates by their factors, in place. The name is that of the plan, as in `scale_`."""
         targets = memories([updates[i] for i in self.measured.indices])
-        scale_(replace(self.measured, targets=targets), self.factors)
+        scale_(replace(self.measured, targets=targets), self.factors, scratch, name=name)
 
 
 @dataclass(eq=False)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torchzero_clip.fast.kernels import LONG, inverse
 from torchzero_clip.fast.ops import Op, Pointwise, Scale, Shift
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import by_setting
+from torchzero_clip.functional.rows import ROW
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Setting
 
@@ -20,7 +22,11 @@ ON_CPU = 131072
 is a multiple of 64, because cuts at other places change the last bits of the kernels' results."""
 
 ELSEWHERE = 2**24
-"""Elements of a piece on other devices, 64 MiB of float32: every operation has to be worth its launch."""
+"""Elements of a piece on other devices, 64 MiB of float32: every operation has to be worth its launch. Each
+tensor fills whole rows of `ROW` elements there, so that a number of it is a number of its rows, not of its elements."""
+
+ALONE = 2**19
+"""Longer tensors are no part of a piece of several tensors on other devices, so that they need not be copied."""
 
 Sink = Callable[[list[int], "slice | None", list[Tensor]], None]
 """Takes the updates of some parameters: their indices, which of their elements (None for all), and the updates."""
@@ -34,11 +40,19 @@ class _Piece(NamedTuple):
     """The same memory as a vector."""
     cut: slice | None
     counts: Tensor | None
-    """How many elements each tensor has; None for one tensor."""
+    """On CPU, how many elements each tensor has; None for one tensor."""
     owner: Tensor | None
-    """The place in ``rows`` that each element belongs to. None on CPU, where it is soon computed and takes memory."""
+    """On other devices, the place in ``rows`` that each row of elements belongs to; None for one tensor."""
+    pads: list[Tensor]
+    """What fills up rows."""
     state: list[tuple[Tensor, list[Tensor]]]
     """Memory for state of several tensors, and for numbers spread over them: vectors, and their views in the shapes."""
+    rounded: tuple[Tensor, list[Tensor]] | None
+    """Memory for the results in half precision: a vector, and its views."""
+
+    def laid_out(self, flat: Tensor) -> Tensor:
+        """Elements of this piece as rows, if each row belongs to one of several tensors."""
+        return flat if self.owner is None else flat.view(-1, ROW)
 
 
 def run_pieces(
@@ -57,42 +71,53 @@ def run_pieces(
     stages = [op for op in ops if isinstance(op, Pointwise)]
     groups = [own for _, own in by_setting(settings)]
     depth = max([len(stage.state) + len(stage.flags.numbers) for stage in stages], default=0)
-    key = (*[group.stop for group in groups], depth)
-    pieces = scratch.plan("pieces", updates, lambda: _planned(updates, groups, depth, scratch), key)
+    key = tuple(group.stop for group in groups)
+    pieces = scratch.plan(
+        f"pieces {depth} {first.dtype}", updates, lambda: _planned(updates, groups, depth, scratch), key
+    )
     known = [stage.known() for stage in stages]
     before = ops[0] if ops else None
     factors = before.factor if isinstance(before, Scale) else None
-    means = list(before.numbers.to(first.dtype).unbind()) if isinstance(before, Shift) else []
+    means = before.numbers.to(foreach.wide_dtype(first.dtype)) if isinstance(before, Shift) else None
     for piece in pieces:
+        if piece.pads:
+            foreach.zero_plain_(piece.pads)  # they are counted with the elements
         source = _read(piece, updates, factors, means)
         for stage, rows in zip(stages, known, strict=True):
             _run(stage, piece, source, rows, scratch)
             source = piece.flat
         if source is not piece.flat:
             piece.flat.copy_(source)
-        sink(piece.rows, piece.cut, piece.views)
+        if piece.rounded is not None:
+            piece.rounded[0].copy_(piece.flat)
+        sink(piece.rows, piece.cut, piece.views if piece.rounded is None else piece.rounded[1])
     for stage in stages:
         stage.finish()
 
 
-def _read(piece: _Piece, updates: Sequence[Tensor], factors: Tensor | None, means: Sequence[Tensor]) -> Tensor:
+def _read(piece: _Piece, updates: Sequence[Tensor], factors: Tensor | None, means: Tensor | None) -> Tensor:
     """The elements of a piece as a vector: a view of the update, or changed elements in the memory of the piece."""
     if piece.cut is None:
         foreach.copy_plain_(piece.views, [updates[i] for i in piece.rows])
         if factors is not None:
             _multiply(piece, factors)
-        if means:
-            foreach.subtract_plain_(piece.views, [means[i] for i in piece.rows])
+        if means is not None and piece.owner is not None:
+            piece.laid_out(piece.flat).sub_(_of_elements(means, piece))
+        elif means is not None:
+            own = means.narrow(0, piece.rows[0], len(piece.rows))
+            foreach.subtract_plain_(piece.views, own.unbind())
         return piece.flat
     row = piece.rows[0]
     source = updates[row].view(-1)[piece.cut]
+    if piece.rounded is not None:
+        source = piece.flat.copy_(source)
     if factors is not None:
         own = factors if not factors.ndim else factors.select(0, row)
         if piece.flat.dtype != torch.float64 and (not factors.ndim or (own.is_cpu and updates[row].numel() > LONG)):
             source = torch.div(source, inverse(own), out=piece.flat)
         else:
             source = torch.mul(source, foreach.as_factors(own, piece.flat.dtype), out=piece.flat)
-    return torch.sub(source, means[row], out=piece.flat) if means else source
+    return source if means is None else torch.sub(source, means.select(0, row), out=piece.flat)
 
 
 def _multiply(piece: _Piece, factors: Tensor) -> None:
@@ -102,6 +127,8 @@ def _multiply(piece: _Piece, factors: Tensor) -> None:
             piece.flat.mul_(factors)
         else:
             piece.flat.div_(inverse(factors))
+    elif piece.owner is not None:
+        piece.laid_out(piece.flat).mul_(_of_elements(foreach.as_factors(factors, piece.flat.dtype), piece))
     else:
         own = factors.narrow(0, piece.rows[0], len(piece.rows))
         foreach.multiply_plain_(piece.views, list(foreach.as_factors(own, piece.flat.dtype).unbind()))
@@ -122,7 +149,7 @@ def _run(stage: Pointwise, piece: _Piece, source: Tensor, known: Sequence[bool],
         return
     joined = piece.state[: len(columns)]
     usable, started, numbers = stage.flags
-    state = [flat for flat, _ in joined]
+    x, *state = [piece.laid_out(flat) for flat in (piece.flat, *(flat for flat, _ in joined))]
     if numbers:
         state += _spread([vector.to(piece.flat.dtype) for vector in numbers], piece, piece.state[len(columns) :])
     for (_, views), column in zip(joined, columns, strict=True):
@@ -130,7 +157,7 @@ def _run(stage: Pointwise, piece: _Piece, source: Tensor, known: Sequence[bool],
     at = stage.elements(scratch)
     if not are_known:
         at = Elements(usable, started, scratch=scratch, spread=partial(_of_elements, piece=piece))
-    stage.counts.append(stage.transform.counted(piece.flat, piece.flat, state, stage.settings[piece.rows[0]], at))
+    stage.counts.append(stage.transform.counted(x, x, state, stage.settings[piece.rows[0]], at))
     for (_, views), column in zip(joined, columns, strict=True):
         foreach.copy_plain_(column, views)
 
@@ -162,10 +189,14 @@ def _spread(
 
 
 def _of_elements(vector: Tensor, piece: _Piece) -> Tensor:
-    """The number of each element, from a vector with one for each parameter."""
+    """The number of each element or row, from a vector with one for each parameter; 0-d if all are the same."""
+    if foreach.is_one_number(vector):
+        return vector.select(0, 0)
+    own = vector.narrow(0, piece.rows[0], len(piece.rows))
+    if piece.owner is not None:
+        return own.index_select(0, piece.owner).unsqueeze(1)
     assert piece.counts is not None
-    owner = _owner(piece.counts, piece.flat.numel()) if piece.owner is None else piece.owner
-    return vector.narrow(0, piece.rows[0], len(piece.rows)).index_select(0, owner)
+    return own.index_select(0, _owner(piece.counts, piece.flat.numel()))
 
 
 def _owner(counts: Tensor, total: int) -> Tensor:
@@ -175,15 +206,16 @@ def _owner(counts: Tensor, total: int) -> Tensor:
 
 def _planned(updates: Sequence[Tensor], groups: Sequence[slice], depth: int, scratch: Scratch) -> list[_Piece]:
     """Pieces of memory. Short neighbours with equal settings share a piece, and long tensors are cut."""
-    most = ON_CPU if updates[0].is_cpu else ELSEWHERE
+    first = updates[0]
+    most, alone, row = (ON_CPU, ON_CPU, 1) if first.is_cpu else (ELSEWHERE, ALONE, ROW)
     runs: list[tuple[list[int], list[int], slice | None]] = []
     for group in groups:
         rows: list[int] = []
         sizes: list[int] = []
         for i in range(group.start, group.stop):
-            size = updates[i].numel()
-            if size > most:
-                runs += [([i], [b - a], slice(a, b)) for a, b in _cuts(size, most)]
+            size = -(-updates[i].numel() // row) * row
+            if size > alone:
+                runs += [([i], [b - a], slice(a, b)) for a, b in _cuts(updates[i].numel(), most)]
                 continue
             if rows and (sum(sizes) + size > most or rows[-1] != i - 1):
                 runs.append((rows, sizes, None))
@@ -193,8 +225,10 @@ def _planned(updates: Sequence[Tensor], groups: Sequence[slice], depth: int, scr
         if rows:
             runs.append((rows, sizes, None))
     longest = max(sum(sizes) for _, sizes, _ in runs)
-    memory = [scratch.memory(f"piece {k}", longest, updates[0]) for k in range(1 + depth)]
-    return [_piece(rows, sizes, cut, memory, [updates[i].shape for i in rows]) for rows, sizes, cut in runs]
+    like = first.new_empty(0, dtype=foreach.wide_dtype(first.dtype))
+    memory = [scratch.memory(f"piece {k}", longest, like) for k in range(1 + depth)]
+    rounded = None if like.dtype == first.dtype else scratch.memory("rounded", longest, first)
+    return [_piece(rows, sizes, cut, memory, [updates[i].shape for i in rows], rounded) for rows, sizes, cut in runs]
 
 
 def _cuts(size: int, most: int) -> list[tuple[int, int]]:
@@ -202,12 +236,27 @@ def _cuts(size: int, most: int) -> list[tuple[int, int]]:
 
 
 def _piece(
-    rows: list[int], sizes: list[int], cut: slice | None, memory: list[Tensor], shapes: list[torch.Size]
+    rows: list[int],
+    sizes: list[int],
+    cut: slice | None,
+    memory: list[Tensor],
+    shapes: list[torch.Size],
+    rounded: Tensor | None,
 ) -> _Piece:
-    flats = [vector.narrow(0, 0, sum(sizes)) for vector in memory]
+    total = sum(sizes) if cut is not None or len(rows) > 1 else shapes[0].numel()
+    flats = [vector.narrow(0, 0, total) for vector in (*memory, *([] if rounded is None else [rounded]))]
     if cut is not None:
-        return _Piece(rows, flats[:1], flats[0], cut, None, None, [])
-    shaped = [[part.view(s) for part, s in zip(flat.split(sizes), shapes, strict=True)] for flat in flats]
+        own = None if rounded is None else (flats[-1], flats[-1:])
+        return _Piece(rows, flats[:1], flats[0], cut, None, None, [], [], own)
+    starts = [0, *accumulate(sizes)]
+    shaped = [[flat[a : a + s.numel()].view(s) for a, s in zip(starts, shapes, strict=False)] for flat in flats]
+    ends = [(a + s.numel(), b) for a, b, s in zip(starts, starts[1:], shapes, strict=False)]
+    pads = [flat[a:b] for flat in flats[: len(memory)] for a, b in ends if a < min(b, total)]
     counts = torch.tensor(sizes, device=flats[0].device) if len(rows) > 1 else None
-    owner = None if counts is None or counts.is_cpu else _owner(counts, sum(sizes))
-    return _Piece(rows, shaped[0], flats[0], None, counts, owner, list(zip(flats[1:], shaped[1:], strict=True)))
+    owner = None
+    if counts is not None and not counts.is_cpu:
+        counts, owner = None, _owner(counts // ROW, total // ROW)
+    state = list(zip(flats[1 : len(memory)], shaped[1 : len(memory)], strict=True))
+    return _Piece(
+        rows, shaped[0], flats[0], cut, counts, owner, pads, state, None if rounded is None else (flats[-1], shaped[-1])
+    )

@@ -169,7 +169,7 @@ class Plan:
         _count(found.counters, 1)  # kernels read the count
         try:
             state = [found.columns[key] for key in self._state]
-            run_kernel(self._kernel, found.params, found.grads, state, self._runs, factor)
+            run_kernel(self._kernel, found.params, found.grads, state, self._runs, factor, workspace.scratch, "")
         except BaseException:
             _count(found.counters, -1)
             raise
@@ -280,7 +280,7 @@ class Plan:
         waiting = Scale(measured, factors, over_grads=True)
         kept = None if waiting.does_nothing else waiting.factor
         if kept is not None and not waiting.fits_kernels:
-            waiting.carry_out(grads)
+            waiting.carry_out(grads, workspace.scratch, "")
             kept = None
         shown = step.metrics
         if not (measured.is_whole and measured.targets):

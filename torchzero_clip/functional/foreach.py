@@ -305,6 +305,11 @@ def subtract_each_(tensors: Sequence[Tensor], numbers: Tensor) -> None:
     subtract_plain_(tensors, numbers.to(tensors[0].dtype).unbind())
 
 
+def zero_plain_(tensors: Sequence[Tensor]) -> None:
+    """Set plain tensors to 0."""
+    _foreach._foreach_zero_(tensors)
+
+
 def copy_plain_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
     """Copy plain tensors."""
     _foreach._foreach_copy_(tensors, others)

@@ -1,0 +1,84 @@
+"""Short tensors in rows: a number for each tensor becomes a number for each row, which takes few launches.
+
+On other devices than the CPU, torch's operations on lists of tensors take one launch for each tensor if they are given
+a list of numbers, and few launches if they are given a list of tensors of the same shapes.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.functional import foreach
+from torchzero_clip.functional.blocks import SHORT, spans
+from torchzero_clip.functional.scratch import Scratch
+
+ROW = 256
+"""Elements of a row. Shorter rows need more numbers, and longer ones leave more of their last row unused."""
+
+MOST = 2**24
+"""Elements of all rows together, 64 MiB of float32."""
+
+
+class _Chunk(NamedTuple):
+    """Some tensors, and memory of their shapes."""
+
+    indices: list[int]
+    owner: Tensor
+    """The index of the tensor that each row belongs to."""
+    rows: Tensor
+    views: list[Tensor]
+
+
+def multiply_short_(
+    tensors: Sequence[Tensor], factors: Tensor, scratch: Scratch, most: int, *, name: str = ""
+) -> list[int]:
+    """Multiply each tensor of at most so many elements by its factor, in place. Return the indices of the others.
+
+    Args:
+        tensors: Plain tensors of one dtype on one device.
+        factors: A float64 vector.
+        scratch: Memory for the factors.
+        most: The number of elements.
+        name: Under it ``scratch`` has the plan for these tensors, so other tensors of the same step need another one.
+    """
+    tensors = [tensor if tensor.ndim else tensor.view(1) for tensor in tensors]
+    wide = foreach.wide_dtype(tensors[0].dtype)
+    own = foreach.as_factors(factors, wide)
+    chunks = scratch.plan(f"rows {wide} {name}", tensors, lambda: _planned(tensors, own, scratch, most), most)
+    for chunk in chunks:
+        spread = own.index_select(0, chunk.owner).unsqueeze(1)
+        short = [tensors[i] for i in chunk.indices]
+        if tensors[0].dtype == wide:
+            chunk.rows.copy_(spread)
+            foreach.multiply_plain_(short, chunk.views)
+        else:  # the product is rounded once
+            foreach.copy_plain_(chunk.views, short)
+            chunk.rows.mul_(spread)
+            foreach.copy_plain_(short, chunk.views)
+    return [i for i, tensor in enumerate(tensors) if tensor.numel() > most]
+
+
+def multiply_each_(tensors: Sequence[Tensor], factors: Tensor, scratch: Scratch, *, name: str = "") -> None:
+    """Multiply each of some tensors by its factor, in place, as `multiply_short_` does."""
+    for i in multiply_short_(tensors, factors, scratch, SHORT, name=name):
+        foreach.multiply_each_([tensors[i]], factors.narrow(0, i, 1))
+
+
+def _planned(tensors: Sequence[Tensor], like: Tensor, scratch: Scratch, most: int) -> list[_Chunk]:
+    sizes = list(map(Tensor.numel, tensors))
+    short = [i for i, size in enumerate(sizes) if 0 < size <= most]
+    counts = [-(-sizes[i] // ROW) for i in short]
+    parts = spans(counts, MOST // ROW)
+    memory = scratch.memory("rows", max((sum(counts[part]) for part in parts), default=0) * ROW, like)
+    chunks: list[_Chunk] = []
+    for part in parts:
+        indices, own = short[part], counts[part]
+        used = memory.narrow(0, 0, sum(own) * ROW)
+        flats = used.split([count * ROW for count in own])
+        views = [flat.narrow(0, 0, sizes[i]).view(tensors[i].shape) for flat, i in zip(flats, indices, strict=True)]
+        places, repeats = (torch.tensor(column, device="cpu") for column in (indices, own))
+        owner = torch.repeat_interleave(places, repeats).to(like.device)
+        chunks.append(_Chunk(indices, owner, used.view(-1, ROW), views))
+    return chunks
