@@ -219,6 +219,42 @@ def warnings_of_scopes() -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
+DIFFERENT: dict[str, tuple[Any, Any]] = {
+    "one more": ([ClipNorm(1.0, dim="global")], [ClipNorm(1.0, dim="global"), ClipNorm(2.0, dim="global")]),
+    "dim": ([ClipNorm(1.0, dim="global")], [ClipNorm(1.0)]),
+    "inside": ([ClipValueByEMA(ema_tfm=Normalize(dim="global"))], [ClipValueByEMA(ema_tfm=Normalize())]),
+    "a scope": ([ClipNorm(1.0, dim="global")], [ClipNorm(1.0, dim="global").without("1")]),
+    "the loss": ([SkipStep(1.0)], [SkipStep(sigma=3.0)]),
+    "nonfinite": ({}, {"nonfinite": "skip"}),
+    "skips": ({"nonfinite": "skip"}, {"nonfinite": "skip", "max_consecutive_skips": 3}),
+    "settings": ([ClipNorm(1.0, dim="global")], [ClipNorm(2.0, dim="global")]),
+    "patterns": ([ClipNorm(1.0).only("0")], [ClipNorm(1.0).only("2", "3").without("3")]),
+}
+"""Chains or options of the first and the third process, and those of the second."""
+
+
+def different_chains() -> dict[str, list[str]]:
+    """What is said of processes with different chains, at construction and when the group is set."""
+    said: dict[str, list[str]] = {}
+    params = [(str(dist.get_rank()), nn.Parameter(torch.zeros(2)))]
+    for name, both in DIFFERENT.items():
+        own: Any = both[dist.get_rank() == 1]
+        chain, options = ([], own) if isinstance(own, dict) else (own, {})
+        later = Modular(params, chain, SGD(0.1), **options)
+        calls: list[Callable[[], Any]] = [
+            lambda c=chain, o=options: Modular(params, c, SGD(0.1), process_group=group(), **o),
+            lambda later=later: setattr(later, "process_group", group()),
+        ]
+        said[name] = []
+        for call in calls:
+            try:
+                call()
+            except ValueError as error:
+                said[name].append(str(error))
+        assert (later.process_group is None) == bool(said[name])
+    return said
+
+
 def wrong_groups() -> list[str]:
     """What is said of groups that cannot be used."""
     rank = dist.get_rank()

@@ -100,6 +100,25 @@ def test_a_scope_warns_if_it_matches_on_no_process():
         assert [("nowhere" in text) for text in said] == [True]
 
 
+def test_all_processes_name_the_difference_between_their_chains():
+    found = ranks.run(programs.different_chains, 3)
+    assert found == found[:1] * 3
+    for name, said in found[0].items():
+        assert len(said) == (0 if name in ("settings", "patterns") else 2), (name, said)
+        assert all("process 1 has" in text and "where process 0 has" in text for text in said)
+    first = [said[0].partition("process 1 has ")[2].partition(".")[0] for said in found[0].values() if said]
+    assert first == [
+        "clip_norm_2: ClipNorm(dim='global') where process 0 has sgd: SGD()",
+        "clip_norm: ClipNorm() where process 0 has clip_norm: ClipNorm(dim='global')",
+        "clip_value_by_ema/ema_tfm/normalize: Normalize() where process 0 has "
+        "clip_value_by_ema/ema_tfm/normalize: Normalize(dim='global')",
+        "clip_norm: ClipNorm(dim='global') with a scope where process 0 has clip_norm: ClipNorm(dim='global')",
+        "skip_step: SkipStep() that judges the loss where process 0 has skip_step: SkipStep()",
+        "nonfinite='skip' where process 0 has nonfinite='propagate'",
+        "max_consecutive_skips=3 where process 0 has max_consecutive_skips=None",
+    ]
+
+
 @pytest.mark.slow
 def test_groups_that_cannot_be_used_are_refused():
     for rank, said in enumerate(ranks.run(programs.wrong_groups, 3)):

@@ -41,11 +41,19 @@ from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.functional.bad import BadGradients
 from torchzero_clip.functional.gradients import own_gradients
 from torchzero_clip.functional.processes import SharedGroup, check_group, device_of
+from torchzero_clip.modular.agreement import agree
 from torchzero_clip.modular.described import described
 from torchzero_clip.modular.gathering import refuse_unusable, taking_part
 from torchzero_clip.modular.missing import Missing
 from torchzero_clip.modular.param_groups import normalized, split
-from torchzero_clip.modular.validation import check_not_local, check_params, check_places, check_shapes, warn_of_slips
+from torchzero_clip.modular.validation import (
+    check_not_local,
+    check_params,
+    check_places,
+    check_shapes,
+    idle_names,
+    warn_of_slips,
+)
 from torchzero_clip.types import Setting, State
 
 T = TypeVar("T")
@@ -86,13 +94,14 @@ class Modular(Optimizer):
             takes three to eight times as long.
         process_group: The processes that hold *other* parameters of the model, such as the stages of a pipeline:
             ``mesh["pp"].get_group()``. Joint norms, joint statistics, gates, ``nonfinite`` and metrics then cover the
-            parameters of all of them. All processes need the same chain and take every step together. The group may
-            be changed between steps. It is not part of checkpoints; copies share it.
+            parameters of all of them. All processes need the same chain, which is checked here; settings and the
+            patterns of scopes may differ. All processes take every step together. The group may be changed between
+            steps. It is not part of checkpoints; copies share it.
 
     Raises:
         ValueError: If there are no transforms or no parameters, for an unknown or invalid setting in a group, or for a
             parameter that has two learning rates or is in two groups; for a ``process_group`` that this process is not
-            in, or that contains another process of a parameter's mesh.
+            in, that contains another process of a parameter's mesh, or in which a process has another chain.
         TypeError: If an argument of ``transforms`` is not a transform, ``params`` is a single tensor, or
             ``process_group`` is no process group.
 
@@ -171,11 +180,20 @@ class Modular(Optimizer):
         self._move_chain_state()
         self._start_schedules()
         check_places(self.chain, self._nodes, self._named_params())
-        warn_of_slips(self._nodes, self._named_params(), process_group)
+        warn_of_slips(self._nodes, self._named_params(), self._agree(process_group))
         self._is_complete = True
 
     def _named_params(self, first: int = 0) -> list[NamedParam]:
         return [named for group in self.param_groups[first:] for named in named_params(group)]
+
+    def _agree(self, group: ProcessGroup | None) -> dict[str, bool]:
+        """Compare the chain with those of the other processes. Return the warnings of patterns that match nowhere."""
+        named = self._named_params()
+        idle = idle_names(self._nodes, named)
+        if group is None:
+            return idle
+        device = device_of([param for param, *_ in named], group)
+        return agree(self._nodes, self._policy, idle, group, device)
 
     @property
     def nodes(self) -> Nodes:
@@ -233,6 +251,7 @@ class Modular(Optimizer):
     @process_group.setter
     def process_group(self, group: ProcessGroup | None) -> None:
         check_group(group, [named.param for named in self._named_params()])
+        self._agree(group)
         self._process_group, self._lost_group = group, False
 
     def is_scheduled(self, key: str) -> bool:
