@@ -24,13 +24,17 @@ from torchzero_clip import (
     AdaGC,
     Adam,
     AdamW,
+    AutoClip,
     Centralize,
+    Chain,
     ClipNorm,
     ClipNormByEMA,
+    ClipNormGrowth,
     ClipValue,
     ClipValueByEMA,
     Modular,
     Normalize,
+    NormalizeByEMA,
     SkipStep,
     ZClip,
     centralize_grads_,
@@ -38,6 +42,7 @@ from torchzero_clip import (
     get_total_norm,
     normalize_grads_,
 )
+from torchzero_clip.core.chain_state import COUNTERS
 
 OWN = (slice(0, 2), slice(2, 4), slice(4, 4))
 """The parameters of each process. The last one has none."""
@@ -56,6 +61,16 @@ CHAINS: dict[str, Callable[[], Any]] = {
         LR(1),
     ],
     "gradients before": lambda: [ClipValue(0.3), ClipNormByEMA(0.9, tensorwise=False), ClipNorm(1.0), Adam(0.1)],
+    "statistics of one process": lambda: [
+        SkipStep(max_ratio=2.0, beta=0.5).only("0"),
+        AutoClip(0.5).only("0"),
+        AdaGC(warmup_steps=3).only("0"),
+        NormalizeByEMA(0.9, tensorwise=False).only("0"),
+        Chain(ClipNormGrowth(parameterwise=False), target="update_difference").only("0"),
+        ClipNorm(5.0).only("0"),
+        LR(lambda step: 0.1 / (1 + step)),
+    ],
+    "schedule": lambda: [SGD(lambda step: 0.1 / (1 + step))],
     "gates": lambda: [SkipStep(20.0).only("0", "1"), SkipStep(max_ratio=3.0), ClipNorm(0.1, dim="global"), Adam(0.1)],
 }
 
@@ -89,6 +104,10 @@ def series(event: str) -> list[list[Tensor | None]]:
         rows[2][1][0] = torch.inf
     if event == "none":
         rows[1][0], rows[2][2:] = None, [None, None]
+    if event == "nobody":
+        rows[1] = [None] * len(rows[1])
+        for row in rows[2:4]:
+            row[0] = None
     if event == "zero":
         rows[0] = [torch.zeros_like(g) for g in rows[0]]
     if event == "range":
@@ -109,7 +128,7 @@ def train_group(name: str, event: str, **options: Any) -> dict[str, Any]:
         "params": {name: param.detach() for name, param in params},
         "states": {name: optimizer.state.get(param, {}) for name, param in params},
         "metrics": optimizer.metrics(),
-        "chain": {k: v for k, v in optimizer.state_dict()["param_groups"][0].items() if k.count("/") and k != "params"},
+        "chain": {k: v for k, v in optimizer.state_dict()["param_groups"][0].items() if k.count("/") or k in COUNTERS},
     }
 
 

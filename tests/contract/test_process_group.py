@@ -19,6 +19,7 @@ def check(found, expected, name):
                 own["states"][key], expected["states"][key], rtol=1e-9, atol=1e-12, equal_nan=True
             )
         assert list(own["params"]) == list(expected["params"])[OWN[rank]]
+        assert own["metrics"].keys() == expected["metrics"].keys(), name
         for key, value in expected["metrics"].items():
             torch.testing.assert_close(
                 own["metrics"][key], value, rtol=1e-9, atol=1e-12, equal_nan=True, msg=f"{name} {key}"
@@ -30,7 +31,7 @@ def check(found, expected, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("event", ["", "inf", "none", "zero", "range"])
+@pytest.mark.parametrize("event", ["", "inf", "none", "nobody", "zero", "range"])
 def test_chains_equal_one_process(event, fast):
     options = {"fast": fast}
     expected = programs.train_all(event, options)
@@ -44,10 +45,16 @@ def test_chains_equal_one_process(event, fast):
     assert not failures, "\n".join(failures)
 
 
-def test_a_few_chains_equal_one_process():
-    names = ["ClipNorm+AdamW", "gates", "a joint child"]
-    expected = [programs.train_group(name, "") for name in names]
-    found = ranks.run(programs.train_some, 3, names, "")
+@pytest.mark.parametrize(
+    ("event", "names"),
+    [
+        ("", ["ClipNorm+AdamW", "gates", "a joint child"]),
+        ("nobody", ["statistics of one process", "schedule", "gates", "gradients before"]),
+    ],
+)
+def test_a_few_chains_equal_one_process(event, names):
+    expected = [programs.train_group(name, event) for name in names]
+    found = ranks.run(programs.train_some, 3, names, event)
     for k, name in enumerate(names):
         check([own[k] for own in found], expected[k], name)
 

@@ -1,6 +1,7 @@
 """The decision to take a step, to skip it, or to raise. It is made before anything changes."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from itertools import compress
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -65,6 +66,8 @@ class StepPolicy:
     def allows(self, walk: Walk, counts: MutableMapping[str, Any]) -> bool:
         """Return True if the step is to be taken. It waits for the device once.
 
+        A step in which no process has a gradient is not taken, and does not count as skipped.
+
         Raises:
             RuntimeError: For a non-finite gradient with ``nonfinite="raise"``, or after too many skips in a row.
         """
@@ -74,12 +77,19 @@ class StepPolicy:
             found = joint_loss(walk.loss, walk.loss_count, device, walk.all_params(), walk.process_group)
             walk.loss, walk.has_loss = (None, None) if found is None else found
         gates = [gate for gate in self._gates if walk.others is not None or walk.rows_of(gate)]
-        total, lost, *of_gates = _joint_norms(walk, norms, gates)
+        (total, lost, *of_gates), taking_part = _joint_norms(walk, norms, gates)
         walk.joint_norm = total
         judged = [self._judge(gate, walk, norm) for gate, norm in zip(gates, of_gates, strict=True)]
         refused = [refusal.to(total.device) for _, _, refusal in judged]
         # gates decide by numbers that are equal on all processes, so the decisions are equal too
-        joint, nonfinite, *refusals = torch.stack([x.double() for x in (total, lost, *refused)]).tolist()
+        answers = [x.double() for x in (total, lost, *refused, *taking_part)]
+        joint, nonfinite, *answers = torch.stack(answers).tolist()
+        refusals, flags = answers[: len(gates)], answers[len(gates) :]
+        if flags:
+            has_gradients, *asked = flags
+            if not has_gradients:
+                return False
+            judged, refusals = list(compress(judged, asked)), list(compress(refusals, asked))
         finite = not nonfinite
         self._norms = [*self._norms, joint][-REMEMBERED:]
         walk.refused_by = [node.path for (node, *_), refusal in zip(judged, refusals, strict=True) if refusal]
@@ -122,8 +132,10 @@ class StepPolicy:
             )
 
 
-def _joint_norms(walk: Walk, norms: Tensor, gates: Sequence[str]) -> list[Tensor]:
+def _joint_norms(walk: Walk, norms: Tensor, gates: Sequence[str]) -> tuple[list[Tensor], list[Tensor]]:
     """Numbers that are equal on all processes: the joint norm, whether it is not finite, and the norm of each gate.
+
+    With other processes also whether any gradient exists, and whether one exists for each gate; else an empty list.
 
     Args:
         walk: The step.
@@ -131,14 +143,17 @@ def _joint_norms(walk: Walk, norms: Tensor, gates: Sequence[str]) -> list[Tensor
         gates: The names of the gates.
     """
     total = combine(norms, 2.0) if len(norms) != 1 else norms.squeeze(0)
-    rows = map(walk.rows_of, gates)
+    rows = list(map(walk.rows_of, gates))
     of_gates = [total if len(own) == len(walk.params) else combine(walk.norms_of(own), 2.0) for own in rows]
-    own = torch.stack([total, norms.isfinite().all().logical_not().double(), *of_gates])
+    found = [total, norms.isfinite().all().logical_not().double(), *of_gates]
+    flags = [] if walk.others is None else [torch.full_like(total, len(own) > 0) for own in (walk.params, *rows)]
     # a rank may have plain gradients beside sharded ones, and all would hang if it skipped the step alone
-    own = largest_on_all_ranks(own, walk.all_params())
+    own = largest_on_all_ranks(torch.stack([*found, *flags]), walk.all_params())
     if walk.others is None:
-        return list(own.unbind())
-    return [combine(column, 2.0) for column in gathered(own.to(walk.others.device), walk.others.group).T.contiguous()]
+        return list(own.unbind()), []
+    columns = gathered(own.to(walk.others.device), walk.others.group).T.contiguous()
+    joint, taking_part = columns.split([len(found), len(flags)])
+    return [combine(column, 2.0) for column in joint], list(taking_part.amax(dim=1).unbind())
 
 
 def _bad_gradients(walk: Walk, norms: Tensor) -> BadGradients:

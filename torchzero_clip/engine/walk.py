@@ -268,12 +268,13 @@ class Walk:
             if transform.keeps_statistics:
                 step.gradient_norms = self.norms_of(rows)
             if numbers is not None:
-                own = measured.numbers(0 if self.executor.is_stand_in else sum(map(Tensor.numel, updates)))
+                own = measured.numbers(0 if step.tools.is_stand_in else sum(map(Tensor.numel, updates)))
                 if self.others is not None and transform.slicing.dim == "global":
                     if node.path == self.nodes.of_gradients and self.joint_norm is not None:
                         measured = measured.of_processes(self.joint_norm.to(own.device).view(1, 1))
                     else:
-                        measured, step.gradient_norms = self.others.joined(measured, own, step.gradient_norms)
+                        joined = self.others.joined(measured, own, step.gradient_norms, step.tools)
+                        measured, step.gradient_norms = joined
             factors = transform.factors(measured, updates, step)
             check_factors(node, factors, measured)
             if numbers is None or own is None:

@@ -16,27 +16,34 @@ from torchzero_clip.functional.processes import gathered_texts
 
 
 def agree(
-    nodes: Nodes, policy: StepPolicy, idle: Mapping[str, bool], group: ProcessGroup, device: torch.device
-) -> dict[str, bool]:
+    nodes: Nodes,
+    policy: StepPolicy,
+    idle: Mapping[str, bool],
+    has_schedules: bool,
+    group: ProcessGroup,
+    device: torch.device,
+) -> tuple[dict[str, bool], bool]:
     """Compare the chains of all processes of a group, which call it together.
 
     Args:
         nodes: The transforms.
         policy: What decides about steps.
         idle: A warning for each pattern, and whether the pattern matches no parameter of this process.
+        has_schedules: This process has a setting that is a function of the step.
         group: The processes.
         device: A device from which the group can send.
 
     Returns:
-        ``idle``, where True means that the pattern matches no parameter of any process.
+        ``idle`` and ``has_schedules`` of all processes together: a pattern is idle if it is so on all of them.
 
     Raises:
         ValueError: On all processes, if the chains would exchange other numbers.
     """
-    said = json.dumps([_described(nodes, policy), dict(idle)])
+    said = json.dumps([_described(nodes, policy), dict(idle), has_schedules])
     rows = [json.loads(text) for text in gathered_texts(said, group, device)]
-    _compare([lines for lines, _ in rows], dist.get_process_group_ranks(group))
-    return {text: all(theirs.get(text, True) for _, theirs in rows) for text in idle}
+    _compare([lines for lines, _, _ in rows], dist.get_process_group_ranks(group))
+    everywhere = {text: all(theirs.get(text, True) for _, theirs, _ in rows) for text in idle}
+    return everywhere, any(has_schedules for *_, has_schedules in rows)
 
 
 def _described(nodes: Nodes, policy: StepPolicy) -> list[str]:

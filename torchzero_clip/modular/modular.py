@@ -132,6 +132,9 @@ class Modular(Optimizer):
     _has_meshes = False
     """True if a parameter is distributed."""
 
+    _has_joint_schedules = False
+    """With a process group, True if a process had a setting that is a function of the step when the group was set."""
+
     def __init__(
         self,
         params: ParamsT | nn.Module,
@@ -193,7 +196,8 @@ class Modular(Optimizer):
         if group is None:
             return idle
         device = device_of([param for param, *_ in named], group)
-        return agree(self._nodes, self._policy, idle, group, device)
+        idle, self._has_joint_schedules = agree(self._nodes, self._policy, idle, self._schedules.any, group, device)
+        return idle
 
     @property
     def nodes(self) -> Nodes:
@@ -261,8 +265,8 @@ class Modular(Optimizer):
     def metrics(self) -> dict[str, Tensor]:
         """Return what the transforms measured, as 0-d tensors on the device; reading a value waits for the device.
 
-        The metrics are those of the last step that was taken. A step that was skipped, or in which no parameter had a
-        gradient, does not change them. With a ``process_group``, a step without gradients is taken.
+        The metrics are those of the last step that was taken. A step that was skipped, or in which no parameter of any
+        process had a gradient, does not change them.
 
         Returns:
             For example ``"clip_norm/norm"`` (before clipping), ``"clip_norm/factor"`` (mean over tensors or slices) and
@@ -348,8 +352,7 @@ class Modular(Optimizer):
             parts.refuse_second(walk.params)
         takes_part = len(walk.params) > 0 or walk.others is not None or (parts is not None and len(parts.updated) > 0)
         try:
-            if takes_part and (not self._policy.decides or self._policy.allows(walk, state)):
-                self._run(walk)
+            if takes_part and (not self._policy.decides or self._policy.allows(walk, state)) and self._run(walk):
                 self._metrics.clear()
                 self._metrics.update(walk.metrics if parts is None else parts.end(self._nodes, self.param_groups))
                 if SCHEDULE_STEP in state:
@@ -443,7 +446,8 @@ class Modular(Optimizer):
     def _join(self, walk: Walk, group: ProcessGroup) -> None:
         """Let a walk exchange numbers with the processes that hold other parameters."""
         walk.executor.process_group = group
-        walk.numbers, walk.others = Numbers(), Others(group, device_of(walk.all_params(), group))
+        device = device_of(walk.all_params(), group)
+        walk.numbers, walk.others = Numbers(), Others(group, device, self._has_joint_schedules)
         walk.stand_in = StandIn(walk, walk.others)
 
     def _may_be_fast(self) -> bool:
@@ -455,8 +459,12 @@ class Modular(Optimizer):
         usable = not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled())
         return self.fast and usable and "grad" not in self._nodes.targets
 
-    def _run(self, walk: Walk) -> None:
-        """Send the gradients down the chain, and subtract the result from the parameters."""
+    def _run(self, walk: Walk) -> bool:
+        """Send the gradients down the chain, and subtract the result from the parameters.
+
+        Return False if no process has a gradient.
+        """
+        counts = True
         if self.listener is not None:
             self.listener.begin(walk)
         try:
@@ -464,7 +472,8 @@ class Modular(Optimizer):
                 walk.change_closure_gradients(self.chain)
             walk.run(self.chain, "", list(range(len(walk.params))), to_params=True)
             if walk.others is not None and walk.numbers is not None:
-                walk.metrics.update(walk.others.metrics(self._nodes, walk.numbers))
+                found = walk.others.metrics(self._nodes, walk.numbers, walk.metrics, len(walk.params) > 0)
+                walk.metrics, counts = found or {}, found is not None
         except BaseException:
             walk.refused_by.append("error")
             walk.executor.abandon()
@@ -478,6 +487,7 @@ class Modular(Optimizer):
         self.state.update(walk.new_states)  # pyright: ignore[reportArgumentType]
         if walk.numbers is not None and self.parts is not None:
             self.parts.add(walk.numbers, walk.metrics, walk.params)
+        return counts
 
     @torch.no_grad()
     def take_part(self, groups: list[dict[str, Any]], settings: dict[str, list[Setting]], workspace: Workspace) -> None:
@@ -624,6 +634,7 @@ class Modular(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         own = ("maximize", "keep_grads", "fast", "chain", "storage_keys", "_written", "_nodes", "_policy", "_schedules")
         own += ("_chain_state", "_metrics", "_reported", "_shapes", "_is_complete", "_has_meshes")
+        own += ("_has_joint_schedules",)
         given = super().__getstate__()
         state: Any = defaultdict(dict, {param: own_numbers(state) for param, state in self.state.items()})
         shared = {"_shared_group": SharedGroup(self._process_group, self._lost_group)}
