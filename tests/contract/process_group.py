@@ -70,6 +70,15 @@ CHAINS: dict[str, Callable[[], Any]] = {
         ClipNorm(5.0).only("0"),
         LR(lambda step: 0.1 / (1 + step)),
     ],
+    "norms of averages": lambda: [ClipNormByEMA(0.9, tensorwise=False), NormalizeByEMA(0.9, tensorwise=False), LR(1)],
+    "joint statistics": lambda: [
+        AdaGC(warmup_steps=2),
+        ClipNormGrowth(parameterwise=False),
+        Chain(Adam(), ZClip(warmup_steps=2), target="update_difference"),
+        AutoClip(0.5),
+        ClipValueByEMA(0.5, ema_tfm=NormalizeByEMA(0.9, tensorwise=False)),
+        LR(1),
+    ],
     "schedule": lambda: [SGD(lambda step: 0.1 / (1 + step))],
     "gates": lambda: [SkipStep(20.0).only("0", "1"), SkipStep(max_ratio=3.0), ClipNorm(0.1, dim="global"), Adam(0.1)],
 }
@@ -106,8 +115,11 @@ def series(event: str) -> list[list[Tensor | None]]:
         rows[1][0], rows[2][2:] = None, [None, None]
     if event == "nobody":
         rows[1] = [None] * len(rows[1])
+        rows[4] = [None, None, *rows[4][2:]]
         for row in rows[2:4]:
             row[0] = None
+    if event == "empty":
+        rows = [with_empty_ones(row) for row in rows]
     if event == "zero":
         rows[0] = [torch.zeros_like(g) for g in rows[0]]
     if event == "range":
@@ -116,9 +128,15 @@ def series(event: str) -> list[list[Tensor | None]]:
     return rows
 
 
+def with_empty_ones(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The second process has tensors without elements."""
+    return [*tensors[:2], *(tensor.new_empty(0, *tensor.shape[1:]) for tensor in tensors[2:])]
+
+
 def train_group(name: str, event: str, **options: Any) -> dict[str, Any]:
     """Train, and return what every process and one process alone must agree on."""
-    params = named(values(parameters(torch.float64)))
+    initial = values(parameters(torch.float64))
+    params = named(with_empty_ones(initial) if event == "empty" else initial)
     optimizer = Modular(params, chain_of(name), process_group=group(), **options)
     for row in series(event):
         for (_, param), grad in zip(params, own_part(row), strict=True):

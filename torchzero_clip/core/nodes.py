@@ -90,9 +90,10 @@ class Nodes:
         self.storage_keys = {f"{n.path}/{key}": stored for n in nodes for key, stored in n.storage_keys.items()}
         """The key of a param group for each qualified key of a setting."""
         self.targets = {node.transform.target for node in nodes}
-        joining = [node.path for node in nodes if _joins_tensors(node.transform)]
-        self.joint = {node.path for node in nodes if any(_is_in(path, node.path) for path in joining)}
-        """The paths of transforms whose result for a tensor may depend on others, or that have such a child."""
+        self.joining = {node.path for node in nodes if _joins_tensors(node.transform)}
+        """The paths of transforms whose result for a tensor may depend on others."""
+        self.joint = {node.path for node in nodes if any(_is_in(path, node.path) for path in self.joining)}
+        """The paths of these transforms, and of those that have such a child."""
         self.zeros_matter = any(_zeros_matter(node.transform) for node in nodes)
         """True if a gradient of zeros may change the result for other tensors."""
         first = next((node for node in nodes if not node.outer and not isinstance(node.transform, Gate)), None)
