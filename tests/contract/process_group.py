@@ -36,6 +36,7 @@ from torchzero_clip import (
     Normalize,
     NormalizeByEMA,
     SkipStep,
+    WeightDecay,
     ZClip,
     centralize_grads_,
     clip_grad_norm_,
@@ -331,8 +332,20 @@ ON_A_MESH: dict[str, Callable[[], Any]] = {
     "joint statistic": lambda: [ZClip(), Adam(0.1)],
     "stateless": lambda: [ClipNorm(1.0, dim="global"), SGD(0.1)],
     "means": lambda: [Centralize("global"), SGD(0.1, momentum=0.5)],
+    "after weight decay": lambda: [WeightDecay(0.5), ClipNorm(1.0, dim="global"), LR(0.1)],
+    "after momentum": lambda: [SGD(0.1, momentum=0.9), Normalize(1.0, dim="global"), AdaGC(warmup_steps=3)],
+    "of parameters": lambda: [ClipNorm(1.0, dim="global", target="params_direct"), SGD(0.1)],
+    "a scope without gradients": lambda: [
+        SkipStep(max_ratio=1.0001, beta=0.5).only(is_the_third),
+        AutoClip(0.5).only(is_the_third),
+        SGD(0.1),
+    ],
     "both": lambda: [ClipNormByEMA(tensorwise=False), ClipNormByEMA(), AdamW(0.01, amsgrad=True)],
 }
+
+
+def is_the_third(param: Tensor) -> bool:
+    return param.shape == SHARDED[2]
 
 
 def has_gradient(rank: int, step: int, i: int) -> bool:
