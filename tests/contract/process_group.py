@@ -234,6 +234,30 @@ def life_of_a_group() -> None:
     assert "process_group" not in repr(optimizer)
 
 
+def later_parameters() -> list[list[float]]:
+    """The second process has no parameters at first, and then a group with or without names."""
+    found: list[list[float]] = []
+    for is_named in (True, False):
+        name = str(dist.get_rank())
+        own: list[Any] = [nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(2)]
+        given = [(f"{name}.{i}", param) for i, param in enumerate(own)] if is_named else own
+        chain = [ClipNorm(1.0, dim="global"), *([ClipNorm(0.25).only("1.1")] if is_named else []), SGD(1.0)]
+        optimizer = Modular(given if dist.get_rank() == 0 else [], chain, process_group=group())
+        state = optimizer.state_dict()
+        if dist.get_rank() == 1:
+            for item in given:
+                optimizer.add_param_group({"params": [item]})
+        else:
+            optimizer.load_state_dict(state)
+        for param in own:
+            param.grad = torch.full_like(param, 2.0)
+        if dist.get_rank() == 1:
+            optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+        found += [param.tolist() for param in own]
+    return found
+
+
 def disagreement() -> str:
     """A checkpoint that fits on two of three processes."""
     params = named(values(parameters(torch.float64)))

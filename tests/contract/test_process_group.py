@@ -95,6 +95,13 @@ def test_copies_share_a_group_and_pickles_lose_it():
     ranks.run(programs.life_of_a_group, 3)
 
 
+def test_a_process_without_parameters_gets_some_later():
+    first, second = ranks.run(programs.later_parameters, 2)
+    own = [-1 / 8**0.5] * 2
+    assert first == [pytest.approx(own)] * 4
+    assert second == [pytest.approx(row) for row in (own, [-0.25 / 2**0.5] * 2, own, own)]
+
+
 @pytest.mark.slow
 def test_a_checkpoint_that_fits_on_some_processes_loads_on_none():
     said = ranks.run(programs.disagreement, 3)

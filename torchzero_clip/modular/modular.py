@@ -45,7 +45,7 @@ from torchzero_clip.modular.agreement import agree
 from torchzero_clip.modular.described import described
 from torchzero_clip.modular.gathering import refuse_unusable, taking_part
 from torchzero_clip.modular.missing import Missing
-from torchzero_clip.modular.param_groups import normalized, split
+from torchzero_clip.modular.param_groups import let_names_decide, normalized, split
 from torchzero_clip.modular.validation import (
     check_not_local,
     check_params,
@@ -521,6 +521,8 @@ class Modular(Optimizer):
         given = {key: value for key, value in param_group.items() if not self._is_chain_state(key)}
         group = normalized(given, self._nodes)
         before, schedules_before = len(self.param_groups), len(self._schedules)
+        if self._process_group is not None:
+            let_names_decide(self.param_groups, group)
         try:
             for part in split(group, self._nodes):
                 # tensors are copied: a scheduler that fills one lr changes no other group and no other optimizer
