@@ -4,6 +4,7 @@ import pytest
 import ranks
 import torch
 from contract import process_group as programs
+from contract import random_groups
 from contract.process_group import OWN
 
 LIMIT = 300.0
@@ -58,6 +59,13 @@ def test_a_few_chains_equal_one_process(event, names):
     found = ranks.run(programs.train_some, 3, names, event)
     for k, name in enumerate(names):
         check([own[k] for own in found], expected[k], name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3])
+def test_random_chains_equal_one_process(processes):
+    for found in ranks.run(random_groups.all_differences, processes, range(100), limit=LIMIT):
+        assert not found, "\n\n".join(found)
 
 
 @pytest.mark.slow
