@@ -82,25 +82,17 @@ class StepPolicy:
         judged = [self._judge(gate, walk, norm) for gate, norm in zip(gates, of_gates, strict=True)]
         refused = [refusal.to(total.device) for _, _, refusal in judged]
         # gates decide by numbers that are equal on all processes, so the decisions are equal too
-        answers = [x.double() for x in (total, lost, *refused, *taking_part)]
-        joint, nonfinite, *answers = torch.stack(answers).tolist()
+        numbers = torch.stack([x.double() for x in (total, lost, *refused, *taking_part)])
+        joint, nonfinite, *answers = numbers.tolist()
         refusals, flags = answers[: len(gates)], answers[len(gates) :]
-        if flags:
-            has_gradients, *asked = flags
-            if not has_gradients:
-                return False
-            judged, refusals = list(compress(judged, asked)), list(compress(refusals, asked))
-        finite = not nonfinite
+        has_gradients, *asked = flags or [True] * (1 + len(gates))
+        if not has_gradients:
+            return False
         self._norms = [*self._norms, joint][-REMEMBERED:]
-        walk.refused_by = [node.path for (node, *_), refusal in zip(judged, refusals, strict=True) if refusal]
-        if not finite and self.nonfinite != "propagate":
-            walk.refused_by.append("nonfinite")
-            self.bad_gradients = bad = _bad_gradients(walk, norms)
-            if self.nonfinite == "raise":
-                raise RuntimeError(
-                    f'gradients are not finite: {bad.listed}. Nothing was changed; use nonfinite="skip" to skip such '
-                    f"steps{bad.beside}"
-                )
+        judged = list(compress(judged, asked))
+        walk.refused_by = [gate for gate, *said in zip(gates, refusals, asked, strict=True) if all(said)]
+        if nonfinite and self.nonfinite != "propagate":
+            self._refuse(walk, norms)
         if walk.refused_by:
             self._count(counts)
             self._record(walk, judged, taken=False)
@@ -108,6 +100,16 @@ class StepPolicy:
         counts.update({CONSECUTIVE: 0} if self.may_skip else {})
         self._record(walk, judged, taken=True)
         return True
+
+    def _refuse(self, walk: Walk, norms: Tensor) -> None:
+        """Refuse a step for a gradient that is not finite, or raise."""
+        walk.refused_by.append("nonfinite")
+        self.bad_gradients = bad = _bad_gradients(walk, norms)
+        if self.nonfinite == "raise":
+            raise RuntimeError(
+                f'gradients are not finite: {bad.listed}. Nothing was changed; use nonfinite="skip" to skip such '
+                f"steps{bad.beside}"
+            )
 
     def _record(self, walk: Walk, judged: Sequence[tuple[Node, Tensor, Tensor]], *, taken: bool) -> None:
         """Tell the gates what was decided."""
