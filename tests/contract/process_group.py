@@ -24,20 +24,26 @@ from torchzero_clip import (
     AdaGC,
     Adam,
     AdamW,
+    AutoClip,
     Centralize,
+    Chain,
     ClipNorm,
     ClipNormByEMA,
+    ClipNormGrowth,
     ClipValue,
     ClipValueByEMA,
     Modular,
     Normalize,
+    NormalizeByEMA,
     SkipStep,
+    WeightDecay,
     ZClip,
     centralize_grads_,
     clip_grad_norm_,
     get_total_norm,
     normalize_grads_,
 )
+from torchzero_clip.core.chain_state import COUNTERS
 
 OWN = (slice(0, 2), slice(2, 4), slice(4, 4))
 """The parameters of each process. The last one has none."""
@@ -56,6 +62,25 @@ CHAINS: dict[str, Callable[[], Any]] = {
         LR(1),
     ],
     "gradients before": lambda: [ClipValue(0.3), ClipNormByEMA(0.9, tensorwise=False), ClipNorm(1.0), Adam(0.1)],
+    "statistics of one process": lambda: [
+        SkipStep(max_ratio=2.0, beta=0.5).only("0"),
+        AutoClip(0.5).only("0"),
+        AdaGC(warmup_steps=3).only("0"),
+        NormalizeByEMA(0.9, tensorwise=False).only("0"),
+        Chain(ClipNormGrowth(parameterwise=False), target="update_difference").only("0"),
+        ClipNorm(5.0).only("0"),
+        LR(lambda step: 0.1 / (1 + step)),
+    ],
+    "norms of averages": lambda: [ClipNormByEMA(0.9, tensorwise=False), NormalizeByEMA(0.9, tensorwise=False), LR(1)],
+    "joint statistics": lambda: [
+        AdaGC(warmup_steps=2),
+        ClipNormGrowth(parameterwise=False),
+        Chain(Adam(), ZClip(warmup_steps=2), target="update_difference"),
+        AutoClip(0.5),
+        ClipValueByEMA(0.5, ema_tfm=NormalizeByEMA(0.9, tensorwise=False)),
+        LR(1),
+    ],
+    "schedule": lambda: [SGD(lambda step: 0.1 / (1 + step))],
     "gates": lambda: [SkipStep(20.0).only("0", "1"), SkipStep(max_ratio=3.0), ClipNorm(0.1, dim="global"), Adam(0.1)],
 }
 
@@ -89,6 +114,13 @@ def series(event: str) -> list[list[Tensor | None]]:
         rows[2][1][0] = torch.inf
     if event == "none":
         rows[1][0], rows[2][2:] = None, [None, None]
+    if event == "nobody":
+        rows[1] = [None] * len(rows[1])
+        rows[4] = [None, None, *rows[4][2:]]
+        for row in rows[2:4]:
+            row[0] = None
+    if event == "empty":
+        rows = [with_empty_ones(row) for row in rows]
     if event == "zero":
         rows[0] = [torch.zeros_like(g) for g in rows[0]]
     if event == "range":
@@ -97,9 +129,15 @@ def series(event: str) -> list[list[Tensor | None]]:
     return rows
 
 
+def with_empty_ones(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The second process has tensors without elements."""
+    return [*tensors[:2], *(tensor.new_empty(0, *tensor.shape[1:]) for tensor in tensors[2:])]
+
+
 def train_group(name: str, event: str, **options: Any) -> dict[str, Any]:
     """Train, and return what every process and one process alone must agree on."""
-    params = named(values(parameters(torch.float64)))
+    initial = values(parameters(torch.float64))
+    params = named(with_empty_ones(initial) if event == "empty" else initial)
     optimizer = Modular(params, chain_of(name), process_group=group(), **options)
     for row in series(event):
         for (_, param), grad in zip(params, own_part(row), strict=True):
@@ -109,7 +147,7 @@ def train_group(name: str, event: str, **options: Any) -> dict[str, Any]:
         "params": {name: param.detach() for name, param in params},
         "states": {name: optimizer.state.get(param, {}) for name, param in params},
         "metrics": optimizer.metrics(),
-        "chain": {k: v for k, v in optimizer.state_dict()["param_groups"][0].items() if k.count("/") and k != "params"},
+        "chain": {k: v for k, v in optimizer.state_dict()["param_groups"][0].items() if k.count("/") or k in COUNTERS},
     }
 
 
@@ -206,6 +244,30 @@ def life_of_a_group() -> None:
     assert "process_group" not in repr(optimizer)
 
 
+def later_parameters() -> list[list[float]]:
+    """The second process has no parameters at first, and then a group with or without names."""
+    found: list[list[float]] = []
+    for is_named in (True, False):
+        name = str(dist.get_rank())
+        own: list[Any] = [nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(2)]
+        given = [(f"{name}.{i}", param) for i, param in enumerate(own)] if is_named else own
+        chain = [ClipNorm(1.0, dim="global"), *([ClipNorm(0.25).only("1.1")] if is_named else []), SGD(1.0)]
+        optimizer = Modular(given if dist.get_rank() == 0 else [], chain, process_group=group())
+        state = optimizer.state_dict()
+        if dist.get_rank() == 1:
+            for item in given:
+                optimizer.add_param_group({"params": [item]})
+        else:
+            optimizer.load_state_dict(state)
+        for param in own:
+            param.grad = torch.full_like(param, 2.0)
+        if dist.get_rank() == 1:
+            optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+        found += [param.tolist() for param in own]
+    return found
+
+
 def disagreement() -> str:
     """A checkpoint that fits on two of three processes."""
     params = named(values(parameters(torch.float64)))
@@ -251,6 +313,42 @@ def warnings_of_scopes() -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
+DIFFERENT: dict[str, tuple[Any, Any]] = {
+    "one more": ([ClipNorm(1.0, dim="global")], [ClipNorm(1.0, dim="global"), ClipNorm(2.0, dim="global")]),
+    "dim": ([ClipNorm(1.0, dim="global")], [ClipNorm(1.0)]),
+    "inside": ([ClipValueByEMA(ema_tfm=Normalize(dim="global"))], [ClipValueByEMA(ema_tfm=Normalize())]),
+    "a scope": ([ClipNorm(1.0, dim="global")], [ClipNorm(1.0, dim="global").without("1")]),
+    "the loss": ([SkipStep(1.0)], [SkipStep(sigma=3.0)]),
+    "nonfinite": ({}, {"nonfinite": "skip"}),
+    "skips": ({"nonfinite": "skip"}, {"nonfinite": "skip", "max_consecutive_skips": 3}),
+    "settings": ([ClipNorm(1.0, dim="global")], [ClipNorm(2.0, dim="global")]),
+    "patterns": ([ClipNorm(1.0).only("0")], [ClipNorm(1.0).only("2", "3").without("3")]),
+}
+"""Chains or options of the first and the third process, and those of the second."""
+
+
+def different_chains() -> dict[str, list[str]]:
+    """What is said of processes with different chains, at construction and when the group is set."""
+    said: dict[str, list[str]] = {}
+    params = [(str(dist.get_rank()), nn.Parameter(torch.zeros(2)))]
+    for name, both in DIFFERENT.items():
+        own: Any = both[dist.get_rank() == 1]
+        chain, options = ([], own) if isinstance(own, dict) else (own, {})
+        later = Modular(params, chain, SGD(0.1), **options)
+        calls: list[Callable[[], Any]] = [
+            lambda c=chain, o=options: Modular(params, c, SGD(0.1), process_group=group(), **o),
+            lambda later=later: setattr(later, "process_group", group()),
+        ]
+        said[name] = []
+        for call in calls:
+            try:
+                call()
+            except ValueError as error:
+                said[name].append(str(error))
+        assert (later.process_group is None) == bool(said[name])
+    return said
+
+
 def wrong_groups() -> list[str]:
     """What is said of groups that cannot be used."""
     rank = dist.get_rank()
@@ -290,8 +388,20 @@ ON_A_MESH: dict[str, Callable[[], Any]] = {
     "joint statistic": lambda: [ZClip(), Adam(0.1)],
     "stateless": lambda: [ClipNorm(1.0, dim="global"), SGD(0.1)],
     "means": lambda: [Centralize("global"), SGD(0.1, momentum=0.5)],
+    "after weight decay": lambda: [WeightDecay(0.5), ClipNorm(1.0, dim="global"), LR(0.1)],
+    "after momentum": lambda: [SGD(0.1, momentum=0.9), Normalize(1.0, dim="global"), AdaGC(warmup_steps=3)],
+    "of parameters": lambda: [ClipNorm(1.0, dim="global", target="params_direct"), SGD(0.1)],
+    "a scope without gradients": lambda: [
+        SkipStep(max_ratio=1.0001, beta=0.5).only(is_the_third),
+        AutoClip(0.5).only(is_the_third),
+        SGD(0.1),
+    ],
     "both": lambda: [ClipNormByEMA(tensorwise=False), ClipNormByEMA(), AdamW(0.01, amsgrad=True)],
 }
+
+
+def is_the_third(param: Tensor) -> bool:
+    return param.shape == SHARDED[2]
 
 
 def has_gradient(rank: int, step: int, i: int) -> bool:

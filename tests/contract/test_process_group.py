@@ -4,6 +4,7 @@ import pytest
 import ranks
 import torch
 from contract import process_group as programs
+from contract import random_groups
 from contract.process_group import OWN
 
 LIMIT = 300.0
@@ -19,6 +20,7 @@ def check(found, expected, name):
                 own["states"][key], expected["states"][key], rtol=1e-9, atol=1e-12, equal_nan=True
             )
         assert list(own["params"]) == list(expected["params"])[OWN[rank]]
+        assert own["metrics"].keys() == expected["metrics"].keys(), name
         for key, value in expected["metrics"].items():
             torch.testing.assert_close(
                 own["metrics"][key], value, rtol=1e-9, atol=1e-12, equal_nan=True, msg=f"{name} {key}"
@@ -30,7 +32,7 @@ def check(found, expected, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("event", ["", "inf", "none", "zero", "range"])
+@pytest.mark.parametrize("event", ["", "inf", "none", "nobody", "zero", "range"])
 def test_chains_equal_one_process(event, fast):
     options = {"fast": fast}
     expected = programs.train_all(event, options)
@@ -44,12 +46,26 @@ def test_chains_equal_one_process(event, fast):
     assert not failures, "\n".join(failures)
 
 
-def test_a_few_chains_equal_one_process():
-    names = ["ClipNorm+AdamW", "gates", "a joint child"]
-    expected = [programs.train_group(name, "") for name in names]
-    found = ranks.run(programs.train_some, 3, names, "")
+@pytest.mark.parametrize(
+    ("event", "names"),
+    [
+        ("", ["ClipNorm+AdamW", "gates", "a joint child"]),
+        ("nobody", ["statistics of one process", "schedule", "gates", "gradients before"]),
+        ("empty", ["joint statistics", "norms of averages", "joint std", "gates"]),
+    ],
+)
+def test_a_few_chains_equal_one_process(event, names):
+    expected = [programs.train_group(name, event) for name in names]
+    found = ranks.run(programs.train_some, 3, names, event)
     for k, name in enumerate(names):
         check([own[k] for own in found], expected[k], name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3])
+def test_random_chains_equal_one_process(processes):
+    for found in ranks.run(random_groups.all_differences, processes, range(100), limit=LIMIT):
+        assert not found, "\n\n".join(found)
 
 
 @pytest.mark.slow
@@ -96,6 +112,13 @@ def test_copies_share_a_group_and_pickles_lose_it():
     ranks.run(programs.life_of_a_group, 3)
 
 
+def test_a_process_without_parameters_gets_some_later():
+    first, second = ranks.run(programs.later_parameters, 2)
+    own = [-1 / 8**0.5] * 2
+    assert first == [pytest.approx(own)] * 4
+    assert second == [pytest.approx(row) for row in (own, [-0.25 / 2**0.5] * 2, own, own)]
+
+
 @pytest.mark.slow
 def test_a_checkpoint_that_fits_on_some_processes_loads_on_none():
     said = ranks.run(programs.disagreement, 3)
@@ -116,6 +139,25 @@ def test_what_fails_before_the_check_of_a_checkpoint_fails_on_all_processes():
 def test_a_scope_warns_if_it_matches_on_no_process():
     for said in ranks.run(programs.warnings_of_scopes, 3):
         assert [("nowhere" in text) for text in said] == [True]
+
+
+def test_all_processes_name_the_difference_between_their_chains():
+    found = ranks.run(programs.different_chains, 3)
+    assert found == found[:1] * 3
+    for name, said in found[0].items():
+        assert len(said) == (0 if name in ("settings", "patterns") else 2), (name, said)
+        assert all("process 1 has" in text and "where process 0 has" in text for text in said)
+    first = [said[0].partition("process 1 has ")[2].partition(".")[0] for said in found[0].values() if said]
+    assert first == [
+        "clip_norm_2: ClipNorm(dim='global') where process 0 has sgd: SGD()",
+        "clip_norm: ClipNorm() where process 0 has clip_norm: ClipNorm(dim='global')",
+        "clip_value_by_ema/ema_tfm/normalize: Normalize() where process 0 has "
+        "clip_value_by_ema/ema_tfm/normalize: Normalize(dim='global')",
+        "clip_norm: ClipNorm(dim='global') with a scope where process 0 has clip_norm: ClipNorm(dim='global')",
+        "skip_step: SkipStep() that judges the loss where process 0 has skip_step: SkipStep()",
+        "nonfinite='skip' where process 0 has nonfinite='propagate'",
+        "max_consecutive_skips=3 where process 0 has max_consecutive_skips=None",
+    ]
 
 
 @pytest.mark.slow

@@ -55,16 +55,17 @@ def members_of(nodes: Nodes) -> list[Member]:
             continue
         prefix = f"{outermost.path}/"
         within = [outermost, *(node for node in nodes if node.path.startswith(prefix))]
-        inside = {node.path.removeprefix(prefix): _kind_and_structure(node.transform) for node in within[1:]}
+        inside = {node.path.removeprefix(prefix): kind_and_structure(node.transform) for node in within[1:]}
         keys = {f"{node.path}/{key}": stored for node in within for key, stored in node.storage_keys.items()}
         settings = {key.removeprefix(prefix): stored for key, stored in keys.items()}
-        kind, structure = _kind_and_structure(outermost.transform)
+        kind, structure = kind_and_structure(outermost.transform)
         given = outermost.transform.name if outermost.transform.name != snake_case(kind) else ""
         found.append(Member(outermost.path, kind, given, structure, inside, settings))
     return found
 
 
-def _kind_and_structure(transform: Transform) -> tuple[str, dict[str, str]]:
+def kind_and_structure(transform: Transform) -> tuple[str, dict[str, str]]:
+    """The name of the class of a transform, and its arguments that are neither settings, defaults nor transforms."""
     structure = transform.structure()
     if isinstance(transform, Composite):
         structure = {key: value for key, value in structure.items() if key not in transform.transforms}

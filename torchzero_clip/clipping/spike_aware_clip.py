@@ -85,7 +85,7 @@ class SpikeAwareClip(Elementwise):
         """Which averages are usable and limit in this step, after counting the usable ones."""
         count = step.live_numbers("started", rows)
         usable = step.usable(count > 0, indices=rows)
-        limits = count + 1 >= self.warmup_steps
+        limits = count >= self.warmup_steps - 1
         step.keep("started", count + usable, rows)
         return Flags(usable, limits)
 

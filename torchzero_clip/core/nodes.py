@@ -107,11 +107,12 @@ class Nodes:
         self.storage_keys = {f"{n.path}/{key}": stored for n in nodes for key, stored in n.storage_keys.items()}
         """The key of a param group for each qualified key of a setting."""
         self.targets = {node.transform.target for node in nodes}
-        joining = [node.path for node in nodes if _joins_tensors(node.transform)]
-        self.joint = {node.path for node in nodes if any(_is_in(path, node.path) for path in joining)}
-        """The paths of transforms whose result for a tensor may depend on others, or that have such a child."""
-        self.zeros_matter = any(_zeros_matter(node.transform) for node in nodes)
-        """True if a gradient of zeros may change the result for other tensors."""
+        self.joining = {node.path for node in nodes if _joins_tensors(node.transform)}
+        """The paths of transforms whose result for a tensor may depend on others."""
+        self.joint = {node.path for node in nodes if any(_is_in(path, node.path) for path in self.joining)}
+        """The paths of these transforms, and of those that have such a child."""
+        self.zeros_matter = _zeros_matter(nodes)
+        """True if a gradient of zeros may change the result for other tensors, or state that tensors share."""
         first = next((node for node in nodes if not node.outer and not isinstance(node.transform, Gate)), None)
         self.of_gradients = first.path if first is not None and _clips_all_gradients(first.transform) else None
         """The path of the first transform, if it needs just the joint norm that gates may have measured."""
@@ -181,11 +182,26 @@ def _joins_tensors(transform: Transform) -> bool:
     return not (isinstance(transform, UpdateRule | Gate) or treats_each_alone(transform))
 
 
-def _zeros_matter(transform: Transform) -> bool:
-    if isinstance(transform, Scaling):
-        # a joint norm of averages has those of all tensors that take part
-        return transform.slicing.dim == "global" and (transform.slicing.metric.counts_zeros or transform.has_state())
-    return _joins_tensors(transform)
+def _zeros_matter(nodes: Sequence[Node]) -> bool:
+    """False if every transform that joins tensors gets zeros as zeros, and does not count them."""
+    are_zeros = True
+    for node in nodes:
+        transform = node.transform
+        joins, is_gate = _joins_tensors(transform), isinstance(transform, Gate)
+        # in a scope without gradients, a statistic would store the norm of zeros
+        stores = node.scope.limited and (is_gate or (joins and transform.keeps_statistics))
+        keeps_zeros = is_gate or (isinstance(transform, Scaling) and transform.target == "update")
+        if stores or (joins and not (are_zeros and keeps_zeros and _is_blind_to_zeros(transform))):
+            return True
+        are_zeros = are_zeros and keeps_zeros
+    return False
+
+
+def _is_blind_to_zeros(transform: Transform) -> bool:
+    if not isinstance(transform, Scaling) or transform.slicing.dim != "global":
+        return True
+    # a joint norm of averages has those of all tensors that take part
+    return not (transform.slicing.metric.counts_zeros or transform.has_state())
 
 
 def _is_in(path: str, outer: str) -> bool:

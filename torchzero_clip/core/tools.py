@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.measure import Measured, Slicing, measure, over_processes
-from torchzero_clip.functional.processes import gathered
+from torchzero_clip.functional.measure import Measured, Slicing, measure
+from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Setting
 
@@ -21,6 +21,8 @@ class Tools:
     is_stand_in = False
     """True if this process has no tensors for a joint transform: the tensors of the step are zeros that do not count.
     """
+    someone: Tensor | None = None
+    """For a stand-in, whether any process has tensors for the transform, once numbers were gathered: 0-d."""
 
     def measure(self, tensors: Sequence[Tensor], slicing: Slicing) -> Measured:
         """The norms of tensors, as `torchzero_clip.functional.measure.measure` returns them.
@@ -28,8 +30,11 @@ class Tools:
         A joint norm is that of the tensors of all processes of the ``process_group``.
         """
         measured = self.measure_here(tensors, slicing)
-        group = self.process_group if slicing.dim == "global" else None
-        return over_processes(measured, [] if self.is_stand_in else tensors, group)
+        if self.process_group is None or slicing.dim != "global":
+            return measured
+        count = 0 if self.is_stand_in else sum(map(Tensor.numel, tensors))
+        numbers = measured.numbers(count).to(device_of(tensors, self.process_group))
+        return measured.of_processes(self.rows(numbers).to(measured.total.device))
 
     def measure_here(
         self,
@@ -57,8 +62,17 @@ class Tools:
 
     def gathered(self, *numbers: Tensor) -> list[Tensor]:
         """A vector for each 0-d number, with the numbers of all processes of the ``process_group``: float64."""
-        own = torch.stack([number.double() for number in numbers])
-        return list(gathered(own, self.process_group).unbind(dim=1))
+        return list(self.rows(torch.stack([number.double() for number in numbers])).unbind(dim=1))
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """The numbers of all processes of the ``process_group``, a row for each, from a vector of float64."""
+        if self.process_group is None:
+            return numbers.unsqueeze(0)
+        takes_part = numbers.new_full((1,), float(not self.is_stand_in))
+        rows = gathered(torch.cat([numbers, takes_part]), self.process_group)
+        if self.is_stand_in:
+            self.someone = rows.select(1, len(numbers)).amax() > 0
+        return rows.narrow(1, 0, len(numbers))
 
     def scratch_for(self, tensors: Sequence[Tensor]) -> Scratch | None:
         """Memory with which tensors can be measured in few operations. None if they have to be measured one by one."""

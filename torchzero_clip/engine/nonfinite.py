@@ -1,6 +1,7 @@
 """The decision to take a step, to skip it, or to raise. It is made before anything changes."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from itertools import compress
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -67,6 +68,8 @@ class StepPolicy:
     def allows(self, walk: Walk, counts: MutableMapping[str, Any]) -> bool:
         """Return True if the step is to be taken. It waits for the device once.
 
+        A step in which no process has a gradient is not taken, and does not count as skipped.
+
         Raises:
             RuntimeError: For a non-finite gradient with ``nonfinite="raise"``, or after too many skips in a row.
         """
@@ -77,23 +80,22 @@ class StepPolicy:
             found = joint_loss(walk.loss, walk.loss_count, device, walk.all_params(), walk.process_group)
             walk.loss, walk.has_loss = (None, None) if found is None else found
         gates = [gate for gate in self._gates if walk.others is not None or walk.rows_of(gate)]
-        total, lost, *of_gates = _joint_norms(walk, norms, gates)
+        (total, lost, *of_gates), taking_part = _joint_norms(walk, norms, gates)
         walk.joint_norm = total
         judged = [self._judge(gate, walk, norm) for gate, norm in zip(gates, of_gates, strict=True)]
         refused = [refusal.to(total.device) for _, _, refusal in judged]
         # gates decide by numbers that are equal on all processes, so the decisions are equal too
-        joint, nonfinite, *refusals = torch.stack([x.double() for x in (total, lost, *refused)]).tolist()
-        finite = not nonfinite
+        numbers = torch.stack([x.double() for x in (total, lost, *refused, *taking_part)])
+        joint, nonfinite, *answers = numbers.tolist()
+        refusals, flags = answers[: len(gates)], answers[len(gates) :]
+        has_gradients, *asked = flags or [True] * (1 + len(gates))
+        if not has_gradients:
+            return False
         self._norms = [*self._norms, joint][-REMEMBERED:]
-        walk.refused_by = [node.path for (node, *_), refusal in zip(judged, refusals, strict=True) if refusal]
-        if not finite and self.nonfinite != "propagate":
-            walk.refused_by.append("nonfinite")
-            self.bad_gradients = bad = _bad_gradients(walk, norms)
-            if self.nonfinite == "raise":
-                raise RuntimeError(
-                    f'gradients are not finite: {bad.listed}. Nothing was changed; use nonfinite="skip" to skip such '
-                    f"steps{bad.beside}"
-                )
+        judged = list(compress(judged, asked))
+        walk.refused_by = [gate for gate, *said in zip(gates, refusals, asked, strict=True) if all(said)]
+        if nonfinite and self.nonfinite != "propagate":
+            self._refuse(walk, norms)
         if walk.refused_by:
             self._count(counts)
             self._record(walk, judged, taken=False)
@@ -109,6 +111,16 @@ class StepPolicy:
             raise RuntimeError(
                 f"a step with {who} cannot be captured in a CUDA graph, because the host decides whether it is taken: "
                 "capture the forward and the backward only, or leave the policy out"
+            )
+
+    def _refuse(self, walk: Walk, norms: Tensor) -> None:
+        """Refuse a step for a gradient that is not finite, or raise."""
+        walk.refused_by.append("nonfinite")
+        self.bad_gradients = bad = _bad_gradients(walk, norms)
+        if self.nonfinite == "raise":
+            raise RuntimeError(
+                f'gradients are not finite: {bad.listed}. Nothing was changed; use nonfinite="skip" to skip such '
+                f"steps{bad.beside}"
             )
 
     def _record(self, walk: Walk, judged: Sequence[tuple[Node, Tensor, Tensor]], *, taken: bool) -> None:
@@ -134,8 +146,10 @@ class StepPolicy:
             )
 
 
-def _joint_norms(walk: Walk, norms: Tensor, gates: Sequence[str]) -> list[Tensor]:
+def _joint_norms(walk: Walk, norms: Tensor, gates: Sequence[str]) -> tuple[list[Tensor], list[Tensor]]:
     """Numbers that are equal on all processes: the joint norm, whether it is not finite, and the norm of each gate.
+
+    With other processes also whether any gradient exists, and whether one exists for each gate; else an empty list.
 
     Args:
         walk: The step.
@@ -143,14 +157,17 @@ def _joint_norms(walk: Walk, norms: Tensor, gates: Sequence[str]) -> list[Tensor
         gates: The names of the gates.
     """
     total = combine(norms, 2.0) if len(norms) != 1 else norms.squeeze(0)
-    rows = map(walk.rows_of, gates)
+    rows = list(map(walk.rows_of, gates))
     of_gates = [total if len(own) == len(walk.params) else combine(walk.norms_of(own), 2.0) for own in rows]
-    own = torch.stack([total, norms.isfinite().all().logical_not().double(), *of_gates])
+    found = [total, norms.isfinite().all().logical_not().double(), *of_gates]
+    flags = [] if walk.others is None else [torch.full_like(total, len(own) > 0) for own in (walk.params, *rows)]
     # a rank may have plain gradients beside sharded ones, and all would hang if it skipped the step alone
-    own = largest_on_all_ranks(own, walk.all_params())
+    own = largest_on_all_ranks(torch.stack([*found, *flags]), walk.all_params())
     if walk.others is None:
-        return list(own.unbind())
-    return [combine(column, 2.0) for column in gathered(own.to(walk.others.device), walk.others.group).T.contiguous()]
+        return list(own.unbind()), []
+    columns = gathered(own.to(walk.others.device), walk.others.group).T.contiguous()
+    joint, taking_part = columns.split([len(found), len(flags)])
+    return [combine(column, 2.0) for column in joint], list(taking_part.amax(dim=1).unbind())
 
 
 def _bad_gradients(walk: Walk, norms: Tensor) -> BadGradients:

@@ -45,14 +45,14 @@ class Numbers:
 
     def vector(self, nodes: Nodes, device: torch.device) -> Tensor:
         """The numbers of all transforms with joint metrics. Its length depends only on the transforms."""
-        found = [(self._rows.get(node.path), transform) for node, transform in _measuring(nodes)]
+        found = [(self._rows.get(node.path), transform) for node, transform in measuring(nodes)]
         rows = [_nothing(transform, device) if own is None else own.to(device) for own, transform in found]
         return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.float64, device=device)
 
 
 def joint_metrics(nodes: Nodes, rows: Tensor) -> dict[str, Tensor]:
     """The metrics by their names, from a `Numbers.vector` for each walk or process."""
-    transforms = _measuring(nodes)
+    transforms = measuring(nodes)
     columns = rows.split([_width(transform) for _, transform in transforms], dim=1)
     found: dict[str, Tensor] = {}
     for (node, transform), own in zip(transforms, columns, strict=True):
@@ -60,7 +60,7 @@ def joint_metrics(nodes: Nodes, rows: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def _measuring(nodes: Nodes) -> list[tuple[Node, _Measuring]]:
+def measuring(nodes: Nodes) -> list[tuple[Node, _Measuring]]:
     """The transforms whose metrics are joint norms and means."""
     every = ((node, node.transform) for node in nodes)
     return [(node, transform) for node, transform in every if isinstance(transform, Scaling | Elementwise)]

@@ -154,11 +154,10 @@ class Walk:
                 if self.nodes.keeps_statistics:
                     self.measure_gradients()
                 self._note_norms()
-                node, rows = self.nodes.by_path[path], self.rows_of(path)
+                node = self.nodes.by_path[path]
+                rows = self._or_stand_in(node, self.rows_of(path))
                 if rows:
                     targets.change_gradients(self._picked(self.grads, rows), partial(self.apply, node, rows))
-                else:
-                    self._take_part(node)
                 # later statistics judge the gradients that enter the rest of the chain
                 self.gradient_norms = self.joint_norm = None
 
@@ -171,8 +170,8 @@ class Walk:
             # the last moment to measure what entered the chain, unless this transform measures just that
             if self.listens and not (isinstance(transform, Gate) or _measures_gradients(transform)):
                 self._note_norms()
-            if not own and transform.target != "closure":
-                self._take_part(node)
+            if self.stand_in is not None and transform.target != "closure":
+                own = self._or_stand_in(node, own)
             if to_params and own and isinstance(transform, UpdateRule):
                 done = self._finish(node, own, rest)
                 if done:  # their parameters have changed: no later transform may see these rows
@@ -191,11 +190,22 @@ class Walk:
         if to_params and rows:
             foreach.subtract_([self.params[i] for i in rows], self.executor.read(rows))
 
-    def _take_part(self, node: Node) -> None:
-        """Let a joint transform that has no tensor on this process exchange its numbers with the other processes."""
-        if self.stand_in is not None and node.path in self.nodes.joint:
-            self.stand_in.joint_norm = self.joint_norm
-            self.stand_in.apply(node, [0], list(self.stand_in.grads))
+    def _or_stand_in(self, node: Node, rows: list[int]) -> list[int]:
+        """The rows of a transform; none if a stand-in has acted for it.
+
+        With other processes, the stand-in acts for a joint transform that has no element on this process. It then
+        exchanges as many numbers as the transform does on the others.
+        """
+        if self.stand_in is None or node.path not in self.nodes.joint:
+            return rows
+        # a composite is applied to empty tensors, too, and lets a stand-in act for its children
+        if rows and (node.path not in self.nodes.joining or any(self.params[i].numel() for i in rows)):
+            return rows
+        if rows:
+            self.store(node, self.step_for(node, rows))  # the state of empty tensors begins, as in one process
+        self.stand_in.joint_norm = self.joint_norm
+        self.stand_in.apply(node, [0], list(self.stand_in.grads))
+        return []
 
     def _finish(self, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
         """Let an update rule take the rest of the step itself. Return the rows that it took."""
@@ -250,12 +260,10 @@ class Walk:
 
     def _apply_child(self, node: Node, rows: list[int], name: str, updates: list[Tensor]) -> list[Tensor]:
         child = self.nodes.by_path[f"{node.path}/{name}"]
-        own = self.in_scope(child, rows)
+        own = self._or_stand_in(child, self.in_scope(child, rows))
         result = dict(zip(rows, updates, strict=True))
         if own:
             result.update(zip(own, self.apply(child, own, [result[i] for i in own]), strict=True))
-        else:
-            self._take_part(child)
         return [result[i] for i in rows]
 
     def _measured(
@@ -268,12 +276,13 @@ class Walk:
             if transform.keeps_statistics:
                 step.gradient_norms = self.norms_of(rows)
             if numbers is not None:
-                own = measured.numbers(0 if self.executor.is_stand_in else sum(map(Tensor.numel, updates)))
+                own = measured.numbers(0 if step.tools.is_stand_in else sum(map(Tensor.numel, updates)))
                 if self.others is not None and transform.slicing.dim == "global":
                     if node.path == self.nodes.of_gradients and self.joint_norm is not None:
                         measured = measured.of_processes(self.joint_norm.to(own.device).view(1, 1))
                     else:
-                        measured, step.gradient_norms = self.others.joined(measured, own, step.gradient_norms)
+                        joined = self.others.joined(measured, own, step.gradient_norms, step.tools)
+                        measured, step.gradient_norms = joined
             factors = transform.factors(measured, updates, step)
             check_factors(node, factors, measured)
             if numbers is None or own is None:

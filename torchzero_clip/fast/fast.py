@@ -102,7 +102,7 @@ class Fast(Executor):
         *,
         begins_with_update: bool,
     ) -> None:
-        if averages[0].is_cpu or not all(map(_are_in_order, (averages, updates))):
+        if averages[0].is_cpu or not _fit_pieces(updates, [averages]):
             super().average_(averages, updates, settings, usable, started, begins_with_update=begins_with_update)
             return
         each = [setting for setting, own in settings for _ in range(own.start, own.stop)]
@@ -186,7 +186,7 @@ class Fast(Executor):
             if not self.memory.untouched:
                 return False
         state = [step.column(key) for key in transform.keys]
-        if not self._are_like(node, transform.keys) and not all(map(_are_in_order, (step.params, *state))):
+        if not self._are_like(node, transform.keys) and not _fit_pieces(step.params, state):
             return False
         updates = self._last_read = self.memory.current(rows)
         flags = transform.flags(updates, step, None)
@@ -308,9 +308,12 @@ def _call_for(fused: Fused, tensors: Sequence[Tensor]) -> Kernel | None:
     return fused.loop if first.is_cpu else None  # on other devices torch's loop would wait for the step counts
 
 
-def _are_in_order(tensors: Sequence[Tensor]) -> bool:
-    """True for contiguous plain tensors of one dtype."""
-    return foreach.kind(tensors) is not None and foreach.all_contiguous(tensors)
+def _fit_pieces(tensors: Sequence[Tensor], state: Sequence[Sequence[Tensor]]) -> bool:
+    """True for contiguous plain tensors, with state of their shapes and of float32 or wider as they are."""
+    shapes, wide = [tensor.shape for tensor in tensors], foreach.wide_dtype(tensors[0].dtype)
+    if any([tensor.shape for tensor in column] != shapes or column[0].dtype != wide for column in state):
+        return False
+    return all(foreach.kind(column) is not None and foreach.all_contiguous(column) for column in (tensors, *state))
 
 
 def _count(fused: Fused, step: Step, number: int) -> None:

@@ -43,11 +43,9 @@ class Layout:
         facts = list(map(_FACTS, params))
         like = {key for key, column in tensors.items() if key == "params" or _are_like(facts, column)}
         # statistics of half precision are float32
-        wider = (
-            set()
-            if params[0].is_cpu
-            else {k for k, column in tensors.items() if k not in like and _is_wider(facts, column)}
-        )
+        is_half = not (params[0].is_cpu or foreach.is_real_and_wide(params[0].dtype))
+        others = [(key, column) for key, column in tensors.items() if is_half and key not in like]
+        wider = {key for key, column in others if _is_wider(facts, column)}
         layout = cls(tensors, like, wider)
         return layout if "grads" in like and layout.fits(tensors, vectors) else None
 

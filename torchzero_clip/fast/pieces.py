@@ -89,7 +89,7 @@ def run_pieces(
         if source is not piece.flat:
             piece.flat.copy_(source)
         if piece.rounded is not None:
-            piece.rounded[0].copy_(piece.flat)
+            foreach.copy_plain_([piece.rounded[0]], [piece.flat])
         sink(piece.rows, piece.cut, piece.views if piece.rounded is None else piece.rounded[1])
     for stage in stages:
         stage.finish()
@@ -110,7 +110,8 @@ def _read(piece: _Piece, updates: Sequence[Tensor], factors: Tensor | None, mean
     row = piece.rows[0]
     source = updates[row].view(-1)[piece.cut]
     if piece.rounded is not None:
-        source = piece.flat.copy_(source)
+        foreach.copy_plain_([piece.flat], [source])
+        source = piece.flat
     if factors is not None:
         own = factors if not factors.ndim else factors.select(0, row)
         if piece.flat.dtype != torch.float64 and (not factors.ndim or (own.is_cpu and updates[row].numel() > LONG)):
@@ -249,9 +250,13 @@ def _piece(
         own = None if rounded is None else (flats[-1], flats[-1:])
         return _Piece(rows, flats[:1], flats[0], cut, None, None, [], [], own)
     starts = [0, *accumulate(sizes)]
-    shaped = [[flat[a : a + s.numel()].view(s) for a, s in zip(starts, shapes, strict=False)] for flat in flats]
-    ends = [(a + s.numel(), b) for a, b, s in zip(starts, starts[1:], shapes, strict=False)]
-    pads = [flat[a:b] for flat in flats[: len(memory)] for a, b in ends if a < min(b, total)]
+    counts_of = [shape.numel() for shape in shapes]
+    shaped = [
+        [flat.narrow(0, a, n).view(shape) for a, n, shape in zip(starts, counts_of, shapes, strict=False)]
+        for flat in flats
+    ]
+    ends = [(a + n, b - a - n) for a, b, n in zip(starts, starts[1:], counts_of, strict=False) if b <= total]
+    pads = [flat.narrow(0, a, rest) for flat in flats[: len(memory)] for a, rest in ends if rest]
     counts = torch.tensor(sizes, device=flats[0].device) if len(rows) > 1 else None
     owner = None
     if counts is not None and not counts.is_cpu:

@@ -81,3 +81,18 @@ def gathered(numbers: Tensor, group: ProcessGroup | None) -> Tensor:
     rows = numbers.new_empty((group.size(), len(numbers)))
     dist.all_gather(list(rows.unbind()), numbers.contiguous(), group=group)
     return rows
+
+
+def gathered_texts(text: str, group: ProcessGroup, device: torch.device) -> list[str]:
+    """The texts of all processes of a group.
+
+    Args:
+        text: The text of this process.
+        group: The processes.
+        device: A device from which the group can send. `torch.distributed.all_gather_object` takes the current one,
+            which may be the same on all processes.
+    """
+    own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    lengths = gathered(torch.tensor([len(own)], device=device), group).flatten().tolist()
+    rows = gathered(torch.cat([own, own.new_zeros(max(lengths) - len(own))]), group).cpu()
+    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]

@@ -51,7 +51,7 @@ def multiply_short_(
         spread = own.index_select(0, chunk.owner).unsqueeze(1)
         short = [tensors[i] for i in chunk.indices]
         if tensors[0].dtype == wide:
-            chunk.rows.copy_(spread)
+            foreach.copy_plain_([chunk.rows], [spread.expand_as(chunk.rows)])
             foreach.multiply_plain_(short, chunk.views)
         else:  # the product is rounded once
             foreach.copy_plain_(chunk.views, short)
@@ -79,6 +79,6 @@ def _planned(tensors: Sequence[Tensor], like: Tensor, scratch: Scratch, most: in
         flats = used.split([count * ROW for count in own])
         views = [flat.narrow(0, 0, sizes[i]).view(tensors[i].shape) for flat, i in zip(flats, indices, strict=True)]
         places, repeats = (torch.tensor(column, device="cpu") for column in (indices, own))
-        owner = torch.repeat_interleave(places, repeats).to(like.device)
+        owner = torch.repeat_interleave(places, repeats, output_size=sum(own)).to(like.device)
         chunks.append(_Chunk(indices, owner, used.view(-1, ROW), views))
     return chunks

@@ -3,7 +3,7 @@
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar, overload
+from typing import Any, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -43,10 +43,18 @@ from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.functional.bad import BadGradients
 from torchzero_clip.functional.gradients import own_gradients
 from torchzero_clip.functional.processes import SharedGroup, check_group, device_of
+from torchzero_clip.modular.agreement import agree
 from torchzero_clip.modular.described import described
 from torchzero_clip.modular.missing import Missing
-from torchzero_clip.modular.param_groups import normalized, split
-from torchzero_clip.modular.validation import check_not_local, check_params, check_places, check_shapes, warn_of_slips
+from torchzero_clip.modular.param_groups import let_names_decide, normalized, split
+from torchzero_clip.modular.validation import (
+    check_not_local,
+    check_params,
+    check_places,
+    check_shapes,
+    idle_names,
+    warn_of_slips,
+)
 from torchzero_clip.types import Setting, State
 
 T = TypeVar("T")
@@ -87,13 +95,14 @@ class Modular(Optimizer):
             takes three to eight times as long.
         process_group: The processes that hold *other* parameters of the model, such as the stages of a pipeline:
             ``mesh["pp"].get_group()``. Joint norms, joint statistics, gates, ``nonfinite`` and metrics then cover the
-            parameters of all of them. All processes need the same chain and take every step together. The group may
-            be changed between steps. It is not part of checkpoints; copies share it.
+            parameters of all of them. All processes need the same chain, which is checked here; settings and the
+            patterns of scopes may differ. All processes take every step together. The group may be changed between
+            steps. It is not part of checkpoints; copies share it.
 
     Raises:
         ValueError: If there are no transforms or no parameters, for an unknown or invalid setting in a group, or for a
             parameter that has two learning rates or is in two groups; for a ``process_group`` that this process is not
-            in, or that contains another process of a parameter's mesh.
+            in, that contains another process of a parameter's mesh, or in which a process has another chain.
         TypeError: If an argument of ``transforms`` is not a transform, ``params`` is a single tensor, or
             ``process_group`` is no process group.
 
@@ -123,6 +132,9 @@ class Modular(Optimizer):
 
     _has_meshes = False
     """True if a parameter is distributed."""
+
+    _has_joint_schedules = False
+    """With a process group, True if a process had a setting that is a function of the step when the group was set."""
 
     def __init__(
         self,
@@ -175,11 +187,21 @@ class Modular(Optimizer):
         self._move_chain_state()
         self._start_schedules()
         check_places(self.chain, self._nodes, self._named_params())
-        warn_of_slips(self._nodes, self._named_params(), process_group)
+        warn_of_slips(self._nodes, self._named_params(), self._agree(process_group))
         self._is_complete = True
 
     def _named_params(self, first: int = 0) -> list[NamedParam]:
         return [named for group in self.param_groups[first:] for named in named_params(group)]
+
+    def _agree(self, group: ProcessGroup | None) -> dict[str, bool]:
+        """Compare the chain with those of the other processes. Return the warnings of patterns that match nowhere."""
+        named = self._named_params()
+        idle = idle_names(self._nodes, named)
+        if group is None:
+            return idle
+        device = device_of([param for param, *_ in named], group)
+        idle, self._has_joint_schedules = agree(self._nodes, self._policy, idle, self._schedules.any, group, device)
+        return idle
 
     @property
     def nodes(self) -> Nodes:
@@ -237,14 +259,14 @@ class Modular(Optimizer):
     @process_group.setter
     def process_group(self, group: ProcessGroup | None) -> None:
         check_group(group, [named.param for named in self._named_params()])
+        self._agree(group)
         self._process_group, self._lost_group = group, False
 
-    def _check_has_group(self) -> None:
-        if self._lost_group:
-            raise RuntimeError(
-                "the optimizer was unpickled without its process_group: set optimizer.process_group to the group, or "
-                "to None"
-            )
+    def _refuse_without_group(self) -> NoReturn:
+        raise RuntimeError(
+            "the optimizer was unpickled without its process_group: set optimizer.process_group to the group, or to "
+            "None"
+        )
 
     def is_scheduled(self, key: str) -> bool:
         """Return True if a setting, by its key in the param groups, is a function of the step in some group."""
@@ -253,8 +275,8 @@ class Modular(Optimizer):
     def metrics(self) -> dict[str, Tensor]:
         """Return what the transforms measured, as 0-d tensors on the device; reading a value waits for the device.
 
-        The metrics are those of the last step that was taken. A step that was skipped, or in which no parameter had a
-        gradient, does not change them. With a ``process_group``, a step without gradients is taken.
+        The metrics are those of the last step that was taken. A step that was skipped, or in which no parameter of any
+        process had a gradient, does not change them.
 
         Returns:
             For example ``"clip_norm/norm"`` (before clipping), ``"clip_norm/factor"`` (mean over tensors or slices) and
@@ -307,7 +329,8 @@ class Modular(Optimizer):
         These errors leave parameters, gradients and state unchanged, except that skipped steps are counted.
         """
         try:
-            self._check_has_group()
+            if self._lost_group:
+                self._refuse_without_group()
             if closure is None and "closure" in self._nodes.targets:
                 raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
             if closure is None and self._plans.plan is not None and self._may_repeat() and self._repeat():
@@ -344,9 +367,9 @@ class Modular(Optimizer):
             parts.refuse_second(walk.params)
         takes_part = len(walk.params) > 0 or walk.others is not None or (parts is not None and len(parts.updated) > 0)
         try:
-            if takes_part and (not self._policy.decides or self._policy.allows(walk, state)):
-                self._run(walk)
-                self._metrics = walk.metrics if parts is None else parts.end(self._nodes, self.param_groups)
+            if takes_part and (not self._policy.decides or self._policy.allows(walk, state)) and self._run(walk):
+                self._metrics.clear()
+                self._metrics.update(walk.metrics if parts is None else parts.end(self._nodes, self.param_groups))
                 self._unread = None
                 if isinstance(walk.executor, Fast) and self._may_repeat() and not self._schedules.any:
                     self._plans.learn(walk, walk.executor.ended)
@@ -460,7 +483,8 @@ class Modular(Optimizer):
     def _join(self, walk: Walk, group: ProcessGroup) -> None:
         """Let a walk exchange numbers with the processes that hold other parameters."""
         walk.executor.process_group = group
-        walk.numbers, walk.others = Numbers(), Others(group, device_of(walk.all_params(), group))
+        device = device_of(walk.all_params(), group)
+        walk.numbers, walk.others = Numbers(), Others(group, device, self._has_joint_schedules)
         walk.stand_in = StandIn(walk, walk.others)
 
     def _may_be_fast(self) -> bool:
@@ -472,8 +496,12 @@ class Modular(Optimizer):
         usable = not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled())
         return self.fast and usable and "grad" not in self._nodes.targets
 
-    def _run(self, walk: Walk) -> None:
-        """Send the gradients down the chain, and subtract the result from the parameters."""
+    def _run(self, walk: Walk) -> bool:
+        """Send the gradients down the chain, and subtract the result from the parameters.
+
+        Return False if no process has a gradient.
+        """
+        counts = True
         if self.listener is not None:
             self.listener.begin(walk)
         try:
@@ -481,7 +509,8 @@ class Modular(Optimizer):
                 walk.change_closure_gradients(self.chain)
             walk.run(self.chain, "", list(range(len(walk.params))), to_params=True)
             if walk.others is not None and walk.numbers is not None:
-                walk.metrics.update(walk.others.metrics(self._nodes, walk.numbers))
+                found = walk.others.metrics(self._nodes, walk.numbers, walk.metrics, len(walk.params) > 0)
+                walk.metrics, counts = found or {}, found is not None
         except BaseException:
             walk.refused_by.append("error")
             walk.executor.abandon()
@@ -495,6 +524,7 @@ class Modular(Optimizer):
         self.state.update(walk.new_states)  # pyright: ignore[reportArgumentType]
         if walk.numbers is not None and self.parts is not None:
             self.parts.add(walk.numbers, walk.metrics, walk.params)
+        return counts
 
     @torch.no_grad()
     def take_part(self, groups: list[dict[str, Any]], settings: dict[str, list[Setting]], workspace: Workspace) -> None:
@@ -528,6 +558,8 @@ class Modular(Optimizer):
         given = {key: value for key, value in param_group.items() if not self._is_chain_state(key)}
         group = normalized(given, self._nodes)
         before, schedules_before = len(self.param_groups), len(self._schedules)
+        if self._process_group is not None:
+            let_names_decide(self.param_groups, group)
         try:
             for part in split(group, self._nodes):
                 # tensors are copied: a scheduler that fills one lr changes no other group and no other optimizer
@@ -603,7 +635,8 @@ class Modular(Optimizer):
 
         ``new`` and ``dropped`` have no effect on a checkpoint of this very chain, so a script may keep them.
         """
-        self._check_has_group()
+        if self._lost_group:
+            self._refuse_without_group()
         fitting: dict[str, Any] = {}
         chain_state: dict[str, Any] = {}
         has_agreed = False
@@ -650,7 +683,7 @@ class Modular(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("maximize", "keep_grads", "fast", "chain", "storage_keys", "_written", "_nodes", "_policy", "_schedules")
-        own += ("_chain_state", "_reported", "_shapes", "_is_complete", "_has_meshes")
+        own += ("_chain_state", "_reported", "_shapes", "_is_complete", "_has_meshes", "_has_joint_schedules")
         given = super().__getstate__()
         state: Any = defaultdict(dict, {param: own_numbers(state) for param, state in self.state.items()})
         shared = {"_shared_group": SharedGroup(self._process_group, self._lost_group)}

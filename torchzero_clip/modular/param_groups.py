@@ -41,6 +41,17 @@ def normalized(group: Mapping[str, Any], nodes: Nodes) -> dict[str, Any]:
     return result
 
 
+def let_names_decide(groups: Sequence[dict[str, Any]], added: Mapping[str, Any]) -> None:
+    """If no group has a parameter yet, let them have names if the added one has some. Torch allows only one kind."""
+    params = added.get("params")
+    if not params or isinstance(params, set) or any(group["params"] for group in groups):
+        return
+    for group in groups:
+        group.pop("param_names", None)
+        if isinstance(params[0], tuple):
+            group["param_names"] = []
+
+
 def split(group: Mapping[str, Any], nodes: Nodes) -> Iterator[dict[str, Any]]:
     """Groups in which all parameters have the same overrides and learning rate, in the order of first parameters.
 

@@ -2,20 +2,18 @@
 
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.kinds import FinalRule, Gate
 from torchzero_clip.core.learning_rate import update_rules
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.scope import NamedParam, named_params
-from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.types import State
 
 Group: TypeAlias = dict[str, Any]
@@ -70,20 +68,19 @@ def check_places(chain: Chain, nodes: Nodes, params: Sequence[NamedParam]) -> No
         transform.check_chain(before, after)
 
 
-def warn_of_slips(nodes: Nodes, params: Sequence[NamedParam], process_group: ProcessGroup | None) -> None:
+def idle_names(nodes: Nodes, params: Sequence[NamedParam]) -> dict[str, bool]:
+    """A warning for each pattern of a scope, and whether the pattern matches no parameter."""
+    return {text: idle for n in nodes for text, idle in n.transform.scope.idle_names(n.transform, params).items()}
+
+
+def warn_of_slips(nodes: Nodes, params: Sequence[NamedParam], idle: Mapping[str, bool]) -> None:
     """Warn of patterns that match no parameter, and of parameters on which no update rule acts, or several.
 
     Args:
         nodes: The transforms.
         params: The parameters of this process.
-        process_group: The processes that hold other parameters, which patterns may match.
+        idle: What `idle_names` returned, on all processes together.
     """
-    idle = {text: is_idle for n in nodes for text, is_idle in n.transform.scope.idle_names(n.transform, params).items()}
-    if idle and process_group is not None:
-        device = device_of([named.param for named in params], process_group)
-        own = torch.tensor([float(is_idle) for is_idle in idle.values()], dtype=torch.float64, device=device)
-        everywhere = gathered(own, process_group).amin(dim=0).tolist()
-        idle = {text: bool(is_idle) for text, is_idle in zip(idle, everywhere, strict=True)}
     for text, is_idle in idle.items():
         if is_idle:
             warnings.warn(text, stacklevel=3)

@@ -1,0 +1,72 @@
+"""What the processes of a group tell each other when an optimizer is made: they have to exchange the same numbers."""
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from torchzero_clip.checkpoints.identity import kind_and_structure
+from torchzero_clip.core.kinds import Gate
+from torchzero_clip.core.nodes import Node, Nodes
+from torchzero_clip.engine.nonfinite import StepPolicy
+from torchzero_clip.functional.processes import gathered_texts
+
+
+def agree(
+    nodes: Nodes,
+    policy: StepPolicy,
+    idle: Mapping[str, bool],
+    has_schedules: bool,
+    group: ProcessGroup,
+    device: torch.device,
+) -> tuple[dict[str, bool], bool]:
+    """Compare the chains of all processes of a group, which call it together.
+
+    Args:
+        nodes: The transforms.
+        policy: What decides about steps.
+        idle: A warning for each pattern, and whether the pattern matches no parameter of this process.
+        has_schedules: This process has a setting that is a function of the step.
+        group: The processes.
+        device: A device from which the group can send.
+
+    Returns:
+        ``idle`` and ``has_schedules`` of all processes together: a pattern is idle if it is so on all of them.
+
+    Raises:
+        ValueError: On all processes, if the chains would exchange other numbers.
+    """
+    said = json.dumps([_described(nodes, policy), dict(idle), has_schedules])
+    rows = [json.loads(text) for text in gathered_texts(said, group, device)]
+    _compare([lines for lines, _, _ in rows], dist.get_process_group_ranks(group))
+    everywhere = {text: all(theirs.get(text, True) for _, theirs, _ in rows) for text in idle}
+    return everywhere, any(has_schedules for *_, has_schedules in rows)
+
+
+def _described(nodes: Nodes, policy: StepPolicy) -> list[str]:
+    """What decides which numbers a step exchanges: a line for each argument and for each transform."""
+    arguments = [f"nonfinite={policy.nonfinite!r}", f"max_consecutive_skips={policy.max_consecutive_skips}"]
+    return [*arguments, *map(_line, nodes)]
+
+
+def _line(node: Node) -> str:
+    transform = node.transform
+    kind, structure = kind_and_structure(transform)
+    arguments = ", ".join(f"{key}={value}" for key, value in structure.items())
+    scope = " with a scope" if transform.scope.limited else ""
+    loss = " that judges the loss" if isinstance(transform, Gate) and transform.needs_loss else ""
+    return f"{node.path}: {kind}({arguments}){scope}{loss}"
+
+
+def _compare(described: Sequence[Sequence[str]], ranks: Sequence[int]) -> None:
+    for lines, rank in zip(described, ranks, strict=True):
+        for first, own in zip_longest(described[0], lines, fillvalue="no transform"):
+            if first != own:
+                raise ValueError(
+                    "all processes of process_group need the same chain, nonfinite and max_consecutive_skips: "
+                    f"process {rank} has {own} where process {ranks[0]} has {first}. Only settings and the patterns of "
+                    "scopes may differ"
+                )
