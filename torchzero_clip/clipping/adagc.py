@@ -105,11 +105,11 @@ class AdaGC(NormStatistics):
         moved = moved if tracked.is_usual else torch.where(tracked.started, moved, norms)
         factors = torch.where(norms > limit, limited / norms, 1.0)
         if not tracked.is_usual:
-            tracked.usable = tracked.usable & (norms > 0)
+            tracked.restrict(norms > 0)
 
-        # the count is equal on all processes, so either all of them need the joint norm or none
         warm_steps = tracked.chain_state["warm_steps"]
-        if may_look(warm_steps) and warm_steps.item() >= self.warmup_steps:
+        # several processes exchange their norms in every step, so that none waits if another one may not look
+        if tracked.is_alone and may_look(warm_steps) and warm_steps.item() >= self.warmup_steps:
             tracked.keep(usual=moved)
             return factors
         joint, finite = tracked.joint_norm()
@@ -118,7 +118,7 @@ class AdaGC(NormStatistics):
         counts = warms_up & finite & ((joint > 0) | (warm_steps > 0))
         warm_steps.add_(counts)  # in place, so that a captured step counts whenever it is replayed
         warm = torch.minimum(torch.where(tracked.started, usual, torch.inf), norms * shrunk)
-        tracked.usable = tracked.usable & (finite | warms_up.logical_not())
+        tracked.restrict(finite | warms_up.logical_not())  # a gradient of another process may not be finite
         tracked.keep(usual=torch.where(warms_up, warm, moved))
         return torch.where(warms_up, shrunk, factors)
 

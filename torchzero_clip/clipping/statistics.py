@@ -55,12 +55,11 @@ class Tracked:
         self.is_usual = self._are_usual(started)
         """True if all statistics are known to have started, and all norms to be usable and not 0."""
         self.started = started > 0
-        if self.is_usual:
-            self.usable = self.started
-        else:
+        self.usable = self.started
+        """True where gradient and norm are usable."""
+        if not self.is_usual:  # an earlier transform may make an inf of a finite gradient
             usable = step.usable(self.started, indices=None if joint else self._rows, joint=joint)
             self.usable = usable & (self.norms < torch.inf)
-        """True where gradient and norm are usable. An earlier transform may make an inf of a finite gradient."""
 
     def _are_usual(self, started: Tensor) -> bool:
         of_gradients = self._step.gradient_norms
@@ -70,6 +69,15 @@ class Tracked:
         if not (smallest > 0 and largest < torch.inf and extent(started)[0] > 0):  # also NaN
             return False
         return of_gradients is self.norms or extent(of_gradients)[1] < torch.inf
+
+    @property
+    def is_alone(self) -> bool:
+        """True if no other process has tensors of this step."""
+        return self._step.tools.process_group is None
+
+    def restrict(self, chosen: Tensor) -> None:
+        """Count only the chosen norms as usable."""
+        self.usable, self.is_usual = self.usable & chosen, False
 
     def where_started(self, values: Tensor, other: float) -> Tensor:
         """Values where a statistic has started, and another number elsewhere."""
@@ -144,7 +152,7 @@ class Tracked:
     def joint_norm(self) -> tuple[Tensor, Tensor]:
         """The L2 norm of all tensors together, and whether all gradients and all norms are finite: 0-d tensors."""
         norm, finite = combine(self.norms, 2.0), self._step.finite.all() & (self.norms < torch.inf).all()
-        if self._step.tools.process_group is None:
+        if self.is_alone:
             return norm, finite
         norms, are_finite = self._step.tools.gathered(norm, finite)
         return combine(norms, 2.0), are_finite.all()
