@@ -55,7 +55,7 @@ def stores_by_hooks() -> bool:
 
 
 def is_capturing() -> bool:
-    """True while a CUDA graph is captured. A build of torch without CUDA cannot be asked."""
+    """True while a CUDA graph is captured. Always False if torch was built without CUDA, which cannot tell."""
     return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
 
 
@@ -74,8 +74,8 @@ _LAYOUT = attrgetter("dtype", "device", "layout", "shape")
 def same_layout(tensors: Sequence[Tensor]) -> SameLayout:
     """A check that later tensors look like these, and that none is there twice.
 
-    It is `native_guard`, or one in Python, which takes about ten times as long, and a step of many small tensors a
-    tenth longer.
+    It is `native_guard` if torch has it, else a check in Python. That one takes about ten times as long, which makes a
+    step of many small tensors a tenth longer.
     """
     return native_guard(tensors) or _in_python(tensors)
 
@@ -83,7 +83,7 @@ def same_layout(tensors: Sequence[Tensor]) -> SameLayout:
 def native_guard(tensors: Sequence[Tensor]) -> SameLayout | None:
     """The same check by `torch.compile`, in C++ and private to torch, which also compares ``requires_grad``.
 
-    None where torch does not have it, or wants other arguments.
+    None if this torch does not have it, or needs other arguments.
     """
     shapes, strides = ([list(of(tensor)) for tensor in tensors] for of in (Tensor.size, Tensor.stride))
     check: Callable[..., bool]

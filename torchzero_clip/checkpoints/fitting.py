@@ -95,7 +95,7 @@ def agreed(groups: Sequence[Group], process_group: ProcessGroup | None = None) -
         yield
     except ValueError as found:
         error = found
-    except Exception as found:  # of any kind, because schedules are functions of the user
+    except Exception as found:  # any kind, because schedules are functions of the user
         error = ValueError(f"the checkpoint does not fit: {found}")
         error.__cause__ = found
     fails = fails_somewhere(error is not None, groups, process_group)
@@ -106,10 +106,10 @@ def agreed(groups: Sequence[Group], process_group: ProcessGroup | None = None) -
 
 
 def fails_somewhere(fails: bool, groups: Sequence[Group], process_group: ProcessGroup | None) -> bool:
-    """True if it fails on a process. Called by all processes that load together, which wait for each other.
+    """True if loading fails on any process. All processes have to call this, because they wait for each other.
 
     Args:
-        fails: Whether it fails on this process.
+        fails: True if loading fails on this process.
         groups: The param groups.
         process_group: The processes that hold other parameters.
     """

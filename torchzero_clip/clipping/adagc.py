@@ -108,7 +108,7 @@ class AdaGC(NormStatistics):
             tracked.restrict(norms > 0)
 
         warm_steps = tracked.chain_state["warm_steps"]
-        # several processes exchange their norms in every step, so that none waits if another one may not look
+        # with other processes, all exchange norms in every step: if one of them left this out, the others would hang
         if tracked.is_alone and may_look(warm_steps) and warm_steps.item() >= self.warmup_steps:
             tracked.keep(usual=moved)
             return factors
@@ -118,7 +118,7 @@ class AdaGC(NormStatistics):
         counts = warms_up & finite & ((joint > 0) | (warm_steps > 0))
         warm_steps.add_(counts)  # in place, so that a captured step counts whenever it is replayed
         warm = torch.minimum(torch.where(tracked.started, usual, torch.inf), norms * shrunk)
-        tracked.restrict(finite | warms_up.logical_not())  # a gradient of another process may not be finite
+        tracked.restrict(finite | warms_up.logical_not())  # another process may have a gradient that is not finite
         tracked.keep(usual=torch.where(warms_up, warm, moved))
         return torch.where(warms_up, shrunk, factors)
 

@@ -71,7 +71,7 @@ class ClipRMS(Scaling):
             counts = [updates[i].numel() * (2 if updates[i].is_complex() else 1) for i in measured.indices]
             return torch.tensor(counts, dtype=torch.float64, device="cpu").sqrt().to(device)
 
-        scratch = step.tools.scratch_for(updates)  # with its memory, only the first step copies to the device
+        scratch = step.tools.scratch_for(updates)  # its memory lets later steps copy nothing to the device
         roots = made() if scratch is None else scratch.plan(f"roots {id(self)}", updates, made)
         measured.vector = measured.vector / roots
 

@@ -72,15 +72,15 @@ class Tracked:
 
     @property
     def is_alone(self) -> bool:
-        """True if no other process has tensors of this step."""
+        """True if there is no ``process_group``."""
         return self._step.tools.process_group is None
 
     def restrict(self, chosen: Tensor) -> None:
-        """Count only the chosen norms as usable."""
+        """From now on, count a norm as usable only if it is also chosen."""
         self.usable, self.is_usual = self.usable & chosen, False
 
     def where_started(self, values: Tensor, other: float) -> Tensor:
-        """Values where a statistic has started, and another number elsewhere."""
+        """The values of statistics that have started, and ``other`` for those that have not."""
         return values if self.is_usual else torch.where(self.started, values, other)
 
     def of(self, measured: Measured) -> Tensor:

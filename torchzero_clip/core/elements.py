@@ -112,7 +112,7 @@ class Elements:
             torch.clamp(x, *limits, out=result)
 
     def compare(self, comparison: Callable[..., Tensor], x: Tensor, other: Tensor | float, memory: Tensor) -> Tensor:
-        """Return ``comparison(x, other)`` for `count`: numbers on CPU, booleans on other devices, whichever is faster.
+        """Return ``comparison(x, other)`` for `count`, in the faster form: numbers on CPU, else booleans.
 
         Args:
             comparison: Such as ``torch.gt``.

@@ -113,7 +113,7 @@ class Scaling(NeverApplied):
         """
 
     def factor(self, norm: float, setting: Setting) -> float | None:
-        """Return the factor of a joint L2 norm, equal to that of `factors`; None if it depends on anything else."""
+        """Return the factor of a joint L2 norm, equal to that of `factors`; None if it depends on more than these."""
         return None
 
 

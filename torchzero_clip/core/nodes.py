@@ -82,14 +82,14 @@ class Measuring(NamedTuple):
     """How a scaling is measured."""
 
     dims_of: Callable[[Tensor], tuple[int, ...]] | None
-    """The dimensions of a slice; None if they are those of the arguments, which `measure` may cut faster."""
+    """Returns the dimensions of a slice; None if they follow from the arguments, which `measure` may cut faster."""
     each: bool
-    """Statistics need the norm of each tensor, also where slices are joined."""
+    """True if statistics need the norm of each tensor, even if slices are joined."""
     jointly: bool
-    """Statistics need only the joint norm, which is that of the only slice."""
+    """True if statistics need only the joint norm, which is the norm of the only slice."""
 
     def norms_for_statistics(self, measured: Measured) -> Tensor | None:
-        """What statistics need, if the gradients were measured; None if they need nothing, or if it was not found."""
+        """The norms of gradients that statistics need; None if they need none, or if the norms are unknown."""
         if self.jointly and len(measured.vector) > 0:
             return measured.vector.narrow(0, 0, 1)
         return measured.tensor_norms if self.each or self.jointly else None
@@ -110,9 +110,9 @@ class Nodes:
         self.joining = {node.path for node in nodes if _joins_tensors(node.transform)}
         """The paths of transforms whose result for a tensor may depend on others."""
         self.joint = {node.path for node in nodes if any(_is_in(path, node.path) for path in self.joining)}
-        """The paths of these transforms, and of those that have such a child."""
+        """The paths in ``joining``, and those of composites around such a transform."""
         self.zeros_matter = _zeros_matter(nodes)
-        """True if a gradient of zeros may change the result for other tensors, or state that tensors share."""
+        """True if a gradient of zeros may change the results for other tensors, or state that several tensors share."""
         first = next((node for node in nodes if not node.outer and not isinstance(node.transform, Gate)), None)
         self.of_gradients = first.path if first is not None and _clips_all_gradients(first.transform) else None
         """The path of the first transform, if it needs just the joint norm that gates may have measured."""
@@ -183,7 +183,7 @@ def _joins_tensors(transform: Transform) -> bool:
 
 
 def _zeros_matter(nodes: Sequence[Node]) -> bool:
-    """False if every transform that joins tensors gets zeros as zeros, and does not count them."""
+    """False if, in every transform that joins tensors, zeros arrive as zeros and do not count."""
     are_zeros = True
     for node in nodes:
         transform = node.transform
@@ -200,7 +200,7 @@ def _zeros_matter(nodes: Sequence[Node]) -> bool:
 def _is_blind_to_zeros(transform: Transform) -> bool:
     if not isinstance(transform, Scaling) or transform.slicing.dim != "global":
         return True
-    # a joint norm of averages has those of all tensors that take part
+    # a joint norm of averages includes the average of every tensor that takes part
     return not (transform.slicing.metric.counts_zeros or transform.has_state())
 
 

@@ -106,9 +106,9 @@ class Scope:
             )
 
     def idle_names(self, owner: object, params: Sequence[NamedParam]) -> dict[str, bool]:
-        """A warning for each pattern and each name of a group, and whether it is due because nothing has such a name.
+        """The warning about each pattern and each group name, with True if it matches no parameter or group.
 
-        Such names are mistyped, or are those of parameters that are added later.
+        Such a name is mistyped, or its parameters are added later.
         """
         names = [named.name for named in params if named.name is not None]
         groups = {named.group for named in params}

@@ -22,7 +22,7 @@ class Tools:
     """True if this process has no tensors for a joint transform: the tensors of the step are zeros that do not count.
     """
     someone: Tensor | None = None
-    """For a stand-in, whether any process has tensors for the transform, once numbers were gathered: 0-d."""
+    """For a stand-in, after numbers were gathered: a 0-d tensor, True if any process has tensors for the transform."""
 
     def measure(self, tensors: Sequence[Tensor], slicing: Slicing) -> Measured:
         """The norms of tensors, as `torchzero_clip.functional.measure.measure` returns them.
@@ -52,7 +52,7 @@ class Tools:
             tensors: As in `measure`.
             slicing: As in `measure`.
             dims_of: As in `measure`.
-            each: The norm of each tensor is needed also where slices are joined.
+            each: The norm of each tensor is needed, even if slices are joined.
             beside: The norm of each tensor is wanted too if this takes less than a second pass.
             name: The name of what is measured, the same in each step.
         """
@@ -65,7 +65,7 @@ class Tools:
         return list(self.rows(torch.stack([number.double() for number in numbers])).unbind(dim=1))
 
     def rows(self, numbers: Tensor) -> Tensor:
-        """The numbers of all processes of the ``process_group``, a row for each, from a vector of float64."""
+        """The float64 vectors of all processes of the ``process_group``, as rows, from the vector of this process."""
         if self.process_group is None:
             return numbers.unsqueeze(0)
         takes_part = numbers.new_full((1,), float(not self.is_stand_in))

@@ -71,10 +71,10 @@ class Transform(ABC):
     """The setting that is the limit of a clip, which a `Recorder` shows; None if its limit is no setting."""
 
     repeatable: ClassVar[bool]
-    """True in a class whose steps may be repeated by a plan, which leaves out what cannot have changed.
+    """True in a class whose steps a plan may repeat, without checking again what cannot have changed.
 
-    The class promises that its checks, and what it computes, depend only on its attributes and on what its methods are
-    given, without the loss. A subclass does not inherit it, because what it overrides may do more.
+    The class promises that its checks and its results depend only on its attributes and on the arguments of its
+    methods, and that it does not use the loss. A subclass does not inherit this, because its own methods may do more.
     """
 
     def __init__(self, defaults: Setting, *, target: Target = "update", name: str | None = None) -> None:
@@ -354,7 +354,7 @@ _SEE_ALL_TENSORS = ("apply_tensors", "factors", "limit", "flags", "rows_of", "sh
 
 
 def treats_each_alone(transform: Transform) -> bool:
-    """True if a transform says it is tensorwise, and no subclass has changed how it changes tensors."""
+    """True if a transform says that it is tensorwise, and no subclass overrides how it acts on tensors."""
     said_by = overridden_last(type(transform), "is_tensorwise", *_SEE_ALL_TENSORS)
     return transform.is_tensorwise() and said_by == "is_tensorwise"
 

@@ -68,7 +68,7 @@ class StepPolicy:
     def allows(self, walk: Walk, counts: MutableMapping[str, Any]) -> bool:
         """Return True if the step is to be taken. It waits for the device once.
 
-        A step in which no process has a gradient is not taken, and does not count as skipped.
+        If no process has a gradient, the step is not taken, and does not count as skipped.
 
         Raises:
             RuntimeError: For a non-finite gradient with ``nonfinite="raise"``, or after too many skips in a row.
@@ -105,7 +105,7 @@ class StepPolicy:
         return True
 
     def _refuse_capture(self, walk: Walk) -> None:
-        """Raise while a CUDA graph is captured, which would repeat this decision whatever the gradients are."""
+        """Raise while a CUDA graph is captured: it would repeat the decision of this step for all later gradients."""
         if walk.params and walk.params[0].is_cuda and is_capturing():
             who = ", ".join(map(repr, self._gates.values())) or f"nonfinite={self.nonfinite!r}"
             raise RuntimeError(
@@ -149,7 +149,8 @@ class StepPolicy:
 def _joint_norms(walk: Walk, norms: Tensor, gates: Sequence[str]) -> tuple[list[Tensor], list[Tensor]]:
     """Numbers that are equal on all processes: the joint norm, whether it is not finite, and the norm of each gate.
 
-    With other processes also whether any gradient exists, and whether one exists for each gate; else an empty list.
+    The second list says whether any gradient exists, and whether one exists for each gate. It is empty without other
+    processes.
 
     Args:
         walk: The step.

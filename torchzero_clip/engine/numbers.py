@@ -12,7 +12,7 @@ from torchzero_clip.core.step import Step
 from torchzero_clip.functional.measure import WIDTHS, Measured, effect_numbers, effect_of, joint_root, no_numbers
 
 EFFECT, SHARE = 3, 2
-"""How many numbers describe the effect of a scaling, and how many a share."""
+"""How many numbers describe the effect of a scaling, and how many describe a share."""
 _Measuring: TypeAlias = Scaling | Elementwise
 
 
@@ -61,7 +61,7 @@ def joint_metrics(nodes: Nodes, rows: Tensor) -> dict[str, Tensor]:
 
 
 def measuring(nodes: Nodes) -> list[tuple[Node, _Measuring]]:
-    """The transforms whose metrics are joint norms and means."""
+    """The transforms whose metrics cover all parts or processes."""
     every = ((node, node.transform) for node in nodes)
     return [(node, transform) for node, transform in every if isinstance(transform, Scaling | Elementwise)]
 

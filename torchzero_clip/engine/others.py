@@ -17,12 +17,12 @@ from torchzero_clip.functional.processes import gathered
 class Others:
     """Joins the norms and metrics of this process with those of the others.
 
-    What is sent depends only on the chain, which is the same on all processes.
+    Which numbers are sent depends only on the chain, which is the same on all processes.
 
     Args:
         group: The processes.
         device: The device from which numbers are sent.
-        has_schedules: A process has a setting that is a function of the step.
+        has_schedules: True if any process has a setting that is a function of the step.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, has_schedules: bool) -> None:
@@ -39,7 +39,7 @@ class Others:
             measured: The joint norm of this process.
             own: The `Measured.numbers` of this process.
             norms: The norms of the gradients of this process, if statistics need them.
-            tools: Those of the step.
+            tools: The tools of the step.
         """
         beside = own.new_zeros(0) if norms is None else combine(norms, 2.0).to(own.device).view(1)
         rows = tools.rows(torch.cat([own, beside]).to(self.device)).to(own.device)
@@ -51,20 +51,20 @@ class Others:
     ) -> dict[str, Tensor] | None:
         """The metrics of all processes together, by name, in one collective; None if no process has a gradient.
 
-        It waits for the device if this process does not know by itself which transforms have run.
+        It waits for the device if only the other processes know whether some transform has run.
 
         Args:
             nodes: The transforms.
             numbers: The numbers of this process.
             own: The metrics that transforms have set themselves.
-            has_gradients: A parameter of this process has a gradient.
+            has_gradients: True if any parameter of this process has a gradient.
         """
         paths = [node.path for node, _ in measuring(nodes)]
         if not paths and not self._has_schedules:
             return dict(own)
         ran = [has_gradients, *(path in numbers.paths for path in paths)]
         flags = torch.ones(len(ran), dtype=torch.float64, device=self.device)
-        if not all(ran):  # copying numbers to the device would wait, too
+        if not all(ran):  # only then, because copying numbers to the device waits
             flags = torch.tensor(ran, dtype=torch.float64, device=self.device)
         rows = gathered(torch.cat([flags, numbers.vector(nodes, self.device)]), self.group)
         if not all(ran):

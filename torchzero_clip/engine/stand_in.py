@@ -23,8 +23,8 @@ class StandIn(Walk):
     """A walk through the chain with one parameter that is not in the optimizer: a 0, with a gradient of 0.
 
     If the process has no tensor for a joint transform, the transform runs on this parameter. It then exchanges its
-    numbers with the other processes, and changes its state as it does there. The parameter does not count in norms and
-    metrics. If no process has a tensor for the transform, its state stays as it was.
+    numbers with the other processes, and changes its state as they do. The parameter does not count in norms and
+    metrics. If no process has a tensor for the transform, the state of the transform stays as it was.
 
     Args:
         walk: The walk of the parameters of the process.
@@ -52,13 +52,13 @@ class StandIn(Walk):
     def step_for(self, node: Node, rows: list[int], rest: Sequence[Node] = ()) -> Step:
         step = super().step_for(node, rows, rest)
         step.tools = _Absent(self._group)
-        # copies, because transforms may write to them, and `store` needs what was before
+        # copies, because transforms may write to them, and `store` needs the values from before
         step.global_state = {key: self._copy(value) for key, value in step.global_state.items()}
         return step
 
     @override
     def store(self, node: Node, step: Step) -> None:
-        """Store the state of a transform, unless no process has a tensor for it, and so none has applied it."""
+        """Store the state of a transform. If no process has a tensor for it, keep the state as it was."""
         someone, before = step.tools.someone, node.global_state(self.chain_state)
         if someone is not None:
             values = step.global_state.items()
@@ -79,7 +79,7 @@ class _Absent(Tools):
 
 
 def _where(condition: Tensor, value: Any, other: Any) -> Any:
-    """One of two values; tensors without waiting for the device."""
+    """``value`` if the condition is true, else ``other``. Choosing between tensors does not wait for the device."""
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         return torch.where(condition.to(other.device), value.to(other.device), other)
     return value if condition else other

@@ -193,8 +193,8 @@ class Walk:
     def _or_stand_in(self, node: Node, rows: list[int]) -> list[int]:
         """The rows of a transform; none if a stand-in has acted for it.
 
-        With other processes, the stand-in acts for a joint transform that has no element on this process. It then
-        exchanges as many numbers as the transform does on the others.
+        With other processes, the stand-in acts for a joint transform that has no element on this process. It exchanges
+        as many numbers as the transform does on the other processes.
         """
         if self.stand_in is None or node.path not in self.nodes.joint:
             return rows
@@ -307,7 +307,7 @@ class Walk:
             updates, transform.slicing, how.dims_of, each=how.each, beside=beside, name=node.path
         )
         if self.nodes.keeps_statistics and self.gradient_norms is None:
-            self.gradient_norms = how.norms_for_statistics(measured)  # they are gradients: see `_measures_gradients`
+            self.gradient_norms = how.norms_for_statistics(measured)  # of gradients: see `_measures_gradients`
             self.measure_gradients()
         if beside:  # the same pass gave the listener its norms, unless they are of another metric
             self._note_norms(measured.tensor_norms if measured.metric == L2 else None)

@@ -23,4 +23,4 @@ class Average(Elementwise):
         if self.begins_with_update:
             at.begin_(average, x)
         at.lerp_(average, x, 1 - setting["beta"])
-        return average.view(-1).narrow(0, 0, 1)  # nobody reads this count
+        return average.view(-1).narrow(0, 0, 1)  # a placeholder: averages have no share of changed elements

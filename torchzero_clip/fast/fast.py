@@ -54,7 +54,7 @@ class Fast(Executor):
         self._queues = Queues()
         self._last_read: list[Tensor] = []
         self.ended: Ended | None = None
-        """How the step ended, if a kernel has taken it for all parameters."""
+        """How the step ended, if a kernel has taken it for all parameters; else None."""
 
     @property
     def _has_layout(self) -> bool:
@@ -309,7 +309,7 @@ def _call_for(fused: Fused, tensors: Sequence[Tensor]) -> Kernel | None:
 
 
 def _fit_pieces(tensors: Sequence[Tensor], state: Sequence[Sequence[Tensor]]) -> bool:
-    """True for contiguous plain tensors, with state of their shapes and of float32 or wider as they are."""
+    """True for contiguous plain tensors with contiguous plain state of their shapes, and of `wide_dtype`."""
     shapes, wide = [tensor.shape for tensor in tensors], foreach.wide_dtype(tensors[0].dtype)
     if any([tensor.shape for tensor in column] != shapes or column[0].dtype != wide for column in state):
         return False

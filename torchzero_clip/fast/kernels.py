@@ -20,7 +20,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class Ended(NamedTuple):
-    """How a step ended: a kernel has done the work of a rule and of the rest of the chain, for all parameters."""
+    """The end of a step in which a kernel did the work of a rule and of the rest of the chain, for all parameters."""
 
     node: Node
     """The rule."""
@@ -56,8 +56,8 @@ def run_kernel(
         updates: Their updates, which are modified if there are factors.
         state: Their state, one list for each key.
         settings: Each setting with the range of the lists that it applies to.
-        factors: One number for each update; a number or a 0-d tensor for all, which for float64 is a tensor; None for
-            1.
+        factors: A vector with the factor of each update; or one factor for all, as a 0-d tensor or, except in float64,
+            as a number; or None for 1.
         scratch: Memory for factors.
         name: As in `rows.multiply_short_`.
     """

@@ -19,11 +19,13 @@ class Layout:
     """How the parameters, gradients and state of a step are laid out. Later steps are compared with it.
 
     Parameters, gradients and state of their shape are plain, contiguous, of one dtype and on one device, and none of
-    them is listed twice. On other devices than the CPU, state may be float32 instead. All other state is 0-d.
+    them is listed twice. On devices other than the CPU, state of parameters in half precision may be float32. All other
+    state is 0-d.
 
     Args:
         tensors: Parameters, gradients and state by key.
-        like: The keys of those shaped like the parameters.
+        like: The keys of tensors with the shapes and the dtype of the parameters.
+        wider: The keys of float32 state with the shapes of parameters in half precision.
     """
 
     def __init__(self, tensors: Mapping[str, list[Tensor]], like: Iterable[str], wider: Iterable[str]) -> None:
@@ -32,7 +34,7 @@ class Layout:
         self._fits: dict[str, SameLayout] = {key: same_layout(tensors[key]) for key in (*like, *wider)}
         first = tensors["params"][0]
         self.runs_in_pieces = foreach.is_real_and_wide(first.dtype) or not first.is_cpu
-        """True for float32 and float64. On CPU other operations on half precision are slow."""
+        """True for float32 and float64, and on devices other than the CPU. On CPU, half precision is slow in pieces."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, list[Tensor]], vectors: Vectors) -> "Layout | None":

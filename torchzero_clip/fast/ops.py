@@ -48,7 +48,7 @@ class Scale:
         return all_ones(self.factors)
 
     def carry_out(self, updates: Sequence[Tensor], scratch: Scratch, name: str) -> None:
-        """Multiply updates by their factors, in place. The name is that of the plan, as in `scale_`."""
+        """Multiply updates by their factors, in place. ``name`` is as in `scale_`."""
         targets = memories([updates[i] for i in self.measured.indices])
         scale_(replace(self.measured, targets=targets), self.factors, scratch, name=name)
 

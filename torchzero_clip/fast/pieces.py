@@ -22,11 +22,11 @@ ON_CPU = 131072
 is a multiple of 64, because cuts at other places change the last bits of the kernels' results."""
 
 ELSEWHERE = 2**24
-"""Elements of a piece on other devices, 64 MiB of float32: every operation has to be worth its launch. Each
-tensor fills whole rows of `ROW` elements there, so that a number of it is a number of its rows, not of its elements."""
+"""Elements of a piece on other devices, 64 MiB of float32. Pieces are large, because each one takes launches. There,
+each tensor of a piece fills whole rows of `ROW` elements, so numbers are spread over rows, and not over elements."""
 
 ALONE = 2**19
-"""Longer tensors are no part of a piece of several tensors on other devices, so that they need not be copied."""
+"""On other devices, longer tensors have pieces of their own, because they then need not be copied."""
 
 Sink = Callable[[list[int], "slice | None", list[Tensor]], None]
 """Takes the updates of some parameters: their indices, which of their elements (None for all), and the updates."""
@@ -44,14 +44,15 @@ class _Piece(NamedTuple):
     owner: Tensor | None
     """On other devices, the place in ``rows`` that each row of elements belongs to; None for one tensor."""
     pads: list[Tensor]
-    """What fills up rows."""
+    """The unused ends of rows."""
     state: list[tuple[Tensor, list[Tensor]]]
-    """Memory for state of several tensors, and for numbers spread over them: vectors, and their views in the shapes."""
+    """Memory for the state of several tensors, and for numbers spread over their elements: vectors, with views of each
+    in the shapes of the tensors."""
     rounded: tuple[Tensor, list[Tensor]] | None
-    """Memory for the results in half precision: a vector, and its views."""
+    """Memory for results in half precision, None for wider dtypes: a vector, and its views in the shapes."""
 
     def laid_out(self, flat: Tensor) -> Tensor:
-        """Elements of this piece as rows, if each row belongs to one of several tensors."""
+        """Elements of this piece as a matrix of rows if it has an ``owner``, else unchanged."""
         return flat if self.owner is None else flat.view(-1, ROW)
 
 
@@ -81,7 +82,7 @@ def run_pieces(
     means = before.numbers.to(foreach.wide_dtype(first.dtype)) if isinstance(before, Shift) else None
     for piece in pieces:
         if piece.pads:
-            foreach.zero_plain_(piece.pads)  # they are counted with the elements
+            foreach.zero_plain_(piece.pads)  # transforms count changed elements there too
         source = _read(piece, updates, factors, means)
         for stage, rows in zip(stages, known, strict=True):
             _run(stage, piece, source, rows, scratch)

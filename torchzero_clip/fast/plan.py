@@ -1,8 +1,8 @@
-"""A plan repeats a step whose course is known: at most one scaling, then a rule that takes the rest in one kernel.
+"""A plan repeats a step of at most one scaling and then a rule, whose kernel does the rest of the chain.
 
-The ordinary step of a small model takes longer to find out what to do than to do it. After steps that looked the same,
-the next ones follow a plan, as long as nothing has changed on which the course of a step depends. Otherwise the step is
-taken in the ordinary way. The results are the same, bit for bit.
+In a small model, an ordinary step spends more time on deciding what to do than on doing it. After steps that looked the
+same, the next ones follow a plan while everything that decides the course of a step stays the same. Otherwise the
+optimizer takes an ordinary step. The results are the same, bit for bit.
 """
 
 import operator
@@ -44,8 +44,8 @@ _IMMUTABLE = {float, int, bool, str, type(None)}
 class Plans:
     """The plan of an optimizer, if it has one, and the decision when to make one.
 
-    A plan is made after a few steps in a row that looked the same. If it is used less than twice as often as that, the
-    next one has to wait longer: where parameters get gradients only now and then, plans cost next to nothing.
+    A plan is made after a few steps in a row that looked the same. Each plan that few steps followed doubles the number
+    of such steps before the next plan. So plans cost little where parameters get gradients only now and then.
 
     Args:
         workspace: The memory and the caches of the optimizer.
@@ -56,7 +56,7 @@ class Plans:
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
         self.plan: Plan | None = None
-        """The plan, until it does not fit."""
+        """The plan; None if there is none yet, or if the last one did not fit."""
         self._layout: object = None
         self._alike = self._uses = 0
         self._wait = self._FIRST_WAIT
@@ -72,7 +72,7 @@ class Plans:
         Raises:
             ValueError: If a setting is out of range.
         """
-        plan, self.plan = self.plan, None  # after an error there is none
+        plan, self.plan = self.plan, None  # an error drops the plan
         found = None if plan is None else plan.repeat(groups, kept, self._workspace, chain_state)
         if found is not None:
             self.plan = plan
@@ -80,11 +80,11 @@ class Plans:
         return found
 
     def learn(self, walk: Walk, ended: Ended | None) -> None:
-        """Make a plan of a step that was taken in the ordinary way, if those before it looked the same.
+        """Make a plan of an ordinary step, if the steps before it looked the same.
 
         Args:
             walk: The step.
-            ended: How it ended, if a kernel took it for all parameters.
+            ended: How the step ended, if a kernel took it for all parameters; else None.
         """
         if ended is None:
             return
@@ -97,7 +97,7 @@ class Plans:
 
 
 class _Found(NamedTuple):
-    """The tensors of a step that looks like the one before."""
+    """The tensors of a step that fits the plan."""
 
     params: list[Tensor]
     grads: list[Tensor]
@@ -105,7 +105,7 @@ class _Found(NamedTuple):
     columns: dict[str, list[Tensor]]
     """State by key."""
     counters: list[Tensor]
-    """Those that the kernel reads, as vectors."""
+    """The step counts that the kernel reads: a vector for each key."""
     workspace: Workspace
 
 
@@ -114,9 +114,9 @@ class Plan:
 
     Args:
         walk: The step.
-        ended: How it ended.
+        ended: How the step ended.
         scaling: The first transform, if it is a scaling.
-        fits: Whether tensors are laid out as in this step.
+        fits: Returns True for tensors that are laid out as in this step.
     """
 
     def __init__(self, walk: Walk, ended: Ended, scaling: Node | None, fits: SameLayout) -> None:
@@ -147,7 +147,7 @@ class Plan:
         if nodes != [*([] if first is None else [first]), ended.node, *ended.rest] or walk.new_states:
             return None
         for transform in (node.transform for node in nodes):
-            # a class says so for itself alone, because what a subclass overrides may have effects of its own
+            # not inherited, because what a subclass overrides may have effects of its own
             if not vars(type(transform)).get("repeatable") or transform.scope.limited or transform.target != "update":
                 return None
         like = chain.from_iterable(ended.columns[key] for key in ("params", "grads", *ended.keys()[0]))
@@ -157,7 +157,7 @@ class Plan:
     def repeat(
         self, groups: list[Group], kept: Mapping[Tensor, State], workspace: Workspace, chain_state: dict[str, Any]
     ) -> Metrics | None:
-        """Take a step, as `Plans.repeat` says."""
+        """Take a step, as in `Plans.repeat`."""
         found = self._gathered(groups, kept, workspace) if self._is_settled(groups) else None
         if found is None:
             return None
@@ -166,7 +166,7 @@ class Plan:
         if self._scaling is not None:
             known = self._clipped(self._scaling, found) if self._is_joint else None
             factor, metrics = known or self._scaled(self._scaling, found, chain_state)
-        _count(found.counters, 1)  # kernels read the count
+        _count(found.counters, 1)  # before the kernel, which reads the counts
         try:
             state = [found.columns[key] for key in self._state]
             run_kernel(self._kernel, found.params, found.grads, state, self._runs, factor, workspace.scratch, "")
@@ -176,7 +176,7 @@ class Plan:
         return metrics
 
     def _is_settled(self, groups: list[Group]) -> bool:
-        """True if the rule takes the same kind of step with the settings of the groups. Raise if one is invalid."""
+        """True if the rule takes the same kind of step with these settings. Raise if a setting is invalid."""
         arguments = self._current_arguments()
         if len(arguments) != len(self._arguments) or not all(map(operator.is_, arguments, self._arguments)):
             return False
@@ -210,11 +210,11 @@ class Plan:
         self._alone = self._own[0] if len(by_setting(self._own)) == 1 else None
         values = [group[key] for group in groups for key in self._keys]
         parts = chain.from_iterable(value if type(value) is tuple else (value,) for value in values)
-        # values that can change, such as tensors, are checked in every step
+        # values that can change in place, such as tensors, are checked in every step
         self._values = values if _IMMUTABLE.issuperset(map(type, parts)) else []
 
     def _gathered(self, groups: list[Group], kept: Mapping[Tensor, State], workspace: Workspace) -> _Found | None:
-        """The tensors of the step; None if they are not laid out as in the step before."""
+        """The tensors of the step; None if they are not laid out as in the step of the plan."""
         if self._all_take_part:
             params: list[Tensor] = [param for group in groups for param in group["params"]]
             grads: list[Any] = [param.grad for param in params]
@@ -242,7 +242,7 @@ class Plan:
         return _Found(params, grads, states, columns, counters, workspace) if len(counters) == len(known) else None
 
     def _clipped(self, node: Node, found: _Found) -> tuple[float | None, Metrics] | None:
-        """The factor of a joint norm as a number, and the metrics. None if it has to be found in the ordinary way."""
+        """The factor of a joint norm as a number (None for 1), and the metrics; None if `_scaled` has to find them."""
         grads = found.grads
         total = whole_norm(grads, found.workspace.scratch.knowing(grads, self._layout))
         if total is None or self._alone is None or not isinstance(node.transform, Scaling):
@@ -285,12 +285,12 @@ class Plan:
         shown = step.metrics
         if not (measured.is_whole and measured.targets):
             return kept, partial(node.qualified, {**shown, **effect(measured, factors)})
-        seen = replace(measured, targets=[measured.total])  # without the gradients
+        seen = replace(measured, targets=[measured.total])  # so that metrics do not keep the gradients alive
         return kept, lambda: node.qualified({**shown, **effect(seen, factors)})
 
 
 class _Tools(Tools):
-    """Those of a step whose gradients are plain.
+    """The tools of a step whose gradients are plain.
 
     Args:
         grads: The gradients.

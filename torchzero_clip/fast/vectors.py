@@ -36,7 +36,7 @@ class Vectors:
         return kept is not None and len(column) == len(kept.views) and all(map(operator.is_, column, kept.views))
 
     def known(self, name: str, column: list[Tensor]) -> Tensor | None:
-        """The vector that `vector` made last under a name, if the numbers are its elements."""
+        """The vector that `vector` made last under a name, if the numbers are still its elements; else None."""
         kept = self._kept.get(name)
         if kept is None or not self.are_views(name, column) or pointers(column) != kept.pointers:
             return None

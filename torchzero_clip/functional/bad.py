@@ -16,7 +16,7 @@ BESIDE = 3
 class BadGradients(NamedTuple):
     """The gradients that were not finite in one step, on all processes together.
 
-    A parameter without a name is called by its position among all parameters and its shape. If parameters of one
+    A parameter without a name is described by its position among all parameters and its shape. If parameters of one
     process have the same name, their positions are added, as in ``"bias (parameter 3)"``. If parameters of several
     processes of a ``process_group`` have the same name, their ranks in this group are added, as in
     ``"bias (rank 1 of process_group)"``.
@@ -55,10 +55,10 @@ class BadGradients(NamedTuple):
 
 
 def labels(kind: str, named: Iterable[tuple[str | None, Tensor]]) -> dict[Tensor, str]:
-    """A text for each tensor: its name, with its position if others have that name; or its position and shape.
+    """The label of each tensor: its name, with its position if other tensors have this name; or its position and shape.
 
     Args:
-        kind: What a tensor is called.
+        kind: The word for a tensor, such as ``"parameter"``.
         named: All tensors of this process with their names. Positions among them are equal on all ranks of a mesh;
             those among the parameters with a gradient may differ.
     """
@@ -76,7 +76,7 @@ def labels(kind: str, named: Iterable[tuple[str | None, Tensor]]) -> dict[Tensor
 def bad_gradients(
     norms: Mapping[str, float], meshes: Iterable[ProcessGroup], group: ProcessGroup | None
 ) -> BadGradients:
-    """Collect the bad gradients of all processes. All processes have to call this, and they wait for each other.
+    """Collect the bad gradients of all processes. All processes have to call this, because they wait for each other.
 
     Args:
         norms: The norm of each gradient of this process, by its label.
@@ -103,7 +103,7 @@ def bad_gradients(
 
 
 def _worse(a: float, b: float) -> float:
-    """The larger one; NaN if one is NaN."""
+    """The larger norm; NaN if either is NaN."""
     return a if math.isnan(a) or a > b else b
 
 

@@ -58,7 +58,7 @@ def block_norms(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
 
 
 def joint_norm(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
-    """The L2 norm of all tensors together: a 0-d float64 tensor. Outside of `SMALLEST` to `LARGEST` it may be wrong.
+    """The L2 norm of all tensors together: a 0-d float64 tensor. It may be wrong outside of `SMALLEST` to `LARGEST`.
 
     Args:
         tensors: As in `block_norms`, at least one.

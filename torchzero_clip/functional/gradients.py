@@ -36,7 +36,7 @@ def named_tensors(name: str, tensors: Tensors) -> list[tuple[str | None, Tensor]
 
 
 def gradients(params: Tensors, process_group: ProcessGroup | None = None, *, zeros_count: bool = False) -> list[Tensor]:
-    """The gradients of `with_gradients`."""
+    """The gradients that `with_gradients` returns, without the parameters."""
     tensors = [param for _, param in named_tensors("params", params)]
     return [grad for _, grad in with_gradients(tensors, process_group, zeros_count=zeros_count)]
 
@@ -47,10 +47,10 @@ def with_gradients(
     """Those parameters that have a gradient, each with its gradient as `own_gradients` returns it.
 
     Distributed parameters without a gradient have zeros in the list, because other processes may have a gradient, and
-    all have to send as many numbers.
+    all processes have to send equally many numbers.
 
     Args:
-        params: Those of the user; one that is listed twice counts once.
+        params: The parameters of the user. A parameter that is listed twice counts once.
         process_group: The processes that hold other parameters, to be checked.
         zeros_count: Zeros change the result, so parameters without a gradient on any process are not in the list.
     """
@@ -161,9 +161,9 @@ def names_of_bad(
     """The names of tensors with inf or NaN on all processes, as text. All processes have to call this.
 
     Args:
-        kind: What a tensor is called that has no name.
-        named: The argument of the user.
-        owners: Those of them that have values.
+        kind: The word for a tensor without a name, such as ``"parameter"``.
+        named: The tensors of the user, with their names.
+        owners: The tensors among them that have values.
         values: Their values or gradients, as dense tensors.
         process_group: The processes that hold other tensors.
     """

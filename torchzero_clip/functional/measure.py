@@ -53,7 +53,7 @@ S = TypeVar("S")
 WIDTHS = {"norm": 1, "mad": 2, "sum": 2, "std": 4, "var": 4}
 """How many `Measured.numbers` each kind of metric has."""
 NOTHING = -1.0
-"""The norm with negative ``ord`` that a process without tensors sends: 0 would be the joint norm, and inf is a norm."""
+"""What a process without tensors sends for a negative ``ord``: with 0, the joint norm would be 0, and inf is a norm."""
 L2, LINF = Metric("norm", 2.0), Metric("norm", math.inf)
 
 
@@ -303,14 +303,14 @@ def measure(
 def over_processes(
     measured: Measured, tensors: Sequence[Tensor], group: ProcessGroup | None, judged: Sequence[Tensor] | None = None
 ) -> Measured:
-    """The same with the joint metric of the tensors of all processes of a group.
+    """The same measurement, with the joint metric of the tensors of all processes of a group.
 
     Args:
         measured: The tensors of this process.
         tensors: These tensors; empty if they do not count.
         group: The processes that hold other tensors; None for this one alone.
-        judged: If given, the metric is inf or NaN on all processes, also those of the meshes of these tensors, if it is
-            so on one: plain tensors beside distributed ones may differ between ranks.
+        judged: Tensors. If given, a metric of inf or NaN on one process makes it inf or NaN on all processes of the
+            group and of the meshes of these tensors: plain tensors beside distributed ones may differ between ranks.
     """
     device = measured.total.device
     total = measured.total.view(1)
@@ -458,7 +458,7 @@ def scale_(measured: Measured, factors: Tensor, scratch: Scratch | None = None, 
     Args:
         measured: What was measured.
         factors: A vector with a number per slice. If it was expanded from a single number, all slices have that factor.
-        scratch: Memory with which this takes few launches on other devices than the CPU.
+        scratch: Memory with which this takes few launches on devices other than the CPU.
         name: As in `rows.multiply_short_`.
     """
     if not measured.targets or all_ones(factors):

@@ -31,7 +31,7 @@ class Metric(NamedTuple):
 
     @property
     def counts_zeros(self) -> bool:
-        """Whether the metric changes if there are more zeros."""
+        """Whether the metric depends on the number of zeros."""
         return not (self.kind == "sum" or (self.kind == "norm" and self.p >= 0))
 
     def of_norm(self, norm: Tensor, count: int) -> Tensor:

@@ -263,7 +263,7 @@ def combine(norms: Tensor, p: float) -> Tensor:
         return norms.sum()
     if math.isinf(p):
         return norms.amax() if p > 0 else norms.amin()
-    scale = _usable_scale(norms.amax() if p > 0 else norms.amin())  # which decides the result
+    scale = _usable_scale(norms.amax() if p > 0 else norms.amin())  # this norm decides the result
     return scale * torch.linalg.vector_norm(norms / scale, p)
 
 
@@ -359,8 +359,8 @@ def each_norm(tensors: Sequence[Tensor], scratch: Scratch | None = None) -> Tens
 def whole_norm(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor | None:
     """The L2 norm of all tensors together, each as in `whole_norms`: a 0-d float64 tensor.
 
-    ``scratch`` makes it faster from the second call on. None where measuring each tensor is as fast, or where that is
-    needed because the total is extreme or not finite.
+    ``scratch`` makes it faster from the second call on. The result is None if each tensor has to be measured, because
+    the total is extreme or not finite, or if that is as fast.
     """
     if not may_look(tensors[0]) or not foreach.is_real_and_wide(tensors[0].dtype):
         return None

@@ -1,4 +1,4 @@
-"""Groups of processes that hold different tensors. Each gets the numbers of all, and combines them in the same way."""
+"""Groups of processes with different tensors. Each process gets the numbers of all, and combines them in one way."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -89,8 +89,8 @@ def gathered_texts(text: str, group: ProcessGroup, device: torch.device) -> list
     Args:
         text: The text of this process.
         group: The processes.
-        device: A device from which the group can send. `torch.distributed.all_gather_object` takes the current one,
-            which may be the same on all processes.
+        device: A device from which the group can send. `torch.distributed.all_gather_object` takes the current
+            device, which several processes may share.
     """
     own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
     lengths = gathered(torch.tensor([len(own)], device=device), group).flatten().tolist()

@@ -1,7 +1,8 @@
-"""Short tensors in rows: a number for each tensor becomes a number for each row, which takes few launches.
+"""Multiplies short tensors by one factor each, in few launches, with memory in rows of elements.
 
-On other devices than the CPU, torch's operations on lists of tensors take one launch for each tensor if they are given
-a list of numbers, and few launches if they are given a list of tensors of the same shapes.
+On devices other than the CPU, torch's operations on lists of tensors take one launch for each tensor if the second
+argument is a list of numbers. They take few launches if it is a list of tensors of the same shapes. So factors
+are first spread over rows. Tensors of half precision are copied to rows instead, and multiplied there in float32.
 """
 
 from collections.abc import Sequence
@@ -22,26 +23,28 @@ MOST = 2**24
 
 
 class _Chunk(NamedTuple):
-    """Some tensors, and memory of their shapes."""
+    """Some of the tensors, and memory in which each tensor has whole rows."""
 
     indices: list[int]
     owner: Tensor
     """The index of the tensor that each row belongs to."""
     rows: Tensor
+    """The memory."""
     views: list[Tensor]
+    """The same memory in the shape of each tensor."""
 
 
 def multiply_short_(
     tensors: Sequence[Tensor], factors: Tensor, scratch: Scratch, most: int, *, name: str = ""
 ) -> list[int]:
-    """Multiply each tensor of at most so many elements by its factor, in place. Return the indices of the others.
+    """Multiply each tensor of at most ``most`` elements by its factor, in place. Return the indices of the others.
 
     Args:
         tensors: Plain tensors of one dtype on one device.
-        factors: A float64 vector.
-        scratch: Memory for the factors.
-        most: The number of elements.
-        name: Under it ``scratch`` has the plan for these tensors, so other tensors of the same step need another one.
+        factors: A float64 vector with the factor of each tensor.
+        scratch: Memory for the rows.
+        most: Longer tensors are left unchanged.
+        name: The name of the plan for these tensors in ``scratch``. Other tensors of the same step need another name.
     """
     tensors = [tensor if tensor.ndim else tensor.view(1) for tensor in tensors]
     wide = foreach.wide_dtype(tensors[0].dtype)
@@ -53,7 +56,7 @@ def multiply_short_(
         if tensors[0].dtype == wide:
             foreach.copy_plain_([chunk.rows], [spread.expand_as(chunk.rows)])
             foreach.multiply_plain_(short, chunk.views)
-        else:  # the product is rounded once
+        else:  # multiplied in float32, so that only the product is rounded
             foreach.copy_plain_(chunk.views, short)
             chunk.rows.mul_(spread)
             foreach.copy_plain_(short, chunk.views)
@@ -61,7 +64,7 @@ def multiply_short_(
 
 
 def multiply_each_(tensors: Sequence[Tensor], factors: Tensor, scratch: Scratch, *, name: str = "") -> None:
-    """Multiply each of some tensors by its factor, in place, as `multiply_short_` does."""
+    """Multiply each tensor by its factor, in place, with the arguments of `multiply_short_`."""
     for i in multiply_short_(tensors, factors, scratch, SHORT, name=name):
         foreach.multiply_each_([tensors[i]], factors.narrow(0, i, 1))
 

@@ -1,4 +1,4 @@
-"""What the processes of a group tell each other when an optimizer is made: they have to exchange the same numbers."""
+"""Compares the chains of the processes of a group, which have to exchange equally many numbers in each step."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,21 +23,21 @@ def agree(
     group: ProcessGroup,
     device: torch.device,
 ) -> tuple[dict[str, bool], bool]:
-    """Compare the chains of all processes of a group, which call it together.
+    """Compare the chains of all processes of a group. All of them have to call this together.
 
     Args:
         nodes: The transforms.
-        policy: What decides about steps.
-        idle: A warning for each pattern, and whether the pattern matches no parameter of this process.
-        has_schedules: This process has a setting that is a function of the step.
+        policy: The arguments that decide whether a step is taken.
+        idle: The warning about each pattern, with True if the pattern matches no parameter of this process.
+        has_schedules: True if this process has a setting that is a function of the step.
         group: The processes.
         device: A device from which the group can send.
 
     Returns:
-        ``idle`` and ``has_schedules`` of all processes together: a pattern is idle if it is so on all of them.
+        ``idle``, with True if a pattern is idle on all processes, and ``has_schedules``, True if it is on any process.
 
     Raises:
-        ValueError: On all processes, if the chains would exchange other numbers.
+        ValueError: On all processes, if their chains would not exchange the same numbers.
     """
     said = json.dumps([_described(nodes, policy), dict(idle), has_schedules])
     rows = [json.loads(text) for text in gathered_texts(said, group, device)]
@@ -47,7 +47,7 @@ def agree(
 
 
 def _described(nodes: Nodes, policy: StepPolicy) -> list[str]:
-    """What decides which numbers a step exchanges: a line for each argument and for each transform."""
+    """The arguments and transforms that decide which numbers a step exchanges, one line for each."""
     arguments = [f"nonfinite={policy.nonfinite!r}", f"max_consecutive_skips={policy.max_consecutive_skips}"]
     return [*arguments, *map(_line, nodes)]
 

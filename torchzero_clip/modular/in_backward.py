@@ -37,14 +37,14 @@ class StepInBackward:
     """
 
     def __init__(self, optimizer: Modular, bucket_bytes: int) -> None:
-        # weak, so that an optimizer that is deleted is gone at once, and its hooks with it
+        # weak, so that a deleted optimizer is freed at once, together with its hooks
         self._found = weakref.ref(optimizer)
         self._bucket_bytes = bucket_bytes
         self._parts = Parts(_weakly(self._attach))
         self._lock = RLock()  # backwards on several devices run hooks in several threads
         self._hooks: dict[int, Any] = {}
         self._places: dict[int, tuple[int, int]] = {}
-        """The index of each parameter's group, and that of the parameter in this group, by id."""
+        """By the id of each parameter: the index of its group, and its index in this group."""
         self._task = -1
         self._settings: dict[str, list[Setting]] = {}
         self._waiting: dict[int, Tensor] = {}
@@ -74,8 +74,8 @@ class StepInBackward:
         """Go back to ordinary steps. Call this between a step and the next backward.
 
         Raises:
-            RuntimeError: If parameters were updated since the last ``optimizer.step()``. Call it first to end the step.
-                If it raises, call ``optimizer.zero_grad()`` before it.
+            RuntimeError: If parameters were updated since the last ``optimizer.step()``. Call ``optimizer.step()``
+                first. If that raises, call ``optimizer.zero_grad()`` before it.
         """
         if self._is_in_use and self._parts.updated:
             raise RuntimeError(
@@ -110,7 +110,7 @@ class StepInBackward:
             own[id(param)] = param.register_post_accumulate_grad_hook(self._ready)
 
     def _take_over(self, params: set[int]) -> None:
-        """Let the last call win, as in a notebook whose cell is run again: earlier optimizers take ordinary steps."""
+        """Let earlier optimizers of these parameters take ordinary steps, as if a notebook cell is run again."""
         for other in list(_IN_USE):
             if other is not self and other._is_in_use and not params.isdisjoint(other._hooks):
                 other._let_go()
@@ -150,7 +150,7 @@ class StepInBackward:
         self._attach()
         if not self._parts.updated:
             self._plan()
-        self._waiting, self._bytes = {}, 0  # of a backward that has failed: `step` takes their gradients
+        self._waiting, self._bytes = {}, 0  # left by a backward that failed: `step` takes these gradients
         if task != -1:
             at_end_of_backward(self._end)
         self._task = task
@@ -177,7 +177,7 @@ class StepInBackward:
         waiting, self._waiting, self._bytes = self._waiting, {}, 0
         if not waiting:
             return
-        # if the rest of the backward needs an old value, autograd raises; torch's fused kernels do not tell it
+        # so that autograd raises if the rest of the backward needs an old value: fused kernels do not count versions
         increment_version(waiting.values())
         try:
             self._optimizer.take_part(self._groups_of(waiting), self._settings, self._workspace_of(next(iter(waiting))))
@@ -222,7 +222,7 @@ _IN_USE: weakref.WeakSet[StepInBackward] = weakref.WeakSet()
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Call a method while its object is there, without keeping the object alive."""
+    """A function that calls a method while its object exists, without keeping the object alive."""
     found = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:
@@ -242,8 +242,8 @@ def step_in_backward(optimizer: Optimizer, *, bucket_bytes: int = 2**23) -> Step
 
     All transforms have to treat each tensor on its own: see `Transform.is_tensorwise`.
 
-    A parameter steps in the backward of one optimizer. If it did so in that of another one, the other takes ordinary
-    steps from now on, its handle has no effect any more, and there is a warning.
+    Only one optimizer can update a parameter in the backward. If another one did so before, it takes ordinary steps
+    from now on, its handle has no effect any more, and there is a warning.
 
     Args:
         optimizer: A `Modular`.

@@ -17,7 +17,7 @@ Group = dict[str, Any]
 
 
 class Missing:
-    """Gives gradients of zeros to distributed parameters without one, so that all processes send equally many numbers.
+    """Gives zeros to distributed parameters without a gradient, so that all processes send equally many numbers.
 
     The zeros count in norms, and the numbers of statistics change as they do on the other processes. `put_back` undoes
     all other changes of these parameters and of their state.
@@ -60,7 +60,7 @@ class Missing:
             state = self._states.pop(param, {})
             if not norms.get(id(param), 0.0):  # perhaps no process has a gradient
                 moved: State = {}
-            elif copies is None:  # elementwise state of statistics begins with the numbers
+            elif copies is None:  # if the numbers of a statistic start, its elementwise state has to exist
                 first = {**self._first_state(param), **_numbers(state)}
                 moved = {key: value for key, value in first.items() if key.startswith(statistics)}
             else:

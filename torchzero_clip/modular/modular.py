@@ -102,7 +102,7 @@ class Modular(Optimizer):
     Raises:
         ValueError: If there are no transforms or no parameters, for an unknown or invalid setting in a group, or for a
             parameter that has two learning rates or is in two groups; for a ``process_group`` that this process is not
-            in, that contains another process of a parameter's mesh, or in which a process has another chain.
+            in, that contains another process of a parameter's mesh, or in which a process has a different chain.
         TypeError: If an argument of ``transforms`` is not a transform, ``params`` is a single tensor, or
             ``process_group`` is no process group.
 
@@ -134,7 +134,7 @@ class Modular(Optimizer):
     """True if a parameter is distributed."""
 
     _has_joint_schedules = False
-    """With a process group, True if a process had a setting that is a function of the step when the group was set."""
+    """True if any process had a setting that is a function of the step when the process group was set."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class Modular(Optimizer):
         )
         self._metrics: dict[str, Tensor] = {}
         self._unread: Metrics | None = None
-        """Computes the metrics of a step that followed a plan, until they are read."""
+        """Computes the metrics of the last step if it followed a plan; None once they were read."""
         self._reported = ReportedLoss()
         self._shapes: dict[Any, Any] = {}  # see `check_shapes`
         self._is_complete = False
@@ -383,13 +383,13 @@ class Modular(Optimizer):
                 self.listener.end(walk)
 
     def _may_repeat(self) -> bool:
-        """True if a plan has all that a step of this optimizer does."""
+        """True if a step of this optimizer does nothing that plans leave out."""
         acts_alone = self.listener is None and self.parts is None and self._process_group is None
         is_plain = not (self.maximize or self.keep_grads or self._policy.decides)
         return acts_alone and is_plain and self._may_be_fast()
 
     def _repeat(self) -> bool:
-        """Take a step by the plan. Return False, with nothing changed, if there is none or it does not fit."""
+        """Take a step by the plan. Return False, with nothing changed, if there is no plan or it does not fit."""
         state = self._chain_state.values
         if state:
             self._chain_state.take_counters(self.param_groups)
@@ -630,7 +630,7 @@ class Modular(Optimizer):
         Raises:
             ValueError: If the checkpoint belongs to another chain: the message names the difference and the arguments
                 that resolve it. If a key, shape, dtype or setting does not fit: the message names it. If loading fails
-                on another rank of a mesh or of the ``process_group``: all of them raise, also if a hook fails.
+                on another rank of a mesh or of the ``process_group``, or a hook fails there: all ranks raise.
             RuntimeError: If the optimizer was unpickled and had a ``process_group``, which has to be set again.
 
         ``new`` and ``dropped`` have no effect on a checkpoint of this very chain, so a script may keep them.
@@ -669,7 +669,7 @@ class Modular(Optimizer):
         try:
             super().load_state_dict(state_dict)
         except Exception:
-            if not has_agreed:  # a hook of the caller has raised, or this is no checkpoint: others wait in `check`
+            if not has_agreed:  # a hook of the caller failed, or this is no checkpoint: other processes wait in `check`
                 fails_somewhere(True, self.param_groups, self._process_group)
             raise
         finally:

@@ -42,7 +42,7 @@ def normalized(group: Mapping[str, Any], nodes: Nodes) -> dict[str, Any]:
 
 
 def let_names_decide(groups: Sequence[dict[str, Any]], added: Mapping[str, Any]) -> None:
-    """If no group has a parameter yet, let them have names if the added one has some. Torch allows only one kind."""
+    """If no group has a parameter yet, give them names if the added group has names: torch allows no mix."""
     params = added.get("params")
     if not params or isinstance(params, set) or any(group["params"] for group in groups):
         return

@@ -1,4 +1,4 @@
-"""Optimizers whose step cannot be taken in the backward."""
+"""Raises for optimizers whose steps cannot be taken in the backward."""
 
 import torch.distributed as dist
 
@@ -15,15 +15,15 @@ def refuse(optimizer: Modular) -> None:
         _refuse_transform(node)
     if optimizer.nonfinite != "propagate":
         raise ValueError(
-            f"step_in_backward cannot keep nonfinite={optimizer.nonfinite!r}, which decides about all gradients before "
-            "the first update: leave it out, or take ordinary steps"
+            f"step_in_backward does not work with nonfinite={optimizer.nonfinite!r}, which decides about all gradients "
+            "before the first update: leave it out, or take ordinary steps"
         )
     if optimizer.process_group is not None:
-        raise ValueError("step_in_backward takes no optimizer with process_group=, which joins norms of all gradients")
+        raise ValueError("step_in_backward does not work with process_group=, which joins the norms of all gradients")
     if optimizer.listener is not None:
         raise RuntimeError(
-            "step_in_backward takes no optimizer with a listener, such as a Recorder, which needs all gradients at "
-            "once: close it first, or take ordinary steps"
+            "step_in_backward does not work with a listener, such as a Recorder, which needs all gradients at once: "
+            "close it first, or take ordinary steps"
         )
     if is_backward_compiled():
         raise RuntimeError(
@@ -46,8 +46,8 @@ def _refuse_transform(node: Node) -> None:
     if not treats_each_alone(transform) or node.global_keys:
         raise ValueError(
             f"{transform!r} may need the gradients of several parameters at once, and step_in_backward frees each "
-            f"before the next one is there: {way_out}. A transform of your own that treats each tensor alone says so "
-            "by is_tensorwise"
+            f"gradient before the next one exists: {way_out}. A transform of your own that treats each tensor alone "
+            "says so by is_tensorwise"
         )
 
 
@@ -55,7 +55,7 @@ def _refuse_plain(optimizer: Modular) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if any(param.requires_grad and not is_distributed(param) for param in params):
         raise ValueError(
-            "step_in_backward takes no plain parameters if there are several processes, also in a pipeline without "
-            "DDP: it cannot see whether gradients are averaged over processes, as DDP does after the backward has used "
-            "them. Shard the model by fully_shard (FSDP2), or take ordinary steps"
+            "step_in_backward cannot update plain parameters if there are several processes, even in a pipeline "
+            "without DDP, because it cannot see whether gradients are averaged afterwards, as DDP does. Shard the "
+            "model by fully_shard (FSDP2), or take ordinary steps"
         )

@@ -43,7 +43,7 @@ def check_not_local(params: Sequence[NamedParam]) -> None:
     if not (dist.is_available() and dist.is_initialized()):
         return
     frame = inspect.currentframe()
-    while frame is not None:  # at the end None: a frame that refers to itself would keep the optimizer alive
+    while frame is not None:  # until it is None, because a frame that refers to itself would keep the optimizer alive
         if type(frame.f_locals.get("self")).__name__ == "ZeroRedundancyOptimizer":
             raise ValueError(
                 "ZeroRedundancyOptimizer gives each process some of the parameters, so norms would be those of one "
@@ -69,7 +69,7 @@ def check_places(chain: Chain, nodes: Nodes, params: Sequence[NamedParam]) -> No
 
 
 def idle_names(nodes: Nodes, params: Sequence[NamedParam]) -> dict[str, bool]:
-    """A warning for each pattern of a scope, and whether the pattern matches no parameter."""
+    """The warning about each name in a scope, with True if it matches no parameter or group."""
     return {text: idle for n in nodes for text, idle in n.transform.scope.idle_names(n.transform, params).items()}
 
 
