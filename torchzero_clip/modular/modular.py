@@ -92,7 +92,7 @@ class Modular(Optimizer):
         fast: Combine transforms into few passes over memory. Pass False to check a result: each transform is then
             applied in its turn by the method that its author wrote, and ``fused=True`` has an effect only in a `Wrap`.
             The results differ by rounding, so `Adam` and `SGD` may then differ from torch in the last bits. A step
-            takes three to eight times as long.
+            takes four to ten times as long.
         process_group: The processes that hold *other* parameters of the model, such as the stages of a pipeline:
             ``mesh["pp"].get_group()``. Joint norms, joint statistics, gates, ``nonfinite`` and metrics then cover the
             parameters of all of them. All processes need the same chain, which is checked here; settings and the
