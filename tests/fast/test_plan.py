@@ -44,6 +44,7 @@ CLIPS = {
     "std": lambda draw: Normalize(1.0, ord="std"),
     "normalize": lambda draw: Normalize(0.5, dim=draw.choice([None, "global"])),
     "growth": lambda draw: ClipNormGrowth(add=draw.choice([None, 0.1]), parameterwise=draw.random() < 0.7),
+    "no growth": lambda draw: ClipNormGrowth(mul=None),
     "ema": lambda draw: ClipNormByEMA(0.5, tensorwise=draw.random() < 0.7, max_ema_growth=draw.choice([None, 1.5])),
     "normalize by ema": lambda draw: NormalizeByEMA(0.5, ema_init=draw.choice(["zeros", "update"])),
     "adagc": lambda draw: AdaGC(warmup_steps=draw.choice([0, 3, 6])),
@@ -87,8 +88,6 @@ class Run:
 
     def take(self, optimizer: Modular) -> None:
         self.optimizer = optimizer
-        if not self.planned:
-            optimizer._plans.learn = lambda walk, ended: None
 
     def fill(self, scale: float, draw: random.Random) -> None:
         """New gradients, in the same memory or in memory of their own."""
@@ -103,6 +102,8 @@ class Run:
 
     def step(self, draw: random.Random, *, closure: bool) -> str | None:
         """The error of the step."""
+        if not self.planned:  # a load makes new plans
+            self.optimizer._plans.learn = lambda walk, ended: None
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -495,6 +496,32 @@ def test_plans_become_rare_where_gradients_come_and_go(period, planned, monkeypa
         optimizer.step()
     assert len(made) < 8
     assert len(planned) - sum(planned) < 8
+
+
+def test_metrics_are_ordinary_tensors_whoever_reads_them():
+    params = parameters()
+    optimizer = Modular(params, ClipNorm(1.0), AdamW())
+    train(optimizer, params, gradients(params, 8))
+    with torch.inference_mode():
+        optimizer.metrics()
+    assert not any(value.is_inference() for value in optimizer.metrics().values())
+
+
+def test_factors_that_are_patched_are_called(planned, monkeypatch):
+    params, calls = parameters(), []
+    clip = ClipNorm(1.0, dim="global")
+    optimizer = Modular(params, clip, AdamW())
+    train(optimizer, params, gradients(params, 6))
+    assert planned[-1]
+    own = ClipNorm.factors
+
+    def patched(*args):
+        calls.append(None)
+        return own(clip, *args[-3:])
+
+    monkeypatch.setattr(clip, "factors", patched)
+    train(optimizer, params, gradients(params, 8))
+    assert len(calls) == 8
 
 
 def test_calls_of_a_planned_step():

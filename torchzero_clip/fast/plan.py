@@ -21,6 +21,7 @@ from torchzero_clip.core.kinds import Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.tools import Tools
+from torchzero_clip.engine.checked import check_factors
 from torchzero_clip.engine.gathering import taking_part
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.kernels import Ended, run_kernel
@@ -136,7 +137,9 @@ class Plan:
         self._values: list[Any] = []
         self._variants = self._variants_of(walk.settings[rule.path])
         self._settle(walk.settings, walk.groups)
-        is_joint = scaling is not None and getattr(scaling.transform, "slicing", None) == Slicing(L2, "global")
+        transform = None if scaling is None else scaling.transform
+        is_joint = isinstance(transform, Scaling) and transform.slicing == Slicing(L2, "global")
+        is_joint = is_joint and "factors" not in vars(transform)
         self._is_joint = is_joint and walk.params[0].dtype == torch.float32 and all(map(Tensor.numel, walk.params))
 
     @classmethod
@@ -193,8 +196,9 @@ class Plan:
         return True
 
     def _current_arguments(self) -> list[Any]:
-        """The values of all attributes of the transforms, which a user may set at any time."""
-        return [value for own in self._attributes for value in own.values()]
+        """The values of all attributes of the transforms and their classes, which a user may set at any time."""
+        own = [value for attributes in self._attributes for value in attributes.values()]
+        return own + [type(node.transform) for node in self._nodes]
 
     def _variants_of(self, settings: Sequence[Setting]) -> set[Any]:
         rule = self._rule.transform
@@ -268,11 +272,16 @@ class Plan:
         if norms is None and transform.keeps_statistics:
             norms = whole_norms(grads, workspace.scratch)
         columns = {"params": found.params, "grads": grads, **found.columns}
-        states = VectorStates(found.states, node.path, node.state, _begun, workspace.vectors, columns)
+
+        def begin(i: int) -> State:
+            return transform.init_state(found.params[i], self._own[i])
+
+        states = VectorStates(found.states, node.path, node.state, begin, workspace.vectors, columns)
         of_chain = node.global_state(chain_state)
         step = Step(found.params, grads, None, states, self._own, of_chain, gradient_norms=norms, tools=tools)
         try:
             factors = transform.factors(measured, grads, step)
+            check_factors(node, factors, measured)
         finally:
             if node.has_state:
                 step.store_states()
@@ -308,7 +317,3 @@ class _Tools(Tools):
 def _count(counters: Sequence[Tensor], number: int) -> None:
     for counter in counters:
         counter.add_(number)
-
-
-def _begun(i: int) -> State:
-    raise AssertionError(f"parameter {i} has no state")

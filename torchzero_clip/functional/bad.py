@@ -3,7 +3,8 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,7 +14,8 @@ MOST = 10
 BESIDE = 3
 
 
-class BadGradients(NamedTuple):
+@dataclass(frozen=True)
+class BadGradients:
     """The gradients that were not finite in one step, on all processes together.
 
     A parameter without a name is described by its position among all parameters and its shape. If parameters of one

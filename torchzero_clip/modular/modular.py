@@ -300,7 +300,8 @@ class Modular(Optimizer):
     def _known_metrics(self) -> dict[str, Tensor]:
         """The metrics of the last step that was taken, computed once."""
         if self._unread is not None:
-            self._metrics, self._unread = self._unread(), None
+            with torch.inference_mode(False), torch.no_grad():  # whatever the mode of the caller
+                self._metrics, self._unread = self._unread(), None
         return self._metrics
 
     @overload
@@ -393,11 +394,9 @@ class Modular(Optimizer):
         state = self._chain_state.values
         if state:
             self._chain_state.take_counters(self.param_groups)
-        try:
-            metrics = self._plans.repeat(self.param_groups, self.state, state)
-        finally:
-            if state:
-                self._chain_state.show(self.param_groups)
+        metrics = self._plans.repeat(self.param_groups, self.state, state)
+        if state and metrics is not None:
+            self._chain_state.show(self.param_groups)
         self._unread = metrics or self._unread
         return metrics is not None
 
