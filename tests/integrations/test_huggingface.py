@@ -329,7 +329,7 @@ def test_a_disk_that_is_full_when_training_ends_gives_a_warning(tmp_path, monkey
     def fails(path, data):
         raise OSError("no space left")
 
-    monkeypatch.setattr("torchzero_clip.recorder.log.append", fails)
+    monkeypatch.setattr("torchzero_clip.recorder.files.append", fails)
     with pytest.warns(UserWarning, match="the record could not be written to .*no space left"):
         recorder, norms, _ = adamw_trained(tmp_path, 6, save_strategy="no")
     assert recorder.is_closed

@@ -220,7 +220,7 @@ def test_a_disk_that_is_full_when_training_ends_gives_a_warning(tmp_path, monkey
     def fails(path, data):
         raise OSError("no space left")
 
-    monkeypatch.setattr("torchzero_clip.recorder.log.append", fails)
+    monkeypatch.setattr("torchzero_clip.recorder.files.append", fails)
     own = LightningCallback(partial(Recorder, path=tmp_path / "run.jsonl"))
     with pytest.warns(UserWarning, match="the record could not be written to .*no space left"):
         fitted(tmp_path, 1, Watched, own=own, enable_checkpointing=False)
