@@ -63,7 +63,7 @@ class Plans:
         self._wait = self._FIRST_WAIT
 
     def repeat(self, groups: list[Group], kept: Mapping[Tensor, State], chain_state: dict[str, Any]) -> Metrics | None:
-        """Take a step by the plan. Return None, with nothing changed, if there is no plan or it does not fit.
+        """Take a step by the plan. Return None if there is no plan or it does not fit; then nothing has changed.
 
         Args:
             groups: The param groups.
@@ -247,9 +247,10 @@ class Plan:
 
     def _clipped(self, node: Node, found: _Found) -> tuple[float | None, Metrics] | None:
         """The factor of a joint norm as a number (None for 1), and the metrics; None if `_scaled` has to find them."""
-        grads = found.grads
-        total = whole_norm(grads, found.workspace.scratch.knowing(grads, self._layout))
-        if total is None or self._alone is None or not isinstance(node.transform, Scaling):
+        if self._alone is None or not isinstance(node.transform, Scaling):
+            return None
+        total = whole_norm(found.grads, found.workspace.scratch.knowing(found.grads, self._layout))
+        if total is None:
             return None
         factor = node.transform.factor(total.item(), self._alone)
         if factor is None or not (factor == 0 or _FLOAT32.tiny <= factor <= _FLOAT32.max):
@@ -270,7 +271,7 @@ class Plan:
         measured = tools.measure_here(grads, transform.slicing, how.dims_of, each=how.each, name=node.path)
         norms = how.norms_for_statistics(measured)
         if norms is None and transform.keeps_statistics:
-            norms = whole_norms(grads, workspace.scratch)
+            norms = whole_norms(grads, tools.scratch)
         columns = {"params": found.params, "grads": grads, **found.columns}
 
         def begin(i: int) -> State:
@@ -307,11 +308,11 @@ class _Tools(Tools):
     """
 
     def __init__(self, grads: list[Tensor], scratch: Scratch) -> None:
-        self._grads, self._scratch = grads, scratch
+        self._grads, self.scratch = grads, scratch
 
     @override
     def scratch_for(self, tensors: Sequence[Tensor]) -> Scratch | None:
-        return self._scratch if tensors is self._grads or foreach.are_plain(tensors) else None
+        return self.scratch if tensors is self._grads or foreach.are_plain(tensors) else None
 
 
 def _count(counters: Sequence[Tensor], number: int) -> None:

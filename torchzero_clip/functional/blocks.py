@@ -174,14 +174,25 @@ def _planned(tensors: Sequence[Tensor], scratch: Scratch) -> _Plan:
     memory = scratch.memory("blocks", most * ROW, tensors[0]).zero_()
     chunks: list[_Chunk] = []
     for own in cuts:
-        used = memory.narrow(0, 0, sum(rows[own]) * ROW)
-        parts = used.split([count * ROW for count in rows[own]])
-        pairs = zip(parts, [tensors[i] for i in short[own]], strict=True)
-        chunks.append(_Chunk(own, [part[: t.numel()].view(t.shape) for part, t in pairs], used.view(-1, ROW)))
+        chunks.append(_Chunk(own, *in_rows(memory, [tensors[i] for i in short[own]], ROW)))
     blocks = [*rows, *(-(-sizes[i] // BLOCK) for i in long)]
     places, counts = (torch.tensor(column, device=memory.device) for column in ([*short, *long], blocks))
     owner = torch.repeat_interleave(places, counts)
     return _Plan(short, long, chunks, owner)
+
+
+def in_rows(memory: Tensor, tensors: Sequence[Tensor], row: int) -> tuple[list[Tensor], Tensor]:
+    """Memory of the shape of each tensor, which fills whole rows, and all rows as a matrix.
+
+    Args:
+        memory: A vector that is long enough.
+        tensors: The tensors.
+        row: The number of elements of a row.
+    """
+    counts = [-(-tensor.numel() // row) for tensor in tensors]
+    used = memory.narrow(0, 0, sum(counts) * row)
+    pairs = zip(used.split([count * row for count in counts]), tensors, strict=True)
+    return [part.narrow(0, 0, tensor.numel()).view(tensor.shape) for part, tensor in pairs], used.view(-1, row)
 
 
 def _rows_of(tensor: Tensor) -> list[Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.blocks import SHORT, spans
+from torchzero_clip.functional.blocks import SHORT, in_rows, spans
 from torchzero_clip.functional.scratch import Scratch
 
 ROW = 256
@@ -28,10 +28,10 @@ class _Chunk(NamedTuple):
     indices: list[int]
     owner: Tensor
     """The index of the tensor that each row belongs to."""
-    rows: Tensor
-    """The memory."""
     views: list[Tensor]
-    """The same memory in the shape of each tensor."""
+    """Memory in the shape of each tensor."""
+    rows: Tensor
+    """The same memory as a matrix."""
 
 
 def multiply_short_(
@@ -78,10 +78,7 @@ def _planned(tensors: Sequence[Tensor], like: Tensor, scratch: Scratch, most: in
     chunks: list[_Chunk] = []
     for part in parts:
         indices, own = short[part], counts[part]
-        used = memory.narrow(0, 0, sum(own) * ROW)
-        flats = used.split([count * ROW for count in own])
-        views = [flat.narrow(0, 0, sizes[i]).view(tensors[i].shape) for flat, i in zip(flats, indices, strict=True)]
         places, repeats = (torch.tensor(column, device="cpu") for column in (indices, own))
         owner = torch.repeat_interleave(places, repeats, output_size=sum(own)).to(like.device)
-        chunks.append(_Chunk(indices, owner, used.view(-1, ROW), views))
+        chunks.append(_Chunk(indices, owner, *in_rows(memory, [tensors[i] for i in indices], ROW)))
     return chunks

@@ -390,7 +390,7 @@ class Modular(Optimizer):
         return acts_alone and is_plain and self._may_be_fast()
 
     def _repeat(self) -> bool:
-        """Take a step by the plan. Return False, with nothing changed, if there is no plan or it does not fit."""
+        """Take a step by the plan. Return False if there is no plan or it does not fit; then nothing has changed."""
         state = self._chain_state.values
         if state:
             self._chain_state.take_counters(self.param_groups)
