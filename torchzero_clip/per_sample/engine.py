@@ -74,6 +74,8 @@ class Engine:
         """True while a layer runs its submodules by itself."""
         self.pauses = 0
         """How many blocks of `paused` are open."""
+        self.tries = 0
+        """How many layers run that catch a `NotARowError`."""
         self.running: CapturedLayer | None = None
         """The layer that runs, the innermost one."""
         self.forward = Forward()
