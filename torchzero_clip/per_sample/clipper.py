@@ -31,7 +31,8 @@ class PerSampleGradientClipper:
 
     It captures every forward of the module with gradients enabled, in training and in eval mode, except in a block of
     `paused()`. It stops at `detach()`, at the end of a ``with`` block, or when the clipper is deleted. Parameters
-    outside of the module are not clipped.
+    outside of the module are not clipped. After a ``loss.backward()`` without `clip_and_accumulate`, the next forward
+    raises, and so does the next step of an optimizer over these parameters.
 
     Args:
         module: The model. If a layer mixes samples, as BatchNorm does, the error names it.

@@ -23,6 +23,7 @@ from torchzero_clip.per_sample.hooks import accumulate
 from torchzero_clip.per_sample.mixing import MixingCheck, Verify
 from torchzero_clip.per_sample.rules.whole import Whole, whole_line
 from torchzero_clip.per_sample.selected_rows import SelectedRows
+from torchzero_clip.per_sample.unclipped import refuse_steps
 
 
 class Phase(Enum):
@@ -91,6 +92,12 @@ class Engine:
         self._shown: list[tuple[nn.Parameter, str]] = []
         self.clear()
         self.attachment = Attachment(self, model, whole, force_generic=force_generic)
+        self._allow_steps = None if two_passes else refuse_steps(self)
+
+    @property
+    def waiting(self) -> dict[int, list[Contribution]]:
+        """What waits to be clipped after a backward, by the id of the parameter."""
+        return self.captured.of if self.phase is Phase.WAITING else {}
 
     @property
     def waits(self) -> bool:
@@ -130,6 +137,8 @@ class Engine:
     def detach(self) -> None:
         """Restore the model."""
         self.attachment.detach()
+        if self._allow_steps is not None:
+            self._allow_steps()
         self.attached = False
         self.discard()
 
