@@ -5,9 +5,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from torchzero_clip.compat import never_compiled
 
 
 def refuse_steps(engine: Any) -> Callable[[], Any]:
@@ -18,9 +19,8 @@ def refuse_steps(engine: Any) -> Callable[[], Any]:
     return end
 
 
+@never_compiled
 def _refuse(reference: "weakref.ref[Any]", optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
     engine = reference()
     waiting = {} if engine is None else engine.waiting
     if waiting and any(id(param) in waiting for group in optimizer.param_groups for param in group["params"]):
