@@ -56,7 +56,7 @@ def stores_by_hooks() -> bool:
 
 def grad_dtype(param: Tensor) -> torch.dtype:
     """The dtype of the gradient of a parameter: ``param.grad_dtype`` if torch has that and it is set, else its own."""
-    chosen = param.grad_dtype if hasattr(Tensor, "grad_dtype") else None  # new in torch 2.10
+    chosen = param.grad_dtype if hasattr(Tensor, "grad_dtype") else None  # torch 2.9 lacks it
     return chosen or param.dtype
 
 
