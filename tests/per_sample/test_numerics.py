@@ -265,11 +265,11 @@ def test_sums_of_half_precision_are_rounded_once(form, dtype, unit):
 def test_one_sample_moves_a_float32_gradient_by_its_limit_alone(form, dtype):
     x, weights = samples_of_one_kind()
     found = sum_of_clipped(x, weights, dtype, form, wide=True)
-    assert_close(found, exact_sum(x, weights, dtype), rtol=1e-6, atol=0)
+    assert_close(found, exact_sum(x, weights, dtype), rtol=1e-5, atol=0)  # 4096 float32 numbers, in any order
     for sample in (0, 2000, 4095):
         others = torch.cat([x[:sample], x[sample + 1 :]])
         moved = (found - sum_of_clipped(others, weights, dtype, form, wide=True)).norm().item()
-        assert moved == pytest.approx(1.0, abs=1e-3)  # in bfloat16 it is up to 16
+        assert moved == pytest.approx(1.0, abs=0.01)  # in bfloat16 it is up to 16
 
 
 @needs_grad_dtype
