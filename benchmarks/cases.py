@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from benchmarks.timing import Case, Params, Timed
 from torchzero_clip import (
+    SGD,
     AdaGC,
     AdamW,
     AdaptiveGradientClip,
@@ -194,6 +195,13 @@ def step_cases() -> list[Case]:
         "  and a scheduler, metrics() every step": scheduled(1),
     }
     makes |= {f"{written(transform)}, AdamW()": ours(transform, AdamW) for transform in TRANSFORMS}
+    makes |= {
+        "AdaGC(warmup_steps=1), AdamW()": ours(partial(AdaGC, warmup_steps=1), AdamW),
+        'ClipNorm(1, dim="global"), SGD(momentum=0.9)': ours(
+            partial(ClipNorm, 1, dim="global"), partial(SGD, momentum=0.9)
+        ),
+        "AdamW()": ours(AdamW),
+    }
     by_tensor = (CLIP_EACH_AND_FUSED, f"{written(CLIP_EACH)}, AdamW()")
     bases = dict.fromkeys(by_tensor, (CLIP_AND_FUSED, CLIP_EACH_AND_FUSED))
     return [Case(name, make, bases.get(name, (CLIP_AND_FUSED,))) for name, make in makes.items()]

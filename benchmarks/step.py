@@ -36,6 +36,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--set", "--sets", nargs="+", choices=SETS, default=["small", "gpt"], dest="sets")
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each row")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--warm", action="store_true", help="take five steps of a row in each turn, and time the last")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--peers", action="store_true", help="also measure other packages, where installed")
     parser.add_argument("--json", type=Path, help="where to save the numbers")
@@ -47,14 +48,19 @@ def parsed() -> argparse.Namespace:
         parser.error("--peers needs --what steps or --what memory, because peers are measured as whole steps")
     if args.plot and args.what != "steps":
         parser.error("--plot needs --what steps")
+    if args.warm and (args.plot or args.what == "memory"):
+        parser.error("--warm is for tables of times")
     return args
 
 
 def time_of_steps(cases: Sequence[Case], args: argparse.Namespace) -> tuple[str, Any]:
     """The table, and the numbers for JSON."""
     sets = {name: SETS[name]() for name in args.sets}
-    with progress(sum(turns(cases, shapes, args.rounds) for shapes in sets.values())) as tick:
-        times = {name: measure(cases, shapes, args.rounds, args.device, tick) for name, shapes in sets.items()}
+    in_a_row = 5 if args.warm else 1
+    with progress(sum(turns(cases, shapes, args.rounds, in_a_row) for shapes in sets.values())) as tick:
+        times = {
+            name: measure(cases, shapes, args.rounds, args.device, tick, in_a_row) for name, shapes in sets.items()
+        }
     return report.time_tables(times, cases), report.times_as_json(times)
 
 

@@ -76,6 +76,7 @@ def interleaved(
     rounds: int,
     *,
     warm_up: int,
+    in_a_row: int = 1,
     refill: Callable[[str, int], None] = lambda name, number: None,
     tick: Callable[[str], None] = lambda name: None,
 ) -> dict[str, list[float]]:
@@ -85,7 +86,8 @@ def interleaved(
         runs: The steps by name. They take turns: A B C A B C.
         rounds: The timed rounds.
         warm_up: The rounds before those.
-        refill: Receives the name and the number of the round before every step.
+        in_a_row: The steps of each turn. The last one is timed; those before it bring its tensors into the cache.
+        refill: Receives the name and the number of the step before every step.
         tick: Receives the name before every step.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -94,10 +96,12 @@ def interleaved(
         for number in range(warm_up + rounds):
             gc.collect()
             for name, run in runs.items():
-                tick(name)
-                refill(name, number)
-                run.before()
-                taken = timed(run.step)
+                taken = 0.0
+                for again in range(in_a_row):
+                    tick(name)
+                    refill(name, number * in_a_row + again)
+                    run.before()
+                    taken = timed(run.step)
                 if number >= warm_up:
                     seconds[name].append(taken)
     finally:
@@ -115,21 +119,21 @@ def timed(step: Step) -> float:
 
 
 def measure(
-    cases: Sequence[Case], shapes: Shapes, rounds: int, device: str, tick: Callable[[str], None]
+    cases: Sequence[Case], shapes: Shapes, rounds: int, device: str, tick: Callable[[str], None], in_a_row: int = 1
 ) -> dict[str, Measured]:
     """The seconds of every row, and its ratios to its bases in the same rounds."""
     gradients = Gradients(shapes, device)
     measured = {case.name: Measured() for case in cases}
     for batch in batches(cases, gradients.nbytes):
-        for part in spans(rounds):
-            seconds = together(batch, gradients, part, tick)
+        for part in spans(rounds, in_a_row):
+            seconds = together(batch, gradients, part, tick, in_a_row)
             for case in batch:
                 add(measured[case.name], case, seconds)
     return measured
 
 
 def together(
-    cases: Sequence[Case], gradients: Gradients, rounds: int, tick: Callable[[str], None]
+    cases: Sequence[Case], gradients: Gradients, rounds: int, tick: Callable[[str], None], in_a_row: int
 ) -> dict[str, list[float]]:
     """Make the steps, and time them in turns."""
     params = {case.name: gradients.params() for case in cases}
@@ -138,7 +142,7 @@ def together(
     def refill(name: str, number: int) -> None:
         gradients.refill(params[name], number)
 
-    return interleaved(runs, rounds, warm_up=WARM_UP, refill=refill, tick=tick)
+    return interleaved(runs, rounds, warm_up=WARM_UP, in_a_row=in_a_row, refill=refill, tick=tick)
 
 
 def add(measured: Measured, case: Case, seconds: Mapping[str, list[float]]) -> None:
@@ -162,16 +166,16 @@ def batches(cases: Sequence[Case], nbytes: int) -> Iterator[list[Case]]:
         yield [case for case in cases if case.name in chosen]
 
 
-def spans(rounds: int) -> list[int]:
+def spans(rounds: int, in_a_row: int) -> list[int]:
     """The rounds in parts that are short enough for gradients that grow; each part makes the steps anew."""
-    parts = math.ceil(rounds / (STEPS - WARM_UP))
+    parts = math.ceil(rounds / (STEPS // in_a_row - WARM_UP))
     return [rounds // parts + (i < rounds % parts) for i in range(parts)]
 
 
-def turns(cases: Sequence[Case], shapes: Shapes, rounds: int) -> int:
+def turns(cases: Sequence[Case], shapes: Shapes, rounds: int, in_a_row: int = 1) -> int:
     """How many steps `measure` takes."""
     nbytes = 4 * sum(math.prod(shape) for shape in shapes)
-    each = sum(number + WARM_UP for number in spans(rounds))
+    each = sum(number + WARM_UP for number in spans(rounds, in_a_row)) * in_a_row
     return sum(len(batch) for batch in batches(cases, nbytes)) * each
 
 
