@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from enum import Enum, auto
 from typing import Any
 
@@ -222,7 +222,7 @@ class Engine:
             )
         return self.phase is Phase.CHECK or torch.autograd._is_checkpoint_valid()
 
-    def add(self, layer: CapturedLayer, forward: Forward, contributions: Sequence[Contribution]) -> None:
+    def add(self, layer: CapturedLayer, forward: Forward, contributions: Iterable[Contribution]) -> None:
         """Store the contributions of one call of a layer."""
         if not self.attached:
             raise RuntimeError(f"the clipper was detached before the backward of {layer}; run the forward again")

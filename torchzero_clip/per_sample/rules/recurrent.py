@@ -1,6 +1,6 @@
 """LSTM, GRU and RNN: the weights of their gates are those of linear layers on all times."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torchzero_clip.per_sample.captured_gradients import Forward
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, saved_tensors, without_autocast
 from torchzero_clip.per_sample.contributions import Contribution, Dense
 from torchzero_clip.per_sample.products import Products
-from torchzero_clip.per_sample.rules.recurrences import Gradients, Recurrence, Times, Weights, recurrence_of
+from torchzero_clip.per_sample.rules.recurrences import Recurrence, Times, Weights, recurrence_of
 from torchzero_clip.per_sample.rules.sequences import SequenceRule
 
 WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
@@ -183,30 +183,28 @@ class _Recurrent(torch.autograd.Function):
             torch.zeros_like(x) if grad is None else grad.clone() for x, grad in zip(states, grads[1:], strict=True)
         ]
         with without_autocast(rows):
-            before = ctx.times.before(states[0], saved[ctx.kinds])
-            found = ctx.recurrence.backward(ctx.times, weights, saved, before, ends, grads[0])
+            inputs = [rows, ctx.times.before(states[0], saved[ctx.kinds])]
+            *uses, first = ctx.recurrence.backward(ctx.times, weights, saved, inputs[1], ends, grads[0])
+            grad_rows = uses[0] @ of_input if ctx.needs_input_grad[1] else None
             if layer.engine.wants(layer):
-                layer.engine.add(layer, ctx.of, _contributions(ctx, rows, before, found))
-            grad_rows = found.of_input @ of_input if ctx.needs_input_grad[1] else None
-        return None, grad_rows, *[None] * 6, *found.states
+                del saved
+                layer.engine.add(layer, ctx.of, _contributions(ctx, inputs, uses))
+        return None, grad_rows, *[None] * 6, *first
 
 
-def _contributions(ctx: Any, rows: Tensor, before: Tensor, found: Gradients) -> list[Contribution]:
-    """The contributions to the parameters of one layer in one direction, which may share a parameter with others."""
-    own = {id(param) for param in ctx.layer.params.values()}
-    parts: list[Contribution] = []
-    by_sample: dict[int, Tensor] = {}  # the gradients of a state are often those of the input
-    for name, inputs, grads in zip(
-        ctx.names, (rows, before, None, None), (found.of_input, found.of_state) * 2, strict=True
-    ):
-        param = ctx.layer.module._parameters.get(name)
-        if id(param) not in own:
-            continue
-        if id(grads) not in by_sample:
-            by_sample[id(grads)] = ctx.sequences.by_sample(grads)
-        outputs = by_sample[id(grads)]
-        if inputs is None:
-            parts.append(Dense(param, outputs.sum(1)))
-        else:
-            parts.append(Products(param, ctx.sequences.by_sample(inputs), outputs))
-    return parts
+def _contributions(ctx: Any, inputs: list[Tensor], grads: list[Tensor]) -> Iterator[Contribution]:
+    """The contributions to the parameters of one layer in one direction, some of which may be those of another one.
+
+    The lists are emptied, and contributions come one by one, so that memory can be used again.
+    """
+    params, own = ctx.layer.module._parameters, {id(param) for param in ctx.layer.params.values()}
+    same, outputs = grads[0] is grads[1], None
+    for of_matrix, of_bias in zip(ctx.names[:2], ctx.names[2:], strict=True):
+        rows, grad = inputs.pop(0), grads.pop(0)
+        if outputs is None or not same:
+            outputs = ctx.sequences.by_sample(grad)
+        del grad
+        if id(params[of_matrix]) in own:
+            yield Products(params[of_matrix], ctx.sequences.by_sample(rows), outputs)
+        if id(params.get(of_bias)) in own:
+            yield Dense(params[of_bias], outputs.sum(1))
