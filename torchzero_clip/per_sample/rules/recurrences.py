@@ -89,9 +89,9 @@ class LSTM(Recurrence):
         turned, size = weights.of_state.t(), h.shape[1]
         outputs, cells = gates.new_empty(len(gates), size), gates.new_empty(len(gates), size)
         split = [times.split(x) for x in (gates, gates[:, : 2 * size], *gates.split(size, 1), outputs, cells)]
-        for all_, i_f, i, f, g, o, output, cell in zip(*split, strict=True):
-            now, memory = h[: len(all_)], c[: len(all_)]
-            all_.addmm_(now, turned)
+        for whole, i_f, i, f, g, o, output, cell in zip(*split, strict=True):
+            now, memory = h[: len(whole)], c[: len(whole)]
+            whole.addmm_(now, turned)
             i_f.sigmoid_()
             g.tanh_()
             o.sigmoid_()
@@ -118,15 +118,15 @@ class LSTM(Recurrence):
         _slope_of_sigmoid(o, tanh, out=of_o)
         through_cell = slopes[:, : 3 * size].unflatten(1, (3, size))
         split = [times.split(x)[::-1] for x in (slopes, through_cell, of_o, of_cell, f, *_given(grad))]
-        for all_, i_f_g, out, slope, keep, *added in zip(*split, strict=True):
-            now, memory = dh[: len(all_)], dc[: len(all_)]
+        for whole, i_f_g, out, slope, keep, *added in zip(*split, strict=True):
+            now, memory = dh[: len(whole)], dc[: len(whole)]
             for x in added:
                 now.add_(x)
             memory.addcmul_(now, slope)
             i_f_g.mul_(memory[:, None])
             out.mul_(now)
             memory.mul_(keep)
-            torch.mm(all_, weights.of_state, out=now)
+            torch.mm(whole, weights.of_state, out=now)
         return Gradients(slopes, slopes, [dh, dc])
 
 
@@ -137,12 +137,12 @@ class GRU(Recurrence):
     def run(self, rows: Tensor, times: Times, weights: Weights, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         gates = F.linear(rows, weights.of_input, weights.input_bias)
         (h,) = states
-        turned, size = weights.of_state.t(), h.shape[1]
+        size = h.shape[1]
         outputs, adds = gates.new_empty(len(gates), size), gates.new_empty(len(gates), size)
         split = [times.split(x) for x in (gates[:, : 2 * size], *gates.split(size, 1), outputs, adds)]
         for r_z, r, z, n, output, add in zip(*split, strict=True):
             now = h[: len(r_z)]
-            by_state = F.linear(now, turned.t(), weights.state_bias)
+            by_state = F.linear(now, weights.of_state, weights.state_bias)
             r_z.add_(by_state[:, : 2 * size]).sigmoid_()
             add.copy_(by_state[:, 2 * size :])
             n.addcmul_(r, add).tanh_()
@@ -164,13 +164,13 @@ class GRU(Recurrence):
         torch.mul(of_n * adds, 1 - r, out=of_r)
         _slope_of_sigmoid(z, before - n, out=of_z)
         split = [times.split(x)[::-1] for x in (slopes, slopes.unflatten(1, (3, size)), inner, z, *_given(grad))]
-        for all_, each, new, keep, *added in zip(*split, strict=True):
-            now = dh[: len(all_)]
+        for whole, each, new, keep, *added in zip(*split, strict=True):
+            now = dh[: len(whole)]
             for x in added:
                 now.add_(x)
             each.mul_(now[:, None])
             new.mul_(now)
-            now.mul_(keep).addmm_(all_, weights.of_state)
+            now.mul_(keep).addmm_(whole, weights.of_state)
         return Gradients(torch.cat([slopes[:, : 2 * size], inner], 1), slopes, [dh])
 
 
@@ -198,12 +198,12 @@ class RNN(Recurrence):
         outputs, (dh,) = saved[1], ends
         slopes = 1 - outputs.square() if self._is_tanh else (outputs > 0).to(outputs.dtype)
         split = [times.split(x)[::-1] for x in (slopes, *_given(grad))]
-        for all_, *added in zip(*split, strict=True):
-            now = dh[: len(all_)]
+        for whole, *added in zip(*split, strict=True):
+            now = dh[: len(whole)]
             for x in added:
                 now.add_(x)
-            all_.mul_(now)
-            torch.mm(all_, weights.of_state, out=now)
+            whole.mul_(now)
+            torch.mm(whole, weights.of_state, out=now)
         return Gradients(slopes, slopes, [dh])
 
 

@@ -47,16 +47,19 @@ class RecurrentRule(SequenceRule):
         shape = module.num_layers * (2 if module.bidirectional else 1), sequences.count, module.hidden_size
         states = [sequences.ordered(x) for x in given] or [rows.new_zeros(shape)] * (2 if is_lstm else 1)
         ends: list[Sequence[Tensor]] = []
+        recurrence = recurrence_of(module)
         for depth in range(module.num_layers):
             if depth and module.dropout and module.training:
                 rows = F.dropout(rows, module.dropout)
             outputs: list[Tensor] = []
             for suffix in ("", "_reverse") if module.bidirectional else ("",):
                 names = [f"{name}_l{depth}{suffix}" for name in WEIGHTS]
+                times = Times(sequences.sizes, reverse=suffix == "_reverse")
+                of = layer, layer.engine.forward, recurrence, sequences, times, names
                 first = [state[len(ends)] for state in states]
-                output, *last = _run(layer, sequences, names, rows, first)
-                outputs.append(output)
-                ends.append(last)
+                found: Any = _Recurrent.apply(layer.engine.anchor, rows, *of, *first)
+                outputs.append(found[0])
+                ends.append(found[1:])
             # what is returned may be changed in place, and the backward needs what the function returned
             rows = torch.cat(outputs, 1) if len(outputs) > 1 or depth == module.num_layers - 1 else outputs[0]
         last = tuple(sequences.restored(torch.stack(column)) for column in zip(*ends, strict=True))
@@ -133,18 +136,6 @@ class _Sequences:
         places = torch.cat([samples[:size] * length + time for time, size in enumerate(self.sizes)])
         padded = rows.new_zeros(self.count * length, rows.shape[1])
         return padded.index_copy_(0, places, rows).unflatten(0, (self.count, length))
-
-
-def _run(
-    layer: CapturedLayer, sequences: _Sequences, names: list[str], rows: Tensor, states: list[Tensor]
-) -> tuple[Tensor, ...]:
-    """Run one layer in one direction. Return the outputs and the last states."""
-    times = Times(sequences.sizes, reverse=names[0].endswith("_reverse"))
-    found: Any = _Recurrent.apply(
-        layer.engine.anchor, rows, layer, layer.engine.forward, recurrence_of(layer.module), sequences, times, names,
-        *states,
-    )  # fmt: skip
-    return found
 
 
 class _Recurrent(torch.autograd.Function):
