@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.cases import CLIP_AND_FUSED, CLIP_EACH_AND_FUSED, grads_of
+from benchmarks.cases import CLIP_AND_FUSED, CLIP_EACH_AND_FUSED, grads_of, ours
 from benchmarks.timing import Case, Params, Timed
+from torchzero_clip import AdaGC, AdamW
 
 
 def torchzero(dim: str | None) -> Callable[[Params], Timed]:
@@ -75,7 +77,10 @@ PEERS: dict[str, list[Case]] = {
     ],
     "heavyball": [Case("heavyball, compiled, global clip", heavyball, (CLIP_AND_FUSED,), most_tensors=100)],
     "optax": [Case("optax, jitted, donated buffers, global clip", optax, (CLIP_AND_FUSED,), most_tensors=1000)],
-    "pytorch_optimizer": [Case("pytorch_optimizer AdaGC", adagc, (CLIP_AND_FUSED, CLIP_EACH_AND_FUSED))],
+    "pytorch_optimizer": [
+        Case("pytorch_optimizer AdaGC", adagc, (CLIP_AND_FUSED, CLIP_EACH_AND_FUSED)),
+        Case("AdaGC(warmup_steps=1), AdamW()", ours(partial(AdaGC, warmup_steps=1), AdamW), (CLIP_AND_FUSED,)),
+    ],
 }
 
 

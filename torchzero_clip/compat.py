@@ -54,6 +54,12 @@ def stores_by_hooks() -> bool:
     return top is None or top(True) is not None
 
 
+def grad_dtype(param: Tensor) -> torch.dtype:
+    """The dtype of the gradient of a parameter: ``param.grad_dtype`` if torch has that and it is set, else its own."""
+    chosen = param.grad_dtype if hasattr(Tensor, "grad_dtype") else None  # torch 2.9 lacks it
+    return chosen or param.dtype
+
+
 def is_capturing() -> bool:
     """True while a CUDA graph is captured. Always False if torch was built without CUDA, which cannot tell."""
     return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()

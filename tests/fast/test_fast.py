@@ -1,5 +1,6 @@
 """The fast way equals the readable one up to rounding, on random chains, tensors and events, and takes no memory."""
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -162,6 +163,21 @@ def test_the_fast_way_takes_no_memory_of_the_size_of_the_parameters():
             optimizer.step()
         allocated = [event.cpu_memory_usage for event in profiler.events() or [] if event.cpu_memory_usage > 0]
         assert max(allocated, default=0) < 2 * 2**20, transform
+
+
+@pytest.mark.fast_way
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # before torch 2.13
+@pytest.mark.parametrize("transform", [ClipNorm(1), ClipNormByEMA(), ClipNorm(1, ord=3)], ids=str)
+def test_gradients_that_vanish_take_no_memory_of_the_size_of_the_parameters(transform):
+    params = [nn.Parameter(torch.randn(256, 256)) for _ in range(40)]  # 10 MiB in all, 512 KiB each in float64
+    optimizer = Modular(params, transform, AdamW())
+    train(optimizer, params, [[torch.randn_like(p) * 1e-25 for p in params]] * 2)
+    set_grads(params, [torch.randn_like(p) * 1e-25 for p in params])  # squares of which are 0 in float32
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        optimizer.step()
+    events: Any = profiler.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    assert max(accumulate(nbytes for _, nbytes in changes)) < 2 * 2**20
 
 
 @needs_compiler

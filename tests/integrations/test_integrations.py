@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchzero_clip import ClipNorm, Modular, integrations
-from torchzero_clip.integrations import metrics, unwrapped
+from torchzero_clip import Centralize, ClipNorm, Modular, integrations
+from torchzero_clip.integrations import metrics, numbers, unwrapped
 
 
 class Wrapper:
@@ -26,6 +26,19 @@ def test_the_optimizer_is_found_under_wrappers():
     assert {name: value.item() for name, value in metrics(wrapped).items()} == pytest.approx(
         {"clip_norm/norm": 5.0, "clip_norm/factor": 0.2, "clip_norm/clipped": 1.0}
     )
+
+
+def test_numbers_are_the_metrics_in_their_order():
+    params = [nn.Parameter(torch.randn(3, dtype=dtype)) for dtype in (torch.float32, torch.float64)]
+    optimizer = Modular(params, ClipNorm(0.1), Centralize(), ClipNorm(0.2, ord=1), nonfinite="skip")
+    assert numbers(optimizer) == {"skipped_steps": 0.0}
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    found = numbers(Wrapper(optimizer, "optimizer"))
+    assert list(found.items()) == [(name, value.item()) for name, value in optimizer.metrics().items()]
+    assert len(found) == 7
+    assert all(type(value) is float for value in found.values())
 
 
 def test_a_wrapper_that_passes_for_a_modular_is_opened():

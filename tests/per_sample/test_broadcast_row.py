@@ -1,9 +1,12 @@
 """One row of input that stands for all samples."""
 
+import copy
+
 import pytest
 import torch
 from per_sample.harness import Net, assert_close, assert_matches_loop, assert_step, clip, losses_of, weight
 from torch import nn
+from torch.nn import functional as F
 
 
 def uses(use, layer=None, *, frozen=False):
@@ -174,3 +177,47 @@ def test_a_use_that_changes_asks_for_the_forward_again():
         with pytest.raises(RuntimeError, match=r"Net used a parameter in another way .* run the forward again"):
             model(x)
         assert_step(clipper, model, x)
+
+
+def attention(use=lambda m, q, mask: F.scaled_dot_product_attention(q, q, q, attn_mask=mask)):
+    """A module that uses what its submodule makes of a parameter alone, as tables of relative positions are used."""
+    mask = Net(lambda m, n: m.table[None, None] * n, table=weight(4, 4))
+    return Net(lambda m, x: use(m, m.lin(x)[:, None], m.mask(1.0)).squeeze(1), lin=nn.Linear(3, 3), mask=mask)
+
+
+ESCAPES = {
+    "scaled_dot_product_attention": attention(),
+    "where": attention(lambda m, q, mask: torch.where(mask[..., :3] > 0, mask[..., :3], q)),
+    "register_hook": attention(lambda m, q, mask: q * mask[..., :3] if mask.register_hook(abs) else q),
+    "zero_": attention(lambda m, q, mask: q + mask.zero_()[..., :3]),
+}
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_a_row_of_a_parameter_that_left_its_module_is_refused_by_an_ordinary_error(name):
+    model, x = copy.deepcopy(ESCAPES[name]).double(), torch.randn(5, 4, 3).double()
+    with clip(model, 1e9) as clipper:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=rf"^'mask' \(Net\) returned .*'{name}'.*x.expand.*whole=\(Net,\)"):
+                model(x)
+        norms = (clipper.backward(model.lin(x).sum((1, 2)))).norms  # the clipper goes on
+        assert_close(norms, (3 * (x.sum(1).square().sum(1) + 16)).sqrt())
+
+
+def test_the_way_out_of_the_error_is_right():
+    assert_matches_loop(attention(), torch.randn(5, 4, 3), modes=("auto", "low"), whole=(Net,))
+
+
+def test_a_row_of_a_parameter_in_the_loss_is_refused_by_an_ordinary_error():
+    model, x = Net(lambda m, x: (m.lin(x), 2 * m.p), lin=nn.Linear(3, 3), p=weight(3, 3)), torch.randn(5, 3)
+    with clip(model) as clipper:
+        output, row = model(x)
+        with pytest.raises(RuntimeError, match=r"^Net returned .*'matmul' used it.*x.expand"):
+            torch.matmul(output, row)
+        clipper.backward(losses_of(model(x)[0]))
+
+
+def test_a_row_that_a_module_with_parameters_uses_sends_that_module_through_the_generic_rule():
+    inner = Net(lambda m: m.table * 1.0, table=weight(3, 3))
+    model = Net(lambda m, x: m.lin(x) @ m.inner() * m.p, lin=nn.Linear(3, 3), inner=inner, p=weight(3))
+    assert_matches_loop(model, torch.randn(5, 4, 3), modes=("auto", "low"))

@@ -73,3 +73,15 @@ def test_a_model_may_be_compiled_while_a_clipper_is_attached():
         expected = clipper.backward(losses_of(model(x))).norms
         compiled = torch.compile(model, backend="aot_eager")
         assert_close(clipper.backward(losses_of(compiled(x))).norms, expected)
+
+
+def test_a_compiled_step_raises_while_gradients_wait():
+    model, x = made(), torch.randn(5, 4, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    with clip(model) as clipper:
+        clipper.backward(losses_of(model(x)))
+        step()
+        losses_of(model(x)).mean().backward()
+        with pytest.raises(RuntimeError, match="wait to be clipped"):
+            step()

@@ -8,6 +8,7 @@ import torch
 from defaults import DEFAULTS
 from per_sample.harness import Net, assert_close, by_backward, by_two_passes, clip, grads, losses_of, norms_by_loop
 from torch import nn
+from versions import needs_grad_dtype
 
 from torchzero_clip import ConstantFlatClipper, ConstantPerLayerClipper, PerSampleGradientClipper, check_per_sample
 from torchzero_clip.per_sample.squared_norms import squared_norms
@@ -211,3 +212,72 @@ def test_defaults_of_the_process_do_not_matter(default):
     expected = results()
     with DEFAULTS[default]():
         torch.testing.assert_close(results(), expected, rtol=0, atol=0)
+
+
+HALF = [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)]  # with the largest relative error of rounding once
+FORMS = {"backward": 1, "backward of parts": 16, "classic": 16}
+
+
+def sum_of_clipped(x, weights, dtype, form, *, wide=False):
+    """The gradient of a layer in a low precision: the sum of the gradients, each clipped to 1."""
+    layer = nn.Linear(8, 4).to(dtype)
+    for param in layer.parameters():
+        if wide:
+            param.grad_dtype = torch.float32
+    with clip(layer, loss_reduction="sum", verify="never") as clipper:
+        for part in x.to(dtype).split(4096 // FORMS[form]):
+            losses = (layer(part) * weights.to(dtype)).sum(1)
+            if form == "classic":
+                losses.sum().backward()
+                clipper.clip_and_accumulate()
+            else:
+                clipper.backward(losses)
+        if form == "classic":
+            clipper.pre_step()
+    assert all(grad.dtype == (torch.float32 if wide else dtype) for grad in grads(layer))
+    return torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1).double()
+
+
+def samples_of_one_kind():
+    """4096 samples whose gradients point in about one direction, so that their sum is large."""
+    generator = torch.Generator().manual_seed(0)
+    return 1 + 0.3 * torch.randn(4096, 8, generator=generator), 100 * torch.randn(4, generator=generator)
+
+
+def exact_sum(x, weights, dtype):
+    """The same in float64, by the formula: the gradient of a sample is b aᵀ, and b."""
+    a, b = nn.functional.pad(x.to(dtype).double(), (0, 1), value=1.0), weights.to(dtype).double()
+    return torch.outer(b, (a / (b.norm() * a.norm(dim=1, keepdim=True) + 1e-6)).sum(0))
+
+
+@pytest.mark.parametrize(("dtype", "unit"), HALF)
+@pytest.mark.parametrize("form", ["backward", "classic"])
+def test_sums_of_half_precision_are_rounded_once(form, dtype, unit):
+    x, weights = samples_of_one_kind()
+    exact = exact_sum(x, weights, dtype)
+    error = (sum_of_clipped(x, weights, dtype, form) - exact).abs() / exact.abs()
+    assert 0.1 * unit < error.max() <= unit * (1 + 1e-3)
+
+
+@needs_grad_dtype
+@pytest.mark.parametrize("dtype", [dtype for dtype, _ in HALF])
+@pytest.mark.parametrize("form", FORMS)
+def test_one_sample_moves_a_float32_gradient_by_its_limit_alone(form, dtype):
+    x, weights = samples_of_one_kind()
+    found = sum_of_clipped(x, weights, dtype, form, wide=True)
+    assert_close(found, exact_sum(x, weights, dtype), rtol=1e-5, atol=0)  # 4096 float32 numbers, in any order
+    for sample in (0, 2000, 4095):
+        others = torch.cat([x[:sample], x[sample + 1 :]])
+        moved = (found - sum_of_clipped(others, weights, dtype, form, wide=True)).norm().item()
+        assert moved == pytest.approx(1.0, abs=0.01)  # in bfloat16 it is up to 16
+
+
+@needs_grad_dtype
+def test_float32_gradients_of_half_parameters_have_hooks_and_add_up():
+    model, seen = nn.Linear(3, 1, bias=False).bfloat16(), []
+    model.weight.grad_dtype = torch.float32
+    model.weight.grad = torch.full((1, 3), 1 / 3)
+    model.weight.register_hook(lambda grad: seen.append(grad.dtype))
+    clip(model, 1e9, loss_reduction="sum").backward(model(torch.ones(2, 3).bfloat16()).squeeze(1))
+    assert_close(model.weight.grad, torch.full((1, 3), 2 + 1 / 3), rtol=1e-6)
+    assert seen == [torch.float32]

@@ -162,6 +162,23 @@ def recorded_steps_replay() -> None:
             agree(found[0], found[1], entry.name, torch.float32)
 
 
+def checkpoints_load_without_waiting_for_each_parameter() -> None:
+    """The check of a checkpoint waits as often for 20 parameters as for 5, at most once."""
+    for entry in ENTRIES:
+        waits = []
+        for count in (5, 20):
+            params = params_of([torch.ones(3, 4 + k % 3) for k in range(count)], CUDA)
+            optimizer = Modular(params, entry.make())
+            for param in params * 2:
+                param.grad = on_cuda(torch.full(param.shape, 0.1))
+            optimizer.step()
+            saved = optimizer.state_dict()
+            DEVICE.counts.clear()
+            optimizer.load_state_dict(saved)
+            waits.append(len(DEVICE.counts.waits))
+        assert waits[0] == waits[1] <= 1, (entry.name, waits)
+
+
 def captures_are_refused_where_a_step_waits() -> None:
     """A policy decides on the host, so a step with one cannot be captured: the error names it."""
     cases = {
@@ -188,6 +205,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     **{f"entries, {dtype}": lambda dtype=dtype: entries_agree(dtype) for dtype in DTYPES},
     **{f"no waiting, {dtype}": lambda dtype=dtype: steps_do_not_wait(dtype) for dtype in DTYPES},
     "replay": recorded_steps_replay,
+    "loading": checkpoints_load_without_waiting_for_each_parameter,
     "captures are refused": captures_are_refused_where_a_step_waits,
     "costs": costs_are_bounded,
 }

@@ -8,6 +8,7 @@ from pretended.device import CUDA, DEVICE, memory_in_use
 from torch import Tensor, nn
 
 from torchzero_clip import (
+    SGD,
     AdaGC,
     AdamW,
     AdaptiveGradientClip,
@@ -73,6 +74,9 @@ LIMITS = {
     "ClipByMaxEMA": Limit(lambda: [ClipByMaxEMA(), AdamW()], 65, 80),
     "ClipValueByEMA": Limit(lambda: [ClipValueByEMA(), AdamW()], 45, 125, 1),
     "ClipValueGrowth": Limit(lambda: [ClipValueGrowth(), AdamW()], 55, 210, 1),
+    "ClipNorm global, SGD": Limit(lambda: [ClipNorm(1, dim="global"), SGD(0.1, momentum=0.9)], 30, 29),
+    "ClipNorm, SGD": Limit(lambda: [ClipNorm(1), SGD(0.1, momentum=0.9)], 30, 30),
+    "ClipValue, SGD": Limit(lambda: [ClipValue(1e-3), SGD(0.1, momentum=0.9)], 15, 44),
     "SpikeAwareClip": Limit(lambda: [SpikeAwareClip(warmup_steps=2), AdamW()], 55, 200, 1),
 }
 

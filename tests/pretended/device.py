@@ -16,6 +16,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,8 @@ class Device:
         own_args, own_kwargs = _pytree.tree_map_only(OnCuda, lambda t: t.kept, (args, kwargs))
         if own_kwargs.get("device") is not None:
             own_kwargs = {**own_kwargs, "device": CPU}
+        if name == "_fused_sgd_":
+            function = partial(_sgd, function)
         found = function(*own_args, **own_kwargs)
         is_silent = name in VIEWS | ALLOCATIONS
         if not is_silent:
@@ -197,6 +200,15 @@ class Device:
         self.counts.copies += [
             f"{name} {tuple(to.shape)}" for to, source in pairs if isinstance(to, OnCuda) != isinstance(source, OnCuda)
         ]
+
+
+def _sgd(function: Any, *lists: Sequence[Tensor], **options: Any) -> None:
+    """Compute in float32 at least, as kernels on CUDA do. The one for CPUs leaves half precision as it is."""
+    wide = [[t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors] for tensors in lists]
+    function(*wide, **options)
+    for tensors, results in zip(lists, wide, strict=True):
+        for tensor, result in zip(tensors, results, strict=True):
+            tensor.copy_(result)
 
 
 DEVICE = Device()

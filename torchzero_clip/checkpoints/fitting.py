@@ -48,6 +48,7 @@ def fitted(
         if lacks := [key for key in nodes.storage_keys.values() if key not in saved]:
             raise ValueError(f"a param group of the checkpoint lacks the setting {', '.join(map(repr, lacks))}")
     found = saved_chain_state(all_saved, own)
+    statistics: dict[str, tuple[Tensor, torch.dtype]] = {}
     for key in COUNTERS:
         count(key, found.get(key, 0))
     begins = {key: 0 for key in (CONSECUTIVE, SCHEDULE_STEP) if key in own}  # a new schedule starts at 0
@@ -58,7 +59,10 @@ def fitted(
             raise ValueError(
                 f"the checkpoint lacks the state {key!r} of the chain: load it into the chain that wrote it"
             )
-        _check_value(f"the state {key!r} of the chain", found[key], expected, finite=True)
+        what = f"the state {key!r} of the chain"
+        _check_value(what, found[key], expected)
+        if isinstance(expected, Tensor):
+            statistics[what] = found[key], expected.dtype
     chain_state = {**own, **begins, **{key: _like(value, own.get(key)) for key, value in found.items()}}
     merged = [{**_merged(group, saved), **chain_state} for group, saved in zip(groups, all_saved, strict=True)]
     merged = schedules.applied(groups, merged, chain_state.get(SCHEDULE_STEP, 0))
@@ -75,8 +79,9 @@ def fitted(
     placed: dict[Any, Any] = {}
     for i, named, group in zip(ids, known, settings, strict=True):
         if i in state:
-            fresh = _check_state(i, state[i], nodes, named, group)
+            fresh = _check_state(i, state[i], nodes, named, group, statistics)
             placed[i] = {key: _like(value, fresh[key]) for key, value in state[i].items()}
+    _check_finite(statistics)
     for saved in all_saved:
         _check_keys(saved, {*nodes.storage_keys.values(), *own, IDENTITY})
     return {**state_dict, "state": placed, "param_groups": merged}, chain_state
@@ -184,8 +189,18 @@ def _check_keys(saved: Group, known: set[str]) -> None:
         )
 
 
-def _check_state(number: Any, saved: Any, nodes: Nodes, named: NamedParam, group: Group) -> dict[str, Any]:
-    """Return the state that a parameter may have. Raises if the saved state does not fit it."""
+def _check_state(
+    number: Any,
+    saved: Any,
+    nodes: Nodes,
+    named: NamedParam,
+    group: Group,
+    statistics: dict[str, tuple[Tensor, torch.dtype]],
+) -> dict[str, Any]:
+    """Return the state that a parameter may have. Raises if the saved state does not fit it.
+
+    Its statistics are added to ``statistics``, for `_check_finite`.
+    """
     if not isinstance(saved, Mapping):
         raise ValueError(f"the state of parameter {number} is a dict, got {type(saved).__name__}")
     # the keys of state may depend on settings, which may have changed since the last step
@@ -198,10 +213,12 @@ def _check_state(number: Any, saved: Any, nodes: Nodes, named: NamedParam, group
     extra = [key for key in saved if key not in expected]
     if missing or extra:
         raise ValueError(_changed_chain_message(number, missing, extra, nodes))
-    statistics = tuple(f"{node.path}/" for node in nodes if node.transform.keeps_statistics)
+    of_statistics = tuple(f"{node.path}/" for node in nodes if node.transform.keeps_statistics)
     for key, value in saved.items():
         what = f"the state {key!r} of parameter {number}"
-        _check_value(what, value, expected[key], finite=key.startswith(statistics))
+        _check_value(what, value, expected[key])
+        if key.startswith(of_statistics) and isinstance(value, Tensor):
+            statistics[what] = value, expected[key].dtype
     return expected
 
 
@@ -210,7 +227,19 @@ def _may_begin_later(transform: Transform) -> bool:
     return isinstance(transform, FinalRule) or type(transform).possible_state is not Transform.possible_state
 
 
-def _check_value(what: str, value: Any, expected: Any, *, finite: bool) -> None:
+def _check_finite(statistics: Mapping[str, tuple[Tensor, torch.dtype]]) -> None:
+    """Raise if a statistic is not finite in the dtype that it will have. Waits once for each device."""
+    by_device: dict[torch.device, dict[str, Tensor]] = {}
+    for what, (value, dtype) in statistics.items():
+        by_device.setdefault(value.device, {})[what] = local(value).to(dtype).isfinite().all()
+    for flags in by_device.values():
+        for what, is_finite in zip(flags, torch.stack(list(flags.values())).tolist(), strict=True):
+            if not is_finite:
+                dtype = statistics[what][1]
+                raise ValueError(f"{what} is not finite in {dtype}: it is a statistic, which no gradient makes inf")
+
+
+def _check_value(what: str, value: Any, expected: Any) -> None:
     if not isinstance(expected, Tensor):
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{what} is a number in this chain, got {type(value).__name__}")
@@ -222,8 +251,6 @@ def _check_value(what: str, value: Any, expected: Any, *, finite: bool) -> None:
             f"{what} has {_describe(value)} in the checkpoint and {_describe(expected)} in this chain: "
             "build the optimizer on a model of the same shapes"
         )
-    if finite and not local(value).to(expected.dtype).isfinite().all():
-        raise ValueError(f"{what} is not finite in {expected.dtype}: it is a statistic, which no gradient makes inf")
     if is_distributed(expected) != is_distributed(value):
         raise ValueError(f"{what}: sharded and whole tensors do not mix; load through torch.distributed.checkpoint")
 

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from torchzero_clip.compat import is_distributed
 from torchzero_clip.functional.bad import bad_gradients, labels
-from torchzero_clip.functional.foreach import all_contiguous, are_plain, wide_dtype
+from torchzero_clip.functional.foreach import PLAIN, all_contiguous, are_plain, wide_dtype
 from torchzero_clip.functional.measure import Slicing
 from torchzero_clip.functional.norms import p_norms
 from torchzero_clip.functional.processes import check_group
@@ -24,6 +24,8 @@ def named_tensors(name: str, tensors: Tensors) -> list[tuple[str | None, Tensor]
     if not isinstance(tensors, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"{name} must be a tensor or an iterable of tensors, got {type(tensors).__name__}")
     items: list[Any] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if PLAIN.issuperset(map(type, items)):
+        return [(None, item) for item in items]
     found: list[tuple[str | None, Tensor]] = []
     for i, item in enumerate(items):
         is_named = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
@@ -57,7 +59,10 @@ def with_gradients(
     once = {id(param): param for param in params}
     check_group(process_group, list(once.values()))
     having = [param for param in once.values() if param.grad is not None]
-    found = dict(zip(map(id, having), own_gradients(having), strict=True))
+    grads = own_gradients(having)
+    if PLAIN.issuperset(map(type, params)):
+        return list(zip(having, grads, strict=True))
+    found = dict(zip(map(id, having), grads, strict=True))
     distributed = [param for param in once.values() if param.requires_grad and is_distributed(param)]
     missing = [param for param in distributed if param.grad is None]
     if zeros_count and distributed:

@@ -416,8 +416,9 @@ def _redone(parts: Sequence[Part], norms: list[Tensor], indices: Sequence[int], 
     risky = [parts[i] for i in indices]
     extreme = math.copysign(math.inf, p)
     scales = [_usable_scale(n) for n in _merged(risky, [_local_norm(part, extreme) for part in risky], extreme)]
-    scaled = [part._replace(tensor=part.tensor / scale) for part, scale in zip(risky, scales, strict=True)]
-    again = _merged(scaled, [_local_norm(part, p) for part in scaled], p)
+    # one after the other, so that only one rescaled copy exists at a time
+    found = [_local_norm(x._replace(tensor=x.tensor / scale), p) for x, scale in zip(risky, scales, strict=True)]
+    again = _merged(risky, found, p)
     result = list(norms)
     for i, scale, value in zip(indices, scales, again, strict=True):
         result[i] = scale * value

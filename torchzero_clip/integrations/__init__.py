@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from torchzero_clip.modular.modular import Modular
@@ -51,6 +52,38 @@ def metrics(optimizer: Any) -> dict[str, Tensor]:
         5.0
     """
     return unwrapped(optimizer).metrics()
+
+
+def numbers(optimizer: Any) -> dict[str, float]:
+    """Return the metrics of an optimizer as numbers of Python, for a log.
+
+    It waits for the device once, where calling ``item`` on each metric would wait once for each.
+
+    Args:
+        optimizer: As in `metrics`; a `Modular` too.
+
+    Raises:
+        TypeError: If there is no `Modular` inside.
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import ClipNorm, Modular
+        >>> from torchzero_clip.integrations import numbers
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = Modular([weight], ClipNorm(1.0))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> optimizer.step()
+        >>> numbers(optimizer)
+        {'clip_norm/norm': 5.0, 'clip_norm/factor': 0.2, 'clip_norm/clipped': 1.0}
+    """
+    found = metrics(optimizer)
+    devices: dict[torch.device, list[str]] = {}
+    for name, value in found.items():
+        devices.setdefault(value.device, []).append(name)
+    read: dict[str, float] = {}
+    for names in devices.values():
+        read |= zip(names, torch.stack([found[name].double() for name in names]).tolist(), strict=True)
+    return {name: read[name] for name in found}
 
 
 def __getattr__(name: str) -> Any:

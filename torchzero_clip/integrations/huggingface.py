@@ -12,7 +12,7 @@ import transformers
 from transformers.trainer_callback import CallbackHandler
 from typing_extensions import override
 
-from torchzero_clip.integrations import metrics
+from torchzero_clip.integrations import numbers, unwrapped
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrapped import unwrap
 from torchzero_clip.recorder.recorder import Recorder, attached, resumed
@@ -66,7 +66,7 @@ class TrainerCallback(transformers.TrainerCallback):
         optimizer = kwargs["optimizer"]
         own = isinstance(unwrap(optimizer), Modular) or self._given is None
         if own:
-            metrics(optimizer)
+            unwrapped(optimizer)
         if args.max_grad_norm is not None and args.max_grad_norm > 0:
             clips = f"the Trainer clips gradients to max_grad_norm={args.max_grad_norm} before"
             if own:
@@ -115,9 +115,7 @@ class TrainerCallback(transformers.TrainerCallback):
         """Add the numbers to the logs of training."""
         if logs is None or "loss" not in logs or kwargs.get("optimizer") is None:
             return
-        found = metrics(kwargs["optimizer"]) if isinstance(unwrap(kwargs["optimizer"]), Modular) else {}
-        numbers = torch.stack([value.double().cpu() for value in found.values()]).tolist() if found else []
-        named = dict(zip(found, numbers, strict=True))
+        named = numbers(kwargs["optimizer"]) if isinstance(unwrap(kwargs["optimizer"]), Modular) else {}
         if self.recorder is not None:
             last = self.recorder.step - 1
             is_of_step = args.logging_strategy == "steps" and args.logging_steps == 1

@@ -99,8 +99,10 @@ class SGD(UpdateRule):
         """Return torch's fused kernel, if it computes this step."""
         if self.fused is False or [type(t) for t in rest] != [LR] or any(t.target != "update" for t in (self, *rest)):
             return None
-        # in torch 2.13, the kernel leaves bfloat16 parameters as they are on CPU, and has no version for fake tensors
-        if not foreach.is_real_and_wide(step.params[0].dtype) or isinstance(step.params[0], FakeTensor):
+        # in torch 2.13, the kernel leaves half precision as it is on CPU, and has no version for fake tensors
+        first = step.params[0]
+        is_computed = foreach.is_real_and_wide(first.dtype) or (first.is_floating_point() and not first.is_cpu)
+        if not is_computed or isinstance(first, FakeTensor):
             return None
         settings = [setting for setting, _ in step.by_setting()]
         if not self.variant(settings[0]):

@@ -1,6 +1,6 @@
 """Values that all samples share, such as embeddings of positions, class tokens and layer scales."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,10 @@ HOOKS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
 
 
 class NotARowError(BaseException):  # so that the code of a module does not catch it
-    """An operation with a value that all samples share has a result that is not of that kind."""
+    """An operation with a value that all samples share has a result that is not of that kind.
+
+    It is raised only while a layer runs that catches it.
+    """
 
 
 class BroadcastRow(Tensor):
@@ -65,18 +68,30 @@ class BroadcastRow(Tensor):
             param = any(row._is_param for row in rows)
             if name in HOOKS:
                 if param:
-                    raise NotARowError(name)
+                    _refuse_param(rows, name)
                 rows[0]._layer.refuse_row()
             if torch.is_grad_enabled() and all(map(is_row, rows)):
                 output = _with_copies(func, args, kwargs, rows, [x for x in tensors if not isinstance(x, BroadcastRow)])
                 if output is not NotImplemented:
                     return output
             if param and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
-                raise NotARowError(name)
+                _refuse_param(rows, name)
             output = func(*args, **kwargs)
         if param and any(x.requires_grad for x in _tensors(output)):
-            raise NotARowError(getattr(func, "__name__", func))
+            _refuse_param(rows, getattr(func, "__name__", func))
         return output
+
+
+def _refuse_param(rows: list[BroadcastRow], operation: str) -> NoReturn:
+    """Raise for an operation that is not for rows, with a parameter or with what was made of one."""
+    layer = next(row._layer for row in rows if row._is_param)
+    if layer.engine.tries:
+        raise NotARowError(operation)
+    raise RuntimeError(
+        f"{layer} returned a value that it made of its parameters alone, and {operation!r} used it in a way that does "
+        "not tell samples apart: let the module return a copy for each sample, with x.expand(batch_size, ...)"
+        f"{layer.way_out}"
+    )
 
 
 def _normalized(
@@ -106,7 +121,7 @@ def row_of(layer: Any, each: Tensor) -> BroadcastRow:
 
 
 def row_of_param(layer: Any, param: Tensor, each: Tensor) -> BroadcastRow:
-    """Return a parameter as a row. An operation that is not for rows raises a `NotARowError`."""
+    """Return a parameter as a row. An operation that is not for rows raises."""
     return _as_row(_refusing(layer, param.detach()), each, layer, is_param=True)
 
 

@@ -1,5 +1,6 @@
 """Clips the gradient of every sample, with one backward for all of them."""
 
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Literal, Self, TypeAlias
 
@@ -28,9 +29,10 @@ class PerSampleGradientClipper:
     the backward, it computes the norms of the samples from the input of each layer and the gradient of its output. The
     factors follow from the norms. After the backward, it computes the clipped sums.
 
-    It captures every forward of the module with gradients enabled, in training and in eval mode. It stops at
-    `detach()`, at the end of a ``with`` block, or when the clipper is deleted. Parameters outside of the module are not
-    clipped.
+    It captures every forward of the module with gradients enabled, in training and in eval mode, except in a block of
+    `paused()`. It stops at `detach()`, at the end of a ``with`` block, or when the clipper is deleted. Parameters
+    outside of the module are not clipped. After a ``loss.backward()`` without `clip_and_accumulate`, the next forward
+    raises, and so does the next step of an optimizer over these parameters.
 
     Args:
         module: The model. If a layer mixes samples, as BatchNorm does, the error names it.
@@ -214,6 +216,37 @@ class PerSampleGradientClipper:
     def discard(self) -> None:
         """Drop the gradients of the last backward without clipping them."""
         self._engine.discard()
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Return a context in which the module runs as if there were no clipper.
+
+        ``loss.backward()`` adds to ``.grad``, and `torch.autograd.grad` returns gradients of parameters. Use it for
+        gradients of validation data, for example. Blocks may be nested. The clipper captures again when the outermost
+        block ends, also if an exception ends it. Gradients that wait for `clip_and_accumulate` keep waiting.
+
+        Run the backward where its forward ran:
+
+        | forward | backward | what happens |
+        | --- | --- | --- |
+        | inside | inside | ordinary gradients |
+        | outside | inside | RuntimeError; the same backward after the block is clipped as usual |
+        | inside | outside | RuntimeError, and gradients that wait are dropped |
+        | outside | outside, with a block between them | clipped as usual |
+
+        Raises:
+            RuntimeError: If `backward` is called in the block.
+
+        Examples:
+            >>> import torch
+            >>> from torch import nn
+            >>> from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
+            >>> model = nn.Linear(2, 1, bias=False)
+            >>> clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+            >>> with clipper.paused():
+            ...     torch.autograd.grad(model(torch.tensor([[3.0, 4.0]])).sum(), model.weight)
+            (tensor([[3., 4.]]),)
+        """
+        return self._engine.paused()
 
     def detach(self) -> None:
         """Stop clipping, and restore the module. `pre_step` still works for sums accumulated before."""

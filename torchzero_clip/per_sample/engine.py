@@ -2,7 +2,8 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Any
 
@@ -23,6 +24,7 @@ from torchzero_clip.per_sample.hooks import accumulate
 from torchzero_clip.per_sample.mixing import MixingCheck, Verify
 from torchzero_clip.per_sample.rules.whole import Whole, whole_line
 from torchzero_clip.per_sample.selected_rows import SelectedRows
+from torchzero_clip.per_sample.unclipped import refuse_steps
 
 
 class Phase(Enum):
@@ -72,6 +74,10 @@ class Engine:
         self.enabled = self.attached = True
         self.inside = False
         """True while a layer runs its submodules by itself."""
+        self.pauses = 0
+        """How many blocks of `paused` are open."""
+        self.tries = 0
+        """How many layers run that catch a `NotARowError`."""
         self.running: CapturedLayer | None = None
         """The layer that runs, the innermost one."""
         self.forward = Forward()
@@ -87,6 +93,12 @@ class Engine:
         self._shown: list[tuple[nn.Parameter, str]] = []
         self.clear()
         self.attachment = Attachment(self, model, whole, force_generic=force_generic)
+        self._allow_steps = None if two_passes else refuse_steps(self)
+
+    @property
+    def waiting(self) -> dict[int, list[Contribution]]:
+        """What waits to be clipped after a backward, by the id of the parameter."""
+        return self.captured.of if self.phase is Phase.WAITING else {}
 
     @property
     def waits(self) -> bool:
@@ -96,7 +108,7 @@ class Engine:
     @property
     def captures(self) -> bool:
         """True if layers that run now are captured: in a backward, where checkpoints repeat them, if they were."""
-        if self.inside or not self.attached:
+        if self.inside or self.pauses or not self.attached:
             return False
         return self.forward.captured if in_backward() else self.enabled
 
@@ -110,6 +122,15 @@ class Engine:
         """The factor between the gradients that arrive and those of the losses of ``count`` single samples."""
         return float(count) if self.of_mean else 1.0
 
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """A block in which the model runs as without a clipper. What was captured before stays as it is."""
+        self.pauses += 1
+        try:
+            yield
+        finally:
+            self.pauses -= 1
+
     def release_with(self, owner: object) -> None:
         """Restore the model when the owner is deleted before the model."""
         weakref.finalize(owner, _release, weakref.ref(self)).atexit = False
@@ -117,6 +138,8 @@ class Engine:
     def detach(self) -> None:
         """Restore the model."""
         self.attachment.detach()
+        if self._allow_steps is not None:
+            self._allow_steps()
         self.attached = False
         self.discard()
 
@@ -141,7 +164,7 @@ class Engine:
 
     def forward_began(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The hook of the model before its forward."""
-        if self.inside or in_backward() or not torch.is_grad_enabled():
+        if self.inside or self.pauses or in_backward() or not torch.is_grad_enabled():
             return
         if self.enabled and DistributedDataParallel._active_ddp_module is not None:
             raise RuntimeError("module is run by DistributedDataParallel, which would not average its gradients")
@@ -160,6 +183,8 @@ class Engine:
 
     def forward_ended(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """The hook of the model after its forward."""
+        if self.pauses:
+            return
         self._follow(None)
         if self.phase is Phase.FORWARD:
             self.phase = Phase.IDLE
@@ -213,8 +238,14 @@ class Engine:
         """True if the current backward gives gradients to parameters, unlike `torch.autograd.grad` of an input.
 
         Raises:
-            RuntimeError: With ``create_graph=True``, because the parameters are not in the graph.
+            RuntimeError: With ``create_graph=True``, because the parameters are not in the graph; or if the forward ran
+                outside of a block of `paused`, and its backward runs inside.
         """
+        if self.pauses and (torch.is_grad_enabled() or torch.autograd._is_checkpoint_valid()):
+            raise RuntimeError(
+                f"the forward of {layer} ran outside of this paused() block: run it again inside of the block, or run "
+                "the backward after it"
+            )
         if torch.is_grad_enabled():
             self.clear()
             raise RuntimeError(
@@ -301,11 +332,12 @@ class Engine:
 
     def refuse_outside(self, name: str, grad: Tensor) -> None:
         """The hook of a parameter, which gets a gradient only from outside of the captured layers."""
-        if self.enabled and self.attached:
+        if self.enabled and self.attached and not self.pauses:
             self.clear()
             raise RuntimeError(
                 f"{name!r} got a gradient from outside the call of its layer, where samples are not told apart. "
-                "Either the forward ran before the clipper was attached, or the parameter is used by another module or "
+                "Either the forward ran before the clipper was attached or inside of paused(), where the backward "
+                "belongs too, or the parameter is used by another module or "
                 "by the loss: call its own module instead, or freeze it; a penalty on parameters belongs into "
                 "weight_decay. Or another tensor is made of it in a hook, as torch.nn.utils.weight_norm does: use "
                 f"torch.nn.utils.parametrizations{whole_line(self.attachment.model, name.rpartition('.')[0])}"

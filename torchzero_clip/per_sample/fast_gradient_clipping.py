@@ -1,6 +1,7 @@
 """Per-sample norms and clipping coefficients by a wrapper around the model, for loops that use such a wrapper."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -245,6 +246,13 @@ class GradSampleModuleFastGradientClipping(nn.Module):
     def enable_hooks(self) -> None:
         """Capture forwards and backwards again."""
         self._engine.enabled = True
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Return a context in which the model runs as if there were no wrapper: see `PerSampleGradientClipper.paused`.
+
+        After `disable_hooks`, a backward of an earlier forward gives ordinary gradients. In this context it raises.
+        """
+        return self._engine.paused()
 
     def detach(self) -> None:
         """Stop capturing permanently, and restore the model."""

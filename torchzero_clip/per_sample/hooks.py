@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.compat import never_compiled
+from torchzero_clip.compat import grad_dtype, never_compiled
 
 
 class Hook:
@@ -31,11 +31,13 @@ def _nothing(*args: Any) -> None:
 def accumulate(values: Sequence[tuple[Any, Tensor]]) -> None:
     """Add to the gradients of parameters as a backward does, calling the hooks that users have registered.
 
+    The values are float32 or wider, and are rounded once to the dtype of the gradient.
+
     If a hook raises, no gradient changes, except if it is a hook that runs after accumulation.
     """
     changed: list[tuple[Any, Tensor]] = []
     for param, value in values:
-        value = value.to(param.device, param.dtype).detach()
+        value = value.to(param.device, grad_dtype(param)).detach()
         hooks = [hook for hook in (param._backward_hooks or {}).values() if not isinstance(hook, Hook)]
         for hook in hooks:
             answer = hook(value)

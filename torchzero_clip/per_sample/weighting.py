@@ -57,6 +57,10 @@ def clipped_backward(
         raise RuntimeError("the clipper is detached: make a new one, and run the forward again")
     if not engine.enabled:
         raise RuntimeError("hooks are disabled: call enable_hooks() before the forward")
+    if engine.pauses:
+        raise RuntimeError(
+            "the clipper is paused: leave the paused() block before the forward, or call loss.backward()"
+        )
     if engine.waits:
         raise RuntimeError("gradients of an earlier backward wait: call clip_and_accumulate() or discard() first")
     check, of_mean, engine.of_mean = engine.mixing.is_due(losses), engine.of_mean, False

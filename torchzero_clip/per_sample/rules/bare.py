@@ -80,8 +80,12 @@ class BareRule(Rule):
 
 
 def _run(layer: CapturedLayer, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with _Rows(layer, count):
-        return type(layer.module).forward(layer.module, *args, **kwargs)
+    layer.engine.tries += 1
+    try:
+        with _Rows(layer, count):
+            return type(layer.module).forward(layer.module, *args, **kwargs)
+    finally:
+        layer.engine.tries -= 1
 
 
 def _take_whole(layer: CapturedLayer) -> None:
