@@ -8,6 +8,7 @@ step of a new clipper have rows of their own. Peers that are not installed are l
 times on a shared machine drift.
 
     python -m benchmarks.per_sample --models mlp cnn gpt
+    python -m benchmarks.per_sample --models lstm gru rnn packed_lstm packed_gru packed_rnn
 
 With transformers installed, four models of Hugging Face join, in small configurations:
 
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from benchmarks.timing import Step, Timed, interleaved, ratios
 from torchzero_clip import (
@@ -97,6 +100,25 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
+class Recurrent(nn.Module):
+    """A classifier of sequences of words, padded with the word 0, by its states at their words."""
+
+    def __init__(self, kind: Callable[..., nn.Module], *, packed: bool, words: int = 2000, width: int = 128) -> None:
+        super().__init__()
+        self.packed = packed
+        self.words, self.head = nn.Embedding(words, width), nn.Linear(width, 10)
+        self.rnn = kind(width, width, num_layers=2, batch_first=True)
+
+    def forward(self, index: Tensor) -> Tensor:
+        x, mask = self.words(index), index != 0
+        if self.packed:
+            packed = pack_padded_sequence(x, mask.sum(1).cpu(), batch_first=True, enforce_sorted=False)
+            x, _ = pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
+        else:
+            x, _ = self.rnn(x)
+        return self.head((x * mask[:, : x.shape[1], None]).sum(1) / mask.sum(1, keepdim=True))
+
+
 def mlp() -> tuple[nn.Module, Batch]:
     layers = [nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)]
     return nn.Sequential(*layers), (torch.randn(256, 784), torch.randint(0, 10, (256,)))
@@ -113,6 +135,12 @@ def gpt() -> tuple[nn.Module, Batch]:
 def long() -> tuple[nn.Module, Batch]:
     model = Transformer(layers=1, length=1024, words=50_000)
     return model, (torch.randint(0, 50_000, (2, 1024)), torch.randint(0, 50_000, (2, 1024)))
+
+
+def recurrent(kind: Callable[..., nn.Module], *, packed: bool = False) -> tuple[nn.Module, Batch]:
+    index, lengths = torch.randint(1, 2000, (32, 64)), torch.randint(8, 65, (32,))
+    index = index.masked_fill(torch.arange(64) >= lengths[:, None], 0)
+    return Recurrent(kind, packed=packed), (index, torch.randint(0, 10, (32,)))
 
 
 def published(kind: str, **settings: Any) -> nn.Module:
@@ -150,6 +178,8 @@ def convnext() -> tuple[nn.Module, Batch]:
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {"mlp": mlp, "cnn": cnn, "gpt": gpt, "long": long}
+for name, kind in {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}.items():
+    MODELS.update({name: partial(recurrent, kind), f"packed_{name}": partial(recurrent, kind, packed=True)})
 if find_spec("transformers"):
     MODELS.update({"vit": vit, "llama": llama, "bert": bert, "convnext": convnext})
 

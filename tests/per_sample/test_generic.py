@@ -81,8 +81,8 @@ def test_a_recurrent_network_whose_order_of_dimensions_is_left_is_refused(count,
         clipper.backward(losses_of(model(torch.randn(count, 5, 3)), 1))
 
 
-def test_recurrent_layers_refuse_packed_sequences():
-    model = nn.LSTM(3, 2)
+def test_packed_sequences_are_refused_where_the_generic_rule_runs():
+    model = nn.LSTM(3, 2, proj_size=1)
     with clip(model, batch_first=False), pytest.raises(ValueError, match="PackedSequence"):
         model(nn.utils.rnn.pack_sequence([torch.randn(4, 3), torch.randn(2, 3)]))
 

@@ -3,7 +3,7 @@
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -113,6 +113,14 @@ class CapturedLayer:
                 f"{self} got rows that values have selected, as in x[mask]. There are as many rows as samples, but row "
                 "i does not belong to sample i, so per-sample gradients would be wrong. Run the layer on all positions "
                 f"and select from its output: layer(x)[mask]{self.way_out}"
+            )
+
+    def check_packed(self, data: Tensor) -> None:
+        """Raise a ValueError if a packed sequence is made of rows that values have selected."""
+        if self.engine.selected is not None and self.engine.selected.has(data):
+            raise ValueError(
+                f"{self} got a PackedSequence of rows that values have selected, as in x[mask]: pack all samples, and "
+                f"select from the output{self.way_out}"
             )
 
     def watch_params(
@@ -228,19 +236,33 @@ class _Watched(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         layer, grad = ctx.layer, grads[0]
         if layer.engine.wants(layer):
-            try:
-                inputs = ctx.saved_tensors
-            except RuntimeError as error:
-                layer.engine.clear()
-                if "modified by an inplace operation" not in str(error):
-                    raise
-                raise RuntimeError(
-                    f"the input of {layer} was changed in place after the layer used it: its gradient would be wrong"
-                ) from error
-            kind = grad.device.type
-            with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+            inputs = saved_tensors(ctx, layer, "the input")
+            with without_autocast(grad):
                 layer.engine.add(layer, ctx.of, ctx.contribute(grad, *inputs))
         return None, grad if ctx.goes_on else None, None, None, None, None
+
+
+def saved_tensors(ctx: Any, layer: CapturedLayer, name: str) -> tuple[Tensor, ...]:
+    """What a function has saved for its backward.
+
+    Raises:
+        RuntimeError: If one of the tensors was changed in place, which the message calls ``name``.
+    """
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        layer.engine.clear()
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{name} of {layer} was changed in place after the layer used it: its gradient would be wrong"
+        ) from error
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
+    """Disable autocast on the device of a tensor, within a block."""
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from torchzero_clip.checks import boolean, instance, one_of
@@ -167,7 +168,9 @@ class Engine:
             return
         if self.enabled and DistributedDataParallel._active_ddp_module is not None:
             raise RuntimeError("module is run by DistributedDataParallel, which would not average its gradients")
-        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        leaves = pytree.tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PackedSequence))
+        leaves = [_first_time(x, self.batch_dim) if isinstance(x, PackedSequence) else x for x in leaves]
+        inputs = [x for x in leaves if isinstance(x, Tensor)]
         before = self.attachment.captures_model
         self._begin(Forward(inputs, self.batch_dim, captured=self.enabled))
         if self.attachment.captures_model and not before:
@@ -250,7 +253,7 @@ class Engine:
             )
         return self.phase is Phase.CHECK or torch.autograd._is_checkpoint_valid()
 
-    def add(self, layer: CapturedLayer, forward: Forward, contributions: Sequence[Contribution]) -> None:
+    def add(self, layer: CapturedLayer, forward: Forward, contributions: Iterable[Contribution]) -> None:
         """Store the contributions of one call of a layer."""
         if not self.attached:
             raise RuntimeError(f"the clipper was detached before the backward of {layer}; run the forward again")
@@ -356,3 +359,8 @@ def _release(engine: "weakref.ref[Engine]") -> None:
     alive = engine()
     if alive is not None:
         alive.detach()
+
+
+def _first_time(packed: PackedSequence, dim: int) -> Tensor:
+    """The rows of all samples at the first time, with the samples in dimension ``dim``."""
+    return packed.data[: int(packed.batch_sizes[0])].unsqueeze(0).movedim(1, dim)

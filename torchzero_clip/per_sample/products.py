@@ -56,6 +56,8 @@ class Products(Contribution):
             inputs = inputs * scale
         else:
             outputs = outputs * scale
+        if inputs.stride(0) < inputs.stride(1):  # positions first in memory, as in recurrent layers: no copies
+            inputs, outputs = inputs.transpose(0, 1), outputs.transpose(0, 1)
         return outputs.flatten(0, 1).t() @ inputs.flatten(0, 1)
 
     @override

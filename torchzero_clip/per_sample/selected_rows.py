@@ -78,6 +78,9 @@ class SelectedRows(TorchFunctionMode):
         elif name in ("cat", "concat", "concatenate"):
             tensors, dim = _arguments(args, {"dim": 0, **kwargs}, "tensors", "dim")
             self._note(output, self._joined(tensors, dim))
+        elif name == "pack_padded_sequence":
+            if given[0] in self._rows:
+                self._note(output, Rows(0, None))
         elif name not in PLACES:
             for x in given[:1] if name in OF_FIRST else given:
                 if x in self._rows:

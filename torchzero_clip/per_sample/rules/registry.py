@@ -23,6 +23,7 @@ from torchzero_clip.per_sample.rules.normalization import (
     layer_norm,
     rms_norm,
 )
+from torchzero_clip.per_sample.rules.recurrent import RecurrentRule
 from torchzero_clip.per_sample.rules.registered import PerSampleGradients, RegisteredRule
 from torchzero_clip.per_sample.rules.sequences import SequenceRule
 
@@ -38,7 +39,7 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.GroupNorm: GroupNormRule(),
     BatchNorm: NormalizationRule(batch_norm, channels=True),
     InstanceNorm: NormalizationRule(instance_norm, channels=True),
-    **dict.fromkeys((nn.RNN, nn.LSTM, nn.GRU), SequenceRule(1)),
+    **dict.fromkeys((nn.RNN, nn.LSTM, nn.GRU), RecurrentRule()),
     nn.MultiheadAttention: SequenceRule(0),
 }
 

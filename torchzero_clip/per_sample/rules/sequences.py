@@ -1,4 +1,4 @@
-"""Recurrent networks and attention: the generic rule, with the batch dimensions that these modules define."""
+"""Attention and recurrent networks: the generic rule, with the batch dimensions that these modules define."""
 
 import inspect
 from collections.abc import Sequence
@@ -15,9 +15,10 @@ from torchzero_clip.per_sample.rules.generic import GenericRule
 
 
 class SequenceRule(GenericRule):
-    """RNN, LSTM, GRU and MultiheadAttention. Their `batch_first` decides the batch dimension of sequences.
+    """MultiheadAttention, and RNN, LSTM and GRU in calls that `RecurrentRule` leaves to it.
 
-    That of others is given: 1 for the hidden states of a recurrent network, 0 for masks and weights of attention.
+    Their `batch_first` decides the batch dimension of sequences. That of others is given: 1 for the hidden states of a
+    recurrent network, 0 for masks and weights of attention.
     """
 
     def __init__(self, of_others: int) -> None:
@@ -29,7 +30,8 @@ class SequenceRule(GenericRule):
     ) -> tuple[list[int | None], set[Any]]:
         if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
             raise ValueError(
-                f"{layer} got a PackedSequence, in which samples are mixed: use padded sequences{layer.way_out}"
+                f"{layer} got a PackedSequence, and runs sample by sample with proj_size, under autocast, in half or "
+                f"mixed precision, or with dropout on a GPU: use padded sequences{layer.way_out}"
             )
         indices = pytree.tree_unflatten(list(range(len(leaves))), pytree.tree_structure((args, kwargs)))
         signature = inspect.signature(MethodType(type(layer.module).forward, layer.module))
