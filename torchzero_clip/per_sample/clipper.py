@@ -200,9 +200,9 @@ class PerSampleGradientClipper:
             ValueError: If there was no `clip_and_accumulate` since the last `pre_step`.
         """
         params, processes, mean = self._engine.attachment.params, self._engine.processes, self.loss_reduction == "mean"
-        limit = 0.0 if self._thresholds is None else torch.linalg.vector_norm(self._thresholds).item()
+        limits = torch.zeros(1, dtype=torch.float64, device="cpu") if self._thresholds is None else self._thresholds
         with processes.start("pre_step", params, mean) as start:
-            start.numbers = self._count, self._thresholds is not None, limit
+            start.numbers = self._count, self._thresholds is not None, torch.linalg.vector_norm(limits).item()
         if not start.anywhere(1):
             raise ValueError("nothing was accumulated: call clip_and_accumulate() after loss.backward() first")
         count = start.total(0)
@@ -210,7 +210,7 @@ class PerSampleGradientClipper:
         sums = {name: value / divisor for name, value in self._sums.items()}
         sums = processes.added_up(sums, params, params)
         before = [param.grad for param in params.values()]
-        means = [(param, sums.get(name, torch.zeros_like(param))) for name, param in params.items()]
+        means = [(param, sums[name] if name in sums else torch.zeros_like(param)) for name, param in params.items()]
         try:
             for param in params.values():
                 param.grad = None
@@ -219,7 +219,7 @@ class PerSampleGradientClipper:
             for param, grad in zip(params.values(), before, strict=True):
                 param.grad = grad
             raise
-        max_norm = torch.full((len(params),), start.largest(2), dtype=torch.float64, device="cpu")
+        max_norm = torch.full((len(params),), start.largest(2), dtype=limits.dtype, device="cpu")
         self._sums, self._count, self._thresholds = {}, 0, None
         return max_norm, count
 

@@ -64,6 +64,8 @@ class Engine:
     ) -> None:
         instance("module", model, nn.Module)
         self.processes, model = processes_of(model)
+        if two_passes and self.processes.group is not None:
+            raise ValueError("two passes work in one process: use PerSampleGradientClipper with several")
         boolean("batch_first", batch_first)
         one_of("memory", memory, ("auto", "low"))
         self.batch_first = batch_first

@@ -80,6 +80,9 @@ def clipped_sums(
             gathered = _gathered(engine, losses, restore)
             agreement.numbers = [id(param) in gathered for param in params.values()]
             found = weighed(engine, gathered, norm_clipper, nonfinite)
+        used = {name for i, name in enumerate(params) if agreement.anywhere(i)}
+        if not used:
+            raise RuntimeError("no process has samples")
         engine.mixing.passed(losses)
     except BaseException:
         if restore is not None:
@@ -88,7 +91,6 @@ def clipped_sums(
     finally:
         engine.of_mean = of_mean
         engine.clear()
-    used = {name for i, name in enumerate(params) if agreement.anywhere(i)}
     divisor = float(max(start.total(0), 1)) if mean else 1.0
     return found.sums(divisor), used, found.result
 
@@ -116,8 +118,8 @@ def _gathered(
     params = engine.attachment.params
     check = losses.requires_grad and _backward(engine, losses, restore)
     gathered = engine.gathered(len(losses))
-    is_empty_share = engine.processes.group is not None and not len(losses)
-    if gathered.keys().isdisjoint(map(id, params.values())) and not is_empty_share:
+    has_samples = len(losses) or engine.processes.group is None
+    if has_samples and gathered.keys().isdisjoint(map(id, params.values())):
         raise RuntimeError(
             "no gradient reached the module: the losses do not depend on it, or nothing in it trains"
             if losses.requires_grad
