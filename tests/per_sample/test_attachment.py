@@ -23,7 +23,7 @@ from per_sample.harness import (
 )
 from torch import nn
 
-from torchzero_clip import GradSampleModuleFastGradientClipping
+from torchzero_clip import GradSampleModuleFastGradientClipping, check_per_sample
 
 
 def test_detach_leaves_the_model_as_it_was():
@@ -219,6 +219,12 @@ def test_a_wrapped_part_of_the_model_is_refused_by_name():
 def test_two_passes_refuse_distributed_data_parallel():
     with pytest.raises(ValueError, match="two passes work in one process: use PerSampleGradientClipper"):
         GradSampleModuleFastGradientClipping(nn.parallel.DistributedDataParallel(small()))
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_wrapped_model_is_checked_before_it_is_wrapped():
+    with pytest.raises(ValueError, match="check it before you wrap it"):
+        check_per_sample(nn.parallel.DistributedDataParallel(small()), batch(), lambda model, x: losses_of(model(x)))
 
 
 # changes that come later

@@ -34,6 +34,9 @@ class PerSampleGradientClipper:
     outside of the module are not clipped. After a ``loss.backward()`` without `clip_and_accumulate`, the next forward
     raises, and so does the next step of an optimizer over these parameters.
 
+    With several processes, give it the model in `DistributedDataParallel`. Each process clips its own samples, and
+    ``.grad`` gets the sum or mean over the samples of all processes.
+
     Args:
         module: The model. If a layer mixes samples, as BatchNorm does, the error names it.
         norm_clipper: Computes factors from norms: `ConstantFlatClipper`, `ConstantPerLayerClipper`, or your own
@@ -158,7 +161,8 @@ class PerSampleGradientClipper:
 
         Args:
             batch_size: The number of samples. It is needed if no argument of the forward is a tensor, or if gradients
-                of several forwards have arrived.
+                of several forwards have arrived. With several processes, a process without samples may pass 0
+                instead of calling ``loss.backward()``.
 
         Raises:
             RuntimeError: If there was no backward, or for a non-finite sample with ``nonfinite="raise"``.
@@ -194,7 +198,8 @@ class PerSampleGradientClipper:
         """Set ``.grad`` to the accumulated sums, with "mean" divided by the number of samples, and reset the sums.
 
         Returns:
-            The norm of the vector of limits, repeated for each trainable parameter, and the number of samples.
+            The norm of the vector of limits, repeated for each trainable parameter, and the number of samples, of all
+            processes.
 
         Raises:
             ValueError: If there was no `clip_and_accumulate` since the last `pre_step`.

@@ -19,7 +19,7 @@ Nonfinite: TypeAlias = Literal["zero", "raise"]
 
 @dataclass(frozen=True)
 class ClippingResult:
-    """The norms and clipping factors of the samples of one backward.
+    """The norms and clipping factors of the samples of one backward, in several processes those of this process.
 
     Args:
         norms: The norm of the gradient of each sample before clipping, all parameters together: (B,), float32 or wider.
