@@ -7,6 +7,7 @@ import copy
 import itertools
 import traceback
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from contract.collectives import Collectives
 from per_sample.harness import Net, frozen, loop, losses_of, norms_of, total_of
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -117,6 +119,15 @@ def own_share(batch, share):
 
 def replicated(model, **settings):
     return DistributedDataParallel(model, **settings)
+
+
+def sharded(model, *, nested=False, **settings):
+    """The model with shards of all its parameters, and perhaps of each block by itself."""
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    parts = blocks or [part for part in model.children() if next(part.parameters(), None) is not None]
+    for module in (*(parts if nested else ()), model):
+        fully_shard(module, **settings).set_force_sum_reduction_for_comms(True)  # gloo cannot divide
+    return model
 
 
 def full(tensor):
@@ -516,7 +527,12 @@ def cases(ranks, kind):
     return {" ".join([check.__name__, *map(str, args)]): (check, args) for check, *args in found}
 
 
-WRAPS = {"replicated": replicated}
+WRAPS = {
+    "replicated": replicated,
+    "sharded": sharded,
+    "nested": partial(sharded, nested=True),
+    "kept": partial(sharded, nested=True, reshard_after_forward=False),
+}
 
 
 def run(kind, names):

@@ -173,7 +173,9 @@ class PerSampleGradientClipper:
         with engine.processes.start("clip_and_accumulate", engine.attachment.params, mean):
             gathered, count = self._waiting(batch_size)
             found = weighed(engine, gathered, self.norm_clipper, self.nonfinite, scale=engine.scale(count))
-        for name, value in found.sums().items():
+        processes, params = engine.processes, engine.attachment.params
+        used = processes.used({name for name, *_ in found.parts}, params) if processes.sharded else ()
+        for name, value in processes.collected(found.sums(), params, used).items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
         self._count += count
         limits = self.norm_clipper.thresholds

@@ -62,6 +62,8 @@ class MixingCheck:
         names: Mapping[int, str],
         outputs: Sequence[Tensor],
         backward: Callable[[Tensor, Tensor], Mapping[int, Tensor]],
+        *,
+        alone: bool = True,
     ) -> None:
         """Send the losses of half of the samples backward alone, and raise if another sample got a gradient.
 
@@ -70,6 +72,7 @@ class MixingCheck:
             names: The name of each parameter, by its id.
             outputs: Tensors whose gradients have to stay if they retain them.
             backward: Returns the squared norms that the losses of chosen samples give, by the id of the parameter.
+            alone: Whether further backwards may find the first sample that gives gradients to others.
         """
         retained, chosen = [(x, x.grad) for x in outputs if x.retains_grad], self._half(len(losses))
         try:
@@ -89,9 +92,9 @@ class MixingCheck:
             return
         self._age = self._checks = 0
         givers = chosen.nonzero()[:, 0].tolist()
-        for sample in givers:
-            alone = torch.arange(len(losses), device="cpu") == sample
-            found, _ = _receivers(backward(losses, alone), alone)
+        for sample in givers if alone else ():
+            only = torch.arange(len(losses), device="cpu") == sample
+            found, _ = _receivers(backward(losses, only), only)
             _restore(retained)
             if found:
                 givers, receivers = [sample], found
@@ -121,7 +124,7 @@ class MixingCheck:
 
         Each sample has a random number, and each check takes another binary digit of it, so that it parts other pairs.
         """
-        digits = (count - 1).bit_length()
+        digits = max((count - 1).bit_length(), 1)
         generator = self._generator.manual_seed(len(self._decisions))
         numbers = torch.randperm(count, generator=generator, device="cpu")
         digit, turns = self._checks % digits, self._checks // digits
