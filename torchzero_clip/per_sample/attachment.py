@@ -48,7 +48,12 @@ class Attachment:
         self._handles: list[RemovableHandle] = []
         self._unwatched: list[tuple[str, dict[str, Any], str]] = []
         self._attach()
-        self._end = model.register_forward_hook(Hook(engine.forward_ended), always_call=True)
+        self._of_model = [
+            model.register_forward_pre_hook(Hook(engine.forward_began), with_kwargs=True),
+            model.register_forward_hook(Hook(engine.forward_ended), always_call=True),
+        ]
+        if engine.processes.sharded:  # before the hook of fully_shard
+            self._of_model.append(model.register_forward_pre_hook(Hook(self._shards_change), prepend=True))
 
     def refresh(self) -> None:
         """Capture the model again if it has changed since, and refuse a BatchNorm in training mode."""
@@ -87,7 +92,8 @@ class Attachment:
     def detach(self) -> None:
         """Restore the model."""
         self._remove()
-        self._end.remove()
+        for handle in self._of_model:
+            handle.remove()
 
     def _attach(self) -> None:
         model = self.model
@@ -107,7 +113,6 @@ class Attachment:
         self._batch_norms = [(name, module) for name, module in model.named_modules() if isinstance(module, BatchNorm)]
         self.owners = Counter(id(param) for layer in layers for param in layer.params.values())
         """How many layers have each parameter, by its id."""
-        self._handles = [model.register_forward_pre_hook(Hook(self._engine.forward_began), with_kwargs=True)]
         for name, param in self.params.items():
             self._handles.append(param.register_hook(Hook(partial(self._engine.refuse_outside, name))))
         for layer in layers:
@@ -118,8 +123,6 @@ class Attachment:
     def _follow_shards(self) -> None:
         """Hook what `fully_shard` shows in place of the parameters, which exists from the first forward on."""
         self._unwatched = list(slots(self.model, self.params))
-        began = Hook(self._shards_change)  # before the hook of fully_shard
-        self._handles.append(self.model.register_forward_pre_hook(began, prepend=True))
         for module in fully_sharded(self.model):
             self._handles.append(module.register_forward_pre_hook(Hook(self._watch)))
 
