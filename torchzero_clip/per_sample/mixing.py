@@ -63,7 +63,7 @@ class MixingCheck:
         outputs: Sequence[Tensor],
         backward: Callable[[Tensor, Tensor], Mapping[int, Tensor]],
         *,
-        alone: bool = True,
+        repeats: bool = True,
     ) -> None:
         """Send the losses of half of the samples backward alone, and raise if another sample got a gradient.
 
@@ -72,12 +72,20 @@ class MixingCheck:
             names: The name of each parameter, by its id.
             outputs: Tensors whose gradients have to stay if they retain them.
             backward: Returns the squared norms that the losses of chosen samples give, by the id of the parameter.
-            alone: Whether further backwards may find the first sample that gives gradients to others.
+            repeats: Whether a backward may raise, and further ones may find the first sample that gives gradients to
+                others. With `fully_shard` they may not, because all processes have to run equally many.
         """
+        if not repeats and any(node.name() == "CheckpointFunctionBackward" for node in _nodes(losses)):
+            self.give_up("of a checkpoint with use_reentrant=True: use_reentrant=False can be checked")
+            return
         retained, chosen = [(x, x.grad) for x in outputs if x.retains_grad], self._half(len(losses))
         try:
             squares = backward(losses, chosen)
         except RuntimeError as error:  # such as that of a loss that writes in place in its backward
+            if not repeats:
+                raise RuntimeError(
+                    'the backward that checks whether samples mix raised: verify="never" leaves it out'
+                ) from error
             self.give_up(f"a second backward raised: {error}")
             return
         finally:
@@ -92,7 +100,7 @@ class MixingCheck:
             return
         self._age = self._checks = 0
         givers = chosen.nonzero()[:, 0].tolist()
-        for sample in givers if alone else ():
+        for sample in givers if repeats else ():
             only = torch.arange(len(losses), device="cpu") == sample
             found, _ = _receivers(backward(losses, only), only)
             _restore(retained)
@@ -173,14 +181,19 @@ def outside_gradients(losses: Tensor, inside: set[int]) -> Callable[[], None]:
 
 
 def _leaves(losses: Tensor, inside: set[int]) -> Iterator[Tensor]:
-    nodes: list[Any] = [losses.grad_fn]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
+    for node in _nodes(losses):
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in inside:
             yield leaf
-        for following, _ in () if node is None else node.next_functions:
+
+
+def _nodes(losses: Tensor) -> Iterator[Any]:
+    nodes: list[Any] = [] if losses.grad_fn is None else [losses.grad_fn]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        yield node
+        for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 nodes.append(following)

@@ -139,8 +139,8 @@ def _gathered(
         )
     if check:
         names = {id(param): name for name, param in params.items() if id(param) in gathered}
-        alone = not engine.processes.sharded
-        engine.mixing.check(losses, names, engine.live_outputs(), engine.gradients_of, alone=alone)
+        repeats = not engine.processes.sharded
+        engine.mixing.check(losses, names, engine.live_outputs(), engine.gradients_of, repeats=repeats)
     return gathered
 
 
