@@ -181,14 +181,16 @@ def _check_model(model: nn.Module, processes: Processes) -> None:
         raise ValueError(
             f"module must not be scripted, got a {type(model).__name__}: attach to the model it was made of"
         )
-    for name, param in trainable(model).items():
+    params = trainable(model)
+    if params and fully_sharded(model) and not processes.sharded:  # during a forward, they may be shown in full
+        raise ValueError("module was sharded later: make the clipper after fully_shard")
+    if group_of_shards(model, params) is not (processes.group if processes.sharded else None):
+        raise ValueError("the parameters of module were distributed later: make the clipper after that")
+    for name, param in params.items():
         if isinstance(param, UninitializedParameter):
             raise ValueError(f"module must have all its parameters, but {name!r} is lazy: run a forward first")
         if param.is_complex():
             raise ValueError(f"module must hold real parameters, but {name!r} is {param.dtype}")
-
-    if group_of_shards(model, trainable(model)) is not (processes.group if processes.sharded else None):
-        raise ValueError("the parameters of module were sharded later: make the clipper after fully_shard")
 
 
 def _refuse(name: str, module: nn.Module, reason: str | None) -> None:

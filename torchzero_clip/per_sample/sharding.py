@@ -27,9 +27,9 @@ def group_of_shards(model: nn.Module, params: Mapping[str, nn.Parameter]) -> Pro
     Raises:
         ValueError: If they are distributed in another way than by `fully_shard` over one group of processes.
     """
-    if not any_distributed(list(params.values())):
-        return None
     roots = fully_sharded(model)
+    if not params or not (roots or any_distributed(list(model.parameters()))):
+        return None
     held = {id(param) for root in roots for param in root.parameters()}
     groups: set[ProcessGroup] = set()
     for name, param in params.items():
