@@ -30,6 +30,7 @@ LOOP = (  # in errors of vmap after which a loop over samples may do
     "dynamic shape",
     "vmap over",
     "stack expects each tensor to be equal size",  # packed sequences
+    "is not possible because there exists a Tensor `other`",  # results of a sample written into a tensor of all
     "setup_context",  # functions of autograd in the older form
 )
 BY_VMAP = "by vmap"  # a key of `CapturedLayer.known`: False if vmap cannot run the module
@@ -348,6 +349,14 @@ def _mapped(
     results: list[tuple[Tensor, ...]] = []
     for sample in zip(*rows, strict=True):
         state.begin()
-        results.append(one(dict(zip(copies, sample, strict=False)), *sample[len(copies) :]))
+        try:
+            results.append(one(dict(zip(copies, sample, strict=False)), *sample[len(copies) :]))
+        except RuntimeError as error:
+            if "Output 0 of Unbind" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{layer} changes a parameter or its input in place, which samples one by one cannot do: change it "
+                "out of place, or after the step"
+            ) from error
         state.end()
     return [torch.stack(column) for column in zip(*results, strict=True)]
