@@ -66,7 +66,6 @@ ADAPTERS = {
     "LoKr": adapted("LoKrConfig", r=2, target_modules=ATTENTION),
     "OFT": adapted("OFTConfig", target_modules=[*ATTENTION, *MLP], **BLOCKS),
     "OFT of convolutions": adapted_convolutions("OFTConfig", **BLOCKS),
-    "BOFT": adapted("BOFTConfig", boft_block_size=2, target_modules=ATTENTION),
     "HRA": adapted("HRAConfig", r=2, target_modules=ATTENTION),
     "IA3": adapted("IA3Config", target_modules=["v_proj", "fc2"], feedforward_modules=["fc2"]),
     "VeRA": adapted("VeraConfig", r=2, target_modules=["fc1"]),
