@@ -11,7 +11,7 @@ from typing_extensions import override
 from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.per_sample.contributions import Memory
 from torchzero_clip.per_sample.engine import Engine
-from torchzero_clip.per_sample.hooks import accumulate
+from torchzero_clip.per_sample.hooks import replace_gradients
 from torchzero_clip.per_sample.mixing import Verify
 from torchzero_clip.per_sample.norm_clippers import NormClipper
 from torchzero_clip.per_sample.rules.whole import Whole
@@ -196,19 +196,12 @@ class PerSampleGradientClipper:
             raise ValueError("nothing was accumulated: call clip_and_accumulate() after loss.backward() first")
         params, count = self._engine.attachment.params, self._count
         divisor = float(max(count, 1)) if self.loss_reduction == "mean" else 1.0
-        before = [param.grad for param in params.values()]
-        means = [
-            (param, self._sums[name] / divisor if name in self._sums else torch.zeros_like(param))
-            for name, param in params.items()
-        ]
-        try:
-            for param in params.values():
-                param.grad = None
-            accumulate(means)
-        except BaseException:  # a hook raised
-            for param, grad in zip(params.values(), before, strict=True):
-                param.grad = grad
-            raise
+        replace_gradients(
+            [
+                (param, self._sums[name] / divisor if name in self._sums else torch.zeros_like(param))
+                for name, param in params.items()
+            ]
+        )
         max_norm = torch.linalg.vector_norm(self._thresholds).repeat(len(params))
         self._sums, self._count, self._thresholds = {}, 0, None
         return max_norm, count

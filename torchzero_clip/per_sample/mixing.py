@@ -32,6 +32,8 @@ class MixingCheck:
         self._steps = self._age = self._checks = 0
         self._generator = torch.Generator("cpu")
         self._warned = False
+        self.must_check = False
+        """Raise where a check that is due cannot run, instead of a warning."""
 
     def note(self, decision: Hashable) -> None:
         """A layer has decided where its samples are. A decision that is new makes a check due."""
@@ -111,6 +113,8 @@ class MixingCheck:
         self._warn(reason)
 
     def _warn(self, reason: str) -> None:
+        if self.must_check:
+            raise RuntimeError(f"it cannot be checked whether samples mix, because {reason}")
         if not self._warned:
             text = f'it is not checked whether samples mix, because {reason}. verify="never" silences this'
             warnings.warn(text, stacklevel=5)
@@ -158,7 +162,8 @@ def _restore(gradients: list[tuple[Tensor, Tensor | None]]) -> None:
 
 def outside_gradients(losses: Tensor, inside: set[int]) -> Callable[[], None]:
     """Return a function that restores the gradients of all leaves of the graph, except those of some parameters."""
-    before = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in _leaves(losses, inside)]
+    leaves = [leaf for leaf in map(_leaf, graph(losses)) if leaf is not None and id(leaf) not in inside]
+    before = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves]
 
     def restore() -> None:
         for leaf, grad, values in before:
@@ -169,15 +174,34 @@ def outside_gradients(losses: Tensor, inside: set[int]) -> Callable[[], None]:
     return restore
 
 
-def _leaves(losses: Tensor, inside: set[int]) -> Iterator[Tensor]:
-    nodes: list[Any] = [losses.grad_fn]
+def refuse_outside(losses: Tensor, inside: set[int]) -> None:
+    """Raise a RuntimeError if the backward of the losses may give a gradient to another leaf than some parameters."""
+    for node in graph(losses):
+        leaf = _leaf(node)
+        if leaf is not None and id(leaf) not in inside:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(leaf.shape)} outside of the module would get a gradient that is not clipped "
+                "and has no noise. Put it into the module that the clipper was made for, such as a parent of the model "
+                "and its head, or call requires_grad_(False) on it"
+            )
+        if "CheckpointFunction" in node.name():
+            raise RuntimeError(
+                "a checkpoint with use_reentrant=True hides its part of the graph: use_reentrant=False can be checked"
+            )
+
+
+def graph(losses: Tensor) -> Iterator[Any]:
+    """The nodes of the autograd graph behind the losses."""
+    nodes: list[Any] = [] if losses.grad_fn is None else [losses.grad_fn]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in inside:
-            yield leaf
-        for following, _ in () if node is None else node.next_functions:
+        yield node
+        for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 nodes.append(following)
+
+
+def _leaf(node: Any) -> Tensor | None:
+    return getattr(node, "variable", None)

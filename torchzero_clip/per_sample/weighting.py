@@ -50,6 +50,15 @@ def clipped_backward(
     engine: Engine, losses: Tensor, norm_clipper: NormClipper, *, mean: bool, nonfinite: Nonfinite = "zero"
 ) -> ClippingResult:
     """Run the backward of the losses, and add the clipped gradients to ``.grad``, which an error leaves unchanged."""
+    sums, result = clipped_sums(engine, losses, norm_clipper, mean=mean, nonfinite=nonfinite)
+    accumulate([(engine.attachment.params[name], value) for name, value in sums.items()])
+    return result
+
+
+def clipped_sums(
+    engine: Engine, losses: Tensor, norm_clipper: NormClipper, *, mean: bool, nonfinite: Nonfinite = "zero"
+) -> tuple[dict[str, Tensor], ClippingResult]:
+    """Run the backward of the losses, and return what `weighted` returns. The ``.grad`` of the module stays."""
     instance("losses", losses, Tensor)
     if losses.ndim != 1:
         raise ValueError(f"losses must have shape (B,), got {tuple(losses.shape)}: {_way_out(losses)}")
@@ -87,9 +96,7 @@ def clipped_backward(
         engine.of_mean = of_mean
         engine.clear()
     divisor = float(max(len(losses), 1)) if mean else 1.0
-    sums, result = weighted(engine, gathered, norm_clipper, nonfinite, divisor=divisor)
-    accumulate([(engine.attachment.params[name], value) for name, value in sums.items()])
-    return result
+    return weighted(engine, gathered, norm_clipper, nonfinite, divisor=divisor)
 
 
 def _backward(engine: Engine, losses: Tensor, restore: Callable[[], None] | None) -> bool:
