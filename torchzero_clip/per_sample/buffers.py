@@ -43,6 +43,14 @@ class Buffers:
         """The buffers with their version, which each change in place raises."""
         return {
             name: (buffer, 0 if buffer.is_inference() else buffer._version)
-            for name, buffer in self._model.named_buffers()
-            if buffer.numel() != 1 or buffer.is_floating_point() or buffer.is_complex()
+            for name, buffer in watched(self._model).items()
         }
+
+
+def watched(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that must not change, by name."""
+    return {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if buffer.numel() != 1 or buffer.is_floating_point() or buffer.is_complex()
+    }

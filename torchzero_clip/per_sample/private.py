@@ -7,11 +7,12 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from torchzero_clip.checks import count, finite, instance, one_of, positive
-from torchzero_clip.compat import grad_dtype
-from torchzero_clip.per_sample.buffers import Buffers
+from torchzero_clip.compat import is_distributed
+from torchzero_clip.per_sample.buffers import Buffers, watched
 from torchzero_clip.per_sample.clipper import PerSampleGradientClipper
 from torchzero_clip.per_sample.contributions import Memory
 from torchzero_clip.per_sample.hooks import replace_gradients
@@ -19,6 +20,7 @@ from torchzero_clip.per_sample.joint_limit import check_within, joint_limit
 from torchzero_clip.per_sample.mixing import Verify, refuse_outside
 from torchzero_clip.per_sample.noise import gaussian
 from torchzero_clip.per_sample.norm_clippers import NormClipper
+from torchzero_clip.per_sample.processes import Agreement
 from torchzero_clip.per_sample.rules.whole import Whole
 from torchzero_clip.per_sample.unreleased import watch_steps
 from torchzero_clip.per_sample.weighting import ClippingResult, clipped_sums
@@ -36,7 +38,8 @@ class PrivateGradientClipper(PerSampleGradientClipper):
     what else it needs.
 
     Args:
-        module: The model. All parameters that train must be in it.
+        module: The model. All parameters that train must be in it. With several processes, it must be in a
+            `DistributedDataParallel`: one process adds noise, and all of them get the same ``.grad``.
         norm_clipper: Computes factors from norms: `ConstantFlatClipper`, `ConstantPerLayerClipper`, `AutomaticClipper`,
             or your own subclass of `NormClipper`. Its limits must be finite.
         batch_first: Whether sequences have shape (B, T, ...) rather than (T, B, ...).
@@ -54,7 +57,6 @@ class PrivateGradientClipper(PerSampleGradientClipper):
     Raises:
         ValueError: If a layer mixes samples or cannot be captured, or the value of an argument is invalid.
         TypeError: If an argument has the wrong type.
-        RuntimeError: If there are several processes.
 
     | case | what happens |
     | --- | --- |
@@ -97,7 +99,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
             raise ValueError("verify must not be 'never': the guarantee does not hold if samples mix")
         if generator is not None:
             instance("generator", generator, torch.Generator)
-        self._check_processes()
+        _check_processes(module)
         self.noise_multiplier = noise_multiplier
         self.expected_batch_size = expected_batch_size
         super().__init__(module, norm_clipper, batch_first, "sum", memory=memory, whole=whole, verify=verify)
@@ -105,7 +107,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
         self._generator = generator
         self._releases: dict[float, int] = {}
         self._sensitivity: float | None = None  # of the sums that wait
-        self._buffers = Buffers(module)
+        self._buffers = Buffers(self._engine.attachment.model)
         declare(self)
         for end in (self._buffers.remove, watch_steps(self)):
             weakref.finalize(self, end).atexit = False
@@ -159,13 +161,19 @@ class PrivateGradientClipper(PerSampleGradientClipper):
                 get a gradient, if it cannot be checked whether samples mix, if a buffer or a limit has changed since
                 the step began, or if a gradient is above the limit after clipping. Nothing changes.
         """
-        self._check_processes()
-        instance("losses", losses, Tensor)
-        engine = self._engine
-        sensitivity = self._checked_step()
-        refuse_outside(losses, {id(engine.anchor), *map(id, engine.attachment.params.values())})
-        sums, result = clipped_sums(engine, losses, self.norm_clipper, mean=False)
-        check_within(sensitivity, self.norm_clipper, result)
+        engine, params = self._engine, self._engine.attachment.params
+        with self._start("backward") as start:
+            instance("losses", losses, Tensor)
+            sensitivity = self._checked_step()
+            refuse_outside(losses, {id(engine.anchor), *map(id, params.values())})
+            start.numbers = losses.numel(), sensitivity
+        _check_same_limit(start)
+        if losses.ndim == 1 and not start.total(0):
+            self._sensitivity = sensitivity
+            return self._without_samples()
+        sums, _, result = clipped_sums(engine, losses, self.norm_clipper, mean=False)
+        with engine.processes.agreement(params, 0):
+            check_within(sensitivity, self.norm_clipper, result)
         self._sums = self._sums | {
             name: self._sums[name] + value if name in self._sums else value for name, value in sums.items()
         }
@@ -201,23 +209,23 @@ class PrivateGradientClipper(PerSampleGradientClipper):
             ValueError: If the limits are not finite.
             RuntimeError: If a buffer or a limit has changed since the step began.
         """
-        self._check_processes()
-        attachment = self._engine.attachment
-        if self.waits and attachment.is_outdated():
-            raise RuntimeError(
-                "parameters of the module were frozen, freed or exchanged while gradients wait for pre_step(): "
-                "discard() drops these gradients"
-            )
-        if attachment.is_outdated():
-            attachment.refresh()
-        sensitivity = self._checked_step()
+        with self._start("pre_step") as start:
+            self._refresh()
+            sensitivity = self._checked_step()
+            start.numbers = self._count, sensitivity
+        _check_same_limit(start)
+        params, processes = self._engine.attachment.params, self._engine.processes
         std = self._noise_multiplier * sensitivity
-        noisy = [(param, self._noisy_mean(name, param, std)) for name, param in attachment.params.items()]
+        if processes.is_first:  # it adds the noise for all
+            noisy = {name: self._noisy(name, param, std) for name, param in params.items()}
+        else:
+            noisy = {name: value.clone() for name, value in self._sums.items()}
+        noisy = processes.added_up(noisy, params, params)
+        means = [(param, noisy[name].div_(self._expected_batch_size)) for name, param in params.items()]
         self._releases = self._releases | {self._noise_multiplier: self._releases.get(self._noise_multiplier, 0) + 1}
-        replace_gradients(noisy)
-        samples = self._count
+        replace_gradients(means)
         self._begin()
-        return torch.full((len(noisy),), sensitivity, dtype=torch.float64, device="cpu"), samples
+        return torch.full((len(params),), sensitivity, dtype=torch.float64, device="cpu"), start.total(0)
 
     @override
     def discard(self) -> None:
@@ -290,12 +298,50 @@ class PrivateGradientClipper(PerSampleGradientClipper):
             )
         return sensitivity
 
-    def _noisy_mean(self, name: str, param: Tensor, std: float) -> Tensor:
-        noise = gaussian(param, std, self._generator)
-        if name in self._sums:
-            noise.add_(self._sums[name].to(noise.device))
-        return noise.div_(self._expected_batch_size).to(grad_dtype(param))
+    def _start(self, call: str) -> Agreement:
+        """What the processes must agree on, which an agreement checks: what they call, and the mechanism."""
+        mechanism = self._noise_multiplier, self._expected_batch_size, self.waits
+        return self._engine.processes.start(call, self._engine.attachment.params, mechanism)
 
-    def _check_processes(self) -> None:
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise RuntimeError("a PrivateGradientClipper works in one process only, for now")
+    def _refresh(self) -> None:
+        """Follow changes of the model between steps, which no forward has seen if there were no samples."""
+        attachment = self._engine.attachment
+        if not attachment.is_outdated():
+            return
+        if self.waits:
+            raise RuntimeError(
+                "parameters of the module were frozen, freed or exchanged while gradients wait for pre_step(): "
+                "discard() drops these gradients"
+            )
+        attachment.refresh()
+
+    def _without_samples(self) -> ClippingResult:
+        params = self._engine.attachment.params
+        none = torch.zeros(0, dtype=self._engine.norm_dtype(), device=self._engine.processes.device(params))
+        factors = [none] * len(params) if self.norm_clipper.is_per_layer else none
+        return ClippingResult(none, factors, none.bool(), dict.fromkeys(params, none))
+
+    def _noisy(self, name: str, param: Tensor, std: float) -> Tensor:
+        """The sum of a parameter with noise, in new memory."""
+        noise = gaussian(param, std, self._generator)
+        return noise.add_(self._sums[name].to(noise.device)) if name in self._sums else noise
+
+
+def _check_processes(module: nn.Module) -> None:
+    """Raise if several processes do not release one sum together."""
+    together = isinstance(module, DistributedDataParallel)
+    if not together and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            "module must be in DistributedDataParallel if there are several processes: each of them would release its "
+            "own gradients"
+        )
+    if any(is_distributed(param) for param in module.parameters()):
+        raise ValueError("module must not be sharded, as by fully_shard: use DistributedDataParallel")
+    if together and module.broadcast_buffers and watched(module):
+        raise ValueError("DistributedDataParallel must have broadcast_buffers=False: buffers must not change in a step")
+
+
+def _check_same_limit(start: Agreement) -> None:
+    limits = {row[1] for row in start.rows}
+    if len(limits) > 1:
+        raise RuntimeError(f"the joint limit of norm_clipper must be the same on all processes, got {sorted(limits)}")
