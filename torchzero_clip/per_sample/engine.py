@@ -22,6 +22,7 @@ from torchzero_clip.per_sample.captured_layer import CapturedLayer
 from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory
 from torchzero_clip.per_sample.hooks import accumulate
 from torchzero_clip.per_sample.mixing import MixingCheck, Verify
+from torchzero_clip.per_sample.processes import Processes
 from torchzero_clip.per_sample.rules.whole import Whole, whole_line
 from torchzero_clip.per_sample.selected_rows import SelectedRows
 from torchzero_clip.per_sample.unclipped import refuse_steps
@@ -62,6 +63,9 @@ class Engine:
         two_passes: bool = False,
     ) -> None:
         instance("module", model, nn.Module)
+        self.processes, model = processes_of(model)
+        if two_passes and self.processes.group is not None:
+            raise ValueError("two passes work in one process: use PerSampleGradientClipper with several")
         boolean("batch_first", batch_first)
         one_of("memory", memory, ("auto", "low"))
         self.batch_first = batch_first
@@ -166,8 +170,12 @@ class Engine:
         """The hook of the model before its forward."""
         if self.inside or self.pauses or in_backward() or not torch.is_grad_enabled():
             return
-        if self.enabled and DistributedDataParallel._active_ddp_module is not None:
-            raise RuntimeError("module is run by DistributedDataParallel, which would not average its gradients")
+        around = DistributedDataParallel._active_ddp_module
+        if self.enabled and around is not None and (around.module is not model or self.processes.group is None):
+            raise RuntimeError(
+                "module is run by DistributedDataParallel, which would not average its gradients: give the clipper the "
+                "whole DistributedDataParallel model instead"
+            )
         leaves = pytree.tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PackedSequence))
         leaves = [_first_time(x, self.batch_dim) if isinstance(x, PackedSequence) else x for x in leaves]
         inputs = [x for x in leaves if isinstance(x, Tensor)]
@@ -353,6 +361,13 @@ class Engine:
         for param, name in self._shown:
             vars(param).pop(name, None)
         self._shown.clear()
+
+
+def processes_of(model: nn.Module) -> tuple[Processes, nn.Module]:
+    """The processes that train the model, and the model in a `DistributedDataParallel`."""
+    if isinstance(model, DistributedDataParallel):
+        return Processes(model.process_group), model.module
+    return Processes(), model
 
 
 def _release(engine: "weakref.ref[Engine]") -> None:
