@@ -2,13 +2,14 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from torchzero_clip.checks import one_of
+from torchzero_clip.per_sample.autograd_graph import leaves_of
 
 Verify: TypeAlias = Literal["first", "always", "never"] | int
 
@@ -158,7 +159,8 @@ def _restore(gradients: list[tuple[Tensor, Tensor | None]]) -> None:
 
 def outside_gradients(losses: Tensor, inside: set[int]) -> Callable[[], None]:
     """Return a function that restores the gradients of all leaves of the graph, except those of some parameters."""
-    before = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in _leaves(losses, inside)]
+    leaves = [leaf for leaf in leaves_of([losses]) if id(leaf) not in inside]
+    before = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves]
 
     def restore() -> None:
         for leaf, grad, values in before:
@@ -167,17 +169,3 @@ def outside_gradients(losses: Tensor, inside: set[int]) -> Callable[[], None]:
                 grad.copy_(values)
 
     return restore
-
-
-def _leaves(losses: Tensor, inside: set[int]) -> Iterator[Tensor]:
-    nodes: list[Any] = [losses.grad_fn]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in inside:
-            yield leaf
-        for following, _ in () if node is None else node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
