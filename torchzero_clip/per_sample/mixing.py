@@ -2,13 +2,14 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from torchzero_clip.checks import one_of
+from torchzero_clip.per_sample.autograd_graph import leaves_of, nodes_of
 
 Verify: TypeAlias = Literal["first", "always", "never"] | int
 
@@ -162,7 +163,7 @@ def _restore(gradients: list[tuple[Tensor, Tensor | None]]) -> None:
 
 def outside_gradients(losses: Tensor, inside: set[int]) -> Callable[[], None]:
     """Return a function that restores the gradients of all leaves of the graph, except those of some parameters."""
-    leaves = [leaf for leaf in map(_leaf, graph(losses)) if leaf is not None and id(leaf) not in inside]
+    leaves = [leaf for leaf in leaves_of([losses]) if id(leaf) not in inside]
     before = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves]
 
     def restore() -> None:
@@ -176,8 +177,8 @@ def outside_gradients(losses: Tensor, inside: set[int]) -> Callable[[], None]:
 
 def refuse_outside(losses: Tensor, inside: set[int]) -> None:
     """Raise a RuntimeError if the backward of the losses may give a gradient to another leaf than some parameters."""
-    for node in graph(losses):
-        leaf = _leaf(node)
+    for node in nodes_of([losses]):
+        leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in inside:
             raise RuntimeError(
                 f"a tensor of shape {tuple(leaf.shape)} outside of the module would get a gradient that is not clipped "
@@ -188,20 +189,3 @@ def refuse_outside(losses: Tensor, inside: set[int]) -> None:
             raise RuntimeError(
                 "a checkpoint with use_reentrant=True hides its part of the graph: use_reentrant=False can be checked"
             )
-
-
-def graph(losses: Tensor) -> Iterator[Any]:
-    """The nodes of the autograd graph behind the losses."""
-    nodes: list[Any] = [] if losses.grad_fn is None else [losses.grad_fn]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
-
-
-def _leaf(node: Any) -> Tensor | None:
-    return getattr(node, "variable", None)
