@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from torchzero_clip.compat import fully_sharded, is_functorch_wrapped_tensor
+from torchzero_clip.compat import fully_sharded, get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torchzero_clip.functional.shards import local
-from torchzero_clip.per_sample.broadcast_row import HOOKS, is_row, row_of
+from torchzero_clip.per_sample.broadcast_row import ARITHMETIC, HOOKS, is_row, row_of
 from torchzero_clip.per_sample.captured_gradients import in_backward
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.contributions import Dense
@@ -31,6 +31,7 @@ LOOP = (  # in errors of vmap after which a loop over samples may do
     "dynamic shape",
     "vmap over",
     "stack expects each tensor to be equal size",  # packed sequences
+    "is not possible because there exists a Tensor `other`",  # results of a sample written into a tensor of all
     "setup_context",  # functions of autograd in the older form
 )
 BY_VMAP = "by vmap"  # a key of `CapturedLayer.known`: False if vmap cannot run the module
@@ -74,6 +75,7 @@ class GenericRule(Rule):
         if type(self) is GenericRule:
             _refuse_backward_hooks(layer)
         bare, outputs = _Bare(layer.module), _Outputs(layer)
+        inside = _Inside(layer)
         has_samples = any(dim is not None for dim in dims)
 
         def one(copies: dict[str, Tensor], *samples: Tensor) -> tuple[Tensor, ...]:
@@ -82,7 +84,7 @@ class GenericRule(Rule):
                 dim = dims[i]
                 given[i] = sample if dim is None else sample.unsqueeze(dim)
             args, kwargs = pytree.tree_unflatten(given, structure)
-            with _Inside():
+            with inside:
                 output = functional_call(bare, copies, args, kwargs, tie_weights=False)
             after = pytree.tree_leaves((args, kwargs))
             if len(after) != len(given) or any(a is not b for a, b in zip(after, given, strict=True)):
@@ -92,13 +94,16 @@ class GenericRule(Rule):
                 )
             return outputs.taken(output, lambda i: self.output_dim(layer, i) if has_samples else None)
 
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        versions = [leaf._version for leaf in given]
         known: set[Any] = layer.known.setdefault(COMPARED, set())
         layer.engine.inside, caches = True, parametrize._cache_enabled
         parametrize._cache_enabled = 0  # under parametrize.cached(), a run would get the weights of another run
         state = State(layer)
         try:
             tensors = _mapped(layer, state, one, copies, list(inputs.values()), count)
-            if type(self) is GenericRule and (decision := (*dims, *map(_kind, leaves))) not in known:
+            changed = versions != [leaf._version for leaf in given]  # so that it cannot run again
+            if type(self) is GenericRule and not changed and (decision := (*dims, *map(_kind, leaves))) not in known:
                 _compare(layer, state, outputs.given_back(tensors), args, kwargs)
                 known.add(decision)
             state.join()
@@ -149,12 +154,23 @@ class _Bare(nn.Module):
 
 
 class _Inside(TorchFunctionMode):
-    """Gives the padding row of embeddings no gradient, which embeddings under vmap fail to do. Refuses tensor hooks."""
+    """Gives the padding row of embeddings no gradient, which embeddings under vmap fail to do.
+
+    Refuses tensor hooks, and changes of parameters in place, which each sample would make again.
+    """
+
+    def __init__(self, layer: CapturedLayer) -> None:
+        super().__init__()
+        self._layer = layer
+        self._memory = _memory_of(layer.params.values())
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in HOOKS:
+        name = getattr(func, "__name__", "")
+        if name in HOOKS:
             raise ValueError("a module that runs sample by sample sets a hook on a tensor, which would get samples")
+        if _is_in_place(name) and _memory_of(map(_plain, args[:1])) & self._memory:
+            raise ValueError(f"{self._layer} changes a parameter in place in its forward: change it after the step")
         if func is not F.embedding:
             return func(*args, **(kwargs or {}))
         call = _EMBEDDING.bind(*args, **(kwargs or {}))
@@ -251,6 +267,16 @@ def _memory_of(tensors: Iterable[Tensor]) -> set[int]:
     return {x.untyped_storage().data_ptr() for x in plain if x.numel() and not is_functorch_wrapped_tensor(x)}
 
 
+def _is_in_place(name: str) -> bool:
+    if name.startswith("__"):
+        return name == "__setitem__" or (name[2] == "i" and name.strip("_") in ARITHMETIC)
+    return name.endswith("_") and name != "requires_grad_"
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return get_unwrapped(tensor) if is_batchedtensor(tensor) else tensor
+
+
 def _kind(leaf: Any) -> Any:
     return (leaf.ndim, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
 
@@ -319,8 +345,8 @@ def _batch_size(layer: CapturedLayer, leaves: Sequence[Any], counts: set[int]) -
     if len(counts) != 1:
         shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
         raise ValueError(
-            f"{layer} uses its parameters in a call without a common batch dimension: "
-            f"its inputs have shapes {shapes}, the batch has {expected} samples{layer.way_out}"
+            f"{layer} uses its parameters in a call without a common batch dimension: its inputs have shapes {shapes}, "
+            f"the batch has {expected} samples. Pass the tensors of the batch to the model and to the module"
         )
     return counts.pop()
 
@@ -348,7 +374,7 @@ def _mapped(
             if not any(word in str(error) for word in LOOP):
                 raise RuntimeError(
                     f"{layer} cannot be run sample by sample: {error}\n"
-                    f"Give its class a rule with register_rule, or freeze its parameters{layer.way_out}"
+                    f"Give its class a rule with register_rule, or freeze its parameters"
                 ) from error
             layer.known[BY_VMAP] = False
     rows = [tensor.unbind() for tensor in (*copies.values(), *inputs)]  # at once, so that the backward stacks once
