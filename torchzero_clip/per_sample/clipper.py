@@ -34,8 +34,8 @@ class PerSampleGradientClipper:
     outside of the module are not clipped. After a ``loss.backward()`` without `clip_and_accumulate`, the next forward
     raises, and so does the next step of an optimizer over these parameters.
 
-    With several processes, give it the model in `DistributedDataParallel`. Each process clips its own samples, and
-    ``.grad`` gets the sum or mean over the samples of all processes.
+    With several processes, give it the model in `DistributedDataParallel`, or after `fully_shard`. Each process clips
+    its own samples, and ``.grad`` gets the sum or mean over the samples of all processes.
 
     Args:
         module: The model. If a layer mixes samples, as BatchNorm does, the error names it.
