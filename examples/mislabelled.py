@@ -9,6 +9,8 @@ Measured with the default options: 30 epochs, three seeds, torch 2.13, a minute 
 
 * With 5 % of the labels changed at random, 60 to 62 of the 64 samples with the largest norms are mislabelled
   (AUC 0.998 to 1.000). With 20 % and 40 %, the ranking is about as good (AUC 0.994 to 0.999).
+* With systematic errors, a network that was trained on 100 checked samples ranks better: 88 to 95 % of the suspects are
+  mislabelled where 40 or 60 % of the labels are wrong. With errors at random it ranks worse.
 * Ranking by the mean loss needs no per-sample gradients and is as good. In the first two epochs it is much better.
 * The limit changes what the network learns. If 20 % of the labels become the next digit, it learns 4 to 8 % of them
   instead of 18 to 25 %, and the test accuracy is 0.94 to 0.95 instead of 0.90 to 0.92. With 5 % at random, the

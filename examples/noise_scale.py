@@ -13,6 +13,7 @@ other. Without norms of samples, the batch is split into micro-batches, whose gr
 
 The program trains three networks on the digits that ship inside scikit-learn. It then stops, draws batches with
 replacement, and prints three noise scales: that of all samples, the one by norms, and the one by four micro-batches.
+It takes a minute on one core. A quick run is ``--batches 20 --seeds 1``, whose values are far off.
 """
 
 import argparse
@@ -39,6 +40,7 @@ class Attention(nn.Module):
         self.layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the scores of the digits."""
         return self.head(self.layer(self.rows(x.squeeze(1))).flatten(1))
 
 
@@ -120,7 +122,7 @@ def measure(name: str, steps: int, batches: int, seed: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100, help="training steps (default: %(default)s)")
-    parser.add_argument("--batches", type=int, default=20, help="batches to average over (default: %(default)s)")
+    parser.add_argument("--batches", type=int, default=200, help="batches to average over (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each network (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)  # so small a model gains nothing from more

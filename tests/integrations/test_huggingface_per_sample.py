@@ -1,4 +1,7 @@
-"""The Trainer of Hugging Face clips per sample with a `training_step` of one's own, and then equals a plain loop."""
+"""The Trainer of Hugging Face clips per sample with the `training_step` of the page, and then equals a plain loop."""
+
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
+PAGE = Path(__file__).parents[2] / "docs" / "per_sample_norms.md"
 LIMIT, LR, SAMPLES = 0.5, 0.1, 26
 
 
@@ -33,27 +37,15 @@ class Net(nn.Module):
         return {"logits": self.layers(x).squeeze(-1)}
 
 
-class PerSampleTrainer(transformers.Trainer):
-    """As on the page about norms without privacy, in the order of the data."""
+def of_the_page():
+    """The class that the page shows."""
+    (block,) = re.findall(r"^```py\n(class PerSampleTrainer.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    names = {"F": F, "PerSampleGradientClipper": PerSampleGradientClipper, "transformers": transformers}
+    exec(compile(block, str(PAGE), "exec"), names)
+    return names["PerSampleTrainer"]
 
-    def __init__(self, *args, norm_clipper, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.clipper = PerSampleGradientClipper(self.model, norm_clipper, loss_reduction="sum")
-        self.count = 0
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        model.train()
-        inputs = self._prepare_inputs(inputs)
-        losses = F.mse_loss(model(x=inputs["x"])["logits"], inputs["labels"], reduction="none")
-        self.clipper.backward(losses)
-        self.count += len(losses)
-        if self.accelerator.sync_gradients:
-            for param in model.parameters():
-                if param.grad is not None:
-                    param.grad /= self.count
-            self.count = 0
-        return losses.detach().mean() / self.current_gradient_accumulation_steps
-
+class InOrder(of_the_page()):
     def _get_train_sampler(self, *args):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
@@ -94,7 +86,7 @@ def test_a_trainer_with_its_own_training_step_equals_a_loop(tmp_path, accumulati
         disable_tqdm=True,
     )
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    trainer = PerSampleTrainer(
+    trainer = InOrder(
         model,
         arguments,
         train_dataset=Data(),
