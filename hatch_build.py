@@ -12,6 +12,7 @@ LINK = re.compile(r"(!?)\[((?:[^\[\]`]|`[^`]*`)*)\]\(([^)\s]+)\)")
 
 
 def read_addresses(root: Path) -> dict[str, Any]:
+    """The content of `addresses.toml`."""
     return tomllib.loads((root / "addresses.toml").read_text(encoding="utf-8"))
 
 
