@@ -1,5 +1,6 @@
 """Control over what happens to a gradient between ``backward()`` and the parameter update."""
 
+from torchzero_clip import hints as _hints
 from torchzero_clip.clipping.adagc import AdaGC as AdaGC
 from torchzero_clip.clipping.adaptive_gradient_clip import AdaptiveGradientClip as AdaptiveGradientClip
 from torchzero_clip.clipping.auto_clip import AutoClip as AutoClip
@@ -70,3 +71,12 @@ from torchzero_clip.recorder.recorder import Recorder as Recorder
 from torchzero_clip.recorder.suggestion import Suggestion as Suggestion
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    hint = (
+        ""
+        if name.startswith("_")
+        else _hints.did_you_mean(name, [key for key in globals() if key[0] != "_"], listed=False)
+    )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

@@ -1,6 +1,8 @@
 """The optimizer: a chain of transforms between the gradients and the parameters."""
 
+import inspect
 import operator
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar, overload
@@ -43,16 +45,18 @@ from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.functional.bad import BadGradients
 from torchzero_clip.functional.gradients import own_gradients
 from torchzero_clip.functional.processes import SharedGroup, check_group, device_of
+from torchzero_clip.hints import Explained, Named
 from torchzero_clip.modular.agreement import agree
 from torchzero_clip.modular.described import described
 from torchzero_clip.modular.missing import Missing
-from torchzero_clip.modular.param_groups import let_names_decide, normalized, split
+from torchzero_clip.modular.param_groups import check_new, let_names_decide, normalized, split, with_names
 from torchzero_clip.modular.validation import (
     check_not_local,
     check_params,
     check_places,
     check_shapes,
     idle_names,
+    warn_of_no_rule,
     warn_of_slips,
 )
 from torchzero_clip.types import Setting, State
@@ -60,7 +64,7 @@ from torchzero_clip.types import Setting, State
 T = TypeVar("T")
 
 
-class Modular(Optimizer):
+class Modular(Explained, Optimizer):
     """Chains transforms into an optimizer, which subtracts the result of the last one from the parameters.
 
         p ← p - (tₙ ∘ … ∘ t₁)(g)
@@ -133,6 +137,9 @@ class Modular(Optimizer):
     _has_meshes = False
     """True if a parameter is distributed."""
 
+    _module: weakref.ref[nn.Module] | None = None
+    """The module that ``params`` was, to find the names of parameters that are added later. Copies have none."""
+
     _has_joint_schedules = False
     """True if any process had a setting that is a function of the step when the process group was set."""
 
@@ -152,6 +159,8 @@ class Modular(Optimizer):
         boolean("keep_grads", keep_grads)
         if isinstance(params, Transform):
             raise TypeError(f"params come first, as in Modular(model.parameters(), {params!r}, ...)")
+        if inspect.isroutine(params):
+            raise TypeError(f"params is a function: call it, as in Modular(model.{params.__name__}(), ...)")
         listed = list(flatten(transforms))
         if not listed:
             raise ValueError(
@@ -188,6 +197,9 @@ class Modular(Optimizer):
         self._start_schedules()
         check_places(self.chain, self._nodes, self._named_params())
         warn_of_slips(self._nodes, self._named_params(), self._agree(process_group))
+        if isinstance(params, nn.Module):
+            self._module = weakref.ref(params)
+            warn_of_no_rule(self._nodes, listed)
         self._is_complete = True
 
     def _named_params(self, first: int = 0) -> list[NamedParam]:
@@ -295,7 +307,7 @@ class Modular(Optimizer):
         """
         self._chain_state.take_counters(self.param_groups)
         skipped = torch.tensor(self._chain_state.values[SKIPPED], device="cpu") if self._policy.may_skip else None
-        return self._known_metrics() | ({} if skipped is None else {"skipped_steps": skipped})
+        return Named(self._known_metrics() | ({} if skipped is None else {"skipped_steps": skipped}))
 
     def _known_metrics(self) -> dict[str, Tensor]:
         """The metrics of the last step that was taken, computed once."""
@@ -555,6 +567,9 @@ class Modular(Optimizer):
         if not isinstance(param_group, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         given = {key: value for key, value in param_group.items() if not self._is_chain_state(key)}
+        if self._is_complete:
+            given = with_names(given, self.param_groups, None if self._module is None else self._module())
+            check_new(given, self.param_groups)
         group = normalized(given, self._nodes)
         before, schedules_before = len(self.param_groups), len(self._schedules)
         if self._process_group is not None:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.kinds import FinalRule, Gate
-from torchzero_clip.core.learning_rate import update_rules
+from torchzero_clip.core.learning_rate import LR, update_rules
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.scope import NamedParam, named_params
+from torchzero_clip.core.transform import Transform
 from torchzero_clip.types import State
 
 Group: TypeAlias = dict[str, Any]
@@ -93,6 +94,16 @@ def warn_of_slips(nodes: Nodes, params: Sequence[NamedParam], idle: Mapping[str,
     consequence = "its update is the gradient times the learning rate, as with SGD()"
     _warn_of_params("no optimizer acts on", without, consequence)
     _warn_of_params("two optimizers act on", several, "one after the other")
+
+
+def warn_of_no_rule(nodes: Nodes, given: Sequence[Transform]) -> None:
+    """Warn if nothing that the user gave decides how far parameters move."""
+    if not update_rules(nodes) and not any(isinstance(transform, LR) for transform in given):
+        warnings.warn(
+            "the chain has no optimizer, so each step subtracts the whole update from the parameters, as with a "
+            "learning rate of 1. Put an optimizer at its end, such as AdamW(1e-3), or SGD(1.0) if this is meant",
+            stacklevel=3,
+        )
 
 
 def _warn_of_params(slip: str, found: Sequence[NamedParam], consequence: str) -> None:
