@@ -11,7 +11,7 @@ from typing_extensions import override
 from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.per_sample.contributions import Contribution, Memory
 from torchzero_clip.per_sample.engine import Engine
-from torchzero_clip.per_sample.hooks import accumulate
+from torchzero_clip.per_sample.hooks import replace_gradients
 from torchzero_clip.per_sample.mixing import Verify
 from torchzero_clip.per_sample.norm_clippers import NormClipper
 from torchzero_clip.per_sample.rules.whole import Whole
@@ -214,16 +214,9 @@ class PerSampleGradientClipper:
         divisor = float(max(count, 1)) if mean else 1.0
         sums = {name: value / divisor for name, value in self._sums.items()}
         sums = processes.added_up(sums, params, params)
-        before = [param.grad for param in params.values()]
-        means = [(param, sums[name] if name in sums else torch.zeros_like(param)) for name, param in params.items()]
-        try:
-            for param in params.values():
-                param.grad = None
-            accumulate(means)
-        except BaseException:  # a hook raised
-            for param, grad in zip(params.values(), before, strict=True):
-                param.grad = grad
-            raise
+        replace_gradients(
+            [(param, sums[name] if name in sums else torch.zeros_like(param)) for name, param in params.items()]
+        )
         max_norm = torch.full((len(params),), start.largest(2), dtype=limits.dtype, device="cpu")
         self._sums, self._count, self._thresholds = {}, 0, None
         return max_norm, count

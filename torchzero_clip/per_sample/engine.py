@@ -347,7 +347,8 @@ class Engine:
                 "Either the forward ran before the clipper was attached or inside of paused(), where the backward "
                 "belongs too, or the parameter is used by another module or "
                 "by the loss: call its own module instead, or freeze it; a penalty on parameters belongs into "
-                "weight_decay. Or another tensor is made of it in a hook, as torch.nn.utils.weight_norm does: use "
+                "weight_decay, because whole= does not help there. Or another tensor is made of it in a hook, as "
+                "torch.nn.utils.weight_norm does: use "
                 f"torch.nn.utils.parametrizations{whole_line(self.attachment.model, name.rpartition('.')[0])}"
             )
 

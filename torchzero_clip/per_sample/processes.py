@@ -28,6 +28,11 @@ class Processes:
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self.group = group
 
+    @property
+    def is_first(self) -> bool:
+        """True on the first process of the group."""
+        return self.group is None or dist.get_rank(self.group) == 0
+
     def start(self, call: str, params: Mapping[str, nn.Parameter], *arguments: object) -> "Agreement":
         """The first agreement in a call of a clipper, for up to three numbers.
 
