@@ -1,6 +1,5 @@
 """Control over what happens to a gradient between ``backward()`` and the parameter update."""
 
-from torchzero_clip import hints as _hints
 from torchzero_clip.clipping.adagc import AdaGC as AdaGC
 from torchzero_clip.clipping.adaptive_gradient_clip import AdaptiveGradientClip as AdaptiveGradientClip
 from torchzero_clip.clipping.auto_clip import AutoClip as AutoClip
@@ -39,6 +38,7 @@ from torchzero_clip.functional.norms import replicated as replicated
 from torchzero_clip.functional.norms import rms as rms
 from torchzero_clip.functional.total import clip_grads_with_norm_ as clip_grads_with_norm_
 from torchzero_clip.functional.total import get_total_norm as get_total_norm
+from torchzero_clip.hints import no_attribute as __getattr__  # noqa: F401
 from torchzero_clip.migrating.as_lr import as_lr as as_lr
 from torchzero_clip.migrating.moving import from_torch_optim as from_torch_optim
 from torchzero_clip.migrating.moving import to_torch_optim as to_torch_optim
@@ -73,12 +73,3 @@ from torchzero_clip.recorder.recorder import Recorder as Recorder
 from torchzero_clip.recorder.suggestion import Suggestion as Suggestion
 
 __version__ = "0.1.0"
-
-
-def __getattr__(name: str) -> object:
-    hint = (
-        ""
-        if name.startswith("_")
-        else _hints.did_you_mean(name, [key for key in globals() if key[0] != "_"], listed=False)
-    )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
@@ -50,6 +51,13 @@ def did_you_mean(name: str, known: Iterable[str], *, listed: bool = True) -> str
     if close := nearest(name, known):
         return f"; did you mean {close!r}?"
     return f"; there are: {', '.join(known) or 'none'}" if listed else ""
+
+
+def no_attribute(name: str) -> object:
+    """Raise the error of the package for a name that it does not have."""
+    known = [key for key in vars(sys.modules["torchzero_clip"]) if not key.startswith("_")]
+    hint = "" if name.startswith("_") else did_you_mean(name, known, listed=False)
+    raise AttributeError(f"module 'torchzero_clip' has no attribute {name!r}{hint}")
 
 
 class Explained:

@@ -189,7 +189,7 @@ WRONG_TYPES = [
 ]
 
 GROUPS = [
-    ({"max_nrom": 1.0}, r"no transform has a setting 'max_nrom'; settings of this chain: betas, eps, lr, max_norm"),
+    ({"max_nrom": 1.0}, r"no transform has a setting 'max_nrom'; did you mean 'max_norm'\?"),
     ({"max_norm": -1.0}, r"max_norm must be >= 0"),
     ({"clip_norm/max_norm": -1.0}, r"max_norm must be >= 0"),
     ({"max_norm": 1.0, "clip_norm/max_norm": 1.0}, r"'max_norm' is given twice"),

@@ -4,7 +4,7 @@ import inspect
 import operator
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, overload
 
 import torch
@@ -58,6 +58,7 @@ from torchzero_clip.modular.validation import (
     idle_names,
     warn_of_no_rule,
     warn_of_slips,
+    warn_of_unread_keys,
 )
 from torchzero_clip.private_losses import refuse_loss
 from torchzero_clip.types import Setting, State
@@ -140,6 +141,9 @@ class Modular(Explained, Optimizer):
 
     _module: weakref.ref[nn.Module] | None = None
     """The module that ``params`` was, to find the names of parameters that are added later. Copies have none."""
+
+    _lengths: Sequence[int] = ()
+    """How many keys each param group had in the last step."""
 
     _has_joint_schedules = False
     """True if any process had a setting that is a function of the step when the process group was set."""
@@ -425,6 +429,10 @@ class Modular(Explained, Optimizer):
                 raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
             self._chain_state.take_counters(self.param_groups)
             self._schedules.catch_up(self.param_groups, state.get(SCHEDULE_STEP, 0))
+        lengths = list(map(len, self.param_groups))
+        if lengths != self._lengths:
+            self._lengths = lengths
+            warn_of_unread_keys(self.param_groups, self._nodes, (*state, *COUNTERS, IDENTITY))
         return self._nodes.checked_settings(self.param_groups)
 
     def report_loss(self, loss: Tensor | float) -> None:
