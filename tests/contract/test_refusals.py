@@ -255,6 +255,7 @@ def test_a_closure_target_without_closure_is_refused_before_anything():
     assert_equal(params, before)
 
 
+@pytest.mark.filterwarnings("ignore:the chain has no optimizer")
 def test_sparse_gradients_are_refused_by_name():
     embedding = nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()

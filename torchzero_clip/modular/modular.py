@@ -430,7 +430,7 @@ class Modular(Explained, Optimizer):
             self._chain_state.take_counters(self.param_groups)
             self._schedules.catch_up(self.param_groups, state.get(SCHEDULE_STEP, 0))
         lengths = list(map(len, self.param_groups))
-        if lengths != self._lengths:
+        if lengths != self._lengths and not torch.compiler.is_compiling():  # difflib breaks graphs
             self._lengths = lengths
             warn_of_unread_keys(self.param_groups, self._nodes, (*state, *COUNTERS, IDENTITY))
         return self._nodes.checked_settings(self.param_groups)
