@@ -9,13 +9,20 @@ from typing import Any
 from latex2mathml.converter import convert
 
 DOCS = Path(__file__).parent
-BLOCK = re.compile(r'<div class="highlight"><pre><span></span><code>([^<]*)</code></pre></div>')
-LONG_CELL = 34  # characters; tables with a longer cell become one block per row on narrow screens
+BLOCK = re.compile(
+    r'<div class="highlight"><pre><span></span><code>([^<]*)</code></pre></div>'
+)
+LONG_CELL = (
+    34  # characters; tables with a longer cell become one block per row on narrow screens
+)
 
 
 def on_config(config: Any) -> None:
     """Take the addresses of the pages and of the repository from `addresses.toml`."""
-    set_addresses(config, tomllib.loads((DOCS.parent / "addresses.toml").read_text(encoding="utf-8")))
+    set_addresses(
+        config,
+        tomllib.loads((DOCS.parent / "addresses.toml").read_text(encoding="utf-8")),
+    )
 
 
 def set_addresses(config: Any, addresses: dict[str, Any]) -> None:
@@ -41,7 +48,9 @@ def normalized(text: str) -> str:
 
 def formulas() -> dict[str, str]:
     """The LaTeX of each block of a docstring."""
-    entries = tomllib.loads((DOCS / "formulas.toml").read_text(encoding="utf-8"))["formula"]
+    entries = tomllib.loads((DOCS / "formulas.toml").read_text(encoding="utf-8"))[
+        "formula"
+    ]
     return {normalized(entry["text"]): entry["latex"].strip() for entry in entries}
 
 
@@ -57,9 +66,12 @@ def typeset(latex: str) -> str:
 
 
 def upright(latex: str) -> str:
-    """LaTeX with its words marked as text, except in `\\text` and names of commands."""
+    """LaTeX with its words marked as text, except the words of commands."""
     parts = re.split(r"(\\text{[^}]*}|\\[A-Za-z]+)", latex)
-    return "".join(part if part.startswith("\\") else re.sub(r"[A-Za-z]\w+", word, part) for part in parts)
+    return "".join(
+        part if part.startswith("\\") else re.sub(r"[A-Za-z]\w+", word, part)
+        for part in parts
+    )
 
 
 def word(match: re.Match[str]) -> str:
@@ -84,13 +96,20 @@ def with_narrow_tables(content: str) -> str:
     def replaced(match: re.Match[str]) -> str:
         table = match[0]
         cells = re.findall(r"<td[^>]*>(.*?)</td>", table, re.DOTALL)
-        longest = max((len(html.unescape(re.sub(r"<[^>]+>", "", cell))) for cell in cells), default=0)
-        headings = [re.sub(r"<[^>]+>", "", text).strip() for text in re.findall(r"<th[^>]*>(.*?)</th>", table, re.DOTALL)]
+        longest = max(
+            (len(html.unescape(re.sub(r"<[^>]+>", "", cell))) for cell in cells),
+            default=0,
+        )
+        found = re.findall(r"<th[^>]*>(.*?)</th>", table, re.DOTALL)
+        headings = [html.unescape(re.sub(r"<[^>]+>", "", text)).strip() for text in found]
         if longest < LONG_CELL or len(headings) < 2:
             return table
-        return re.sub(r"<tr>(.*?)</tr>", lambda row: labelled(row[0], headings), table, flags=re.DOTALL).replace(
-            "<table>", '<table data-narrow="rows">', 1
-        )
+        return re.sub(
+            r"<tr>(.*?)</tr>",
+            lambda row: labelled(row[0], headings),
+            table,
+            flags=re.DOTALL,
+        ).replace("<table>", '<table data-narrow="rows">', 1)
 
     return re.sub(r"<table>.*?</table>", replaced, content, flags=re.DOTALL)
 
@@ -98,4 +117,6 @@ def with_narrow_tables(content: str) -> str:
 def labelled(row: str, headings: list[str]) -> str:
     """A row whose cells know the headings of their columns."""
     names = iter(headings)
-    return re.sub(r"<td(?=[ >])", lambda _: f'<td data-label="{html.escape(next(names, ""))}"', row)
+    return re.sub(
+        r"<td(?=[ >])", lambda _: f'<td data-label="{html.escape(next(names, ""))}"', row
+    )
