@@ -10,7 +10,7 @@ from latex2mathml.converter import convert
 
 DOCS = Path(__file__).parent
 BLOCK = re.compile(
-    r'<div class="highlight"><pre><span></span><code>([^<]*)</code></pre></div>'
+    r'<div class="(?:language-text )?highlight"><pre><span></span><code>([^<]*)</code></pre></div>'
 )
 LONG_CELL = (
     34  # characters; tables with a longer cell become one block per row on narrow screens

@@ -169,3 +169,14 @@ def test_addresses_are_read_from_the_file():
     addresses = tomllib.loads((ROOT / "addresses.toml").read_text())
     assert hasattr(config, "site_url") == ("documentation" in addresses)
     assert hasattr(config, "repo_url") == ("repository" in addresses)
+
+
+def test_the_home_page_says_what_the_readme_says():
+    home = (ROOT / "README.md").read_text().partition("\n## Try it\n")[0].strip()
+    assert (DOCS / "index.md").read_text().strip() == home.replace("](docs/", "](")
+
+
+def test_the_readme_links_to_few_pages():
+    """A table of what the package does, and no table of links."""
+    home = (DOCS / "index.md").read_text()
+    assert len(re.findall(r"\]\(", home)) <= 20
