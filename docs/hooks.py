@@ -91,19 +91,29 @@ def with_formulas(content: str) -> str:
 
 
 def with_narrow_tables(content: str) -> str:
-    """Mark the tables whose rows become blocks on narrow screens, and give each cell the heading of its column."""
+    """Mark the tables whose rows become blocks on narrow screens
+    MANY_COLUMNS = 6  # from here on the letters of a table are smaller there, and give each cell the heading of its column."""
 
     def replaced(match: re.Match[str]) -> str:
         table = match[0]
-        cells = re.findall(r"<td[^>]*>(.*?)</td>", table, re.DOTALL)
-        longest = max(
-            (len(html.unescape(re.sub(r"<[^>]+>", "", cell))) for cell in cells),
-            default=0,
-        )
+        rows = [
+            re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL)
+            for row in table.split("</tr>")
+        ]
+        lengths = [
+            len(html.unescape(re.sub(r"<[^>]+>", "", cell)))
+            for row in rows
+            for cell in row[1:]
+        ]
         found = re.findall(r"<th[^>]*>(.*?)</th>", table, re.DOTALL)
+        if max(lengths, default=0) < LONG_CELL:
+            small = '<table data-narrow="small">'
+            return (
+                table.replace("<table>", small, 1)
+                if len(found) >= MANY_COLUMNS
+                else table
+            )
         headings = [html.unescape(re.sub(r"<[^>]+>", "", text)).strip() for text in found]
-        if longest < LONG_CELL or len(headings) < 2:
-            return table
         return re.sub(
             r"<tr>(.*?)</tr>",
             lambda row: labelled(row[0], headings),
