@@ -12,7 +12,9 @@ DOCS = Path(__file__).parent
 BLOCK = re.compile(
     r'<div class="(?:language-text )?highlight"><pre><span></span><code>([^<]*)</code></pre></div>'
 )
-LONG_CELL = (
+# on narrow screens, tables with a longer cell after the first column become blocks, and those with many columns small
+LONG_CELL = 34  # characters
+MANY_COLUMNS = 6
     34  # characters; tables with a longer cell become one block per row on narrow screens
 )
 
@@ -91,8 +93,7 @@ def with_formulas(content: str) -> str:
 
 
 def with_narrow_tables(content: str) -> str:
-    """Mark the tables whose rows become blocks on narrow screens
-    MANY_COLUMNS = 6  # from here on the letters of a table are smaller there, and give each cell the heading of its column."""
+    """Mark the tables whose rows become blocks on narrow screens, and give each cell the heading of its column."""
 
     def replaced(match: re.Match[str]) -> str:
         table = match[0]
