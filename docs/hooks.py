@@ -12,11 +12,10 @@ DOCS = Path(__file__).parent
 BLOCK = re.compile(
     r'<div class="(?:language-text )?highlight"><pre><span></span><code>([^<]*)</code></pre></div>'
 )
-# on narrow screens, tables with a longer cell after the first column become blocks, and those with many columns small
+# On narrow screens, tables with a longer cell after the first column become blocks of rows,
+# and tables with many columns get smaller letters.
 LONG_CELL = 34  # characters
 MANY_COLUMNS = 6
-    34  # characters; tables with a longer cell become one block per row on narrow screens
-)
 
 
 def on_config(config: Any) -> None:
