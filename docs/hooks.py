@@ -10,7 +10,7 @@ from latex2mathml.converter import convert
 
 DOCS = Path(__file__).parent
 BLOCK = re.compile(
-    r'<div class="(?:language-text )?highlight"><pre><span></span><code>([^<]*)</code></pre></div>'
+    r'<div class="highlight"><pre><span></span><code>([^<]*)</code></pre></div>'
 )
 # On narrow screens, tables with a longer cell after the first column become blocks of rows,
 # and tables with many columns get smaller letters.
