@@ -62,8 +62,7 @@ class Wrap(FinalRule):
             raise TypeError(
                 f"optimizer_class must be the class, not an optimizer: write Wrap(torch.optim.{given}, ...)"
             )
-        if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):  # pyright:
-        ignore[reportUnnecessaryIsInstance]
+        if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"optimizer_class must be a subclass of torch.optim.Optimizer, got {optimizer_class!r}")
         class_name = optimizer_class.__name__
         if optimizer_class is SparseAdam:
@@ -248,6 +247,6 @@ def _is_schedule(value: Any, usual: Any) -> bool:
 def _step(optimizer: Optimizer) -> None:
     """Take a step without the hooks, which run around the step of `Modular`."""
     step = type(optimizer).step
-    unhooked = step.__wrapped__ if getattr(step, "hooked", False) else step  # pyright:
-    ignore[reportFunctionMemberAccess] with cpu_by_default():
+    unhooked = step.__wrapped__ if getattr(step, "hooked", False) else step  # pyright: ignore[reportFunctionMemberAccess]
+    with cpu_by_default():
         unhooked(optimizer)
