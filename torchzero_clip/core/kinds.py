@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
 
 from torch import Tensor
 from typing_extensions import override
@@ -196,6 +196,9 @@ class UpdateRule(Transform):
 
     default_lr: float | None = None
     """The learning rate of a chain if neither the rule nor an `LR` sets one."""
+
+    is_optimizer: ClassVar[bool] = True
+    """False in a class that takes a step with the updates of an optimizer before it, as `Hyperball` does."""
 
     def __init__(
         self,

@@ -117,9 +117,9 @@ def rates_of(nodes: Nodes) -> list[tuple[Node, float | Tensor | Schedule | None]
 
 
 def update_rules(nodes: Nodes) -> list[tuple[Node, UpdateRule]]:
-    """The update rules that stand in chains, not in other composites."""
+    """The optimizers that stand in chains, not in other composites."""
     chained = [(n, n.transform) for n in nodes if all(isinstance(outer, Chain) for outer in n.outer)]
-    return [(node, transform) for node, transform in chained if isinstance(transform, UpdateRule)]
+    return [(node, rule) for node, rule in chained if isinstance(rule, UpdateRule) and rule.is_optimizer]
 
 
 def _leaves(transforms: Iterable[Transform]) -> Iterator[Transform]:
