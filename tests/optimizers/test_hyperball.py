@@ -21,7 +21,6 @@ from torchzero_clip import (
     Hyperball,
     Modular,
     Muon,
-    WeightDecay,
     step_in_backward,
 )
 

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from torch import Tensor
 from typing_extensions import override
@@ -197,9 +197,6 @@ class UpdateRule(Transform):
     default_lr: float | None = None
     """The learning rate of a chain if neither the rule nor an `LR` sets one."""
 
-    is_optimizer: ClassVar[bool] = True
-    """False in a class that takes a step with the updates of an optimizer before it, as `Hyperball` does."""
-
     def __init__(
         self,
         defaults: Setting,
@@ -244,6 +241,10 @@ class FinalRule(NeverApplied, UpdateRule):
             updates: The updates, which may be modified.
             step: As in `Transform.apply_tensors`, with the settings of the transforms after this one.
         """
+
+
+class Retraction(FinalRule):
+    """A final rule that takes the step of the optimizers before it on a surface, as `Hyperball` does on a sphere."""
 
 
 class Gate(NeverApplied):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.core.kinds import FinalRule
+from torchzero_clip.core.kinds import Retraction
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
@@ -18,7 +18,7 @@ from torchzero_clip.optimizers.weight_decay import WeightDecay
 from torchzero_clip.types import Setting
 
 
-class Hyperball(FinalRule):
+class Hyperball(Retraction):
     """Takes steps of fixed length on the sphere of weights that have the norm of the first ones.
 
         w ← R · Normalize(w - lr · R · Normalize(u)),   Normalize(x) = x / ‖x‖,   R = ‖w‖ before the first step
@@ -61,8 +61,6 @@ class Hyperball(FinalRule):
     optimization](https://arxiv.org/abs/2606.16899), 2026.
     """
 
-    is_optimizer = False
-
     def __init__(self, *, name: str | None = None) -> None:
         super().__init__({}, name=name)
 
@@ -81,8 +79,8 @@ class Hyperball(FinalRule):
         """Raise for a vector, and for a parameter of zeros if its values can be read at no cost."""
         if param.ndim < 2:
             raise ValueError(
-                f"Hyperball keeps the norms of weight matrices, got {name} of shape {tuple(param.shape)}: limit it, for "
-                "example Hyperball().only(lambda p: p.ndim >= 2)"
+                f"Hyperball keeps the norms of weight matrices, got {name} of shape {tuple(param.shape)}: limit it, "
+                "for example Hyperball().only(lambda p: p.ndim >= 2)"
             )
         if type(param.data) is Tensor and may_look(param) and param.numel() and not param.any():
             raise ValueError(
@@ -99,7 +97,8 @@ class Hyperball(FinalRule):
         for other in before:
             if isinstance(other, LR):
                 raise ValueError(
-                    f"{self!r} takes the step by itself, so {other!r} has to come after it, or the optimizer names the lr"
+                    f"{self!r} takes the step by itself, so {other!r} has to come after it. The optimizer may also "
+                    "name the lr"
                 )
             if isinstance(other, WeightDecay):
                 raise ValueError(
