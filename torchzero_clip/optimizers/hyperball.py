@@ -21,11 +21,13 @@ from torchzero_clip.types import Setting
 class Hyperball(Retraction):
     """Takes steps of fixed length on the sphere of weights that have the norm of the first ones.
 
-        w ← R · Normalize(w - lr · R · Normalize(u)),   Normalize(x) = x / ‖x‖,   R = ‖w‖ before the first step
+        v ← w - lr · R · u / ‖u‖
+        w ← R · v / ‖v‖
 
-    ``u`` is what the optimizers before it return, and ``‖x‖`` the L2 norm of all elements of a tensor. The learning
-    rate is the length of a step relative to the norm of the weights. It replaces weight decay, which would bring the
-    norms of weights to a value that depends on the learning rate.
+    ``u`` is what the optimizer before it returns, ``‖u‖`` the L2 norm of all elements of a tensor, and ``R`` the norm
+    of the weights ``w`` before the first step. The learning rate is the length of a step relative to the norm of the
+    weights. It replaces weight decay, which would bring the norms of weights to a value that depends on the learning
+    rate.
 
     It ends the chain: for its parameters only the chain's `LR` may follow. Limit it to the weight matrices of hidden
     layers with `only`. The scale of embeddings, heads and vectors has to be learned.
