@@ -47,6 +47,7 @@ from torchzero_clip.modular.modular import Modular as Modular
 from torchzero_clip.modular.modular import adapt_state_dict as adapt_state_dict
 from torchzero_clip.optimizers.adam import Adam as Adam
 from torchzero_clip.optimizers.adamw import AdamW as AdamW
+from torchzero_clip.optimizers.hyperball import Hyperball as Hyperball
 from torchzero_clip.optimizers.muon import Muon as Muon
 from torchzero_clip.optimizers.rmsprop import RMSprop as RMSprop
 from torchzero_clip.optimizers.sgd import SGD as SGD
