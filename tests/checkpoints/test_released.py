@@ -1,7 +1,7 @@
 """Checkpoints of released versions load, and the run goes on as it did then.
 
-`python tests/checkpoints/test_released.py` writes the file of this version. The file of a released version never changes.
-As long as this version is not released, write its file anew if the format changes.
+`python tests/checkpoints/test_released.py` writes the file of this version. The file of a release never changes. As
+long as this version is not released, write its file anew if the format changes.
 """
 
 from pathlib import Path
