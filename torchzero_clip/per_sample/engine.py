@@ -17,13 +17,13 @@ from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.compat import current_graph_task_id
 from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.per_sample.attachment import Attachment
-from torchzero_clip.per_sample.captured_gradients import CapturedGradients, Forward, in_backward
+from torchzero_clip.per_sample.captured_gradients import CapturedGradients, Forward, GivenRows, in_backward
 from torchzero_clip.per_sample.captured_layer import CapturedLayer
 from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory
+from torchzero_clip.per_sample.following import Following
 from torchzero_clip.per_sample.hooks import accumulate
 from torchzero_clip.per_sample.mixing import MixingCheck, Verify
 from torchzero_clip.per_sample.rules.whole import Whole, whole_line
-from torchzero_clip.per_sample.selected_rows import SelectedRows
 from torchzero_clip.per_sample.unclipped import refuse_steps
 
 
@@ -81,7 +81,9 @@ class Engine:
         self.running: CapturedLayer | None = None
         """The layer that runs, the innermost one."""
         self.forward = Forward()
-        self.selected: SelectedRows | None = None
+        self.given: GivenRows | None = None
+        """What the user says of rows, in a block of `rows`."""
+        self.following: Following | None = None
         """Follows the forward of the model while it runs."""
         self.outputs: list[weakref.ref[Tensor]] = []
         """What layers and the model have returned."""
@@ -169,17 +171,21 @@ class Engine:
         if self.enabled and DistributedDataParallel._active_ddp_module is not None:
             raise RuntimeError("module is run by DistributedDataParallel, which would not average its gradients")
         leaves = pytree.tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PackedSequence))
+        packed = [x for x in leaves if isinstance(x, PackedSequence)]
         leaves = [_first_time(x, self.batch_dim) if isinstance(x, PackedSequence) else x for x in leaves]
         inputs = [x for x in leaves if isinstance(x, Tensor)]
         before = self.attachment.captures_model
-        self._begin(Forward(inputs, self.batch_dim, captured=self.enabled))
+        self._begin(Forward(inputs, self.batch_dim, captured=self.enabled, given=self.given))
         if self.attachment.captures_model and not before:
             raise RuntimeError(
                 "the module itself got parameters that train, after its forward had been called: call it once more"
             )
         self.phase = Phase.FORWARD
-        if not self.attachment.has_fast_path():
-            self._follow(SelectedRows(self.forward.batch_size, self.batch_dim))
+        for x in packed:
+            if self.forward.provenance is not None:
+                self.forward.provenance.note_packed(x)
+        if self.forward.provenance is not None and not self.attachment.has_fast_path():
+            self._follow(Following(self.forward.provenance))
 
     def forward_ended(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """The hook of the model after its forward."""
@@ -190,12 +196,12 @@ class Engine:
             self.phase = Phase.IDLE
             self.outputs += [weakref.ref(x) for x in pytree.tree_leaves(output) if type(x) is Tensor]
 
-    def _follow(self, selected: SelectedRows | None) -> None:
-        if self.selected is not None:  # else, or if this is the next forward, an interrupt has ended the last one
-            self.selected.__exit__(None, None, None)
-        self.selected = selected
-        if selected is not None:
-            selected.__enter__()
+    def _follow(self, following: Following | None) -> None:
+        if self.following is not None:  # else, or if this is the next forward, an interrupt has ended the last one
+            self.following.__exit__(None, None, None)
+        self.following = following
+        if following is not None:
+            following.__enter__()
 
     def enter(self, layer: CapturedLayer) -> None:
         """A layer runs."""

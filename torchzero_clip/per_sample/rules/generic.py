@@ -18,7 +18,7 @@ from typing_extensions import override
 from torchzero_clip.compat import is_functorch_wrapped_tensor
 from torchzero_clip.per_sample.broadcast_row import HOOKS, is_row, row_of
 from torchzero_clip.per_sample.captured_gradients import in_backward
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, is_same
 from torchzero_clip.per_sample.contributions import Dense
 from torchzero_clip.per_sample.rules.state import State
 from torchzero_clip.per_sample.squared_norms import wide
@@ -119,7 +119,8 @@ class GenericRule(Rule):
             result.append(None)
             if isinstance(leaf, Tensor) and leaf.ndim > dim and not is_row(leaf) and not _memory_of((leaf,)) & own:
                 argument = str(path), leaf.ndim
-                if leaf.shape[dim] not in (1, size):
+                constant = layer.engine.forward.provenance is not None and layer.labels(leaf) is None
+                if leaf.shape[dim] not in (1, size) or (constant and not is_same(leaf, dim, leaf.shape[dim])):
                     shared.add(argument)
                 if leaf.shape[dim] == size and argument not in shared and not _counts(layer, leaf):
                     result[-1] = dim
@@ -190,6 +191,8 @@ class _Outputs:
         leaves = list(self._leaves)
         for (i, dim), tensor in zip(self._dims.items(), tensors, strict=True):
             leaves[i] = row_of(self._layer, tensor) if dim is None else tensor.movedim(0, dim)
+            if dim is not None:
+                self._layer.mark(leaves[i], dim)
         return pytree.tree_unflatten(leaves, self._structure)
 
 
