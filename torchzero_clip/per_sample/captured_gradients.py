@@ -49,7 +49,7 @@ class Forward:
             self.batch_size = given.batch_size
         self.provenance: Provenance | None = None
         """The samples of tensors; None if the number of samples is not known."""
-        if self.batch_size is not None and captured and not self.direct:
+        if self.batch_size and captured and not self.direct:
             of = {} if given is None else given.of
             self.provenance = Provenance(self.batch_size, dim, found, of)
         self.tells_size = self.direct or bool(found)

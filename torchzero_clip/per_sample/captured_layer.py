@@ -143,7 +143,9 @@ class CapturedLayer:
         if provenance is None:
             return None
         labels = provenance.of(input)
-        if labels == dim or (labels is None and is_same(input, dim, provenance.count)):
+        if labels is None and is_same(input, dim, provenance.count):
+            return None
+        if isinstance(labels, int) and labels == dim:
             return None
         if not isinstance(labels, Tensor) or labels.shape[dim] != labels.numel() or bool((labels < 0).any()):
             self.refuse_rows()
@@ -159,7 +161,8 @@ class CapturedLayer:
     def check_rows(self, input: Tensor, dim: int) -> None:
         """Raise a ValueError if the samples of an input are not in this dimension, in order."""
         labels = self.labels(input)
-        if labels is not None and labels != dim and self.engine.forward.batch_size != 1:
+        plain = labels is None or (isinstance(labels, int) and labels == dim)
+        if not plain and self.engine.forward.batch_size != 1:
             raise ValueError(
                 f"{self} got rows of several samples, and runs sample by sample: run it on all positions and select "
                 f"from its output: layer(x)[mask]{self.way_out}"

@@ -166,7 +166,11 @@ class Engine:
 
     def forward_began(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The hook of the model before its forward."""
-        if self.inside or self.pauses or in_backward() or not torch.is_grad_enabled():
+        if self.inside or self.pauses or not torch.is_grad_enabled():
+            return
+        if in_backward():  # a checkpoint of the model
+            if self.forward.provenance is not None:
+                self._follow(Following(self.forward.provenance))
             return
         if self.enabled and DistributedDataParallel._active_ddp_module is not None:
             raise RuntimeError("module is run by DistributedDataParallel, which would not average its gradients")
@@ -181,11 +185,12 @@ class Engine:
                 "the module itself got parameters that train, after its forward had been called: call it once more"
             )
         self.phase = Phase.FORWARD
-        for x in packed:
-            if self.forward.provenance is not None:
-                self.forward.provenance.note_packed(x)
-        if self.forward.provenance is not None and not self.attachment.has_fast_path():
-            self._follow(Following(self.forward.provenance))
+        if self.attachment.has_fast_path():
+            self.forward.provenance = None
+        if (provenance := self.forward.provenance) is not None:
+            for x in packed:
+                provenance.note_packed(x)
+            self._follow(Following(provenance))
 
     def forward_ended(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """The hook of the model after its forward."""

@@ -33,7 +33,9 @@ MOVES = {  # functions that move elements of their first argument
     *("narrow", "permute", "ravel", "repeat", "repeat_interleave", "reshape", "roll", "select", "split", "squeeze"),
     *("swapaxes", "t", "T", "take_along_dim", "tile", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view"),
 }
-JOINS = {"cat", "concat", "concatenate", "hstack", "stack", "vstack"}
+JOINS = {"cat", "concat", "concatenate", "hstack", "pad_sequence", "stack", "vstack"}
+PACKS = {"pack_padded_sequence", "pad_packed_sequence", "pad_sequence"}
+"""Functions that are followed in the graph too, where they are many operations."""
 REDUCES = {"all", "amax", "amin", "any", "argmax", "argmin", "max", "mean", "median", "min", "norm", "prod", "std", "sum"}
 UNKNOWN = {  # functions whose results have no dimension of their arguments
     *("argwhere", "bincount", "index_add", "index_copy", "index_put", "masked_scatter", "nonzero", "scatter"),
@@ -60,7 +62,8 @@ class Following(TorchFunctionMode):
         name = getattr(func, "__name__", "").strip("_")
         changed = args[0] if name == "setitem" else output
         first = changed[0] if isinstance(changed, list | tuple) and changed else changed
-        if isinstance(first, Tensor) and first.grad_fn is None and first.ndim and not get_interpreter_stack():
+        follows = isinstance(first, Tensor) and first.ndim and (first.grad_fn is None or name in PACKS)
+        if follows and not get_interpreter_stack():
             if name == "setitem":
                 self._set(*args)
             else:
@@ -90,13 +93,16 @@ class Following(TorchFunctionMode):
         results: Sequence[Labels] = [LOST] * len(outputs)
         if any(found is LOST for found in labels.values()):
             pass
-        elif name in JOINS or (name in MOVES and 0 in labels):
+        elif name in JOINS or (name in MOVES | PACKS and 0 in labels):
             for i in tensors if name in JOINS else (0,):
                 leaves[i] = self._full(leaves[i], labels.get(i))
+            leaves = [-1 if name in PACKS and isinstance(x, float) else x for x in leaves]  # the value of padding
             args, kwargs = pytree.tree_unflatten(leaves, structure)
             moved = func(*args, **kwargs)
             moved = moved if isinstance(moved, list | tuple) else [moved]
             results = [simplest(x, self._provenance.count) for x in moved]
+            if name in PACKS - JOINS:
+                results = [results[0], None]  # with the sizes or lengths
         elif not (name in UNKNOWN or (name == "where" and len(tensors) == 1)):
             results = [self._kept(name, x, leaves, labels, args, kwargs) for x in outputs]
         for x, found in zip(outputs, results, strict=True):
@@ -116,7 +122,7 @@ class Following(TorchFunctionMode):
             elif name in REDUCES:
                 return self._reduced(output, labels, before, args, kwargs)
             elif isinstance(labels, Tensor):
-                kept = max(dim + 1 for dim, size in enumerate(labels.shape) if size != 1)
+                kept = max((dim + 1 for dim, size in enumerate(labels.shape) if size != 1), default=0)
                 if name in ROWS | {"getitem"} and output.shape[:kept] == before[:kept] and output.ndim >= kept:
                     return labels.reshape(*labels.shape[:kept], *[1] * (output.ndim - kept))
             elif output.ndim > labels and output.shape[labels] == count:  # pyright: ignore

@@ -36,7 +36,7 @@ def simplest(labels: Tensor, count: int) -> Labels:
             if bool(((labels < 0) | (labels == most)).all()):
                 labels = most
     varies = [dim for dim, size in enumerate(labels.shape) if size != 1]
-    if count != 1 and len(varies) == 1 and torch.equal(labels.flatten(), torch.arange(count).to(labels)):
+    if count != 1 and len(varies) == 1 and torch.equal(labels.flatten(), torch.arange(count, device=labels.device)):
         return varies[0]
     return None if not varies and labels.numel() and labels.max() < 0 else labels
 

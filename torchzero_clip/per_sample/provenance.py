@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torchzero_clip.compat import current_graph_task_id
 from torchzero_clip.per_sample.labels import LOST, Labels, simplest, wider
 from torchzero_clip.per_sample.row_moves import Part, Step, after
 
@@ -24,6 +25,7 @@ class Provenance:
 
     def __init__(self, count: int, dim: int, arguments: Sequence[Tensor], given: Mapping[int, Tensor]) -> None:
         self.count = count
+        self._dim = dim
         self._given = given
         self._known: Any = WeakIdKeyDictionary()  # the labels of tensors without a graph
         for x in arguments:
@@ -43,7 +45,7 @@ class Provenance:
 
     def note_packed(self, packed: PackedSequence) -> None:
         """Store the labels of the rows of a packed sequence of all samples."""
-        first = torch.arange(self.count) if packed.sorted_indices is None else packed.sorted_indices.cpu()
+        first = torch.arange(self.count, device="cpu") if packed.sorted_indices is None else packed.sorted_indices.cpu()
         rows = torch.cat([first[:size] for size in packed.batch_sizes.tolist()]).to(packed.data.device)
         self.note(packed.data, simplest(rows.view(-1, *[1] * (packed.data.ndim - 1)), self.count))
 
@@ -56,6 +58,9 @@ class Provenance:
         base = tensor._base
         if base is not None and base in self._known:
             return self._of_view(tensor, base, self._known[base])
+        dim = self._dim
+        if tensor.requires_grad and current_graph_task_id() != -1 and tensor.ndim > dim and tensor.shape[dim] == self.count:
+            return dim  # an input of a checkpoint with use_reentrant=True
         return self._of_given(tensor.shape)
 
     def _of_given(self, shape: Sequence[int]) -> Labels:
@@ -67,7 +72,7 @@ class Provenance:
         offset = view.storage_offset() - base.storage_offset()
         if labels is None or labels is LOST:
             return labels
-        if labels == 0 and view.ndim and view.numel() and view.shape[0] == self.count:
+        if isinstance(labels, int) and labels == 0 and view.ndim and view.numel() and view.shape[0] == self.count:
             row = offset + sum((size - 1) * step for size, step in zip(view.shape[1:], view.stride()[1:], strict=True))
             if view.stride(0) == base.stride(0) > row:
                 return 0
@@ -91,7 +96,7 @@ class Provenance:
                 rest += missing
                 continue
             if hasattr(node, "variable"):
-                memory[number] = self._known.get(node.variable)
+                memory[number] = self.of(node.variable)
                 continue
             parts = [Part(self._memory(n)[i], tuple(n._input_metadata[i].shape)) for n, i in inputs]
             labels = after(Step(node, number, tuple(node._input_metadata[number].shape), self.count), parts)

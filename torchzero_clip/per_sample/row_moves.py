@@ -53,10 +53,10 @@ def after(step: Step, parts: Sequence[Part]) -> Labels:
     found = [part for part in parts if part.labels is not None]
     if not found:
         return None
-    if any(part.labels is LOST for part in found):
-        return LOST
     if kind in SAME:
         return _same(step, found)
+    if any(part.labels is LOST for part in found):
+        return LOST
     if kind in JOINS:
         return JOINS[kind](step, parts)
     labels, before = found[0]
@@ -78,6 +78,8 @@ def after(step: Step, parts: Sequence[Part]) -> Labels:
 def _same(step: Step, found: Sequence[Part]) -> Labels:
     """The labels of the first input with the samples of the output. Other inputs are broadcast to them."""
     for labels, before in found:
+        if labels is LOST:  # such as a statistic of the batch, which the check of gradients finds
+            continue
         labels = aligned(labels, len(before), len(step.shape))
         if isinstance(labels, Tensor) or step.shape[labels] == step.count:  # pyright: ignore[reportArgumentType]
             return labels

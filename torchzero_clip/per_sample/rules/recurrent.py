@@ -119,16 +119,14 @@ class _Sequences:
 
     def _of_packed(self, layer: CapturedLayer, data: Tensor) -> Tensor | None:
         """The sample of each packed sequence; None if these are the samples in order."""
-        rows = layer.rows_along(data, 0)
+        count, rows = layer.engine.forward.batch_size, layer.rows_along(data, 0)
         if rows is None:
-            rows = torch.arange(len(data), device=data.device)
-            if layer.labels(data) is None:
-                return None
+            return None
         first = rows[: self.count]
         if not torch.equal(rows, torch.cat([first[:size] for size in self.sizes])):
             layer.refuse_rows()
-        samples = first if self._order is None else first.index_select(0, self._back.to(first.device))
-        in_order = torch.equal(samples, torch.arange(layer.engine.forward.batch_size).to(samples))
+        samples = first if self._order is None else first[self._back.to(first.device)]
+        in_order = torch.equal(samples, torch.arange(count, device=samples.device))
         return None if in_order else samples
 
     def mark(self, layer: CapturedLayer, output: Tensor, states: Sequence[Tensor]) -> None:
