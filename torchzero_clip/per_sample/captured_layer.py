@@ -158,7 +158,7 @@ class CapturedLayer:
             f"`with clipper.rows(sample_of_row, batch_size=B):` around the forward{self.way_out}"
         )
 
-    def check_rows(self, input: Tensor, dim: int) -> None:
+    def check_rows(self, input: Tensor, dim: int | None) -> None:
         """Raise a ValueError if the samples of an input are not in this dimension, in order."""
         labels = self.labels(input)
         plain = labels is None or (isinstance(labels, int) and labels == dim)

@@ -31,16 +31,44 @@ ROWS = {"embedding", "group_norm", "layer_norm", "linear", "matmul", "mm", "norm
 MOVES = {  # functions that move elements of their first argument
     *("expand", "expand_as", "flatten", "flip", "gather", "getitem", "index_select", "masked_select", "movedim", "mT"),
     *("narrow", "permute", "ravel", "repeat", "repeat_interleave", "reshape", "roll", "select", "split", "squeeze"),
-    *("swapaxes", "t", "T", "take_along_dim", "tile", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view"),
+    *(
+        "swapaxes",
+        "t",
+        "T",
+        "take_along_dim",
+        "tile",
+        "transpose",
+        "unbind",
+        "unflatten",
+        "unfold",
+        "unsqueeze",
+        "view",
+    ),
 }
 JOINS = {"cat", "concat", "concatenate", "hstack", "pad_sequence", "stack", "vstack"}
 PACKS = {"pack_padded_sequence", "pad_packed_sequence", "pad_sequence"}
 """Functions that are followed in the graph too, where they are many operations."""
-REDUCES = {"all", "amax", "amin", "any", "argmax", "argmin", "max", "mean", "median", "min", "norm", "prod", "std", "sum"}
-UNKNOWN = {  # functions whose results have no dimension of their arguments
-    *("argwhere", "bincount", "index_add", "index_copy", "index_put", "masked_scatter", "nonzero", "scatter"),
-    *("scatter_add", "scatter_reduce", "segment_reduce", "unique", "unique_consecutive"),
+REDUCES = {
+    "all",
+    "amax",
+    "amin",
+    "any",
+    "argmax",
+    "argmin",
+    "max",
+    "mean",
+    "median",
+    "min",
+    "norm",
+    "prod",
+    "std",
+    "sum",
 }
+PLACES = {
+    *("index_add", "index_copy", "index_put", "masked_scatter", "scatter", "scatter_add", "scatter_reduce"),
+}
+"""Functions that put elements into their first argument."""
+UNKNOWN = {"argwhere", "bincount", "nonzero", "segment_reduce", "unique", "unique_consecutive"}
 
 
 class Following(TorchFunctionMode):
@@ -91,22 +119,32 @@ class Following(TorchFunctionMode):
             return
         outputs = [x for x in (output if isinstance(output, list | tuple) else [output]) if isinstance(x, Tensor)]
         results: Sequence[Labels] = [LOST] * len(outputs)
-        if any(found is LOST for found in labels.values()):
+        moved = [*tensors] if name in JOINS else [0] if name in MOVES | PACKS | PLACES and 0 in labels else []
+        if any(labels[i] is LOST for i in moved or labels if i in labels):
             pass
-        elif name in JOINS or (name in MOVES | PACKS and 0 in labels):
-            for i in tensors if name in JOINS else (0,):
-                leaves[i] = self._full(leaves[i], labels.get(i))
-            leaves = [-1 if name in PACKS and isinstance(x, float) else x for x in leaves]  # the value of padding
-            args, kwargs = pytree.tree_unflatten(leaves, structure)
-            moved = func(*args, **kwargs)
-            moved = moved if isinstance(moved, list | tuple) else [moved]
-            results = [simplest(x, self._provenance.count) for x in moved]
-            if name in PACKS - JOINS:
-                results = [results[0], None]  # with the sizes or lengths
-        elif not (name in UNKNOWN or (name == "where" and len(tensors) == 1)):
+        elif moved and name not in PLACES:
+            results = self._moved(func, name, leaves, structure, {i: labels.get(i) for i in moved})
+        elif moved:
+            results = [labels[0] if isinstance(labels[0], int) else LOST]
+        elif not (name in UNKNOWN | PLACES or (name == "where" and len(tensors) == 1)):
             results = [self._kept(name, x, leaves, labels, args, kwargs) for x in outputs]
         for x, found in zip(outputs, results, strict=True):
             self._provenance.note(x, found)
+
+    def _moved(
+        self, func: Any, name: str, leaves: Sequence[Any], structure: Any, labels: dict[int, Labels]
+    ) -> list[Labels]:
+        """The labels of the outputs of a function that moves elements, which moves their labels too."""
+        leaves = list(leaves)
+        for i, found in labels.items():
+            leaves[i] = self._full(leaves[i], found)
+        if name in PACKS:
+            leaves = [-1 if isinstance(x, float) else x for x in leaves]  # the value of padding
+        args, kwargs = pytree.tree_unflatten(leaves, structure)
+        output = func(*args, **kwargs)
+        outputs = output if isinstance(output, list | tuple) else [output]
+        results = [simplest(x, self._provenance.count) for x in outputs]
+        return [results[0], None] if name in PACKS - JOINS else results  # lengths or sizes come second
 
     def _kept(
         self, name: str, output: Tensor, leaves: list[Any], given: dict[int, Labels], args: Any, kwargs: Any
@@ -138,6 +176,7 @@ class Following(TorchFunctionMode):
         full = wider(labels, len(before), self._provenance.count)
         if any(full.shape[dim] > 1 for dim in dims):
             return LOST
+        full = full if full.numel() else full.new_full([max(size, 1) for size in full.shape], -1)
         kept = [1 if i in dims else n for i, n in enumerate(full.shape) if i not in dims or output.ndim == len(before)]
         return simplest(full.reshape(kept), self._provenance.count)
 

@@ -28,7 +28,7 @@ def wider(labels: Labels, ndim: int, count: int) -> Tensor:
 def simplest(labels: Tensor, count: int) -> Labels:
     """The labels with size 1 where they do not vary, as a dimension if they are 0, 1, 2, ... along it.
 
-    A label of -1 becomes that of the other entries in the same row.
+    A label of -1 becomes that of the other entries in the same row, or that of the sample without rows.
     """
     for dim in range(labels.ndim - 1, -1, -1):
         if labels.shape[dim] > 1:
@@ -36,9 +36,13 @@ def simplest(labels: Tensor, count: int) -> Labels:
             if bool(((labels < 0) | (labels == most)).all()):
                 labels = most
     varies = [dim for dim, size in enumerate(labels.shape) if size != 1]
-    if count != 1 and len(varies) == 1 and torch.equal(labels.flatten(), torch.arange(count, device=labels.device)):
-        return varies[0]
-    return None if not varies and labels.numel() and labels.max() < 0 else labels
+    if labels.numel() and bool((labels < 0).all()):
+        return None
+    if count != 1 and len(varies) == 1 and labels.numel() == count:
+        flat = labels.flatten()
+        if bool(((flat < 0) | (flat == torch.arange(count, device=flat.device))).all()):
+            return varies[0]
+    return labels
 
 
 def aligned(labels: Labels, before: int, after: int) -> Labels:

@@ -59,7 +59,12 @@ class Provenance:
         if base is not None and base in self._known:
             return self._of_view(tensor, base, self._known[base])
         dim = self._dim
-        if tensor.requires_grad and current_graph_task_id() != -1 and tensor.ndim > dim and tensor.shape[dim] == self.count:
+        if (
+            tensor.requires_grad
+            and current_graph_task_id() != -1
+            and tensor.ndim > dim
+            and tensor.shape[dim] == self.count
+        ):
             return dim  # an input of a checkpoint with use_reentrant=True
         return self._of_given(tensor.shape)
 
@@ -102,4 +107,3 @@ class Provenance:
             labels = after(Step(node, number, tuple(node._input_metadata[number].shape), self.count), parts)
             memory[number] = simplest(labels, self.count) if isinstance(labels, Tensor) else labels
         return self._memory(node)[number]
-

@@ -56,9 +56,11 @@ class GenericRule(Rule):
         for i, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
             if is_row(leaf):  # with a dimension, it is such as a first state for all, expanded to the batch
                 inputs[i] = leaf._each if dim is None else leaf._each.diagonal(0, 0, dim + 1).movedim(-1, 0)
-            elif dim is not None:
-                layer.check_rows(leaf, dim)
-                inputs[i] = leaf.movedim(dim, 0)
+            elif isinstance(leaf, Tensor):
+                if dim is not None or isinstance(layer.labels(leaf), Tensor):
+                    layer.check_rows(leaf, dim)
+                if dim is not None:
+                    inputs[i] = leaf.movedim(dim, 0)
         count = _batch_size(layer, leaves, {len(x) for x in inputs.values()})
         copies = copies_of(layer, count)
         if not count:  # vmap cannot run an empty batch. The output depends on the copies, so that they get gradients

@@ -1,4 +1,4 @@
-"""Rows that values select, as ids[mask] does, are never taken for samples: by default, in every step, in every form."""
+"""Rows of several samples, as of ids[mask], count for the samples that they belong to: in every step, in every form."""
 
 from functools import partial
 
@@ -117,8 +117,7 @@ USES = {
         words,
     ),
 }
-# the samples of flat positions are not known; parts are out of order
-NEVER_RIGHT = {"index_select", "names of arguments", "two parts"}
+BY_SAMPLE = {"a bare parameter", "a parameter by the generic rule", "a cell", "a registered rule"}
 
 
 def twice(kind):
@@ -161,36 +160,22 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", USES)
-def test_as_many_rows_as_samples_are_right_in_order_and_refused_otherwise(name, form):
+def test_rows_are_those_of_their_samples_also_if_there_are_as_many(name, form):
     model = selecting(name)
-    step, refused = step_of(form, model), pytest.raises(ValueError, match=r"'layer.*got rows .*as in x\[mask\]")
-    for places in (UNEVEN, ONE_EACH, ONE_EACH, UNEVEN):
-        before = [p.grad for p in model.parameters()]
-        data = batch(places)
-        if places is UNEVEN or name in NEVER_RIGHT:
-            with refused:
+    step = step_of(form, model)
+    for places in (UNEVEN, ONE_EACH, UNEVEN, *([] if name == "two of each sample" else [FEWER, MORE])):
+        before, data = [p.grad for p in model.parameters()], batch(places)
+        if name in BY_SAMPLE and places is not ONE_EACH:
+            with pytest.raises(ValueError, match=r"'layer.*got rows of several samples.*layer\(x\)\[mask\]"):
                 step(data)
             assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
         else:
             assert_close(step(data), norms_by_loop(model, *data))
 
 
-@pytest.mark.parametrize("form", ["unchecked", "classic"])
-@pytest.mark.parametrize("name", sorted(USES.keys() - {"two of each sample"}))
-@pytest.mark.parametrize("places", [FEWER, MORE], ids=["fewer", "more"])
-def test_fewer_and_more_rows_than_samples_are_never_wrong(name, form, places):
-    model = selecting(name)
-    data = batch(places)
-    try:
-        norms = step_of(form, model)(data)
-    except (ValueError, RuntimeError):
-        return
-    assert_close(norms, norms_by_loop(model, *data))
-
-
 @pytest.mark.parametrize("places", [ONE_EACH, UNEVEN, MORE], ids=["one each", "uneven", "more"])
 def test_whole_is_a_way_out(places):
-    model = selecting("an embedding")
+    model = selecting("a bare parameter")
     data = batch(places)
     assert_close(step_of("backward", model, whole=(Net,))(data), norms_by_loop(model, *data))
 
@@ -226,7 +211,6 @@ RIGHT = {
     "padded": lambda net, ids, x, mask: pad_sequence(
         net.frozen(ids[mask]).split(mask.sum(1).tolist()), batch_first=True
     ).sum(1),
-    "distinct words": lambda net, ids, x, mask: looked_up(net, *ids.unique(return_inverse=True)).sum(1),
     "experts that restore the order": restored,
     "a position of each sample": lambda net, ids, x, mask: net.lin(x)[torch.arange(len(x)), mask.int().argmax(1)],
     "the first word": lambda net, ids, x, mask: net.lin(x[torch.arange(len(x)), (ids < 9).nonzero()[::T, 1]]),
@@ -239,10 +223,6 @@ RIGHT = {
     "some positions": lambda net, ids, x, mask: net.lin(x[:, torch.tensor([True, False, True])]).sum(1),
     "sorted words": lambda net, ids, x, mask: net.emb(ids.sort(1).values).sum(1),
 }
-
-
-def looked_up(net, distinct, inverse):
-    return net.frozen(distinct)[inverse]
 
 
 @pytest.mark.parametrize("form", ["backward", "classic"])
@@ -262,12 +242,35 @@ def test_sequences_may_come_first():
         return [value.transpose(0, 1) for value in batch(places)]
 
     with clip(model, batch_first=False, verify="never") as clipper:
-        for places in (UNEVEN, ONE_EACH):  # the rows of time 0 come first, which is another order
-            with pytest.raises(ValueError, match=r"'emb' \(Embedding\) got rows"):
-                model(*given(places))
-        data = given([(i, 1) for i in range(B)])
-        expected = norms_by_loop(model, *data, batch_dim=1, losses=lambda output, _: losses_of(output))
-        assert_close(clipper.backward(losses_of(model(*data))).norms, expected)
+        for places in (UNEVEN, ONE_EACH, MORE):
+            data = given(places)
+            expected = norms_by_loop(model, *data, batch_dim=1, losses=lambda output, _: losses_of(output))
+            assert_close(clipper.backward(losses_of(model(*data))).norms, expected)
+
+
+UNKNOWN = {
+    "distinct words": lambda net, ids, x, mask: net.emb(ids.unique()).sum() + net.lin(x).sum(1),
+    "noise": lambda net, ids, x, mask: net.lin(torch.randn_like(x[:1, 0]).expand(len(x), -1) + torch.randn(len(x), W)),
+    "numbers": lambda net, ids, x, mask: net.lin(torch.tensor(x[:, 0].tolist(), dtype=x.dtype)),
+    "a function of the user": lambda net, ids, x, mask: net.lin(Reversed.apply(net.lin(x)[mask])).sum() + x.sum(1),
+}
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.flip(0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.flip(0)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_rows_of_unknown_samples_are_refused(name):
+    model = with_words(UNKNOWN[name])
+    with clip(model), pytest.raises(ValueError, match=r"got rows whose samples are not known.*clipper.rows"):
+        model(*batch(ONE_EACH))
 
 
 def test_a_forward_that_was_interrupted_leaves_nothing_behind():
