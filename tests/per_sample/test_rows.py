@@ -163,10 +163,11 @@ FORMS = {
 def test_rows_are_those_of_their_samples_also_if_there_are_as_many(name, form):
     model = selecting(name)
     step = step_of(form, model)
-    for places in (UNEVEN, ONE_EACH, UNEVEN, *([] if name == "two of each sample" else [FEWER, MORE])):
+    for places in (ONE_EACH,) if name == "two of each sample" else (UNEVEN, ONE_EACH, UNEVEN, FEWER, MORE):
         before, data = [p.grad for p in model.parameters()], batch(places)
         if name in BY_SAMPLE and places is not ONE_EACH:
-            with pytest.raises(ValueError, match=r"'layer.*got rows of several samples.*layer\(x\)\[mask\]"):
+            several = r"'layer.*(got rows of several samples.*layer\(x\)\[mask\]|in another way than in earlier calls)"
+            with pytest.raises((ValueError, RuntimeError), match=several):
                 step(data)
             assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
         else:
@@ -236,7 +237,9 @@ def test_right_models_that_select_raise_no_alarm(name, form):
 
 
 def test_sequences_may_come_first():
-    model = with_words(lambda net, ids, x, mask: added(net.emb(ids[mask]), mask.t()))
+    model = with_words(
+        lambda net, ids, x, mask: torch.zeros_like(x[0]).index_add(0, mask.nonzero()[:, 1], net.emb(ids[mask]))
+    )
 
     def given(places):
         return [value.transpose(0, 1) for value in batch(places)]
@@ -250,7 +253,7 @@ def test_sequences_may_come_first():
 
 UNKNOWN = {
     "distinct words": lambda net, ids, x, mask: net.emb(ids.unique()).sum() + net.lin(x).sum(1),
-    "noise": lambda net, ids, x, mask: net.lin(torch.randn_like(x[:1, 0]).expand(len(x), -1) + torch.randn(len(x), W)),
+    "noise": lambda net, ids, x, mask: net.lin(torch.randn(len(x), W, dtype=x.dtype)),
     "numbers": lambda net, ids, x, mask: net.lin(torch.tensor(x[:, 0].tolist(), dtype=x.dtype)),
     "a function of the user": lambda net, ids, x, mask: net.lin(Reversed.apply(net.lin(x)[mask])).sum() + x.sum(1),
 }

@@ -7,10 +7,10 @@ import torch
 from per_sample.harness import weight
 from per_sample.mixers import (
     AS_MANY_AS_SAMPLES,
-    TOLD_APART,
     MIXERS,
     NAMED,
     RIGHT,
+    TOLD_APART,
     Layer,
     Scale,
     Shift,

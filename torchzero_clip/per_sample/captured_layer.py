@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -131,7 +131,7 @@ class CapturedLayer:
             if depth <= leading and bool((labels >= 0).all()):
                 rows = labels.reshape(labels.shape[:depth]).expand(input.shape[:depth])
                 return Samples(input, 0, rows=rows.reshape(rows.shape))
-        self.refuse_rows()
+        raise self.unknown_rows()
 
     def rows_along(self, input: Tensor, dim: int) -> Tensor | None:
         """The sample of each entry along a dimension; None if these are the samples in order, or as many as there are.
@@ -148,12 +148,12 @@ class CapturedLayer:
         if isinstance(labels, int) and labels == dim:
             return None
         if not isinstance(labels, Tensor) or labels.shape[dim] != labels.numel() or bool((labels < 0).any()):
-            self.refuse_rows()
+            raise self.unknown_rows()
         return labels.flatten().expand(input.shape[dim])
 
-    def refuse_rows(self) -> NoReturn:
-        """Raise for rows of which it is not known which samples they belong to."""
-        raise ValueError(
+    def unknown_rows(self) -> ValueError:
+        """The error for rows of which it is not known which samples they belong to."""
+        return ValueError(
             f"{self} got rows whose samples are not known. Say which sample each row belongs to, with "
             f"`with clipper.rows(sample_of_row, batch_size=B):` around the forward{self.way_out}"
         )

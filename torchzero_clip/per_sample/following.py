@@ -1,6 +1,6 @@
 """Follows tensors without a graph, such as indices of words, which a forward computes from its arguments."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.compat import get_interpreter_stack
-from torchzero_clip.per_sample.labels import LOST, Labels, aligned, simplest, wider
+from torchzero_clip.per_sample.labels import LOST, Known, Labels, aligned, simplest, wider
 from torchzero_clip.per_sample.provenance import Provenance
 
 ELEMENTS = {  # functions of single elements
@@ -147,7 +147,7 @@ class Following(TorchFunctionMode):
         return [results[0], None] if name in PACKS - JOINS else results  # lengths or sizes come second
 
     def _kept(
-        self, name: str, output: Tensor, leaves: list[Any], given: dict[int, Labels], args: Any, kwargs: Any
+        self, name: str, output: Tensor, leaves: list[Any], given: Mapping[int, Known], args: Any, kwargs: Any
     ) -> Labels:
         """The labels of an output whose elements are where those of the arguments were."""
         count = self._provenance.count
@@ -155,7 +155,7 @@ class Following(TorchFunctionMode):
             before = leaves[i].shape
             if name in ELEMENTS and len(before) <= output.ndim:
                 found = aligned(labels, len(before), output.ndim)
-                if isinstance(found, Tensor) or output.shape[found] == count:  # pyright: ignore
+                if isinstance(found, Tensor) or output.shape[found] == count:
                     return found
             elif name in REDUCES:
                 return self._reduced(output, labels, before, args, kwargs)
@@ -163,11 +163,11 @@ class Following(TorchFunctionMode):
                 kept = max((dim + 1 for dim, size in enumerate(labels.shape) if size != 1), default=0)
                 if name in ROWS | {"getitem"} and output.shape[:kept] == before[:kept] and output.ndim >= kept:
                     return labels.reshape(*labels.shape[:kept], *[1] * (output.ndim - kept))
-            elif output.ndim > labels and output.shape[labels] == count:  # pyright: ignore
+            elif output.ndim > labels and output.shape[labels] == count:
                 return labels
         return LOST
 
-    def _reduced(self, output: Tensor, labels: Labels, before: Sequence[int], args: Any, kwargs: Any) -> Labels:
+    def _reduced(self, output: Tensor, labels: Known, before: Sequence[int], args: Any, kwargs: Any) -> Labels:
         dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
         dims = [dims] if isinstance(dims, int) else dims
         if not dims or isinstance(dims, Tensor):

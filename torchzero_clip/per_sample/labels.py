@@ -7,11 +7,14 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-Labels: TypeAlias = int | Tensor | None
-"""The dimension that has the samples 0, 1, 2, ...; or the sample of each entry, as integers that can be broadcast to it.
+Known: TypeAlias = int | Tensor
+"""The dimension that has the samples 0, 1, 2, ..., or the sample of each entry, in a tensor that can be broadcast.
 
-None stands for values that depend on no sample, `LOST` for values of unknown samples. Entries of -1 belong to none.
+`LOST` stands for values of unknown samples. Entries of -1 belong to none.
 """
+
+Labels: TypeAlias = Known | None
+"""Labels, or None for values that depend on no sample."""
 
 LOST = -1
 
@@ -45,14 +48,12 @@ def simplest(labels: Tensor, count: int) -> Labels:
     return labels
 
 
-def aligned(labels: Labels, before: int, after: int) -> Labels:
+def aligned(labels: Known, before: int, after: int) -> Known:
     """The labels of values that are broadcast from ``before`` to ``after`` dimensions."""
-    if labels is None or labels is LOST:
-        return labels
     return labels[(None,) * (after - before)] if isinstance(labels, Tensor) else labels + after - before
 
 
-def viewed(labels: Labels, before: Sequence[int], after: Sequence[int], count: int) -> Labels:
+def viewed(labels: Known, before: Sequence[int], after: Sequence[int], count: int) -> Known:
     """The labels after a view."""
     if isinstance(labels, int) and count > 1:
         front = math.prod(before[:labels])

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from torchzero_clip.per_sample.labels import LOST, Labels, aligned, placed, viewed, wider
+from torchzero_clip.per_sample.labels import LOST, Known, Labels, aligned, placed, viewed, wider
 
 SAME = {  # operations on single elements
     *("Abs", "Acos", "Add", "Addcdiv", "Addcmul", "Alias", "Atan2", "Clamp", "ClampMax", "ClampMin", "Clone", "Copy"),
@@ -38,24 +38,28 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
 
 
+Found: TypeAlias = Sequence[tuple[Known, tuple[int, ...]]]
+"""Labels and shapes of the inputs that depend on samples."""
+
+
 class Step(NamedTuple):
     """An operation: its node, which of its outputs is asked for, the shape of it, and the number of samples."""
 
     node: Any
     number: int
     shape: tuple[int, ...]
-    count: int
+    batch_size: int
 
 
 def after(step: Step, parts: Sequence[Part]) -> Labels:
     """The labels of the output of an operation with these inputs that need gradients."""
     kind = type(step.node).__name__.partition("Backward")[0]
-    found = [part for part in parts if part.labels is not None]
+    found = [(part.labels, part.shape) for part in parts if part.labels is not None]
     if not found:
         return None
     if kind in SAME:
         return _same(step, found)
-    if any(part.labels is LOST for part in found):
+    if any(labels is LOST for labels, _ in found):
         return LOST
     if kind in JOINS:
         return JOINS[kind](step, parts)
@@ -75,32 +79,32 @@ def after(step: Step, parts: Sequence[Part]) -> Labels:
     return _kept(kind, step, found)
 
 
-def _same(step: Step, found: Sequence[Part]) -> Labels:
+def _same(step: Step, found: Found) -> Known:
     """The labels of the first input with the samples of the output. Other inputs are broadcast to them."""
     for labels, before in found:
         if labels is LOST:  # such as a statistic of the batch, which the check of gradients finds
             continue
         labels = aligned(labels, len(before), len(step.shape))
-        if isinstance(labels, Tensor) or step.shape[labels] == step.count:  # pyright: ignore[reportArgumentType]
+        if isinstance(labels, Tensor) or step.shape[labels] == step.batch_size:
             return labels
     return LOST
 
 
-def _kept(kind: str, step: Step, found: Sequence[Part]) -> Labels:
+def _kept(kind: str, step: Step, found: Found) -> Known:
     """The labels after an operation that keeps the first dimension, or for samples in order after any other one."""
     labels, before = found[0]
     if isinstance(labels, Tensor):
         fits = kind in BATCHED and step.shape[:1] == before[:1] and labels.numel() == len(labels)
         return labels.view(-1, *[1] * (len(step.shape) - 1)) if fits else LOST
     same = all(not isinstance(other, Tensor) and other == labels for other, _ in found)
-    return labels if same and len(step.shape) > labels and step.shape[labels] == step.count else LOST
+    return labels if same and len(step.shape) > labels and step.shape[labels] == step.batch_size else LOST
 
 
-def _view(step: Step, labels: Labels, before: Sequence[int]) -> Labels:
-    return viewed(labels, before, step.shape, step.count)
+def _view(step: Step, labels: Known, before: Sequence[int]) -> Known:
+    return viewed(labels, before, step.shape, step.batch_size)
 
 
-def _permuted(step: Step, labels: Labels, before: Sequence[int]) -> Labels:
+def _permuted(step: Step, labels: Known, before: Sequence[int]) -> Known:
     node, dims = step.node, list(range(len(before)))
     if hasattr(node, "_saved_dims"):
         dims = [_signed(dim, len(before)) for dim in node._saved_dims]
@@ -109,14 +113,14 @@ def _permuted(step: Step, labels: Labels, before: Sequence[int]) -> Labels:
         if len(before) > 1:
             i, j = (_signed(dim, len(before)) for dim in pair)
             dims[i], dims[j] = dims[j], dims[i]
-    return labels.permute(dims) if isinstance(labels, Tensor) else dims.index(labels)  # pyright: ignore
+    return labels.permute(dims) if isinstance(labels, Tensor) else dims.index(labels)
 
 
-def _slice(step: Step, labels: Labels, before: Sequence[int]) -> Labels:
+def _slice(step: Step, labels: Known, before: Sequence[int]) -> Known:
     dim, start = _signed(step.node._saved_dim, len(before)), step.node._saved_start
-    if labels == dim and isinstance(labels, int) and step.shape[dim] == step.count:
+    if labels == dim and isinstance(labels, int) and step.shape[dim] == step.batch_size:
         return labels
-    labels = wider(labels, len(before), step.count)
+    labels = wider(labels, len(before), step.batch_size)
     if labels.shape[dim] == 1:
         return labels
     start = max(0, min(_signed(start, before[dim]) if start is not None else 0, before[dim]))
@@ -124,21 +128,21 @@ def _slice(step: Step, labels: Labels, before: Sequence[int]) -> Labels:
     return labels.index_select(dim, index)
 
 
-def _selected(step: Step, labels: Labels, before: Sequence[int]) -> Labels:
+def _selected(step: Step, labels: Known, before: Sequence[int]) -> Known:
     """One of the entries along a dimension, which is removed: select and unbind."""
     node = step.node
     dim = _signed(node._saved_dim, len(before))
     if isinstance(labels, int) and labels != dim:
         return labels - (dim < labels)
-    labels = wider(labels, len(before), step.count)
+    labels = wider(labels, len(before), step.batch_size)
     place = _signed(node._saved_index, before[dim]) if hasattr(node, "_saved_index") else step.number
     return labels.select(dim, place if labels.shape[dim] > 1 else 0)
 
 
-def _split(step: Step, labels: Labels, before: Sequence[int]) -> Labels:
+def _split(step: Step, labels: Known, before: Sequence[int]) -> Known:
     node = step.node
     dim = _signed(node._saved_dim, len(before))
-    labels = labels if isinstance(labels, int) and labels != dim else wider(labels, len(before), step.count)
+    labels = labels if isinstance(labels, int) and labels != dim else wider(labels, len(before), step.batch_size)
     if isinstance(labels, int) or labels.shape[dim] == 1:
         return labels
     if hasattr(node, "_saved_split_sizes"):
@@ -148,60 +152,60 @@ def _split(step: Step, labels: Labels, before: Sequence[int]) -> Labels:
     return labels.narrow(dim, start, step.shape[dim])
 
 
-def _unsqueezed(step: Step, labels: Labels, before: Sequence[int]) -> Labels:
+def _unsqueezed(step: Step, labels: Known, before: Sequence[int]) -> Known:
     dim = _signed(step.node._saved_dim, len(step.shape))
-    return labels.unsqueeze(dim) if isinstance(labels, Tensor) else labels + (dim <= labels)  # pyright: ignore
+    return labels.unsqueeze(dim) if isinstance(labels, Tensor) else labels + (dim <= labels)
 
 
-def _expanded(step: Step, labels: Labels, before: Sequence[int]) -> Labels:
+def _expanded(step: Step, labels: Known, before: Sequence[int]) -> Known:
     return aligned(labels, len(before), len(step.shape))
 
 
-def _repeated(step: Step, labels: Labels, before: Sequence[int]) -> Labels:
-    labels = wider(aligned(labels, len(before), len(step.shape)), len(step.shape), step.count)
+def _repeated(step: Step, labels: Known, before: Sequence[int]) -> Known:
+    labels = wider(aligned(labels, len(before), len(step.shape)), len(step.shape), step.batch_size)
     repeats = zip(step.node._saved_repeats, labels.shape, strict=True)
     return labels.repeat([n if size > 1 else 1 for n, size in repeats])
 
 
-def _indexed(step: Step, labels: Labels, before: Sequence[int]) -> Labels:
+def _indexed(step: Step, labels: Known, before: Sequence[int]) -> Known:
     index = _index(step.node)
     if index is None:
         return LOST
     if isinstance(labels, int) and all(x is None for x in index[: labels + 1]):
         return labels
-    labels = wider(labels, len(before), step.count)
+    labels = wider(labels, len(before), step.batch_size)
     taken = sum(x.ndim if x is not None and x.dtype in (torch.bool, torch.uint8) else 1 for x in index)
     full = labels.expand(*before[:taken], *labels.shape[taken:])
     return full[tuple(slice(None) if x is None else x.to(full.device) for x in index)]
 
 
-def _index_selected(step: Step, labels: Labels, before: Sequence[int]) -> Labels:
+def _index_selected(step: Step, labels: Known, before: Sequence[int]) -> Known:
     dim, index = _signed(step.node._saved_dim, len(before)), _saved(step.node, "index")
     if isinstance(labels, int) and labels != dim:
         return labels
-    labels = wider(labels, len(before), step.count)
+    labels = wider(labels, len(before), step.batch_size)
     if labels.shape[dim] == 1:
         return labels
     return LOST if index is None else labels.index_select(dim, index.to(labels.device))
 
 
-def _turned(step: Step, labels: Labels, before: Sequence[int]) -> Labels:
+def _turned(step: Step, labels: Known, before: Sequence[int]) -> Known:
     """Roll and flip."""
     node, dims = step.node, [_signed(dim, len(before)) for dim in step.node._saved_dims]
     if isinstance(labels, int) and labels not in dims:
         return labels
-    labels = wider(labels, len(before), step.count)
+    labels = wider(labels, len(before), step.batch_size)
     if not hasattr(node, "_saved_shifts"):
         return labels.flip(dims)
     shifts = [_signed(shift, 0) for shift in node._saved_shifts]
     return labels.roll(shifts, dims) if dims else LOST
 
 
-def _packed(step: Step, labels: Labels, before: Sequence[int]) -> Labels:
+def _packed(step: Step, labels: Known, before: Sequence[int]) -> Known:
     sizes = _saved(step.node, "result1")
     if sizes is None:
         return LOST
-    labels = wider(labels, len(before), step.count)
+    labels = wider(labels, len(before), step.batch_size)
     labels = labels.transpose(0, 1) if step.node._saved_batch_first else labels
     first = (before[1], before[0]) if step.node._saved_batch_first else before[:2]
     labels = labels.expand(*first, *labels.shape[2:])
@@ -219,7 +223,7 @@ def _joined(step: Step, parts: Sequence[Part]) -> Labels:
         return known[0]
     if len(parts) < len(step.node.next_functions):
         return LOST  # a part has no graph, so that its size is unknown
-    full = [wider(part.labels, len(step.shape), step.count) for part in parts]
+    full = [wider(part.labels, len(step.shape), step.batch_size) for part in parts]
     sizes = torch.broadcast_shapes(*((*x.shape[:dim], 1, *x.shape[dim + 1 :]) for x in full))
     full = [
         x.to(known_device(full)).expand(*sizes[:dim], part.shape[dim], *sizes[dim + 1 :])
@@ -240,8 +244,8 @@ def _put(step: Step, parts: Sequence[Part]) -> Labels:
         return into
     labels, before = parts[-1]
     if isinstance(labels, int) and labels != _signed(getattr(node, "_saved_dim", 0), len(step.shape)):
-        return labels if into is None and step.shape[labels] == step.count else LOST
-    labels = wider(labels, len(before), step.count).expand(before)
+        return labels if into is None and step.shape[labels] == step.batch_size else LOST
+    labels = wider(labels, len(before), step.batch_size).expand(before)
     index = _index(node) if type(node).__name__.startswith("IndexPut") else _saved(node, "index")
     if index is None:
         return LOST
@@ -265,12 +269,12 @@ def _written(step: Step, parts: Sequence[Part]) -> Labels:
     """A part of a tensor was overwritten. Which one is not known."""
     if step.node.next_functions[0][0] is not None and parts[0].labels is not None:
         return parts[0].labels
-    where = [dim for dim, size in enumerate(step.shape) if size == step.count]
+    where = [dim for dim, size in enumerate(step.shape) if size == step.batch_size]
     plain = all(not isinstance(part.labels, Tensor) for part in parts)
     return where[0] if plain and len(where) == 1 else LOST
 
 
-Move: TypeAlias = Callable[[Step, Labels, Sequence[int]], Labels]
+Move: TypeAlias = Callable[[Step, Known, Sequence[int]], Known]
 MOVES: dict[str, Move] = {
     **dict.fromkeys(("View", "UnsafeView", "ReshapeAlias", "Squeeze", "ReshapeCopy"), _view),
     **dict.fromkeys(("Permute", "Transpose", "T"), _permuted),

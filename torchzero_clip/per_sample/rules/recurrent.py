@@ -124,8 +124,8 @@ class _Sequences:
             return None
         first = rows[: self.count]
         if not torch.equal(rows, torch.cat([first[:size] for size in self.sizes])):
-            layer.refuse_rows()
-        samples = first if self._order is None else first[self._back.to(first.device)]
+            raise layer.unknown_rows()
+        samples = first if self._back is None else first[self._back.to(first.device)]
         in_order = torch.equal(samples, torch.arange(count, device=samples.device))
         return None if in_order else samples
 
