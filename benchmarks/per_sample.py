@@ -13,6 +13,10 @@ times on a shared machine drift.
 With transformers installed, four models of Hugging Face join, in small configurations:
 
     python -m benchmarks.per_sample --models vit llama bert convnext
+
+With peft installed too, adapters on the Llama join:
+
+    python -m benchmarks.per_sample --models lora lora_checkpoints dora loha oft
 """
 
 import argparse
@@ -165,6 +169,17 @@ def llama() -> tuple[nn.Module, Batch]:
     return model, (torch.randint(0, 4096, (8, 64)), torch.randint(0, 4096, (8, 64)))
 
 
+def adapted(config: str, *, checkpoints: bool = False, **settings: Any) -> tuple[nn.Module, Batch]:
+    """The model of `llama`, frozen, with adapters of peft at all linear layers of its blocks."""
+    peft: Any = __import__("peft")
+    model, batch = llama()
+    if checkpoints:
+        enable: Any = model.gradient_checkpointing_enable
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    targets = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+    return peft.get_peft_model(model, getattr(peft, config)(target_modules=targets, **settings)).train(), batch
+
+
 def bert() -> tuple[nn.Module, Batch]:
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4}
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -182,6 +197,10 @@ for name, kind in {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}.items():
     MODELS.update({name: partial(recurrent, kind), f"packed_{name}": partial(recurrent, kind, packed=True)})
 if find_spec("transformers"):
     MODELS.update({"vit": vit, "llama": llama, "bert": bert, "convnext": convnext})
+    if find_spec("peft"):
+        MODELS.update({"lora": partial(adapted, "LoraConfig"), "dora": partial(adapted, "LoraConfig", use_dora=True)})
+        MODELS.update({"loha": partial(adapted, "LoHaConfig"), "oft": partial(adapted, "OFTConfig")})
+        MODELS["lora_checkpoints"] = partial(adapted, "LoraConfig", checkpoints=True)
 
 
 def losses_of(output: Any, target: Tensor) -> Tensor:

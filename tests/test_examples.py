@@ -229,6 +229,15 @@ def test_experts_on_a_mesh_of_their_own_are_clipped_as_in_one_process():
 
 
 @pytest.mark.slow
+def test_samples_of_two_processes_are_clipped_as_in_one():
+    found = rows(printed("per_sample_processes", "--steps", "10"))
+    assert len(found) == 11
+    for row in found:
+        assert row[:2] == pytest.approx(row[2:], rel=1e-3)
+    assert any(norm > 0.5 for *_, norm in found)
+
+
+@pytest.mark.slow
 def test_the_record_of_a_run_finds_its_corrupted_batches(tmp_path):
     module = example("find_the_spike", "matplotlib", "tqdm")
     before = module.train("without a clip", 500, tmp_path / "run.jsonl", [])

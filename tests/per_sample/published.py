@@ -34,7 +34,7 @@ class Entry:
         sample: Returns one sample of the batch, as a batch.
         whole: The modules that the generic rule runs with all modules inside.
         tolerance: The largest error, relative to the true value: 1e-6 if the model computes in float32 inside.
-        published: True if the model comes from ``transformers``.
+        published: True if the model comes from ``transformers`` or ``peft``.
     """
 
     make: Callable[[], nn.Module]

@@ -8,6 +8,7 @@ import math
 from functools import partial
 
 import torch
+from per_sample.adapters import ADAPTERS
 from per_sample.harness import Net, weight
 from per_sample.published import (
     PATCHES,
@@ -412,4 +413,5 @@ TABLE = {
     "weight norm": Entry(partial(normed, parametrizations.weight_norm), lambda: (normal(3, 5, 5),)),
     "spectral norm": Entry(partial(normed, parametrizations.spectral_norm), lambda: (normal(3, 5, 5),)),
     "video": Entry(video, lambda: (normal(5, 3, 6, 6),), whole=(Frames,)),
+    **ADAPTERS,
 }

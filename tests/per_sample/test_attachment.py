@@ -23,7 +23,7 @@ from per_sample.harness import (
 )
 from torch import nn
 
-from torchzero_clip import GradSampleModuleFastGradientClipping
+from torchzero_clip import GradSampleModuleFastGradientClipping, check_per_sample
 
 
 def test_detach_leaves_the_model_as_it_was():
@@ -201,13 +201,30 @@ def test_distributed_tensors_are_refused_by_name():
 
 
 @pytest.mark.usefixtures("one_process")
-def test_distributed_data_parallel_is_refused_by_name():
-    with pytest.raises(ValueError, match="DistributedDataParallel"):
-        clip(nn.parallel.DistributedDataParallel(small()))
+def test_the_module_in_distributed_data_parallel_is_refused_with_the_way_out():
     model = small()
     _clipper = clip(model)
-    with pytest.raises(RuntimeError, match="DistributedDataParallel"):
+    with pytest.raises(RuntimeError, match="give the clipper the whole DistributedDataParallel model"):
         nn.parallel.DistributedDataParallel(model)(batch())
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_wrapped_part_of_the_model_is_refused_by_name():
+    model = nn.Sequential(small(), nn.parallel.DistributedDataParallel(small()))
+    with pytest.raises(ValueError, match=r"'1' is a DistributedDataParallel: wrap the whole model"):
+        clip(model)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_two_passes_refuse_distributed_data_parallel():
+    with pytest.raises(ValueError, match="two passes work in one process: use PerSampleGradientClipper"):
+        GradSampleModuleFastGradientClipping(nn.parallel.DistributedDataParallel(small()))
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_wrapped_model_is_checked_before_it_is_wrapped():
+    with pytest.raises(ValueError, match="check it before you wrap it"):
+        check_per_sample(nn.parallel.DistributedDataParallel(small()), batch(), lambda model, x: losses_of(model(x)))
 
 
 # changes that come later

@@ -102,6 +102,19 @@ def bare(use, *shape):
     return Net(use, lin=nn.Linear(3, 3), p=weight(*shape))
 
 
+class Cubed(torch.autograd.Function):
+    """A function in the older form, which no mode of torch sees and vmap cannot run."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * ctx.saved_tensors[0] ** 2 * grad
+
+
 BARE = {
     "a class token": (lambda m, x: torch.cat([m.p.expand(len(x), -1, -1), m.lin(x)], 1), (1, 1, 3)),
     "a layer scale": (lambda m, x: x + m.p * m.lin(x), (3,)),
@@ -112,6 +125,9 @@ BARE = {
     "an attribute of it": (lambda m, x: m.lin(x) * (m.p if m.p.is_leaf else 2 * m.p), (3,)),
     "the weight of a submodule": (lambda m, x: nn.functional.linear(x, weight=m.lin.weight) * m.p, (3,)),
     "a layer norm": (lambda m, x: nn.functional.layer_norm(m.lin(x), (3,), m.p, eps=1e-3) * m.p, (3,)),
+    "a function of autograd": (lambda m, x: m.lin(x) * Cubed.apply(m.p), (3,)),
+    "a function of autograd beside arithmetic": (lambda m, x: m.lin(x) @ Cubed.apply(m.p).diag() + m.p, (3,)),
+    "a row in a function of autograd": (lambda m, x: m.lin(x) * Cubed.apply(2 * m.p), (3,)),
     "an error that is caught": (lambda m, x: caught(m, x), (3, 3)),
 }
 

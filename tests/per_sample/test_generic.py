@@ -184,6 +184,40 @@ def test_arguments_are_known_by_their_names():
         assert_step(clipper, model, x, None, cond, output=model(x, cond=cond))
 
 
+def test_results_of_a_sample_that_are_written_into_a_tensor_of_all_are_right():
+    def forward(m, x):
+        table = torch.zeros(3, 3, dtype=x.dtype)
+        table[torch.arange(3), torch.tensor([1, 2, 0])] = m.p
+        return x @ table
+
+    assert_matches_loop(Net(forward, p=weight(3)), torch.randn(5, 4, 3))
+
+
+CHANGES = {
+    "copy_": lambda p: p.copy_(2 * p),
+    "a view": lambda p: p[1:].mul_(2),
+    "arithmetic": lambda p: p.__iadd__(1),
+    "an item": lambda p: p.__setitem__(0, 1.0),
+}
+
+
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("by_loop", [False, True])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_module_that_changes_its_parameter_is_refused_by_name_and_does_not_change_it(name, by_loop, count):
+    def forward(m, x):
+        x = x[:, x[0] > -9] if by_loop else x
+        with torch.no_grad():
+            CHANGES[name](m.p)
+        return x * m.p
+
+    model = Net(forward, p=weight(3))
+    before = model.p.clone()
+    with clip(model, whole=(Net,)), pytest.raises(ValueError, match=r"^Net changes a parameter in place"):
+        model(torch.randn(count, 3))
+    assert torch.equal(model.p, before)
+
+
 def test_a_list_among_the_arguments_that_is_appended_to_is_refused():
     def forward(m, x, losses):
         losses.append(x.square().sum())

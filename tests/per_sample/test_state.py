@@ -218,7 +218,7 @@ REFUSED = [
     (average, ONE_BY_ONE, "sets its buffer 'average' to a value that depends on"),
     (total, ONE_BY_ONE, "sets 'total' in place to a value that depends on the samples"),
     (average_in_python, ONE_BY_ONE, "(stores 'last'|sample by sample)"),
-    (parameter, VMAP, "cannot be run sample by sample"),
+    *((parameter, inner, "changes a parameter in place") for inner in INNER),
     *((result, inner, "stores 'result', in which tensors cannot be combined.*A dict can") for inner in INNER),
     *((namespace, inner, "stores 'namespace', in which tensors cannot be combined.*A dict can") for inner in INNER),
 ]

@@ -102,9 +102,10 @@ class AdaGC(NormStatistics):
         limit = tracked.where_started(tracked.by_setting(_largest, usual), torch.inf)
         limited = torch.minimum(norms, limit)
         moved = tracked.by_setting(_moved, usual, limited)
-        moved = moved if tracked.is_usual else torch.where(tracked.started, moved, norms)
-        factors = torch.where(norms > limit, limited / norms, 1.0)
+        factors = limited / norms  # 1 where the norm is within its limit
         if not tracked.is_usual:
+            moved = torch.where(tracked.started, moved, norms)
+            factors = torch.where(norms > limit, factors, 1.0)  # the quotient may be 0 / 0 or inf / inf
             tracked.restrict(norms > 0)
 
         warm_steps = tracked.chain_state["warm_steps"]

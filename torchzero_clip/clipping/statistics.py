@@ -52,6 +52,7 @@ class Tracked:
         self._numbers: dict[str, Tensor] = {}
         self.norms = self.of(measured)
         started = self["started"]
+        self._all_marked = False
         self.is_usual = self._are_usual(started)
         """True if all statistics are known to have started, and all norms to be usable and not 0."""
         self.started = started > 0
@@ -66,7 +67,11 @@ class Tracked:
         if of_gradients is None or not may_look(self.norms):
             return False
         smallest, largest = extent(self.norms)
-        if not (smallest > 0 and largest < torch.inf and extent(started)[0] > 0):  # also NaN
+        if not (smallest > 0 and largest < torch.inf):  # also NaN
+            return False
+        marks = extent(started)
+        self._all_marked = marks == (1.0, 1.0)
+        if not marks[0] > 0:
             return False
         return of_gradients is self.norms or extent(of_gradients)[1] < torch.inf
 
@@ -119,7 +124,7 @@ class Tracked:
 
     def keep(self, **values: Tensor) -> None:
         """Where the norm is usable, store numbers and mark the statistic as started."""
-        if "started" not in values and not (self.is_usual and extent(self["started"]) == (1.0, 1.0)):
+        if "started" not in values and not (self.is_usual and self._all_marked):
             values["started"] = torch.ones_like(self.norms)
         if not (self.is_usual or (may_look(self.usable) and bool(self.usable.all()))):
             values = {key: torch.where(self.usable, value, self[key]) for key, value in values.items()}

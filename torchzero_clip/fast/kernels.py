@@ -124,7 +124,11 @@ def call_kernel(
 
 def _multiply_short_(updates: Sequence[Tensor], factors: Tensor) -> dict[int, Tensor]:
     """Multiply short updates by their factors, on CPU; return the inverse factors of the others by index."""
-    changed, sizes = (factors != 1).tolist(), list(map(Tensor.numel, updates))
+    sizes = list(map(Tensor.numel, updates))
+    if sum(sizes) <= LONG:  # to choose would take longer
+        foreach.multiply_each_(updates, factors)
+        return {}
+    changed = (factors != 1).tolist()
     short = [i for i, size in enumerate(sizes) if changed[i] and size <= LONG]
     long = [i for i, size in enumerate(sizes) if changed[i] and size > LONG]
     if len(short) == len(updates):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
@@ -11,7 +12,7 @@ from torchzero_clip.core.elements import Elements
 from torchzero_clip.core.elementwise import Elementwise, Flags
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Measured, scale_
-from torchzero_clip.functional.norms import all_ones, beyond_float32
+from torchzero_clip.functional.norms import beyond_float32, extent, may_look
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.functional.shards import memories
 from torchzero_clip.types import Setting
@@ -32,10 +33,15 @@ class Scale:
         one = self.measured.joint and foreach.is_one_number(self.factors)
         return self.factors.select(0, 0) if one else self.factors
 
+    @cached_property
+    def _extent(self) -> tuple[float, float] | None:
+        """The smallest and the largest factor; None where reading them would wait."""
+        return extent(self.factors) if may_look(self.factors) else None
+
     @property
     def fits_kernels(self) -> bool:
         """True if a kernel can apply it. On CUDA factors are clamped instead of checked: reading them would wait."""
-        return self.measured.is_whole and not (self.factors.is_cpu and beyond_float32(self.factors))
+        return self.measured.is_whole and not (self.factors.is_cpu and beyond_float32(self.factors, self._extent))
 
     @property
     def keeps_finite(self) -> bool:
@@ -45,7 +51,7 @@ class Scale:
     @property
     def does_nothing(self) -> bool:
         """True if all factors are known to be 1."""
-        return all_ones(self.factors)
+        return self._extent == (1.0, 1.0)
 
     def carry_out(self, updates: Sequence[Tensor], scratch: Scratch, name: str) -> None:
         """Multiply updates by their factors, in place. ``name`` is as in `scale_`."""

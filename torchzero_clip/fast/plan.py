@@ -7,7 +7,6 @@ optimizer takes an ordinary step. The results are the same, bit for bit.
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
@@ -295,8 +294,8 @@ class Plan:
         shown = step.metrics
         if not (measured.is_whole and measured.targets):
             return kept, partial(node.qualified, {**shown, **effect(measured, factors)})
-        seen = replace(measured, targets=[measured.total])  # so that metrics do not keep the gradients alive
-        return kept, lambda: node.qualified({**shown, **effect(seen, factors)})
+        measured.targets = [measured.total]  # so that metrics do not keep the gradients alive
+        return kept, lambda: node.qualified({**shown, **effect(measured, factors)})
 
 
 class _Tools(Tools):

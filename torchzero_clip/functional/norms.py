@@ -283,12 +283,17 @@ def all_ones(factors: Tensor) -> bool:
     return may_look(factors) and extent(factors) == (1.0, 1.0)
 
 
-def beyond_float32(factors: Tensor) -> bool:
-    """True if float32 cannot hold some factor. Always True on CUDA and under compile, where reading would wait."""
+def beyond_float32(factors: Tensor, known: tuple[float, float] | None = None) -> bool:
+    """True if float32 cannot hold some factor. Always True on CUDA and under compile, where reading would wait.
+
+    Args:
+        factors: The factors.
+        known: Their `extent`, if the caller knows it.
+    """
     if not may_look(factors):
         return True
     limits = torch.finfo(torch.float32)
-    smallest, largest = extent(factors)
+    smallest, largest = extent(factors) if known is None else known
     if smallest <= 0:
         return largest > limits.max or bool(((factors > 0) & (factors < limits.tiny)).any())
     return smallest < limits.tiny or largest > limits.max

@@ -55,6 +55,7 @@ from torchzero_clip.modular.validation import (
     idle_names,
     warn_of_slips,
 )
+from torchzero_clip.private_losses import refuse_loss
 from torchzero_clip.types import Setting, State
 
 T = TypeVar("T")
@@ -427,7 +428,9 @@ class Modular(Optimizer):
         Raises:
             TypeError: If it is neither a number nor a tensor.
             ValueError: If it is a tensor of more than one number.
+            RuntimeError: If a `PrivateGradientClipper` trains one of the parameters, because the loss is private.
         """
+        refuse_loss(self, "report_loss")
         self._reported.add(loss)
 
     @override

@@ -132,8 +132,10 @@ class Attachment:
 
 
 def _check_model(model: nn.Module) -> None:
-    if isinstance(model, DataParallel | DistributedDataParallel):
-        raise ValueError(f"module must be the model itself, got a {type(model).__name__}: it averages over samples")
+    for name, module in model.named_modules():
+        if isinstance(module, DataParallel | DistributedDataParallel):
+            who, kind = repr(name) if name else "module", type(module).__name__
+            raise ValueError(f"{who} is a {kind}: wrap the whole model in DistributedDataParallel, or nothing of it")
     if isinstance(model, torch.jit.ScriptModule):
         raise ValueError(
             f"module must not be scripted, got a {type(model).__name__}: attach to the model it was made of"

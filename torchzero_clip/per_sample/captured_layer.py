@@ -16,7 +16,7 @@ from torchzero_clip.per_sample.broadcast_row import BroadcastRow, is_row, row_of
 from torchzero_clip.per_sample.contributions import Contribution, Dense
 from torchzero_clip.per_sample.labels import Labels
 from torchzero_clip.per_sample.row_products import regrouped
-from torchzero_clip.per_sample.rules.whole import whole_line
+from torchzero_clip.per_sample.rules.whole import whole_line, written
 from torchzero_clip.per_sample.squared_norms import wide
 
 
@@ -76,6 +76,11 @@ class CapturedLayer:
     def way_out(self) -> str:
         """The end of an error: the line that takes a module around the layer whole."""
         return whole_line(self.engine.attachment.model, self.name)
+
+    @property
+    def own_line(self) -> str:
+        """The argument that takes the layer itself whole."""
+        return f"whole=({written(self.engine.attachment.model, type(self.module))},)"
 
     @property
     def lent(self) -> bool:

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torchzero_clip.checks import boolean, instance, one_of
-from torchzero_clip.per_sample.contributions import Memory
+from torchzero_clip.per_sample.contributions import Contribution, Memory
 from torchzero_clip.per_sample.engine import Engine
-from torchzero_clip.per_sample.hooks import accumulate
+from torchzero_clip.per_sample.hooks import replace_gradients
 from torchzero_clip.per_sample.mixing import Verify
 from torchzero_clip.per_sample.norm_clippers import NormClipper
 from torchzero_clip.per_sample.rules.whole import Whole
-from torchzero_clip.per_sample.weighting import ClippingResult, Nonfinite, clipped_backward, weighted
+from torchzero_clip.per_sample.weighting import ClippingResult, Nonfinite, clipped_backward, weighed
 
 LossReduction: TypeAlias = Literal["mean", "sum"]
 
@@ -33,6 +33,9 @@ class PerSampleGradientClipper:
     `paused()`. It stops at `detach()`, at the end of a ``with`` block, or when the clipper is deleted. Parameters
     outside of the module are not clipped. After a ``loss.backward()`` without `clip_and_accumulate`, the next forward
     raises, and so does the next step of an optimizer over these parameters.
+
+    With several processes, give it the model in `DistributedDataParallel`. Each process clips its own samples, and
+    ``.grad`` gets the sum or mean over the samples of all processes.
 
     Args:
         module: The model. If a layer mixes samples, as BatchNorm does, the error names it.
@@ -158,58 +161,63 @@ class PerSampleGradientClipper:
 
         Args:
             batch_size: The number of samples. It is needed if no argument of the forward is a tensor, or if gradients
-                of several forwards have arrived.
+                of several forwards have arrived. With several processes, a process without samples may pass 0
+                instead of calling ``loss.backward()``.
 
         Raises:
             RuntimeError: If there was no backward, or for a non-finite sample with ``nonfinite="raise"``.
             ValueError: If a layer saw another number of samples than the others, or than ``batch_size``, or if
                 ``batch_size`` is needed.
         """
-        engine = self._engine
-        if not engine.waits:
-            raise RuntimeError("no gradients have arrived: call loss.backward() first, of a forward with gradients")
-        if batch_size is None:
-            engine.captured.check_one_batch()
-        try:
-            gathered = engine.gathered(batch_size)
-            count = engine.captured.batch_size
-        finally:
-            engine.discard()
-        sums, result = weighted(self._engine, gathered, self.norm_clipper, self.nonfinite, scale=engine.scale(count))
-        for name, value in sums.items():
+        engine, mean = self._engine, self.loss_reduction == "mean"
+        with engine.processes.start("clip_and_accumulate", engine.attachment.params, mean):
+            gathered, count = self._waiting(batch_size)
+            found = weighed(engine, gathered, self.norm_clipper, self.nonfinite, scale=engine.scale(count))
+        for name, value in found.sums().items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
         self._count += count
         limits = self.norm_clipper.thresholds
         self._thresholds = limits if self._thresholds is None else torch.maximum(self._thresholds, limits)
-        return result
+        return found.result
+
+    def _waiting(self, batch_size: int | None) -> tuple[dict[int, tuple[Contribution, Tensor]], int]:
+        """Take the gradients that wait, and their number of samples."""
+        engine = self._engine
+        if not engine.waits:
+            if batch_size == 0 and engine.processes.group is not None:
+                return {}, 0
+            raise RuntimeError("no gradients have arrived: call loss.backward() first, of a forward with gradients")
+        if batch_size is None:
+            engine.captured.check_one_batch()
+        try:
+            return engine.gathered(batch_size), engine.captured.batch_size
+        finally:
+            engine.discard()
 
     def pre_step(self) -> tuple[Tensor, int]:
         """Set ``.grad`` to the accumulated sums, with "mean" divided by the number of samples, and reset the sums.
 
         Returns:
-            The norm of the vector of limits, repeated for each trainable parameter, and the number of samples.
+            The norm of the vector of limits, repeated for each trainable parameter, and the number of samples, of all
+            processes.
 
         Raises:
             ValueError: If there was no `clip_and_accumulate` since the last `pre_step`.
         """
-        if self._thresholds is None:
+        params, processes, mean = self._engine.attachment.params, self._engine.processes, self.loss_reduction == "mean"
+        limits = torch.zeros(1, dtype=torch.float64, device="cpu") if self._thresholds is None else self._thresholds
+        with processes.start("pre_step", params, mean) as start:
+            start.numbers = self._count, self._thresholds is not None, torch.linalg.vector_norm(limits).item()
+        if not start.anywhere(1):
             raise ValueError("nothing was accumulated: call clip_and_accumulate() after loss.backward() first")
-        params, count = self._engine.attachment.params, self._count
-        divisor = float(max(count, 1)) if self.loss_reduction == "mean" else 1.0
-        before = [param.grad for param in params.values()]
-        means = [
-            (param, self._sums[name] / divisor if name in self._sums else torch.zeros_like(param))
-            for name, param in params.items()
-        ]
-        try:
-            for param in params.values():
-                param.grad = None
-            accumulate(means)
-        except BaseException:  # a hook raised
-            for param, grad in zip(params.values(), before, strict=True):
-                param.grad = grad
-            raise
-        max_norm = torch.linalg.vector_norm(self._thresholds).repeat(len(params))
+        count = start.total(0)
+        divisor = float(max(count, 1)) if mean else 1.0
+        sums = {name: value / divisor for name, value in self._sums.items()}
+        sums = processes.added_up(sums, params, params)
+        replace_gradients(
+            [(param, sums[name] if name in sums else torch.zeros_like(param)) for name, param in params.items()]
+        )
+        max_norm = torch.full((len(params),), start.largest(2), dtype=limits.dtype, device="cpu")
         self._sums, self._count, self._thresholds = {}, 0, None
         return max_norm, count
 

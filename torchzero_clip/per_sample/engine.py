@@ -23,6 +23,7 @@ from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory
 from torchzero_clip.per_sample.following import Following
 from torchzero_clip.per_sample.hooks import accumulate
 from torchzero_clip.per_sample.mixing import MixingCheck, Verify
+from torchzero_clip.per_sample.processes import Processes
 from torchzero_clip.per_sample.rules.whole import Whole, whole_line
 from torchzero_clip.per_sample.unclipped import refuse_steps
 
@@ -62,6 +63,9 @@ class Engine:
         two_passes: bool = False,
     ) -> None:
         instance("module", model, nn.Module)
+        self.processes, model = processes_of(model)
+        if two_passes and self.processes.group is not None:
+            raise ValueError("two passes work in one process: use PerSampleGradientClipper with several")
         boolean("batch_first", batch_first)
         one_of("memory", memory, ("auto", "low"))
         self.batch_first = batch_first
@@ -172,8 +176,12 @@ class Engine:
             if self.forward.provenance is not None:
                 self._follow(Following(self.forward.provenance))
             return
-        if self.enabled and DistributedDataParallel._active_ddp_module is not None:
-            raise RuntimeError("module is run by DistributedDataParallel, which would not average its gradients")
+        around = DistributedDataParallel._active_ddp_module
+        if self.enabled and around is not None and (around.module is not model or self.processes.group is None):
+            raise RuntimeError(
+                "module is run by DistributedDataParallel, which would not average its gradients: give the clipper the "
+                "whole DistributedDataParallel model instead"
+            )
         leaves = pytree.tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PackedSequence))
         packed = [x for x in leaves if isinstance(x, PackedSequence)]
         leaves = [_first_time(x, self.batch_dim) if isinstance(x, PackedSequence) else x for x in leaves]
@@ -350,7 +358,8 @@ class Engine:
                 "Either the forward ran before the clipper was attached or inside of paused(), where the backward "
                 "belongs too, or the parameter is used by another module or "
                 "by the loss: call its own module instead, or freeze it; a penalty on parameters belongs into "
-                "weight_decay. Or another tensor is made of it in a hook, as torch.nn.utils.weight_norm does: use "
+                "weight_decay, because whole= does not help there. Or another tensor is made of it in a hook, as "
+                "torch.nn.utils.weight_norm does: use "
                 f"torch.nn.utils.parametrizations{whole_line(self.attachment.model, name.rpartition('.')[0])}"
             )
 
@@ -364,6 +373,13 @@ class Engine:
         for param, name in self._shown:
             vars(param).pop(name, None)
         self._shown.clear()
+
+
+def processes_of(model: nn.Module) -> tuple[Processes, nn.Module]:
+    """The processes that train the model, and the model in a `DistributedDataParallel`."""
+    if isinstance(model, DistributedDataParallel):
+        return Processes(model.process_group), model.module
+    return Processes(), model
 
 
 def _release(engine: "weakref.ref[Engine]") -> None:

@@ -55,3 +55,19 @@ def accumulate(values: Sequence[tuple[Any, Tensor]]) -> None:
     for param, _ in changed:
         for hook in list((param._post_accumulate_grad_hooks or {}).values()):
             hook(param)
+
+
+def replace_gradients(values: Sequence[tuple[Any, Tensor]]) -> None:
+    """Set the gradients of parameters to values, calling the hooks that users have registered, as `accumulate` does.
+
+    If a hook raises, no gradient changes.
+    """
+    before = [(param, param.grad) for param, _ in values]
+    try:
+        for param, _ in values:
+            param.grad = None
+        accumulate(values)
+    except BaseException:
+        for param, grad in before:
+            param.grad = grad
+        raise

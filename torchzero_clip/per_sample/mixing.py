@@ -2,13 +2,14 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from torchzero_clip.checks import one_of
+from torchzero_clip.per_sample.autograd_graph import leaves_of, nodes_of
 
 Verify: TypeAlias = Literal["first", "always", "never"] | int
 
@@ -32,6 +33,8 @@ class MixingCheck:
         self._steps = self._age = self._checks = 0
         self._generator = torch.Generator("cpu")
         self._warned = False
+        self.must_check = False
+        """Raise where a check that is due cannot run, instead of a warning."""
 
     def note(self, decision: Hashable) -> None:
         """A layer has decided where its samples are. A decision that is new makes a check due."""
@@ -111,6 +114,8 @@ class MixingCheck:
         self._warn(reason)
 
     def _warn(self, reason: str) -> None:
+        if self.must_check:
+            raise RuntimeError(f"it cannot be checked whether samples mix, because {reason}")
         if not self._warned:
             text = f'it is not checked whether samples mix, because {reason}. verify="never" silences this'
             warnings.warn(text, stacklevel=5)
@@ -158,7 +163,8 @@ def _restore(gradients: list[tuple[Tensor, Tensor | None]]) -> None:
 
 def outside_gradients(losses: Tensor, inside: set[int]) -> Callable[[], None]:
     """Return a function that restores the gradients of all leaves of the graph, except those of some parameters."""
-    before = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in _leaves(losses, inside)]
+    leaves = [leaf for leaf in leaves_of([losses]) if id(leaf) not in inside]
+    before = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves]
 
     def restore() -> None:
         for leaf, grad, values in before:
@@ -169,15 +175,17 @@ def outside_gradients(losses: Tensor, inside: set[int]) -> Callable[[], None]:
     return restore
 
 
-def _leaves(losses: Tensor, inside: set[int]) -> Iterator[Tensor]:
-    nodes: list[Any] = [losses.grad_fn]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
+def refuse_outside(losses: Tensor, inside: set[int]) -> None:
+    """Raise a RuntimeError if the backward of the losses may give a gradient to another leaf than some parameters."""
+    for node in nodes_of([losses]):
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in inside:
-            yield leaf
-        for following, _ in () if node is None else node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
+            raise RuntimeError(
+                f"a tensor of shape {tuple(leaf.shape)} outside of the module would get a gradient that is not clipped "
+                "and has no noise. Put it into the module that the clipper was made for, such as a parent of the model "
+                "and its head, or call requires_grad_(False) on it"
+            )
+        if "CheckpointFunction" in node.name():
+            raise RuntimeError(
+                "a checkpoint with use_reentrant=True hides its part of the graph: use_reentrant=False can be checked"
+            )

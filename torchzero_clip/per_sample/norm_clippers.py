@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.checks import instance, non_negative
+from torchzero_clip.checks import instance, non_negative, positive
 
 STABILITY = 1e-6  # added to norms, as in privacy libraries: the limit still holds, and norm 0 is no special case
 
@@ -94,13 +94,7 @@ class ConstantFlatClipper(NormClipper):
         Raises:
             ValueError: If ``norms`` is not exactly one tensor of that shape.
         """
-        if len(norms) != 1 or norms[0].ndim != 1:
-            shapes = [tuple(norm.shape) for norm in norms]
-            raise ValueError(
-                f"norms must be one tensor of shape (B,) for a flat limit, got shapes {shapes}; "
-                "ConstantPerLayerClipper takes one per parameter tensor"
-            )
-        return repeat(_factors(self.flat_value, norms[0]))
+        return repeat(_factors(self.flat_value, _joint(norms)))
 
     @property
     @override
@@ -185,6 +179,80 @@ class ConstantPerLayerClipper(NormClipper):
     @override
     def __repr__(self) -> str:
         return f"ConstantPerLayerClipper({self.flat_values})"
+
+
+class AutomaticClipper(NormClipper):
+    """Scales the gradient of each sample over all parameters to a norm just below ``flat_value``, however small it is.
+
+        factor = flat_value / (norm + stability)
+
+    So samples count about the same, and the limit acts like a factor of the learning rate: it needs no tuning.
+
+    Args:
+        flat_value: The norm that large gradients get, and the limit, >= 0.
+        stability: Gradients much smaller than this stay small, > 0, in units of the gradient.
+
+    Raises:
+        ValueError: If ``flat_value`` is negative, ``stability`` is not positive, or one is NaN.
+        TypeError: If one is not a number.
+
+    | norm | factor |
+    | --- | --- |
+    | 0 | flat_value / stability |
+    | inf | 0 |
+    | NaN | NaN |
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import AutomaticClipper
+        >>> next(AutomaticClipper(1.0).calc_clipping_factors([torch.tensor([0.0, 0.09, 0.99])]))
+        tensor([100.,  10.,   1.])
+
+    Source: Bu, Wang, Zha, Karypis, [Automatic clipping: differentially private deep learning made easier and
+    stronger](https://arxiv.org/abs/2206.07136), 2023 (AUTO-S).
+    """
+
+    def __init__(self, flat_value: float, *, stability: float = 0.01) -> None:
+        non_negative("flat_value", flat_value)
+        positive("stability", stability)
+        self.flat_value = float(flat_value)
+        self.stability = float(stability)
+
+    @override
+    def calc_clipping_factors(self, norms: Sequence[Tensor]) -> Iterable[Tensor]:
+        """Return an iterator that repeats one tensor without end: all parameter tensors have the same factors.
+
+        Args:
+            norms: One tensor of shape (B,): the norms over all parameters.
+
+        Raises:
+            ValueError: If ``norms`` is not exactly one tensor of that shape.
+        """
+        return repeat(self.flat_value / (_joint(norms) + self.stability))
+
+    @property
+    @override
+    def thresholds(self) -> Tensor:
+        return torch.tensor([self.flat_value], dtype=torch.float64, device="cpu")
+
+    @property
+    @override
+    def is_per_layer(self) -> bool:
+        return False
+
+    @override
+    def __repr__(self) -> str:
+        return f"AutomaticClipper({self.flat_value}, stability={self.stability})"
+
+
+def _joint(norms: Sequence[Tensor]) -> Tensor:
+    if len(norms) != 1 or norms[0].ndim != 1:
+        shapes = [tuple(norm.shape) for norm in norms]
+        raise ValueError(
+            f"norms must be one tensor of shape (B,) for a flat limit, got shapes {shapes}; "
+            "ConstantPerLayerClipper takes one per parameter tensor"
+        )
+    return norms[0]
 
 
 def _factors(limit: float, norm: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from torchzero_clip.checks import instance, non_negative
@@ -78,6 +79,8 @@ def check_per_sample(
         torch.Size([5])
     """
     instance("model", model, nn.Module)
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError("model must be the model itself: check it before you wrap it in DistributedDataParallel")
     non_negative("tolerance", tolerance)
     if not trainable(model):
         raise ValueError("model has no parameters that train: there is nothing to compare")

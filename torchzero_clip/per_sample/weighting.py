@@ -19,7 +19,7 @@ Nonfinite: TypeAlias = Literal["zero", "raise"]
 
 @dataclass(frozen=True)
 class ClippingResult:
-    """The norms and clipping factors of the samples of one backward.
+    """The norms and clipping factors of the samples of one backward, in several processes those of this process.
 
     Args:
         norms: The norm of the gradient of each sample before clipping, all parameters together: (B,), float32 or wider.
@@ -49,7 +49,53 @@ class ClippingResult:
 def clipped_backward(
     engine: Engine, losses: Tensor, norm_clipper: NormClipper, *, mean: bool, nonfinite: Nonfinite = "zero"
 ) -> ClippingResult:
-    """Run the backward of the losses, and add the clipped gradients to ``.grad``, which an error leaves unchanged."""
+    """Run the backward of the losses, and add the clipped gradients to ``.grad``, which an error leaves unchanged.
+
+    With several processes, all of them have to call it together.
+    """
+    sums, used, result = clipped_sums(engine, losses, norm_clipper, mean=mean, nonfinite=nonfinite)
+    params = engine.attachment.params
+    sums = engine.processes.added_up(sums, params, used)
+    accumulate([(params[name], value) for name, value in sums.items()])
+    return result
+
+
+def clipped_sums(
+    engine: Engine, losses: Tensor, norm_clipper: NormClipper, *, mean: bool, nonfinite: Nonfinite = "zero"
+) -> tuple[dict[str, Tensor], set[str], ClippingResult]:
+    """Run the backward of the losses; ``.grad`` does not change.
+
+    Returns:
+        The clipped sums of this process, by the name of the parameter, with ``mean`` divided by the number of samples
+        of all processes; the names of the parameters that have a sum on any process; and the result for the user.
+    """
+    processes, params = engine.processes, engine.attachment.params
+    with processes.start("backward", params, mean) as start:
+        _check_call(engine, losses)
+        start.numbers = (len(losses),)
+    check, of_mean, engine.of_mean = engine.mixing.is_due(losses), engine.of_mean, False
+    restore = outside_gradients(losses, set(map(id, params.values()))) if check else None
+    try:
+        with processes.agreement(params, len(params)) as agreement:
+            gathered = _gathered(engine, losses, restore)
+            agreement.numbers = [id(param) in gathered for param in params.values()]
+            found = weighed(engine, gathered, norm_clipper, nonfinite)
+        used = {name for i, name in enumerate(params) if agreement.anywhere(i)}
+        if not used:
+            raise RuntimeError("no process has samples")
+        engine.mixing.passed(losses)
+    except BaseException:
+        if restore is not None:
+            restore()
+        raise
+    finally:
+        engine.of_mean = of_mean
+        engine.clear()
+    divisor = float(max(start.total(0), 1)) if mean else 1.0
+    return found.sums(divisor), used, found.result
+
+
+def _check_call(engine: Engine, losses: Tensor) -> None:
     instance("losses", losses, Tensor)
     if losses.ndim != 1:
         raise ValueError(f"losses must have shape (B,), got {tuple(losses.shape)}: {_way_out(losses)}")
@@ -63,33 +109,26 @@ def clipped_backward(
         )
     if engine.waits:
         raise RuntimeError("gradients of an earlier backward wait: call clip_and_accumulate() or discard() first")
-    check, of_mean, engine.of_mean = engine.mixing.is_due(losses), engine.of_mean, False
-    restore = outside_gradients(losses, set(map(id, engine.attachment.params.values()))) if check else None
-    try:
-        if losses.requires_grad:
-            check = _backward(engine, losses, restore)
-        gathered = engine.gathered(len(losses))
-        if gathered.keys().isdisjoint(map(id, engine.attachment.params.values())):
-            raise RuntimeError(
-                "no gradient reached the module: the losses do not depend on it, or nothing in it trains"
-                if losses.requires_grad
-                else "losses do not require grad: the forward ran under torch.no_grad(), or nothing in it trains"
-            )
-        if check:
-            names = {id(param): name for name, param in engine.attachment.params.items() if id(param) in gathered}
-            engine.mixing.check(losses, names, engine.live_outputs(), engine.gradients_of)
-        engine.mixing.passed(losses)
-    except BaseException:
-        if restore is not None:
-            restore()
-        raise
-    finally:
-        engine.of_mean = of_mean
-        engine.clear()
-    divisor = float(max(len(losses), 1)) if mean else 1.0
-    sums, result = weighted(engine, gathered, norm_clipper, nonfinite, divisor=divisor)
-    accumulate([(engine.attachment.params[name], value) for name, value in sums.items()])
-    return result
+
+
+def _gathered(
+    engine: Engine, losses: Tensor, restore: Callable[[], None] | None
+) -> dict[int, tuple[Contribution, Tensor]]:
+    """Run the backward, and the check whether samples mix if there is a function to restore gradients."""
+    params = engine.attachment.params
+    check = losses.requires_grad and _backward(engine, losses, restore)
+    gathered = engine.gathered(len(losses))
+    has_samples = len(losses) or engine.processes.group is None
+    if has_samples and gathered.keys().isdisjoint(map(id, params.values())):
+        raise RuntimeError(
+            "no gradient reached the module: the losses do not depend on it, or nothing in it trains"
+            if losses.requires_grad
+            else "losses do not require grad: the forward ran under torch.no_grad(), or nothing in it trains"
+        )
+    if check:
+        names = {id(param): name for name, param in params.items() if id(param) in gathered}
+        engine.mixing.check(losses, names, engine.live_outputs(), engine.gradients_of)
+    return gathered
 
 
 def _backward(engine: Engine, losses: Tensor, restore: Callable[[], None] | None) -> bool:
@@ -134,29 +173,57 @@ def _way_out(losses: Tensor) -> str:
     return "one loss for each sample is needed, such as losses.flatten(1).mean(1)"
 
 
-def weighted(
+@dataclass(frozen=True)
+class Weighed:
+    """The gradients of the samples and their factors, of which clipped sums are made.
+
+    Args:
+        result: The result for the user.
+        parts: The name, the contribution and the index of the factors of each parameter with gradients, the last first.
+        factors: Different factors of the samples.
+        scale: The factor between the given gradients and those of the losses of single samples.
+        excluded: The samples that are left out, if there are any.
+    """
+
+    result: ClippingResult
+    parts: list[tuple[str, Contribution, int]]
+    factors: list[Tensor]
+    scale: float
+    excluded: Tensor | None
+
+    def sums(self, divisor: float = 1.0) -> dict[str, Tensor]:
+        """Return the clipped sums by the name of the parameter, divided by a number. This works only once.
+
+        Parts are removed one by one, which frees their activations.
+        """
+        weights, found = [value * (self.scale / divisor) for value in self.factors], dict[str, Tensor]()
+        while self.parts:
+            name, contribution, index = self.parts.pop()
+            if self.excluded is not None:
+                contribution.zero_(self.excluded)
+            found[name] = contribution.weighted_sum(weights[index])
+        return found
+
+
+def weighed(
     engine: Engine,
     gathered: dict[int, tuple[Contribution, Tensor]],
     norm_clipper: NormClipper,
     nonfinite: Nonfinite,
     *,
     scale: float = 1.0,
-    divisor: float = 1.0,
-) -> tuple[dict[str, Tensor], ClippingResult]:
-    """Return the clipped sums by the name of the parameter, and the result for the user.
-
-    Contributions are removed from ``gathered`` one by one, which frees their activations. ``scale`` is the factor
-    between the given gradients and those of the losses of single samples; the sums are divided by ``divisor``.
-    """
-    first = next(iter(gathered.values()))[1]
-    squares = {
-        name: gathered[id(param)][1].to(first.device) if id(param) in gathered else torch.zeros_like(first)
-        for name, param in engine.attachment.params.items()
-    }
-    dtype = engine.norm_dtype()
-    table = torch.stack(list(squares.values()))
+) -> Weighed:
+    """Compute the norms and factors of the samples. Contributions are removed from ``gathered``."""
+    params, dtype = engine.attachment.params, engine.norm_dtype()
+    none = torch.zeros(0, dtype=torch.float64, device=engine.processes.device(params))
+    first = next((squares for _, squares in gathered.values()), none)
+    squares = [
+        gathered[id(param)][1].to(first.device) if id(param) in gathered else torch.zeros_like(first)
+        for param in params.values()
+    ]
+    table = torch.stack(squares)
     norms = table.sum(0).sqrt_().mul_(scale).to(dtype)
-    param_norms = dict(zip(squares, table.sqrt_().mul_(scale).to(dtype).unbind(), strict=True))
+    param_norms = dict(zip(params, table.sqrt_().mul_(scale).to(dtype).unbind(), strict=True))
     bad = ~norms.isfinite()
     some_bad = bool(bad.any())
     if some_bad and nonfinite == "raise":
@@ -171,14 +238,11 @@ def weighted(
     distinct = factors[:1] if one_for_all else factors
     if some_bad:
         distinct = [value.masked_fill(bad, 0) for value in distinct]
-    weights = [value * (scale / divisor) for value in distinct] * (len(squares) if one_for_all else 1)
-    sums: dict[str, Tensor] = {}
-    for (name, param), weight in zip(engine.attachment.params.items(), weights, strict=True):
-        if id(param) in gathered:
-            contribution, _ = gathered.pop(id(param))
-            if some_bad:
-                contribution.zero_(bad)
-            sums[name] = contribution.weighted_sum(weight)
-    if per_layer:
-        distinct = distinct * (len(squares) // len(distinct))
-    return sums, ClippingResult(norms, distinct if per_layer or not one_for_all else distinct[0], bad, param_norms)
+    shown = distinct * (len(squares) // len(distinct)) if per_layer else distinct
+    result = ClippingResult(norms, shown if per_layer or not one_for_all else shown[0], bad, param_norms)
+    indices = (0 if one_for_all else i for i in range(len(params)))
+    found = [
+        (name, param, i) for (name, param), i in zip(params.items(), indices, strict=True) if id(param) in gathered
+    ]
+    parts = [(name, gathered.pop(id(param))[0], i) for name, param, i in found]
+    return Weighed(result, parts[::-1], distinct, scale, bad if some_bad else None)

@@ -15,6 +15,7 @@ from torchzero_clip.core.kinds import Gate
 from torchzero_clip.engine.reported_loss import ReportedLoss
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrapped import unwrap
+from torchzero_clip.private_losses import refuse_loss
 from torchzero_clip.recorder.data import step_number
 from torchzero_clip.recorder.files import check
 from torchzero_clip.recorder.hooks import Hooks
@@ -152,7 +153,9 @@ class Recorder(Readable):
             TypeError: If ``loss`` is not a number, or ``step`` not an integer.
             ValueError: If ``loss`` has several numbers, if ``step`` is negative or was not taken yet, or if a gate has
                 judged that step without this loss.
+            RuntimeError: If a `PrivateGradientClipper` trains one of the parameters, because the loss is private.
         """
+        refuse_loss(self.optimizer, "report_loss")
         step = None if step is None else step_number(step)
         if step is not None and self._is_late(step):
             ReportedLoss().add(loss)  # checks it

@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.compat import stores_by_hooks
-from torchzero_clip.per_sample.broadcast_row import TRANSPOSED, NotARowError, row_of_param
+from torchzero_clip.per_sample.autograd_graph import leaves_of
+from torchzero_clip.per_sample.broadcast_row import TRANSPOSED, BroadcastRow, NotARowError, row_of_param
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, trainable
 from torchzero_clip.per_sample.rules.generic import GenericRule, copy_of
 from torchzero_clip.per_sample.rules.state import State
@@ -42,7 +43,7 @@ class BareRule(Rule):
             _take_whole(layer)
             raise RuntimeError(
                 f"{layer} used a parameter in another way than in earlier calls ({error}): run the forward "
-                f"again, or name it from the start: whole=({type(layer.module).__name__},)"
+                f"again, or name it from the start: {layer.own_line}"
             ) from None
 
     def _tried(self, layer: CapturedLayer, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -53,7 +54,7 @@ class BareRule(Rule):
             state.begin()
             # a checkpoint counts what an attempt stores, so that it has to be made apart
             with saved_tensors_hooks(_same, _same) if hooked else nullcontext():
-                output = _run(layer, count, args, kwargs)
+                output = _run(layer, count, args, kwargs, first=True)
             fits = True
             if not hooked:
                 layer.known[TRIED] = True
@@ -69,8 +70,7 @@ class BareRule(Rule):
         torch.set_rng_state(random)
         if any(x._version != version for x, version in versions):
             raise RuntimeError(
-                f"{layer} changes its input in place, and cannot be run again: name it in "
-                f"whole=({type(layer.module).__name__},)"
+                f"{layer} changes its input in place, and cannot be run again: name it in {layer.own_line}"
             )
         if fits:
             layer.known[TRIED] = True
@@ -79,11 +79,16 @@ class BareRule(Rule):
         return self.run(layer, *args, **kwargs)
 
 
-def _run(layer: CapturedLayer, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(
+    layer: CapturedLayer, count: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, first: bool = False
+) -> Any:
     layer.engine.tries += 1
     try:
-        with _Rows(layer, count):
-            return type(layer.module).forward(layer.module, *args, **kwargs)
+        with _Rows(layer, count) as rows:
+            output = type(layer.module).forward(layer.module, *args, **kwargs)
+        if first and rows.are_missed(output):
+            raise NotARowError("a function that torch does not show")
+        return output
     finally:
         layer.engine.tries -= 1
 
@@ -105,6 +110,12 @@ class _Rows(TorchFunctionMode):
         self._layer = layer
         self._rows = {id(p): row_of_param(layer, p, copy_of(layer, p, count)) for p in layer.params.values()}
         self._others = {id(p) for p in layer.module.parameters() if p.requires_grad and id(p) not in self._rows}
+
+    def are_missed(self, output: Any) -> bool:
+        """True if a parameter would get a gradient that is summed over samples, as from a `torch.autograd.Function`."""
+        roots = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and not isinstance(x, BroadcastRow)]
+        summed = {id(leaf) for leaf in leaves_of(self._rows.values())}
+        return any(id(leaf) in summed or id(leaf) in self._rows for leaf in leaves_of(roots))
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from torchzero_clip.compat import is_functorch_wrapped_tensor
-from torchzero_clip.per_sample.broadcast_row import HOOKS, is_row, row_of
+from torchzero_clip.compat import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
+from torchzero_clip.per_sample.broadcast_row import ARITHMETIC, HOOKS, is_row, row_of
 from torchzero_clip.per_sample.captured_gradients import in_backward
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, is_same
 from torchzero_clip.per_sample.contributions import Dense
@@ -30,6 +30,7 @@ LOOP = (  # in errors of vmap after which a loop over samples may do
     "dynamic shape",
     "vmap over",
     "stack expects each tensor to be equal size",  # packed sequences
+    "is not possible because there exists a Tensor `other`",  # results of a sample written into a tensor of all
     "setup_context",  # functions of autograd in the older form
 )
 BY_VMAP = "by vmap"  # a key of `CapturedLayer.known`: False if vmap cannot run the module
@@ -70,6 +71,7 @@ class GenericRule(Rule):
         if type(self) is GenericRule:
             _refuse_backward_hooks(layer)
         bare, outputs = _Bare(layer.module), _Outputs(layer)
+        inside = _Inside(layer)
         has_samples = any(dim is not None for dim in dims)
 
         def one(copies: dict[str, Tensor], *samples: Tensor) -> tuple[Tensor, ...]:
@@ -78,7 +80,7 @@ class GenericRule(Rule):
                 dim = dims[i]
                 given[i] = sample if dim is None else sample.unsqueeze(dim)
             args, kwargs = pytree.tree_unflatten(given, structure)
-            with _Inside():
+            with inside:
                 output = functional_call(bare, copies, args, kwargs, tie_weights=False)
             after = pytree.tree_leaves((args, kwargs))
             if len(after) != len(given) or any(a is not b for a, b in zip(after, given, strict=True)):
@@ -146,12 +148,23 @@ class _Bare(nn.Module):
 
 
 class _Inside(TorchFunctionMode):
-    """Gives the padding row of embeddings no gradient, which embeddings under vmap fail to do. Refuses tensor hooks."""
+    """Gives the padding row of embeddings no gradient, which embeddings under vmap fail to do.
+
+    Refuses tensor hooks, and changes of parameters in place, which each sample would make again.
+    """
+
+    def __init__(self, layer: CapturedLayer) -> None:
+        super().__init__()
+        self._layer = layer
+        self._memory = _memory_of(layer.params.values())
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in HOOKS:
+        name = getattr(func, "__name__", "")
+        if name in HOOKS:
             raise ValueError("a module that runs sample by sample sets a hook on a tensor, which would get samples")
+        if _is_in_place(name) and _memory_of(map(_plain, args[:1])) & self._memory:
+            raise ValueError(f"{self._layer} changes a parameter in place in its forward: change it after the step")
         if func is not F.embedding:
             return func(*args, **(kwargs or {}))
         call = _EMBEDDING.bind(*args, **(kwargs or {}))
@@ -247,6 +260,16 @@ def run_detached(layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, 
 def _memory_of(tensors: Iterable[Tensor]) -> set[int]:
     """The addresses of the memory of tensors, views or not."""
     return {x.untyped_storage().data_ptr() for x in tensors if x.numel() and not is_functorch_wrapped_tensor(x)}
+
+
+def _is_in_place(name: str) -> bool:
+    if name.startswith("__"):
+        return name == "__setitem__" or (name[2] == "i" and name.strip("_") in ARITHMETIC)
+    return name.endswith("_") and name != "requires_grad_"
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return get_unwrapped(tensor) if is_batchedtensor(tensor) else tensor
 
 
 def _kind(leaf: Any) -> Any:

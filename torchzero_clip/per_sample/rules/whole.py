@@ -23,6 +23,11 @@ TABLE: Mapping[str, str] = {
 }
 """Classes that cannot be captured layer by layer, by their qualified names, and the reason."""
 
+AROUND: Mapping[str, str] = {
+    "peft.tuners.lora.dora.DoraLinearLayer": "DoRA uses the weights of two layers outside of their calls"
+}
+"""Classes that need the module around them to be run whole, by their qualified names, and the reason."""
+
 
 def chosen_whole(model: nn.Module, given: Any) -> dict[str, str]:
     """The names of the modules that are run whole, with the reason.
@@ -45,25 +50,43 @@ def chosen_whole(model: nn.Module, given: Any) -> dict[str, str]:
     for name, module in model.named_modules():
         if any(_is_meant(name, module, item) for item in given) and not _inside(name, chosen):
             chosen[name] = "whole="
+    found = {name: reason for name, module in model.named_modules() if (reason := _listed(module, TABLE))}
     for name, module in model.named_modules():
-        reason = next((TABLE[key] for kind in type(module).__mro__ if (key := _qualified(kind)) in TABLE), None)
+        if (reason := _listed(module, AROUND)) and (outer := _around(model, name)):
+            found[outer[0][0]] = reason
+    for name, reason in found.items():
         around = any(_inside(other, [name]) for other in chosen)
-        if reason is not None and not around and not _inside(name, chosen):
+        if not around and not _inside(name, chosen):
             chosen[name] = reason
     return chosen
 
 
 def whole_line(model: nn.Module, name: str) -> str:
     """The end of an error: the argument ``whole`` that takes a module around one whole, the nearest first."""
-    modules = dict(model.named_modules())
-    path = name.split(".") if name else []
-    around = [modules.get(".".join(path[:i])) for i in range(len(path) - 1, -1, -1)]
-    kinds = [type(m).__name__ for m in around if m is not None and type(m).forward is not nn.Module.forward]
-    kinds = [kind for i, kind in enumerate(kinds) if kind not in ("Sequential", *kinds[:i])]
-    if not kinds:
+    kinds = [type(module) for _, module in _around(model, name)]
+    lines = [f"whole=({written(model, kind)},)" for kind in dict.fromkeys(kinds) if kind is not nn.Sequential][:3]
+    if not lines:
         return ""
-    further = "".join(f", or whole=({kind},)" for kind in kinds[1:3])
-    return f". Or run the module around it sample by sample: whole=({kinds[0]},){further}"
+    which = "the module around it, or one further out," if len(lines) > 1 else "the module around it"
+    return f". Or run {which} sample by sample: {', or '.join(lines)}"
+
+
+def written(model: nn.Module, kind: type[nn.Module]) -> str:
+    """The name of a class in a line to write, with its Python module if another class in the model has that name."""
+    others = {type(module) for module in model.modules()} - {kind}
+    return _qualified(kind) if any(other.__name__ == kind.__name__ for other in others) else kind.__name__
+
+
+def _listed(module: nn.Module, table: Mapping[str, str]) -> str | None:
+    return next((table[key] for kind in type(module).__mro__ if (key := _qualified(kind)) in table), None)
+
+
+def _around(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
+    """The modules around a module that have a forward, the nearest first."""
+    modules, path = dict(model.named_modules()), name.split(".") if name else []
+    names = [".".join(path[:i]) for i in range(len(path) - 1, -1, -1)]
+    around = [(outer, modules[outer]) for outer in names if outer in modules]
+    return [(outer, module) for outer, module in around if type(module).forward is not nn.Module.forward]
 
 
 def _is_meant(name: str, module: nn.Module, item: type[nn.Module] | str) -> bool:

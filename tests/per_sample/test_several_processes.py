@@ -1,0 +1,30 @@
+"""Clipping in two and three gloo processes equals one process, and an error in one process is an error in all."""
+
+import pytest
+import ranks
+from per_sample import several
+
+LIMIT = 120.0
+QUICK = ["backward_equals_one_process gpt unequal mean", "classic_equals_one_process frozen empty mean"]
+KINDS = [(kind, count) for kind in several.WRAPS for count in several.SHARES]
+
+
+@pytest.fixture(scope="module")
+def results():
+    return {}
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("several")
+@pytest.mark.parametrize(
+    ("kind", "count", "name"), [(kind, count, name) for kind, count in KINDS for name in several.cases(count, kind)]
+)
+def test_several_processes(results, kind, count, name):
+    if (kind, count) not in results:  # the same processes make all checks, because it takes seconds to start them
+        results[kind, count] = ranks.run(several.run, count, kind, list(several.cases(count, kind)), limit=LIMIT)
+    assert [found.get(name) for found in results[kind, count]] == [None] * count
+
+
+@pytest.mark.parametrize("kind", several.WRAPS)
+def test_two_processes_equal_one(kind):
+    assert ranks.run(several.run, 2, kind, QUICK, limit=LIMIT) == [{}, {}]

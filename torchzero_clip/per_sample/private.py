@@ -1,0 +1,347 @@
+"""The Gaussian mechanism of DP-SGD: clipped sums, noise, and a divisor that does not depend on the data."""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from torchzero_clip.checks import count, finite, instance, one_of, positive
+from torchzero_clip.compat import is_distributed
+from torchzero_clip.per_sample.buffers import Buffers, watched
+from torchzero_clip.per_sample.clipper import PerSampleGradientClipper
+from torchzero_clip.per_sample.contributions import Memory
+from torchzero_clip.per_sample.hooks import replace_gradients
+from torchzero_clip.per_sample.joint_limit import check_within, joint_limit
+from torchzero_clip.per_sample.mixing import Verify, refuse_outside
+from torchzero_clip.per_sample.noise import gaussian
+from torchzero_clip.per_sample.norm_clippers import NormClipper
+from torchzero_clip.per_sample.processes import Agreement
+from torchzero_clip.per_sample.rules.whole import Whole
+from torchzero_clip.per_sample.unreleased import watch_steps
+from torchzero_clip.per_sample.weighting import ClippingResult, clipped_sums
+from torchzero_clip.private_losses import declare
+
+
+class PrivateGradientClipper(PerSampleGradientClipper):
+    """Makes ``.grad`` the noisy mean of clipped gradients of samples, as DP-SGD needs it.
+
+        grad = (Σᵢ cᵢ · gᵢ + N(0, (noise_multiplier · S)²)) / expected_batch_size
+
+    S is the norm of the vector of limits: the most that one sample can add to the sum. `backward` adds clipped
+    gradients to sums of the clipper's own, and `pre_step` releases the sums with noise. Everything that reads only
+    ``.grad`` and parameters afterwards has the same guarantee. [Private training](private_training.md) states it, and
+    what else it needs.
+
+    Args:
+        module: The model. All parameters that train must be in it. With several processes, it must be in a
+            `DistributedDataParallel`: one process adds noise, and all of them get the same ``.grad``.
+        norm_clipper: Computes factors from norms: `ConstantFlatClipper`, `ConstantPerLayerClipper`, `AutomaticClipper`,
+            or your own subclass of `NormClipper`. Its limits must be finite.
+        batch_first: Whether sequences have shape (B, T, ...) rather than (T, B, ...).
+        noise_multiplier: The standard deviation of the noise, in units of S, >= 0. You may change it between steps.
+        expected_batch_size: The divisor: the size of the data set times the rate of the draw. Never the size of a
+            batch that was drawn, because that depends on the data.
+        generator: Draws the noise, for tests. Whoever knows its state can subtract the noise. By default, the noise
+            comes from the random numbers of the operating system.
+        memory: As in `PerSampleGradientClipper`.
+        nonfinite: "zero": samples whose gradient has an inf or a NaN add zeros. "raise" is refused, because an error
+            would tell that there is such a sample.
+        whole: As in `PerSampleGradientClipper`.
+        verify: When `backward` checks that samples do not mix, as in `PerSampleGradientClipper`. "never" is refused.
+
+    Raises:
+        ValueError: If a layer mixes samples or cannot be captured, or the value of an argument is invalid.
+        TypeError: If an argument has the wrong type.
+
+    | case | what happens |
+    | --- | --- |
+    | no sample was drawn | `pre_step` releases noise |
+    | parameters in bfloat16 or float16 | sums and noise are float32, and rounded after the noise |
+    | a sample with an inf or a NaN | adds zeros |
+    | the limit 0 | zeros without noise |
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torchzero_clip import ConstantFlatClipper, PrivateGradientClipper
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> limit = ConstantFlatClipper(1.0)
+        >>> clipper = PrivateGradientClipper(model, limit, noise_multiplier=1.0, expected_batch_size=8)
+        >>> result = clipper.backward(model(torch.randn(6, 2)).squeeze(1))  # 6 samples were drawn
+        >>> max_norms, count = clipper.pre_step()  # .grad is the noisy mean
+        >>> clipper.releases
+        {1.0: 1}
+
+    Source: Abadi et al., [Deep learning with differential privacy](https://arxiv.org/abs/1607.00133), 2016.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        norm_clipper: NormClipper,
+        batch_first: bool = True,
+        *,
+        noise_multiplier: float,
+        expected_batch_size: float,
+        generator: torch.Generator | None = None,
+        memory: Memory = "auto",
+        nonfinite: Literal["zero"] = "zero",
+        whole: Whole = (),
+        verify: Verify = "first",
+    ) -> None:
+        one_of("nonfinite", nonfinite, ("zero",))
+        if verify == "never":
+            raise ValueError("verify must not be 'never': the guarantee does not hold if samples mix")
+        if generator is not None:
+            instance("generator", generator, torch.Generator)
+        _check_processes(module)
+        self.noise_multiplier = noise_multiplier
+        self.expected_batch_size = expected_batch_size
+        super().__init__(module, norm_clipper, batch_first, "sum", memory=memory, whole=whole, verify=verify)
+        self._engine.mixing.must_check = True
+        self._generator = generator
+        self._releases: dict[float, int] = {}
+        self._sensitivity: float | None = None  # of the sums that wait
+        self._buffers = Buffers(self._engine.attachment.model)
+        declare(self)
+        for end in (self._buffers.remove, watch_steps(self)):
+            weakref.finalize(self, end).atexit = False
+
+    @property
+    def noise_multiplier(self) -> float:
+        """The standard deviation of the noise, in units of the joint limit. You may change it between steps."""
+        return self._noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        finite("noise_multiplier", value)
+        self._noise_multiplier = float(value)
+
+    @property
+    def expected_batch_size(self) -> float:
+        """The divisor of the noisy sums."""
+        return self._expected_batch_size
+
+    @expected_batch_size.setter
+    def expected_batch_size(self, value: float) -> None:
+        positive("expected_batch_size", value)
+        finite("expected_batch_size", value)
+        self._expected_batch_size = float(value)
+
+    @property
+    def releases(self) -> dict[float, int]:
+        """How many steps were released with each noise multiplier, for an accountant."""
+        return dict(self._releases)
+
+    @override
+    def __repr__(self) -> str:
+        settings = f"noise_multiplier={self._noise_multiplier}, expected_batch_size={self._expected_batch_size}"
+        return f"PrivateGradientClipper({self._norm_clipper!r}, {settings})"
+
+    @override
+    def backward(self, losses: Tensor) -> ClippingResult:
+        """Add the sum of the clipped gradients to the sums of this step. ``.grad`` does not change.
+
+        Call it any number of times before `pre_step`. The result is private: norms, factors and the number of samples
+        are computed from the data without noise.
+
+        Args:
+            losses: One loss for each sample, of shape (B,), as ``reduction="none"`` gives.
+
+        Raises:
+            ValueError: If the losses do not have that shape, a layer saw another number of samples, or the limits are
+                not finite.
+            TypeError: If ``losses`` is not a tensor.
+            RuntimeError: As `PerSampleGradientClipper.backward` raises. Also if a tensor outside of the module would
+                get a gradient, if it cannot be checked whether samples mix, if a buffer or a limit has changed since
+                the step began, or if a gradient is above the limit after clipping. Nothing changes.
+        """
+        engine, params = self._engine, self._engine.attachment.params
+        with self._start("backward") as start:
+            instance("losses", losses, Tensor)
+            sensitivity = self._checked_step()
+            refuse_outside(losses, {id(engine.anchor), *map(id, params.values())})
+            start.numbers = losses.numel(), sensitivity
+        _check_same_limit(start)
+        if losses.ndim == 1 and not start.total(0):
+            self._sensitivity = sensitivity
+            return self._without_samples()
+        sums, _, result = clipped_sums(engine, losses, self.norm_clipper, mean=False)
+        with engine.processes.agreement(params, 0):
+            check_within(sensitivity, self.norm_clipper, result)
+        self._sums = self._sums | {
+            name: self._sums[name] + value if name in self._sums else value for name, value in sums.items()
+        }
+        self._count += len(losses)
+        self._sensitivity = sensitivity
+        return result
+
+    @override
+    def clip_and_accumulate(self, batch_size: int | None = None) -> NoReturn:
+        """Not available: the classic form cannot check whether samples mix.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            "a PrivateGradientClipper has no clip_and_accumulate(), which cannot check whether samples mix: call "
+            "backward(losses) with one loss for each sample instead of loss.backward()"
+        )
+
+    @override
+    @torch.no_grad()
+    def pre_step(self) -> tuple[Tensor, int]:
+        """Set ``.grad`` to the noisy mean of this step, count the release, and reset the sums.
+
+        Call it in every step before the step of the optimizer, also if no sample was drawn. If a hook of a parameter
+        raises, the release counts, because the hook has seen it, and the sums wait for the next call.
+
+        Returns:
+            The norm of the vector of limits, repeated for each trainable parameter, and the number of samples. The
+            number is private.
+
+        Raises:
+            ValueError: If the limits are not finite.
+            RuntimeError: If a buffer or a limit has changed since the step began.
+        """
+        with self._start("pre_step") as start:
+            self._refresh()
+            sensitivity = self._checked_step()
+            start.numbers = self._count, sensitivity
+        _check_same_limit(start)
+        params, processes = self._engine.attachment.params, self._engine.processes
+        std = self._noise_multiplier * sensitivity
+        if processes.is_first:  # it adds the noise for all
+            noisy = {name: self._noisy(name, param, std) for name, param in params.items()}
+        else:
+            noisy = {name: value.clone() for name, value in self._sums.items()}
+        noisy = processes.added_up(noisy, params, params)
+        means = [(param, noisy[name].div_(self._expected_batch_size)) for name, param in params.items()]
+        self._releases = self._releases | {self._noise_multiplier: self._releases.get(self._noise_multiplier, 0) + 1}
+        replace_gradients(means)
+        self._begin()
+        return torch.full((len(params),), sensitivity, dtype=torch.float64, device="cpu"), start.total(0)
+
+    @override
+    def discard(self) -> None:
+        """Drop all gradients that were not released: those of the last backward, and the sums of this step."""
+        super().discard()
+        self._begin()
+
+    @override
+    def detach(self) -> None:
+        """Stop clipping, and restore the module. `pre_step` still works for sums accumulated before."""
+        super().detach()
+        self._buffers.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of releases with each noise multiplier. Save it after `pre_step`: it holds no sums."""
+        return {"releases": dict(self._releases)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Replace the number of releases.
+
+        Args:
+            state_dict: What `state_dict` returned.
+
+        Raises:
+            ValueError: If it is not the state of a `PrivateGradientClipper`.
+        """
+        releases = state_dict.get("releases")
+        if set(state_dict) != {"releases"} or not isinstance(releases, dict):
+            raise ValueError(f"state_dict must have the key 'releases' with a dict, got the keys {list(state_dict)}")
+        for multiplier, number in releases.items():
+            finite("a noise multiplier in state_dict", multiplier)
+            count(f"the number of releases with {multiplier}", number)
+        self._releases = {float(multiplier): number for multiplier, number in releases.items()}
+
+    def covers(self, params: Iterable[Tensor]) -> bool:
+        """Return whether this clipper trains one of these parameters.
+
+        Args:
+            params: Parameters, such as those of an optimizer.
+        """
+        own = {id(param) for param in self._engine.attachment.params.values()}
+        return (self._engine.attached or self.waits) and any(id(param) in own for param in params)
+
+    @override
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a PrivateGradientClipper cannot be pickled or copied: save its state_dict()")
+
+    @property
+    def waits(self) -> bool:
+        """True if there was a `backward` since the last `pre_step`."""
+        return self._sensitivity is not None
+
+    def _begin(self) -> None:
+        self._sums, self._count, self._sensitivity = {}, 0, None
+        self._buffers.note()
+
+    def _checked_step(self) -> float:
+        """The joint limit of this step, which is the same in all of its calls."""
+        sensitivity = joint_limit(self.norm_clipper, len(self._engine.attachment.params))
+        if self._sensitivity not in (None, sensitivity):
+            raise RuntimeError(
+                f"the joint limit was {self._sensitivity} in an earlier backward of this step, and is {sensitivity} "
+                "now: change limits between pre_step() and the next backward. discard() drops the sums of this step"
+            )
+        if (name := self._buffers.changed()) is not None:
+            raise RuntimeError(
+                f"the buffer {name!r} has changed since the step began. It may hold data, and has no noise: use layers "
+                "without running statistics, such as GroupNorm, or set such layers to eval mode. discard() drops the "
+                "gradients of this step"
+            )
+        return sensitivity
+
+    def _start(self, call: str) -> Agreement:
+        """What the processes must agree on, which an agreement checks: what they call, and the mechanism."""
+        mechanism = self._noise_multiplier, self._expected_batch_size, self.waits
+        return self._engine.processes.start(call, self._engine.attachment.params, mechanism)
+
+    def _refresh(self) -> None:
+        """Follow changes of the model between steps, which no forward has seen if there were no samples."""
+        attachment = self._engine.attachment
+        if not attachment.is_outdated():
+            return
+        if self.waits:
+            raise RuntimeError(
+                "parameters of the module were frozen, freed or exchanged while gradients wait for pre_step(): "
+                "discard() drops these gradients"
+            )
+        attachment.refresh()
+
+    def _without_samples(self) -> ClippingResult:
+        params = self._engine.attachment.params
+        none = torch.zeros(0, dtype=self._engine.norm_dtype(), device=self._engine.processes.device(params))
+        factors = [none] * len(params) if self.norm_clipper.is_per_layer else none
+        return ClippingResult(none, factors, none.bool(), dict.fromkeys(params, none))
+
+    def _noisy(self, name: str, param: Tensor, std: float) -> Tensor:
+        """The sum of a parameter with noise, in new memory."""
+        noise = gaussian(param, std, self._generator)
+        return noise.add_(self._sums[name].to(noise.device)) if name in self._sums else noise
+
+
+def _check_processes(module: nn.Module) -> None:
+    """Raise if several processes do not release one sum together."""
+    together = isinstance(module, DistributedDataParallel)
+    if not together and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            "module must be in DistributedDataParallel if there are several processes: each of them would release its "
+            "own gradients"
+        )
+    if any(is_distributed(param) for param in module.parameters()):
+        raise ValueError("module must not be sharded, as by fully_shard: use DistributedDataParallel")
+    if together and module.broadcast_buffers and watched(module):
+        raise ValueError("DistributedDataParallel must have broadcast_buffers=False: buffers must not change in a step")
+
+
+def _check_same_limit(start: Agreement) -> None:
+    limits = {row[1] for row in start.rows}
+    if len(limits) > 1:
+        raise RuntimeError(f"the joint limit of norm_clipper must be the same on all processes, got {sorted(limits)}")

@@ -1,0 +1,169 @@
+"""The processes that train one model, each with samples of its own: what they agree on, and what they add up."""
+
+import zlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from torchzero_clip.compat import flatten, unflatten
+from torchzero_clip.functional.foreach import wide_dtype
+from torchzero_clip.functional.processes import device_of, gathered, gathered_texts
+
+CALLS = "backward", "clip_and_accumulate", "pre_step"
+BUCKET = 25 << 20  # bytes of sums that one all-reduce carries, as in DistributedDataParallel
+
+
+class Processes:
+    """The processes of a group, each with a copy of the model. Without a group, there is only this process.
+
+    Args:
+        group: The group.
+    """
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        self.group = group
+
+    @property
+    def is_first(self) -> bool:
+        """True on the first process of the group."""
+        return self.group is None or dist.get_rank(self.group) == 0
+
+    def start(self, call: str, params: Mapping[str, nn.Parameter], *arguments: object) -> "Agreement":
+        """The first agreement in a call of a clipper, for up to three numbers.
+
+        Args:
+            call: The name of the method that the user has called.
+            params: The trainable parameters, by name. They and the arguments must be the same on all processes.
+            arguments: Arguments of the clipper.
+        """
+        said = [(name, tuple(param.shape), str(param.dtype)) for name, param in params.items()], arguments
+        digest = zlib.crc32(repr(said).encode()) if self.group is not None else 0
+        return Agreement(self, params, (CALLS.index(call), digest), 3)
+
+    def agreement(self, params: Mapping[str, nn.Parameter], width: int) -> "Agreement":
+        """A later agreement in the same call, for so many numbers."""
+        return Agreement(self, params, (), width)
+
+    def device(self, params: Mapping[str, nn.Parameter]) -> torch.device:
+        """A device from which the group can send."""
+        return device_of(list(params.values()), self.group)
+
+    def added_up(
+        self, sums: Mapping[str, Tensor], params: Mapping[str, nn.Parameter], used: Collection[str]
+    ) -> dict[str, Tensor]:
+        """Add up the sums of all processes, which all of them get. They are float32 or wider.
+
+        Args:
+            sums: The sums of this process by the names of parameters. They may be overwritten.
+            params: The trainable parameters.
+            used: The names of the parameters for which any process has a sum.
+        """
+        if self.group is None:
+            return dict(sums)
+        found: dict[str, Tensor] = {}
+        for name in (name for name in params if name in used):
+            value, dtype = sums.get(name), wide_dtype(params[name].dtype)
+            empty = value is None
+            found[name] = torch.zeros_like(params[name], dtype=dtype) if empty else value.to(params[name].device, dtype)
+        for bucket in _buckets(found.values()):
+            flat = flatten(bucket)
+            dist.all_reduce(flat, group=self.group)
+            for value, part in zip(bucket, unflatten(flat, bucket), strict=True):
+                value.copy_(part)
+        return found
+
+
+class Agreement:
+    """A block that raises on all processes if it raises on one of them.
+
+    Set `numbers` in the block. After the block, `rows` has those of all processes. They all have to enter it together.
+    """
+
+    def __init__(
+        self, processes: Processes, params: Mapping[str, nn.Parameter], head: Sequence[float], width: int
+    ) -> None:
+        self.numbers: Sequence[float] = ()
+        self.rows: list[list[float]] = []
+        """The numbers of each process."""
+        self._processes = processes
+        self._params = params
+        self._head = head
+        self._width = width
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        group = self._processes.group
+        if group is None:
+            self.rows = [list(self.numbers)]
+            return
+        if error is not None and not isinstance(error, Exception):  # an interrupt ends this process
+            return
+        device = self._processes.device(self._params)
+        row = torch.zeros(1 + len(self._head) + self._width, dtype=torch.float64, device="cpu")
+        numbers = () if error is not None else self.numbers
+        said = [float(error is not None), *self._head, *numbers]
+        row[: len(said)] = torch.tensor(said, dtype=torch.float64, device="cpu")
+        rows: list[list[float]] = gathered(row.to(device), group).tolist()
+        after = 1 + len(self._head)
+        if self._head:
+            self._compare([row[1:after] for row in rows], error)
+        if any(row[0] for row in rows):
+            texts = gathered_texts("" if error is None else f"{type(error).__name__}: {error}", group, device)
+            if error is None:
+                rank = next(i for i, row in enumerate(rows) if row[0])
+                name = dist.get_process_group_ranks(group)[rank]
+                raise RuntimeError(f"process {name} raised {texts[rank]}\nThis process has changed nothing either")
+        self.rows = [row[after:] for row in rows]
+
+    def total(self, index: int) -> int:
+        """The sum of one number over the processes."""
+        return int(sum(row[index] for row in self.rows))
+
+    def anywhere(self, index: int) -> bool:
+        """True if one number is not 0 on a process."""
+        return any(row[index] for row in self.rows)
+
+    def largest(self, index: int) -> float:
+        """The largest of one number."""
+        return max(row[index] for row in self.rows)
+
+    def _compare(self, heads: Sequence[Sequence[float]], error: BaseException | None) -> None:
+        """Raise if a process has called something else, or has other parameters."""
+        calls = [CALLS[int(call)] for call, _ in heads]
+        if len({*calls}) > 1:
+            said = ", ".join(f"process {i} called {call}()" for i, call in enumerate(calls))
+            raise RuntimeError(
+                f"all processes have to call the same methods of the clipper in the same order: {said}. A process "
+                "without samples calls backward(torch.zeros(0)) or clip_and_accumulate(batch_size=0)"
+            ) from error
+        if len({digest for _, digest in heads}) > 1:
+            raise RuntimeError(
+                "all processes need the same trainable parameters and the same loss_reduction of the clipper: they "
+                "differ between processes"
+            ) from error
+
+
+def _buckets(values: Iterable[Tensor]) -> list[list[Any]]:
+    """The tensors in lists of one device and dtype, each of at most 25 MiB, or of one tensor."""
+    found: list[list[Tensor]] = []
+    last: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    sizes: dict[int, int] = {}
+    for value in values:
+        kind = value.device, value.dtype
+        bucket = last.get(kind)
+        if bucket is None or sizes[id(bucket)] + value.nbytes > BUCKET:
+            bucket = last[kind] = []
+            found.append(bucket)
+            sizes[id(bucket)] = 0
+        bucket.append(value)
+        sizes[id(bucket)] += value.nbytes
+    return found
