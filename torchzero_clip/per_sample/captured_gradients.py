@@ -5,8 +5,10 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from torchzero_clip.checks import instance
 from torchzero_clip.compat import current_graph_task_id
 from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory, Tied
 from torchzero_clip.per_sample.products import Products
@@ -20,6 +22,26 @@ class GivenRows(NamedTuple):
 
     of: Mapping[int, Tensor]
     batch_size: int
+
+    @classmethod
+    def checked(cls, samples: Sequence[Tensor], batch_size: int) -> "GivenRows":
+        """What was given for each number of rows: see `PerSampleGradientClipper.rows`."""
+        instance("batch_size", batch_size, int)
+        of: dict[int, Tensor] = {}
+        for rows in samples:
+            instance("samples", rows, Tensor)
+            if rows.is_floating_point() or rows.dtype == torch.bool:
+                raise TypeError(f"samples must hold integers, got {rows.dtype}")
+            if rows.ndim != 1 or not bool(((rows >= 0) & (rows < batch_size)).all()):
+                raise ValueError(f"samples must be vectors of numbers from 0 to {batch_size - 1}, got {rows}")
+            if not torch.equal(rows, of.setdefault(len(rows), rows)):
+                raise ValueError(f"samples has two vectors of {len(rows)} rows: pad one of the tensors")
+            if len(rows) == batch_size and not torch.equal(rows, torch.arange(batch_size, device=rows.device)):
+                raise ValueError(
+                    f"samples has as many rows as there are samples, {batch_size}, in another order, so that rows and "
+                    "samples cannot be told apart: sort the rows by sample, or add a row"
+                )
+        return cls(of, batch_size)
 
 
 class Forward:

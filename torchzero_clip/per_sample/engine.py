@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Any
@@ -136,6 +136,18 @@ class Engine:
             yield
         finally:
             self.pauses -= 1
+
+    @contextmanager
+    def rows(self, samples: Sequence[Tensor], batch_size: int) -> Generator[None]:
+        """A block in which the user says which sample each row of the arguments of forwards belongs to."""
+        given = GivenRows.checked(samples, batch_size)
+        if self.given is not None:
+            raise RuntimeError("a block of rows() is open: give all vectors to one call")
+        self.given = given
+        try:
+            yield
+        finally:
+            self.given = None
 
     def release_with(self, owner: object) -> None:
         """Restore the model when the owner is deleted before the model."""

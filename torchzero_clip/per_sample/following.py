@@ -111,7 +111,7 @@ class Following(TorchFunctionMode):
 
     def _note(self, func: Any, name: str, args: Any, kwargs: Any, output: Any) -> None:
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        if any(output is x for x in leaves) or name == "grad":
+        if any(output is x for x in leaves) or name == "grad" or self._provenance.knows_base(output):
             return
         tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.ndim}
         labels = {i: found for i, x in tensors.items() if (found := self._provenance.of(x)) is not None}
@@ -137,7 +137,7 @@ class Following(TorchFunctionMode):
         """The labels of the outputs of a function that moves elements, which moves their labels too."""
         leaves = list(leaves)
         for i, found in labels.items():
-            leaves[i] = self._full(leaves[i], found)
+            leaves[i] = self._full(leaves[i], found).contiguous()
         if name in PACKS:
             leaves = [-1 if isinstance(x, float) else x for x in leaves]  # the value of padding
         args, kwargs = pytree.tree_unflatten(leaves, structure)

@@ -43,6 +43,10 @@ class Provenance:
         else:
             self._memory(tensor.grad_fn)[tensor.output_nr] = labels
 
+    def knows_base(self, value: object) -> bool:
+        """True for a view of a tensor with known labels."""
+        return isinstance(value, Tensor) and value._base is not None and value._base in self._known
+
     def note_packed(self, packed: PackedSequence) -> None:
         """Store the labels of the rows of a packed sequence of all samples."""
         first = torch.arange(self.count, device="cpu") if packed.sorted_indices is None else packed.sorted_indices.cpu()

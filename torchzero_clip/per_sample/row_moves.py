@@ -96,7 +96,7 @@ def _kept(kind: str, step: Step, found: Found) -> Known:
     if isinstance(labels, Tensor):
         fits = kind in BATCHED and step.shape[:1] == before[:1] and labels.numel() == len(labels)
         return labels.view(-1, *[1] * (len(step.shape) - 1)) if fits else LOST
-    same = all(not isinstance(other, Tensor) and other == labels for other, _ in found)
+    same = kind in BATCHED or all(not isinstance(other, Tensor) and other == labels for other, _ in found)
     return labels if same and len(step.shape) > labels and step.shape[labels] == step.batch_size else LOST
 
 
