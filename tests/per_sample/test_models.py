@@ -92,8 +92,8 @@ def test_a_layer_may_be_called_on_some_samples_only():
         return torch.cat([m.second(hidden[:2]), hidden[2:, :2]])
 
     model, x = Net(forward, first=nn.Linear(3, 4), second=nn.Linear(4, 2)).double(), batch()
-    for step in (by_backward(model), by_classic_form(model)):
-        assert_close(step(lambda model: losses_of(model(x)))[0], norms_in_batch(model, x))
+    for form in (by_backward, by_classic_form):
+        assert_close(form(copy.deepcopy(model))(lambda model: losses_of(model(x)))[0], norms_in_batch(model, x))
 
 
 def distances(m, x):

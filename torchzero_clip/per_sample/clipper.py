@@ -237,8 +237,8 @@ class PerSampleGradientClipper:
             batch_size: The number of samples.
 
         Raises:
-            ValueError: If a vector has other values than 0 to ``batch_size`` - 1, or two vectors of one length differ. Also
-                if there are as many rows as samples, in another order, because other arguments may have samples.
+            ValueError: If a vector has other values than 0 to ``batch_size`` - 1, or two vectors of one length differ.
+                Also if there are as many rows as samples, in another order: other arguments may have samples.
             TypeError: If ``samples`` are not tensors of integers, or ``batch_size`` is not an integer.
             RuntimeError: If a block of this kind is open.
 
