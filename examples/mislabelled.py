@@ -9,6 +9,8 @@ Measured with the default options: 30 epochs, three seeds, torch 2.13, a minute 
 
 * With 5 % of the labels changed at random, 60 to 62 of the 64 samples with the largest norms are mislabelled
   (AUC 0.998 to 1.000). With 20 % and 40 %, the ranking is about as good (AUC 0.994 to 0.999).
+* With systematic errors, a network that was trained on 100 checked samples ranks better: 88 to 95 % of the suspects are
+  mislabelled where 40 or 60 % of the labels are wrong. With errors at random it ranks worse.
 * Ranking by the mean loss needs no per-sample gradients and is as good. In the first two epochs it is much better.
 * The limit changes what the network learns. If 20 % of the labels become the next digit, it learns 4 to 8 % of them
   instead of 18 to 25 %, and the test accuracy is 0.94 to 0.95 instead of 0.90 to 0.92. With 5 % at random, the
@@ -47,6 +49,7 @@ from tqdm import tqdm
 from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
 
 TRAINING, BATCH, WIDTH, LR = 1280, 64, 128, 0.003
+TRUSTED = 100
 STEPS_PER_EPOCH = TRAINING // BATCH
 
 Limit: TypeAlias = Literal["median", "none"]
@@ -142,12 +145,16 @@ def load(case: str, generator: torch.Generator) -> Digits:
     return Digits(images[train], CASES[case](truth[train], generator), truth[train], images[test], truth[test])
 
 
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
+
+
 def train(case: str, limit: Limit, epochs: int, seed: int) -> Run:
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     digits = load(case, generator)
     run = Run(digits)
-    model = nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
+    model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=LR)
     clipper = PerSampleGradientClipper(model, ConstantFlatClipper(math.inf))
     for epoch in range(epochs):
@@ -171,6 +178,19 @@ def train(case: str, limit: Limit, epochs: int, seed: int) -> Run:
 @torch.no_grad()
 def agreement(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     return (model(images).argmax(1) == labels).float().mean().item()
+
+
+def losses_by_trusted(digits: Digits, steps: int, seed: int) -> Tensor:
+    """The loss of each sample by a network that was trained on the first samples, with right labels."""
+    torch.manual_seed(seed)
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=LR)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(model(digits.images[:TRUSTED]), digits.truth[:TRUSTED]).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return F.cross_entropy(model(digits.images), digits.labels, reduction="none")
 
 
 def auc(scores: Tensor, wrong: Tensor) -> float:
@@ -223,6 +243,21 @@ def print_cases(runs: dict[tuple[str, Limit], list[Run]], epochs: int) -> None:
         cells = [spread([auc(*pair) for pair in pairs]) for pairs in ranked]
         cells += [spread([precision(*pair) for pair in pairs], 2) for pairs in ranked]
         print_ends(f"{case if limit == LIMITS[0] else '':28}{limit}", cells, own, epochs)
+
+
+def print_trusted(runs: dict[tuple[str, Limit], list[Run]], epochs: int) -> None:
+    print(
+        f"\nprecision among the samples after the first {TRUSTED}, by the norm and the mean loss with the limit, and by"
+    )
+    print(f"the loss of a network that was trained on these {TRUSTED}, with right labels\n")
+    print_row(f"{'wrong labels':34}", ["norm", "loss", "trusted"])
+    for case in CASES:
+        own = runs[case, "median"]
+        ranked = [[run.scores(by, stop=epochs) for run in own] for by in ("norm", "loss")]
+        ranked.append([losses_by_trusted(run.digits, 200, seed) for seed, run in enumerate(own)])
+        wrong = [run.digits.wrong[TRUSTED:] for run in own]
+        cells = [[precision(s[TRUSTED:], w) for s, w in zip(scores, wrong, strict=True)] for scores in ranked]
+        print_row(case, [spread(values, 2) for values in cells])
 
 
 def print_length(runs: dict[tuple[str, Limit], list[Run]]) -> None:
@@ -297,6 +332,7 @@ def main() -> None:
                 progress.update()
     print_progress(runs[MAIN, "median"][0])
     print_cases(runs, epochs)
+    print_trusted(runs, epochs)
     print_length(runs)
     plot(runs[MAIN, "median"][0], args.figure)
     print(f"\nNorms, and images of the samples with the largest: {args.figure}")

@@ -162,6 +162,34 @@ def test_auc_and_precision_of_mislabelled():
     assert digits.precision(torch.tensor([3.0, 1.0, 2.0, 2.5]), wrong) == 0.5
 
 
+@pytest.mark.slow
+def test_a_network_trained_on_checked_samples_finds_a_wrong_majority():
+    digits = mislabelled()
+    data = digits.load("60 % of the fours to nines", torch.Generator().manual_seed(0))
+    scores = digits.losses_by_trusted(data, 200, 0)[digits.TRUSTED :]
+    assert digits.precision(scores, data.wrong[digits.TRUSTED :]) > 0.8
+
+
+def test_the_parts_of_the_noise_scale_are_right_on_average():
+    scale = example("noise_scale", "sklearn").NoiseScale(4)
+    grads = torch.randn(4, 3, dtype=torch.float64)
+    scale.add(grads.norm(dim=1), grads.mean(0).norm())
+    products = (grads @ grads.T)[~torch.eye(4, dtype=torch.bool)]  # those of two samples, as if they were independent
+    assert scale.square == pytest.approx(products.mean().item())
+    assert scale.trace == pytest.approx(grads.var(0).sum().item())
+    assert scale.value == pytest.approx(scale.trace / scale.square) or scale.square <= 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
+def test_the_noise_scale_by_norms_is_that_of_all_samples_and_the_page_shows_it(name):
+    found = example("noise_scale", "sklearn").measure(name, 100, 200, 0)
+    assert 1 / 1.5 < found["norms"] / found["all samples"] < 1.5
+    page = (EXAMPLES.parent / "docs" / "per_sample_norms.md").read_text().splitlines()
+    (row,) = [line.split() for line in page if line.split()[:2] == [name, "0"]]
+    assert [float(value) for value in row[2:]] == pytest.approx(list(found.values()), rel=0.2)
+
+
 def test_spikes_of_losses_are_rises_above_the_median_before():
     spikes = example("loss_spikes", "matplotlib", "tqdm").spikes
     flat = [2.0, 2.1] * 40

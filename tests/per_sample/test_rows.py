@@ -25,6 +25,7 @@ from torchzero_clip.per_sample.rules.registry import RULES
 B, T, W = 4, 3, 4
 ONE_EACH = [(0, 1), (1, 0), (2, 2), (3, 1)]
 UNEVEN = [(0, 1), (0, 2), (2, 0), (3, 1)]
+ONE_SAMPLE = [(1, 0), (1, 2)]
 FEWER, MORE = UNEVEN[:3], [*UNEVEN, (1, 0), (1, 1), (3, 2)]
 
 
@@ -163,7 +164,7 @@ FORMS = {
 def test_rows_are_those_of_their_samples_also_if_there_are_as_many(name, form):
     model = selecting(name)
     step = step_of(form, model)
-    for places in (ONE_EACH,) if name == "two of each sample" else (UNEVEN, ONE_EACH, UNEVEN, FEWER, MORE):
+    for places in (ONE_EACH,) if name == "two of each sample" else (UNEVEN, ONE_EACH, UNEVEN, FEWER, MORE, ONE_SAMPLE):
         before, data = [p.grad for p in model.parameters()], batch(places)
         if name in BY_SAMPLE and places is not ONE_EACH:
             several = r"'layer.*(got rows of several samples.*layer\(x\)\[mask\]|in another way than in earlier calls)"

@@ -31,21 +31,25 @@ def wider(labels: Labels, ndim: int, count: int) -> Tensor:
 def simplest(labels: Tensor, count: int) -> Labels:
     """The labels with size 1 where they do not vary, as a dimension if they are 0, 1, 2, ... along it.
 
-    A label of -1 becomes that of the other entries in the same row, or that of the sample without rows.
+    Entries of -1 belong to the sample at their place if all others do, and if only one dimension can have the samples.
     """
-    for dim in range(labels.ndim - 1, -1, -1):
-        if labels.shape[dim] > 1:
-            most = labels.amax(dim, keepdim=True)
-            if bool(((labels < 0) | (labels == most)).all()):
-                labels = most
-    varies = [dim for dim, size in enumerate(labels.shape) if size != 1]
-    if labels.numel() and bool((labels < 0).all()):
+    for dim, size in enumerate(labels.shape):
+        if size > 1 and torch.equal(labels, first := labels.narrow(dim, 0, 1).expand_as(labels)):
+            labels = first.narrow(dim, 0, 1)
+    if not labels.numel():
+        return labels
+    none = labels < 0
+    if bool(none.all()):
         return None
-    if count != 1 and len(varies) == 1 and labels.numel() == count:
-        flat = labels.flatten()
-        if bool(((flat < 0) | (flat == torch.arange(count, device=flat.device))).all()):
-            return varies[0]
-    return labels
+    if count == 1:
+        return labels.clamp(min=0)
+    samples = torch.arange(count, device=labels.device)
+    found: list[int] = []
+    for dim, size in enumerate(labels.shape):
+        if size == count and bool((none | (labels == samples.view(-1, *[1] * (labels.ndim - dim - 1)))).all()):
+            found.append(dim)
+    varies = sum(size != 1 for size in labels.shape)
+    return found[0] if len(found) == 1 and (varies == 1 or bool(none.any())) else labels
 
 
 def aligned(labels: Known, before: int, after: int) -> Known:

@@ -23,13 +23,13 @@ class EmbeddingRule(Rule):
     @override
     def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
-        found = _positions(layer, input) or layer.samples(input, input.ndim)
-        dim, padding, depth = found.dim, module.padding_idx, 1 if found.rows is None else found.rows.ndim
         if _relative(input):
             raise ValueError(
                 f"the indices of {layer} are the same along every diagonal of a square: distances between positions, "
                 f"it seems, which all samples share. Expand them to the batch, or freeze the weight{layer.way_out}"
             )
+        found = _positions(layer, input) or layer.samples(input, input.ndim)
+        dim, padding, depth = found.dim, module.padding_idx, 1 if found.rows is None else found.rows.ndim
 
         def contribute(grad: Tensor, source: Tensor) -> list[Contribution]:
             index, grad = (x.movedim(dim, 0) if depth == 1 else x.flatten(0, depth - 1) for x in (source, grad))

@@ -90,13 +90,16 @@ class GenericRule(Rule):
                 )
             return outputs.taken(output, lambda i: self.output_dim(layer, i) if has_samples else None)
 
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        versions = [leaf._version for leaf in given]
         known: set[Any] = layer.known.setdefault(COMPARED, set())
         layer.engine.inside, caches = True, parametrize._cache_enabled
         parametrize._cache_enabled = 0  # under parametrize.cached(), a run would get the weights of another run
         state = State(layer)
         try:
             tensors = _mapped(layer, state, one, copies, list(inputs.values()), count)
-            if type(self) is GenericRule and (decision := (*dims, *map(_kind, leaves))) not in known:
+            changed = versions != [leaf._version for leaf in given]  # so that it cannot run again
+            if type(self) is GenericRule and not changed and (decision := (*dims, *map(_kind, leaves))) not in known:
                 _compare(layer, state, outputs.given_back(tensors), args, kwargs)
                 known.add(decision)
             state.join()
@@ -340,8 +343,8 @@ def _batch_size(layer: CapturedLayer, leaves: Sequence[Any], counts: set[int]) -
     if len(counts) != 1:
         shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
         raise ValueError(
-            f"{layer} uses its parameters in a call without a common batch dimension: "
-            f"its inputs have shapes {shapes}, the batch has {expected} samples{layer.way_out}"
+            f"{layer} uses its parameters in a call without a common batch dimension: its inputs have shapes {shapes}, "
+            f"the batch has {expected} samples. Pass the tensors of the batch to the model and to the module"
         )
     return counts.pop()
 
@@ -369,7 +372,7 @@ def _mapped(
             if not any(word in str(error) for word in LOOP):
                 raise RuntimeError(
                     f"{layer} cannot be run sample by sample: {error}\n"
-                    f"Give its class a rule with register_rule, or freeze its parameters{layer.way_out}"
+                    f"Give its class a rule with register_rule, or freeze its parameters"
                 ) from error
             layer.known[BY_VMAP] = False
     rows = [tensor.unbind() for tensor in (*copies.values(), *inputs)]  # at once, so that the backward stacks once
