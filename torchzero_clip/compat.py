@@ -141,6 +141,12 @@ def any_distributed(tensors: Sequence[object]) -> bool:
     return not kinds <= _ORDINARY and any(issubclass(kind, _distributed_types()) for kind in kinds)
 
 
+def fully_sharded(model: nn.Module) -> list[Any]:
+    """The modules in a model on which `fully_shard` was called. It does not import `torch.distributed.fsdp`."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
+
+
 def dtensors() -> Any:
     """The module `torch.distributed.tensor`, for code that has a distributed tensor already."""
     return importlib.import_module("torch.distributed.tensor")

@@ -7,6 +7,7 @@ import copy
 import itertools
 import traceback
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from contract.collectives import Collectives
 from per_sample.harness import Net, frozen, loop, losses_of, norms_of, total_of
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -117,6 +119,15 @@ def own_share(batch, share):
 
 def replicated(model, **settings):
     return DistributedDataParallel(model, **settings)
+
+
+def sharded(model, *, nested=False, **settings):
+    """The model with shards of all its parameters, and perhaps of each block by itself."""
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    parts = blocks or [part for part in model.children() if next(part.parameters(), None) is not None]
+    for module in (*(parts if nested else ()), model):
+        fully_shard(module, **settings).set_force_sum_reduction_for_comms(True)  # gloo cannot divide
+    return model
 
 
 def full(tensor):
@@ -473,6 +484,113 @@ def mixed(m, x):
     return m.b(m.a(x).double())
 
 
+class Tied(nn.Module):
+    """Uses the table outside of the call of its module."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.layer = nn.Embedding(11, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(self.table(x)) @ self.table.weight.T
+
+
+def a_parameter_outside_of_its_layer_raises(wrap):
+    model = wrap(Tied().double())
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+    losses = losses_of(model(torch.randint(0, 11, (3, 5))))
+    with pytest.raises(RuntimeError, match=r"'table\.weight' got a gradient from outside the call of its layer"):
+        clipper.backward(losses)
+    assert all(param.grad is None for param in model.parameters())
+
+
+def losses_without_a_graph_raise(wrap):
+    model, batch = made("mlp")
+    clipper = PerSampleGradientClipper(model := wrap(model), ConstantFlatClipper(1.0))
+    losses = forward(model, batch, "equal")
+    with pytest.raises(RuntimeError, match="losses of a process do not require grad: with fully_shard"):
+        clipper.backward(losses.detach() if dist.get_rank() else losses)
+    assert all(param.grad is None for param in model.parameters())
+
+
+def shards_inside_of_a_module_taken_whole_raise(wrap):
+    model, batch = made("mlp")
+    clipper = PerSampleGradientClipper(model := wrap(model), ConstantFlatClipper(1.0), whole=("",))
+    with pytest.raises(ValueError, match="modules in it are sharded by themselves: call fully_shard on"):
+        forward(model, batch, "equal")
+    clipper.detach()
+
+
+def a_module_taken_whole_is_right(wrap):
+    model, batch = made("mlp")
+    *_, sums, _ = expected_of(model, batch, 1.0)
+    model = wrap(model)
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), whole=("",)) as clipper:
+        for _ in range(2):
+            model.zero_grad()
+            clipper.backward(forward(model, batch, "unequal"))
+            assert_gradients(model, sums, TOTAL)
+
+
+def mixed_precision_is_about_right(wrap):
+    torch.manual_seed(0)
+    model, batch = GPT(), batch_of("gpt")
+    _, total, _, sums, _ = expected_of(model.double(), batch, 1.0)
+    model = wrap(model.float(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        result = clipper.backward(losses_of(model(own_share(batch, "unequal")).float()))
+    assert result.norms.dtype == torch.float32
+    torch.testing.assert_close(result.norms.double(), own_share(total, "unequal"), rtol=0.05, atol=0)
+    norm = torch.stack([value.norm() for value in sums.values()]).norm()
+    for name, param in model.named_parameters():
+        assert param.grad.dtype == torch.float32
+        assert (full(param.grad) - sums[name] / TOTAL).norm() < 0.05 * norm / TOTAL
+
+
+def frozen_later(wrap):
+    """A parameter is frozen between two steps, after a forward that leaves the parameters in full."""
+    model, batch = made("mlp")
+    plain = copy.deepcopy(model)
+    model = wrap(model)
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        clipper.backward(forward(model, batch, "unequal"))
+        model.zero_grad()
+        frozen(model, "0.weight", "2.bias")
+        with torch.no_grad():
+            model(own_share(batch, "unequal"))
+        *_, sums, _ = expected_of(frozen(plain, "0.weight", "2.bias"), batch, 1.0)
+        result = clipper.backward(forward(model, batch, "unequal"))
+        assert list(result.param_norms) == list(sums)
+        model.reshard()
+        assert_gradients(model, sums, TOTAL)
+
+
+def steps_train_as_one_process(wrap):
+    """The optimizer steps, and the next forward sees the new parameters."""
+    model, batch = made("gpt")
+    alone = copy.deepcopy(model)
+    model = wrap(model)
+    for each, share in ((alone, lambda x: x), (model, lambda x: own_share(x, "unequal"))):
+        optimizer = torch.optim.Adam(each.parameters(), lr=0.1)
+        with PerSampleGradientClipper(each, ConstantFlatClipper(1.0)) as clipper:
+            for _ in range(4):
+                optimizer.zero_grad()
+                clipper.backward(losses_of(each(share(batch))))
+                optimizer.step()
+    for mine, other in zip(alone.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(full(other), mine, rtol=1e-8, atol=1e-8)
+
+
+def messages_of_shards(wrap):
+    model = wrap(mlp().double())
+    clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0), verify="never")
+    losses = losses_of(model(torch.randn(2, 3, dtype=torch.float64)))
+    with Collectives() as found:
+        clipper.backward(losses)
+    assert found.counts["allgather_"] == 2
+    assert sum(number for name, number in found.counts.items() if "reduce_scatter" in name) == 6
+
+
 def half_precision_adds_up_in_float32(wrap):
     torch.manual_seed(0)
     model = nn.Linear(3, 2).bfloat16()
@@ -508,15 +626,33 @@ def cases(ranks, kind):
     found += [(an_error_on_one_process_is_one_on_all, error.__name__, "unequal") for error in ERRORS]
     if ranks == 2:
         found += [(other_arguments_raise,), (other_parameters_raise,), (other_calls_raise,)]
-        found += [(a_layer_that_one_process_uses,), (half_precision_adds_up_in_float32,)]
-        found += [(ordinary_steps_between_clipped_ones,)]
+        found += [(half_precision_adds_up_in_float32,), (ordinary_steps_between_clipped_ones,)]
+        found += [(a_layer_that_one_process_uses,)] if kind in ("replicated", "sharded") else []
+        found += [(steps_train_as_one_process,)]
+        if kind != "nested":  # there, torch refuses what is a shard again
+            found += [(a_parameter_outside_of_its_layer_raises,)]
+        if kind != "replicated":
+            found += [(losses_without_a_graph_raise,), (mixed_precision_is_about_right,), (frozen_later,)]
+        found += [
+            (
+                shards_inside_of_a_module_taken_whole_raise
+                if kind in ("nested", "kept")
+                else a_module_taken_whole_is_right,
+            )
+        ]
+        found += [(messages_of_shards,)] if kind == "sharded" else []
     if kind == "replicated":
         found += [(a_share_without_forward,)]
         found += [(other_settings_of_ddp,), (collectives_of_a_step,)] if ranks == 2 else []
     return {" ".join([check.__name__, *map(str, args)]): (check, args) for check, *args in found}
 
 
-WRAPS = {"replicated": replicated}
+WRAPS = {
+    "replicated": replicated,
+    "sharded": sharded,
+    "nested": partial(sharded, nested=True),
+    "kept": partial(sharded, nested=True, reshard_after_forward=False),
+}
 
 
 def run(kind, names):

@@ -15,6 +15,7 @@ from per_sample.harness import (
     attached,
     batch,
     clip,
+    frozen,
     grads,
     losses_of,
     norms_by_loop,
@@ -22,6 +23,7 @@ from per_sample.harness import (
     small,
 )
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from torchzero_clip import GradSampleModuleFastGradientClipping, check_per_sample
 
@@ -191,13 +193,60 @@ def one_process(tmp_path):
     torch.distributed.destroy_process_group()
 
 
+def distributed(model, name, *mesh):
+    """A parameter as a DTensor that is not one of fully_shard."""
+    owner, _, key = name.rpartition(".")
+    mesh = torch.distributed.init_device_mesh("cpu", mesh)
+    value = torch.distributed.tensor.distribute_tensor(model.get_parameter(name).detach(), mesh)
+    setattr(model.get_submodule(owner), key, nn.Parameter(value))
+    return model
+
+
 @pytest.mark.usefixtures("one_process")
-def test_distributed_tensors_are_refused_by_name():
-    model = small()
-    mesh = torch.distributed.init_device_mesh("cpu", (1,))
-    model[2].weight = nn.Parameter(torch.distributed.tensor.distribute_tensor(model[2].weight.detach(), mesh))
-    with pytest.raises(ValueError, match=r"'2\.weight' is a DTensor: clip before fully_shard"):
+def test_parameters_that_are_distributed_otherwise_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"'0\.weight' is not sharded, but other parameters are"):
+        clip(distributed(small(), "2.weight", 1))
+    model = frozen(distributed(nn.Linear(3, 2), "weight", 1), "bias")
+    with pytest.raises(ValueError, match=r"'weight' is a DTensor, but not one of fully_shard, as with tensor paral"):
         clip(model)
+    model = frozen(distributed(nn.Linear(3, 2), "weight", 1, 1), "bias")
+    with pytest.raises(ValueError, match=r"'weight' is a DTensor on a mesh of 2 dimensions, as with HSDP"):
+        clip(model)
+    mesh = torch.distributed.init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicas", "shards"))
+    with pytest.raises(ValueError, match=r"'0\.weight' is a DTensor on a mesh of 2 dimensions, as with HSDP"):
+        clip(fully_shard(small(), mesh=mesh))
+
+
+@pytest.mark.usefixtures("one_process")
+def test_shards_of_a_part_of_the_model_are_refused_by_name():
+    model = small()
+    fully_shard(model[0])
+    with pytest.raises(ValueError, match=r"'2\.weight' is not sharded.*call fully_shard on the whole model, or freeze"):
+        clip(model)
+    clip(frozen(model, "2.weight", "2.bias"))
+    model = small()
+    fully_shard(frozen(model[0], "weight", "bias"))
+    with pytest.raises(ValueError, match=r"'2\.weight' is not sharded"):
+        clip(model)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_the_clipper_is_made_after_fully_shard():
+    model = small()
+    clipper = clip(model)
+    fully_shard(model)
+    with pytest.raises(ValueError, match="make the clipper after fully_shard"):
+        model(batch())
+    clipper.detach()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_two_passes_and_the_check_of_a_model_refuse_shards():
+    model = fully_shard(small())
+    with pytest.raises(ValueError, match="two passes work in one process: use PerSampleGradientClipper"):
+        GradSampleModuleFastGradientClipping(model)
+    with pytest.raises(ValueError, match="check it before you shard it"):
+        check_per_sample(model, batch(), lambda model, x: losses_of(model(x)))
 
 
 @pytest.mark.usefixtures("one_process")

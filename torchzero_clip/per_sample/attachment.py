@@ -11,9 +11,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
-from torchzero_clip.compat import is_distributed
+from torchzero_clip.compat import fully_sharded, is_distributed
+from torchzero_clip.per_sample.captured_gradients import in_backward
 from torchzero_clip.per_sample.captured_layer import CapturedForward, CapturedLayer, trainable
 from torchzero_clip.per_sample.hooks import Hook
+from torchzero_clip.per_sample.processes import Processes
 from torchzero_clip.per_sample.rules.registry import (
     BARE,
     RULES,
@@ -25,6 +27,7 @@ from torchzero_clip.per_sample.rules.registry import (
     rule_for,
 )
 from torchzero_clip.per_sample.rules.whole import Whole, chosen_whole
+from torchzero_clip.per_sample.sharding import group_of_shards, reshard, slots, stands_for
 
 FAST_PATHS = nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention
 
@@ -43,12 +46,20 @@ class Attachment:
         self._force_generic = force_generic
         self._layers: list[CapturedLayer] = []
         self._handles: list[RemovableHandle] = []
+        self._unwatched: list[tuple[str, dict[str, Any], str]] = []
         self._attach()
-        self._end = model.register_forward_hook(Hook(engine.forward_ended), always_call=True)
+        self._of_model = [
+            model.register_forward_pre_hook(Hook(engine.forward_began), with_kwargs=True),
+            model.register_forward_hook(Hook(engine.forward_ended), always_call=True),
+        ]
+        if engine.processes.sharded:  # before the hook of fully_shard
+            self._of_model.append(model.register_forward_pre_hook(Hook(self._shards_change), prepend=True))
 
     def refresh(self) -> None:
         """Capture the model again if it has changed since, and refuse a BatchNorm in training mode."""
         if self.is_outdated():
+            if self._engine.processes.sharded:
+                raise RuntimeError("the module has changed: call the whole of it, so that its shards are found")
             self._attach()
         for name, module in self._batch_norms:
             _refuse(name, module, mixes(module))
@@ -60,7 +71,10 @@ class Attachment:
             return False  # functional_call replaces the parameters by other tensors, for this forward only
         if len(held) != len(self._held) or self._rules != RULES:
             return True
-        return any(a is not b or p != q for (a, p), (b, q) in zip(held, self._held, strict=True))
+        return any(
+            p != q or not (a is b or (isinstance(b, nn.Parameter) and stands_for(a, b)))
+            for (a, p), (b, q) in zip(held, self._held, strict=True)
+        )
 
     def has_fast_path(self) -> bool:
         """True if a module of torch may now run in a faster way, which torch does not take under a function mode.
@@ -69,14 +83,22 @@ class Attachment:
         """
         return any(not (module.training or trainable(module)) for module in self._with_fast_path)
 
+    def params_of(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """The trainable parameters of a module in the model, by their names in the module."""
+        found = trainable(module)
+        shown = {id(params[key]): self.params[name] for name, params, key in slots(self.model, self.params)}
+        return {name: shown.get(id(param), param) for name, param in found.items()}
+
     def detach(self) -> None:
         """Restore the model."""
         self._remove()
-        self._end.remove()
+        for handle in self._of_model:
+            handle.remove()
 
     def _attach(self) -> None:
         model = self.model
-        _check_model(model)
+        reshard(model)
+        _check_model(model, self._engine.processes)
         whole = chosen_whole(model, self._given_whole)
         layers = list(self._found_layers(whole))
         self._remove()
@@ -91,11 +113,30 @@ class Attachment:
         self._batch_norms = [(name, module) for name, module in model.named_modules() if isinstance(module, BatchNorm)]
         self.owners = Counter(id(param) for layer in layers for param in layer.params.values())
         """How many layers have each parameter, by its id."""
-        self._handles = [model.register_forward_pre_hook(Hook(self._engine.forward_began), with_kwargs=True)]
         for name, param in self.params.items():
             self._handles.append(param.register_hook(Hook(partial(self._engine.refuse_outside, name))))
         for layer in layers:
             layer.module.__dict__["forward"] = CapturedForward(layer)
+        if self._engine.processes.sharded:
+            self._follow_shards()
+
+    def _follow_shards(self) -> None:
+        """Hook what `fully_shard` shows in place of the parameters, which exists from the first forward on."""
+        self._unwatched = list(slots(self.model, self.params))
+        for module in fully_sharded(self.model):
+            self._handles.append(module.register_forward_pre_hook(Hook(self._watch)))
+
+    def _shards_change(self, *args: Any) -> None:
+        if not in_backward() and self.is_outdated():
+            self._attach()
+
+    def _watch(self, *args: Any) -> None:
+        """Hook the parameters that are shown in full now."""
+        for name, params, key in self._unwatched:
+            value = params.get(key)
+            if value is not None and not is_distributed(value):
+                self._handles.append(value.register_hook(Hook(partial(self._engine.refuse_outside, name))))
+        self._unwatched = [item for item in self._unwatched if is_distributed(item[1].get(item[2]))]
 
     def _remove(self) -> None:
         for handle in self._handles:
@@ -131,7 +172,7 @@ class Attachment:
             yield layer
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: nn.Module, processes: Processes) -> None:
     for name, module in model.named_modules():
         if isinstance(module, DataParallel | DistributedDataParallel):
             who, kind = repr(name) if name else "module", type(module).__name__
@@ -140,11 +181,14 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError(
             f"module must not be scripted, got a {type(model).__name__}: attach to the model it was made of"
         )
-    for name, param in trainable(model).items():
+    params = trainable(model)
+    if params and fully_sharded(model) and not processes.sharded:  # during a forward, they may be shown in full
+        raise ValueError("module was sharded later: make the clipper after fully_shard")
+    if group_of_shards(model, params) is not (processes.group if processes.sharded else None):
+        raise ValueError("the parameters of module were distributed later: make the clipper after that")
+    for name, param in params.items():
         if isinstance(param, UninitializedParameter):
             raise ValueError(f"module must have all its parameters, but {name!r} is lazy: run a forward first")
-        if is_distributed(param):
-            raise ValueError(f"module must hold plain tensors, but {name!r} is a DTensor: clip before fully_shard")
         if param.is_complex():
             raise ValueError(f"module must hold real parameters, but {name!r} is {param.dtype}")
 

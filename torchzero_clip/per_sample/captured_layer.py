@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torchzero_clip.per_sample.contributions import Contribution, Dense
 from torchzero_clip.per_sample.labels import Labels
 from torchzero_clip.per_sample.row_products import regrouped
 from torchzero_clip.per_sample.rules.whole import whole_line, written
+from torchzero_clip.per_sample.sharding import stands_for
 from torchzero_clip.per_sample.squared_norms import wide
 
 
@@ -85,7 +86,12 @@ class CapturedLayer:
     @property
     def lent(self) -> bool:
         """True while `torch.func.functional_call` replaces the parameters by other tensors."""
-        return any(owner._parameters.get(key) is not param for owner, key, param in self._owners)
+        return any(not stands_for(owner._parameters.get(key), param) for owner, key, param in self._owners)
+
+    @property
+    def values(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """The parameters, with the tensors that the module uses now: others while `fully_shard` shows them in full."""
+        return [(param, cast(Tensor, owner._parameters[key])) for owner, key, param in self._owners]
 
     def note(self, *decision: Hashable) -> None:
         """Note where the samples are in this call."""

@@ -34,8 +34,8 @@ class PerSampleGradientClipper:
     outside of the module are not clipped. After a ``loss.backward()`` without `clip_and_accumulate`, the next forward
     raises, and so does the next step of an optimizer over these parameters.
 
-    With several processes, give it the model in `DistributedDataParallel`. Each process clips its own samples, and
-    ``.grad`` gets the sum or mean over the samples of all processes.
+    With several processes, give it the model in `DistributedDataParallel`, or after `fully_shard`. Each process clips
+    its own samples, and ``.grad`` gets the sum or mean over the samples of all processes.
 
     Args:
         module: The model. If a layer mixes samples, as BatchNorm does, the error names it.
@@ -173,7 +173,9 @@ class PerSampleGradientClipper:
         with engine.processes.start("clip_and_accumulate", engine.attachment.params, mean):
             gathered, count = self._waiting(batch_size)
             found = weighed(engine, gathered, self.norm_clipper, self.nonfinite, scale=engine.scale(count))
-        for name, value in found.sums().items():
+        processes, params = engine.processes, engine.attachment.params
+        used = processes.used({name for name, *_ in found.parts}, params) if processes.sharded else ()
+        for name, value in processes.collected(found.sums(), params, used).items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
         self._count += count
         limits = self.norm_clipper.thresholds

@@ -18,13 +18,14 @@ from torchzero_clip.compat import current_graph_task_id
 from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.per_sample.attachment import Attachment
 from torchzero_clip.per_sample.captured_gradients import CapturedGradients, Forward, GivenRows, in_backward
-from torchzero_clip.per_sample.captured_layer import CapturedLayer
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, trainable
 from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory
 from torchzero_clip.per_sample.following import Following
 from torchzero_clip.per_sample.hooks import accumulate
 from torchzero_clip.per_sample.mixing import MixingCheck, Verify
 from torchzero_clip.per_sample.processes import Processes
 from torchzero_clip.per_sample.rules.whole import Whole, whole_line
+from torchzero_clip.per_sample.sharding import group_of_shards, reshard
 from torchzero_clip.per_sample.unclipped import refuse_steps
 
 
@@ -391,7 +392,9 @@ def processes_of(model: nn.Module) -> tuple[Processes, nn.Module]:
     """The processes that train the model, and the model in a `DistributedDataParallel`."""
     if isinstance(model, DistributedDataParallel):
         return Processes(model.process_group), model.module
-    return Processes(), model
+    reshard(model)
+    group = group_of_shards(model, trainable(model))
+    return Processes(group, sharded=group is not None), model
 
 
 def _release(engine: "weakref.ref[Engine]") -> None:

@@ -65,6 +65,8 @@ class MixingCheck:
         names: Mapping[int, str],
         outputs: Sequence[Tensor],
         backward: Callable[[Tensor, Tensor], Mapping[int, Tensor]],
+        *,
+        repeats: bool = True,
     ) -> None:
         """Send the losses of half of the samples backward alone, and raise if another sample got a gradient.
 
@@ -73,11 +75,20 @@ class MixingCheck:
             names: The name of each parameter, by its id.
             outputs: Tensors whose gradients have to stay if they retain them.
             backward: Returns the squared norms that the losses of chosen samples give, by the id of the parameter.
+            repeats: Whether a backward may raise, and further ones may find the first sample that gives gradients to
+                others. With `fully_shard` they may not, because all processes have to run equally many.
         """
+        if not repeats and any(node.name() == "CheckpointFunctionBackward" for node in nodes_of([losses])):
+            self.give_up("of a checkpoint with use_reentrant=True: use_reentrant=False can be checked")
+            return
         retained, chosen = [(x, x.grad) for x in outputs if x.retains_grad], self._half(len(losses))
         try:
             squares = backward(losses, chosen)
         except RuntimeError as error:  # such as that of a loss that writes in place in its backward
+            if not repeats:
+                raise RuntimeError(
+                    'the backward that checks whether samples mix raised: verify="never" leaves it out'
+                ) from error
             self.give_up(f"a second backward raised: {error}")
             return
         finally:
@@ -92,9 +103,9 @@ class MixingCheck:
             return
         self._age = self._checks = 0
         givers = chosen.nonzero()[:, 0].tolist()
-        for sample in givers:
-            alone = torch.arange(len(losses), device="cpu") == sample
-            found, _ = _receivers(backward(losses, alone), alone)
+        for sample in givers if repeats else ():
+            only = torch.arange(len(losses), device="cpu") == sample
+            found, _ = _receivers(backward(losses, only), only)
             _restore(retained)
             if found:
                 givers, receivers = [sample], found
@@ -126,7 +137,7 @@ class MixingCheck:
 
         Each sample has a random number, and each check takes another binary digit of it, so that it parts other pairs.
         """
-        digits = (count - 1).bit_length()
+        digits = max((count - 1).bit_length(), 1)
         generator = self._generator.manual_seed(len(self._decisions))
         numbers = torch.randperm(count, generator=generator, device="cpu")
         digit, turns = self._checks % digits, self._checks // digits

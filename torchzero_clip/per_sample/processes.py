@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from torchzero_clip.compat import flatten, unflatten
+from torchzero_clip.compat import dtensors, flatten, unflatten
 from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.functional.processes import device_of, gathered, gathered_texts
 
@@ -19,14 +19,17 @@ BUCKET = 25 << 20  # bytes of sums that one all-reduce carries, as in Distribute
 
 
 class Processes:
-    """The processes of a group, each with a copy of the model. Without a group, there is only this process.
+    """The processes of a group, each with a copy or a shard of the model. Without a group, there is only this process.
 
     Args:
         group: The group.
+        sharded: Whether the parameters are sharded over the group. Backwards then communicate, so that all processes
+            must run equally many.
     """
 
-    def __init__(self, group: ProcessGroup | None = None) -> None:
+    def __init__(self, group: ProcessGroup | None = None, *, sharded: bool = False) -> None:
         self.group = group
+        self.sharded = sharded
 
     @property
     def is_first(self) -> bool:
@@ -53,17 +56,48 @@ class Processes:
         """A device from which the group can send."""
         return device_of(list(params.values()), self.group)
 
+    def used(self, names: Collection[str], params: Mapping[str, nn.Parameter]) -> set[str]:
+        """The names of parameters that any process has among its names."""
+        with self.agreement(params, len(params)) as agreement:
+            agreement.numbers = [name in names for name in params]
+        return {name for i, name in enumerate(params) if agreement.anywhere(i)}
+
+    def collected(
+        self, sums: Iterable[tuple[str, Tensor]], params: Mapping[str, nn.Parameter], used: Collection[str]
+    ) -> dict[str, Tensor]:
+        """Collect the sums of this process, by the names of parameters, in the order of the parameters.
+
+        If parameters are sharded, each sum is added up over the processes as soon as it is made, into its shard, so
+        that only one is in memory in full.
+        """
+        if not self.sharded:
+            return dict(sums)
+        found: dict[str, Tensor] = {}
+        rest = iter(sums)
+        name, value = next(rest, (None, None))
+        for key in (key for key in params if key in used):
+            param: Any = params[key]
+            dtype, partial = wide_dtype(param.dtype), [dtensors().Partial()]
+            if value is not None and name == key:
+                own = value.to(param.device, dtype)
+                name, value = next(rest, (None, None))
+            else:
+                own = torch.zeros(param.shape, dtype=dtype, device=param.device)
+            whole = dtensors().DTensor.from_local(own.contiguous(), param.device_mesh, partial, run_check=False)
+            found[key] = whole.redistribute(param.device_mesh, param.placements)
+        return found
+
     def added_up(
         self, sums: Mapping[str, Tensor], params: Mapping[str, nn.Parameter], used: Collection[str]
     ) -> dict[str, Tensor]:
-        """Add up the sums of all processes, which all of them get. They are float32 or wider.
+        """Add up the sums of all processes, which all of them get. Those of shards have been added up already.
 
         Args:
             sums: The sums of this process by the names of parameters. They may be overwritten.
             params: The trainable parameters.
             used: The names of the parameters for which any process has a sum.
         """
-        if self.group is None:
+        if self.group is None or self.sharded:
             return dict(sums)
         found: dict[str, Tensor] = {}
         for name in (name for name in params if name in used):

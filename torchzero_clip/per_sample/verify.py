@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from torchzero_clip.checks import instance, non_negative
+from torchzero_clip.compat import any_distributed
 from torchzero_clip.per_sample.captured_layer import trainable
 from torchzero_clip.per_sample.clipper import LossReduction, PerSampleGradientClipper
 from torchzero_clip.per_sample.norm_clippers import STABILITY, ConstantFlatClipper
@@ -81,6 +82,8 @@ def check_per_sample(
     instance("model", model, nn.Module)
     if isinstance(model, DistributedDataParallel):
         raise ValueError("model must be the model itself: check it before you wrap it in DistributedDataParallel")
+    if any_distributed(list(model.parameters())):
+        raise ValueError("model must hold plain tensors: check it before you shard it")
     non_negative("tolerance", tolerance)
     if not trainable(model):
         raise ValueError("model has no parameters that train: there is nothing to compare")

@@ -1,6 +1,6 @@
 """Computes the clipped sums from the norms of the samples."""
 
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -72,8 +72,16 @@ def clipped_sums(
     processes, params = engine.processes, engine.attachment.params
     with processes.start("backward", params, mean) as start:
         _check_call(engine, losses)
-        start.numbers = (len(losses),)
-    check, of_mean, engine.of_mean = engine.mixing.is_due(losses), engine.of_mean, False
+        check = engine.mixing.is_due(losses)
+        start.numbers = len(losses), check, losses.requires_grad
+    if processes.sharded:
+        check = start.anywhere(1)
+        if not all(row[2] for row in start.rows):
+            raise RuntimeError(
+                "the losses of a process do not require grad: with fully_shard, all processes have to run forward and "
+                "backward, also those without samples, on an empty batch"
+            )
+    of_mean, engine.of_mean = engine.of_mean, False
     restore = outside_gradients(losses, set(map(id, params.values()))) if check else None
     try:
         with processes.agreement(params, len(params)) as agreement:
@@ -92,7 +100,7 @@ def clipped_sums(
         engine.of_mean = of_mean
         engine.clear()
     divisor = float(max(start.total(0), 1)) if mean else 1.0
-    return found.sums(divisor), used, found.result
+    return processes.collected(found.sums(divisor), params, used), used, found.result
 
 
 def _check_call(engine: Engine, losses: Tensor) -> None:
@@ -117,7 +125,11 @@ def _gathered(
     """Run the backward, and the check whether samples mix if there is a function to restore gradients."""
     params = engine.attachment.params
     check = losses.requires_grad and _backward(engine, losses, restore)
-    gathered = engine.gathered(len(losses))
+    if engine.processes.sharded and check:  # before a second backward
+        with engine.processes.agreement(params, 0):
+            gathered = engine.gathered(len(losses))
+    else:
+        gathered = engine.gathered(len(losses))
     has_samples = len(losses) or engine.processes.group is None
     if has_samples and gathered.keys().isdisjoint(map(id, params.values())):
         raise RuntimeError(
@@ -127,7 +139,8 @@ def _gathered(
         )
     if check:
         names = {id(param): name for name, param in params.items() if id(param) in gathered}
-        engine.mixing.check(losses, names, engine.live_outputs(), engine.gradients_of)
+        repeats = not engine.processes.sharded
+        engine.mixing.check(losses, names, engine.live_outputs(), engine.gradients_of, repeats=repeats)
     return gathered
 
 
@@ -138,7 +151,7 @@ def _backward(engine: Engine, losses: Tensor, restore: Callable[[], None] | None
             losses.sum().backward(retain_graph=True)
             return True
         except RuntimeError as error:
-            if "donated buffers" not in str(error):
+            if "donated buffers" not in str(error) or engine.processes.sharded:
                 raise
             restore()
             engine.clear()
@@ -191,18 +204,17 @@ class Weighed:
     scale: float
     excluded: Tensor | None
 
-    def sums(self, divisor: float = 1.0) -> dict[str, Tensor]:
-        """Return the clipped sums by the name of the parameter, divided by a number. This works only once.
+    def sums(self, divisor: float = 1.0) -> Iterator[tuple[str, Tensor]]:
+        """Make the clipped sums, with the names of their parameters, divided by a number. This works only once.
 
         Parts are removed one by one, which frees their activations.
         """
-        weights, found = [value * (self.scale / divisor) for value in self.factors], dict[str, Tensor]()
+        weights = [value * (self.scale / divisor) for value in self.factors]
         while self.parts:
             name, contribution, index = self.parts.pop()
             if self.excluded is not None:
                 contribution.zero_(self.excluded)
-            found[name] = contribution.weighted_sum(weights[index])
-        return found
+            yield name, contribution.weighted_sum(weights[index])
 
 
 def weighed(

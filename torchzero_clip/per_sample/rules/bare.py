@@ -13,7 +13,7 @@ from typing_extensions import override
 from torchzero_clip.compat import stores_by_hooks
 from torchzero_clip.per_sample.autograd_graph import leaves_of
 from torchzero_clip.per_sample.broadcast_row import TRANSPOSED, BroadcastRow, NotARowError, row_of_param
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, trainable
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.rules.generic import GenericRule, copy_of
 from torchzero_clip.per_sample.rules.state import State
 
@@ -94,7 +94,7 @@ def _run(
 
 
 def _take_whole(layer: CapturedLayer) -> None:
-    params = trainable(layer.module)
+    params = layer.engine.attachment.params_of(layer.module)
     layer.known[WHOLE] = CapturedLayer(layer.engine, layer.name, layer.module, GENERIC, params)
 
 
@@ -108,7 +108,7 @@ class _Rows(TorchFunctionMode):
     def __init__(self, layer: CapturedLayer, count: int) -> None:
         super().__init__()
         self._layer = layer
-        self._rows = {id(p): row_of_param(layer, p, copy_of(layer, p, count)) for p in layer.params.values()}
+        self._rows = {id(x): row_of_param(layer, x, copy_of(layer, p, x, count)) for p, x in layer.values}
         self._others = {id(p) for p in layer.module.parameters() if p.requires_grad and id(p) not in self._rows}
 
     def are_missed(self, output: Any) -> bool:

@@ -166,7 +166,7 @@ class Convolved(Products):
     def _by_patches(self, start: int, stop: int) -> Tensor:
         """The gradients of samples as products of patches and output gradients."""
         groups, length = self._options.groups, self.outputs.shape[2:].numel()
-        outputs, patch = self.param.shape[0] // groups, self.param[:1].numel()
+        outputs, patch = self.param.shape[0] // groups, self.param.shape[1:].numel()
         # matmuls are faster if rows fill whole vector registers, which 3 x 3 x 3 does not
         turned = groups == 1 and patch % LANES != 0
         shape = (patch, outputs) if turned else (outputs, patch)

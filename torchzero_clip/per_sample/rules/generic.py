@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from torchzero_clip.compat import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
+from torchzero_clip.compat import fully_sharded, get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
+from torchzero_clip.functional.shards import local
 from torchzero_clip.per_sample.broadcast_row import ARITHMETIC, HOOKS, is_row, row_of
 from torchzero_clip.per_sample.captured_gradients import in_backward
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, is_same
@@ -51,6 +52,11 @@ class GenericRule(Rule):
 
     @override
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
+        if any(module is not layer.module for module in fully_sharded(layer.module)):
+            raise ValueError(
+                f"{layer} runs sample by sample, but modules in it are sharded by themselves: call fully_shard on "
+                f"{layer}, and not on modules inside"
+            )
         leaves, structure = pytree.tree_flatten((args, kwargs))
         dims, shared = self.dims(layer, args, kwargs, leaves)
         inputs: dict[int, Tensor] = {}  # with the samples first
@@ -214,18 +220,18 @@ class _Outputs:
         return pytree.tree_unflatten(leaves, self._structure)
 
 
-def copy_of(layer: CapturedLayer, param: nn.Parameter, count: int) -> Tensor:
-    """A view of a parameter for each sample, in the same memory, whose gradients are the per-sample gradients."""
+def copy_of(layer: CapturedLayer, param: nn.Parameter, value: Tensor, count: int) -> Tensor:
+    """A view of the value of a parameter for each sample, whose gradients are the per-sample gradients."""
 
     def contribute(grad: Tensor) -> list[Dense]:
         return [Dense(param, *wide(grad))]
 
-    return layer.watch(param.detach().expand(count, *param.shape), [], contribute)
+    return layer.watch(value.detach().expand(count, *value.shape), [], contribute)
 
 
 def copies_of(layer: CapturedLayer, count: int) -> dict[str, Tensor]:
     """The views of each parameter of a layer, under all its names."""
-    of = {id(param): copy_of(layer, param, count) for param in layer.params.values()}
+    of = {id(value): copy_of(layer, param, value, count) for param, value in layer.values}
     size = count * sum(param.nbytes for param in layer.params.values())
     if size > WARN and WARNED not in layer.known:
         layer.known[WARNED] = True
@@ -262,7 +268,8 @@ def run_detached(layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _memory_of(tensors: Iterable[Tensor]) -> set[int]:
     """The addresses of the memory of tensors, views or not."""
-    return {x.untyped_storage().data_ptr() for x in tensors if x.numel() and not is_functorch_wrapped_tensor(x)}
+    plain = map(local, tensors)
+    return {x.untyped_storage().data_ptr() for x in plain if x.numel() and not is_functorch_wrapped_tensor(x)}
 
 
 def _is_in_place(name: str) -> bool:

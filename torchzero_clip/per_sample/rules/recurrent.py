@@ -224,15 +224,15 @@ def _contributions(ctx: Any, inputs: list[Tensor], grads: list[Tensor]) -> Itera
 
     The lists are emptied, and contributions come one by one, so that memory can be used again.
     """
-    params, own = ctx.layer.module._parameters, {id(param) for param in ctx.layer.params.values()}
+    params, own = ctx.layer.module._parameters, {id(value): param for param, value in ctx.layer.values}
     same, outputs = grads[0] is grads[1], None
     for of_matrix, of_bias in zip(ctx.names[:2], ctx.names[2:], strict=True):
         rows, grad = inputs.pop(0), grads.pop(0)
         if outputs is None or not same:
             outputs = ctx.sequences.by_sample(grad)
         del grad
-        if id(params[of_matrix]) in own:
-            part: Contribution = Products(params[of_matrix], ctx.sequences.by_sample(rows), outputs)
+        if (param := own.get(id(params[of_matrix]))) is not None:
+            part: Contribution = Products(param, ctx.sequences.by_sample(rows), outputs)
             yield ctx.sequences.regrouped(part, ctx.of.batch_size)
-        if id(params.get(of_bias)) in own:
-            yield ctx.sequences.regrouped(Dense(params[of_bias], outputs.sum(1)), ctx.of.batch_size)
+        if (param := own.get(id(params.get(of_bias)))) is not None:
+            yield ctx.sequences.regrouped(Dense(param, outputs.sum(1)), ctx.of.batch_size)

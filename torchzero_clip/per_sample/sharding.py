@@ -1,0 +1,63 @@
+"""Parameters of `fully_shard`, which shows them in full while their module runs; the optimizer has the shards."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from torchzero_clip.compat import any_distributed, fully_sharded, is_distributed
+
+WORKS = "per-sample clipping works with fully_shard on a mesh of one dimension"
+
+
+def stands_for(current: object, param: nn.Parameter) -> bool:
+    """True for a parameter itself, and for what `fully_shard` puts in its place."""
+    if current is param:
+        return True
+    if not (is_distributed(param) and isinstance(current, nn.Parameter) and current.shape == param.shape):
+        return False
+    # with reshard_after_forward=2, it is a shard on a smaller mesh between forward and backward
+    return not is_distributed(current) or current.device_mesh != param.device_mesh
+
+
+def group_of_shards(model: nn.Module, params: Mapping[str, nn.Parameter]) -> ProcessGroup | None:
+    """The processes that hold the shards of the parameters; None if they are not sharded.
+
+    Raises:
+        ValueError: If they are distributed in another way than by `fully_shard` over one group of processes.
+    """
+    roots = fully_sharded(model)
+    if not params or not (roots or any_distributed(list(model.parameters()))):
+        return None
+    held = {id(param) for root in roots for param in root.parameters()}
+    groups: set[ProcessGroup] = set()
+    for name, param in params.items():
+        if not is_distributed(param):
+            raise ValueError(
+                f"{name!r} is not sharded, but other parameters are: call fully_shard on the whole model, or freeze it"
+            )
+        if param.device_mesh.ndim != 1:
+            raise ValueError(
+                f"{name!r} is a DTensor on a mesh of {param.device_mesh.ndim} dimensions, as with HSDP and with "
+                f"tensor parallelism: {WORKS}"
+            )
+        if id(param) not in held or not param.placements[0].is_shard():
+            raise ValueError(f"{name!r} is a DTensor, but not one of fully_shard, as with tensor parallelism: {WORKS}")
+        groups.add(param.device_mesh.get_group())
+    if len(groups) > 1:
+        raise ValueError(f"the parameters are sharded over {len(groups)} groups of processes: {WORKS}")
+    return groups.pop()
+
+
+def reshard(model: nn.Module) -> None:
+    """Let the modules hold the shards, as they do before a forward."""
+    for module in fully_sharded(model):
+        module.reshard()
+
+
+def slots(model: nn.Module, params: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Where each parameter is registered: its name in the model, and a dict of parameters with the name in it."""
+    for name in params:
+        owner, _, key = name.rpartition(".")
+        yield name, model.get_submodule(owner)._parameters, key
