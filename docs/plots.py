@@ -27,7 +27,9 @@ IMAGES = Path(__file__).parent / "img"
 GREY: dict[str, Any] = {"color": "0.75", "linestyle": "--", "linewidth": 1}
 
 
-def applied(transform: Transform, steps: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+def applied(
+    transform: Transform, steps: Sequence[Sequence[Tensor]]
+) -> list[list[Tensor]]:
     """What the transform makes of the gradients of each step."""
     params = [nn.Parameter(torch.zeros_like(gradient)) for gradient in steps[0]]
     optimizer = Modular(params, transform)
@@ -54,7 +56,9 @@ def draw_curve(name: str, transform: Transform, values: Tensor, what: str) -> No
     figure.savefig(IMAGES / name, dpi=110)
 
 
-def draw_run(name: str, transforms: Sequence[Transform], steps: Sequence[Tensor], what: str) -> None:
+def draw_run(
+    name: str, transforms: Sequence[Transform], steps: Sequence[Tensor], what: str
+) -> None:
     """The norms of one tensor over a run."""
     figure = Figure(figsize=(6.5, 3.2), layout="constrained")
     axes = figure.subplots()
@@ -89,18 +93,26 @@ def gradients(size: int, spikes: dict[int, float], steps: int = 60) -> list[Tens
     """Random gradients around one direction, of norm about 1, that slowly fall; some are much larger."""
     generator = torch.Generator().manual_seed(0)
     direction = torch.ones(size) / size**0.5
-    noise = [torch.randn(size, generator=generator) / size**0.5 * 0.5 for _ in range(steps)]
+    noise = [
+        torch.randn(size, generator=generator) / size**0.5 * 0.5 for _ in range(steps)
+    ]
     return [(direction + noise[k]) * 0.98**k * spikes.get(k, 1.0) for k in range(steps)]
 
 
 def draw_per_sample(name: str) -> None:
     """Time and memory of per-sample clipping, as ``python -m benchmarks.per_sample --json`` wrote them."""
-    results = json.loads((Path(__file__).parents[1] / "benchmarks" / "per_sample.json").read_text())["results"]
+    results = json.loads(
+        (Path(__file__).parents[1] / "benchmarks" / "per_sample.json").read_text()
+    )["results"]
     figure = Figure(figsize=(9, 3.4), layout="constrained")
-    for axes, (model, rows) in zip(figure.subplots(1, len(results)), results.items(), strict=True):
+    for axes, (model, rows) in zip(
+        figure.subplots(1, len(results)), results.items(), strict=True
+    ):
         plain = next(iter(rows.values()))["peak"]
         for i, (method, row) in enumerate(rows.items()):
-            axes.plot(row["time"], row["peak"] / plain, "o" if i < 4 else "s", label=method)
+            axes.plot(
+                row["time"], row["peak"] / plain, "o" if i < 4 else "s", label=method
+            )
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_title(model)
@@ -119,13 +131,29 @@ def main() -> None:
     draw_centralize("centralize.png")
 
     run = gradients(50, {20: 30.0, 45: 30.0})
-    draw_run("clip_norm_by_ema.png", [ClipNormByEMA(0.9), ClipNormByEMA(0.9, ema_init="update")], run, "norm")
-    draw_run("normalize_by_ema.png", [NormalizeByEMA(0.9, ema_init="update")], run, "norm")
-    draw_run("clip_norm_growth.png", [ClipNormGrowth(), ClipNormGrowth(mul=1.05)], run, "norm")
+    draw_run(
+        "clip_norm_by_ema.png",
+        [ClipNormByEMA(0.9), ClipNormByEMA(0.9, ema_init="update")],
+        run,
+        "norm",
+    )
+    draw_run(
+        "normalize_by_ema.png", [NormalizeByEMA(0.9, ema_init="update")], run, "norm"
+    )
+    draw_run(
+        "clip_norm_growth.png", [ClipNormGrowth(), ClipNormGrowth(mul=1.05)], run, "norm"
+    )
 
     element = gradients(1, {20: 30.0, 45: 30.0})
-    draw_run("clip_value_by_ema.png", [ClipValueByEMA(0.9, "update")], element, "magnitude of one element")
-    draw_run("clip_value_growth.png", [ClipValueGrowth()], element, "magnitude of one element")
+    draw_run(
+        "clip_value_by_ema.png",
+        [ClipValueByEMA(0.9, "update")],
+        element,
+        "magnitude of one element",
+    )
+    draw_run(
+        "clip_value_growth.png", [ClipValueGrowth()], element, "magnitude of one element"
+    )
 
 
 if __name__ == "__main__":

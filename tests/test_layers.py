@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "torchzero_clip"
 FILES = sorted(PACKAGE.rglob("*.py"))
-EVERYWHERE = {"functional", "checks", "types", "compat"}
+EVERYWHERE = {"functional", "checks", "hints", "types", "compat"}
 BELOW = {
     "integrations": {"integrations", "recorder", "modular"},
     "__main__": {"recorder"},
@@ -26,6 +26,7 @@ BELOW = {
     "per_sample": {"per_sample", "private_losses", *EVERYWHERE},
     "private_losses": set(),
     "functional": EVERYWHERE,
+    "hints": {"checks"},
     "checks": set(),
     "compat": set(),
     "types": set(),

@@ -173,6 +173,7 @@ def public_names():
     exported = [alias.asname for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
     functions = inspect.getmembers(integrations, inspect.isfunction)
     own = [name for name, function in functions if function.__module__ == integrations.__name__ and name[0] != "_"]
+    exported.remove("__getattr__")
     return sorted([*exported, *integrations._PLACES, *own])
 
 

@@ -3,12 +3,13 @@
 Comparisons are written so that NaN fails them. The checks in `Transform.checks` take the name and the value.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Check: TypeAlias = Callable[[str, Any], None]
 
@@ -25,6 +26,13 @@ def is_numeric(value: Any) -> bool:
     items = value if isinstance(value, tuple | list) else (value,)
     numbers = [isinstance(item, int | float) and not isinstance(item, bool) for item in items]
     return any(numbers) and all(given or item is None for given, item in zip(numbers, items, strict=True))
+
+
+def are_parameters(value: Any) -> bool:
+    """True for a module, and for what may hold or yield its parameters."""
+    if isinstance(value, nn.Module) or inspect.isgenerator(value):
+        return True
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(item, Tensor) for item in value)  # pyright: ignore[reportUnknownVariableType]
 
 
 def setting_name(key: str) -> None:
@@ -45,6 +53,11 @@ def transform_name(name: str, value: object) -> None:
 def number(name: str, value: object) -> None:
     """An int or a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
+        if are_parameters(value):
+            raise TypeError(
+                f"{name} must be a number, got parameters ({type(value).__name__}). They are the first argument of "
+                "Modular and of functions, and transforms take none"
+            )
         hint = "; functions of the step go into the constructor, or into a new param group" if callable(value) else ""
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}){hint}")
     if isinstance(value, int) and abs(value) >= 2**63:
@@ -145,7 +158,9 @@ def one_of(name: str, value: object, allowed: Collection[object]) -> None:
 def instance(name: str, value: object, kind: type) -> None:
     """An object of one class."""
     if not isinstance(value, kind):
-        raise TypeError(f"{name} must be of class {kind.__name__}, got {value!r} ({type(value).__name__})")
+        text = repr(value)
+        shown = f"{text} ({type(value).__name__})" if len(text) < 80 and "\n" not in text else type(value).__name__
+        raise TypeError(f"{name} must be of class {kind.__name__}, got {shown}")
 
 
 def optional(check: Check) -> Check:

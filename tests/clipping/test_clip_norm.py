@@ -13,6 +13,8 @@ from torch import nn
 
 from torchzero_clip import SGD, ClipNorm, Modular
 
+pytestmark = pytest.mark.filterwarnings("ignore:a max_norm of 0")
+
 
 @given(updates(), st.floats(0.1, 10), ORDERS)
 def test_clipped_norm_never_exceeds_max_norm(tensors, max_norm, order):

@@ -23,6 +23,8 @@ from versions import needs_compiler
 
 from torchzero_clip import LR, SGD, Adam, ClipNorm, Modular
 
+pytestmark = pytest.mark.filterwarnings("ignore:the chain has no optimizer")
+
 COMPILED_QUICKLY = ("ClipNorm-global", "ClipNorm+AdamW", "SGD-nesterov")
 
 each_entry = pytest.mark.parametrize("entry", ENTRIES, ids=str)

@@ -138,7 +138,7 @@ def test_a_non_finite_gradient_stays_in_its_tensor(entry, bad):
 @pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 4096), (torch.float32, 1e20), (torch.float32, 1e-25)])
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
 def test_finite_gradients_never_become_nan_or_infinite(entry, dtype, value):
-    params = [nn.Parameter(torch.zeros(50, 40, dtype=dtype)), nn.Parameter(torch.zeros(3, dtype=dtype))]
+    params = [nn.Parameter(torch.ones(50, 40, dtype=dtype)), nn.Parameter(torch.zeros(3, dtype=dtype))]
     optimizer = Modular(params, entry.make())
     train(optimizer, params, [[torch.full_like(p, value) for p in params]] * 2)
     for param in params:

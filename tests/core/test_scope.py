@@ -24,6 +24,8 @@ from torchzero_clip import (
     Transform,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:the chain has no optimizer")
+
 
 def model():
     torch.manual_seed(0)
@@ -181,7 +183,7 @@ def test_names_that_are_missing_are_an_error_and_patterns_that_match_nothing_a_w
 def test_groups_that_are_added_later_need_names_too():
     module = model()
     optimizer = Modular(module["body"].named_parameters(), ClipNorm(1).only("1"))
-    with pytest.raises(ValueError, match=r"with/without names|chooses parameters by name"):
+    with pytest.raises(ValueError, match="has one without a name"):
         optimizer.add_param_group({"params": list(module["head"].parameters())})
     assert len(optimizer.param_groups) == 1
 

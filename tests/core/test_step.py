@@ -20,6 +20,8 @@ from torchzero_clip import (
     Transform,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:a max_norm of 0")
+
 
 def test_gradient_statistics_have_to_be_declared():
     class Undeclared(TensorwiseTransform):

@@ -407,6 +407,7 @@ def planned(monkeypatch):
     return taken
 
 
+@pytest.mark.filterwarnings("ignore:a max_norm of 0")
 @pytest.mark.parametrize("clip", CLIPS)
 def test_plans_change_no_bit(clip):
     for rule in ("adamw", "momentum"):
@@ -414,6 +415,7 @@ def test_plans_change_no_bit(clip):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:a max_norm of 0")
 @pytest.mark.parametrize(("clip", "rule"), list(itertools.product(CLIPS, RULES)))
 def test_plans_change_no_bit_in_many_runs(clip, rule, planned):
     for seed in range(1, 5):

@@ -39,6 +39,8 @@ from torchzero_clip import (
     to_torch_optim,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:the chain decays weights twice")
+
 PAIRS = {
     "AdamW": (
         lambda p: optim.AdamW(p, 0.1, betas=(0.5, 0.9), eps=1e-4, weight_decay=0.2),

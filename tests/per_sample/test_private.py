@@ -357,7 +357,6 @@ def test_arguments_that_void_the_guarantee_are_refused(arguments, error, match):
     [
         (ConstantFlatClipper(math.inf), "must be >= 0 and finite"),
         (ConstantPerLayerClipper([1.0, math.inf, 1.0, 1.0]), "must be >= 0 and finite"),
-        (ConstantPerLayerClipper([1.0, 1.0]), "must have 4 limits, got 2"),
     ],
 )
 def test_limits_without_a_sensitivity_are_refused(limit, match):
@@ -368,6 +367,13 @@ def test_limits_without_a_sensitivity_are_refused(limit, match):
     with pytest.raises(ValueError, match=match):
         clipper.pre_step()
     assert grads(model) == [None] * 4
+
+
+def test_a_wrong_number_of_limits_is_refused_when_the_clipper_is_made():
+    model = small()
+    with pytest.raises(ValueError, match="one for each of 4 norms, got 2"):
+        private(model, ConstantPerLayerClipper([1.0, 1.0]))
+    assert not model._forward_pre_hooks
 
 
 class Broken(NormClipper):

@@ -192,6 +192,52 @@ def test_gradients_that_are_missing():
     assert recorder.spikes() == []
 
 
+@pytest.mark.parametrize("by", ["parameter", "module"])
+def test_frozen_parameters_are_no_layers(by):
+    net = model()
+    net[0].requires_grad_(False)
+    optimizer = Modular(net, ClipNorm(1.0), Adam())
+    recorder = Recorder(optimizer, by=by, ratios_every=2, keep=4)
+    own = ["2.weight", "2.bias"] if by == "parameter" else ["2"]
+    assert recorder.record().layers == own
+    train(net, optimizer, 3)
+    record = recorder.record()
+    assert record.layers == own
+    assert record.layer_norms.shape == (3, len(own))
+    assert len(record.ratios[0].params) == len(own)
+    net[0].weight.requires_grad_(True)
+    train(net, optimizer, 1, start=3)
+    thawed = [name for name in ("0.weight", *own) if by == "parameter"] or ["0", *own]
+    assert recorder.record().layers == thawed
+    assert (recorder.record().layer_norms[:, 0] < 0).tolist() == [True, True, True, False]
+    again = Recorder(Modular(net, ClipNorm(1.0), Adam()), by=by, keep=4)
+    again.load_state_dict(recorder.state_dict())
+    assert again.record().layers == thawed
+
+
+def test_every_parameter_is_frozen():
+    net = model()
+    net.requires_grad_(False)
+    optimizer = Modular(net, ClipNorm(1.0), Adam())
+    recorder = Recorder(optimizer)
+    optimizer.step()
+    assert recorder.record().layers == []
+    assert recorder.record().layer_norms.shape == (1, 0)
+
+
+def test_a_clip_by_hand_beside_the_chain():
+    net = model()
+    optimizer = Modular(net, ClipNorm(1.0, dim="global"), Adam())
+    recorder = Recorder(optimizer)
+    for step in range(40):
+        gradients(net, step)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+    suggestion = recorder.suggest_max_norm()
+    assert "something else probably clipped them before, such as clip_grad_norm_" in suggestion.reason
+    assert suggestion.confidence == "low"
+
+
 def test_only_the_last_steps_are_kept():
     net, optimizer, recorder = recorded(ClipNorm(1.0), Adam(), keep=4)
     train(net, optimizer, 10)

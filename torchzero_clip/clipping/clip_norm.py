@@ -1,5 +1,7 @@
 """Clipping by norm."""
 
+import warnings
+
 from torch import Tensor
 from typing_extensions import override
 
@@ -44,7 +46,7 @@ class ClipNorm(Scaling):
     | update | result |
     | --- | --- |
     | norm 0 | unchanged |
-    | ``max_norm=0`` | zeros |
+    | ``max_norm=0`` | zeros, with a warning at construction |
     | ``max_norm=inf`` | unchanged |
     | an inf in the slice | finite elements become 0, infinite ones NaN |
     | a NaN in the slice | all elements become NaN |
@@ -78,6 +80,11 @@ class ClipNorm(Scaling):
         target: Target = "update",
         name: str | None = None,
     ) -> None:
+        if isinstance(max_norm, int | float) and not isinstance(max_norm, bool) and max_norm == 0:
+            warnings.warn(
+                "a max_norm of 0 makes every update 0, so that nothing is learned; for no limit write math.inf",
+                stacklevel=2,
+            )
         super().__init__(
             {"max_norm": max_norm},
             ord=ord,

@@ -139,6 +139,8 @@ class Chain(Composite):
 def flatten(transforms: Iterable[Transforms]) -> Iterator[Transform]:
     """The transforms of nested lists and plain chains, in order."""
     for item in transforms:
+        if isinstance(item, Transform) and "defaults" not in vars(item):
+            raise TypeError(f"{type(item).__name__} is incomplete: its __init__ has to call super().__init__(settings)")
         if isinstance(item, Chain) and item.target == "update":
             yield from (_within(item.scope, transform) for transform in item.transforms.values())
         elif isinstance(item, Transform):

@@ -243,6 +243,10 @@ class FinalRule(NeverApplied, UpdateRule):
         """
 
 
+class Retraction(FinalRule):
+    """A final rule that takes the step of the optimizers before it on a surface, as `Hyperball` does on a sphere."""
+
+
 class Gate(NeverApplied):
     """Decides, before anything changes, whether a step is taken: subclasses implement `refuses` and `accept`.
 

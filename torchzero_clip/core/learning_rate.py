@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from torchzero_clip.checks import learning_rate
 from torchzero_clip.core.chain import Chain
-from torchzero_clip.core.kinds import UpdateRule
+from torchzero_clip.core.kinds import Retraction, UpdateRule
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
@@ -117,9 +117,9 @@ def rates_of(nodes: Nodes) -> list[tuple[Node, float | Tensor | Schedule | None]
 
 
 def update_rules(nodes: Nodes) -> list[tuple[Node, UpdateRule]]:
-    """The update rules that stand in chains, not in other composites."""
+    """The optimizers that stand in chains, not in other composites."""
     chained = [(n, n.transform) for n in nodes if all(isinstance(outer, Chain) for outer in n.outer)]
-    return [(node, transform) for node, transform in chained if isinstance(transform, UpdateRule)]
+    return [(node, rule) for node, rule in chained if isinstance(rule, UpdateRule) and not isinstance(rule, Retraction)]
 
 
 def _leaves(transforms: Iterable[Transform]) -> Iterator[Transform]:

@@ -1,5 +1,6 @@
 """Settings that are functions of the number of steps taken."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -123,6 +124,17 @@ def _in_use(schedules: Mapping[str, Schedule], group: Group, step: int) -> dict[
     return found
 
 
+def takes_step(function: Any) -> bool:
+    """False if a function cannot be called with one argument."""
+    try:
+        inspect.signature(function).bind(0)
+    except TypeError:
+        return False
+    except ValueError:  # of functions in C
+        pass
+    return True
+
+
 def at(value: Any, step: int) -> Any:
     """A setting, or the value of its schedule after so many steps."""
     if not callable(value):
@@ -130,5 +142,10 @@ def at(value: Any, step: int) -> Any:
     try:
         return as_builtin(value(step))
     except Exception as error:
+        if isinstance(error, TypeError) and not takes_step(value):
+            raise TypeError(
+                f"{value!r} cannot be called with one argument. A setting that is a function gets the number of steps, "
+                "as in lambda step: 0.1 * step"
+            ) from error
         error.add_note(f"in a schedule, {value!r}, of step {step}")
         raise

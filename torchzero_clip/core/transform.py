@@ -13,10 +13,11 @@ from torchzero_clip.checks import Check, as_builtin, one_of, setting_name, trans
 from torchzero_clip.core.schedules import at
 from torchzero_clip.core.scope import Scope, Where
 from torchzero_clip.core.step import Step
+from torchzero_clip.hints import Explained
 from torchzero_clip.types import Schedule, Setting, State, Target
 
 
-class Transform(ABC):
+class Transform(Explained, ABC):
     """Maps the updates of all parameters to new updates.
 
     Subclasses implement `apply_tensors`; one that treats each tensor on its own is shorter as a `TensorwiseTransform`.
@@ -159,10 +160,10 @@ class Transform(ABC):
         for setting in settings:
             self.check(setting)
 
-    def check_parameter(self, name: str, param: Tensor) -> None:  # noqa: B027  most transforms act on any parameter
+    def check_parameter(self, name: str, param: Tensor) -> None:
         """Raise if this transform cannot act on a parameter. It is called when the parameter is added."""
 
-    def check_chain(self, before: Sequence["Transform"], after: Sequence["Transform"]) -> None:  # noqa: B027
+    def check_chain(self, before: Sequence["Transform"], after: Sequence["Transform"]) -> None:
         """Raise or warn if this transform does not fit with those before and after it in the chain.
 
         It is called with the transforms that act on some of the same parameters, when the optimizer is made and when

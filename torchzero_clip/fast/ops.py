@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TypeAlias
 
 import torch
@@ -33,10 +32,15 @@ class Scale:
         one = self.measured.joint and foreach.is_one_number(self.factors)
         return self.factors.select(0, 0) if one else self.factors
 
-    @cached_property
+    def __post_init__(self) -> None:
+        self._known: tuple[float, float] | None = None
+
+    @property
     def _extent(self) -> tuple[float, float] | None:
         """The smallest and the largest factor; None where reading them would wait."""
-        return extent(self.factors) if may_look(self.factors) else None
+        if self._known is None and may_look(self.factors):
+            self._known = extent(self.factors)
+        return self._known
 
     @property
     def fits_kernels(self) -> bool:

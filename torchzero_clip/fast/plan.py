@@ -182,6 +182,8 @@ class Plan:
         arguments = self._current_arguments()
         if len(arguments) != len(self._arguments) or not all(map(operator.is_, arguments, self._arguments)):
             return False
+        if list(map(len, groups)) != self._lengths:  # an ordinary step looks at a key that is new
+            return False
         try:
             values = [group[key] for group in groups for key in self._keys]
         except KeyError:
@@ -211,6 +213,7 @@ class Plan:
         own = [] if self._scaling is None else settings[self._scaling.path]
         self._own = [own[g] for g in self._group_of] if own else []
         self._alone = self._own[0] if len(by_setting(self._own)) == 1 else None
+        self._lengths = list(map(len, groups))
         values = [group[key] for group in groups for key in self._keys]
         parts = chain.from_iterable(value if type(value) is tuple else (value,) for value in values)
         # values that can change in place, such as tensors, are checked in every step

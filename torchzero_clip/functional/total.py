@@ -1,7 +1,9 @@
 """The two halves of a global clip: the norm of all gradients together, and clipping by a given norm."""
 
+import warnings
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from torchzero_clip.checks import boolean, non_negative
@@ -61,6 +63,12 @@ def get_total_norm(
     boolean("error_if_nonfinite", error_if_nonfinite)
     named = named_tensors("tensors", tensors)
     given = [tensor for _, tensor in named]
+    if given and all(isinstance(tensor, nn.Parameter) and tensor.grad is not None for tensor in given):
+        warnings.warn(
+            "get_total_norm got parameters, and returns the norm of the weights. That of gradients is "
+            "get_total_norm([p.grad for p in parameters if p.grad is not None]); detach the weights if theirs is meant",
+            stacklevel=3,
+        )
     check_group(process_group, given)
     with opened(given, values_tell_all(slicing), write=False) as dense:
         own, judged = measure(dense, slicing, plain=are_plain(dense)), given if error_if_nonfinite else None

@@ -1,8 +1,10 @@
 """The optimizer: a chain of transforms between the gradients and the parameters."""
 
+import inspect
 import operator
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, overload
 
 import torch
@@ -43,17 +45,20 @@ from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.functional.bad import BadGradients
 from torchzero_clip.functional.gradients import own_gradients
 from torchzero_clip.functional.processes import SharedGroup, check_group, device_of
+from torchzero_clip.hints import Explained, Named
 from torchzero_clip.modular.agreement import agree
 from torchzero_clip.modular.described import described
 from torchzero_clip.modular.missing import Missing
-from torchzero_clip.modular.param_groups import let_names_decide, normalized, split
+from torchzero_clip.modular.param_groups import check_new, let_names_decide, normalized, split, with_names
 from torchzero_clip.modular.validation import (
     check_not_local,
     check_params,
     check_places,
     check_shapes,
     idle_names,
+    warn_of_no_rule,
     warn_of_slips,
+    warn_of_unread_keys,
 )
 from torchzero_clip.private_losses import refuse_loss
 from torchzero_clip.types import Setting, State
@@ -61,7 +66,7 @@ from torchzero_clip.types import Setting, State
 T = TypeVar("T")
 
 
-class Modular(Optimizer):
+class Modular(Explained, Optimizer):
     """Chains transforms into an optimizer, which subtracts the result of the last one from the parameters.
 
         p ← p - (tₙ ∘ … ∘ t₁)(g)
@@ -134,6 +139,12 @@ class Modular(Optimizer):
     _has_meshes = False
     """True if a parameter is distributed."""
 
+    _module: weakref.ref[nn.Module] | None = None
+    """The module that ``params`` was, to find the names of parameters that are added later. Copies have none."""
+
+    _lengths: Sequence[int] = ()
+    """How many keys each param group had in the last step."""
+
     _has_joint_schedules = False
     """True if any process had a setting that is a function of the step when the process group was set."""
 
@@ -153,6 +164,8 @@ class Modular(Optimizer):
         boolean("keep_grads", keep_grads)
         if isinstance(params, Transform):
             raise TypeError(f"params come first, as in Modular(model.parameters(), {params!r}, ...)")
+        if inspect.isroutine(params):
+            raise TypeError(f"params is a function: call it, as in Modular(model.{params.__name__}(), ...)")
         listed = list(flatten(transforms))
         if not listed:
             raise ValueError(
@@ -189,6 +202,9 @@ class Modular(Optimizer):
         self._start_schedules()
         check_places(self.chain, self._nodes, self._named_params())
         warn_of_slips(self._nodes, self._named_params(), self._agree(process_group))
+        if isinstance(params, nn.Module):
+            self._module = weakref.ref(params)
+            warn_of_no_rule(self._nodes, listed)
         self._is_complete = True
 
     def _named_params(self, first: int = 0) -> list[NamedParam]:
@@ -296,7 +312,7 @@ class Modular(Optimizer):
         """
         self._chain_state.take_counters(self.param_groups)
         skipped = torch.tensor(self._chain_state.values[SKIPPED], device="cpu") if self._policy.may_skip else None
-        return self._known_metrics() | ({} if skipped is None else {"skipped_steps": skipped})
+        return Named(self._known_metrics() | ({} if skipped is None else {"skipped_steps": skipped}))
 
     def _known_metrics(self) -> dict[str, Tensor]:
         """The metrics of the last step that was taken, computed once."""
@@ -413,6 +429,10 @@ class Modular(Optimizer):
                 raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
             self._chain_state.take_counters(self.param_groups)
             self._schedules.catch_up(self.param_groups, state.get(SCHEDULE_STEP, 0))
+        lengths = list(map(len, self.param_groups))
+        if lengths != self._lengths and not torch.compiler.is_compiling():  # difflib breaks graphs
+            self._lengths = lengths
+            warn_of_unread_keys(self.param_groups, self._nodes, (*state, *COUNTERS, IDENTITY))
         return self._nodes.checked_settings(self.param_groups)
 
     def report_loss(self, loss: Tensor | float) -> None:
@@ -558,6 +578,9 @@ class Modular(Optimizer):
         if not isinstance(param_group, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         given = {key: value for key, value in param_group.items() if not self._is_chain_state(key)}
+        if self._is_complete:
+            given = with_names(given, self.param_groups, None if self._module is None else self._module())
+            check_new(given, self.param_groups)
         group = normalized(given, self._nodes)
         before, schedules_before = len(self.param_groups), len(self._schedules)
         if self._process_group is not None:

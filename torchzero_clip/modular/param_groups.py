@@ -4,12 +4,13 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchzero_clip.checks import as_builtin
 from torchzero_clip.core.learning_rate import rates_of
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.scope import NamedParam
+from torchzero_clip.hints import did_you_mean
 
 # keys that torch's optimizers and schedulers, and trainers, keep beside the settings
 HOST_KEYS = frozenset(
@@ -50,6 +51,45 @@ def let_names_decide(groups: Sequence[dict[str, Any]], added: Mapping[str, Any])
         group.pop("param_names", None)
         if isinstance(params[0], tuple):
             group["param_names"] = []
+
+
+def with_names(group: dict[str, Any], others: Sequence[dict[str, Any]], module: nn.Module | None) -> dict[str, Any]:
+    """The group with the names of its parameters, if the other groups have names: torch allows no mix.
+
+    Args:
+        group: A group that is added.
+        others: The groups of the optimizer.
+        module: What the optimizer was made of, if it was a module that is still alive.
+
+    Raises:
+        ValueError: If the module has no such parameter.
+    """
+    params: Any = group.get("params")
+    params = [params] if isinstance(params, Tensor) else params
+    if not any("param_names" in other for other in others) or isinstance(params, set | Mapping | None):
+        return group
+    params = list(params)
+    if not params or any(isinstance(param, tuple) for param in params):
+        return {**group, "params": params}
+    names = {} if module is None else {id(param): name for name, param in module.named_parameters()}
+    if missing := [i for i, param in enumerate(params) if id(param) not in names]:
+        raise ValueError(
+            f"the optimizer knows its parameters by name, and the added group has one without a name, at index "
+            f"{missing[0]}: pass pairs of a name and a parameter, as named_parameters() of the module yields them"
+        )
+    return {**group, "params": [(names[id(param)], param) for param in params]}
+
+
+def check_new(group: Mapping[str, Any], others: Sequence[dict[str, Any]]) -> None:
+    """Raise if a parameter of an added group is in another group."""
+    given: Any = group.get("params")
+    params = [item[1] if isinstance(item, tuple) else item for item in given] if isinstance(given, list) else []
+    known = {id(param) for other in others for param in other["params"]}
+    if count := sum(id(param) in known for param in params):
+        raise ValueError(
+            f"{count} of the added parameters appear in more than one parameter group, because the optimizer has them "
+            "already. To unfreeze a parameter, set its requires_grad: it takes part as soon as it has a gradient"
+        )
 
 
 def split(group: Mapping[str, Any], nodes: Nodes) -> Iterator[dict[str, Any]]:
@@ -113,6 +153,5 @@ def _unknown_key_message(key: str, nodes: Nodes, stored: Iterable[str]) -> str:
             )
     hint = ". Put WeightDecay(...) after Adam for that of torch.optim.AdamW, before it for that of torch.optim.Adam"
     return (
-        f"no transform has a setting {key!r}; settings of this chain: {', '.join(sorted(stored))}"
-        f"{hint if key == 'weight_decay' else ''}"
+        f"no transform has a setting {key!r}{did_you_mean(key, sorted(stored))}{hint if key == 'weight_decay' else ''}"
     )

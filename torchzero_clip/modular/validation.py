@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -11,9 +11,12 @@ from torch import Tensor
 
 from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.kinds import FinalRule, Gate
-from torchzero_clip.core.learning_rate import update_rules
+from torchzero_clip.core.learning_rate import LR, update_rules
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.scope import NamedParam, named_params
+from torchzero_clip.core.transform import Transform
+from torchzero_clip.hints import nearest
+from torchzero_clip.modular.param_groups import HOST_KEYS
 from torchzero_clip.types import State
 
 Group: TypeAlias = dict[str, Any]
@@ -93,6 +96,31 @@ def warn_of_slips(nodes: Nodes, params: Sequence[NamedParam], idle: Mapping[str,
     consequence = "its update is the gradient times the learning rate, as with SGD()"
     _warn_of_params("no optimizer acts on", without, consequence)
     _warn_of_params("two optimizers act on", several, "one after the other")
+
+
+def warn_of_no_rule(nodes: Nodes, given: Sequence[Transform]) -> None:
+    """Warn if nothing that the user gave decides how far parameters move."""
+    if not update_rules(nodes) and not any(isinstance(transform, LR) for transform in given):
+        warnings.warn(
+            "the chain has no optimizer, so each step subtracts the whole update from the parameters, as with a "
+            "learning rate of 1. Put an optimizer at its end, such as AdamW(1e-3), or SGD(1.0) if this is meant",
+            stacklevel=3,
+        )
+
+
+def warn_of_unread_keys(groups: Sequence[Group], nodes: Nodes, shown: Iterable[str]) -> None:
+    """Warn of a key in a param group that is almost a setting, but that nothing reads.
+
+    Args:
+        groups: The groups.
+        nodes: The transforms.
+        shown: Keys that the optimizer itself writes.
+    """
+    stored = set(nodes.storage_keys.values())
+    for key in {key for group in groups for key in group} - stored - HOST_KEYS - set(shown):
+        # keys with a colon are what a scheduler stores about a setting, see `as_lr`
+        if ":" not in key and (meant := nearest(key, stored, likeness=0.85)):
+            warnings.warn(f"no transform reads {key!r} in param_groups; did you mean {meant!r}?", stacklevel=4)
 
 
 def _warn_of_params(slip: str, found: Sequence[NamedParam], consequence: str) -> None:

@@ -1,5 +1,6 @@
 """Weight decay."""
 
+import warnings
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -49,6 +50,17 @@ class WeightDecay(Transform):
 
     def __init__(self, weight_decay: float | Schedule, *, target: Target = "update", name: str | None = None) -> None:
         super().__init__({"weight_decay": weight_decay}, target=target, name=name)
+
+    @override
+    def check_chain(self, before: Sequence[Transform], after: Sequence[Transform]) -> None:
+        """Warn if another transform decays the same weights."""
+        others = [other for other in before if isinstance(other, WeightDecay) and other.defaults["weight_decay"]]
+        if others and self.defaults["weight_decay"]:
+            warnings.warn(
+                f"the chain decays weights twice, by {others[0]!r} and {self!r}. AdamW has a decay of its own: "
+                "write AdamW(weight_decay=0), or leave WeightDecay out",
+                stacklevel=2,
+            )
 
     @override
     def is_tensorwise(self) -> bool:

@@ -165,10 +165,12 @@ class Attachment:
                 params = {key: param for key, param in params.items() if id(param) in own}
             layer = CapturedLayer(self._engine, name, module, rule, params)
             if _is_replaced(layer):
-                raise ValueError(
-                    f"{layer} has a forward of its own, set on the instance: "
-                    "another clipper is attached to it, which has to be detached first, or something replaced it"
-                )
+                if isinstance(vars(module)["forward"], CapturedForward):
+                    raise ValueError(
+                        "another clipper is attached to the module: call detach() of that clipper first, or use it "
+                        "as 'with PerSampleGradientClipper(...) as clipper:'"
+                    )
+                raise ValueError(f"{layer} has a forward of its own, set on the instance, which cannot be captured")
             yield layer
 
 

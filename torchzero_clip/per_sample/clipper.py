@@ -105,7 +105,7 @@ class PerSampleGradientClipper:
         boolean("keep_grad_samples", keep_grad_samples)
         self.loss_reduction: LossReduction = loss_reduction
         self.nonfinite: Nonfinite = nonfinite
-        self.norm_clipper = norm_clipper
+        instance("norm_clipper", norm_clipper, NormClipper)
         self._engine = Engine(
             module,
             batch_first=batch_first,
@@ -116,6 +116,11 @@ class PerSampleGradientClipper:
             keep_grad_samples=keep_grad_samples,
         )
         self._engine.release_with(self)
+        try:
+            self.norm_clipper = norm_clipper
+        except ValueError:
+            self._engine.detach()
+            raise
         self._sums: dict[str, Tensor] = {}
         self._count = 0
         self._thresholds: Tensor | None = None
@@ -133,6 +138,7 @@ class PerSampleGradientClipper:
     @norm_clipper.setter
     def norm_clipper(self, value: NormClipper) -> None:
         instance("norm_clipper", value, NormClipper)
+        value.check_count(len(self._engine.attachment.params))
         self._norm_clipper = value
 
     @override

@@ -41,6 +41,9 @@ class NormClipper(ABC):
                 there is one, with the norms over all parameters.
         """
 
+    def check_count(self, count: int) -> None:  # noqa: B027  most clippers take any number
+        """Raise if it has no limits for so many parameter tensors."""
+
     @property
     @abstractmethod
     def is_per_layer(self) -> bool:
@@ -149,6 +152,15 @@ class ConstantPerLayerClipper(NormClipper):
         self._repeated = 1
 
     @override
+    def check_count(self, count: int) -> None:
+        """Raise unless there is one limit, or one for each parameter tensor."""
+        if len(self.flat_values) not in (1, count):
+            raise ValueError(
+                f"flat_values must hold 1 limit or one for each of {count} norms, got {len(self.flat_values)}: each "
+                "trainable parameter has a norm"
+            )
+
+    @override
     def calc_clipping_factors(self, norms: Sequence[Tensor]) -> list[Tensor]:
         """Return the factors of each parameter tensor.
 
@@ -158,9 +170,8 @@ class ConstantPerLayerClipper(NormClipper):
         Raises:
             ValueError: If there are several limits, and their number is not the number of norms.
         """
+        self.check_count(len(norms))
         values = self.flat_values
-        if len(values) not in (1, len(norms)):
-            raise ValueError(f"flat_values must hold 1 limit or one for each of {len(norms)} norms, got {len(values)}")
         if len(values) == 1 and len(norms):
             self._repeated = len(norms)
             values = values * self._repeated

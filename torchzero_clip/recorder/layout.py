@@ -1,7 +1,8 @@
 """The names of the parameters of a record, and the layers that they belong to."""
 
 from collections.abc import Container, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -34,6 +35,8 @@ class Layout:
     """The name of the param group of each parameter."""
     has_group_names: bool
     """True if the user gave every group a name of its own."""
+    frozen: frozenset[int] = field(default=frozenset(), compare=False)
+    """The places of the parameters that needed no gradient when the layout was made."""
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -67,7 +70,8 @@ class Layout:
             names.append(name)
         given = [group.get("name") for group in param_groups]
         has_names = all(isinstance(name, str) and name for name in given) and len(set(given)) == len(given)
-        return cls(tuple(names), tuple(labels[g] for _, g, _ in listed), has_names)
+        frozen = frozenset(place for place, (named, *_) in enumerate(listed) if not named.param.requires_grad)
+        return cls(tuple(names), tuple(labels[g] for _, g, _ in listed), has_names, frozen)
 
     def owners(self, by: By) -> list[str]:
         """The layer of each parameter."""
@@ -84,18 +88,21 @@ class Layout:
             owners.append(renamed.get((group, module), module))
         return owners
 
-    def joined(self, norms: Tensor, by: By) -> tuple[list[str], Tensor]:
-        """The layers and their norms, from the norms of parameters in each row; -1 without a gradient."""
+    def joined(self, norms: Tensor, by: By, hidden: AbstractSet[int] = frozenset()) -> tuple[list[str], Tensor]:
+        """The layers and their norms, from the norms of parameters in each row; -1 without a gradient.
+
+        Parameters at the places in ``hidden`` have no gradient in any row. They count as if they were not there.
+        """
         owners = self.owners(by)
-        layers = list(dict.fromkeys(owners))
-        if len(layers) == len(owners):
-            return layers, norms
         columns: dict[str, list[int]] = {}
-        for i, owner in enumerate(owners):
-            columns.setdefault(owner, []).append(i)
+        for place, owner in enumerate(owners):
+            if place not in hidden:
+                columns.setdefault(owner, []).append(place)
+        if len(columns) == len(owners):
+            return list(columns), norms
         parts = [norms[:, own] for own in columns.values()]
         joint = [torch.where((part < 0).all(dim=1), -1.0, joined_norms(part)) for part in parts]
-        return layers, torch.stack(joint, dim=1)
+        return list(columns), torch.stack(joint, dim=1) if joint else norms[:, :0]
 
 
 def _labels(param_groups: Sequence[dict[str, Any]]) -> list[str]:

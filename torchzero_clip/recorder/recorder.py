@@ -71,9 +71,9 @@ class Recorder(Readable):
 
     Examples:
         >>> import torch
-        >>> from torchzero_clip import ClipNorm, Modular, Recorder
+        >>> from torchzero_clip import SGD, ClipNorm, Modular, Recorder
         >>> model = torch.nn.Linear(2, 1)
-        >>> optimizer = Modular(model, ClipNorm(1.0))
+        >>> optimizer = Modular(model, ClipNorm(1.0), SGD(0.1))
         >>> recorder = Recorder(optimizer)
         >>> for size in (1.0, 1.0, 50.0):
         ...     model(torch.full((1, 2), size)).sum().backward()

@@ -116,7 +116,9 @@ class Series:
         same = _equal_largest(self.norms)
         if same >= 3:
             largest = f"{same:,} of {len(self.norms):,} norms are equal to the largest, {float(self.norms.max()):.4g}"
-            clipped = "so something else probably clipped them before the recorder measured them"
+            clipped = (
+                "so something else probably clipped them before, such as clip_grad_norm_ or a setting of a trainer"
+            )
             yield f"{largest}, {clipped}", same >= len(self.norms) / 20
 
 

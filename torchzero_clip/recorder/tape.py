@@ -36,6 +36,8 @@ class Tape:
         self.layout = layout
         self.device = device
         self.keep = keep
+        self._hidden = set(layout.frozen)
+        """The places of parameters that were frozen at the start and never had a gradient."""
         self.count = 0
         """How many steps were written."""
         self.keys: list[str] = []
@@ -54,6 +56,8 @@ class Tape:
             norms = self._absent
         elif places is not None:
             norms = self._spread(norms, places)
+        elif self._hidden:
+            self._hidden.clear()
         self._add_columns(numbers)
         waits = self.device.type == "cpu"
         found = [numbers.get(key, self._unknown).to(self.device, non_blocking=not waits) for key in self.keys]
@@ -83,6 +87,7 @@ class Tape:
         """One norm for each parameter."""
         if places != self._places:
             self._places = places
+            self._hidden.difference_update(places)
             # CUDA copies up to 64 KB to the device without waiting, also from memory that is not pinned
             self._index = torch.tensor(places, device="cpu").to(self.device, non_blocking=True)
         return self._absent.index_copy(0, self._index, norms)
@@ -115,7 +120,7 @@ class Tape:
         """The last steps that are kept, on the CPU; None for all. The call waits for the device."""
         norms, numbers, pairs = self._read(self.keep if last is None else last)
         notes = list(self.notes)[len(self.notes) - len(norms) :]
-        layers, of_layers = self.layout.joined(norms, by)
+        layers, of_layers = self.layout.joined(norms, by, self._hidden)
         columns = {key: numbers[:, k] for k, key in enumerate(self.keys)}
         for name in dict.fromkeys(name for note in notes for name in note.limits):
             columns[f"{name}/limit"] = norms.new_tensor([note.limits.get(name, torch.nan) for note in notes])
@@ -124,7 +129,7 @@ class Tape:
         reasons = [note.refused_by or ("found_inf" if inf else "") for note, inf in zip(notes, found_inf, strict=True)]
         loss = columns.pop("loss", unknown)
         steps = [note.step for note in notes]
-        ratios = [Ratios(step, *self.layout.joined(pair, by)[1]) for step, pair in pairs]
+        ratios = [Ratios(step, *self.layout.joined(pair, by, self._hidden)[1]) for step, pair in pairs]
         return Record(steps, reasons, joined_norms(norms), loss, columns, layers, list(steps), of_layers, [], ratios)
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,6 +152,7 @@ class Tape:
         expected = [(len(state["steps"]), width) for width in (len(self.layout.names), len(self.keys))]
         if [tuple(state[key].shape) for key in ("norms", "numbers")] != expected:
             raise ValueError("the norms or numbers in state_dict have wrong shapes")
+        self._hidden.difference_update((~(state["norms"] < 0)).any(dim=0).nonzero().flatten().tolist())
         rows = torch.cat([state["norms"], state["numbers"]], dim=1).to(self.device)
         for *note, row in list(zip(state["steps"], state["refused_by"], state["limits"], rows, strict=True))[
             -self.keep :

@@ -1,0 +1,122 @@
+"""What mkdocs cannot do by itself: addresses from one file, formulas as MathML, tables that narrow screens can show."""
+
+import html
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from latex2mathml.converter import convert
+
+DOCS = Path(__file__).parent
+BLOCK = re.compile(
+    r'<div class="(?:language-text )?highlight"><pre><span></span><code>([^<]*)</code></pre></div>'
+)
+LONG_CELL = (
+    34  # characters; tables with a longer cell become one block per row on narrow screens
+)
+
+
+def on_config(config: Any) -> None:
+    """Take the addresses of the pages and of the repository from `addresses.toml`."""
+    set_addresses(
+        config,
+        tomllib.loads((DOCS.parent / "addresses.toml").read_text(encoding="utf-8")),
+    )
+
+
+def set_addresses(config: Any, addresses: dict[str, Any]) -> None:
+    """Leave out what is not known."""
+    if documentation := addresses.get("documentation"):
+        config.site_url = documentation.rstrip("/") + "/"
+    if repository := addresses.get("repository"):
+        config.repo_url = repository.rstrip("/") + "/"
+        config.repo_name = "/".join(repository.rstrip("/").split("/")[-2:])
+        config.edit_uri = f"edit/{addresses['branch']}/docs/"
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Called with the HTML of a page."""
+    return with_narrow_tables(with_formulas(content))
+
+
+def normalized(text: str) -> str:
+    """The lines of a block without what only aligns them."""
+    lines = (re.sub(r"\s+", " ", line).strip() for line in text.strip().split("\n"))
+    return "\n".join(line for line in lines if line)
+
+
+def formulas() -> dict[str, str]:
+    """The LaTeX of each block of a docstring."""
+    entries = tomllib.loads((DOCS / "formulas.toml").read_text(encoding="utf-8"))[
+        "formula"
+    ]
+    return {normalized(entry["text"]): entry["latex"].strip() for entry in entries}
+
+
+def typeset(latex: str) -> str:
+    """The HTML of lines of LaTeX, each with an optional remark."""
+    lines: list[str] = []
+    for line in latex.split("\n"):
+        formula, _, remark = (part.strip() for part in line.partition("%"))
+        math = convert(upright(formula)) if formula else ""
+        said = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(remark, quote=False))
+        lines.append(f"<p>{math}{f' <span>{said}</span>' if said else ''}</p>")
+    return f'<div class="formula">{"".join(lines)}</div>'
+
+
+def upright(latex: str) -> str:
+    """LaTeX with its words marked as text, except the words of commands."""
+    parts = re.split(r"(\\text{[^}]*}|\\[A-Za-z]+)", latex)
+    return "".join(
+        part if part.startswith("\\") else re.sub(r"[A-Za-z]\w+", word, part)
+        for part in parts
+    )
+
+
+def word(match: re.Match[str]) -> str:
+    """One letter with an index, such as `c_i`, is no word."""
+    return match[0] if re.fullmatch(r"[A-Za-z]_\w", match[0]) else rf"\text{{{match[0]}}}"
+
+
+def with_formulas(content: str) -> str:
+    """Replace the blocks of docstrings that have LaTeX."""
+    known = formulas()
+
+    def replaced(match: re.Match[str]) -> str:
+        latex = known.get(normalized(html.unescape(match[1])))
+        return match[0] if latex is None else typeset(latex)
+
+    return BLOCK.sub(replaced, content)
+
+
+def with_narrow_tables(content: str) -> str:
+    """Mark the tables whose rows become blocks on narrow screens, and give each cell the heading of its column."""
+
+    def replaced(match: re.Match[str]) -> str:
+        table = match[0]
+        cells = re.findall(r"<td[^>]*>(.*?)</td>", table, re.DOTALL)
+        longest = max(
+            (len(html.unescape(re.sub(r"<[^>]+>", "", cell))) for cell in cells),
+            default=0,
+        )
+        found = re.findall(r"<th[^>]*>(.*?)</th>", table, re.DOTALL)
+        headings = [html.unescape(re.sub(r"<[^>]+>", "", text)).strip() for text in found]
+        if longest < LONG_CELL or len(headings) < 2:
+            return table
+        return re.sub(
+            r"<tr>(.*?)</tr>",
+            lambda row: labelled(row[0], headings),
+            table,
+            flags=re.DOTALL,
+        ).replace("<table>", '<table data-narrow="rows">', 1)
+
+    return re.sub(r"<table>.*?</table>", replaced, content, flags=re.DOTALL)
+
+
+def labelled(row: str, headings: list[str]) -> str:
+    """A row whose cells know the headings of their columns."""
+    names = iter(headings)
+    return re.sub(
+        r"<td(?=[ >])", lambda _: f'<td data-label="{html.escape(next(names, ""))}"', row
+    )

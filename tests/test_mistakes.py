@@ -1,0 +1,192 @@
+"""Calls that cannot work, or that do not do what they look like: each tells the way out."""
+
+import copy
+import pickle
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import torchzero_clip as tz
+from torchzero_clip import SGD, AdamW, ClipNorm, Modular
+
+
+def model():
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+
+
+def params():
+    return model().parameters()
+
+
+def attached_twice():
+    module, clipper = model(), tz.ConstantFlatClipper(1.0)
+    first = tz.PerSampleGradientClipper(module, clipper)
+    try:
+        tz.PerSampleGradientClipper(module, clipper)
+    finally:
+        first.detach()
+
+
+def after_step(optimizer):
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+    optimizer.step()
+    return optimizer
+
+
+class WithoutSuper(tz.TensorwiseTransform):
+    def __init__(self):
+        self.factor = 2.0
+
+    def apply_tensor(self, tensor, param, grad, loss, state, setting):
+        return tensor * self.factor
+
+
+REFUSED = {
+    "a rate in Modular": (lambda: Modular(model(), ClipNorm(1), AdamW(), lr=1e-3), "write AdamW(lr=...)"),
+    "an unknown argument of Modular": (lambda: Modular(model(), SGD(), nonfinit="skip"), "did you mean 'nonfinite'?"),
+    "max_grad_norm": (lambda: ClipNorm(max_grad_norm=1.0), "did you mean 'max_norm'?"),
+    "norm_type": (lambda: ClipNorm(1.0, norm_type=2), "did you mean 'ord'?"),
+    "clip_value": (lambda: tz.ClipValue(clip_value=2), "did you mean 'value'?"),
+    "an unknown argument": (lambda: ClipNorm(1.0, foo=2), "there are: max_norm, ord, dim, inverse_dims, min_size"),
+    "parameters for a rule": (lambda: AdamW(params()), "lr must be a number, got parameters (generator)"),
+    "listed parameters for a rule": (lambda: AdamW(list(params()), lr=1e-3), "AdamW takes no parameters, Modular does"),
+    "two betas": (lambda: AdamW(1e-3, 0.9, 0.999), "Both betas are one pair, as in betas=(0.9, 0.999)"),
+    "a function of parameters": (
+        lambda: Modular(model().parameters, SGD()),
+        "call it, as in Modular(model.parameters(), ...)",
+    ),
+    "a schedule without an argument": (lambda: ClipNorm(lambda: 1.0), "gets the number of steps, as in lambda step"),
+    "swapped arguments": (lambda: tz.clip_grad_norm_(1.0, params()), "They are the first argument of Modular"),
+    "swapped arguments of a move": (
+        lambda: tz.from_torch_optim(Modular(params(), SGD()), torch.optim.SGD(params())),
+        "optimizer must be of class Modular, got SGD",
+    ),
+    "an abbreviation": (lambda: tz.AGC, "did you mean 'AdaptiveGradientClip'?"),
+    "another case": (lambda: tz.Adamw, "did you mean 'AdamW'?"),
+    "a metric before the first step": (
+        lambda: Modular(params(), ClipNorm(1), SGD()).metrics()["clip_norm/norm"],
+        "no step was taken yet",
+    ),
+    "an unknown metric": (
+        lambda: after_step(Modular(params(), ClipNorm(1), SGD())).metrics()["clipnorm/norm"],
+        "did you mean 'clip_norm/norm'?",
+    ),
+    "a second clipper": (attached_twice, "call detach() of that clipper first"),
+    "no super().__init__()": (lambda: Modular(params(), WithoutSuper(), SGD()), "super().__init__"),
+    "a typo in a group": (
+        lambda: Modular([{"params": params(), "max_nrom": 2.0}], ClipNorm(1), SGD()),
+        "did you mean 'max_norm'?",
+    ),
+    "limits per layer": (
+        lambda: tz.PerSampleGradientClipper(model(), tz.ConstantPerLayerClipper([1.0, 1.0])),
+        "one for each of 4 norms, got 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_mistake_is_refused_with_the_way_out(name):
+    make, message = REFUSED[name]
+    with pytest.raises((TypeError, ValueError, KeyError, AttributeError), match=re.escape(message)):
+        make()
+
+
+def other_keys(optimizer):
+    optimizer.param_groups[0]["max_nrom"] = 0.5
+    return after_step(after_step(optimizer))
+
+
+def weights():
+    module = model()
+    module(torch.ones(1, 2)).sum().backward()
+    return tz.get_total_norm(module.parameters())
+
+
+WARNED = {
+    "a limit of 0": (lambda: ClipNorm(0), "for no limit write math.inf"),
+    "two decays": (lambda: Modular(model(), tz.WeightDecay(0.1), AdamW(1e-3)), "write AdamW(weight_decay=0)"),
+    "no optimizer": (lambda: Modular(model(), ClipNorm(1)), "Put an optimizer at its end"),
+    "a typo that is written later": (
+        lambda: other_keys(Modular(params(), ClipNorm(1), SGD())),
+        "no transform reads 'max_nrom' in param_groups; did you mean 'max_norm'?",
+    ),
+    "the norm of weights": (weights, "returns the norm of the weights"),
+}
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_a_mistake_gives_one_warning(name):
+    make, message = WARNED[name]
+    with pytest.warns(UserWarning, match=re.escape(message)) as caught:
+        make()
+    assert len(caught) == 1
+    assert caught[0].filename == __file__ or name in ("two decays", "a typo that is written later")
+
+
+def test_what_is_meant_gives_no_warning():
+    module = model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Modular(module, ClipNorm(1), AdamW(1e-3, weight_decay=0), tz.WeightDecay(0.1))
+        Modular(module, ClipNorm(1), tz.LR(0.1))
+        Modular(module.parameters(), ClipNorm(1))
+        optimizer = Modular([{"params": params(), "max_norm": 0.0}], ClipNorm(1), SGD())
+        optimizer.param_groups[0]["max_norm"] = 0.0
+        optimizer.param_groups[0]["my_note"] = "body"
+        after_step(optimizer)
+        ClipNorm(lambda step: 0.0)
+        tz.get_total_norm([param.detach() for param in module.parameters()])
+        tz.clip_grad_norm_(module.parameters(), 0.0)
+
+
+def test_a_new_key_is_noticed_between_planned_steps():
+    optimizer = Modular(params(), ClipNorm(1), SGD(0.1))
+    for _ in range(8):
+        after_step(optimizer)
+    assert optimizer._plans.plan is not None
+    with pytest.warns(UserWarning, match="no transform reads 'max_nrom'"):
+        other_keys(optimizer)
+
+
+def test_parameters_that_are_added_get_the_names_of_the_module():
+    module = model()
+    module[0].requires_grad_(False)
+    optimizer = Modular(module, ClipNorm(1), SGD())
+    module.append(nn.Linear(1, 1))
+    optimizer.add_param_group({"params": module[2].parameters()})
+    assert optimizer.param_groups[1]["param_names"] == ["2.weight", "2.bias"]
+    with pytest.raises(ValueError, match="set its requires_grad"):
+        optimizer.add_param_group({"params": list(module[0].parameters())})
+    with pytest.raises(ValueError, match="one without a name, at index 0"):
+        optimizer.add_param_group({"params": params()})
+    assert len(optimizer.param_groups) == 2
+    pickle.loads(pickle.dumps(optimizer))
+    with pytest.raises(ValueError, match="one without a name, at index 0"):
+        copy.deepcopy(optimizer).add_param_group({"params": nn.Linear(1, 1).parameters()})
+
+
+def test_metrics_are_a_dict_that_loads_with_weights_only(tmp_path):
+    metrics = after_step(Modular(params(), ClipNorm(1), SGD())).metrics()
+    assert metrics.get("foo") is None
+    torch.save(metrics, tmp_path / "metrics.pt")
+    assert torch.load(tmp_path / "metrics.pt", weights_only=True) == metrics
+
+
+def test_classes_of_users_are_called_as_they_say():
+    class OfModule(tz.TensorwiseTransform):
+        def __init__(self, module, *, lr):
+            super().__init__({})
+            self.module, self.rate = module, lr
+
+        def apply_tensor(self, tensor, param, grad, loss, state, setting):
+            return tensor
+
+    transform = OfModule(model(), lr=3)
+    assert copy.deepcopy(transform).rate == 3
+    with pytest.raises(TypeError, match="missing 1 required"):
+        OfModule(lr=3)

@@ -1,0 +1,182 @@
+"""What `docs/hooks.py` adds to the pages: addresses, typeset formulas, and tables that narrow screens can show."""
+
+import importlib.util
+import inspect
+import pkgutil
+import re
+import tomllib
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import torchzero_clip
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+WIDEST = 92  # characters of code that a page shows at 1280 pixels without scrolling
+pytest.importorskip("latex2mathml", reason="the docs extra is not installed")
+
+
+def load_hooks():
+    spec = importlib.util.spec_from_file_location("hooks", DOCS / "hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+hooks = load_hooks()
+
+
+def test_addresses_that_are_not_known_are_left_out():
+    config = SimpleNamespace()
+    hooks.set_addresses(config, {"branch": "main"})
+    assert vars(config) == {}
+
+
+def test_pages_take_the_addresses_of_the_file():
+    config = SimpleNamespace()
+    known = {"repository": "https://code.example/some/one", "documentation": "https://pages.example/one", "branch": "x"}
+    hooks.set_addresses(config, known)
+    assert vars(config) == {
+        "site_url": "https://pages.example/one/",
+        "repo_url": "https://code.example/some/one/",
+        "repo_name": "some/one",
+        "edit_uri": "edit/x/docs/",
+    }
+
+
+def docstrings():
+    """Of all modules' classes and functions."""
+    for info in pkgutil.walk_packages(torchzero_clip.__path__, "torchzero_clip."):
+        source = Path(importlib.util.find_spec(info.name).origin).read_text()
+        yield from re.findall(r'"""(.*?)"""', source, re.DOTALL)
+
+
+def formula_blocks():
+    """The indented blocks of docstrings that contain a formula."""
+    for doc in docstrings():
+        for block in re.findall(
+            r"(?:^|\n\n)((?: {4,}[^\n]+\n)+(?:\n(?: {4,}[^\n]+\n)+)*)", inspect.cleandoc(doc) + "\n"
+        ):
+            if re.search("←|‖|√|Σ", block) and not re.search(r"^    \w+: |>>>", block, re.MULTILINE):
+                yield hooks.normalized(block)
+
+
+def test_every_formula_is_typeset_and_every_entry_is_used():
+    blocks = set(formula_blocks())
+    entries = set(hooks.formulas())
+    assert len(blocks) > 25
+    assert blocks - entries == set(), "add them to docs/formulas.toml"
+    text = hooks.normalized("\n".join(inspect.cleandoc(doc) for doc in docstrings()))
+    assert [entry for entry in entries if entry not in text] == [], "no docstring has these"
+
+
+def math_text(latex):
+    """What a reader sees of the MathML of one formula."""
+    found = []
+    parser = HTMLParser()
+    parser.handle_data = found.append
+    parser.feed(hooks.typeset(latex))
+    return "".join(found)
+
+
+@pytest.mark.parametrize(
+    ("latex", "seen"),
+    [
+        (r"u \leftarrow u \cdot \frac{max_norm}{\lVert u \rVert}", "u←u·max_norm‖u‖"),
+        (r"m_i = \min(1, l2_norm_clip)", "mi=min(1,l2_norm_clip)"),
+        (r"\sum_i c_i \cdot g_i", "∑ici·gi"),
+        (r"\text{joint norm} % a remark", "joint\xa0norm a remark"),
+        ("% only a remark, `x > 1`", " only a remark, x > 1"),
+    ],
+)
+def test_words_of_formulas_are_set_upright(latex, seen):
+    assert math_text(latex) == seen
+    assert "\\" not in hooks.typeset(latex)
+
+
+def test_no_command_of_latex_is_left_in_a_formula():
+    assert [latex for latex in hooks.formulas().values() if "\\" in math_text(latex)] == []
+
+
+def test_a_block_becomes_a_formula():
+    page = '<div class="highlight"><pre><span></span><code>u ← u   - mean(u)\n</code></pre></div>'
+    assert "<math" in hooks.with_formulas(page)
+    other = page.replace("mean", "median")
+    assert hooks.with_formulas(other) == other
+
+
+def test_rows_of_a_table_with_sentences_name_their_columns():
+    long = "a sentence that a narrow column would break into many lines"
+    table = (
+        "<table>\n<thead>\n<tr>\n<th>what</th>\n<th><code>a</code> &lt; b</th>\n</tr>\n</thead>\n"
+        f'<tbody>\n<tr>\n<td>x</td>\n<td style="text-align: right;">{long}</td>\n</tr>\n</tbody>\n</table>'
+    )
+    marked = hooks.with_narrow_tables(table)
+    assert '<table data-narrow="rows">' in marked
+    assert '<td data-label="what">x</td>' in marked
+    assert 'data-label="a &lt; b" style' in marked
+    numbers = table.replace(long, "1.02")
+    assert hooks.with_narrow_tables(numbers) == numbers
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_code_of_pages_is_not_cut(page):
+    blocks = re.findall(r"^```(?:python|py)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert [line for block in blocks for line in block.split("\n") if len(line) > WIDEST] == []
+
+
+def test_every_page_is_in_the_navigation_once():
+    yaml = pytest.importorskip("yaml", reason="the docs extra is not installed")
+
+    def pages(entry):
+        if isinstance(entry, str):
+            return [entry]
+        return [page for value in (entry.values() if isinstance(entry, dict) else entry) for page in pages(value)]
+
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    listed = pages(config["nav"])
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in PAGES)
+    assert [next(iter(entry)) for entry in config["nav"]] == [
+        "Use",
+        "Transforms",
+        "Per-sample",
+        "Distributed",
+        "Extend",
+        "Reference",
+    ]
+
+
+def test_the_theme_loads_nothing_from_a_foreign_host():
+    yaml = pytest.importorskip("yaml", reason="the docs extra is not installed")
+    theme = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["theme"]
+    assert theme["font"] is False
+    overridden = [
+        *(DOCS / "overrides").rglob("*.html"),
+        *(DOCS / "stylesheets").iterdir(),
+        *(DOCS / "img").glob("*.svg"),
+    ]
+    loads = r"https?://(?!www\.w3\.org/2000/svg)|@import|data-md-component=\"source\""
+    assert [path.name for path in overridden if re.search(loads, path.read_text())] == []
+
+
+def test_addresses_are_read_from_the_file():
+    config = SimpleNamespace()
+    hooks.on_config(config)
+    addresses = tomllib.loads((ROOT / "addresses.toml").read_text())
+    assert hasattr(config, "site_url") == ("documentation" in addresses)
+    assert hasattr(config, "repo_url") == ("repository" in addresses)
+
+
+def test_the_home_page_says_what_the_readme_says():
+    home = (ROOT / "README.md").read_text().partition("\n## Try it\n")[0].strip()
+    assert (DOCS / "index.md").read_text().strip() == home.replace("](docs/", "](")
+
+
+def test_the_readme_links_to_few_pages():
+    """A table of what the package does, and no table of links."""
+    home = (DOCS / "index.md").read_text()
+    assert len(re.findall(r"\]\(", home)) <= 20

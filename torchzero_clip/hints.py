@@ -1,0 +1,112 @@
+"""What users probably meant by a name or a call that does not fit, for the texts of errors."""
+
+import difflib
+import inspect
+import sys
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+from typing_extensions import override
+
+from torchzero_clip.checks import are_parameters
+
+MEANT = {
+    "AGC": ("AdaptiveGradientClip",),
+    "ClipByGlobalNorm": ("ClipNorm",),
+    "ClipGradNorm": ("ClipNorm",),
+    "ClipGradValue": ("ClipValue",),
+    "beta1": ("betas",),
+    "beta2": ("betas",),
+    "clip_norm": ("max_norm",),
+    "clip_value": ("value", "max_norm"),
+    "clip_val": ("value", "max_norm"),
+    "epsilon": ("eps",),
+    "gradient_clip_val": ("max_norm", "value"),
+    "learning_rate": ("lr",),
+    "max_grad_norm": ("max_norm",),
+    "norm_type": ("ord",),
+    "wd": ("weight_decay",),
+}
+"""Names in other libraries, and ours."""
+
+
+def nearest(name: str, known: Iterable[str], likeness: float = 0.75) -> str | None:
+    """The known name that is meant by an unknown one; None if no name is near.
+
+    Args:
+        name: The unknown name.
+        known: The known ones.
+        likeness: How much of two names has to be equal: 0 to 1.
+    """
+    by_lower = {key.lower(): key for key in known}
+    meant = [key for key in MEANT.get(name, ()) if key.lower() in by_lower]
+    close = meant or difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=likeness)
+    return by_lower[close[0].lower()] if close else None
+
+
+def did_you_mean(name: str, known: Iterable[str], *, listed: bool = True) -> str:
+    """The end of a message about an unknown name: the name that was meant; else with ``listed`` all known ones."""
+    known = list(known)
+    if close := nearest(name, known):
+        return f"; did you mean {close!r}?"
+    return f"; there are: {', '.join(known) or 'none'}" if listed else ""
+
+
+def no_attribute(name: str) -> object:
+    """Raise the error of the package for a name that it does not have."""
+    known = [key for key in vars(sys.modules["torchzero_clip"]) if not key.startswith("_")]
+    hint = "" if name.startswith("_") else did_you_mean(name, known, listed=False)
+    raise AttributeError(f"module 'torchzero_clip' has no attribute {name!r}{hint}")
+
+
+class Explained:
+    """A base of classes whose constructors explain a call that does not fit their arguments."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        if args or kwargs:  # copies and pickles give none
+            _check_call(cls, args, kwargs)
+        return super().__new__(cls)
+
+
+def _check_call(kind: type[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise a TypeError with the way out if a class cannot be called like this. In rare cases, Python has to raise."""
+    signature = inspect.signature(kind)
+    try:
+        signature.bind(*args, **kwargs)
+        return
+    except TypeError:
+        pass
+    name, parameters = kind.__name__, signature.parameters
+    if args and are_parameters(args[0]) and "params" not in parameters:
+        raise TypeError(f"{name} takes no parameters, Modular does: Modular(model.parameters(), ..., {name}(...))")
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for key in kwargs:
+        if key not in parameters and not takes_any:
+            owner = next((type(value) for value in args if key in _arguments_of(value)), None)
+            way_out = f"; write {owner.__name__}({key}=...)" if owner is not None else did_you_mean(key, parameters)
+            raise TypeError(f"{name} has no argument {key!r}{way_out}")
+    plain = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(plain):
+        named = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+        pair = " Both betas are one pair, as in betas=(0.9, 0.999)." if "betas" in plain else ""
+        raise TypeError(
+            f"{name} takes at most {len(plain)} arguments without a name ({', '.join(plain)}), got {len(args)}.{pair} "
+            f"Others need their name: {', '.join(named)}"
+        )
+
+
+def _arguments_of(value: object) -> Iterable[str]:
+    return inspect.signature(type(value)).parameters if isinstance(value, Explained) else ()
+
+
+class Named(dict[str, Any]):
+    """Values by their names. An unknown name raises a KeyError that tells the known ones."""
+
+    def __missing__(self, key: str) -> Any:
+        reason = did_you_mean(key, self) if self else ", because no step was taken yet"
+        raise KeyError(f"{key!r} was not measured{reason}")
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (), None, None, iter(self.items())  # which torch.load takes with weights_only=True
