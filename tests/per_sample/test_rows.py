@@ -270,6 +270,20 @@ class Reversed(torch.autograd.Function):
         return grad.flip(0)
 
 
+def test_one_sample_is_known_behind_any_function():
+    model = Net(lambda m, x: m.head(Reversed.apply(m.lin(x).flatten(1))), lin=nn.Linear(W, W), head=nn.Linear(T * W, 2))
+    x = torch.randn(1, T, W, dtype=torch.float64)
+    assert_close(step_of("backward", model.double())([x]), norms_by_loop(model, x))
+
+
+def test_positions_of_an_empty_batch_are_no_samples():
+    net = with_words(lambda m, ids, x, mask: m.lin(m.emb(ids) + m.emb(torch.arange(T))).sum(1))
+    data = [part[:0] for part in batch(ONE_EACH)]
+    with clip(net) as clipper:
+        assert clipper.backward(losses_of(net(*data))).norms.shape == (0,)
+    assert not any(param.grad.any() for param in net.parameters() if param.requires_grad)
+
+
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_rows_of_unknown_samples_are_refused(name):
     model = with_words(UNKNOWN[name])

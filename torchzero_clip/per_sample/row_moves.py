@@ -93,6 +93,8 @@ def _same(step: Step, found: Found) -> Known:
 def _kept(kind: str, step: Step, found: Found) -> Known:
     """The labels after an operation that keeps the first dimension, or for samples in order after any other one."""
     labels, before = found[0]
+    if step.batch_size == 1:  # all values that depend on samples depend on this one
+        return torch.zeros((1,) * len(step.shape), dtype=torch.int64, device="cpu")
     if isinstance(labels, Tensor):
         fits = kind in BATCHED and step.shape[:1] == before[:1] and labels.numel() == len(labels)
         return labels.view(-1, *[1] * (len(step.shape) - 1)) if fits else LOST

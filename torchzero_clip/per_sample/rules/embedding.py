@@ -92,9 +92,11 @@ def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
     """
     forward, dim = layer.engine.forward, layer.engine.batch_dim
     count, provenance = forward.batch_size, forward.provenance
-    if input.ndim != 1 or len(input) < 2 or provenance is None or count is None or forward.is_only_input(input):
+    if input.ndim != 1 or len(input) < 2 or count is None or forward.is_only_input(input):
         return None
-    if forward.is_argument(input):
+    if provenance is None:
+        shared = not count
+    elif forward.is_argument(input):
         shared = torch.equal(input, torch.arange(len(input)).to(input))
     else:  # as many equal indices as samples may be either
         shared = provenance.of(input) is None and (len(input) != count or bool((input != input[0]).any()))
