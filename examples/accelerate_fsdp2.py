@@ -1,7 +1,8 @@
 """Accelerate shards a model by FSDP2 over two processes, and the chain clips by the norm of all shards.
 
-The optimizer is made before `prepare`, as with any optimizer. Accelerate then puts the sharded parameters in its place. Each
-process has a half of every batch. One process trains the same model beside them, and its losses and norms are the same.
+The optimizer is made before `prepare`, as with any optimizer. Accelerate then puts the sharded parameters in its place.
+Each process has a half of every batch. One process trains the same model beside them, and its losses and norms are the
+same.
 """
 
 import argparse

@@ -1,7 +1,8 @@
 """Subtract from each gradient its mean before SGD: gradient centralization.
 
-`Centralize(dim=0, inverse_dims=True)` gives the incoming weights of each unit a gradient with a mean of 0, as in the paper (Yong
-et al., https://arxiv.org/abs/2004.01461). It acts on matrices only. A network learns 200 of the digits of scikit-learn.
+`Centralize(dim=0, inverse_dims=True)` gives the incoming weights of each unit a gradient with a mean of 0, as in the
+paper (Yong et al., https://arxiv.org/abs/2004.01461). It acts on matrices only. A network learns 200 of the digits of
+scikit-learn.
 """
 
 import argparse

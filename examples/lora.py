@@ -1,7 +1,8 @@
-"""Fine-tune with LoRA from peft: the frozen model has no state, and the second matrices have a learning rate of their own.
+"""Fine-tune with LoRA from peft. The second matrices have a learning rate of their own, as in LoRA+.
 
-A small network knows the digits of scikit-learn, and adapts to digits that stand on their heads. `*lora_B*` are the names that peft gives to the
-matrices that start at zero. LoRA+ (Hayou et al., https://arxiv.org/abs/2402.12354) trains them 16 times as fast.
+A small network knows the digits of scikit-learn, and adapts to digits that stand on their heads. `*lora_B*` are the
+names that peft gives to the matrices that start at zero. The frozen model has no state. LoRA+ (Hayou et al.,
+https://arxiv.org/abs/2402.12354) trains them 16 times as fast.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Give each layer a limit of its own, found in a short run without limits.
 
-One limit on the joint norm shrinks all layers if one of them has a spike. Here the norms of 100 steps give each tensor a
-limit: 1.5 times its 90th percentile. Then the inputs of one batch in twenty are 30 times too large.
+One limit on the joint norm shrinks all layers if one of them has a spike. Here the norms of 100 steps give each tensor
+a limit: 1.5 times its 90th percentile. Then the inputs of one batch in twenty are 30 times too large.
 """
 
 import argparse

@@ -1,13 +1,12 @@
 """Skip bad steps, and go back to a checkpoint if too many come in a row.
 
-The data comes in files, and one of them is broken: its values are in other units. `SkipStep` leaves out a step whose norm is
-ten times the usual one, and raises when the sixth step in a row is bad. The loop then loads the last checkpoint of model and
-optimizer, and goes on with the next file.
+The data comes in files, and one of them is broken: its values are in other units. `SkipStep` leaves out a step whose
+norm is ten times the usual one, and raises when the sixth step in a row is bad. The loop then loads the last checkpoint
+of model and optimizer, and goes on with the next file.
 """
 
 import argparse
 import copy
-import math
 from collections.abc import Iterator
 from typing import Any
 
