@@ -43,6 +43,7 @@ from torchzero_clip import (
     ConstantFlatClipper,
     GradSampleModuleFastGradientClipping,
     PerSampleGradientClipper,
+    PrivateGradientClipper,
     per_example_global_norm_clip,
 )
 
@@ -50,6 +51,7 @@ Batch = tuple[Tensor, Tensor]
 
 LIMIT = 1.0
 LR = 1e-3
+NOISE = 1e-6
 WRONG = 1e-2  # relative error of the gradients; a ReLU whose input rounds to the other side of 0 makes 2e-3 in the MLP
 WARNINGS_OF_PEERS = "Full backward hook is firing", "There is a performance drop", "In CPU autocast"
 
@@ -236,6 +238,30 @@ def ours(**settings: Any) -> Callable[[nn.Module, Batch], Step]:
     return make
 
 
+def private(seed: int | None) -> Callable[[nn.Module, Batch], Step]:
+    """With noise of a generator with a seed, or of the operating system: so little that gradients can be checked."""
+
+    def make(model: nn.Module, batch: Batch) -> Step:
+        clipper = PrivateGradientClipper(
+            model,
+            ConstantFlatClipper(LIMIT),
+            noise_multiplier=NOISE,
+            expected_batch_size=len(batch[0]),
+            generator=None if seed is None else torch.Generator().manual_seed(seed),
+        )
+        clipper._engine.mixing._never = True  # as verify="never", which it refuses: other rows have the check
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+
+        def step() -> None:
+            clipper.backward(losses_of(model(batch[0]), batch[1]))
+            clipper.pre_step()
+            optimizer.step()
+
+        return step
+
+    return make
+
+
 def two_passes(model: nn.Module, batch: Batch) -> Step:
     module = GradSampleModuleFastGradientClipping(model, max_grad_norm=LIMIT, strict=False)  # some have position ids
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
@@ -315,6 +341,35 @@ def opacus_fast(*, ghost: bool) -> Callable[[nn.Module, Batch], Step]:
     return make
 
 
+def opacus_private(model: nn.Module, batch: Batch) -> Step:
+    """Ghost clipping, and noise of a generator."""
+    module: Any = __import__(
+        "opacus.grad_sample.grad_sample_module_fast_gradient_clipping",
+        fromlist=["GradSampleModuleFastGradientClipping"],
+    )
+    optimizers: Any = __import__("opacus.optimizers", fromlist=["DPOptimizerFastGradientClipping"])
+    wrapped = module.GradSampleModuleFastGradientClipping(model, max_grad_norm=LIMIT, strict=False)
+    optimizer = optimizers.DPOptimizerFastGradientClipping(
+        torch.optim.SGD(model.parameters(), lr=LR),
+        noise_multiplier=NOISE,
+        max_grad_norm=LIMIT,
+        expected_batch_size=len(batch[0]),
+        generator=torch.Generator().manual_seed(0),
+    )
+
+    def step() -> None:
+        losses = losses_of(wrapped(batch[0]), batch[1])
+        losses.mean().backward(retain_graph=True)
+        optimizer.zero_grad()
+        coef = wrapped.get_clipping_coef()
+        wrapped.disable_hooks()
+        (coef * losses).sum().backward()
+        wrapped.enable_hooks()
+        optimizer.step()
+
+    return step
+
+
 FIRST = "torchzero_clip, first step"
 METHODS: dict[str, Callable[[nn.Module, Batch], Step]] = {
     "plain training": plain,
@@ -323,6 +378,8 @@ METHODS: dict[str, Callable[[nn.Module, Batch], Step]] = {
     "torchzero_clip, two passes": two_passes,
     "torchzero_clip, with a check": ours(verify="always"),
     FIRST: ours(),
+    "torchzero_clip, private": private(None),
+    "torchzero_clip, private by a generator": private(0),
     "vmap(grad)": by_vmap,
 }
 if find_spec("opacus"):
@@ -332,6 +389,7 @@ if find_spec("opacus"):
             "Opacus functorch": opacus_hooks("functorch"),
             "Opacus fast": opacus_fast(ghost=False),
             "Opacus ghost": opacus_fast(ghost=True),
+            "Opacus ghost, private": opacus_private,
         }
     )
 

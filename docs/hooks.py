@@ -10,11 +10,12 @@ from latex2mathml.converter import convert
 
 DOCS = Path(__file__).parent
 BLOCK = re.compile(
-    r'<div class="(?:language-text )?highlight"><pre><span></span><code>([^<]*)</code></pre></div>'
+    r'<div class="highlight"><pre><span></span><code>([^<]*)</code></pre></div>'
 )
-LONG_CELL = (
-    34  # characters; tables with a longer cell become one block per row on narrow screens
-)
+# On narrow screens, tables with a longer cell after the first column become blocks of rows,
+# and tables with many columns get smaller letters.
+LONG_CELL = 34  # characters
+MANY_COLUMNS = 6
 
 
 def on_config(config: Any) -> None:
@@ -95,15 +96,24 @@ def with_narrow_tables(content: str) -> str:
 
     def replaced(match: re.Match[str]) -> str:
         table = match[0]
-        cells = re.findall(r"<td[^>]*>(.*?)</td>", table, re.DOTALL)
-        longest = max(
-            (len(html.unescape(re.sub(r"<[^>]+>", "", cell))) for cell in cells),
-            default=0,
-        )
+        rows = [
+            re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL)
+            for row in table.split("</tr>")
+        ]
+        lengths = [
+            len(html.unescape(re.sub(r"<[^>]+>", "", cell)))
+            for row in rows
+            for cell in row[1:]
+        ]
         found = re.findall(r"<th[^>]*>(.*?)</th>", table, re.DOTALL)
+        if max(lengths, default=0) < LONG_CELL:
+            small = '<table data-narrow="small">'
+            return (
+                table.replace("<table>", small, 1)
+                if len(found) >= MANY_COLUMNS
+                else table
+            )
         headings = [html.unescape(re.sub(r"<[^>]+>", "", text)).strip() for text in found]
-        if longest < LONG_CELL or len(headings) < 2:
-            return table
         return re.sub(
             r"<tr>(.*?)</tr>",
             lambda row: labelled(row[0], headings),

@@ -1,12 +1,15 @@
 """What a release says of itself is true, and every address comes from `addresses.toml`."""
 
 import email
+import http.server
+import importlib.machinery
 import importlib.util
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import threading
 import tomllib
 import zipfile
 from pathlib import Path
@@ -193,3 +196,33 @@ def test_only_the_tag_of_this_version_is_published():
     done = subprocess.run([ROOT / ".ci/publish", "v99.0"], text=True, capture_output=True, check=False)
     assert done.returncode == 1
     assert done.stdout == f"the tag is 'v99.0', and the version of the package is {torchzero_clip.__version__}\n"
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """Knows one page, and refuses programs on another."""
+
+    def do_GET(self):
+        self.send_response({"/page": 200, "/private": 403}.get(self.path, 404))
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+def test_foreign_addresses_without_a_page_are_found(monkeypatch):
+    loader = importlib.machinery.SourceFileLoader("links", str(ROOT / ".ci/links"))
+    links = importlib.util.module_from_spec(importlib.util.spec_from_loader("links", loader))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    loader.exec_module(links)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        own = f"http://127.0.0.1:{server.server_port}"
+        assert links.trouble(f"{own}/page") is None
+        assert links.trouble(f"{own}/private") is None
+        assert links.trouble(f"{own}/gone") == "HTTP 404"
+        server.shutdown()
+    assert links.trouble(f"{own}/page") is not None
+    found = links.addresses(ROOT)
+    assert "docs/transforms/clip_norm.md" not in found  # addresses, not files
+    assert "torchzero_clip/clipping/clip_norm.py" in found["https://arxiv.org/abs/1211.5063"]
+    assert not [address for address in found if address.endswith((".", ",", ")"))]

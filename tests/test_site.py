@@ -70,8 +70,9 @@ def test_every_formula_is_typeset_and_every_entry_is_used():
     entries = set(hooks.formulas())
     assert len(blocks) > 25
     assert blocks - entries == set(), "add them to docs/formulas.toml"
-    text = hooks.normalized("\n".join(inspect.cleandoc(doc) for doc in docstrings()))
-    assert [entry for entry in entries if entry not in text] == [], "no docstring has these"
+    places = [*map(inspect.cleandoc, docstrings()), *(page.read_text() for page in PAGES)]
+    text = hooks.normalized("\n".join(places))
+    assert [entry for entry in entries if entry not in text] == [], "no docstring and no page has these"
 
 
 def math_text(latex):

@@ -32,7 +32,9 @@ def moments(optimizer, name="adam"):
 def test_a_watcher_in_front_does_not_take_the_limit_of_the_clip_behind_it():
     saved = through_file(trained(ClipNorm(1.0), Adam()).state_dict())
     optimizer = Modular(parameters(), ClipNorm(math.inf), ClipNorm(1.0), Adam())
-    with pytest.raises(ValueError, match="But clip_norm and clip_norm_2 are alike: name the one that is new"):
+    with pytest.raises(
+        ValueError, match="But clip_norm and clip_norm_2 have the same structure: name the one that is new"
+    ):
         optimizer.load_state_dict(saved)
     optimizer.load_state_dict(saved, new=["clip_norm"])
     group = optimizer.param_groups[0]

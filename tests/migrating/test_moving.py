@@ -300,7 +300,7 @@ def test_keys_of_schedulers_and_trainers_and_names_come_along():
     assert to_torch_optim(optimizer, old)["param_groups"][0]["initial_lr"] == 0.5
 
 
-OTHER = r"not one of torch\.optim|torch's optimizer has|which .* does not"
+OTHER = r"not from torch\.optim|torch's optimizer has|which .* does not"
 
 
 @pytest.mark.filterwarnings("ignore:two optimizers act on")
@@ -320,8 +320,8 @@ OTHER = r"not one of torch\.optim|torch's optimizer has|which .* does not"
         (lambda p: optim.AdamW(p, amsgrad=True), AdamW(), r"has amsgrad=True, and Adam\(\) amsgrad=False"),
         (lambda p: optim.AdamW(p, maximize=True), AdamW(), "maximize=True, and Modular maximize=False"),
         (lambda p: optim.Adagrad(p), Adam(), "it lacks amsgrad, betas; has initial_accumulator_value, lr_decay. At"),
-        (lambda p: optim.SGD(p, momentum=0.9), Adam(), "not one of torch.optim.Adam"),
-        (lambda p: optim.RMSprop(p), SGD(), "not one of torch.optim.SGD"),
+        (lambda p: optim.SGD(p, momentum=0.9), Adam(), "not from torch.optim.Adam"),
+        (lambda p: optim.RMSprop(p), SGD(), "not from torch.optim.SGD"),
         (lambda p: optim.AdamW(p), ClipNorm(1), "needs exactly one of Adam, SGD, RMSprop, Muon, Wrap"),
         (lambda p: optim.AdamW(p), [AdamW(), SGD(0.1)], "needs exactly one of"),
         (

@@ -117,7 +117,7 @@ DOUBTS = {
     "alternating": (lambda: changed(0, EVERY % 2 == 0, 8), 0.1, "low", "the norms have two levels: 50% are near"),
     "1e-6": (lambda: changed(0, EVERY % 10 > 0, 1e-6), 0.1, "low", "90% are near 9.987e-07, and 10% near 0.999"),
     "outweighed": (lambda: changed(0, EVERY % 100 == 0, 5e4), 0.1, "low", "so a few large norms outweigh all others"),
-    "alike": (lambda: lognormal(0, 20).repeat_interleave(50), 0.1, "medium", "norms of neighboring steps are alike"),
+    "alike": (lambda: lognormal(0, 20).repeat_interleave(50), 0.1, "medium", "norms of neighboring steps are similar"),
 }
 
 

@@ -172,10 +172,10 @@ def _difference(saved: Sequence[Member], own: Sequence[Member]) -> str:
     )
     if _fit(saved, own):
         return f"{message}They match without new and dropped"
-    message += f"To start with fresh ones where they differ: load_state_dict(state_dict, {call})"
+    message += f"To keep what matches and start the rest fresh: load_state_dict(state_dict, {call})"
     for members, likenesses, left, state in ((own, own_ones, new, "new"), (saved, old_ones, dropped, "gone")):
         for i in left:
             alike = [m.name for m, likeness in zip(members, likenesses, strict=True) if likeness == likenesses[i]]
             if len(alike) > 1:
-                return f"{message}. But {' and '.join(alike)} are alike: name the one that is {state}"
+                return f"{message}. But {' and '.join(alike)} have the same structure: name the one that is {state}"
     return message

@@ -24,7 +24,7 @@ class AdaGC(NormStatistics):
     The usual norm rises by at most ``(1 - beta) · (ratio - 1)`` of itself in a step. This is 0.04 % by default, so the
     norm needs 1,734 steps to double.
 
-    **Guarantees.** Norms of 0 are never stored: the usual norm of a tensor starts as its first norm that is not 0, at
+    **Guarantees.** Norms of 0 are never stored. The usual norm of a tensor starts as its first norm that is not 0, at
     any step. If a gradient is not finite in the warm-up, all updates of this step pass unchanged, and the step is not
     counted. After the warm-up, only the update of the tensor with this gradient passes unchanged.
 

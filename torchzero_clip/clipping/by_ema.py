@@ -32,16 +32,16 @@ class ClipNormByEMA(NormStatistics):
                                                      allowed = max(growth · ‖ema of the step before‖, 1e-6))
         u   ← u / max(1, ‖u‖ / max(‖ema‖, eps))
 
-    The average is one of vectors, not of norms. Updates that change their direction cancel in it and are clipped;
-    updates that keep their direction pass. The current update enters the average before the two are compared. A limit
+    The average is one of vectors, not of norms. Updates that change their direction cancel in it and are clipped.
+    Updates that keep their direction pass. The current update enters the average before the two are compared. A limit
     on the growth of the average keeps one spike from raising the limit of all later steps.
 
-    By default each tensor has its own norm; with ``tensorwise=False`` all tensors of all groups have one joint norm.
+    By default each tensor has its own norm. With ``tensorwise=False`` all tensors of all groups have one joint norm.
 
     **Guarantees.** The average takes updates as they are before the clip. A non-finite gradient does not change the
     average, and its update passes unchanged. The average starts at the first gradient that is not all zero; until then
     updates pass unchanged. Finite and non-zero are decided on the gradients before the first transform, for each
-    tensor, or jointly with ``tensorwise=False``, and alike on all ranks.
+    tensor, or jointly with ``tensorwise=False``, and equally on all ranks.
 
     Args:
         beta: The decay rate of the average, in [0, 1]; a setting of the param groups.
@@ -170,7 +170,7 @@ class NormalizeByEMA(ClipNormByEMA):
 
         u ← u · min(max(‖ema‖, eps) / ‖u‖, 1 / eps)
 
-    The average and its rules are those of `ClipNormByEMA`; here smaller updates are scaled up too. Zeros stay zeros.
+    The average and its rules are those of `ClipNormByEMA`. Here smaller updates are scaled up too. Zeros stay zeros.
     The length of a step does not jump with single gradients, but follows their size over time.
 
     Args:
@@ -224,7 +224,7 @@ class ClipValueByEMA(Elementwise, Composite):
     **Guarantees.** The average takes updates as they are before the clip. A non-finite gradient does not change the
     average of its tensor, and its update passes unchanged. The average starts at the first gradient that is not all
     zero; until then updates pass unchanged. Finite and non-zero are decided on the gradients before the first
-    transform, alike on all ranks. No finite element exceeds its limit, as rounded to the dtype of the update.
+    transform, equally on all ranks. No finite element exceeds its limit, as rounded to the dtype of the update.
 
     Args:
         beta: The decay rate of the average, in [0, 1]; a setting of the param groups.

@@ -19,7 +19,7 @@ class ClipNorm(Scaling):
         u ← u · min(1, max_norm / ‖u‖)
 
     By default each tensor has its own norm. With ``dim="global"`` all tensors of all param groups have one joint norm,
-    as in `torch.nn.utils.clip_grad_norm_`. Placed before an optimizer it clips gradients; placed after one, it clips
+    as in `torch.nn.utils.clip_grad_norm_`. Placed before an optimizer it clips gradients. Placed after one, it clips
     the updates of that optimizer.
 
     **Guarantees.** Updates within the limit are bitwise unchanged, and directions do not change. The norm of a finite

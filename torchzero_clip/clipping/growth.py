@@ -36,7 +36,7 @@ class ClipValueGrowth(Elementwise):
     **Guarantees.** Elements that do not grow faster are bitwise unchanged. A non-finite gradient does not change the
     tracked magnitudes of its tensor, and its update passes unchanged; a tracked inf would be no limit for later
     updates. Tracking starts at the first gradient that is not all zero. Finite and non-zero are decided on the
-    gradients before the first transform, alike on all ranks.
+    gradients before the first transform, equally on all ranks.
 
     Args:
         add: The most that a magnitude may grow by in a step, in units of the update, >= 0; None for no such limit. A
@@ -166,13 +166,13 @@ class ClipNormGrowth(NormStatistics):
         prev    ← the new ‖u‖, but at least prev / max_decay
 
     where ``prev`` is the tracked norm of the step before. A limit of None does not apply. The first update passes
-    unchanged. By default each tensor has its own norm; with ``parameterwise=False`` all tensors of all groups have one
+    unchanged. By default each tensor has its own norm. With ``parameterwise=False`` all tensors of all groups have one
     joint norm.
 
     **Guarantees.** Updates whose norm does not grow faster are bitwise unchanged, and directions do not change. A
     non-finite gradient does not change the tracked norm, and its update passes unchanged; a tracked inf would be no
     limit for later updates. Tracking starts at the first gradient that is not all zero. Finite and non-zero are decided
-    on the gradients before the first transform, alike on all ranks.
+    on the gradients before the first transform, equally on all ranks.
 
     Args:
         add: The most that the norm may grow by in a step, in units of the metric, >= 0; None for no such limit. A

@@ -28,7 +28,7 @@ VALUES = ("norms", "losses")
 
 
 class SkipStep(Gate):
-    """Skips the whole step when the joint norm of the gradients, or the loss, is too large.
+    """Skips the step when the joint norm of the gradients, or the loss, is too large.
 
         skipped if  ‖g‖ > max_norm  or  ‖g‖ > max_ratio · mean  or  ‖g‖ is not finite
         mean ← mean + (1 - beta) · (‖g‖ - mean)          (first mean = ‖g‖; skipped steps do not change it)
@@ -37,7 +37,7 @@ class SkipStep(Gate):
         sigma · their standard deviation, or the loss is not finite
 
     The decision is made before the first transform, for any place of `SkipStep` in the chain. A skipped step changes no
-    parameter and no state of any other transform. A clipped step still follows the direction of a bad gradient; a
+    parameter and no state of any other transform. A clipped step still follows the direction of a bad gradient. A
     skipped step does not.
 
     **The window** stores the norms and losses of steps that were taken, so a spike does not raise the standard
@@ -65,7 +65,7 @@ class SkipStep(Gate):
         TypeError: For a setting of the wrong type.
 
     Each step waits for the device once. The norm covers the gradients of the parameters that `only` and `without`
-    select, before any transform. ``metrics()["skipped_steps"]`` is the number of skipped steps; checkpoints store it.
+    select, before any transform. ``metrics()["skipped_steps"]`` is the number of skipped steps. Checkpoints store it.
 
     Examples:
         >>> import torch

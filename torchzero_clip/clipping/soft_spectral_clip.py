@@ -41,7 +41,7 @@ class SoftSpectralClip(TensorwiseTransform):
 
     Half precision is computed in float32. A tensor that is not finite passes unchanged. A sharded matrix is gathered on
     each rank. It has no state. Each iteration but the first takes three products of small Gram matrices. Two more
-    products take the whole matrix.
+    products take the complete matrix.
 
     Examples:
         >>> import torch

@@ -290,7 +290,7 @@ class Gate(NeverApplied):
     def refuses(self, norm: Tensor, step: Step) -> Tensor:
         """Return a 0-d boolean tensor: True to skip the step. This method must not change anything.
 
-        All processes have to decide alike, so the result may depend only on ``norm``, ``step.loss``, the settings and
+        All processes have to decide equally, so the result may depend only on ``norm``, ``step.loss``, the settings and
         ``step.global_state``, which are equal on all of them.
 
         Args:

@@ -66,8 +66,8 @@ def settings_from(old: Group, optimizer: Modular, name: str, known: Sequence[Nam
     if lacks or has:
         found = [f"{verb} {', '.join(sorted(keys))}" for verb, keys in (("lacks", lacks), ("has", has)) if keys]
         raise ValueError(
-            f"the checkpoint is not one of torch.optim.{type(template).__name__}, which {transform!r} stands for: it "
-            f"{'; '.join(found)}. At the end of the chain Wrap(torch.optim.X) takes those of any optimizer X"
+            f"the chain ends with {transform!r}, and the checkpoint is not from torch.optim.{type(template).__name__}: "
+            f"it {'; '.join(found)}. At the end of the chain, Wrap(torch.optim.X) takes checkpoints of any optimizer X"
         )
     _check_same("maximize", old.get("maximize", False), optimizer, transform)
     result: Group = {}
@@ -164,8 +164,8 @@ def _decay_to(group: Group, new: Group, optimizer: Modular, name: str, known: Se
     if len(used) > 1 or used[0] in elsewhere or partial:
         raise ValueError(
             f"torch's optimizer cannot decay weights as this chain does: {optimizer.chain!r}. In torch all "
-            "parameters of a group decay alike: WeightDecay before the optimizer is torch.optim.Adam's, after it "
-            "torch.optim.AdamW's"
+            "parameters of a group have the same decay: WeightDecay before the optimizer is torch.optim.Adam's, after "
+            "it torch.optim.AdamW's"
         )
     return values[used[0]]
 

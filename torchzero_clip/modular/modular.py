@@ -93,7 +93,7 @@ class Modular(Explained, Optimizer):
         nonfinite: What happens if a gradient has an inf or a NaN: "propagate" passes it on, "skip" skips the step and
             counts it, "raise" raises a RuntimeError that names the parameters. The last two leave parameters and all
             state unchanged, and `bad_gradients` then has the names. They wait for the device once a step, and decide
-            alike on all ranks of a mesh and of the ``process_group``.
+            equally on all ranks of a mesh and of the ``process_group``.
         max_consecutive_skips: Raise if more steps than this in a row were skipped; None for any number.
         fast: Combine transforms into few passes over memory. Pass False to check a result: each transform is then
             applied in its turn by the method that its author wrote, and ``fused=True`` has an effect only in a `Wrap`.
@@ -290,7 +290,7 @@ class Modular(Explained, Optimizer):
         return key in self._schedules
 
     def metrics(self) -> dict[str, Tensor]:
-        """Return what the transforms measured, as 0-d tensors on the device; reading a value waits for the device.
+        """Return what the transforms measured, as 0-d tensors on the device. Reading a value waits for the device.
 
         The metrics are those of the last step that was taken. A step that was skipped, or in which no parameter of any
         process had a gradient, does not change them.
@@ -438,7 +438,7 @@ class Modular(Explained, Optimizer):
     def report_loss(self, loss: Tensor | float) -> None:
         """Tell the loss of this step, for transforms that judge it, such as `SkipStep` with ``sigma``.
 
-        Call it once for each part of a batch whose gradients are accumulated: the loss of the step is their mean. With
+        Call it once for each part of a batch whose gradients are accumulated. The loss of the step is their mean. With
         several processes, each may report its own loss or none. Every `step` forgets what was reported. A closure that
         returns a loss needs no report.
 

@@ -19,7 +19,7 @@ from torchzero_clip.types import Schedule, Setting, State, Target
 
 
 class SGD(UpdateRule):
-    """Accumulates momentum, as `torch.optim.SGD` does; without momentum updates pass unchanged.
+    """Accumulates momentum, as `torch.optim.SGD` does. Without momentum updates pass unchanged.
 
         b ← momentum · b + (1 - dampening) · u      (b ← u in the first step)
         u ← b                                       (u + momentum · b with Nesterov)

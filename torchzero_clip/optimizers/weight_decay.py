@@ -19,7 +19,7 @@ class WeightDecay(Transform):
         u ← u + weight_decay · p
 
     Its place decides which kind it is. Before an optimizer it is L2 regularization (the ``weight_decay`` of
-    `torch.optim.Adam` and `SGD`); after one it is decoupled weight decay (that of `torch.optim.AdamW`). The learning
+    `torch.optim.Adam` and `SGD`). After one it is decoupled weight decay (that of `torch.optim.AdamW`). The learning
     rate scales both.
 
     Args:

@@ -29,7 +29,7 @@ class Wrap(FinalRule):
     It ends the chain: for its parameters only the chain's `LR` may follow. Numbers among the arguments (``betas``,
     ``weight_decay``) become settings of the param groups. The learning rate is that of the groups. Checkpoints have the
     state of the optimizer under ``"wrap/<key>"``. `Adam`, `SGD`, `RMSprop` and `Muon` are transforms, which can stand
-    anywhere and are part of compiled steps; ``Wrap`` is for all other optimizers.
+    anywhere and are part of compiled steps. ``Wrap`` is for all other optimizers.
 
     Args:
         optimizer_class: A subclass of `torch.optim.Optimizer` that steps on dense gradients without a closure.

@@ -92,7 +92,7 @@ class Series:
             yield f"only {above} of the usual norms {'is' if above == 1 else 'are'} above the limit", False
         elif self.independent * share_clipped < FEW / 2:
             few = f"{len(self.usual):,} norms tell as much as about {self.independent:,.0f} independent ones"
-            yield f"norms of neighboring steps are alike, so {few}", False
+            yield f"norms of neighboring steps are similar, so {few}", False
 
     def _doubts_of_norms(self, limit: float) -> Iterator[Doubt]:
         kept, every = self.norms[self.start :], len(self.norms) + self.zeros + self.bad
