@@ -109,6 +109,15 @@ def loop(model, inputs, batch_dim=0, losses=losses_of):
     return {name: torch.stack(column) for name, column in zip(params, zip(*rows, strict=True), strict=True)}
 
 
+def norms_in_batch(model, *inputs, losses=losses_of):
+    """The norms of the gradients of each loss alone, in the batch."""
+    model = copy.deepcopy(model)
+    params = [p for p in model.parameters() if p.requires_grad]
+    each = losses(model(*inputs))
+    rows = [torch.autograd.grad(loss, params, retain_graph=True, materialize_grads=True) for loss in each]
+    return torch.stack([torch.stack([grad.norm() for grad in row]).norm() for row in rows])
+
+
 def norms_of(grads):
     return {name: g.reshape(len(g), -1).norm(dim=1) for name, g in grads.items()}
 

@@ -101,15 +101,11 @@ def turned(m, x):
     return m.head(torch.tanh(m.first(x.transpose(0, 1)))).transpose(0, 1)
 
 
-def queried(m, x):
-    keys = m.keys(x)
-    return torch.softmax(m.queries(m.table) @ keys.transpose(1, 2), -1) @ keys
-
-
+TOLD_APART = {
+    "positions": lambda: Layer(shifted, table=nn.Embedding(9, 3), head=nn.Linear(3, 2)),
+    "another order": lambda: Layer(turned, first=nn.Linear(3, 3), head=nn.Linear(3, 2)),
+}
 AS_MANY_AS_SAMPLES = {
-    "table": lambda: Layer(shifted, table=nn.Embedding(9, 3), head=nn.Linear(3, 2)),
-    "first": lambda: Layer(turned, first=nn.Linear(3, 3), head=nn.Linear(3, 2)),
-    "queries": lambda: Layer(queried, table=torch.randn(4, 3).double(), queries=nn.Linear(3, 3), keys=nn.Linear(3, 3)),
     "": lambda: Layer(lambda m, x: x + m.gate * m.table, gate=weight(3, value=1.0), table=torch.randn(4, 3).double()),
     " ": lambda: Layer(lambda m, x: x + m.gate * m.table, gate=weight(3, value=0.0), table=torch.randn(4, 3).double()),
 }

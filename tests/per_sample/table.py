@@ -412,6 +412,6 @@ TABLE = {
     "dlrm": Entry(dlrm, clicks, sample=one_click),
     "weight norm": Entry(partial(normed, parametrizations.weight_norm), lambda: (normal(3, 5, 5),)),
     "spectral norm": Entry(partial(normed, parametrizations.spectral_norm), lambda: (normal(3, 5, 5),)),
-    "video": Entry(video, lambda: (normal(5, 3, 6, 6),), whole=(Frames,)),
+    "video": Entry(video, lambda: (normal(5, 3, 6, 6),)),
     **ADAPTERS,
 }

@@ -18,6 +18,7 @@ from per_sample.harness import (
     loop,
     losses_of,
     norms_by_loop,
+    norms_in_batch,
     norms_of,
     total_of,
     with_low_memory,
@@ -305,14 +306,18 @@ def test_a_packed_sequence_may_be_the_input_of_the_model(lengths, form):
         assert_close(norms, torch.stack(rows))
 
 
-def test_selected_rows_that_are_packed_are_refused():
+def test_selected_rows_may_be_packed():
     def forward(m, x, mask):
-        return pad_packed_sequence(m.rnn(pack_padded_sequence(x[mask], LENGTHS, True, False))[0], True)[0]
+        packed = pack_padded_sequence(x[mask], LENGTHS[: int(mask.sum())], True, False)
+        rows = pad_packed_sequence(m.rnn(packed)[0], True)[0].sum(1)
+        return torch.zeros(len(x), H, dtype=x.dtype).index_add(0, mask.nonzero()[:, 0], rows)
 
-    model, mask = Net(forward, rnn=nn.GRU(W, H, batch_first=True)), torch.zeros(B, 2, dtype=torch.bool)
+    model, mask = Net(forward, rnn=nn.GRU(W, H, batch_first=True)).double(), torch.zeros(B, 2, dtype=torch.bool)
     mask[:2] = True
-    with clip(model, verify="never"), pytest.raises(ValueError, match=r"'rnn' \(GRU\) got a PackedSequence of rows"):
-        model(torch.randn(B, 2, T, W), mask)
+    x = torch.randn(B, 2, T, W, dtype=torch.float64)
+    with clip(model, verify="never") as clipper:
+        norms = clipper.backward(losses_of(model(x, mask))).norms
+    assert_close(norms, norms_in_batch(model, x, mask))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,6 +10,7 @@ from per_sample.mixers import (
     MIXERS,
     NAMED,
     RIGHT,
+    TOLD_APART,
     Layer,
     Scale,
     Shift,
@@ -91,6 +92,11 @@ def test_a_loss_that_mixes_samples_is_named():
         check_per_sample(nn.Linear(3, 2), torch.randn(4, 3), lambda m, x: centered(m, m(x)).square().sum(1).squeeze())
     with pytest.raises(ValueError, match="or the loss of a sample depends on others"):
         check_per_sample(nn.Linear(3, 2), pairs, lambda model, batch: contrastive(model, batch).mean())
+
+
+@pytest.mark.parametrize("name", TOLD_APART)
+def test_positions_are_not_taken_for_samples(name):
+    check_per_sample(TOLD_APART[name](), torch.randn(4, 4, 3), squares)
 
 
 @pytest.mark.parametrize("name", AS_MANY_AS_SAMPLES)

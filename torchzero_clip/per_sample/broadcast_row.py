@@ -160,12 +160,13 @@ def _with_copies(func: Any, args: Any, kwargs: Any, rows: list[BroadcastRow], ot
         return NotImplemented
     ndim = max((x.ndim for x in others), default=0)
     if ndim and kind in ARITHMETIC:
-        of_batch = all(x.ndim == 0 or (x.ndim == ndim > dim and x.shape[dim] == count) for x in others)
-        if not of_batch or not all(row.fits(ndim, dim) for row in rows):
+        batch = [x for x in others if x.ndim]
+        if not all(x.ndim == ndim > dim and x.shape[dim] == count for x in batch) or not all(
+            row.fits(ndim, dim) for row in rows
+        ):
             return NotImplemented
-        for x in others:
-            if x.ndim:
-                layer.check_rows(x, dim)
+        for x in batch:
+            layer.check_rows(x, dim)
         layer.note("arithmetic", ndim)
         return call(*(row.aligned(ndim, dim) for row in rows))
     if any(x.requires_grad or _is_of_batch(x, dim, count) for x in others) or "out" in kwargs:

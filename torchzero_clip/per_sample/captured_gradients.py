@@ -2,24 +2,62 @@
 
 import functools
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from torchzero_clip.checks import instance
 from torchzero_clip.compat import current_graph_task_id
 from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory, Tied
 from torchzero_clip.per_sample.products import Products
+from torchzero_clip.per_sample.provenance import Provenance
+from torchzero_clip.per_sample.row_products import RowProducts
 from torchzero_clip.per_sample.sparse_rows import SparseRows
+
+
+class GivenRows(NamedTuple):
+    """What the user says of rows: the sample of each, by the number of rows; and the number of samples."""
+
+    of: Mapping[int, Tensor]
+    batch_size: int
+
+    @classmethod
+    def checked(cls, samples: Sequence[Tensor], batch_size: int) -> "GivenRows":
+        """What was given for each number of rows: see `PerSampleGradientClipper.rows`."""
+        instance("batch_size", batch_size, int)
+        of: dict[int, Tensor] = {}
+        for rows in samples:
+            instance("samples", rows, Tensor)
+            if rows.is_floating_point() or rows.dtype == torch.bool:
+                raise TypeError(f"samples must hold integers, got {rows.dtype}")
+            if rows.ndim != 1 or not bool(((rows >= 0) & (rows < batch_size)).all()):
+                raise ValueError(f"samples must be vectors of numbers from 0 to {batch_size - 1}, got {rows}")
+            if not torch.equal(rows, of.setdefault(len(rows), rows)):
+                raise ValueError(f"samples has two vectors of {len(rows)} rows: pad one of the tensors")
+            if len(rows) == batch_size and not torch.equal(rows, torch.arange(batch_size, device=rows.device)):
+                raise ValueError(
+                    f"samples has as many rows as there are samples, {batch_size}, in another order, so that rows and "
+                    "samples cannot be told apart: sort the rows by sample, or add a row"
+                )
+        return cls(of, batch_size)
 
 
 class Forward:
     """A forward of the model with these tensors among its arguments, or of layers that are called by themselves: None.
 
-    Without ``captured``, its layers run as they do without a clipper.
+    Without ``captured``, its layers run as they do without a clipper. ``given`` says which sample each row belongs to.
     """
 
-    def __init__(self, inputs: Sequence[Tensor] | None = None, dim: int = 0, *, captured: bool = True) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[Tensor] | None = None,
+        dim: int = 0,
+        *,
+        captured: bool = True,
+        given: GivenRows | None = None,
+    ) -> None:
         self.captured = captured
         self.direct = inputs is None
         found = [x for x in inputs or () if x.ndim]
@@ -29,12 +67,23 @@ class Forward:
             sizes = others  # the rest is one row for all samples
         self.batch_size = sizes.pop() if len(sizes) == 1 else None
         """The size of all inputs in the batch dimension; None if they differ."""
+        if given is not None:
+            self.batch_size = given.batch_size
+        self.provenance: Provenance | None = None
+        """The samples of tensors; None if the number of samples is not known."""
+        if self.batch_size and captured and not self.direct:
+            of = {} if given is None else given.of
+            self.provenance = Provenance(self.batch_size, dim, found, of)
         self.tells_size = self.direct or bool(found)
-        self._only_input = weakref.ref(found[0]) if len(found) == 1 else None
+        self._arguments = [weakref.ref(x) for x in found]
+
+    def is_argument(self, tensor: Tensor) -> bool:
+        """True if this tensor is an argument of the model."""
+        return any(argument() is tensor for argument in self._arguments)
 
     def is_only_input(self, tensor: Tensor) -> bool:
         """True if this tensor is the only input of the model, which must be the batch then."""
-        known = None if self._only_input is None else self._only_input()
+        known = self._arguments[0]() if len(self._arguments) == 1 else None
         return known is not None and (tensor is known or tensor._base is known)
 
 
@@ -120,8 +169,8 @@ class CapturedGradients:
 
 def merged(parts: Sequence[Contribution]) -> Contribution:
     """Merge the uses of one parameter: those of one kind are joined, and different kinds are combined in `Tied`."""
-    joined = [found for kind in (Products, SparseRows, Dense) for found in _joined(kind, parts)]
-    joined += [part for part in parts if type(part) not in (Products, SparseRows, Dense)]
+    joined = [found for kind in (Products, SparseRows, RowProducts, Dense) for found in _joined(kind, parts)]
+    joined += [part for part in parts if type(part) not in (Products, SparseRows, RowProducts, Dense)]
     match joined:
         case [part]:
             return part

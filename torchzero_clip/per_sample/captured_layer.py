@@ -14,6 +14,8 @@ from typing_extensions import override
 from torchzero_clip.compat import get_interpreter_stack, never_compiled
 from torchzero_clip.per_sample.broadcast_row import BroadcastRow, is_row, row_of
 from torchzero_clip.per_sample.contributions import Contribution, Dense
+from torchzero_clip.per_sample.labels import Labels
+from torchzero_clip.per_sample.row_products import regrouped
 from torchzero_clip.per_sample.rules.whole import whole_line, written
 from torchzero_clip.per_sample.sharding import stands_for
 from torchzero_clip.per_sample.squared_norms import wide
@@ -49,6 +51,8 @@ class Samples(NamedTuple):
     tensor: Tensor
     dim: int
     kept: bool | None = None
+    rows: Tensor | None = None
+    """The sample of each entry of the first dimensions, if the samples are in no dimension of their own."""
 
 
 class CapturedLayer:
@@ -101,38 +105,84 @@ class CapturedLayer:
         return next((x.shape[dim] for x in values if isinstance(x, Tensor) and x.ndim > dim), None)
 
     def samples(self, input: Tensor, leading: int) -> Samples:
-        """Find the samples in an input that has ``leading`` dimensions before those of a single position."""
+        """Find the samples in an input that has ``leading`` dimensions before those of a single position.
+
+        Raises:
+            ValueError: If it is not known which sample each row belongs to.
+        """
         if leading == 0:
             raise ValueError(f"the input of {self} has no batch dimension: per-sample gradients need one{self.way_out}")
         dim = 0 if leading == 1 else self.engine.batch_dim
-        count = self.engine.forward.batch_size
+        forward = self.engine.forward
+        count = forward.batch_size
         if isinstance(input, BroadcastRow) and is_row(input):
             found = Samples(*input.samples(dim))
-        elif input.shape[dim] == 1 and count is not None and count != 1:
-            found = Samples(input.expand(*input.shape[:dim], count, *input.shape[dim + 1 :]), dim, True)
-        else:
-            self.check_rows(input, dim)
+        elif forward.provenance is None:
             found = Samples(input, dim)
-        self.engine.mixing.note((self.name, found.dim, found.kept))
+        else:
+            labels = forward.provenance.of(input)
+            if labels is None and input.shape[dim] == 1 != count:
+                found = Samples(input.expand(*input.shape[:dim], count, *input.shape[dim + 1 :]), dim, True)
+            else:
+                found = self._found(input, labels, leading, dim)
+        rows = found.rows is not None and found.rows.ndim
+        self.engine.mixing.note((self.name, found.dim, found.kept, rows))
         return found
 
-    def check_rows(self, input: Tensor, dim: int) -> None:
-        """Raise a ValueError if an input has rows that values have selected where the layer expects the samples."""
-        selected, count = self.engine.selected, self.engine.forward.batch_size
-        if selected is not None and selected.has(input) and input.shape[dim] == (count or input.shape[dim]):
+    def _found(self, input: Tensor, labels: Labels, leading: int, dim: int) -> Samples:
+        count: int = self.engine.forward.batch_size
+        if labels is None and is_same(input, dim, count):
+            return Samples(input, dim)
+        if isinstance(labels, int) and 0 <= labels < leading:
+            return Samples(input, labels)
+        if isinstance(labels, Tensor):
+            if count == 1 == input.shape[dim]:
+                return Samples(input, dim)
+            depth = max((i + 1 for i, size in enumerate(labels.shape) if size != 1), default=1)
+            if depth <= leading and bool((labels >= 0).all()):
+                rows = labels.reshape(labels.shape[:depth]).expand(input.shape[:depth])
+                return Samples(input, 0, rows=rows.reshape(rows.shape))
+        raise self.unknown_rows()
+
+    def rows_along(self, input: Tensor, dim: int) -> Tensor | None:
+        """The sample of each entry along a dimension; None if these are the samples in order, or as many as there are.
+
+        Raises:
+            ValueError: If it is not known which sample each entry belongs to.
+        """
+        provenance = self.engine.forward.provenance
+        if provenance is None:
+            return None
+        labels = provenance.of(input)
+        if labels is None and is_same(input, dim, provenance.count):
+            return None
+        if isinstance(labels, int) and labels == dim:
+            return None
+        if not isinstance(labels, Tensor) or labels.shape[dim] != labels.numel() or bool((labels < 0).any()):
+            raise self.unknown_rows()
+        return labels.flatten().expand(input.shape[dim])
+
+    def unknown_rows(self) -> ValueError:
+        """The error for rows of which it is not known which samples they belong to."""
+        return ValueError(
+            f"{self} got rows whose samples are not known. Say which sample each row belongs to, with "
+            f"`with clipper.rows(sample_of_row, batch_size=B):` around the forward{self.way_out}"
+        )
+
+    def check_rows(self, input: Tensor, dim: int | None) -> None:
+        """Raise a ValueError if the samples of an input are not in this dimension, in order."""
+        labels = self.labels(input)
+        plain = labels is None or (isinstance(labels, int) and labels == dim)
+        if not plain and self.engine.forward.batch_size != 1:
             raise ValueError(
-                f"{self} got rows that values have selected, as in x[mask]. There are as many rows as samples, but row "
-                "i does not belong to sample i, so per-sample gradients would be wrong. Run the layer on all positions "
-                f"and select from its output: layer(x)[mask]{self.way_out}"
+                f"{self} got rows of several samples, and runs sample by sample: run it on all positions and select "
+                f"from its output: layer(x)[mask]{self.way_out}"
             )
 
-    def check_packed(self, data: Tensor) -> None:
-        """Raise a ValueError if a packed sequence is made of rows that values have selected."""
-        if self.engine.selected is not None and self.engine.selected.has(data):
-            raise ValueError(
-                f"{self} got a PackedSequence of rows that values have selected, as in x[mask]: pack all samples, and "
-                f"select from the output{self.way_out}"
-            )
+    def labels(self, input: Tensor) -> Labels:
+        """The samples of an input, None if it does not depend on them or if their number is not known."""
+        provenance = self.engine.forward.provenance
+        return None if provenance is None else provenance.of(input)
 
     def watch_params(
         self,
@@ -147,10 +197,11 @@ class CapturedLayer:
         ``weight`` returns its contribution, from the input and the gradient of the output; ``bias`` its gradients for
         each sample. Both get tensors with the samples first, in one dtype, which is float32 or wider.
         """
-        dim = samples.dim  # the graph holds this function, which must not hold the input
+        dim, depth = samples.dim, 1 if samples.rows is None else samples.rows.ndim
 
+        # the graph holds this function, which must not hold the input
         def contribute(*tensors: Tensor) -> list[Contribution]:
-            grad, *inputs = (x.movedim(dim, 0) for x in wide(*tensors))
+            grad, *inputs = (x.movedim(dim, 0) if depth == 1 else x.flatten(0, depth - 1) for x in wide(*tensors))
             found = [weight(x, grad) for x in inputs]
             return [*found, Dense(self.params["bias"], bias(grad))] if "bias" in self.params else found
 
@@ -169,11 +220,23 @@ class CapturedLayer:
         """
         before = output if output.requires_grad else None
         anchor = self.engine.anchor
+        rows = None if samples is None else samples.rows
+        if rows is not None:
+            contribute = _regrouping(contribute, rows.flatten(), self.engine.forward.batch_size)
         watched: Any = _Watched.apply(anchor, before, [output.detach()], inputs, self, contribute)
+        if rows is not None:
+            self.mark(watched, rows.view(*rows.shape, *[1] * (watched.ndim - rows.ndim)))
+        else:
+            self.mark(watched, 0 if samples is None else samples.dim)
         if samples is None or samples.kept is None:
             return watched
         each = watched.movedim(samples.dim, 0)
         return row_of(self, each.unsqueeze(samples.dim + 1) if samples.kept else each)
+
+    def mark(self, output: Tensor, labels: Labels) -> None:
+        """Note the samples of an output."""
+        if self.engine.forward.provenance is not None:
+            self.engine.forward.provenance.note(output, labels)
 
     def refuse_row(self) -> None:
         """Raise for a gradient that is summed over samples."""
@@ -206,7 +269,7 @@ class CapturedForward:
             raise ValueError(f"{layer} got a nested tensor: pad it, with x.to_padded_tensor(0.0), and mask the loss")
         around, engine.running = engine.running, layer
         try:
-            with nullcontext() if layer.rule.runs_layers or engine.selected is None else engine.selected.paused():
+            with nullcontext() if layer.rule.runs_layers or engine.following is None else engine.following.paused():
                 output = layer.rule.run(layer, *args, **kwargs)
             if type(output) is Tensor:
                 engine.outputs.append(weakref.ref(output))
@@ -222,6 +285,19 @@ class CapturedForward:
 
 def _class_forward(module: nn.Module) -> Callable[..., Any]:
     return MethodType(type(module).forward, module)
+
+
+def is_same(tensor: Tensor, dim: int, count: int) -> bool:
+    """True for equal values for each of the samples in a dimension, which no operation has recorded."""
+    if tensor.grad_fn is not None or tensor.ndim < 2 or tensor.ndim <= dim or tensor.shape[dim] != count:
+        return False
+    return tensor.stride(dim) == 0 or bool((tensor == tensor.narrow(dim, 0, 1)).all())
+
+
+def _regrouping(
+    contribute: Callable[..., Sequence[Contribution]], rows: Tensor, count: int
+) -> Callable[..., Sequence[Contribution]]:
+    return lambda *tensors: [regrouped(part, rows, count) for part in contribute(*tensors)]
 
 
 class _Watched(torch.autograd.Function):

@@ -233,6 +233,38 @@ class PerSampleGradientClipper:
         """Drop the gradients of the last backward without clipping them."""
         self._engine.discard()
 
+    def rows(self, *samples: Tensor, batch_size: int) -> AbstractContextManager[None]:
+        """Return a context in which forwards of the module get rows of several samples, such as the nodes of graphs.
+
+        Rows of samples in order, such as those of ``x.flatten(0, 1)`` in the module, are followed without it. Blocks
+        may not be nested. The backward may run after the block.
+
+        Args:
+            *samples: The sample that each row belongs to: a vector of integers for each number of rows. It counts for
+                arguments of the forward, and for tensors without a graph whose samples are not known otherwise.
+            batch_size: The number of samples.
+
+        Raises:
+            ValueError: If a vector has other values than 0 to ``batch_size`` - 1, or two vectors of one length differ.
+                Also if there are as many rows as samples, in another order: other arguments may have samples.
+            TypeError: If ``samples`` are not tensors of integers, or ``batch_size`` is not an integer.
+            RuntimeError: If a block of this kind is open.
+
+        Examples:
+            >>> import torch
+            >>> from torch import nn
+            >>> from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
+            >>> model = nn.Linear(1, 1, bias=False)
+            >>> clipper = PerSampleGradientClipper(model, ConstantFlatClipper(1.0))
+            >>> graph_of_node = torch.tensor([0, 0, 1])
+            >>> with clipper.rows(graph_of_node, batch_size=2):
+            ...     outputs = model(torch.tensor([[1.0], [2.0], [4.0]]))
+            >>> losses = torch.zeros(2).index_add(0, graph_of_node, outputs.squeeze(1))
+            >>> clipper.backward(losses).norms
+            tensor([3., 4.])
+        """
+        return self._engine.rows(samples, batch_size)
+
     def paused(self) -> AbstractContextManager[None]:
         """Return a context in which the module runs as if there were no clipper.
 

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Any
@@ -17,14 +17,14 @@ from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.compat import current_graph_task_id
 from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.per_sample.attachment import Attachment
-from torchzero_clip.per_sample.captured_gradients import CapturedGradients, Forward, in_backward
+from torchzero_clip.per_sample.captured_gradients import CapturedGradients, Forward, GivenRows, in_backward
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, trainable
 from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory
+from torchzero_clip.per_sample.following import Following
 from torchzero_clip.per_sample.hooks import accumulate
 from torchzero_clip.per_sample.mixing import MixingCheck, Verify
 from torchzero_clip.per_sample.processes import Processes
 from torchzero_clip.per_sample.rules.whole import Whole, whole_line
-from torchzero_clip.per_sample.selected_rows import SelectedRows
 from torchzero_clip.per_sample.sharding import group_of_shards, reshard
 from torchzero_clip.per_sample.unclipped import refuse_steps
 
@@ -86,7 +86,9 @@ class Engine:
         self.running: CapturedLayer | None = None
         """The layer that runs, the innermost one."""
         self.forward = Forward()
-        self.selected: SelectedRows | None = None
+        self.given: GivenRows | None = None
+        """What the user says of rows, in a block of `rows`."""
+        self.following: Following | None = None
         """Follows the forward of the model while it runs."""
         self.outputs: list[weakref.ref[Tensor]] = []
         """What layers and the model have returned."""
@@ -136,6 +138,18 @@ class Engine:
         finally:
             self.pauses -= 1
 
+    @contextmanager
+    def rows(self, samples: Sequence[Tensor], batch_size: int) -> Generator[None]:
+        """A block in which the user says which sample each row of the arguments of forwards belongs to."""
+        given = GivenRows.checked(samples, batch_size)
+        if self.given is not None:
+            raise RuntimeError("a block of rows() is open: give all vectors to one call")
+        self.given = given
+        try:
+            yield
+        finally:
+            self.given = None
+
     def release_with(self, owner: object) -> None:
         """Restore the model when the owner is deleted before the model."""
         weakref.finalize(owner, _release, weakref.ref(self)).atexit = False
@@ -169,7 +183,11 @@ class Engine:
 
     def forward_began(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The hook of the model before its forward."""
-        if self.inside or self.pauses or in_backward() or not torch.is_grad_enabled():
+        if self.inside or self.pauses or not torch.is_grad_enabled():
+            return
+        if in_backward():  # a checkpoint of the model
+            if self.forward.provenance is not None:
+                self._follow(Following(self.forward.provenance))
             return
         around = DistributedDataParallel._active_ddp_module
         if self.enabled and around is not None and (around.module is not model or self.processes.group is None):
@@ -178,17 +196,22 @@ class Engine:
                 "whole DistributedDataParallel model instead"
             )
         leaves = pytree.tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PackedSequence))
+        packed = [x for x in leaves if isinstance(x, PackedSequence)]
         leaves = [_first_time(x, self.batch_dim) if isinstance(x, PackedSequence) else x for x in leaves]
         inputs = [x for x in leaves if isinstance(x, Tensor)]
         before = self.attachment.captures_model
-        self._begin(Forward(inputs, self.batch_dim, captured=self.enabled))
+        self._begin(Forward(inputs, self.batch_dim, captured=self.enabled, given=self.given))
         if self.attachment.captures_model and not before:
             raise RuntimeError(
                 "the module itself got parameters that train, after its forward had been called: call it once more"
             )
         self.phase = Phase.FORWARD
-        if not self.attachment.has_fast_path():
-            self._follow(SelectedRows(self.forward.batch_size, self.batch_dim))
+        if self.attachment.has_fast_path():
+            self.forward.provenance = None
+        if (provenance := self.forward.provenance) is not None:
+            for x in packed:
+                provenance.note_packed(x)
+            self._follow(Following(provenance))
 
     def forward_ended(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """The hook of the model after its forward."""
@@ -199,12 +222,12 @@ class Engine:
             self.phase = Phase.IDLE
             self.outputs += [weakref.ref(x) for x in pytree.tree_leaves(output) if type(x) is Tensor]
 
-    def _follow(self, selected: SelectedRows | None) -> None:
-        if self.selected is not None:  # else, or if this is the next forward, an interrupt has ended the last one
-            self.selected.__exit__(None, None, None)
-        self.selected = selected
-        if selected is not None:
-            selected.__enter__()
+    def _follow(self, following: Following | None) -> None:
+        if self.following is not None:  # else, or if this is the next forward, an interrupt has ended the last one
+            self.following.__exit__(None, None, None)
+        self.following = following
+        if following is not None:
+            following.__enter__()
 
     def enter(self, layer: CapturedLayer) -> None:
         """A layer runs."""

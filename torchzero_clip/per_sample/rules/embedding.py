@@ -12,8 +12,6 @@ from torchzero_clip.per_sample.contributions import Contribution
 from torchzero_clip.per_sample.sparse_rows import SparseRows
 from torchzero_clip.per_sample.squared_norms import wide
 
-SHARED = "shared"  # a key of `CapturedLayer.known`: indices in one dimension are those of all samples
-
 
 class EmbeddingRule(Rule):
     """Weight: the gradient of a sample has the rows that the sample uses, except `padding_idx`."""
@@ -25,16 +23,16 @@ class EmbeddingRule(Rule):
     @override
     def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
-        found = _positions(layer, input) or layer.samples(input, input.ndim)
-        dim, padding = found.dim, module.padding_idx
         if _relative(input):
             raise ValueError(
                 f"the indices of {layer} are the same along every diagonal of a square: distances between positions, "
                 f"it seems, which all samples share. Expand them to the batch, or freeze the weight{layer.way_out}"
             )
+        found = _positions(layer, input) or layer.samples(input, input.ndim)
+        dim, padding, depth = found.dim, module.padding_idx, 1 if found.rows is None else found.rows.ndim
 
         def contribute(grad: Tensor, source: Tensor) -> list[Contribution]:
-            index, grad = source.movedim(dim, 0), grad.movedim(dim, 0)
+            index, grad = (x.movedim(dim, 0) if depth == 1 else x.flatten(0, depth - 1) for x in (source, grad))
             samples = torch.arange(len(index), device=index.device).repeat_interleave(index[:1].numel())
             return [_rows(layer, len(index), samples, index.reshape(-1), grad.reshape(-1, grad.shape[-1]), padding)]
 
@@ -62,8 +60,7 @@ class EmbeddingBagRule(Rule):
     ) -> Tensor:
         module: Any = layer.module
         mode, padding = module.mode, module.padding_idx
-        if offsets is None:
-            layer.check_rows(input, 0)
+        found = layer.samples(input, 1) if offsets is None else None
         samples = _bags(input, offsets, include_last=module.include_last_offset)
         scale = torch.ones_like(samples) if padding is None else (input.reshape(-1) != padding).int()
         if per_sample_weights is not None:
@@ -85,22 +82,25 @@ class EmbeddingBagRule(Rule):
             include_last_offset=module.include_last_offset,
             padding_idx=padding,
         )
-        return layer.watch(output, [input, samples, scale], contribute)
+        return layer.watch(output, [input, samples, scale], contribute, found)
 
 
 def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
     """Indices in one dimension that all samples share; None if they are samples.
 
-    They are shared if there is another number of them than samples, or if they are 0, 1, 2, ... and not the only input
-    of the model. A layer that got such indices once always does.
+    They are shared if they do not depend on the samples, or are an argument 0, 1, 2, ... beside others.
     """
     forward, dim = layer.engine.forward, layer.engine.batch_dim
-    count = forward.batch_size
+    count, provenance = forward.batch_size, forward.provenance
     if input.ndim != 1 or len(input) < 2 or count is None or forward.is_only_input(input):
         return None
-    if len(input) != count:
-        layer.known[SHARED] = True
-    if SHARED not in layer.known and not torch.equal(input, torch.arange(len(input)).to(input)):
+    if provenance is None:
+        shared = not count
+    elif forward.is_argument(input):
+        shared = torch.equal(input, torch.arange(len(input)).to(input))
+    else:  # as many equal indices as samples may be either
+        shared = provenance.of(input) is None and (len(input) != count or bool((input != input[0]).any()))
+    if not shared:
         return None
     layer.note("positions", dim)
     return Samples(input.expand(count, -1).movedim(0, dim), dim, kept=False)

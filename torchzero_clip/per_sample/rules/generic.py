@@ -19,7 +19,7 @@ from torchzero_clip.compat import fully_sharded, get_unwrapped, is_batchedtensor
 from torchzero_clip.functional.shards import local
 from torchzero_clip.per_sample.broadcast_row import ARITHMETIC, HOOKS, is_row, row_of
 from torchzero_clip.per_sample.captured_gradients import in_backward
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, is_same
 from torchzero_clip.per_sample.contributions import Dense
 from torchzero_clip.per_sample.rules.state import State
 from torchzero_clip.per_sample.squared_norms import wide
@@ -63,9 +63,11 @@ class GenericRule(Rule):
         for i, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
             if is_row(leaf):  # with a dimension, it is such as a first state for all, expanded to the batch
                 inputs[i] = leaf._each if dim is None else leaf._each.diagonal(0, 0, dim + 1).movedim(-1, 0)
-            elif dim is not None:
-                layer.check_rows(leaf, dim)
-                inputs[i] = leaf.movedim(dim, 0)
+            elif isinstance(leaf, Tensor):
+                if dim is not None or isinstance(layer.labels(leaf), Tensor):
+                    layer.check_rows(leaf, dim)
+                if dim is not None:
+                    inputs[i] = leaf.movedim(dim, 0)
         count = _batch_size(layer, leaves, {len(x) for x in inputs.values()})
         copies = copies_of(layer, count)
         if not count:  # vmap cannot run an empty batch. The output depends on the copies, so that they get gradients
@@ -130,7 +132,8 @@ class GenericRule(Rule):
             result.append(None)
             if isinstance(leaf, Tensor) and leaf.ndim > dim and not is_row(leaf) and not _memory_of((leaf,)) & own:
                 argument = str(path), leaf.ndim
-                if leaf.shape[dim] not in (1, size):
+                constant = layer.engine.forward.provenance is not None and layer.labels(leaf) is None
+                if leaf.shape[dim] not in (1, size) or (constant and not is_same(leaf, dim, leaf.shape[dim])):
                     shared.add(argument)
                 if leaf.shape[dim] == size and argument not in shared and not _counts(layer, leaf):
                     result[-1] = dim
@@ -212,6 +215,8 @@ class _Outputs:
         leaves = list(self._leaves)
         for (i, dim), tensor in zip(self._dims.items(), tensors, strict=True):
             leaves[i] = row_of(self._layer, tensor) if dim is None else tensor.movedim(0, dim)
+            if dim is not None:
+                self._layer.mark(leaves[i], dim)
         return pytree.tree_unflatten(leaves, self._structure)
 
 

@@ -61,7 +61,11 @@ class GroupNormRule(NormalizationRule):
         plain = len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} and module.bias is not None
         if not plain or not input.numel() or torch.is_autocast_enabled(input.device.type):
             return super().run(layer, input)
-        return _GroupNorm.apply(layer.engine.anchor, input, layer, layer.engine.forward)  # pyright: ignore[reportReturnType]
+        if layer.samples(input, 1).rows is not None:
+            return super().run(layer, input)
+        output: Any = _GroupNorm.apply(layer.engine.anchor, input, layer, layer.engine.forward)
+        layer.mark(output, 0)
+        return output
 
 
 def layer_norm(module: Any) -> Normalize:

@@ -13,7 +13,9 @@ from torchzero_clip.per_sample.broadcast_row import BroadcastRow
 from torchzero_clip.per_sample.captured_gradients import Forward
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, saved_tensors, without_autocast
 from torchzero_clip.per_sample.contributions import Contribution, Dense
+from torchzero_clip.per_sample.labels import simplest
 from torchzero_clip.per_sample.products import Products
+from torchzero_clip.per_sample.row_products import regrouped
 from torchzero_clip.per_sample.rules.recurrences import Recurrence, Times, Weights, recurrence_of
 from torchzero_clip.per_sample.rules.sequences import SequenceRule
 
@@ -63,7 +65,9 @@ class RecurrentRule(SequenceRule):
             # what is returned may be changed in place, and the backward needs what the function returned
             rows = torch.cat(outputs, 1) if len(outputs) > 1 or depth == module.num_layers - 1 else outputs[0]
         last = tuple(sequences.restored(torch.stack(column)) for column in zip(*ends, strict=True))
-        return sequences.output(rows), last if is_lstm else last[0]
+        output = sequences.output(rows)
+        sequences.mark(layer, output.data if packed else output, last)
+        return output, last if is_lstm else last[0]
 
 
 def _fits(module: Any, data: Any, states: list[Any], ndim: int) -> bool:
@@ -100,17 +104,49 @@ class _Sequences:
             dim = 1 - int(batch_first)
             self.sizes = [input.shape[dim]] * input.shape[1 - dim]
         self.count = self.sizes[0]
+        self._samples: Tensor | None = None
 
     def rows(self, layer: CapturedLayer, tensor: Tensor) -> Tensor:
         """The rows of an input, or those of a packed sequence."""
         if self._batch_sizes is not None:
-            layer.check_packed(tensor)
-            layer.note("packed")
+            self._samples = self._of_packed(layer, tensor)
+            layer.note("packed", self._samples is None)
             return tensor
         dim = 1 - int(self._batch_first)
-        layer.check_rows(tensor, dim)
-        layer.note(dim)
+        self._samples = layer.rows_along(tensor, dim)
+        layer.note(dim, self._samples is None)
         return tensor.movedim(dim, 1).reshape(-1, tensor.shape[2])
+
+    def _of_packed(self, layer: CapturedLayer, data: Tensor) -> Tensor | None:
+        """The sample of each packed sequence; None if these are the samples in order."""
+        count, rows = layer.engine.forward.batch_size, layer.rows_along(data, 0)
+        if rows is None:
+            return None
+        first = rows[: self.count]
+        if not torch.equal(rows, torch.cat([first[:size] for size in self.sizes])):
+            raise layer.unknown_rows()
+        samples = first if self._back is None else first[self._back.to(first.device)]
+        in_order = torch.equal(samples, torch.arange(count, device=samples.device))
+        return None if in_order else samples
+
+    def mark(self, layer: CapturedLayer, output: Tensor, states: Sequence[Tensor]) -> None:
+        """Note the samples of the output and of the last states."""
+        count = layer.engine.forward.batch_size
+        if count is None:
+            return
+        samples = torch.arange(self.count, device=output.device) if self._samples is None else self._samples
+        for state in states:
+            layer.mark(state, simplest(samples.view(1, -1, 1), count))
+        if self._batch_sizes is None:
+            shape = (-1, 1, 1) if self._batch_first else (1, -1, 1)
+        else:
+            samples, shape = samples if self._order is None else samples[self._order], (-1, 1)
+            samples = torch.cat([samples[:size] for size in self.sizes])
+        layer.mark(output, simplest(samples.view(shape), count))
+
+    def regrouped(self, part: Contribution, count: int | None) -> Contribution:
+        """A contribution of sequences as one of samples."""
+        return part if self._samples is None or count is None else regrouped(part, self._samples, count)
 
     def ordered(self, states: Tensor) -> Tensor:
         """States in the order of the rows."""
@@ -196,6 +232,7 @@ def _contributions(ctx: Any, inputs: list[Tensor], grads: list[Tensor]) -> Itera
             outputs = ctx.sequences.by_sample(grad)
         del grad
         if (param := own.get(id(params[of_matrix]))) is not None:
-            yield Products(param, ctx.sequences.by_sample(rows), outputs)
+            part: Contribution = Products(param, ctx.sequences.by_sample(rows), outputs)
+            yield ctx.sequences.regrouped(part, ctx.of.batch_size)
         if (param := own.get(id(params.get(of_bias)))) is not None:
-            yield Dense(param, outputs.sum(1))
+            yield ctx.sequences.regrouped(Dense(param, outputs.sum(1)), ctx.of.batch_size)

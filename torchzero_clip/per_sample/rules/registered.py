@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, Samples
 from torchzero_clip.per_sample.contributions import Contribution, Dense
 from torchzero_clip.per_sample.rules.generic import run_detached
 from torchzero_clip.per_sample.squared_norms import wide
@@ -45,7 +45,8 @@ class RegisteredRule(Rule):
         output = run_detached(layer, args, kwargs)
         if not isinstance(output, Tensor):
             raise TypeError(f"{layer} has a registered rule and must return one tensor, got {type(output).__name__}")
-        return layer.watch(output, [leaves[i] for i in where], contribute)
+        samples = Samples(output, min(layer.engine.batch_dim, output.ndim - 1))
+        return layer.watch(output, [leaves[i] for i in where], contribute, samples)
 
 
 def _checked(layer: CapturedLayer, grads: Any) -> list[Contribution]:

@@ -14,7 +14,6 @@ TESTED = "transformers 5.23"
 _EXPERTS = "it sends each token to a few experts, whose inputs have tokens of all samples"
 _IN = "transformers.models."
 TABLE: Mapping[str, str] = {
-    f"{_IN}opt.modeling_opt.OPTDecoderLayer": "it joins the samples and the positions in one dimension",
     f"{_IN}mixtral.modeling_mixtral.MixtralSparseMoeBlock": _EXPERTS,
     f"{_IN}qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock": _EXPERTS,
     f"{_IN}t5.modeling_t5.T5Attention": "its table of distances between positions is shared by all samples",

@@ -1,4 +1,4 @@
-"""Rows that values select, as ids[mask] does, are never taken for samples: by default, in every step, in every form."""
+"""Rows of several samples, as of ids[mask], count for the samples that they belong to: in every step, in every form."""
 
 from functools import partial
 
@@ -25,6 +25,7 @@ from torchzero_clip.per_sample.rules.registry import RULES
 B, T, W = 4, 3, 4
 ONE_EACH = [(0, 1), (1, 0), (2, 2), (3, 1)]
 UNEVEN = [(0, 1), (0, 2), (2, 0), (3, 1)]
+ONE_SAMPLE = [(1, 0), (1, 2)]
 FEWER, MORE = UNEVEN[:3], [*UNEVEN, (1, 0), (1, 1), (3, 2)]
 
 
@@ -117,8 +118,7 @@ USES = {
         words,
     ),
 }
-# the samples of flat positions are not known; parts are out of order
-NEVER_RIGHT = {"index_select", "names of arguments", "two parts"}
+BY_SAMPLE = {"a bare parameter", "a parameter by the generic rule", "a cell", "a registered rule"}
 
 
 def twice(kind):
@@ -161,36 +161,23 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", USES)
-def test_as_many_rows_as_samples_are_right_in_order_and_refused_otherwise(name, form):
+def test_rows_are_those_of_their_samples_also_if_there_are_as_many(name, form):
     model = selecting(name)
-    step, refused = step_of(form, model), pytest.raises(ValueError, match=r"'layer.*got rows .*as in x\[mask\]")
-    for places in (UNEVEN, ONE_EACH, ONE_EACH, UNEVEN):
-        before = [p.grad for p in model.parameters()]
-        data = batch(places)
-        if places is UNEVEN or name in NEVER_RIGHT:
-            with refused:
+    step = step_of(form, model)
+    for places in (ONE_EACH,) if name == "two of each sample" else (UNEVEN, ONE_EACH, UNEVEN, FEWER, MORE, ONE_SAMPLE):
+        before, data = [p.grad for p in model.parameters()], batch(places)
+        if name in BY_SAMPLE and places is not ONE_EACH:
+            several = r"'layer.*(got rows of several samples.*layer\(x\)\[mask\]|in another way than in earlier calls)"
+            with pytest.raises((ValueError, RuntimeError), match=several):
                 step(data)
             assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
         else:
             assert_close(step(data), norms_by_loop(model, *data))
 
 
-@pytest.mark.parametrize("form", ["unchecked", "classic"])
-@pytest.mark.parametrize("name", sorted(USES.keys() - {"two of each sample"}))
-@pytest.mark.parametrize("places", [FEWER, MORE], ids=["fewer", "more"])
-def test_fewer_and_more_rows_than_samples_are_never_wrong(name, form, places):
-    model = selecting(name)
-    data = batch(places)
-    try:
-        norms = step_of(form, model)(data)
-    except (ValueError, RuntimeError):
-        return
-    assert_close(norms, norms_by_loop(model, *data))
-
-
 @pytest.mark.parametrize("places", [ONE_EACH, UNEVEN, MORE], ids=["one each", "uneven", "more"])
 def test_whole_is_a_way_out(places):
-    model = selecting("an embedding")
+    model = selecting("a bare parameter")
     data = batch(places)
     assert_close(step_of("backward", model, whole=(Net,))(data), norms_by_loop(model, *data))
 
@@ -226,7 +213,6 @@ RIGHT = {
     "padded": lambda net, ids, x, mask: pad_sequence(
         net.frozen(ids[mask]).split(mask.sum(1).tolist()), batch_first=True
     ).sum(1),
-    "distinct words": lambda net, ids, x, mask: looked_up(net, *ids.unique(return_inverse=True)).sum(1),
     "experts that restore the order": restored,
     "a position of each sample": lambda net, ids, x, mask: net.lin(x)[torch.arange(len(x)), mask.int().argmax(1)],
     "the first word": lambda net, ids, x, mask: net.lin(x[torch.arange(len(x)), (ids < 9).nonzero()[::T, 1]]),
@@ -241,10 +227,6 @@ RIGHT = {
 }
 
 
-def looked_up(net, distinct, inverse):
-    return net.frozen(distinct)[inverse]
-
-
 @pytest.mark.parametrize("form", ["backward", "classic"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_models_that_select_raise_no_alarm(name, form):
@@ -256,18 +238,57 @@ def test_right_models_that_select_raise_no_alarm(name, form):
 
 
 def test_sequences_may_come_first():
-    model = with_words(lambda net, ids, x, mask: added(net.emb(ids[mask]), mask.t()))
+    model = with_words(
+        lambda net, ids, x, mask: torch.zeros_like(x[0]).index_add(0, mask.nonzero()[:, 1], net.emb(ids[mask]))
+    )
 
     def given(places):
         return [value.transpose(0, 1) for value in batch(places)]
 
     with clip(model, batch_first=False, verify="never") as clipper:
-        for places in (UNEVEN, ONE_EACH):  # the rows of time 0 come first, which is another order
-            with pytest.raises(ValueError, match=r"'emb' \(Embedding\) got rows"):
-                model(*given(places))
-        data = given([(i, 1) for i in range(B)])
-        expected = norms_by_loop(model, *data, batch_dim=1, losses=lambda output, _: losses_of(output))
-        assert_close(clipper.backward(losses_of(model(*data))).norms, expected)
+        for places in (UNEVEN, ONE_EACH, MORE):
+            data = given(places)
+            expected = norms_by_loop(model, *data, batch_dim=1, losses=lambda output, _: losses_of(output))
+            assert_close(clipper.backward(losses_of(model(*data))).norms, expected)
+
+
+UNKNOWN = {
+    "distinct words": lambda net, ids, x, mask: net.emb(ids.unique()).sum() + net.lin(x).sum(1),
+    "noise": lambda net, ids, x, mask: net.lin(torch.randn(len(x), W, dtype=x.dtype)),
+    "numbers": lambda net, ids, x, mask: net.lin(torch.tensor(x[:, 0].tolist(), dtype=x.dtype)),
+    "a function of the user": lambda net, ids, x, mask: net.lin(Reversed.apply(net.lin(x)[mask])).sum() + x.sum(1),
+}
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.flip(0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.flip(0)
+
+
+def test_one_sample_is_known_behind_any_function():
+    model = Net(lambda m, x: m.head(Reversed.apply(m.lin(x).flatten(1))), lin=nn.Linear(W, W), head=nn.Linear(T * W, 2))
+    x = torch.randn(1, T, W, dtype=torch.float64)
+    assert_close(step_of("backward", model.double())([x]), norms_by_loop(model, x))
+
+
+def test_positions_of_an_empty_batch_are_no_samples():
+    net = with_words(lambda m, ids, x, mask: m.lin(m.emb(ids) + m.emb(torch.arange(T))).sum(1))
+    data = [part[:0] for part in batch(ONE_EACH)]
+    with clip(net) as clipper:
+        assert clipper.backward(losses_of(net(*data))).norms.shape == (0,)
+    assert not any(param.grad.any() for param in net.parameters() if param.requires_grad)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_rows_of_unknown_samples_are_refused(name):
+    model = with_words(UNKNOWN[name])
+    with clip(model), pytest.raises(ValueError, match=r"got rows whose samples are not known.*clipper.rows"):
+        model(*batch(ONE_EACH))
 
 
 def test_a_forward_that_was_interrupted_leaves_nothing_behind():

@@ -1,0 +1,88 @@
+"""Labels: the sample that each entry of a tensor belongs to."""
+
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Known: TypeAlias = int | Tensor
+"""The dimension that has the samples 0, 1, 2, ..., or the sample of each entry, in a tensor that can be broadcast.
+
+`LOST` stands for values of unknown samples. Entries of -1 belong to none.
+"""
+
+Labels: TypeAlias = Known | None
+"""Labels, or None for values that depend on no sample."""
+
+LOST = -1
+
+
+def wider(labels: Labels, ndim: int, count: int) -> Tensor:
+    """The labels of ``count`` samples as a tensor."""
+    if isinstance(labels, Tensor):
+        return labels
+    if labels is None:
+        return torch.full((1,) * ndim, -1, device="cpu")
+    return torch.arange(count, device="cpu").view(-1, *[1] * (ndim - labels - 1))[(None,) * labels]
+
+
+def simplest(labels: Tensor, count: int) -> Labels:
+    """The labels with size 1 where they do not vary, as a dimension if they are 0, 1, 2, ... along it.
+
+    Entries of -1 belong to the sample at their place if all others do, and if only one dimension can have the samples.
+    """
+    for dim, size in enumerate(labels.shape):
+        if size > 1 and torch.equal(labels, first := labels.narrow(dim, 0, 1).expand_as(labels)):
+            labels = first.narrow(dim, 0, 1)
+    if not labels.numel():
+        return labels
+    none = labels < 0
+    if bool(none.all()):
+        return None
+    if count == 1:
+        return labels.clamp(min=0)
+    samples = torch.arange(count, device=labels.device)
+    found: list[int] = []
+    for dim, size in enumerate(labels.shape):
+        if size == count and bool((none | (labels == samples.view(-1, *[1] * (labels.ndim - dim - 1)))).all()):
+            found.append(dim)
+    varies = sum(size != 1 for size in labels.shape)
+    return found[0] if len(found) == 1 and (varies == 1 or bool(none.any())) else labels
+
+
+def aligned(labels: Known, before: int, after: int) -> Known:
+    """The labels of values that are broadcast from ``before`` to ``after`` dimensions."""
+    return labels[(None,) * (after - before)] if isinstance(labels, Tensor) else labels + after - before
+
+
+def viewed(labels: Known, before: Sequence[int], after: Sequence[int], count: int) -> Known:
+    """The labels after a view."""
+    if isinstance(labels, int) and count > 1:
+        front = math.prod(before[:labels])
+        for dim, size in enumerate(after):
+            if size == count and math.prod(after[:dim]) == front:
+                return dim
+    labels = wider(labels, len(before), count)
+    first = max((dim + 1 for dim, size in enumerate(labels.shape) if size != 1), default=0)
+    for kept in range(first, len(before) + 1):  # dimensions behind it, which labels do not need
+        behind = math.prod(before[kept:])
+        for dim in range(len(after), -1, -1):
+            if math.prod(after[dim:]) == behind and math.prod(after[:dim]) == math.prod(before[:kept]):
+                part = labels.reshape(labels.shape[:kept]).expand(tuple(before[:kept]))
+                return part.reshape(*after[:dim], *[1] * (len(after) - dim))
+    return LOST
+
+
+def placed(labels: Tensor, dim: int, index: Tensor, shape: Sequence[int]) -> Tensor | None:
+    """The labels of values that are put to places along a dimension; None if a place gets several samples.
+
+    ``index`` has one dimension, or the places of all values.
+    """
+    labels = labels.to(index.device)
+    if index.ndim == 1:
+        index = index.view(-1, *[1] * (labels.ndim - dim - 1)).expand_as(labels)
+    labels = labels[tuple(slice(size) for size in index.shape)]
+    result = labels.new_full(tuple(shape), -1).scatter_reduce(dim, index, labels, "amax")
+    return result if torch.equal(result.gather(dim, index), labels) else None

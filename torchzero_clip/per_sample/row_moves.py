@@ -1,0 +1,322 @@
+"""What operations do with rows: the labels of the output of an operation that autograd has recorded.
+
+The names and attributes are those of the nodes of the graph, which are private to torch.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.per_sample.labels import LOST, Known, Labels, aligned, placed, viewed, wider
+
+SAME = {  # operations on single elements
+    *("Abs", "Acos", "Add", "Addcdiv", "Addcmul", "Alias", "Atan2", "Clamp", "ClampMax", "ClampMin", "Clone", "Copy"),
+    *("Copysign", "Cos", "Div", "Elu", "Erf", "Exp", "Expm1", "Fill", "Gelu", "Hardsigmoid", "Hardswish", "Hardtanh"),
+    *("LeakyRelu", "Lerp", "Log", "Log1P", "LogSigmoid", "MaskedFill", "Maximum", "Minimum", "Mish", "Mul", "NanToNum"),
+    *("NativeDropout", "Neg", "Pow", "Reciprocal", "Relu", "Remainder", "Round", "Rsqrt", "Rsub", "Sigmoid", "Sign"),
+    *("Silu", "Sin", "Softplus", "Sqrt", "Sub", "Tanh", "Threshold", "ToCopy", "Where", "Xlogy"),
+}
+BATCHED = {  # operations that keep the first dimension of their first input
+    *("Addmm", "AvgPool2D", "Baddbmm", "Bmm", "Convolution", "FusedRmsNorm", "Mm", "Mv", "NativeGroupNorm"),
+    *("NativeLayerNorm", "ScaledDotProductAttentionMath", "ScaledDotProductCudnnAttention"),
+    *("ScaledDotProductEfficientAttention", "ScaledDotProductFlashAttention"),
+    "ScaledDotProductFlashAttentionForCpu",
+}
+ALONG = {"Cummax", "Cummin", "Cumprod", "Cumsum", "Gather", "Glu", "LogSoftmax", "Softmax", "Sort", "Topk"}
+REDUCES = {
+    *("Amax", "Amin", "LinalgVectorNorm", "Logsumexp", "Max", "Mean", "Median", "Min", "Norm", "Prod", "Std", "Sum"),
+    *("Var", "All"),
+}
+
+
+class Part(NamedTuple):
+    """An input of an operation: its labels and its shape."""
+
+    labels: Labels
+    shape: tuple[int, ...]
+
+
+Found: TypeAlias = Sequence[tuple[Known, tuple[int, ...]]]
+"""Labels and shapes of the inputs that depend on samples."""
+
+
+class Step(NamedTuple):
+    """An operation: its node, which of its outputs is asked for, the shape of it, and the number of samples."""
+
+    node: Any
+    number: int
+    shape: tuple[int, ...]
+    batch_size: int
+
+
+def after(step: Step, parts: Sequence[Part]) -> Labels:
+    """The labels of the output of an operation with these inputs that need gradients."""
+    kind = type(step.node).__name__.partition("Backward")[0]
+    found = [(part.labels, part.shape) for part in parts if part.labels is not None]
+    if not found:
+        return None
+    if kind in SAME:
+        return _same(step, found)
+    if any(labels is LOST for labels, _ in found):
+        return LOST
+    if kind in JOINS:
+        return JOINS[kind](step, parts)
+    labels, before = found[0]
+    if kind in ALONG or kind in REDUCES:
+        dims = _dims(step, before)
+        varies = {labels} if isinstance(labels, int) else {i for i, n in enumerate(labels.shape) if n != 1}
+        if varies & dims or (not dims and varies):
+            return LOST
+        if kind in ALONG or getattr(step.node, "_saved_keepdim", False):
+            return labels
+        if isinstance(labels, int):
+            return labels - sum(dim < labels for dim in dims)
+        return labels.reshape([n for i, n in enumerate(labels.shape) if i not in dims])
+    if kind in MOVES:
+        return MOVES[kind](step, labels, before)
+    return _kept(kind, step, found)
+
+
+def _same(step: Step, found: Found) -> Known:
+    """The labels of the first input with the samples of the output. Other inputs are broadcast to them."""
+    for labels, before in found:
+        if labels is LOST:  # such as a statistic of the batch, which the check of gradients finds
+            continue
+        labels = aligned(labels, len(before), len(step.shape))
+        if isinstance(labels, Tensor) or step.shape[labels] == step.batch_size:
+            return labels
+    return LOST
+
+
+def _kept(kind: str, step: Step, found: Found) -> Known:
+    """The labels after an operation that keeps the first dimension, or for samples in order after any other one."""
+    labels, before = found[0]
+    if step.batch_size == 1:  # all values that depend on samples depend on this one
+        return torch.zeros((1,) * len(step.shape), dtype=torch.int64, device="cpu")
+    if isinstance(labels, Tensor):
+        fits = kind in BATCHED and step.shape[:1] == before[:1] and labels.numel() == len(labels)
+        return labels.view(-1, *[1] * (len(step.shape) - 1)) if fits else LOST
+    same = kind in BATCHED or all(not isinstance(other, Tensor) and other == labels for other, _ in found)
+    return labels if same and len(step.shape) > labels and step.shape[labels] == step.batch_size else LOST
+
+
+def _view(step: Step, labels: Known, before: Sequence[int]) -> Known:
+    return viewed(labels, before, step.shape, step.batch_size)
+
+
+def _permuted(step: Step, labels: Known, before: Sequence[int]) -> Known:
+    node, dims = step.node, list(range(len(before)))
+    if hasattr(node, "_saved_dims"):
+        dims = [_signed(dim, len(before)) for dim in node._saved_dims]
+    else:
+        pair = (node._saved_dim0, node._saved_dim1) if hasattr(node, "_saved_dim0") else (0, 1)
+        if len(before) > 1:
+            i, j = (_signed(dim, len(before)) for dim in pair)
+            dims[i], dims[j] = dims[j], dims[i]
+    return labels.permute(dims) if isinstance(labels, Tensor) else dims.index(labels)
+
+
+def _slice(step: Step, labels: Known, before: Sequence[int]) -> Known:
+    dim, start = _signed(step.node._saved_dim, len(before)), step.node._saved_start
+    if labels == dim and isinstance(labels, int) and step.shape[dim] == step.batch_size:
+        return labels
+    labels = wider(labels, len(before), step.batch_size)
+    if labels.shape[dim] == 1:
+        return labels
+    start = max(0, min(_signed(start, before[dim]) if start is not None else 0, before[dim]))
+    index = torch.arange(step.shape[dim], device=labels.device) * step.node._saved_step + start
+    return labels.index_select(dim, index)
+
+
+def _selected(step: Step, labels: Known, before: Sequence[int]) -> Known:
+    """One of the entries along a dimension, which is removed: select and unbind."""
+    node = step.node
+    dim = _signed(node._saved_dim, len(before))
+    if isinstance(labels, int) and labels != dim:
+        return labels - (dim < labels)
+    labels = wider(labels, len(before), step.batch_size)
+    place = _signed(node._saved_index, before[dim]) if hasattr(node, "_saved_index") else step.number
+    return labels.select(dim, place if labels.shape[dim] > 1 else 0)
+
+
+def _split(step: Step, labels: Known, before: Sequence[int]) -> Known:
+    node = step.node
+    dim = _signed(node._saved_dim, len(before))
+    labels = labels if isinstance(labels, int) and labels != dim else wider(labels, len(before), step.batch_size)
+    if isinstance(labels, int) or labels.shape[dim] == 1:
+        return labels
+    if hasattr(node, "_saved_split_sizes"):
+        start = sum(node._saved_split_sizes[: step.number])
+    else:
+        start = node._saved_split_size * step.number
+    return labels.narrow(dim, start, step.shape[dim])
+
+
+def _unsqueezed(step: Step, labels: Known, before: Sequence[int]) -> Known:
+    dim = _signed(step.node._saved_dim, len(step.shape))
+    return labels.unsqueeze(dim) if isinstance(labels, Tensor) else labels + (dim <= labels)
+
+
+def _expanded(step: Step, labels: Known, before: Sequence[int]) -> Known:
+    return aligned(labels, len(before), len(step.shape))
+
+
+def _repeated(step: Step, labels: Known, before: Sequence[int]) -> Known:
+    labels = wider(aligned(labels, len(before), len(step.shape)), len(step.shape), step.batch_size)
+    repeats = zip(step.node._saved_repeats, labels.shape, strict=True)
+    return labels.repeat([n if size > 1 else 1 for n, size in repeats])
+
+
+def _indexed(step: Step, labels: Known, before: Sequence[int]) -> Known:
+    index = _index(step.node)
+    if index is None:
+        return LOST
+    if isinstance(labels, int) and all(x is None for x in index[: labels + 1]):
+        return labels
+    labels = wider(labels, len(before), step.batch_size)
+    taken = sum(x.ndim if x is not None and x.dtype in (torch.bool, torch.uint8) else 1 for x in index)
+    full = labels.expand(*before[:taken], *labels.shape[taken:])
+    return full[tuple(slice(None) if x is None else x.to(full.device) for x in index)]
+
+
+def _index_selected(step: Step, labels: Known, before: Sequence[int]) -> Known:
+    dim, index = _signed(step.node._saved_dim, len(before)), _saved(step.node, "index")
+    if isinstance(labels, int) and labels != dim:
+        return labels
+    labels = wider(labels, len(before), step.batch_size)
+    if labels.shape[dim] == 1:
+        return labels
+    return LOST if index is None else labels.index_select(dim, index.to(labels.device))
+
+
+def _turned(step: Step, labels: Known, before: Sequence[int]) -> Known:
+    """Roll and flip."""
+    node, dims = step.node, [_signed(dim, len(before)) for dim in step.node._saved_dims]
+    if isinstance(labels, int) and labels not in dims:
+        return labels
+    labels = wider(labels, len(before), step.batch_size)
+    if not hasattr(node, "_saved_shifts"):
+        return labels.flip(dims)
+    shifts = [_signed(shift, 0) for shift in node._saved_shifts]
+    return labels.roll(shifts, dims) if dims else LOST
+
+
+def _packed(step: Step, labels: Known, before: Sequence[int]) -> Known:
+    sizes = _saved(step.node, "result1")
+    if sizes is None:
+        return LOST
+    labels = wider(labels, len(before), step.batch_size)
+    labels = labels.transpose(0, 1) if step.node._saved_batch_first else labels
+    first = (before[1], before[0]) if step.node._saved_batch_first else before[:2]
+    labels = labels.expand(*first, *labels.shape[2:])
+    return torch.cat([labels[time, :size] for time, size in enumerate(sizes.tolist())])
+
+
+def _joined(step: Step, parts: Sequence[Part]) -> Labels:
+    """Cat and stack."""
+    dim = _signed(step.node._saved_dim, len(step.shape))
+    if type(step.node).__name__.startswith("Stack"):
+        below = [_unsqueezed(step, part.labels, part.shape) if part.labels is not None else None for part in parts]
+        parts = [Part(x, (*p.shape[:dim], 1, *p.shape[dim:])) for x, p in zip(below, parts, strict=True)]
+    known = [part.labels for part in parts if part.labels is not None]
+    if all(isinstance(x, int) and x == known[0] != dim for x in known):
+        return known[0]
+    if len(parts) < len(step.node.next_functions):
+        return LOST  # a part has no graph, so that its size is unknown
+    full = [wider(part.labels, len(step.shape), step.batch_size) for part in parts]
+    sizes = torch.broadcast_shapes(*((*x.shape[:dim], 1, *x.shape[dim + 1 :]) for x in full))
+    full = [
+        x.to(known_device(full)).expand(*sizes[:dim], part.shape[dim], *sizes[dim + 1 :])
+        for x, part in zip(full, parts, strict=True)
+    ]
+    return torch.cat(full, dim)
+
+
+def known_device(tensors: Sequence[Tensor]) -> torch.device:
+    """The device of labels that were made on one, which those of samples in order are not."""
+    return next((x.device for x in tensors if not x.is_cpu), torch.device("cpu"))
+
+
+def _put(step: Step, parts: Sequence[Part]) -> Labels:
+    """Rows put into a tensor, or added to it: those of the values, where the tensor has none."""
+    node, into = step.node, None if step.node.next_functions[0][0] is None else parts[0].labels
+    if isinstance(into, int):
+        return into
+    labels, before = parts[-1]
+    if isinstance(labels, int) and labels != _signed(getattr(node, "_saved_dim", 0), len(step.shape)):
+        return labels if into is None and step.shape[labels] == step.batch_size else LOST
+    labels = wider(labels, len(before), step.batch_size).expand(before)
+    index = _index(node) if type(node).__name__.startswith("IndexPut") else _saved(node, "index")
+    if index is None:
+        return LOST
+    if isinstance(index, Tensor):
+        dim = _signed(node._saved_dim, len(step.shape))
+        result = placed(labels, dim, index, step.shape)
+    else:
+        result = labels.new_full(step.shape, -1)
+        where = tuple(slice(None) if x is None else x.to(labels.device) for x in index)
+        labels = labels.expand(result[where].shape)
+        result[where] = labels
+        result = result if torch.equal(result[where], labels) else None
+    if result is None or into is None:
+        return LOST if result is None else result
+    known, into = result >= 0, into.to(result.device)
+    apart = known & (into >= 0) & (result != into)
+    return LOST if bool(apart.any()) else torch.where(known, result, into)
+
+
+def _written(step: Step, parts: Sequence[Part]) -> Labels:
+    """A part of a tensor was overwritten. Which one is not known."""
+    if step.node.next_functions[0][0] is not None and parts[0].labels is not None:
+        return parts[0].labels
+    where = [dim for dim, size in enumerate(step.shape) if size == step.batch_size]
+    plain = all(not isinstance(part.labels, Tensor) for part in parts)
+    return where[0] if plain and len(where) == 1 else LOST
+
+
+Move: TypeAlias = Callable[[Step, Known, Sequence[int]], Known]
+MOVES: dict[str, Move] = {
+    **dict.fromkeys(("View", "UnsafeView", "ReshapeAlias", "Squeeze", "ReshapeCopy"), _view),
+    **dict.fromkeys(("Permute", "Transpose", "T"), _permuted),
+    **dict.fromkeys(("Select", "Unbind"), _selected),
+    **dict.fromkeys(("Split", "SplitWithSizes"), _split),
+    **dict.fromkeys(("Roll", "Flip"), _turned),
+    "Slice": _slice,
+    "Unsqueeze": _unsqueezed,
+    "Expand": _expanded,
+    "Repeat": _repeated,
+    "Index": _indexed,
+    "IndexSelect": _index_selected,
+    "PackPaddedSequence": _packed,
+}
+JOINS: dict[str, Callable[[Step, Sequence[Part]], Labels]] = {
+    **dict.fromkeys(("Cat", "Stack"), _joined),
+    **dict.fromkeys(("IndexAdd", "IndexCopy", "IndexPut", "ScatterAdd", "ScatterReduce"), _put),
+    "CopySlices": _written,
+}
+
+
+def _dims(step: Step, before: Sequence[int]) -> set[int]:
+    """The dimensions along which an operation works; none if it works along all."""
+    dims = getattr(step.node, "_saved_dim", ())
+    return {_signed(dim, len(before)) for dim in ((dims,) if isinstance(dims, int) else dims or ())}
+
+
+def _saved(node: Any, name: str) -> Tensor | None:
+    """A tensor that a node has saved; None if a hook has changed it, as in a checkpoint, which would run again."""
+    value = getattr(node, f"_raw_saved_{name}").data
+    return value if isinstance(value, Tensor) else None
+
+
+def _index(node: Any) -> list[Tensor | None] | None:
+    """The index of a node, with None for full slices; None if a hook has changed it."""
+    index = [None if x is None else x.data for x in node._raw_saved_indices]
+    return index if all(x is None or isinstance(x, Tensor) for x in index) else None
+
+
+def _signed(number: int, size: int) -> int:
+    """A dimension or place from an attribute of a node, where negative numbers have no sign."""
+    number = number - (1 << 64) if number >= 1 << 63 else number
+    return number + size if number < 0 else number

@@ -1,0 +1,132 @@
+"""Per-sample gradients of linear layers whose rows belong to several samples, and of stacks of such layers."""
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torchzero_clip.per_sample.contributions import Contribution, Dense, Reserve, pieces
+from torchzero_clip.per_sample.products import GRAM_BYTES, Products, gram_norms
+from torchzero_clip.per_sample.sparse_rows import SparseRows
+from torchzero_clip.per_sample.squared_norms import squared_norms
+
+PADDING = 1.3  # the most rows that padding may make of one
+
+
+class RowProducts(Contribution):
+    """The gradient of the weight (p, d) from sample i is Σ_r b_r a_rᵀ over its rows r.
+
+    The inputs a have shape (N, d), the gradients of the outputs b have shape (N, p). In a stack of E weights, of shape
+    (E, p, d), or (E, d, p) if ``turned``, each row belongs to one of them. The rows are sorted by weight and then by
+    sample: ``cells`` has the weight times B plus the sample of each.
+    """
+
+    def __init__(
+        self, param: Tensor, batch_size: int, inputs: Tensor, outputs: Tensor, cells: Tensor, *, turned: bool = False
+    ) -> None:
+        super().__init__(param, batch_size)
+        self.inputs = inputs
+        self.outputs = outputs
+        self.cells = cells
+        self._turned = turned
+
+    @classmethod
+    def sorted(cls, param: Tensor, batch_size: int, inputs: Tensor, outputs: Tensor, cells: Tensor) -> "RowProducts":
+        """The products of rows in any order."""
+        order = torch.argsort(cells, stable=True)
+        return cls(param, batch_size, inputs[order], outputs[order], cells[order])
+
+    @override
+    def measured(self, reserve: Reserve) -> tuple[Contribution, Tensor]:
+        squares = torch.zeros(self.batch_size, dtype=torch.float64, device=self.inputs.device)
+        cells, counts = self.cells.unique_consecutive(return_counts=True)
+        lengths, starts = counts.tolist(), (counts.cumsum(0) - counts).tolist()
+        order = sorted(range(len(lengths)), key=lengths.__getitem__)
+        sides = self.inputs.shape[1] + self.outputs.shape[1]
+        while order:
+            longest, rows, chosen = lengths[order[-1]], 0, list[int]()
+            limit = max(1, GRAM_BYTES // (longest * max(2 * longest, sides) * self.inputs.element_size()))
+            while order and len(chosen) < limit:
+                rows += lengths[order[-1]]
+                if chosen and longest * (len(chosen) + 1) > PADDING * rows:
+                    break
+                chosen.append(order.pop())
+            norms = self._norms([starts[i] for i in chosen], [lengths[i] for i in chosen])
+            squares.index_add_(0, cells[chosen] % self.batch_size, norms)
+        return self, squares
+
+    def _norms(self, starts: list[int], lengths: list[int]) -> Tensor:
+        """The squared norms of runs of rows, which are padded to the length of the first."""
+        longest, device = lengths[0], self.inputs.device
+        if len(starts) == 1:
+            inputs, outputs = (x[None, starts[0] : starts[0] + longest] for x in (self.inputs, self.outputs))
+        else:
+            places, sizes = torch.arange(longest, device=device), torch.tensor(lengths, device=device)[:, None]
+            index = torch.tensor(starts, device=device)[:, None] + torch.minimum(places, sizes - 1)
+            inputs = self.inputs[index]
+            outputs = self.outputs[index].masked_fill_((places >= sizes)[..., None], 0)
+        if longest == 1:
+            return squared_norms(inputs) * squared_norms(outputs)
+        width, height = inputs.shape[2], outputs.shape[2]
+        part = Products(self.param.new_empty(height, width), inputs, outputs)
+        if width * height < longest * (width + height):
+            return part.formed(keep=False)[1]
+        return part.norms_by(gram_norms, 2 * longest**2 * inputs.element_size())
+
+    @override
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        scale = factors.to(self.inputs.device, self.inputs.dtype)[self.cells % self.batch_size][:, None]
+        inputs, outputs = self.inputs, self.outputs
+        if inputs.shape[1] < outputs.shape[1]:
+            inputs = inputs * scale
+        else:
+            outputs = outputs * scale
+        return self._stacked(inputs, outputs, self.cells // self.batch_size)
+
+    @override
+    def dense(self, start: int, stop: int) -> Tensor:
+        samples = self.cells % self.batch_size
+        chosen = [(samples == i).nonzero()[:, 0] for i in range(start, stop)]
+        weights = self.cells // self.batch_size
+        each = [self._stacked(self.inputs[rows], self.outputs[rows], weights[rows]) for rows in chosen]
+        return torch.stack(each) if each else self.inputs.new_empty(0, *self.param.shape)
+
+    @override
+    def zero_(self, samples: Tensor) -> None:
+        mask = samples.to(self.inputs.device)[self.cells % self.batch_size][:, None]
+        self.inputs, self.outputs = self.inputs.masked_fill(mask, 0), self.outputs.masked_fill(mask, 0)
+
+    def joined(self, other: "RowProducts") -> "RowProducts":
+        """Both uses as one with the rows of both."""
+        rows = ((self.inputs, other.inputs), (self.outputs, other.outputs), (self.cells, other.cells))
+        joined = RowProducts.sorted(self.param, self.batch_size, *(torch.cat(pair) for pair in rows))
+        joined._turned = self._turned
+        return joined
+
+    def _stacked(self, inputs: Tensor, outputs: Tensor, weights: Tensor) -> Tensor:
+        """The sums of products of rows that are sorted by weight."""
+        left, right = (inputs, outputs) if self._turned else (outputs, inputs)
+        stack = self.param if self.param.ndim == 3 else self.param[None]
+        counts = torch.bincount(weights, minlength=len(stack)).tolist()
+        result = inputs.new_empty(stack.shape)
+        for matrix, a, b in zip(result, left.split(counts), right.split(counts), strict=True):
+            torch.mm(a.t(), b, out=matrix)
+        return result.view(self.param.shape)
+
+
+def regrouped(part: Contribution, rows: Tensor, count: int) -> Contribution:
+    """A contribution of rows, each of which was taken for a sample, as one of the samples that they belong to."""
+    rows = rows.to(part.param.device)
+    if isinstance(part, SparseRows):
+        return SparseRows(part.param, count, rows[part.samples], part.index, part.values)
+    if type(part) is Products:
+        size = len(rows) // max(count, 1)
+        if torch.equal(rows, torch.arange(count, device=rows.device).repeat_interleave(size)):
+            return Products(part.param, *(x.reshape(count, -1, x.shape[-1]) for x in (part.inputs, part.outputs)))
+        inputs, outputs = (x.flatten(0, 1) for x in (part.inputs, part.outputs))
+        return RowProducts.sorted(part.param, count, inputs, outputs, rows.repeat_interleave(part.inputs.shape[1]))
+    result: Tensor | None = None
+    for start, stop in pieces(part.batch_size, part.param.numel() * 4):
+        grads = part.dense(start, stop)
+        result = grads.new_zeros(count, *grads.shape[1:]) if result is None else result
+        result.index_add_(0, rows[start:stop], grads)
+    return Dense(part.param, part.dense(0, 0).new_zeros(count, *part.param.shape) if result is None else result)
