@@ -11,9 +11,12 @@ RECIPES = ROOT / "docs" / "recipes"
 PAGES = sorted(RECIPES.glob("*.md"))
 NEEDS = {
     "accelerate_fsdp2": "accelerate",
+    "accelerate_loop": "accelerate",
     "centralization": "sklearn",
     "freeze_and_unfreeze": "sklearn",
-    "lora": "peft",
+    "huggingface_trainer": "transformers accelerate",
+    "lightning_trainer": "lightning",
+    "lora": "peft sklearn",
     "muon_clip": "sklearn",
 }
 TOLERANCE = {"ppo": 0.5}  # runs of agents amplify rounding
