@@ -10,9 +10,11 @@ times on a shared machine drift.
     python -m benchmarks.per_sample --models mlp cnn gpt
     python -m benchmarks.per_sample --models lstm gru rnn packed_lstm packed_gru packed_rnn
 
-With transformers installed, four models of Hugging Face join, in small configurations:
+With transformers installed, models of Hugging Face join, in small configurations:
 
     python -m benchmarks.per_sample --models vit llama bert convnext
+
+    python -m benchmarks.per_sample --models mixtral qwen3_moe olmoe gpt_oss toy_mixtral
 
 With peft installed too, adapters on the Llama join:
 
@@ -171,6 +173,14 @@ def llama() -> tuple[nn.Module, Batch]:
     return model, (torch.randint(0, 4096, (8, 64)), torch.randint(0, 4096, (8, 64)))
 
 
+def experts(kind: str, **settings: Any) -> tuple[nn.Module, Batch]:
+    """A decoder of transformers with a mixture of experts in each block."""
+    sizes = {"hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 3}
+    sizes |= {"num_experts_per_tok": 2, "pad_token_id": 0}
+    model = published(kind, vocab_size=4096, **sizes | settings)
+    return model, (torch.randint(1, 4096, (8, 64)), torch.randint(1, 4096, (8, 64)))
+
+
 def adapted(config: str, *, checkpoints: bool = False, **settings: Any) -> tuple[nn.Module, Batch]:
     """The model of `llama`, frozen, with adapters of peft at all linear layers of its blocks."""
     peft: Any = __import__("peft")
@@ -199,6 +209,17 @@ for name, kind in {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}.items():
     MODELS.update({name: partial(recurrent, kind), f"packed_{name}": partial(recurrent, kind, packed=True)})
 if find_spec("transformers"):
     MODELS.update({"vit": vit, "llama": llama, "bert": bert, "convnext": convnext})
+    MODELS["mixtral"] = partial(experts, "MixtralForCausalLM", intermediate_size=384, num_local_experts=8)
+    MODELS["qwen3_moe"] = partial(
+        experts, "Qwen3MoeForCausalLM", intermediate_size=384, moe_intermediate_size=192, num_experts=16, head_dim=32
+    )
+    MODELS["olmoe"] = partial(experts, "OlmoeForCausalLM", intermediate_size=192, num_experts=16)
+    MODELS["gpt_oss"] = partial(
+        experts, "GptOssForCausalLM", intermediate_size=192, num_local_experts=8, head_dim=32, sliding_window=32
+    )
+    MODELS["toy_mixtral"] = partial(
+        experts, "MixtralForCausalLM", hidden_size=96, intermediate_size=128, num_hidden_layers=2, num_local_experts=4
+    )
     if find_spec("peft"):
         MODELS.update({"lora": partial(adapted, "LoraConfig"), "dora": partial(adapted, "LoraConfig", use_dora=True)})
         MODELS.update({"loha": partial(adapted, "LoHaConfig"), "oft": partial(adapted, "OFTConfig")})

@@ -1,6 +1,7 @@
 """Draws the pictures of the documentation: ``python docs/plots.py``."""
 
 import json
+import runpy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,25 @@ def draw_per_sample(name: str) -> None:
     figure.savefig(IMAGES / name, dpi=110)
 
 
+def draw_muon_clip(name: str) -> None:
+    """The largest logits of the runs of `examples/muon_clip.py`."""
+    path = Path(__file__).parents[1] / "examples" / "muon_clip.py"
+    names = runpy.run_path(str(path))
+    figure = Figure(figsize=(6, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for tau, label in ((None, "Muon and AdamW"), (10.0, "with QKClip(10)")):
+        logits, _ = names["train"](tau, 300)
+        axes.plot(logits, label=label)
+    axes.axhline(10, **GREY)
+    axes.set_yscale("log")
+    axes.set_xlabel("step")
+    axes.set_ylabel("largest logit of attention")
+    axes.legend()
+    figure.savefig(IMAGES / name, dpi=110)
+
+
 def main() -> None:
+    draw_muon_clip("muon_clip.png")
     draw_per_sample("per_sample.png")
     draw_curve("clip_norm.png", ClipNorm(1), torch.linspace(0, 3, 61), "norm")
     draw_curve("clip_value.png", ClipValue(1), torch.linspace(-3, 3, 121), "element")

@@ -1,4 +1,8 @@
-"""Train a small network with Muon for its matrices and Adam for the rest, in one optimizer, and with Adam alone."""
+"""Train a small network with Muon for its matrices and Adam for the rest, in one optimizer, and with Adam alone.
+
+Projects clip with Muon in two ways: one joint norm of all gradients, or one of Adam's gradients only. Muon removes the
+size of gradients. In a joint norm, its large matrices shrink the gradients of Adam's parameters for no reason.
+"""
 
 import argparse
 
@@ -6,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from torchzero_clip import Adam, ClipNorm, Modular, Muon, Transform
+
+LIMIT = 0.1
 
 
 def hidden(p: Tensor) -> bool:
@@ -42,13 +48,18 @@ def train(lr: float, transforms: list[Transform], steps: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
     args = parser.parse_args()
-    clip = ClipNorm(1, dim="global").without(hidden)
+    torch.set_num_threads(1)
+    clip = ClipNorm(LIMIT, dim="global")
+    own_clip = ClipNorm(LIMIT, dim="global").without(hidden)
+    both: list[Transform] = [Muon(adjust_lr_fn="match_rms_adamw").only(hidden), Adam().without(hidden)]
     chains: dict[str, tuple[float, list[Transform]]] = {
         "Adam": (0.003, [clip, Adam()]),
-        "Muon and Adam": (0.003, [clip, Muon(adjust_lr_fn="match_rms_adamw").only(hidden), Adam().without(hidden)]),
+        "Muon and Adam": (0.003, both),
+        "  all are clipped": (0.003, [clip, *both]),
+        "  Adam's are clipped": (0.003, [own_clip, *both]),
     }
     print(f"{'loss on held-out points':26}" + "".join(f"{part:>9}" for part in ("1/4", "1/2", "3/4", "end")))
     for name, (lr, chain) in chains.items():

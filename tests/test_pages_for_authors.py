@@ -9,7 +9,7 @@ import torch
 from contract.entries import Mul
 from torch import nn
 
-from torchzero_clip import LR, ClipNorm, Modular
+from torchzero_clip import LR, ClipNorm, Modular, Scaling
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -34,7 +34,11 @@ def update(optimizer, params, gradients):
 
 
 def test_they_are_short():
-    for lines, names in ((15, "LimitRMS Average"), (25, "ClipToUsual ClipByWeights ClipToLimit Lion")):
+    for lines, names in (
+        (15, "LimitRMS Average"),
+        (25, "ClipToUsual ClipByWeights ClipToLimit Lion"),
+        (31, "ClipToMedian"),
+    ):
         for name in names.split():
             assert len(shown("write_a_transform.md", name)[1].splitlines()) < lines, name
 
@@ -65,6 +69,46 @@ def test_the_limit_without_a_loop_is_clip_norm():
         results.append([param.tolist() for param in params])
     assert results[0] == results[1]
     assert results[0][2] == pytest.approx([-0.3, -0.4])
+
+
+def test_the_median_by_hand():
+    clip, _ = shown("write_a_transform.md", "ClipToMedian")
+    params = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
+    optimizer = Modular(params, clip(2.0, window=3))
+    steps = [([0.0], [1.0]), ([2.0], [9.0]), ([9.0], [math.inf]), ([3.0], [5.0]), ([30.0], [50.0]), ([1.0], [7.0])]
+    moved = [update(optimizer, params, row) for row in steps]
+    # the medians of the first tensor: none, none, 2, the lower of 2 and 9, 3, 9; of the second: none, 1, 1, 1, 5, 9
+    assert [row[0] for row in moved] == [[0.0], [2.0], [4.0], [3.0], [6.0], [1.0]]
+    assert [row[1] for row in moved] == [[1.0], [2.0], [math.inf], [2.0], [10.0], [7.0]]
+    norms = [optimizer.state[p]["clip_to_median/norms"].tolist() for p in params]
+    assert norms == [[1.0, 30.0, 3.0], [7.0, 50.0, 5.0]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shape"),
+    [
+        ({}, (1, 1, 1)),
+        ({"dim": 0}, (1, 3, 5)),
+        ({"dim": 0, "inverse_dims": True}, (8, 1, 1)),
+        ({"dim": (1, 2)}, (8, 1, 1)),
+        ({"dim": "global"}, (1, 1, 1)),
+    ],
+)
+def test_shapes_of_norms_are_those_of_the_table(arguments, shape):
+    class Spy(Scaling):
+        def factors(self, measured, updates, step):
+            shapes.append([tuple(norms.shape) for norms in measured.norms])
+            return torch.ones_like(measured.vector)
+
+    shapes = []
+    params = [nn.Parameter(torch.zeros(8, 3, 5)), nn.Parameter(torch.zeros(()))]
+    optimizer = Modular(params, Spy({}, **arguments), LR(1.0))
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert shapes[0][0] == shape
+    if "dim" not in arguments:
+        assert shapes[0][1] == (1,)
 
 
 def test_lion_by_hand():

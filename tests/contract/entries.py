@@ -130,6 +130,38 @@ class EMA(TensorwiseTransform):
         )
 
 
+class ClipToMedian(Scaling):
+    """An author's limit with a window of past norms."""
+
+    checks = {"factor": positive}
+    keeps_statistics = True
+
+    def __init__(self, factor: float, window: int) -> None:
+        super().__init__({"factor": factor})
+        self.window = window  # structure: the state depends on it
+
+    def init_state(self, param, setting):
+        new = {"dtype": torch.float64, "device": param.device}
+        return {"norms": torch.zeros(self.window, **new), "count": torch.zeros((), **new)}
+
+    def factors(self, measured, updates, step):
+        counts = step.numbers("count", measured.indices)
+        norms = measured.vector
+        usable = step.usable(counts > 0, indices=measured.indices) & norms.isfinite()
+        factors = []
+        for i, *row in zip(measured.indices, norms, counts, usable, strict=True):
+            past, setting = step.states[i]["norms"], step.settings[i]
+            norm, count, use = (number.to(past.device) for number in row)
+            known = torch.arange(self.window, device=past.device) < count
+            median = torch.where(known, past, torch.nan).nanmedian()
+            limit = torch.where(count > 0, setting["factor"] * median, torch.inf)
+            factors.append(torch.where(use, (limit / norm).clamp(max=1.0), 1.0))
+            moved = torch.cat([norm.view(1), past.narrow(0, 0, self.window - 1)])
+            step.states[i]["norms"] = torch.where(use, moved, past)
+        step.keep("count", counts + usable.double(), measured.indices)
+        return measured.joined(factors)
+
+
 class TrackJointNorm(Transform):
     """Divides by an average of the joint norm: state of the whole chain."""
 
@@ -259,6 +291,7 @@ ENTRIES = [
     Entry("LimitRMS", lambda: LimitRMS(0.2)),
     Entry("ClipByWeights", lambda: ClipByWeights(0.2)),
     Entry("ClipToUsual", lambda: ClipToUsual(0.9, 0.5)),
+    Entry("ClipToMedian", lambda: ClipToMedian(0.9, 3)),
     Entry("TrackJointNorm", lambda: TrackJointNorm(), joint=True),
     Entry("ClipNorm+AdamW", lambda: [ClipNorm(0.5, dim="global"), AdamW(), LR(0.1)], joint=True),
     Entry("L2+ClipValue+SGD", lambda: [WeightDecay(0.1), ClipValue(0.1), SGD(0.1, 0.9)], varies=True),

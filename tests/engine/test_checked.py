@@ -82,3 +82,44 @@ class Returns(Mul):
 def test_slips_of_an_author_are_named(function, message):
     with pytest.raises(RuntimeError, match=message):
         stepped(Returns(function), [3.0, 4.0])
+
+
+class Window(Mul):
+    """Stores past norms in the value that it is given."""
+
+    def __init__(self, values, *, late=False, joint=False) -> None:
+        super().__init__(1.0)
+        self.values, self.late, self.joint = values, late, joint
+
+    def init_state(self, param, setting):
+        return {} if self.joint else {"window": torch.zeros(3) if self.late else self.values}
+
+    def init_global_state(self):
+        return {"window": self.values} if self.joint else {}
+
+    def apply_tensors(self, updates, step):
+        if self.late:
+            step.states[0]["window"] = self.values
+        return updates
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("values", "kind"), [([1.0], "list"), (None, "NoneType"), ("a", "str"), ({1}, "set")])
+def test_state_that_checkpoints_cannot_hold_is_refused(values, kind, late):
+    params = parameters()
+    before = [p.detach().clone() for p in params]
+    optimizer = Modular(params, Window(values, late=late))
+    with pytest.raises(TypeError, match=rf"has {kind} as state 'window'.*torch.zeros\(100, device=param.device\)"):
+        train(optimizer, params, gradients(params, 1))
+    assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+
+
+def test_state_of_the_chain_is_refused_when_the_optimizer_is_made():
+    with pytest.raises(TypeError, match="has list as state 'window'"):
+        Modular(parameters(), Window([1.0], joint=True))
+
+
+@pytest.mark.parametrize("value", [1, 0.5, True, torch.zeros(3)])
+def test_tensors_and_numbers_are_state(value):
+    params = parameters()
+    train(Modular(params, Window(value)), params, gradients(params, 1))

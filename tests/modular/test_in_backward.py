@@ -392,7 +392,7 @@ def test_kinds_declare_whether_they_treat_each_tensor_alone():
     refused = {entry.name for entry in ENTRIES if not takes_part(entry)}
     joint = {entry.name for entry in ENTRIES if entry.joint}
     # authors' own Scaling and Transform do not say so, and AdaGC has a joint warm-up
-    own = {"ClipByWeights", "ClipValueByEMA-tfm", "target grad", "AdaGC-at once"}
+    own = {"ClipByWeights", "ClipToMedian", "ClipValueByEMA-tfm", "target grad", "AdaGC-at once"}
     assert refused == joint | own
     step_in_backward(Modular(parameters(), Doubled(), SGD(0.1)))
 

@@ -137,9 +137,22 @@ def published(
 published_32 = partial(published, tolerance=1e-6)
 
 
-def checkpointed(kind: str) -> nn.Module:
-    model = small(kind)
+def checkpointed(kind: str, **settings: Any) -> nn.Module:
+    model = small(kind, **settings)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def without_cache(kind: str, **settings: Any) -> nn.Module:
+    model = small(kind, **settings)
+    model.config.use_cache = False
+    return model
+
+
+def with_frozen_experts(kind: str, **settings: Any) -> nn.Module:
+    model = small(kind, num_local_experts=3, **settings)
+    for layer in model.model.layers:
+        layer.mlp.experts.requires_grad_(False)
     return model
 
 

@@ -28,7 +28,9 @@ from per_sample.published import (
     text,
     translation,
     waves,
+    with_frozen_experts,
     with_lora,
+    without_cache,
     words,
 )
 from torch import nn
@@ -350,7 +352,25 @@ def normed(norm):
 
 GROUPED = {"num_key_value_heads": 1, "head_dim": 6}
 ROUTED = {"num_key_value_heads": 1, "experts_implementation": "eager"}  # the default, grouped_mm, has no float64
-SHARED_EXPERT = {"moe_intermediate_size": 10, "shared_expert_intermediate_size": 10, "num_experts_per_tok": 2}
+CHOSEN = {"num_experts_per_tok": 2}
+SHARED_EXPERT = {"moe_intermediate_size": 10, "shared_expert_intermediate_size": 10, **CHOSEN}
+LATENT = {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 6} | {
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 10,
+    **CHOSEN,
+}
+HYBRID = {
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    "mamba_d_state": 3,
+    "mamba_d_conv": 2,
+    "mamba_dt_rank": 2,
+}
 RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "share_att_key": True, "position_buckets": 6}
 DECODER = {"decoder_layers": 2, "decoder_attention_heads": 2, "decoder_start_token_id": 0, "decoder_ffn_dim": 10}
 MELS = {"num_mel_bins": 5, "max_source_positions": 7, "max_target_positions": 9, "encoder_ffn_dim": 10}
@@ -376,6 +396,13 @@ TABLE = {
     "gemma2": published_32("Gemma2ForCausalLM", sliding_window=3, **GROUPED),
     "mixtral": published_32("MixtralForCausalLM", num_local_experts=3, **ROUTED),
     "qwen2_moe": published_32("Qwen2MoeForCausalLM", num_experts=3, **SHARED_EXPERT, **ROUTED),
+    "qwen3_moe": published_32("Qwen3MoeForCausalLM", num_experts=3, moe_intermediate_size=10, **CHOSEN, **ROUTED),
+    "olmoe": published_32("OlmoeForCausalLM", num_experts=3, **CHOSEN, **ROUTED),
+    "gpt_oss": published_32("GptOssForCausalLM", num_local_experts=3, head_dim=6, **CHOSEN, **ROUTED),
+    "deepseek_v3": published_32("DeepseekV3ForCausalLM", **LATENT, **ROUTED | {"num_key_value_heads": 2}),
+    "jamba": published_32("JambaForCausalLM", make=without_cache, num_experts=3, **HYBRID, **CHOSEN, **ROUTED),
+    "mixtral with frozen experts": published_32("MixtralForCausalLM", make=with_frozen_experts, **ROUTED),
+    "mixtral with checkpoints": published_32("MixtralForCausalLM", make=checkpointed, num_local_experts=3, **ROUTED),
     "mamba": published_32("MambaForCausalLM", state_size=3, time_step_rank=2),
     "bert": published("BertForMaskedLM"),
     "roberta": published("RobertaForMaskedLM"),

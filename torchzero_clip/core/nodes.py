@@ -9,7 +9,7 @@ from torch import Tensor
 from torchzero_clip.compat import cpu_by_default
 from torchzero_clip.core.kinds import Gate, Scaling, UpdateRule
 from torchzero_clip.core.scope import NamedParam, Scope
-from torchzero_clip.core.transform import Transform, treats_each_alone
+from torchzero_clip.core.transform import Transform, storable, treats_each_alone
 from torchzero_clip.functional.measure import L2, Measured, Slicing
 from torchzero_clip.types import Schedule, Setting, State
 
@@ -63,7 +63,7 @@ class Node:
     def init_global_state(self) -> dict[str, Any]:
         """Its state of the whole chain before its first step, by qualified keys: on the CPU, whatever the default."""
         with cpu_by_default():
-            return self.qualified(self.transform.init_global_state())
+            return self.qualified(storable(self.transform, self.transform.init_global_state()))
 
     def qualified(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Values under keys with the prefix."""

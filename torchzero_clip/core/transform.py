@@ -341,6 +341,17 @@ class TensorwiseTransform(Transform):
         return [self.apply_tensor(u, p, g, step.loss, state, setting) for u, p, g, state, setting in rows]
 
 
+def storable(transform: Transform, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The given state. Raises if it has a value that checkpoints of several processes cannot hold."""
+    for key, value in values.items():
+        if not isinstance(value, Tensor | int | float):
+            raise TypeError(
+                f"{transform!r} has {type(value).__name__} as state {key!r}: state consists of tensors and numbers. A "
+                "window of past numbers is a tensor, such as torch.zeros(100, device=param.device)"
+            )
+    return dict(values)
+
+
 def snake_case(name: str) -> str:
     """``ClipNormByEMA`` becomes ``clip_norm_by_ema``."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()

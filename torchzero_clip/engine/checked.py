@@ -5,8 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
+from torchzero_clip.core.kinds import FinalRule
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.step import Step
+from torchzero_clip.core.transform import storable
 from torchzero_clip.functional.measure import Measured
 
 
@@ -26,12 +28,13 @@ def check_result(node: Node, result: Any, given: Sequence[Tensor]) -> None:
 
 
 def check_state(node: Node, step: Step) -> None:
-    """Raise if a transform stored state of a parameter without declaring it, because the state would be lost."""
-    if not node.has_state:
-        for state in step.touched_states():
-            if len(state) > 0:
-                keys = list(state)
-                raise RuntimeError(f"{node.transform!r} keeps state {keys} that its init_state does not return")
+    """Raise if a transform stored state of a parameter that it has not declared, or that checkpoints cannot hold."""
+    for state in step.touched_states():
+        if not node.has_state and len(state) > 0:
+            keys = list(state)
+            raise RuntimeError(f"{node.transform!r} keeps state {keys} that its init_state does not return")
+        if not isinstance(node.transform, FinalRule):  # the state of a wrapped optimizer is its own
+            storable(node.transform, state)
 
 
 def check_factors(node: Node, factors: Any, measured: Measured) -> None:

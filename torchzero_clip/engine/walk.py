@@ -16,7 +16,7 @@ from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.tools import Tools
-from torchzero_clip.core.transform import Transform
+from torchzero_clip.core.transform import Transform, storable
 from torchzero_clip.engine import targets
 from torchzero_clip.engine.checked import check_factors, check_result, check_state
 from torchzero_clip.engine.executor import Executor
@@ -384,7 +384,7 @@ def _is_subtracted(transform: Transform) -> TypeGuard[LR]:
 
 def _begin(transform: Transform, params: Sequence[Tensor], settings: Sequence[Setting], i: int) -> State:
     """The state of a parameter before its first step; empty if a final rule makes it itself."""
-    return {} if isinstance(transform, FinalRule) else transform.init_state(params[i], settings[i])
+    return {} if isinstance(transform, FinalRule) else storable(transform, transform.init_state(params[i], settings[i]))
 
 
 def _measures_gradients(transform: Transform) -> bool:

@@ -12,8 +12,8 @@ from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.norms import may_look, norm, p_norms
-from torchzero_clip.functional.shards import pack, wholes
+from torchzero_clip.functional.norms import beyond_float32, each_norm, may_look, norm
+from torchzero_clip.functional.shards import pack
 from torchzero_clip.optimizers.weight_decay import WeightDecay
 from torchzero_clip.types import Setting
 
@@ -113,17 +113,17 @@ class Hyperball(Retraction):
         """Move the parameters, and scale them back to their norms."""
         params, states = step.params, step.states
         if new := [i for i, state in enumerate(states) if not state]:
-            for i, radius in zip(new, _norms([params[i] for i in new]).unbind(), strict=True):
+            for i, radius in zip(new, each_norm([params[i] for i in new]).unbind(), strict=True):
                 states[i]["radius"] = radius.to(params[i].device, _wide(params[i]))
         radii = pack([state["radius"] for state in states])
-        norms = _norms(updates)
+        norms = each_norm(updates)
         shares = torch.cat([_rates(setting["lr"], own, norms) for setting, own in step.by_setting()])
         is_moved = (norms != 0) & (shares != 0)
         moves = foreach.widened(updates)
-        foreach.scale_(moves, torch.where(is_moved, shares * radii / norms, 0.0).unbind(), exact=True)
+        _scale_(moves, torch.where(is_moved, shares * radii / norms, 0.0))
         moved = foreach.subtract(foreach.widened(params), moves)
-        reached = _norms(moved)
-        foreach.scale_(moved, torch.where(is_moved & (reached != 0), radii / reached, 1.0).unbind(), exact=True)
+        reached = each_norm(moved)
+        _scale_(moved, torch.where(is_moved & (reached != 0), radii / reached, 1.0))
         foreach.copy_(params, moved)
 
 
@@ -131,9 +131,8 @@ def _wide(param: Tensor) -> torch.dtype:
     return foreach.wide_dtype(param.dtype.to_real())
 
 
-def _norms(tensors: list[Tensor]) -> Tensor:
-    """The L2 norm of each whole tensor: a float64 vector, from one reduction over each mesh."""
-    return pack(p_norms(wholes(tensors), 2.0))
+def _scale_(tensors: list[Tensor], factors: Tensor) -> None:
+    foreach.scale_(tensors, factors.unbind(), exact=beyond_float32(factors))
 
 
 def _rates(lr: float | Tensor, own: slice, norms: Tensor) -> Tensor:

@@ -144,6 +144,21 @@ class CapturedLayer:
                 return Samples(input, 0, rows=rows.reshape(rows.shape))
         raise self.unknown_rows()
 
+    def sample_of_rows(self, input: Tensor) -> tuple[Tensor, int]:
+        """The sample of each row of an input (N, width), and the number of samples.
+
+        Raises:
+            ValueError: If it is not known which sample each row belongs to.
+        """
+        count = self.engine.forward.batch_size
+        if self.engine.forward.provenance is None and count != 0:
+            raise self.unknown_rows()
+        found = self.samples(input, 1)
+        if found.kept is not None:
+            raise self.unknown_rows()
+        rows = torch.arange(len(input)) if found.rows is None else found.rows
+        return rows.to(input.device), count
+
     def rows_along(self, input: Tensor, dim: int) -> Tensor | None:
         """The sample of each entry along a dimension; None if these are the samples in order, or as many as there are.
 

@@ -13,6 +13,7 @@ from torchzero_clip.per_sample.captured_layer import Rule, trainable
 from torchzero_clip.per_sample.rules.bare import BareRule
 from torchzero_clip.per_sample.rules.conv import ConvRule
 from torchzero_clip.per_sample.rules.embedding import EmbeddingBagRule, EmbeddingRule
+from torchzero_clip.per_sample.rules.experts import ExpertsRule, is_experts
 from torchzero_clip.per_sample.rules.generic import GenericRule
 from torchzero_clip.per_sample.rules.linear import LinearRule
 from torchzero_clip.per_sample.rules.normalization import (
@@ -29,6 +30,7 @@ from torchzero_clip.per_sample.rules.sequences import SequenceRule
 
 WHOLE = GenericRule()
 BARE = BareRule()
+EXPERTS = ExpertsRule()
 RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: LinearRule(),
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), ConvRule()),
@@ -96,6 +98,8 @@ def rule_for(module: nn.Module) -> Rule | None:
         return WHOLE
     if found is not None and found.covers_submodules:
         return found
+    if is_experts(module):
+        return EXPERTS
     own = own_params(module)
     children = list(module.children())
     if found is not None and set(own.values()) <= {"weight", "bias"} and not children:

@@ -11,11 +11,8 @@ Whole: TypeAlias = Sequence[type[nn.Module] | str]
 TESTED = "transformers 5.23"
 """The version of transformers with which the table below was tested."""
 
-_EXPERTS = "it sends each token to a few experts, whose inputs have tokens of all samples"
 _IN = "transformers.models."
 TABLE: Mapping[str, str] = {
-    f"{_IN}mixtral.modeling_mixtral.MixtralSparseMoeBlock": _EXPERTS,
-    f"{_IN}qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock": _EXPERTS,
     f"{_IN}t5.modeling_t5.T5Attention": "its table of distances between positions is shared by all samples",
     f"{_IN}swin.modeling_swin.SwinLayer": "it joins the samples and the windows in one dimension",
     f"{_IN}deberta_v2.modeling_deberta_v2.DebertaV2Encoder": "it uses the weight of an embedding outside of its call",

@@ -1,0 +1,221 @@
+"""Mixtures of experts, made as transformers makes them: a router, and stacks of linear layers for some tokens each."""
+
+import copy
+
+import pytest
+import torch
+from per_sample.harness import (
+    assert_close,
+    by_backward,
+    by_classic_form,
+    by_two_passes,
+    clip,
+    losses_of,
+    norms_by_loop,
+    with_low_memory,
+)
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from torchzero_clip.per_sample.rules.registry import EXPERTS, rule_for
+
+FORMS = [by_backward, with_low_memory, by_classic_form, by_two_passes]
+EXPERT_COUNT, WIDTH, INNER, TOP = 5, 4, 6, 2
+
+
+class Router(nn.Module):
+    """Computes the shares of the experts with parameters of its own, and returns integers beside them."""
+
+    def __init__(self, bias):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERT_COUNT, WIDTH))
+        self.bias = nn.Parameter(torch.randn(EXPERT_COUNT)) if bias else None
+
+    def forward(self, tokens):
+        logits = F.linear(tokens, self.weight, self.bias)
+        shares, chosen = logits.softmax(-1).topk(TOP, -1)
+        return logits, shares / shares.sum(-1, keepdim=True), chosen
+
+
+class Experts(nn.Module):
+    """Computes the experts one by one, in the way of the eager implementation."""
+
+    has_post_expert_norm = False
+
+    def __init__(self, *, gate, bias, turned):
+        super().__init__()
+        self.num_experts, self.has_gate, self.has_bias, self.is_transposed = EXPERT_COUNT, gate, bias, turned
+        self.act_fn = nn.SiLU()
+        up = "gate_up_proj" if gate else "up_proj"
+        for name, width, height in ((up, WIDTH, INNER * (2 if gate else 1)), ("down_proj", INNER, WIDTH)):
+            shape = (width, height) if turned else (height, width)
+            setattr(self, name, nn.Parameter(torch.randn(EXPERT_COUNT, *shape)))
+            if bias:
+                setattr(self, f"{name}_bias", nn.Parameter(torch.randn(EXPERT_COUNT, height)))
+
+    def _apply_gate(self, rows):
+        gate, up = rows.chunk(2, -1)
+        return self.act_fn(gate) * up
+
+    def one(self, name, expert, rows):
+        weight = getattr(self, name)[expert]
+        rows = rows @ (weight if self.is_transposed else weight.T)
+        return rows + getattr(self, f"{name}_bias")[expert] if self.has_bias else rows
+
+    def forward(self, tokens, top_k_index, top_k_weights):
+        output = torch.zeros_like(tokens)
+        for expert in top_k_index.unique().tolist():
+            token, place = torch.where(top_k_index == expert)
+            if self.has_gate:
+                rows = self._apply_gate(self.one("gate_up_proj", expert, tokens[token]))
+            else:
+                rows = self.act_fn(self.one("up_proj", expert, tokens[token]))
+            rows = self.one("down_proj", expert, rows) * top_k_weights[token, place, None]
+            output = output.index_add(0, token, rows.to(output.dtype))
+        return output
+
+
+class Mixture(nn.Module):
+    def __init__(self, *, gate=True, bias=False, turned=False, reentrant=None, auxiliary=False):
+        super().__init__()
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.router, self.experts = Router(bias), Experts(gate=gate, bias=bias, turned=turned)
+        self.reentrant, self.auxiliary = reentrant, auxiliary
+
+    def mixed(self, x):
+        tokens = x.reshape(-1, WIDTH)
+        logits, shares, chosen = self.router(tokens)
+        self.balance = logits.softmax(-1).mean(0).square().sum() if self.auxiliary else 0.0
+        return x + self.experts(tokens, chosen, top_k_weights=shares).view(x.shape)
+
+    def forward(self, x):
+        x = self.before(x)
+        x = self.mixed(x) if self.reentrant is None else checkpoint(self.mixed, x, use_reentrant=self.reentrant)
+        return self.after(x) + self.balance if self.auxiliary else self.after(x)
+
+
+KINDS = {
+    "gated": {},
+    "gated with biases": {"bias": True},
+    "turned": {"turned": True},
+    "turned with biases": {"turned": True, "bias": True},
+    "without gates": {"gate": False},
+    "in checkpoints": {"reentrant": False},
+}
+
+
+def mixture(name, seed=0):
+    torch.manual_seed(seed)
+    return Mixture(**KINDS[name]).double()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", KINDS)
+def test_equals_one_backward_per_sample(name, form):
+    model, x = mixture(name), torch.randn(4, 3, WIDTH, dtype=torch.float64)
+    assert rule_for(model.experts) is EXPERTS
+    norms, _ = form(model)(lambda model: losses_of(model(x)))
+    assert_close(norms, norms_by_loop(copy.deepcopy(model), x))
+
+
+@pytest.mark.parametrize("form", [by_backward, by_classic_form])
+def test_checkpoints_that_run_again(form):
+    model, x = mixture("gated with biases"), torch.randn(4, 3, WIDTH, dtype=torch.float64)
+    expected = norms_by_loop(copy.deepcopy(model), x)
+    model.reentrant = True
+    norms, _ = form(model, verify="never")(lambda model: losses_of(model(x)))
+    assert_close(norms, expected)
+
+
+@pytest.mark.parametrize("batch_size", range(1, 7))
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_sizes_that_agree_by_chance(batch_size, length):
+    model, x = mixture("gated with biases"), torch.randn(batch_size, length, WIDTH, dtype=torch.float64)
+    norms, _ = by_backward(model, verify="never")(lambda model: losses_of(model(x)))
+    assert_close(norms, norms_by_loop(copy.deepcopy(model), x))
+
+
+def test_tokens_of_some_samples_only():
+    class Some(Mixture):
+        def forward(self, x, mask):
+            x = self.before(x)
+            rows = x[mask]
+            _, shares, chosen = self.router(rows)
+            return self.after(x.index_put(mask.nonzero().unbind(1), rows + self.experts(rows, chosen, shares)))
+
+    torch.manual_seed(0)
+    model, x = Some(bias=True).double(), torch.randn(4, 3, WIDTH, dtype=torch.float64)
+    mask = torch.tensor([[1, 0, 0], [1, 1, 1], [0, 0, 0], [0, 1, 0]]).bool()
+    norms, _ = by_backward(model)(lambda model: losses_of(model(x, mask)))
+    assert_close(norms, norms_by_loop(copy.deepcopy(model), x, mask))
+
+
+@pytest.mark.parametrize("frozen", [["experts"], ["experts.down_proj"], ["experts.gate_up_proj_bias"], ["router"]])
+def test_frozen_parts(frozen):
+    model, x = mixture("gated with biases"), torch.randn(4, 3, WIDTH, dtype=torch.float64)
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.startswith(tuple(frozen)))
+    norms, _ = by_backward(model)(lambda model: losses_of(model(x)))
+    assert_close(norms, norms_by_loop(copy.deepcopy(model), x))
+    assert all((param.grad is None) is not param.requires_grad for param in model.parameters())
+
+
+def test_the_clipped_sum_is_that_of_clipped_samples():
+    model, x = mixture("turned with biases"), torch.randn(4, 3, WIDTH, dtype=torch.float64)
+    twin, limit = copy.deepcopy(model), 0.5
+    expected = [torch.zeros_like(param) for param in twin.parameters()]
+    for one in x.split(1):
+        grads = torch.autograd.grad(losses_of(twin(one)).sum(), list(twin.parameters()))
+        norm = torch.stack([grad.norm() for grad in grads]).norm()
+        for total, grad in zip(expected, grads, strict=True):
+            total += (limit / (norm + 1e-6)).clamp(max=1) * grad / len(x)
+    with clip(model, limit) as clipper:
+        clipper.backward(losses_of(model(x)))
+    for param, total in zip(model.parameters(), expected, strict=True):
+        assert_close(param.grad, total)
+
+
+def test_autocast():
+    model, x = mixture("gated").float(), torch.randn(4, 3, WIDTH)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = norms_by_loop(copy.deepcopy(model), x)
+        with clip(model) as clipper:
+            result = clipper.backward(losses_of(model(x)))
+    torch.testing.assert_close(result.norms, expected, rtol=0.03, atol=0.0, check_dtype=False)
+
+
+def test_an_empty_batch():
+    model = mixture("gated with biases")
+    with clip(model) as clipper:
+        assert clipper.backward(losses_of(model(torch.zeros(0, 3, WIDTH, dtype=torch.float64)))).norms.shape == (0,)
+
+
+def test_a_loss_of_the_router_over_all_tokens_raises():
+    torch.manual_seed(0)
+    model, x = Mixture(auxiliary=True).double(), torch.randn(4, 3, WIDTH, dtype=torch.float64)
+    with clip(model) as clipper, pytest.raises(RuntimeError, match=r"mixes or reorders samples"):
+        clipper.backward(losses_of(model(x)))
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_a_loss_of_the_router_for_each_sample():
+    class Balanced(Mixture):
+        def forward(self, x):
+            x = self.before(x)
+            logits, shares, chosen = self.router(x.reshape(-1, WIDTH))
+            x = x + self.experts(x.reshape(-1, WIDTH), chosen, shares).view(x.shape)
+            return torch.cat([self.after(x), logits.view(*x.shape[:2], -1).softmax(-1)], -1)
+
+    torch.manual_seed(0)
+    model, x = Balanced(bias=True).double(), torch.randn(4, 3, WIDTH, dtype=torch.float64)
+    norms, _ = by_backward(model)(lambda model: losses_of(model(x)))
+    assert_close(norms, norms_by_loop(copy.deepcopy(model), x))
+
+
+@pytest.mark.parametrize(("name", "value"), [("has_post_expert_norm", True), ("_is_expert_parallel", True)])
+def test_experts_without_a_rule_are_refused(name, value):
+    model = mixture("gated")
+    setattr(model.experts, name, value)
+    with pytest.raises(ValueError, match=r"'experts'.*no per-sample rule"):
+        clip(model)

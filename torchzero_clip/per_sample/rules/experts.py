@@ -1,0 +1,92 @@
+"""Experts of transformers: stacks of linear layers, each for the tokens that a router sends to it."""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
+from torchzero_clip.per_sample.contributions import Contribution
+from torchzero_clip.per_sample.row_products import RowProducts
+from torchzero_clip.per_sample.sparse_rows import SparseRows
+from torchzero_clip.per_sample.squared_norms import wide
+
+SETTINGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate")
+STACKS = ("gate_up_proj", "up_proj", "down_proj")
+
+
+def is_experts(module: nn.Module) -> bool:
+    """True for modules of classes that `use_experts_implementation` of transformers has made."""
+    own = {name.removesuffix("_bias") for name, _ in module.named_parameters()}
+    return all(hasattr(module, name) for name in SETTINGS) and own <= {*STACKS}
+
+
+class ExpertsRule(Rule):
+    """Weights: products of the rows that were sent to each. Biases: sums of these rows.
+
+    It computes the same in all implementations of transformers, with a loop over the experts.
+    """
+
+    @override
+    def refusal(self, module: nn.Module) -> str | None:
+        settings: Any = module
+        if settings.has_post_expert_norm or getattr(module, "_is_expert_parallel", False):
+            return "its experts are normalized or spread over processes, which has no per-sample rule here"
+        return None
+
+    @override
+    def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Tensor:
+        module: Any = layer.module
+        tokens, chosen, shares = inspect.signature(type(module).forward).bind(module, *args, **kwargs).args[1:]
+        sample, count = layer.sample_of_rows(tokens)
+        top = chosen.shape[-1]
+        cells = chosen.reshape(-1) * count + sample.repeat_interleave(top)
+        order = torch.argsort(cells)
+        sent = _Sent(layer, cells[order], count)
+        rows = tokens[order // top]
+        if module.has_gate:
+            rows = module._apply_gate(sent.to("gate_up_proj", rows))
+        else:
+            rows = module.act_fn(sent.to("up_proj", rows))
+        rows = sent.to("down_proj", rows) * shares.reshape(-1)[order][:, None]
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        output = rows[back].view(*chosen.shape, rows.shape[-1]).sum(-2).to(tokens.dtype)
+        layer.mark(output, sample[:, None])
+        return output
+
+
+class _Sent:
+    """Rows that are sorted by expert and then by sample: ``cells`` has the expert times B plus the sample of each."""
+
+    def __init__(self, layer: CapturedLayer, cells: Tensor, count: int) -> None:
+        self._layer = layer
+        self._cells = cells
+        self._count = count
+        module: Any = layer.module
+        self._experts, self._samples = cells // max(count, 1), cells % max(count, 1)
+        self._lengths: list[int] = torch.bincount(self._experts, minlength=module.num_experts).tolist()
+
+    def to(self, name: str, rows: Tensor) -> Tensor:
+        """The outputs of one linear layer of each expert."""
+        layer, module, params = self._layer, self._layer.module, self._layer.params
+        weight: Tensor = getattr(module, name).detach()
+        turned = bool(module.is_transposed)
+        each = weight if turned else weight.mT
+        output = torch.cat([x @ w for x, w in zip(rows.split(self._lengths), each, strict=True)])
+        if module.has_bias:
+            output = output + getattr(module, f"{name}_bias").detach()[self._experts]
+
+        def contributions(grad: Tensor, *inputs: Tensor) -> Iterator[Contribution]:
+            grad, *wider = wide(grad, *inputs)
+            for x in wider:
+                yield RowProducts(params[name], self._count, x, grad, self._cells, turned=turned)
+            if (bias := f"{name}_bias") in params:
+                yield SparseRows(params[bias], self._count, self._samples, self._experts, grad)
+
+        def contribute(*tensors: Tensor) -> list[Contribution]:
+            return list(contributions(*tensors))
+
+        return layer.watch(output, [rows] if name in params else [], contribute)
