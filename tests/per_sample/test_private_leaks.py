@@ -11,7 +11,7 @@ from per_sample.harness import Net, batch, grads, losses_of, small
 from per_sample.layers import LAYERS
 from torch import nn
 
-from torchzero_clip import ConstantFlatClipper, PrivateGradientClipper
+from torchzero_clip import ConstantFlatClipper, PrivateGradientClipper, check_per_sample
 
 
 def private(model, limit=1.0, noise_multiplier=1.0, **settings):
@@ -162,3 +162,18 @@ def test_a_resumed_run_counts_on_and_draws_fresh_noise_whatever_the_seed():
         assert clipper.releases == {1.0: 4}
         found.append(model.weight.grad)
     assert abs(torch.corrcoef(torch.stack([grad.flatten() for grad in found]))[0, 1]) < 0.2
+
+
+@pytest.mark.parametrize(
+    "weighed",
+    [lambda losses: losses / losses.detach().sum(), lambda losses: losses / len(losses)],
+    ids=["by other losses", "by the number of samples"],
+)
+def test_what_the_clipper_cannot_see_in_a_loss_is_found_by_the_check_that_the_page_names(weighed):
+    model = small()
+    clipper = private(model)
+    clipper.backward(weighed(losses_of(model(batch()))))  # no gradient shows it
+    clipper.detach()
+    with pytest.raises(ValueError, match="another output alone than in the batch"):
+        check_per_sample(model, batch(), lambda model, x: weighed(losses_of(model(x))))
+    check_per_sample(model, batch(), lambda model, x: losses_of(model(x)))
