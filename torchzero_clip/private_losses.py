@@ -1,7 +1,7 @@
 """Which parameters are trained privately, so that nobody reports a loss beside them, which is private too."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Protocol
 
 from torch import Tensor
@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 class TrainsPrivately(Protocol):
     """Releases the gradients of parameters with noise."""
 
-    def covers(self, params: Iterable[Tensor]) -> bool:
-        """True if it releases the gradient of one of these parameters."""
+    def released_params(self) -> Collection[Tensor]:
+        """The parameters."""
         ...
 
 
@@ -24,15 +24,18 @@ def declare(owner: TrainsPrivately) -> None:
     _OWNERS.add(owner)
 
 
+def private_ids() -> set[int]:
+    """The ids of all parameters that are trained privately."""
+    return {id(param) for owner in _OWNERS for param in owner.released_params()}
+
+
 def refuse_loss(optimizer: Optimizer, what: str) -> None:
     """Raise a RuntimeError if one of the parameters of an optimizer is trained privately.
 
     ``what`` brings the loss: the subject of a sentence.
     """
-    if not _OWNERS:
-        return
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if any(owner.covers(params) for owner in _OWNERS):
+    private = private_ids()
+    if private and any(id(param) in private for group in optimizer.param_groups for param in group["params"]):
         raise RuntimeError(
             f"{what} brings a loss, which is private, to an optimizer of parameters of a PrivateGradientClipper. "
             "What reads the loss is not covered by the guarantee: judge steps by .grad, such as SkipStep(max_norm=...)"

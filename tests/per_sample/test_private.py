@@ -355,8 +355,9 @@ def test_arguments_that_void_the_guarantee_are_refused(arguments, error, match):
 @pytest.mark.parametrize(
     ("limit", "match"),
     [
-        (ConstantFlatClipper(math.inf), "must be >= 0 and finite"),
-        (ConstantPerLayerClipper([1.0, math.inf, 1.0, 1.0]), "must be >= 0 and finite"),
+        (ConstantFlatClipper(math.inf), "must be between 0 and 1e\\+30"),
+        (ConstantFlatClipper(1e31), "must be between 0 and 1e\\+30"),
+        (ConstantPerLayerClipper([1.0, math.inf, 1.0, 1.0]), "must be between 0 and 1e\\+30"),
     ],
 )
 def test_limits_without_a_sensitivity_are_refused(limit, match):
@@ -501,9 +502,9 @@ def test_buffers_that_change_are_refused(kind, without_gradients):
     with torch.no_grad() if without_gradients else torch.enable_grad():
         losses = losses_of(model(batch()))
     if not without_gradients:
-        with pytest.raises(RuntimeError, match=r"the buffer '(mean|other)' has changed since the step began"):
+        with pytest.raises(RuntimeError, match=r"'(mean|other)' has changed since the step began"):
             clipper.backward(losses)
-    with pytest.raises(RuntimeError, match=r"the buffer '(mean|other)' has changed since the step began"):
+    with pytest.raises(RuntimeError, match=r"'(mean|other)' has changed since the step began"):
         clipper.pre_step()
     assert grads(model) == [None] * 4
 

@@ -19,14 +19,18 @@ from torchzero_clip import (
 )
 
 
-def sums_of(model, parts, norm_clipper, autocast):
+def bfloat16(enabled):
+    return torch.autocast("cpu", torch.bfloat16) if enabled else nullcontext()
+
+
+def sums_of(model, parts, norm_clipper, autocast, *, around=False):
     """All sums of a step as one vector in float64. They are what noise is added to."""
-    context = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
     clipper = PrivateGradientClipper(model, norm_clipper, noise_multiplier=0.0, expected_batch_size=1.0)
     for part in parts:
-        with context:
+        with bfloat16(autocast):
             losses = losses_of(model(part)) if len(part) else torch.zeros(0)
-        clipper.backward(losses)
+        with bfloat16(around):
+            clipper.backward(losses)
     released = [clipper._sums.get(name, torch.zeros_like(p, dtype=torch.float32)) for name, p in named(model)]
     clipper.discard()
     return torch.cat([value.double().flatten() for value in released])
@@ -70,6 +74,21 @@ def test_one_of_many_samples_moves_the_sum_by_its_limit(dtype):
     assert full.norm() > 4090
     change = full - sums_of(model, [rows[1:]], ConstantFlatClipper(1.0), False)
     assert 0.99 < change.norm() < 1.0003  # float32 holds 4096 to 2e-4
+
+
+@pytest.mark.parametrize("precision", ["highest", "medium"])
+@pytest.mark.parametrize("around", [False, True])
+def test_autocast_around_backward_and_fast_matmuls_do_not_round_sums(around, precision):
+    model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 64))
+    rows = torch.randn(64).expand(4096, 64)
+    torch.set_float32_matmul_precision(precision)
+    try:
+        full, less = (
+            sums_of(model, [part], ConstantFlatClipper(1.0), True, around=around) for part in (rows, rows[1:])
+        )
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert 0.99 < (full - less).norm() < 1.0003
 
 
 LIMIT = 1e-20  # so small that float32 noise of standard deviation 1 swallows what samples add

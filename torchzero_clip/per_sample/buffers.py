@@ -1,5 +1,6 @@
 """Buffers of a model that change while gradients wait for a release: they are part of the model, without noise."""
 
+import torch
 from torch import Tensor, nn
 
 from torchzero_clip.per_sample.hooks import Hook
@@ -8,7 +9,8 @@ from torchzero_clip.per_sample.hooks import Hook
 class Buffers:
     """Notices changes of buffers between the first forward after a release and the next release.
 
-    Integers of one element are excepted: they count steps.
+    Buffers are compared by value, because a change of ``buffer.data`` does not raise their version. Integers of one
+    element are excepted: they count steps. Frozen parameters are watched too, by version, because they may be large.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -18,7 +20,8 @@ class Buffers:
 
     def note(self) -> None:
         """Begin anew."""
-        self._known = self._found()
+        self._known = {name: buffer.detach().clone() for name, buffer in watched(self._model).items()}
+        self._frozen = self._versions()
         self._is_fresh = True
 
     def remove(self) -> None:
@@ -26,24 +29,24 @@ class Buffers:
         self._handle.remove()
 
     def changed(self) -> str | None:
-        """The name of a buffer that has changed, was added or was removed."""
-        found = self._found()
+        """The name of a buffer or frozen parameter that has changed, or of a buffer that was added or removed."""
+        found, versions = watched(self._model), self._versions()
         for name in self._known | found:
-            (old, before), (new, after) = self._known.get(name, (None, -1)), found.get(name, (None, -1))
-            if old is not new or before != after:
+            if name not in found or name not in self._known or not _equal(self._known[name], found[name]):
                 return name
-        return None
+        return next((name for name, version in self._frozen.items() if versions.get(name, version) != version), None)
 
     def _forward_began(self, *_: object) -> None:
         if self._is_fresh:  # what the user has changed before, such as by load_state_dict, does not count
-            self._known = self._found()
+            self.note()
         self._is_fresh = False
 
-    def _found(self) -> dict[str, tuple[Tensor | None, int]]:
-        """The buffers with their version, which each change in place raises."""
+    def _versions(self) -> dict[str, int]:
+        """The versions of frozen parameters, which each change in place raises."""
         return {
-            name: (buffer, 0 if buffer.is_inference() else buffer._version)
-            for name, buffer in watched(self._model).items()
+            name: param._version
+            for name, param in self._model.named_parameters()
+            if not (param.requires_grad or param.is_inference())
         }
 
 
@@ -54,3 +57,11 @@ def watched(model: nn.Module) -> dict[str, Tensor]:
         for name, buffer in model.named_buffers()
         if buffer.numel() != 1 or buffer.is_floating_point() or buffer.is_complex()
     }
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """True if two tensors have the same bytes, also in place of a NaN."""
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        return False
+    one, other = (value.detach().to_dense().contiguous().view(-1).view(torch.uint8) for value in (one, other))
+    return torch.equal(one, other)

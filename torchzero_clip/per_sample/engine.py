@@ -18,7 +18,7 @@ from torchzero_clip.compat import current_graph_task_id
 from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.per_sample.attachment import Attachment
 from torchzero_clip.per_sample.captured_gradients import CapturedGradients, Forward, GivenRows, in_backward
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, trainable
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, trainable, without_autocast
 from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory
 from torchzero_clip.per_sample.following import Following
 from torchzero_clip.per_sample.hooks import accumulate
@@ -343,7 +343,8 @@ class Engine:
         if self.captured.of:
             expected = self.forward.batch_size if count is None else count
             self.captured.check_counts(expected, batch_first=self.batch_first)
-        return self.captured.gathered()
+        with without_autocast(next(iter(self.attachment.params.values()), self.anchor)):  # it would round the norms
+            return self.captured.gathered()
 
     def gradients_of(self, losses: Tensor, chosen: Tensor) -> dict[int, Tensor]:
         """The squared norms that the losses of chosen samples alone give to all samples, by the id of the parameter.

@@ -6,6 +6,7 @@ from torch import Tensor
 from torchzero_clip.per_sample.norm_clippers import NormClipper
 from torchzero_clip.per_sample.weighting import ClippingResult
 
+LARGEST = 1e30  # sums of larger gradients could overflow in float32, which would tell that they are there
 ROUNDING = 1e-5  # how far the norm of a clipped gradient may be above the limit, relative to it
 
 
@@ -13,7 +14,7 @@ def joint_limit(norm_clipper: NormClipper, params: int) -> float:
     """The norm of the vector of limits, for so many parameter tensors.
 
     Raises:
-        ValueError: If a limit is not finite, or their number does not fit.
+        ValueError: If a limit is not finite or above 1e30, or their number does not fit.
     """
     limits = norm_clipper.thresholds.detach().double().flatten()
     if norm_clipper.is_per_layer and len(limits) == 1:
@@ -21,8 +22,8 @@ def joint_limit(norm_clipper: NormClipper, params: int) -> float:
     expected = params if norm_clipper.is_per_layer else 1
     if len(limits) != expected:
         raise ValueError(f"norm_clipper must have {expected} limits, got {len(limits)}: {norm_clipper!r}")
-    if not bool(((limits >= 0) & limits.isfinite()).all()):
-        raise ValueError(f"the limits of norm_clipper must be >= 0 and finite, got {limits.tolist()}")
+    if not bool(((limits >= 0) & (limits <= LARGEST)).all()):
+        raise ValueError(f"the limits of norm_clipper must be between 0 and {LARGEST}, got {limits.tolist()}")
     return float(torch.linalg.vector_norm(limits))
 
 

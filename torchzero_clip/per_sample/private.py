@@ -1,7 +1,7 @@
 """The Gaussian mechanism of DP-SGD: clipped sums, noise, and a divisor that does not depend on the data."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from torchzero_clip.checks import count, finite, instance, one_of, positive
-from torchzero_clip.compat import is_distributed
+from torchzero_clip.compat import fully_sharded, is_distributed
 from torchzero_clip.per_sample.buffers import Buffers, watched
 from torchzero_clip.per_sample.clipper import PerSampleGradientClipper
 from torchzero_clip.per_sample.contributions import Memory
@@ -158,8 +158,8 @@ class PrivateGradientClipper(PerSampleGradientClipper):
                 not finite.
             TypeError: If ``losses`` is not a tensor.
             RuntimeError: As `PerSampleGradientClipper.backward` raises. Also if a tensor outside of the module would
-                get a gradient, if it cannot be checked whether samples mix, if a buffer or a limit has changed since
-                the step began, or if a gradient is above the limit after clipping. Nothing changes.
+                get a gradient, if it cannot be checked whether samples mix, if a buffer, a frozen parameter or a limit
+                has changed since the step began, or if a gradient is above the limit after clipping. Nothing changes.
         """
         engine, params = self._engine, self._engine.attachment.params
         with self._start("backward") as start:
@@ -207,7 +207,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
 
         Raises:
             ValueError: If the limits are not finite.
-            RuntimeError: If a buffer or a limit has changed since the step began.
+            RuntimeError: If a buffer, a frozen parameter or a limit has changed since the step began.
         """
         with self._start("pre_step") as start:
             self._refresh()
@@ -260,14 +260,10 @@ class PrivateGradientClipper(PerSampleGradientClipper):
             count(f"the number of releases with {multiplier}", number)
         self._releases = {float(multiplier): number for multiplier, number in releases.items()}
 
-    def covers(self, params: Iterable[Tensor]) -> bool:
-        """Return whether this clipper trains one of these parameters.
-
-        Args:
-            params: Parameters, such as those of an optimizer.
-        """
-        own = {id(param) for param in self._engine.attachment.params.values()}
-        return (self._engine.attached or self.waits) and any(id(param) in own for param in params)
+    def released_params(self) -> Collection[Tensor]:
+        """Return the parameters whose gradients this clipper releases."""
+        engine = self._engine
+        return engine.attachment.params.values() if engine.attached or self.waits else ()
 
     @override
     def __reduce__(self) -> NoReturn:
@@ -292,9 +288,9 @@ class PrivateGradientClipper(PerSampleGradientClipper):
             )
         if (name := self._buffers.changed()) is not None:
             raise RuntimeError(
-                f"the buffer {name!r} has changed since the step began. It may hold data, and has no noise: use layers "
-                "without running statistics, such as GroupNorm, or set such layers to eval mode. discard() drops the "
-                "gradients of this step"
+                f"{name!r} has changed since the step began. A buffer or a frozen parameter may hold data, and has no "
+                "noise: use layers without running statistics, such as GroupNorm, or set such layers to eval mode, and "
+                "use no max_norm= of embeddings. discard() drops the gradients of this step"
             )
         return sensitivity
 
@@ -329,14 +325,14 @@ class PrivateGradientClipper(PerSampleGradientClipper):
 
 def _check_processes(module: nn.Module) -> None:
     """Raise if several processes do not release one sum together."""
+    if fully_sharded(module) or any(is_distributed(param) for param in module.parameters()):
+        raise ValueError("module must not be sharded, as by fully_shard: use DistributedDataParallel")
     together = isinstance(module, DistributedDataParallel)
     if not together and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
             "module must be in DistributedDataParallel if there are several processes: each of them would release its "
             "own gradients"
         )
-    if any(is_distributed(param) for param in module.parameters()):
-        raise ValueError("module must not be sharded, as by fully_shard: use DistributedDataParallel")
     if together and module.broadcast_buffers and watched(module):
         raise ValueError("DistributedDataParallel must have broadcast_buffers=False: buffers must not change in a step")
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.checks import instance
+from torchzero_clip.per_sample.captured_layer import without_autocast
 from torchzero_clip.per_sample.contributions import Contribution
 from torchzero_clip.per_sample.engine import Engine
 from torchzero_clip.per_sample.hooks import accumulate
@@ -214,7 +215,9 @@ class Weighed:
             name, contribution, index = self.parts.pop()
             if self.excluded is not None:
                 contribution.zero_(self.excluded)
-            yield name, contribution.weighted_sum(weights[index])
+            with without_autocast(contribution.param):  # it would round the sum
+                value = contribution.weighted_sum(weights[index])
+            yield name, value
 
 
 def weighed(
