@@ -157,7 +157,7 @@ class ClipToMedian(Scaling):
             limit = torch.where(count > 0, setting["factor"] * median, torch.inf)
             factors.append(torch.where(use, (limit / norm).clamp(max=1.0), 1.0))
             moved = torch.cat([norm.view(1), past.narrow(0, 0, self.window - 1)])
-            step.states[i]["norms"] = torch.where(use, moved, past)
+            torch.where(use, moved, past, out=past)
         step.keep("count", counts + usable.double(), measured.indices)
         return measured.joined(factors)
 

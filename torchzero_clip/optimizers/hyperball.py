@@ -128,7 +128,7 @@ class Hyperball(Retraction):
 
 
 def _wide(param: Tensor) -> torch.dtype:
-    return foreach.wide_dtype(param.dtype.to_real())
+    return foreach.wide_dtype(foreach.reals(param.detach()).dtype)
 
 
 def _scale_(tensors: list[Tensor], factors: Tensor) -> None:
