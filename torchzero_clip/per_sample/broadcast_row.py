@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.compat import DisableTorchFunctionSubclass
+from torchzero_clip.per_sample.arguments import Rebuild, flattened, tensors_in
 
 ARITHMETIC = {f"{side}{name}" for name in ("add", "sub", "mul", "div", "truediv") for side in ("", "r", "i")}
 EXPANSIONS = {"expand", "expand_as", "broadcast_to", "repeat"}
@@ -66,7 +67,8 @@ class BroadcastRow(Tensor):
         with DisableTorchFunctionSubclass():
             if name == "__get__" and func.__self__.__name__ not in TRANSPOSED:
                 return func(*args)
-            tensors = _tensors((args, kwargs))
+            leaves, rebuilt = flattened(args, kwargs)
+            tensors = [x for x in leaves if isinstance(x, Tensor)]
             rows = [x for x in tensors if isinstance(x, BroadcastRow)]
             param = any(row._is_param for row in rows)
             if name in HOOKS:
@@ -74,13 +76,13 @@ class BroadcastRow(Tensor):
                     _refuse_param(rows, name)
                 rows[0]._layer.refuse_row()
             if torch.is_grad_enabled() and all(map(is_row, rows)):
-                output = _with_copies(func, args, kwargs, rows, [x for x in tensors if not isinstance(x, BroadcastRow)])
+                output = _with_copies(func, args, kwargs, leaves, rebuilt)
                 if output is not NotImplemented:
                     return output
             if param and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
                 _refuse_param(rows, name)
             output = func(*args, **kwargs)
-        if param and any(x.requires_grad for x in _tensors(output)):
+        if param and any(x.requires_grad for x in tensors_in(output)):
             _refuse_param(rows, getattr(func, "__name__", func))
         return output
 
@@ -188,17 +190,18 @@ def _as_row(row: Any, each: Tensor, layer: Any, *, is_param: bool) -> BroadcastR
         return result
 
 
-def _with_copies(func: Any, args: Any, kwargs: Any, rows: list[BroadcastRow], others: list[Tensor]) -> Any:
+def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: Rebuild) -> Any:
     """The result with the copies in place of the rows; NotImplemented if the operation is not for rows."""
+    rows = [x for x in leaves if isinstance(x, BroadcastRow)]
+    others = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, BroadcastRow)]
     name, first = getattr(func, "__name__", ""), rows[0]
     layer, count = first._layer, len(first._each)
     kind, dim = name.strip("_"), layer.engine.batch_dim
-    leaves, structure = pytree.tree_flatten((args, kwargs))
 
     def call(*copies: Tensor) -> Any:
         rest = iter(copies)
         given = [next(rest) if isinstance(x, BroadcastRow) else x for x in leaves]
-        args, kwargs = pytree.tree_unflatten(given, structure)
+        args, kwargs = rebuilt(given)
         return func(*args, **kwargs)
 
     in_place = (name.endswith("_") and not name.startswith("__")) or (kind in ARITHMETIC and kind[0] == "i")
@@ -220,7 +223,7 @@ def _with_copies(func: Any, args: Any, kwargs: Any, rows: list[BroadcastRow], ot
     if kwargs.get("padding_idx") is not None:  # embeddings under vmap give the padding row a gradient
         return NotImplemented
     output = func(*args, **kwargs)
-    if not any(x.requires_grad for x in _tensors(output)) or any(output is row for row in rows):
+    if not any(x.requires_grad for x in tensors_in(output)) or any(output is row for row in rows):
         return output
     if kind in EXPANSIONS and first.fits(output.ndim, dim):
         expansion = kind, tuple(first.shape), output.ndim
@@ -251,7 +254,3 @@ def _is_to_batch(layer: Any, expansion: Any, size: int, count: int) -> bool:
 
 def _is_of_batch(tensor: Tensor, dim: int, count: int) -> bool:
     return tensor.ndim > dim and (tensor.is_floating_point() or tensor.shape[dim] == count)
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]

@@ -11,10 +11,10 @@ from torch.overrides import (
     _get_current_function_mode,  # pyright: ignore[reportPrivateUsage]
     _pop_mode_temporarily,  # pyright: ignore[reportPrivateUsage]
 )
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.compat import get_interpreter_stack
+from torchzero_clip.per_sample.arguments import Rebuild, flattened
 from torchzero_clip.per_sample.labels import LOST, Known, Labels, aligned, simplest, wider
 from torchzero_clip.per_sample.provenance import Provenance
 
@@ -110,7 +110,7 @@ class Following(TorchFunctionMode):
         self._provenance.note(tensor, simplest(labels, self._provenance.count))
 
     def _note(self, func: Any, name: str, args: Any, kwargs: Any, output: Any) -> None:
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves, rebuilt = flattened(args, kwargs)
         if any(output is x for x in leaves) or name == "grad" or self._provenance.knows_base(output):
             return
         tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.ndim}
@@ -123,7 +123,7 @@ class Following(TorchFunctionMode):
         if any(labels[i] is LOST for i in moved or labels if i in labels):
             pass
         elif moved and name not in PLACES:
-            results = self._moved(func, name, leaves, structure, {i: labels.get(i) for i in moved})
+            results = self._moved(func, name, leaves, rebuilt, {i: labels.get(i) for i in moved})
         elif moved:
             results = [labels[0] if isinstance(labels[0], int) else LOST]
         elif not (name in UNKNOWN | PLACES or (name == "where" and len(tensors) == 1)):
@@ -132,7 +132,7 @@ class Following(TorchFunctionMode):
             self._provenance.note(x, found)
 
     def _moved(
-        self, func: Any, name: str, leaves: Sequence[Any], structure: Any, labels: dict[int, Labels]
+        self, func: Any, name: str, leaves: Sequence[Any], rebuilt: Rebuild, labels: dict[int, Labels]
     ) -> list[Labels]:
         """The labels of the outputs of a function that moves elements, which moves their labels too."""
         leaves = list(leaves)
@@ -140,7 +140,7 @@ class Following(TorchFunctionMode):
             leaves[i] = self._full(leaves[i], found).contiguous()
         if name in PACKS:
             leaves = [-1 if isinstance(x, float) else x for x in leaves]  # the value of padding
-        args, kwargs = pytree.tree_unflatten(leaves, structure)
+        args, kwargs = rebuilt(leaves)
         output = func(*args, **kwargs)
         outputs = output if isinstance(output, list | tuple) else [output]
         results = [simplest(x, self._provenance.count) for x in outputs]

@@ -12,7 +12,7 @@ from torchzero_clip.per_sample.squared_norms import odd, squared_norms
 
 GRAM_BYTES = 2 << 20
 RUN = 4 << 20  # bytes of gradients in one tensor: allocators reuse memory of this size that the backward has freed
-STRIP = 128  # the most rows of a Gram matrix that are computed at a time; in small ones a quarter of the rows
+STRIP = 128  # the most rows of a Gram matrix that are computed at a time; half of the rows of those up to 256
 
 Inner: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """The squared norms of products, inputs and output gradients, from the inputs and output gradients of some samples."""
@@ -87,7 +87,7 @@ class Products(Contribution):
             norms, *traces = inner(inputs, outputs)
             if inputs.dtype != torch.float64:
                 cancelled = (norms < CANCELLED * traces[0] * traces[1]).nonzero()[:, 0].tolist()
-                for i in {*cancelled, *odd(norms), *odd(traces[0]), *odd(traces[1])}:
+                for i in {*cancelled, *(i % len(norms) for i in odd(torch.cat([norms, *traces])))}:
                     norms[i] = inner(inputs[i : i + 1].double(), outputs[i : i + 1].double())[0][0]
             result[start:stop] = norms
         return result
@@ -99,10 +99,10 @@ def gram_norms(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]
     The matrices are symmetric: a strip of rows starts at the diagonal, and its part right of the square counts twice.
     """
     length = inputs.shape[1]
-    if length < STRIP // 2:
+    if length < STRIP:
         return inner_products(*(torch.bmm(x, x.transpose(1, 2)) for x in (inputs, outputs)))
     products, *traces = (torch.zeros(len(inputs), dtype=torch.float64, device=inputs.device) for _ in range(3))
-    height = min(STRIP, length // 4)
+    height = min(STRIP, length // 2)
     for start in range(0, length, height):
         rows = slice(start, start + height)
         left, right = (torch.bmm(x[:, rows], x[:, start:].transpose(1, 2)) for x in (inputs, outputs))

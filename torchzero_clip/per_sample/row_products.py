@@ -1,5 +1,7 @@
 """Per-sample gradients of linear layers whose rows belong to several samples, and of stacks of such layers."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -38,35 +40,37 @@ class RowProducts(Contribution):
     @override
     def measured(self, reserve: Reserve) -> tuple[Contribution, Tensor]:
         squares = torch.zeros(self.batch_size, dtype=torch.float64, device=self.inputs.device)
-        cells, counts = self.cells.unique_consecutive(return_counts=True)
-        lengths, starts = counts.tolist(), (counts.cumsum(0) - counts).tolist()
-        order = sorted(range(len(lengths)), key=lengths.__getitem__)
-        sides = self.inputs.shape[1] + self.outputs.shape[1]
-        while order:
-            longest, rows, chosen = lengths[order[-1]], 0, list[int]()
-            limit = max(1, GRAM_BYTES // (longest * max(2 * longest, sides) * self.inputs.element_size()))
-            while order and len(chosen) < limit:
-                rows += lengths[order[-1]]
-                if chosen and longest * (len(chosen) + 1) > PADDING * rows:
-                    break
-                chosen.append(order.pop())
-            norms = self._norms([starts[i] for i in chosen], [lengths[i] for i in chosen])
-            squares.index_add_(0, cells[chosen] % self.batch_size, norms)
-        return self, squares
+        cells, sizes = self.cells.unique_consecutive(return_counts=True)
+        order = sizes.argsort(descending=True)
+        starts, sizes = (sizes.cumsum(0) - sizes)[order], sizes[order]
+        norms = [self._norms(starts[i:j], sizes[i:j], longest) for i, j, longest in self._groups(sizes.tolist())]
+        return self, squares.index_add_(0, cells[order] % self.batch_size, torch.cat(norms)) if norms else squares
 
-    def _norms(self, starts: list[int], lengths: list[int]) -> Tensor:
-        """The squared norms of runs of rows, which are padded to the length of the first."""
-        longest, device = lengths[0], self.inputs.device
-        if len(starts) == 1:
-            inputs, outputs = (x[None, starts[0] : starts[0] + longest] for x in (self.inputs, self.outputs))
-        else:
-            places, sizes = torch.arange(longest, device=device), torch.tensor(lengths, device=device)[:, None]
-            index = torch.tensor(starts, device=device)[:, None] + torch.minimum(places, sizes - 1)
-            inputs = self.inputs[index]
-            outputs = self.outputs[index].masked_fill_((places >= sizes)[..., None], 0)
+    def _groups(self, lengths: list[int]) -> Iterator[tuple[int, int, int]]:
+        """The bounds of groups of runs, which are padded to the length of their first, the longest one."""
+        sides, start = self.inputs.shape[1] + self.outputs.shape[1], 0
+        while start < len(lengths):
+            longest = rows = lengths[start]
+            most = start + max(1, GRAM_BYTES // (longest * max(2 * longest, sides) * self.inputs.element_size()))
+            stop = start + 1
+            for length in lengths[stop:most]:
+                rows += length
+                if longest * (stop + 1 - start) > PADDING * rows:
+                    break
+                stop += 1
+            yield start, stop, longest
+            start = stop
+
+    def _norms(self, starts: Tensor, sizes: Tensor, longest: int) -> Tensor:
+        """The squared norms of runs of rows, which are padded with zeros."""
+        places = torch.arange(longest, device=sizes.device)
+        index = (starts[:, None] + torch.minimum(places, sizes[:, None] - 1)).flatten()
+        inputs, outputs = (x.index_select(0, index).view(len(starts), longest, -1) for x in (self.inputs, self.outputs))
+        width, height = inputs.shape[2], outputs.shape[2]
+        padded = inputs if width < height else outputs  # enough, because a product with 0 is 0
+        padded.masked_fill_((places >= sizes[:, None])[..., None], 0)
         if longest == 1:
             return squared_norms(inputs) * squared_norms(outputs)
-        width, height = inputs.shape[2], outputs.shape[2]
         part = Products(self.param.new_empty(height, width), inputs, outputs)
         if width * height < longest * (width + height):
             return part.formed(keep=False)[1]

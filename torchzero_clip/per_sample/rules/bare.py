@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.compat import stores_by_hooks
+from torchzero_clip.per_sample.arguments import flattened, tensors_in
 from torchzero_clip.per_sample.autograd_graph import leaves_of
 from torchzero_clip.per_sample.broadcast_row import TRANSPOSED, BroadcastRow, NotARowError, row_of_param
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
@@ -32,7 +32,7 @@ class BareRule(Rule):
 
     @override
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
-        count = layer.count_in(pytree.tree_leaves((args, kwargs)))
+        count = layer.count_in(flattened(args, kwargs)[0])
         if WHOLE in layer.known or count is None:
             return GENERIC.run(layer.known.get(WHOLE, layer), *args, **kwargs)
         if TRIED not in layer.known:
@@ -49,7 +49,7 @@ class BareRule(Rule):
     def _tried(self, layer: CapturedLayer, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it for the first time, and again if an operation was not for rows."""
         state, random, hooked = State(layer), torch.get_rng_state(), stores_by_hooks()
-        versions = [(x, x._version) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        versions = [(x, x._version) for x in tensors_in((args, kwargs))]
         try:
             state.begin()
             # a checkpoint counts what an attempt stores, so that it has to be made apart
@@ -113,7 +113,7 @@ class _Rows(TorchFunctionMode):
 
     def are_missed(self, output: Any) -> bool:
         """True if a parameter would get a gradient that is summed over samples, as from a `torch.autograd.Function`."""
-        roots = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and not isinstance(x, BroadcastRow)]
+        roots = [x for x in tensors_in(output) if not isinstance(x, BroadcastRow)]
         summed = {id(leaf) for leaf in leaves_of(self._rows.values())}
         return any(id(leaf) in summed or id(leaf) in self._rows for leaf in leaves_of(roots))
 
@@ -122,10 +122,11 @@ class _Rows(TorchFunctionMode):
         reads = getattr(func, "__name__", "") == "__get__" and func.__self__.__name__ not in TRANSPOSED
         if reads or self._layer.engine.running is not self._layer:
             return func(*args, **(kwargs or {}))
-        leaves, structure = pytree.tree_flatten((args, kwargs or {}))
-        args, kwargs = pytree.tree_unflatten([self._rows.get(id(x), x) for x in leaves], structure)
-        output = func(*args, **kwargs)
-        others = any(id(x) in self._others for x in leaves)
-        if others and any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(output)):
+        leaves, rebuilt = flattened(args, kwargs or {})
+        if any(id(x) in self._rows for x in leaves):
+            args, kwargs = rebuilt([self._rows.get(id(x), x) for x in leaves])
+        output = func(*args, **(kwargs or {}))
+        others = self._others and any(id(x) in self._others for x in leaves)
+        if others and any(x.requires_grad for x in tensors_in(output)):
             raise NotARowError(getattr(func, "__name__", func))
         return output

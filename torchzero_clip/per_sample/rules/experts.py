@@ -46,14 +46,14 @@ class ExpertsRule(Rule):
         cells = chosen.reshape(-1) * count + sample.repeat_interleave(top)
         order = torch.argsort(cells)
         sent = _Sent(layer, cells[order], count)
-        rows = tokens[order // top]
+        rows = tokens.index_select(0, order // top)
         if module.has_gate:
             rows = module._apply_gate(sent.to("gate_up_proj", rows))
         else:
             rows = module.act_fn(sent.to("up_proj", rows))
-        rows = sent.to("down_proj", rows) * shares.reshape(-1)[order][:, None]
+        rows = sent.to("down_proj", rows) * shares.reshape(-1).index_select(0, order)[:, None]
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        output = rows[back].view(*chosen.shape, rows.shape[-1]).sum(-2).to(tokens.dtype)
+        output = rows.index_select(0, back).view(*chosen.shape, rows.shape[-1]).sum(-2).to(tokens.dtype)
         layer.mark(output, sample[:, None])
         return output
 
