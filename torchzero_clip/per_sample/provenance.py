@@ -16,6 +16,8 @@ from torchzero_clip.compat import current_graph_task_id
 from torchzero_clip.per_sample.labels import LOST, Labels, simplest, wider
 from torchzero_clip.per_sample.row_moves import Part, Step, after
 
+_UNKNOWN: Any = object()
+
 
 class Provenance:
     """The labels of tensors in one forward, with ``count`` samples in dimension ``dim`` of its arguments.
@@ -101,13 +103,16 @@ class Provenance:
                 rest.pop()
                 continue
             inputs = [(n, i) for n, i in node.next_functions if n is not None]
-            if missing := [(n, i) for n, i in inputs if i not in self._memory(n)]:
+            known = [self._memory(n).get(i, _UNKNOWN) for n, i in inputs]
+            if missing := [item for item, labels in zip(inputs, known, strict=True) if labels is _UNKNOWN]:
                 rest += missing
                 continue
             if hasattr(node, "variable"):
                 memory[number] = self.of(node.variable)
                 continue
-            parts = [Part(self._memory(n)[i], tuple(n._input_metadata[i].shape)) for n, i in inputs]
+            parts = [
+                Part(labels, tuple(n._input_metadata[i].shape)) for labels, (n, i) in zip(known, inputs, strict=True)
+            ]
             labels = after(Step(node, number, tuple(node._input_metadata[number].shape), self.count), parts)
             memory[number] = simplest(labels, self.count) if isinstance(labels, Tensor) else labels
         return self._memory(node)[number]

@@ -74,8 +74,10 @@ class _Sent:
         layer, module, params = self._layer, self._layer.module, self._layer.params
         weight: Tensor = getattr(module, name).detach()
         turned = bool(module.is_transposed)
-        each = weight if turned else weight.mT
-        output = torch.cat([x @ w for x, w in zip(rows.split(self._lengths), each, strict=True)])
+        kind = rows.device.type
+        if torch.is_autocast_enabled(kind):
+            rows, weight = (x.to(torch.get_autocast_dtype(kind)) for x in (rows, weight))
+        output: Tensor = _Multiplied.apply(rows, weight if turned else weight.mT, self._lengths)
         if module.has_bias:
             output = output + getattr(module, f"{name}_bias").detach()[self._experts]
 
@@ -90,3 +92,30 @@ class _Sent:
             return list(contributions(*tensors))
 
         return layer.watch(output, [rows] if name in params else [], contribute)
+
+
+class _Multiplied(torch.autograd.Function):
+    """The products of rows with the weights (E, d, p) of their experts, of which each has the next ``lengths`` rows.
+
+    The weights get no gradient.
+    """
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, lengths: list[int]) -> Tensor:
+        ctx.save_for_backward(weights)
+        ctx.lengths = lengths
+        return _multiplied(rows, weights, lengths)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (weights,) = ctx.saved_tensors
+        return _multiplied(grads[0], weights.mT, ctx.lengths), None, None
+
+
+def _multiplied(rows: Tensor, weights: Tensor, lengths: list[int]) -> Tensor:
+    result = rows.new_empty(len(rows), weights.shape[2])
+    for x, weight, y in zip(rows.split(lengths), weights, result.split(lengths), strict=True):
+        torch.mm(x, weight, out=y)
+    return result
