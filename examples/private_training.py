@@ -15,14 +15,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from dp_accounting import calibrate_dp_mechanism, dp_event  # pyright: ignore[reportMissingImports]
-from dp_accounting.pld import pld_privacy_accountant as pld  # pyright: ignore[reportMissingImports]
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from torchzero_clip import AdamW, ClippingResult, ConstantFlatClipper, Modular, PrivateGradientClipper
+
+try:
+    from dp_accounting import calibrate_dp_mechanism, dp_event  # pyright: ignore[reportMissingImports]
+    from dp_accounting.pld import pld_privacy_accountant as pld  # pyright: ignore[reportMissingImports]
+except ModuleNotFoundError as error:
+    raise SystemExit('Install dp-accounting, in an environment of its own: pip install ".[private]"') from error
 
 SIZE, RATE, DELTA, LIMIT = 4000, 0.05, 1e-5, 1.0
 

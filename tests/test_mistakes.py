@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import torchzero_clip as tz
-from torchzero_clip import SGD, AdamW, ClipNorm, Modular
+from torchzero_clip import SGD, AdamW, ClipNorm, ConstantFlatClipper, Modular, PerSampleGradientClipper, clip_grad_norm_
 
 
 def model():
@@ -190,3 +190,42 @@ def test_classes_of_users_are_called_as_they_say():
     assert copy.deepcopy(transform).rate == 3
     with pytest.raises(TypeError, match="missing 1 required"):
         OfModule(lr=3)
+
+
+def test_the_names_of_torch_in_functions():
+    weight = nn.Parameter(torch.ones(2))
+    with pytest.raises(TypeError, match="clip_grad_norm_ has no argument 'norm_type'; did you mean 'ord'"):
+        clip_grad_norm_([weight], 1.0, norm_type=2)
+    with pytest.raises(TypeError, match="clip_grad_norm_ has no argument 'foreach'"):
+        clip_grad_norm_([weight], 1.0, foreach=True)
+
+
+def test_a_number_in_place_of_a_norm_clipper():
+    with pytest.raises(TypeError, match=r"write ConstantFlatClipper\(1.0\)"):
+        PerSampleGradientClipper(nn.Linear(2, 1), 1.0)
+    with pytest.raises(TypeError, match="PerSampleGradientClipper has no argument 'max_norm'"):
+        PerSampleGradientClipper(nn.Linear(2, 1), max_norm=1.0)
+    with pytest.raises(TypeError, match="did you mean 'flat_value'"):
+        ConstantFlatClipper(max_grad_norm=1.0)
+
+
+def test_a_generator_that_was_used_before():
+    params = nn.Linear(2, 1).parameters()
+    list(params)
+    with pytest.raises(ValueError, match=r"a generator gives its parameters only once. Pass list\(model.parameters"):
+        Modular(params, AdamW())
+
+
+def test_a_qualified_key_that_is_written_later():
+    model = nn.Linear(2, 1)
+    optimizer = Modular(model, ClipNorm(1), AdamW())
+    optimizer.param_groups[0]["clip_norm/max_norm"] = 5
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.warns(UserWarning, match="no transform reads 'clip_norm/max_norm' .*; did you mean 'max_norm'"):
+        optimizer.step()
+
+
+def test_a_name_in_set_param_groups():
+    model = nn.Linear(2, 1)
+    with pytest.raises(ValueError, match="A name belongs to a param group that Modular gets"):
+        ClipNorm(1).set_param_groups([{"params": model.parameters(), "max_norm": 0.1, "name": "head"}])

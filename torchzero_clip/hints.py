@@ -1,15 +1,19 @@
 """What users probably meant by a name or a call that does not fit, for the texts of errors."""
 
 import difflib
+import functools
 import inspect
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec, Self, TypeVar
 
 from typing_extensions import override
 
 from torchzero_clip.checks import are_parameters
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MEANT = {
     "AGC": ("AdaptiveGradientClip",),
@@ -18,13 +22,14 @@ MEANT = {
     "ClipGradValue": ("ClipValue",),
     "beta1": ("betas",),
     "beta2": ("betas",),
-    "clip_norm": ("max_norm",),
+    "clip_norm": ("max_norm", "flat_value"),
     "clip_value": ("value", "max_norm"),
     "clip_val": ("value", "max_norm"),
     "epsilon": ("eps",),
     "gradient_clip_val": ("max_norm", "value"),
     "learning_rate": ("lr",),
-    "max_grad_norm": ("max_norm",),
+    "max_grad_norm": ("max_norm", "flat_value"),
+    "max_norm": ("flat_value",),
     "norm_type": ("ord",),
     "wd": ("weight_decay",),
 }
@@ -60,6 +65,20 @@ def no_attribute(name: str) -> object:
     raise AttributeError(f"module 'torchzero_clip' has no attribute {name!r}{hint}")
 
 
+def explained(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function so that it explains a call that does not fit its arguments."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            _check_call(function, args, kwargs)
+            raise
+
+    return call
+
+
 class Explained:
     """A base of classes whose constructors explain a call that does not fit their arguments."""
 
@@ -69,8 +88,8 @@ class Explained:
         return super().__new__(cls)
 
 
-def _check_call(kind: type[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise a TypeError with the way out if a class cannot be called like this. In rare cases, Python has to raise."""
+def _check_call(kind: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise a TypeError with the way out for a call that does not fit. In rare cases, Python has to raise."""
     signature = inspect.signature(kind)
     try:
         signature.bind(*args, **kwargs)
@@ -78,7 +97,7 @@ def _check_call(kind: type[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any
     except TypeError:
         pass
     name, parameters = kind.__name__, signature.parameters
-    if args and are_parameters(args[0]) and "params" not in parameters:
+    if args and are_parameters(args[0]) and parameters.keys().isdisjoint(("params", "module")):
         raise TypeError(f"{name} takes no parameters, Modular does: Modular(model.parameters(), ..., {name}(...))")
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for key in kwargs:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper, check_per_sample
 from torchzero_clip.per_sample.rules.registry import EXPERTS, rule_for
 
 FORMS = [by_backward, with_low_memory, by_classic_form, by_two_passes]
@@ -219,3 +220,26 @@ def test_experts_without_a_rule_are_refused(name, value):
     setattr(model.experts, name, value)
     with pytest.raises(ValueError, match=r"'experts'.*no per-sample rule"):
         clip(model)
+
+
+def test_a_cache_of_the_batch_is_refused():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 2, "use_mamba_kernels": False}
+    periods = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+    config = transformers.JambaConfig(**sizes, **heads, **periods, mamba_d_state=2, mamba_d_conv=2, pad_token_id=0)
+    model, tokens = transformers.JambaForCausalLM(config), torch.randint(1, 16, (3, 4))
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0)) as clipper:
+        with pytest.raises(ValueError, match="switch it off with use_cache=False"):
+            model(tokens)
+        losses = model(tokens, use_cache=False).logits.flatten(1).mean(1)
+        assert (clipper.backward(losses).norms > 0).all()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_experts_are_checked_in_float64():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = transformers.MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, num_local_experts=2)
+    model, tokens = transformers.MixtralForCausalLM(config), torch.randint(1, 16, (3, 4))
+    check_per_sample(model, tokens, lambda model, tokens: model(tokens).logits.flatten(1).square().mean(1))

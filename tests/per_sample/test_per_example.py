@@ -162,3 +162,11 @@ def test_defaults_of_the_process_do_not_matter(default):
     expected = results()
     with DEFAULTS[default]():
         torch.testing.assert_close(results(), expected, rtol=0, atol=0)
+
+
+def test_autocast_rounds_nothing():
+    grads = [torch.randn(16, 30), torch.randn(16, 8, 9)]
+    expected, _ = per_example_global_norm_clip(grads, 1.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        sums, _ = per_example_global_norm_clip(grads, 1.0)
+    assert all(torch.equal(a, b) for a, b in zip(sums, expected, strict=True))

@@ -200,7 +200,11 @@ class Transform(Explained, ABC):
             for key in settings:
                 if key not in self.defaults:
                     known = ", ".join(self.defaults) or "none"
-                    hint = ". The learning rate of parameters is the lr of their param group" if key == "lr" else ""
+                    hints = {
+                        "lr": ". The learning rate of parameters is the lr of their param group",
+                        "name": ". A name belongs to a param group that Modular gets",
+                    }
+                    hint = hints.get(key, "")
                     raise ValueError(f"{type(self).__name__} has no setting {key!r}; its settings: {known}{hint}")
             self.check({key: at(value, 0) for key, value in settings.items()})
             overrides.append({"params": params, **settings})

@@ -19,9 +19,11 @@ from torchzero_clip.functional.gradients import (
     with_gradients,
 )
 from torchzero_clip.functional.measure import Slicing, measure, over_processes, scale_
+from torchzero_clip.hints import explained
 from torchzero_clip.types import Dim, Ord, Tensors
 
 
+@explained
 @torch.no_grad()
 def clip_grad_norm_(
     params: Tensors,
@@ -125,6 +127,7 @@ def clip_grad_norm_(
     return as_reported(measured.total, grads, process_group)
 
 
+@explained
 @torch.no_grad()
 def clip_grad_value_(params: Tensors, value: float) -> None:
     """Clamp every element of the gradients to [-value, value], in place.
@@ -155,6 +158,7 @@ def clip_grad_value_(params: Tensors, value: float) -> None:
         clamp_(tensors, value)
 
 
+@explained
 @torch.no_grad()
 def normalize_grads_(
     params: Tensors,

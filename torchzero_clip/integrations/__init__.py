@@ -27,7 +27,10 @@ def unwrapped(optimizer: Any) -> Modular:
     """
     found = unwrap(optimizer)
     if not isinstance(found, Modular):
-        raise TypeError(f"optimizer must be a Modular or a wrapper of one, got {type(found).__name__}")
+        raise TypeError(
+            f"optimizer must be a Modular or a wrapper of one, got {type(found).__name__}: train with a Modular, or "
+            "give the callback of a trainer the class Recorder, which takes any optimizer"
+        )
     return found
 
 

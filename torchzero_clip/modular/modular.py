@@ -195,6 +195,13 @@ class Modular(Explained, Optimizer):
         self._process_group = process_group
         self._lost_group = False
         given: Any = list(params.named_parameters()) if isinstance(params, nn.Module) else params
+        if inspect.isgenerator(given):
+            given = list(given)
+            if not given:
+                raise ValueError(
+                    "optimizer got an empty parameter list: a generator gives its parameters only once. Pass "
+                    "list(model.parameters()), or the model itself"
+                )
         if process_group is not None and not isinstance(given, Tensor):
             given = list(given) or [{"params": []}]  # a process may have none
         super().__init__(given, self._nodes.defaults())

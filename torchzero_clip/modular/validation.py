@@ -119,7 +119,8 @@ def warn_of_unread_keys(groups: Sequence[Group], nodes: Nodes, shown: Iterable[s
     stored = set(nodes.storage_keys.values())
     for key in {key for group in groups for key in group} - stored - HOST_KEYS - set(shown):
         # keys with a colon are what a scheduler stores about a setting, see `as_lr`
-        if ":" not in key and (meant := nearest(key, stored, likeness=0.85)):
+        meant = nodes.storage_keys.get(key) or nearest(key, stored, likeness=0.85)
+        if ":" not in key and meant:
             warnings.warn(f"no transform reads {key!r} in param_groups; did you mean {meant!r}?", stacklevel=4)
 
 

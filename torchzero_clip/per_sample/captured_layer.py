@@ -3,7 +3,7 @@
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any, NamedTuple, cast
 
@@ -18,7 +18,7 @@ from torchzero_clip.per_sample.labels import Labels
 from torchzero_clip.per_sample.row_products import regrouped
 from torchzero_clip.per_sample.rules.whole import whole_line, written
 from torchzero_clip.per_sample.sharding import stands_for
-from torchzero_clip.per_sample.squared_norms import wide
+from torchzero_clip.per_sample.squared_norms import wide, without_autocast
 
 
 class Rule(ABC):
@@ -359,12 +359,6 @@ def saved_tensors(ctx: Any, layer: CapturedLayer, name: str) -> tuple[Tensor, ..
         raise RuntimeError(
             f"{name} of {layer} was changed in place after the layer used it: its gradient would be wrong"
         ) from error
-
-
-def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
-    """Disable autocast on the device of a tensor, within a block."""
-    kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:

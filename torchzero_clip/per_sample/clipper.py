@@ -8,19 +8,20 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from torchzero_clip.checks import boolean, instance, one_of
+from torchzero_clip.checks import boolean, one_of
+from torchzero_clip.hints import Explained
 from torchzero_clip.per_sample.contributions import Contribution, Memory
 from torchzero_clip.per_sample.engine import Engine
 from torchzero_clip.per_sample.hooks import replace_gradients
 from torchzero_clip.per_sample.mixing import Verify
-from torchzero_clip.per_sample.norm_clippers import NormClipper
+from torchzero_clip.per_sample.norm_clippers import NormClipper, checked_norm_clipper
 from torchzero_clip.per_sample.rules.whole import Whole
 from torchzero_clip.per_sample.weighting import ClippingResult, Nonfinite, clipped_backward, weighed
 
 LossReduction: TypeAlias = Literal["mean", "sum"]
 
 
-class PerSampleGradientClipper:
+class PerSampleGradientClipper(Explained):
     """Makes ``.grad`` the sum or mean of per-sample gradients, each scaled so that its norm is at most a limit.
 
         grad = Σᵢ cᵢ · gᵢ   (mean: divided by B),   cᵢ = min(1, C / (‖gᵢ‖ + 1e-6))
@@ -105,7 +106,7 @@ class PerSampleGradientClipper:
         boolean("keep_grad_samples", keep_grad_samples)
         self.loss_reduction: LossReduction = loss_reduction
         self.nonfinite: Nonfinite = nonfinite
-        instance("norm_clipper", norm_clipper, NormClipper)
+        checked_norm_clipper(norm_clipper)
         self._engine = Engine(
             module,
             batch_first=batch_first,
@@ -137,7 +138,7 @@ class PerSampleGradientClipper:
 
     @norm_clipper.setter
     def norm_clipper(self, value: NormClipper) -> None:
-        instance("norm_clipper", value, NormClipper)
+        checked_norm_clipper(value)
         value.check_count(len(self._engine.attachment.params))
         self._norm_clipper = value
 

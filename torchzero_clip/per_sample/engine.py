@@ -18,7 +18,7 @@ from torchzero_clip.compat import current_graph_task_id
 from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.per_sample.attachment import Attachment
 from torchzero_clip.per_sample.captured_gradients import CapturedGradients, Forward, GivenRows, in_backward
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, trainable, without_autocast
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, trainable
 from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory
 from torchzero_clip.per_sample.following import Following
 from torchzero_clip.per_sample.hooks import accumulate
@@ -26,6 +26,7 @@ from torchzero_clip.per_sample.mixing import MixingCheck, Verify
 from torchzero_clip.per_sample.processes import Processes
 from torchzero_clip.per_sample.rules.whole import Whole, whole_line
 from torchzero_clip.per_sample.sharding import group_of_shards, reshard
+from torchzero_clip.per_sample.squared_norms import without_autocast
 from torchzero_clip.per_sample.unclipped import refuse_steps
 
 

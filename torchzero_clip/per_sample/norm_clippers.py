@@ -3,12 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from itertools import repeat
+from typing import cast
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import instance, non_negative, positive
+from torchzero_clip.hints import Explained
 
 STABILITY = 1e-6  # added to norms, as in privacy libraries: the limit still holds, and norm 0 is no special case
 
@@ -55,7 +57,7 @@ class NormClipper(ABC):
         """The limits as a vector, with a single limit or one for each parameter tensor."""
 
 
-class ConstantFlatClipper(NormClipper):
+class ConstantFlatClipper(Explained, NormClipper):
     """Scales each sample so that its gradient over all parameters has a norm of at most ``flat_value``.
 
         factor = min(1, flat_value / (norm + 1e-6))
@@ -114,7 +116,7 @@ class ConstantFlatClipper(NormClipper):
         return f"ConstantFlatClipper({self.flat_value})"
 
 
-class ConstantPerLayerClipper(NormClipper):
+class ConstantPerLayerClipper(Explained, NormClipper):
     """Scales each sample so that its gradient in parameter tensor k has a norm of at most ``flat_values[k]``.
 
         factorₖ = min(1, flat_values[k] / (normₖ + 1e-6))
@@ -268,3 +270,14 @@ def _joint(norms: Sequence[Tensor]) -> Tensor:
 
 def _factors(limit: float, norm: Tensor) -> Tensor:
     return (limit / (norm + STABILITY)).clamp(max=1.0)
+
+
+def checked_norm_clipper(value: object) -> NormClipper:
+    """The value, if it is a norm clipper."""
+    try:
+        instance("norm_clipper", value, NormClipper)
+    except TypeError as error:
+        if isinstance(value, int | float):
+            raise TypeError(f"{error}: write ConstantFlatClipper({value!r})") from None
+        raise
+    return cast(NormClipper, value)

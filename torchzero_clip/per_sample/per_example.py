@@ -12,6 +12,7 @@ from torchzero_clip.checks import boolean, non_negative
 from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.functional.norms import beyond_float32, p_norms
 from torchzero_clip.functional.shards import Part
+from torchzero_clip.per_sample.squared_norms import without_autocast
 
 
 @torch.no_grad()
@@ -147,7 +148,8 @@ def _factors(norms: Tensor, limit: float) -> Tensor:
 def _weighted_sum(factors: Tensor, leaf: Tensor) -> Tensor:
     exact = factors.is_cpu and beyond_float32(factors)
     wide = torch.promote_types(leaf.dtype, torch.float64) if exact else wide_dtype(leaf.dtype)
-    return torch.tensordot(factors.to(leaf.device, wide), leaf.to(wide), 1).to(leaf.dtype)
+    with without_autocast(leaf):
+        return torch.tensordot(factors.to(leaf.device, wide), leaf.to(wide), 1).to(leaf.dtype)
 
 
 def _count(factors: Tensor) -> Tensor:

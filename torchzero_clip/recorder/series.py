@@ -80,6 +80,12 @@ class Series:
         """How many independent norms tell as much as the usual ones."""
         return effective_count(self.usual.log())
 
+    def after_spikes(self) -> float:
+        """The median of the usual norms after the first spike, divided by that before; 1 with few norms on a side."""
+        kept, first = self.norms[self.start :], int(self.spikes.int().argmax())
+        before, after = kept[:first], kept[first:][~self.spikes[first:]]
+        return median_of(after) / median_of(before) if min(len(before), len(after)) >= FEW else 1.0
+
     def doubts(self, limit: float, share_clipped: float) -> Iterator[Doubt]:
         """The reasons why a limit found from these norms may be wrong."""
         yield from self._doubts_of_norms(limit)

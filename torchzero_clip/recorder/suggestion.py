@@ -194,6 +194,11 @@ def _sentences(series: Series, limit: float, scope: Scope) -> list[str]:
     if len(spikes):
         found = f"{counted(len(spikes), 'spike')} above {series.spike_limit:.4g}"
         text.append(f"The limit would also have clipped {found}, of which the largest is {float(spikes.max()):.4g}.")
+        if (times := series.after_spikes()) > 1.25:
+            text.append(
+                f"The median of the usual norms after the first spike is {times:.3g} times that before it. If the "
+                "spikes have damaged the run, this limit is too high: train with it, and ask again."
+            )
     else:
         text.append("There were no spikes.")
     return [*text, TRENDS[series.trend]]

@@ -109,8 +109,13 @@ class GenericRule(Rule):
                 _compare(layer, state, outputs.given_back(tensors), args, kwargs)
                 known.add(decision)
             state.join()
-        except BaseException:
+        except BaseException as error:
             state.undo()
+            if isinstance(error, RuntimeError) and any(hasattr(x, "get_seq_length") for x in leaves):
+                raise ValueError(
+                    f"{layer} runs sample by sample, and got a cache that holds values of the whole batch: switch it "
+                    "off with use_cache=False, in the call or in the config of the model"
+                ) from error
             raise
         finally:
             layer.engine.inside, parametrize._cache_enabled = False, caches

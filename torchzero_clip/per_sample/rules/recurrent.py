@@ -11,13 +11,14 @@ from typing_extensions import override
 
 from torchzero_clip.per_sample.broadcast_row import BroadcastRow
 from torchzero_clip.per_sample.captured_gradients import Forward
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, saved_tensors, without_autocast
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, saved_tensors
 from torchzero_clip.per_sample.contributions import Contribution, Dense
 from torchzero_clip.per_sample.labels import simplest
 from torchzero_clip.per_sample.products import Products
 from torchzero_clip.per_sample.row_products import regrouped
 from torchzero_clip.per_sample.rules.recurrences import Recurrence, Times, Weights, recurrence_of
 from torchzero_clip.per_sample.rules.sequences import SequenceRule
+from torchzero_clip.per_sample.squared_norms import without_autocast
 
 WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
