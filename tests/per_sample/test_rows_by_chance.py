@@ -17,6 +17,8 @@ from per_sample.harness import (
 from torch import nn
 from torch.nn import functional as F
 
+from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
+
 W = 4
 
 
@@ -188,3 +190,94 @@ def test_blocks_of_named_rows_may_not_be_nested():
     refused = pytest.raises(RuntimeError, match=r"a block of rows\(\) is open")
     with clip(network()) as clipper, clipper.rows(torch.tensor([0, 0]), batch_size=1), refused:
         clipper.rows(torch.tensor([0]), batch_size=1).__enter__()
+
+
+def _swapped(h):
+    result = h.clone()
+    result[0], result[1] = h[1], h[0]
+    return result
+
+
+PERM = torch.tensor([1, 2, 0])
+MOVED = {  # moves of samples that keep their number
+    "index_copy": lambda h: h.index_copy(0, PERM, h),
+    "scatter": lambda h: h.scatter(0, PERM[:, None].expand_as(h), h),
+    "rot90": lambda h: torch.rot90(h[:, :3], 2),
+    "one-hot": lambda h: F.one_hot(PERM, 3).to(h.dtype) @ h,
+    "einsum": lambda h: torch.einsum("ij,jd->id", F.one_hot(PERM, 3).to(h.dtype), h),
+    "swapped slices": _swapped,
+    "where": lambda h: torch.where(torch.tensor([[True], [False], [True]]), h, h[PERM]),
+    "sum": lambda h: h + h[PERM],
+    "flipud": torch.flipud,
+    "sort": lambda h: h.sort(0).values,
+    "topk": lambda h: h.topk(3, 0).values,
+}
+WRITTEN = {  # data that are written into a tensor like them
+    "index_copy": lambda x: x.new_zeros(x.shape).index_copy(0, PERM, x),
+    "index_add": lambda x: torch.zeros_like(x).index_add(0, PERM, x),
+    "scatter_": lambda x: torch.zeros_like(x).scatter_(0, PERM[:, None].expand_as(x), x),
+    "index_put_": lambda x: torch.zeros_like(x).index_put_((PERM,), x),
+    "copy_": lambda x: torch.empty_like(x).copy_(x[PERM]),
+    "add_": lambda x: torch.zeros_like(x).add_(x[PERM]),
+    "out": lambda x: torch.index_select(x, 0, PERM, out=torch.empty_like(x)),
+    "flipud": torch.flipud,
+    "sum": lambda x: x + x[PERM],
+    "complex": lambda x: torch.view_as_complex(x.view(3, -1, 2)).abs().sum(1, keepdim=True).expand(3, 6),
+}
+
+
+class Moves(nn.Module):
+    def __init__(self, of_data, move):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6 if move is not MOVED["rot90"] else 3, 2)
+        self.of_data, self.move = of_data, move
+
+    def forward(self, x):
+        return self.second(self.move(x) if self.of_data else self.move(self.first(x)))
+
+
+@pytest.mark.parametrize("classic", [False, True], ids=["backward", "classic"])
+@pytest.mark.parametrize(
+    ("of_data", "move"),
+    [(False, move) for move in MOVED.values()] + [(True, move) for move in WRITTEN.values()],
+    ids=[f"of the graph: {name}" for name in MOVED] + [f"of data: {name}" for name in WRITTEN],
+)
+def test_moved_samples_are_followed_or_refused(of_data, move, classic):
+    """Norms are those of one backward for each loss, which a layer behind the move must give to the right sample."""
+    torch.manual_seed(0)
+    model, x = Moves(of_data, move).double(), torch.randn(3, 6, dtype=torch.float64)
+    weight = model.second.weight
+    outputs = model(x).square().sum(1)
+    expected = [torch.autograd.grad(loss, weight, retain_graph=True)[0].norm() for loss in outputs]
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), loss_reduction="sum", verify="never") as clipper:
+        try:
+            losses = model(x).square().sum(1)
+        except ValueError:
+            return
+        order = move(torch.arange(3.0, dtype=torch.float64)[:, None].expand(3, 6).contiguous())[:, 0]
+        if classic:
+            losses.sum().backward()
+            norms = clipper.clip_and_accumulate().param_norms["second.weight"]
+        else:
+            norms = clipper.backward(losses).param_norms["second.weight"]
+        # samples are those of x: row i of the output may belong to another one
+        found = torch.stack(expected)
+        if not of_data or move is not WRITTEN["complex"]:
+            found = torch.zeros(3, dtype=torch.float64).index_add_(0, order.long(), found)
+        assert torch.allclose(norms, found, rtol=1e-8)
+
+
+def test_slices_of_rows_in_the_graph():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Flatten(0, 1), Sliced(), nn.Linear(2, 2)).double()
+    x = torch.randn(3, 5, 4, dtype=torch.float64)
+    losses = model(x).square().sum(1).view(3, 5).sum(1)
+    expected = [torch.autograd.grad(loss, model[3].weight, retain_graph=True)[0].norm() for loss in losses]
+    with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), loss_reduction="sum", verify="never") as clipper:
+        result = clipper.backward(model(x).square().sum(1).view(3, 5).sum(1))
+    assert torch.allclose(result.param_norms["3.weight"], torch.stack(expected), rtol=1e-8)
+
+
+class Sliced(nn.Module):
+    def forward(self, rows):
+        return rows[:, :2]

@@ -56,7 +56,7 @@ def with_context(m, x):
 
 
 def masked(m, x):
-    return m.inner(x, torch.ones(x.shape[1], x.shape[1]).triu().to(x))
+    return m.inner(x, x.new_ones(x.shape[1], x.shape[1]).triu())
 
 
 class Same(torch.autograd.Function):

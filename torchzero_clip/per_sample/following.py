@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from torchzero_clip.compat import get_interpreter_stack
 from torchzero_clip.per_sample.arguments import Rebuild, flattened
-from torchzero_clip.per_sample.labels import LOST, Known, Labels, aligned, simplest, wider
+from torchzero_clip.per_sample.labels import LOST, Known, Labels, agree, aligned, simplest, wider
 from torchzero_clip.per_sample.provenance import Provenance
 
 ELEMENTS = {  # functions of single elements
@@ -29,6 +29,7 @@ ELEMENTS = {  # functions of single elements
 }
 ROWS = {"embedding", "group_norm", "layer_norm", "linear", "matmul", "mm", "normalize", "rms_norm", "softmax"}
 MOVES = {  # functions that move elements of their first argument
+    *("chunk", "diagonal", "fliplr", "flipud", "rot90", "take", "tensor_split"),
     *("expand", "expand_as", "flatten", "flip", "gather", "getitem", "index_select", "masked_select", "movedim", "mT"),
     *("narrow", "permute", "ravel", "repeat", "repeat_interleave", "reshape", "roll", "select", "split", "squeeze"),
     *(
@@ -68,7 +69,26 @@ PLACES = {
     *("index_add", "index_copy", "index_put", "masked_scatter", "scatter", "scatter_add", "scatter_reduce"),
 }
 """Functions that put elements into their first argument."""
-UNKNOWN = {"argwhere", "bincount", "nonzero", "segment_reduce", "unique", "unique_consecutive"}
+REPLACES = {"index_copy", "index_put", "masked_scatter", "scatter"}
+"""Functions that put elements in place of others."""
+ALONG = {
+    *("argsort", "cummax", "cummin", "cumprod", "cumsum", "kthvalue", "log_softmax", "logcumsumexp", "mode", "msort"),
+    *("softmax", "sort", "topk"),
+}
+"""Functions along one dimension."""
+COUNTED = {"kthvalue", "topk"}
+"""Functions with a number before the dimension."""
+UNKNOWN = {
+    "argwhere",
+    "as_strided",
+    "bincount",
+    "einsum",
+    "nonzero",
+    "tensordot",
+    "segment_reduce",
+    "unique",
+    "unique_consecutive",
+}
 
 
 class Following(TorchFunctionMode):
@@ -94,6 +114,9 @@ class Following(TorchFunctionMode):
         if follows and not get_interpreter_stack():
             if name == "setitem":
                 self._set(*args)
+            elif args and output is args[0]:
+                if func.__name__.endswith("_"):
+                    self._changed(name, args, kwargs)
             else:
                 self._note(func, func.__self__.__name__ if name == "get" else name, args, kwargs, output)
         return output
@@ -102,30 +125,79 @@ class Following(TorchFunctionMode):
         values = self._provenance.of(value) if isinstance(value, Tensor) and value.ndim else None
         if values is None:
             return
-        labels = self._full(tensor, self._provenance.of(tensor)).clone()
         try:
+            labels = self._full(tensor, self._provenance.of(tensor)).clone()
             labels[index] = self._full(value, values)
-        except RuntimeError:
-            labels.fill_(-1)
+        except RuntimeError:  # such as after a change of the shape in place
+            self._lose(tensor, LOST)
+            return
         self._provenance.note(tensor, simplest(labels, self._provenance.count))
+
+    def _changed(self, name: str, args: Any, kwargs: Any) -> None:
+        """Note the labels of a tensor that a function has changed in place."""
+        tensor, given = args[0], (*args[1:], *kwargs.values())
+        if name == "copy":
+            self._set(tensor, ..., given[0])
+        elif name in PLACES:
+            self._lose(tensor, self._placed(tensor, args, kwargs))
+        else:
+            name = name.removeprefix("i") if name.removeprefix("i") in ELEMENTS else name
+            labels = [(x, self._provenance.of(x)) for x in (tensor, *given) if isinstance(x, Tensor) and x.ndim]
+            known = [(x, found) for x, found in labels if found is not None]
+            if any(x is not tensor for x, _ in known):
+                self._lose(tensor, self._joint(tensor, known) if name in ELEMENTS else LOST)
+
+    def _joint(self, output: Tensor, known: Sequence[tuple[Tensor, Known]]) -> Labels:
+        """The labels of single elements that are computed from elements of tensors with labels."""
+        if any(labels is LOST or x.ndim > output.ndim for x, labels in known):
+            return LOST
+        found = [aligned(labels, x.ndim, output.ndim) for x, labels in known]
+        count = self._provenance.count
+        fits = [x for x in found if isinstance(x, Tensor) or output.shape[x] == count]
+        return fits[0] if fits and all(agree(fits[0], x, output.ndim, count) for x in found) else LOST
+
+    def _placed(self, tensor: Tensor, args: Any, kwargs: Any) -> Labels:
+        """The labels of a tensor into which a function puts elements: the same if it does so within each sample."""
+        given = [x for x in (*args[1:], *kwargs.values()) if isinstance(x, Tensor) and x.ndim]
+        found = [labels for x in given if (labels := self._provenance.of(x)) is not None]
+        own = self._provenance.of(tensor)
+        if not found:
+            return own
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        dim = dim % tensor.ndim if isinstance(dim, int) else None
+        first = found[0] if own is None else own
+        within = isinstance(first, int) and first is not LOST and dim not in (None, first)
+        within = within and all(isinstance(x, int) and x == first for x in found)
+        return first if within and tensor.shape[first] == self._provenance.count else LOST
+
+    def _lose(self, tensor: Tensor, labels: Labels) -> None:
+        """Note the labels of a tensor, and that those of the tensor that it is a view of are lost if they changed."""
+        if tensor._base is not None and tensor._base.grad_fn is None and labels is LOST:
+            self._provenance.note(tensor._base, LOST)
+        self._provenance.note(tensor, labels)
 
     def _note(self, func: Any, name: str, args: Any, kwargs: Any, output: Any) -> None:
         leaves, rebuilt = flattened(args, kwargs)
-        if any(output is x for x in leaves) or name == "grad" or self._provenance.knows_base(output):
+        if name == "grad" or self._provenance.knows_base(output):
             return
         tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.ndim}
-        labels = {i: found for i, x in tensors.items() if (found := self._provenance.of(x)) is not None}
+        sources = {0: leaves[0]} if name in ("to", "type_as") and 0 in tensors else tensors
+        labels = {i: found for i, x in sources.items() if (found := self._provenance.of(x)) is not None}
         if not labels:
             return
         outputs = [x for x in (output if isinstance(output, list | tuple) else [output]) if isinstance(x, Tensor)]
         results: Sequence[Labels] = [LOST] * len(outputs)
         moved = [*tensors] if name in JOINS else [0] if name in MOVES | PACKS | PLACES and 0 in labels else []
-        if any(labels[i] is LOST for i in moved or labels if i in labels):
+        if any(labels[i] is LOST for i in moved or labels if i in labels) or "out" in kwargs:
             pass
         elif moved and name not in PLACES:
-            results = self._moved(func, name, leaves, rebuilt, {i: labels.get(i) for i in moved})
+            results = self._moved(func, name, leaves, rebuilt, {i: labels.get(i) for i in moved}) or results
+        elif (
+            moved and len(tensors) > 2 and name in REPLACES and not any(x is True or isinstance(x, str) for x in leaves)
+        ):
+            results = self._moved(func, name, leaves, rebuilt, {i: labels.get(i) for i in (0, max(tensors))}) or results
         elif moved:
-            results = [labels[0] if isinstance(labels[0], int) else LOST]
+            results = [self._placed(leaves[0], args, kwargs)]
         elif not (name in UNKNOWN | PLACES or (name == "where" and len(tensors) == 1)):
             results = [self._kept(name, x, leaves, labels, args, kwargs) for x in outputs]
         for x, found in zip(outputs, results, strict=True):
@@ -141,7 +213,10 @@ class Following(TorchFunctionMode):
         if name in PACKS:
             leaves = [-1 if isinstance(x, float) else x for x in leaves]  # the value of padding
         args, kwargs = rebuilt(leaves)
-        output = func(*args, **kwargs)
+        try:
+            output = func(*args, **kwargs)
+        except RuntimeError:  # it is not for integers, or not for labels of one element
+            return []
         outputs = output if isinstance(output, list | tuple) else [output]
         results = [simplest(x, self._provenance.count) for x in outputs]
         return [results[0], None] if name in PACKS - JOINS else results  # lengths or sizes come second
@@ -153,19 +228,32 @@ class Following(TorchFunctionMode):
         count = self._provenance.count
         for i, labels in given.items():
             before = leaves[i].shape
-            if name in ELEMENTS and len(before) <= output.ndim:
-                found = aligned(labels, len(before), output.ndim)
-                if isinstance(found, Tensor) or output.shape[found] == count:
-                    return found
-            elif name in REDUCES:
+            if name in ELEMENTS:
+                return self._joint(output, [(leaves[j], x) for j, x in given.items()])
+            if (name in ALONG and name == "msort" and labels == 0) or (
+                name in ALONG
+                and isinstance(labels, int)
+                and labels == self._dim(before, args[name in COUNTED :], kwargs)
+            ):
+                return LOST
+            if name in ("matmul", "mm", "mv", "linear") and i and len(before) < 3:
+                return LOST  # the samples are summed over
+            if name in REDUCES:
                 return self._reduced(output, labels, before, args, kwargs)
-            elif isinstance(labels, Tensor):
+            if isinstance(labels, Tensor):
                 kept = max((dim + 1 for dim, size in enumerate(labels.shape) if size != 1), default=0)
                 if name in ROWS | {"getitem"} and output.shape[:kept] == before[:kept] and output.ndim >= kept:
                     return labels.reshape(*labels.shape[:kept], *[1] * (output.ndim - kept))
             elif output.ndim > labels and output.shape[labels] == count:
                 return labels
         return LOST
+
+    @staticmethod
+    def _dim(before: Sequence[int], args: Any, kwargs: Any) -> int:
+        """The dimension along which a function works: the last one if it is not given."""
+        given = [x for x in args[1:] if isinstance(x, int)]
+        dim = kwargs.get("dim", given[-1] if given else -1)
+        return (dim if isinstance(dim, int) and -len(before) <= dim < len(before) else -1) % len(before)
 
     def _reduced(self, output: Tensor, labels: Known, before: Sequence[int], args: Any, kwargs: Any) -> Labels:
         dims = kwargs.get("dim", args[1] if len(args) > 1 else None)

@@ -57,6 +57,15 @@ def aligned(labels: Known, before: int, after: int) -> Known:
     return labels[(None,) * (after - before)] if isinstance(labels, Tensor) else labels + after - before
 
 
+def agree(labels: Known, other: Known, ndim: int, count: int) -> bool:
+    """True if no entry has one sample by some labels, and another sample by others."""
+    if isinstance(labels, int) and isinstance(other, int) and labels == other:
+        return True
+    one, two = (wider(x, ndim, count) for x in (labels, other))
+    one, two = (one.to(two.device), two) if one.is_cpu else (one, two.to(one.device))
+    return not bool(((one != two) & (one >= 0) & (two >= 0)).any())
+
+
 def viewed(labels: Known, before: Sequence[int], after: Sequence[int], count: int) -> Known:
     """The labels after a view."""
     if isinstance(labels, int) and count > 1:

@@ -83,6 +83,9 @@ class Provenance:
         offset = view.storage_offset() - base.storage_offset()
         if labels is None or labels is LOST:
             return labels
+        if view.element_size() != base.element_size():  # complex numbers as real ones, and back
+            kept = isinstance(labels, int) and view.ndim > labels and view.shape[labels] == self.count
+            return labels if kept else LOST
         if isinstance(labels, int) and labels == 0 and view.ndim and view.numel() and view.shape[0] == self.count:
             row = offset + sum((size - 1) * step for size, step in zip(view.shape[1:], view.stride()[1:], strict=True))
             if view.stride(0) == base.stride(0) > row:

@@ -3,13 +3,14 @@
 The names and attributes are those of the nodes of the graph, which are private to torch.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from torchzero_clip.per_sample.labels import LOST, Known, Labels, aligned, placed, viewed, wider
+from torchzero_clip.per_sample.labels import LOST, Known, Labels, agree, aligned, placed, viewed, wider
 
 SAME = {  # operations on single elements
     *("Abs", "Acos", "Add", "Addcdiv", "Addcmul", "Alias", "Atan2", "Clamp", "ClampMax", "ClampMin", "Clone", "Copy"),
@@ -25,6 +26,10 @@ BATCHED = {  # operations that keep the first dimension of their first input
     "ScaledDotProductFlashAttentionForCpu",
 }
 ALONG = {"Cummax", "Cummin", "Cumprod", "Cumsum", "Gather", "Glu", "LogSoftmax", "Softmax", "Sort", "Topk"}
+PRODUCTS = {"Addmm": 1, "Addmv": 1, "Baddbmm": 1, "Bmm": 0, "Mm": 0, "Mv": 0}
+"""Products of matrices, and which of their inputs is the left one."""
+LOSES = {"Diagonal", "MaskedSelect", "Rot90", "Take", "Trace"}
+"""Operations after which the samples are not known."""
 REDUCES = {
     *("Amax", "Amin", "LinalgVectorNorm", "Logsumexp", "Max", "Mean", "Median", "Min", "Norm", "Prod", "Std", "Sum"),
     *("Var", "All"),
@@ -80,19 +85,22 @@ def after(step: Step, parts: Sequence[Part]) -> Labels:
 
 
 def _same(step: Step, found: Found) -> Known:
-    """The labels of the first input with the samples of the output. Other inputs are broadcast to them."""
-    for labels, before in found:
-        if labels is LOST:  # such as a statistic of the batch, which the check of gradients finds
-            continue
-        labels = aligned(labels, len(before), len(step.shape))
-        if isinstance(labels, Tensor) or step.shape[labels] == step.batch_size:
-            return labels
-    return LOST
+    """The labels of the first input with the samples of the output, if no other input has other samples."""
+    # a value of unknown samples is such as a statistic of the batch, which the check of gradients finds
+    known = [aligned(labels, len(before), len(step.shape)) for labels, before in found if labels is not LOST]
+    fits = [x for x in known if isinstance(x, Tensor) or step.shape[x] == step.batch_size]
+    if not fits:
+        return LOST
+    return fits[0] if all(agree(fits[0], other, len(step.shape), step.batch_size) for other in known) else LOST
 
 
 def _kept(kind: str, step: Step, found: Found) -> Known:
     """The labels after an operation that keeps the first dimension, or for samples in order after any other one."""
     labels, before = found[0]
+    if step.batch_size > 1 and (kind in LOSES or (kind in PRODUCTS and not _is_left(kind, step, labels))):
+        return LOST
+    if kind == "AsStrided" and math.prod(step.shape) != math.prod(before):  # such as windows that overlap
+        return LOST
     if step.batch_size == 1:  # all values that depend on samples depend on this one
         return torch.zeros((1,) * len(step.shape), dtype=torch.int64, device="cpu")
     if isinstance(labels, Tensor):
@@ -100,6 +108,16 @@ def _kept(kind: str, step: Step, found: Found) -> Known:
         return labels.view(-1, *[1] * (len(step.shape) - 1)) if fits else LOST
     same = kind in BATCHED or all(not isinstance(other, Tensor) and other == labels for other, _ in found)
     return labels if same and len(step.shape) > labels and step.shape[labels] == step.batch_size else LOST
+
+
+def _is_left(kind: str, step: Step, labels: Known) -> bool:
+    """True if the rows of the left matrix have the samples, or if a product of batches has them in the batch."""
+    place = PRODUCTS[kind]
+    left = step.node.next_functions[place][0] is not None
+    in_batch = kind in ("Bmm", "Baddbmm")
+    if isinstance(labels, Tensor):
+        return left or in_batch
+    return (in_batch and labels == 0) or (left and labels == int(in_batch))
 
 
 def _view(step: Step, labels: Known, before: Sequence[int]) -> Known:
@@ -120,7 +138,7 @@ def _permuted(step: Step, labels: Known, before: Sequence[int]) -> Known:
 
 def _slice(step: Step, labels: Known, before: Sequence[int]) -> Known:
     dim, start = _signed(step.node._saved_dim, len(before)), step.node._saved_start
-    if labels == dim and isinstance(labels, int) and step.shape[dim] == step.batch_size:
+    if isinstance(labels, int) and labels == dim and step.shape[dim] == step.batch_size:
         return labels
     labels = wider(labels, len(before), step.batch_size)
     if labels.shape[dim] == 1:
@@ -242,9 +260,14 @@ def known_device(tensors: Sequence[Tensor]) -> torch.device:
 def _put(step: Step, parts: Sequence[Part]) -> Labels:
     """Rows put into a tensor, or added to it: those of the values, where the tensor has none."""
     node, into = step.node, None if step.node.next_functions[0][0] is None else parts[0].labels
-    if isinstance(into, int):
-        return into
     labels, before = parts[-1]
+    if isinstance(into, int):
+        plain = labels is None or (
+            isinstance(labels, int) and labels == into != _signed(getattr(node, "_saved_dim", into), len(step.shape))
+        )
+        if plain or len(parts) == 1:
+            return into
+        into = wider(into, len(step.shape), step.batch_size)
     if isinstance(labels, int) and labels != _signed(getattr(node, "_saved_dim", 0), len(step.shape)):
         return labels if into is None and step.shape[labels] == step.batch_size else LOST
     labels = wider(labels, len(before), step.batch_size).expand(before)
@@ -269,8 +292,12 @@ def _put(step: Step, parts: Sequence[Part]) -> Labels:
 
 def _written(step: Step, parts: Sequence[Part]) -> Labels:
     """A part of a tensor was overwritten. Which one is not known."""
-    if step.node.next_functions[0][0] is not None and parts[0].labels is not None:
-        return parts[0].labels
+    has_base = step.node.next_functions[0][0] is not None
+    if any(isinstance(part.labels, Tensor) for part in parts[has_base:]):
+        return LOST
+    if has_base and parts[0].labels is not None:
+        same = all(part.labels is None or part.labels is not LOST for part in parts[1:])
+        return parts[0].labels if same else LOST
     where = [dim for dim, size in enumerate(step.shape) if size == step.batch_size]
     plain = all(not isinstance(part.labels, Tensor) for part in parts)
     return where[0] if plain and len(where) == 1 else LOST
@@ -293,7 +320,7 @@ MOVES: dict[str, Move] = {
 }
 JOINS: dict[str, Callable[[Step, Sequence[Part]], Labels]] = {
     **dict.fromkeys(("Cat", "Stack"), _joined),
-    **dict.fromkeys(("IndexAdd", "IndexCopy", "IndexPut", "ScatterAdd", "ScatterReduce"), _put),
+    **dict.fromkeys(("IndexAdd", "IndexCopy", "IndexPut", "Scatter", "ScatterAdd", "ScatterReduce"), _put),
     "CopySlices": _written,
 }
 

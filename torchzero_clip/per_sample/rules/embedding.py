@@ -61,6 +61,8 @@ class EmbeddingBagRule(Rule):
         module: Any = layer.module
         mode, padding = module.mode, module.padding_idx
         found = layer.samples(input, 1) if offsets is None else None
+        if offsets is not None:
+            layer.check_rows(offsets, 0)
         samples = _bags(input, offsets, include_last=module.include_last_offset)
         scale = torch.ones_like(samples) if padding is None else (input.reshape(-1) != padding).int()
         if per_sample_weights is not None:
