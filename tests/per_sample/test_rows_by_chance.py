@@ -199,6 +199,7 @@ def _swapped(h):
 
 
 PERM = torch.tensor([1, 2, 0])
+SHORT = torch.tensor([[0, 2]] * 12)  # for fewer rows than 15
 MOVED = {  # moves of samples that keep their number
     "index_copy": lambda h: h.index_copy(0, PERM, h),
     "scatter": lambda h: h.scatter(0, PERM[:, None].expand_as(h), h),
@@ -267,17 +268,27 @@ def test_moved_samples_are_followed_or_refused(of_data, move, classic):
         assert torch.allclose(norms, found, rtol=1e-8)
 
 
-def test_slices_of_rows_in_the_graph():
+@pytest.mark.parametrize("take", [lambda rows: rows[:, :2], lambda rows: rows.gather(1, SHORT)])
+def test_parts_of_rows_in_the_graph(take):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Flatten(0, 1), Sliced(), nn.Linear(2, 2)).double()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Flatten(0, 1), Taken(take), nn.Linear(2, 2)).double()
     x = torch.randn(3, 5, 4, dtype=torch.float64)
-    losses = model(x).square().sum(1).view(3, 5).sum(1)
+
+    def losses_of_samples():
+        each = model(x).square().sum(1)
+        return F.pad(each, (0, 15 - len(each))).view(3, 5).sum(1)
+
+    losses = losses_of_samples()
     expected = [torch.autograd.grad(loss, model[3].weight, retain_graph=True)[0].norm() for loss in losses]
     with PerSampleGradientClipper(model, ConstantFlatClipper(1.0), loss_reduction="sum", verify="never") as clipper:
-        result = clipper.backward(model(x).square().sum(1).view(3, 5).sum(1))
+        result = clipper.backward(losses_of_samples())
     assert torch.allclose(result.param_norms["3.weight"], torch.stack(expected), rtol=1e-8)
 
 
-class Sliced(nn.Module):
+class Taken(nn.Module):
+    def __init__(self, take):
+        super().__init__()
+        self.take = take
+
     def forward(self, rows):
-        return rows[:, :2]
+        return self.take(rows)

@@ -74,6 +74,8 @@ def after(step: Step, parts: Sequence[Part]) -> Labels:
         varies = {labels} if isinstance(labels, int) else {i for i, n in enumerate(labels.shape) if n != 1}
         if varies & dims or (not dims and varies):
             return LOST
+        if kind == "Gather" and isinstance(labels, Tensor):  # the index may be shorter
+            return labels[tuple(map(slice, step.shape))]
         if kind in ALONG or getattr(step.node, "_saved_keepdim", False):
             return labels
         if isinstance(labels, int):
