@@ -305,6 +305,11 @@ def _written(step: Step, parts: Sequence[Part]) -> Labels:
     return where[0] if plain and len(where) == 1 else LOST
 
 
+def _passed_on(step: Step, parts: Sequence[Part]) -> Labels:
+    """The inputs of a module of `fully_shard`: one function passes on all that have a graph."""
+    return parts[step.number].labels
+
+
 Move: TypeAlias = Callable[[Step, Known, Sequence[int]], Known]
 MOVES: dict[str, Move] = {
     **dict.fromkeys(("View", "UnsafeView", "ReshapeAlias", "Squeeze", "ReshapeCopy"), _view),
@@ -324,6 +329,7 @@ JOINS: dict[str, Callable[[Step, Sequence[Part]], Labels]] = {
     **dict.fromkeys(("Cat", "Stack"), _joined),
     **dict.fromkeys(("IndexAdd", "IndexCopy", "IndexPut", "Scatter", "ScatterAdd", "ScatterReduce"), _put),
     "CopySlices": _written,
+    "RegisterPost": _passed_on,  # RegisterPostBackwardFunction
 }
 
 
