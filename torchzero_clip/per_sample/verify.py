@@ -16,6 +16,7 @@ from torchzero_clip.checks import instance, non_negative
 from torchzero_clip.compat import any_distributed
 from torchzero_clip.per_sample.captured_layer import trainable
 from torchzero_clip.per_sample.clipper import LossReduction, PerSampleGradientClipper
+from torchzero_clip.per_sample.comparison import differ
 from torchzero_clip.per_sample.norm_clippers import STABILITY, ConstantFlatClipper
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -232,13 +233,7 @@ def _differ(rows: list[Tensor], tolerance: float, *, in_order: bool) -> bool:
     if not in_order:
         weights = torch.arange(rows[0].shape[1], dtype=rows[0].dtype, device=rows[0].device).cos()
         rows = [x[((x / (1 + x.abs())).nan_to_num() @ weights).argsort()] for x in rows]
-    together, alone = rows
-    apart = ~together.isclose(alone, rtol=0, atol=1e-12, equal_nan=True)
-    if not apart.any():
-        return False
-    apart |= (together > together.min()) & (together < together.max())  # the least, as -1e9 of masks, sets no scale
-    scale = together[apart].nan_to_num(0, 0, 0).abs().max()
-    return not bool(((together - alone)[apart].abs() <= tolerance * scale).all())
+    return differ(*rows, tolerance)
 
 
 def _check_reduction(found: Norms, expected: Norms, declared: LossReduction, tolerance: float) -> None:
