@@ -233,7 +233,7 @@ def _differ(rows: list[Tensor], tolerance: float, *, in_order: bool) -> bool:
     if not in_order:
         weights = torch.arange(rows[0].shape[1], dtype=rows[0].dtype, device=rows[0].device).cos()
         rows = [x[((x / (1 + x.abs())).nan_to_num() @ weights).argsort()] for x in rows]
-    return differ(*rows, tolerance)
+    return differ(rows[0], rows[1], tolerance)
 
 
 def _check_reduction(found: Norms, expected: Norms, declared: LossReduction, tolerance: float) -> None:
