@@ -257,9 +257,8 @@ class CapturedLayer:
         """Raise for a gradient that is summed over samples."""
         self.engine.clear()
         raise RuntimeError(
-            f"{self} had one row of input for all samples, and its output was used for more than operations with other "
-            "such rows, and additions to, and products with, tensors of the batch: give each sample a row, with "
-            f"x.expand(batch_size, ...){self.way_out}"
+            f"{self} got one row of input for all samples, and an operation with its output cannot tell samples apart: "
+            f"give each sample its own row, with x.expand(batch_size, ...){self.way_out}"
         )
 
 

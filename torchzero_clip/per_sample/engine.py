@@ -302,7 +302,8 @@ class Engine:
         """
         if self.attachment.is_outdated():
             raise RuntimeError(
-                "parameters of the module were frozen, freed or exchanged since its forward began: run it again"
+                "parameters of the module were frozen, freed or exchanged since its forward began: run the forward "
+                "again"
             )
         if self.phase is Phase.BACKWARD:
             raise RuntimeError(
@@ -337,12 +338,11 @@ class Engine:
         if self.enabled and self.attached and not self.pauses:
             self.clear()
             raise RuntimeError(
-                f"{name!r} got a gradient from outside the call of its layer, where samples are not told apart. "
-                "Either the forward ran before the clipper was attached or inside of paused(), where the backward "
-                "belongs too, or the parameter is used by another module or "
-                "by the loss: call its own module instead, or freeze it; a penalty on parameters belongs into "
-                "weight_decay, because whole= does not help there. Or another tensor is made of it in a hook, as "
-                "torch.nn.utils.weight_norm does: use "
+                f"{name!r} got a gradient from outside the call of its layer, where samples cannot be told apart. The "
+                "forward may have run before the clipper was attached, or in a paused() block: run it again, or run "
+                "the backward in that block. Another module or the loss may use the parameter: call its own module, "
+                "or freeze it. For a penalty on parameters, use weight_decay, because whole= does not help there. A "
+                "hook may make another tensor of it, as torch.nn.utils.weight_norm does: use "
                 f"torch.nn.utils.parametrizations{whole_line(self.attachment.model, name.rpartition('.')[0])}"
             )
 

@@ -96,8 +96,8 @@ def check_per_sample(
         expected = _one_by_one(twin, batch, loss_fn, dim=dim)
     except (RuntimeError, IndexError) as error:
         raise RuntimeError(
-            "loss_fn raised for one sample alone, in float64. Tensors that it holds itself have to be in the batch, or "
-            f"to be cast to the dtype of the output, and its loss must not need other samples: {error}"
+            "loss_fn raised for one sample alone, in float64. Put tensors that it holds itself into the batch, or cast "
+            f"them to the dtype of the output. The loss must not need other samples: {error}"
         ) from error
     _check_alone(twin, batch, loss_fn, dim=dim, tolerance=max(tolerance, 1e-5))  # float32 inside some models
     norms = {name: grads.unsqueeze(-1).flatten(1).norm(dim=1) for name, grads in expected.items()}
