@@ -196,7 +196,7 @@ class PerSampleGradientClipper(Explained):
             if batch_size == 0 and engine.processes.group is not None:
                 return {}, 0
             raise RuntimeError(
-                "no gradients have arrived: run a forward with gradients enabled and loss.backward() first"
+                "no gradients have arrived: run a forward with gradients enabled, and call loss.backward() first"
             )
         if batch_size is None:
             engine.captured.check_one_batch()

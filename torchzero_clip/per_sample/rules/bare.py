@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from torchzero_clip.compat import stores_by_hooks
@@ -14,6 +13,7 @@ from torchzero_clip.per_sample.arguments import flattened, tensors_in
 from torchzero_clip.per_sample.autograd_graph import leaves_of
 from torchzero_clip.per_sample.broadcast_row import TRANSPOSED, BroadcastRow, NotARowError, row_of_param
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
+from torchzero_clip.per_sample.modes import OwnMode, WithoutOwnModes
 from torchzero_clip.per_sample.rules.generic import GenericRule, copy_of
 from torchzero_clip.per_sample.rules.state import State
 
@@ -102,13 +102,14 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class _Rows(TorchFunctionMode):
+class _Rows(OwnMode):
     """Replaces parameters of a layer by rows where it uses them itself; those of its submodules are not for that."""
 
     def __init__(self, layer: CapturedLayer, count: int) -> None:
         super().__init__()
         self._layer = layer
-        self._rows = {id(x): row_of_param(layer, x, copy_of(layer, p, x, count)) for p, x in layer.values}
+        with WithoutOwnModes():
+            self._rows = {id(x): row_of_param(layer, x, copy_of(layer, p, x, count)) for p, x in layer.values}
         self._others = {id(p) for p in layer.module.parameters() if p.requires_grad and id(p) not in self._rows}
 
     def are_missed(self, output: Any) -> bool:
