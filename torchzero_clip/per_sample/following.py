@@ -98,11 +98,12 @@ class Following(OwnMode):
         output, kwargs = func(*args, **(kwargs or {})), kwargs or {}
         if torch.compiler.is_compiling():
             return output
-        name = getattr(func, "__name__", "").strip("_")
-        changed = args[0] if name == "setitem" else output
+        changed = args[0] if func is Tensor.__setitem__ else output
         first = changed[0] if isinstance(changed, list | tuple) and changed else changed
-        follows = isinstance(first, Tensor) and first.ndim and (first.grad_fn is None or name in PACKS)
-        if follows and not get_interpreter_stack():
+        if not isinstance(first, Tensor) or not first.ndim:  # most are sizes and dtypes, which need no name
+            return output
+        name = getattr(func, "__name__", "").strip("_")
+        if (first.grad_fn is None or name in PACKS) and not get_interpreter_stack():
             if name == "setitem":
                 self._set(*args)
             elif args and output is args[0]:
