@@ -148,6 +148,7 @@ def test_experts_without_a_rule_are_refused(name, value):
         clip(model)
 
 
+@pytest.mark.slow
 def test_a_cache_of_the_batch_is_refused():
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
@@ -162,6 +163,7 @@ def test_a_cache_of_the_batch_is_refused():
         assert (clipper.backward(losses).norms > 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_experts_are_checked_in_float64():
     transformers = pytest.importorskip("transformers")

@@ -196,6 +196,7 @@ def test_a_copy_writes_no_file(path):
     assert read_record(path).steps == list(range(10))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("keep", "spike", "end"), [(10, 105, 120), (100, 205, 210), (1000, 1005, 1010)])
 def test_the_layers_of_a_spike_are_written_however_few_steps_come_with_it(path, keep, spike, end):
     optimizer, recorder = start(path, keep=keep)

@@ -163,6 +163,7 @@ UNIMODAL = {
 }
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", UNIMODAL)
 def test_norms_of_one_level_do_not_have_two(name):
     torch.manual_seed(0)
