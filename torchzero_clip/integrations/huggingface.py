@@ -25,7 +25,10 @@ class TrainerCallback(transformers.TrainerCallback):
 
     ```py
     Trainer(
-        model, TrainingArguments(..., max_grad_norm=0), optimizers=(optimizer, schedule), callbacks=[TrainerCallback()]
+        model,
+        TrainingArguments(..., max_grad_norm=0),
+        optimizers=(optimizer, schedule),
+        callbacks=[TrainerCallback()],
     )
     ```
 
