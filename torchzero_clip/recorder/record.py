@@ -18,6 +18,7 @@ from torchzero_clip.recorder.early_signs import EarlySign
 from torchzero_clip.recorder.figures import draw_record
 from torchzero_clip.recorder.places import Place, not_a_record
 from torchzero_clip.recorder.suggestion import Scope, Suggestion, suggested
+from torchzero_clip.recorder.words import counted
 
 
 class Readable(ABC):
@@ -217,6 +218,16 @@ class Record(Data, Readable):
     def record(self) -> "Record":
         """Return this record."""
         return self
+
+    @override
+    def __repr__(self) -> str:
+        steps = f", from {self.steps[0]:,} to {self.steps[-1]:,}" if self.steps else ""
+        names = ", ".join(["norm", "loss", *(f"metrics[{name!r}]" for name in self.metrics)])
+        return (
+            f"Record of {counted(len(self.steps), 'step')}{steps}, and {counted(len(self.layers), 'layer')}. "
+            f"Vectors with a number for each step: {names}. "
+            'To read it: rows(), frame(), spikes(), worst(step=...), plot("norms.png").'
+        )
 
     def columns(self, *, transforms: bool = False) -> dict[str, list[Any]]:
         """The columns of `frame`, as lists."""
