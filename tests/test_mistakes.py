@@ -54,8 +54,11 @@ REFUSED = {
     "clip_value": (lambda: tz.ClipValue(clip_value=2), "did you mean 'value'?"),
     "an unknown argument": (lambda: ClipNorm(1.0, foo=2), "there are: max_norm, ord, dim, inverse_dims, min_size"),
     "parameters for a rule": (lambda: AdamW(params()), "lr must be a number, got parameters (generator)"),
-    "listed parameters for a rule": (lambda: AdamW(list(params()), lr=1e-3), "AdamW takes no parameters, Modular does"),
-    "two betas": (lambda: AdamW(1e-3, 0.9, 0.999), "Both betas are one pair, as in betas=(0.9, 0.999)"),
+    "listed parameters for a rule": (
+        lambda: AdamW(list(params()), lr=1e-3),
+        "AdamW takes no parameters. Write Modular(model.parameters(), ..., AdamW(...))",
+    ),
+    "two betas": (lambda: AdamW(1e-3, 0.9, 0.999), "Write both betas as one pair, as in betas=(0.9, 0.999)"),
     "a function of parameters": (
         lambda: Modular(model().parameters, SGD()),
         "call it, as in Modular(model.parameters(), ...)",
