@@ -343,7 +343,7 @@ def test_a_new_recorder_takes_over_the_file_of_an_older_one(path):
     run(first, 5)
     second, newer = start(path)
     before = [param.clone() for param in first.param_groups[0]["params"]]
-    with pytest.raises(RuntimeError, match="another Recorder of this process writes to path="):
+    with pytest.raises(RuntimeError, match="another Recorder of this process now writes to path="):
         run(first, 1, start=5)
     assert all(torch.equal(a, b) for a, b in zip(before, first.param_groups[0]["params"], strict=True))
     assert older.step == 5
