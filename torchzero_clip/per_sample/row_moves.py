@@ -88,12 +88,15 @@ def after(step: Step, parts: Sequence[Part]) -> Labels:
 
 def _same(step: Step, found: Found) -> Known:
     """The labels of the first input with the samples of the output, if no other input has other samples."""
+    ndim, first = len(step.shape), found[0][0]
+    if all(isinstance(x, int) and x == first and len(before) == ndim for x, before in found):
+        return first if step.shape[first] == step.batch_size else LOST  # the usual case
     # a value of unknown samples is such as a statistic of the batch, which the check of gradients finds
-    known = [aligned(labels, len(before), len(step.shape)) for labels, before in found if labels is not LOST]
+    known = [aligned(labels, len(before), ndim) for labels, before in found if labels is not LOST]
     fits = [x for x in known if isinstance(x, Tensor) or step.shape[x] == step.batch_size]
     if not fits:
         return LOST
-    return fits[0] if all(agree(fits[0], other, len(step.shape), step.batch_size) for other in known) else LOST
+    return fits[0] if all(agree(fits[0], other, ndim, step.batch_size) for other in known) else LOST
 
 
 def _kept(kind: str, step: Step, found: Found) -> Known:
@@ -140,7 +143,7 @@ def _permuted(step: Step, labels: Known, before: Sequence[int]) -> Known:
 
 def _slice(step: Step, labels: Known, before: Sequence[int]) -> Known:
     dim, start = _signed(step.node._saved_dim, len(before)), step.node._saved_start
-    if isinstance(labels, int) and labels == dim and step.shape[dim] == step.batch_size:
+    if isinstance(labels, int) and (labels != dim or step.shape[dim] == step.batch_size):
         return labels
     labels = wider(labels, len(before), step.batch_size)
     if labels.shape[dim] == 1:

@@ -102,7 +102,7 @@ def check_per_sample(
     _check_alone(twin, batch, loss_fn, dim=dim, tolerance=max(tolerance, 1e-5))  # float32 inside some models
     norms = {name: grads.unsqueeze(-1).flatten(1).norm(dim=1) for name, grads in expected.items()}
     total = torch.stack(list(norms.values())).norm(dim=0)
-    limit = total.median().item() if len(total) else 1.0
+    limit = (total.median().item() if len(total) else 0.0) or 1.0
     factors = (limit / (total + STABILITY)).clamp(max=1) / (len(total) if loss_reduction == "mean" else 1)
     settings: dict[str, Any] = {"whole": whole, "verify": "never"}  # what is compared below is more
     compare = partial(_compare, twin, tolerance, 1e-3 * total.max().item())  # some gradients are 0 but for rounding
