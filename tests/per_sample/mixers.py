@@ -104,10 +104,12 @@ def turned(m, x):
 TOLD_APART = {
     "positions": lambda: Layer(shifted, table=nn.Embedding(9, 3), head=nn.Linear(3, 2)),
     "another order": lambda: Layer(turned, first=nn.Linear(3, 3), head=nn.Linear(3, 2)),
-}
-AS_MANY_AS_SAMPLES = {
-    "": lambda: Layer(lambda m, x: x + m.gate * m.table, gate=weight(3, value=1.0), table=torch.randn(4, 3).double()),
-    " ": lambda: Layer(lambda m, x: x + m.gate * m.table, gate=weight(3, value=0.0), table=torch.randn(4, 3).double()),
+    "a table": lambda: Layer(
+        lambda m, x: x + m.gate * m.table, gate=weight(3, value=1.0), table=torch.randn(4, 3).double()
+    ),
+    "a table behind a closed gate": lambda: Layer(
+        lambda m, x: x + m.gate * m.table, gate=weight(3, value=0.0), table=torch.randn(4, 3).double()
+    ),
 }
 LENGTHS = torch.tensor([2, 4, 3, 1])
 MASK = torch.arange(5)[None] < LENGTHS[:, None]

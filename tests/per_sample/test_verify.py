@@ -6,7 +6,6 @@ import pytest
 import torch
 from per_sample.harness import weight
 from per_sample.mixers import (
-    AS_MANY_AS_SAMPLES,
     MIXERS,
     NAMED,
     RIGHT,
@@ -97,12 +96,6 @@ def test_a_loss_that_mixes_samples_is_named():
 @pytest.mark.parametrize("name", TOLD_APART)
 def test_positions_are_not_taken_for_samples(name):
     check_per_sample(TOLD_APART[name](), torch.randn(4, 4, 3), squares)
-
-
-@pytest.mark.parametrize("name", AS_MANY_AS_SAMPLES)
-def test_what_is_taken_for_samples_because_there_are_as_many_is_found(name):
-    with pytest.raises(ValueError, match=f"layer '{name.strip()}' .* is the first that differs"):
-        check_per_sample(AS_MANY_AS_SAMPLES[name](), torch.randn(4, 4, 3), squares)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -6,7 +6,7 @@ from types import EllipsisType, NoneType
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 Rebuild: TypeAlias = Callable[[Sequence[Any]], tuple[Sequence[Any], Mapping[str, Any]]]
@@ -43,3 +43,14 @@ def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
+
+
+def tensors_held(value: Any, depth: int = 3) -> list[Tensor]:
+    """The tensors in the attributes of an object, such as a batch of a class of its own, and of objects in it."""
+    if isinstance(value, Tensor):
+        return [value]
+    if not depth or isinstance(value, (*LEAVES, type, nn.Module)) or callable(value):
+        return []
+    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
+    held = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+    return [x for leaf in pytree.tree_leaves(held) for x in tensors_held(leaf, depth - 1)]

@@ -207,6 +207,7 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
     in_place = (name.endswith("_") and not name.startswith("__")) or (kind in ARITHMETIC and kind[0] == "i")
     if in_place and (kind not in ARITHMETIC or isinstance(args[0], BroadcastRow)):
         return NotImplemented
+    others = [x for x in others if x.ndim <= dim or x.requires_grad or not layer.is_constant(x)]
     ndim = max((x.ndim for x in others), default=0)
     if ndim and kind in ARITHMETIC:
         batch = [x for x in others if x.ndim]

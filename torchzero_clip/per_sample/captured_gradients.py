@@ -47,7 +47,8 @@ class GivenRows(NamedTuple):
 class Forward:
     """A forward of the model with these tensors among its arguments, or of layers that are called by themselves: None.
 
-    Without ``captured``, its layers run as they do without a clipper. ``given`` says which sample each row belongs to.
+    ``held`` are tensors in objects among the arguments. Without ``captured``, its layers run as they do without a
+    clipper. ``given`` says which sample each row belongs to.
     """
 
     def __init__(
@@ -55,12 +56,16 @@ class Forward:
         inputs: Sequence[Tensor] | None = None,
         dim: int = 0,
         *,
+        held: Sequence[Tensor] = (),
         captured: bool = True,
         given: GivenRows | None = None,
     ) -> None:
         self.captured = captured
         self.direct = inputs is None
         found = [x for x in inputs or () if x.ndim]
+        self.tells_size = self.direct or bool(found)
+        held = [x for x in held if x.ndim]
+        found = found or held
         sizes = {x.shape[min(dim, x.ndim - 1)] for x in found}
         others = sizes - {1}
         if len(others) == 1 and found[0].shape[min(dim, found[0].ndim - 1)] in others:
@@ -73,8 +78,8 @@ class Forward:
         """The samples of tensors; None if the number of samples is not known."""
         if self.batch_size and captured and not self.direct:
             of = {} if given is None else given.of
+            found += [x for x in held if x.shape[min(dim, x.ndim - 1)] == self.batch_size]
             self.provenance = Provenance(self.batch_size, dim, found, of)
-        self.tells_size = self.direct or bool(found)
         self._arguments = [weakref.ref(x) for x in found]
 
     def is_argument(self, tensor: Tensor) -> bool:

@@ -132,7 +132,7 @@ class CapturedLayer:
 
     def _found(self, input: Tensor, labels: Labels, leading: int, dim: int) -> Samples:
         count: int = self.engine.forward.batch_size
-        if labels is None and is_same(input, dim, count):
+        if labels is None and is_same(input, dim, count, of_batch=leading > 1 or input.ndim > 2):
             return Samples(input, dim)
         if isinstance(labels, int) and 0 <= labels < leading:
             return Samples(input, labels)
@@ -194,6 +194,13 @@ class CapturedLayer:
                 f"{self} got rows of several samples, and runs sample by sample: run it on all positions and select "
                 f"from its output: layer(x)[mask]{self.way_out}"
             )
+
+    def is_constant(self, input: Tensor, *, of_batch: bool = False) -> bool:
+        """True for values that depend on no sample, and are not such as zeros for each of them."""
+        dim, provenance = self.engine.batch_dim, self.engine.forward.provenance
+        if provenance is None or provenance.of(input) is not None:
+            return False
+        return not is_same(input, dim, input.shape[dim], of_batch=of_batch or input.ndim > 2)
 
     def labels(self, input: Tensor) -> Labels:
         """The samples of an input, None if it does not depend on them or if their number is not known."""
@@ -302,11 +309,16 @@ def _class_forward(module: nn.Module) -> Callable[..., Any]:
     return MethodType(type(module).forward, module)
 
 
-def is_same(tensor: Tensor, dim: int, count: int) -> bool:
-    """True for equal values for each of the samples in a dimension, which no operation has recorded."""
+def is_same(tensor: Tensor, dim: int, count: int, *, of_batch: bool = True) -> bool:
+    """True for equal values for each of the samples in a dimension, which no operation has recorded.
+
+    Without ``of_batch``, they may be values for positions too, unless they were expanded.
+    """
     if tensor.grad_fn is not None or tensor.ndim < 2 or tensor.ndim <= dim or tensor.shape[dim] != count:
         return False
-    return tensor.stride(dim) == 0 or bool((tensor == tensor.narrow(dim, 0, 1)).all())
+    if tensor.stride(dim) == 0 or count == 1:
+        return True
+    return of_batch and bool((tensor == tensor.narrow(dim, 0, 1)).all())
 
 
 def _regrouping(

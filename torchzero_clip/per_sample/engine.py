@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.compat import current_graph_task_id
+from torchzero_clip.per_sample.arguments import tensors_held
 from torchzero_clip.per_sample.attachment import Attachment
 from torchzero_clip.per_sample.captured_gradients import CapturedGradients, Forward, GivenRows, in_backward
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, trainable
@@ -184,7 +185,8 @@ class Engine:
         leaves = [_first_time(x, self.batch_dim) if isinstance(x, PackedSequence) else x for x in leaves]
         inputs = [x for x in leaves if isinstance(x, Tensor)]
         before = self.attachment.captures_model
-        self.begin(Forward(inputs, self.batch_dim, captured=self.enabled, given=self.given))
+        held = [x for leaf in leaves if not isinstance(leaf, Tensor) for x in tensors_held(leaf)]
+        self.begin(Forward(inputs, self.batch_dim, held=held, captured=self.enabled, given=self.given))
         if self.attachment.captures_model and not before:
             raise RuntimeError(
                 "the module itself got parameters that train, after its forward had been called: call it once more"

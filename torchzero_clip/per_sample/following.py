@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from torchzero_clip.compat import get_interpreter_stack
 from torchzero_clip.per_sample.arguments import Rebuild, flattened
-from torchzero_clip.per_sample.labels import LOST, Known, Labels, agree, aligned, simplest, wider
+from torchzero_clip.per_sample.labels import LOST, Known, Labels, agree, aligned, padded, simplest, wider
 from torchzero_clip.per_sample.modes import OwnMode
 from torchzero_clip.per_sample.provenance import Provenance
 
@@ -71,18 +71,34 @@ ALONG = {
     *("softmax", "sort", "topk"),
 }
 """Functions along one dimension."""
+PRODUCTS = {
+    "addmm": 1,
+    "baddbmm": 1,
+    "bmm": 0,
+    "cdist": 0,
+    "ger": 0,
+    "linear": 0,
+    "matmul": 0,
+    "mm": 0,
+    "mv": 0,
+    "outer": 0,
+}
+"""Products of matrices, and the place of the left one."""
 COUNTED = {"kthvalue", "topk"}
 """Functions with a number before the dimension."""
 UNKNOWN = {
-    "argwhere",
-    "as_strided",
-    "bincount",
-    "einsum",
-    "nonzero",
-    "tensordot",
-    "segment_reduce",
-    "unique",
-    "unique_consecutive",
+    *(
+        "argwhere",
+        "as_strided",
+        "bincount",
+        "block_diag",
+        "cartesian_prod",
+        "combinations",
+        "diagonal_scatter",
+        "einsum",
+    ),
+    *("inner", "kron", "nonzero", "segment_reduce", "select_scatter", "slice_scatter", "tensordot"),
+    *("unique", "unique_consecutive", "vander"),
 }
 
 
@@ -190,6 +206,13 @@ class Following(OwnMode):
             results = self._moved(func, name, leaves, rebuilt, {i: labels.get(i) for i in (0, max(tensors))}) or results
         elif moved:
             results = [self._placed(leaves[0], args, kwargs)]
+        elif name == "pad":
+            pads = args[1] if len(args) > 1 else kwargs["pad"]
+            found = padded(labels[0], leaves[0].shape, pads, self._provenance.count)
+            constant = {"reflect", "replicate", "circular"}.isdisjoint(x for x in leaves if isinstance(x, str))
+            results = [found if constant or found is labels[0] else LOST]
+        elif name in MOVES and 0 in tensors:
+            results = [self._looked_up(name, x, leaves) for x in outputs]
         elif not (name in UNKNOWN | PLACES or (name == "where" and len(tensors) == 1)):
             results = [self._kept(name, x, leaves, labels, args, kwargs) for x in outputs]
         for x, found in zip(outputs, results, strict=True):
@@ -213,6 +236,27 @@ class Following(OwnMode):
         results = [simplest(x, self._provenance.count) for x in outputs]
         return [results[0], None] if name in PACKS - JOINS else results  # lengths or sizes come second
 
+    def _looked_up(self, name: str, output: Tensor, leaves: Sequence[Any]) -> Labels:
+        """The labels of entries of a tensor without samples, which are chosen for samples: those of the index."""
+        indices = [x for x in leaves[1:] if isinstance(x, Tensor) and x.ndim]
+        if name in ("gather", "take", "take_along_dim") and indices[0].shape == output.shape:
+            return self._provenance.of(indices[0])
+        by_index = name in ("getitem", "masked_select") and len(indices) == len(leaves) - 1
+        if not (by_index or (name == "index_select" and leaves[1] == 0)):
+            return LOST  # such as table[:, index], where the samples are in another dimension than in the index
+        known = [(x, labels) for x in indices if (labels := self._provenance.of(x)) is not None]
+        if indices[0].dtype in (torch.bool, torch.uint8):
+            if len(indices) > 1 or leaves[0].shape[: indices[0].ndim] != indices[0].shape:
+                return LOST
+            labels = self._full(indices[0], known[0][1])[indices[0]]
+        else:
+            first = torch.broadcast_tensors(*indices)[0]
+            labels = self._joint(first, known)
+            if labels is None or isinstance(labels, int):
+                return labels
+            labels = labels.expand(first.shape)
+        return simplest(labels.view(*labels.shape, *[1] * (output.ndim - labels.ndim)), self._provenance.count)
+
     def _kept(
         self, name: str, output: Tensor, leaves: list[Any], given: Mapping[int, Known], args: Any, kwargs: Any
     ) -> Labels:
@@ -228,16 +272,19 @@ class Following(OwnMode):
                 and labels == self._dim(before, args[name in COUNTED :], kwargs)
             ):
                 return LOST
-            if name in ("matmul", "mm", "mv", "linear") and i and len(before) < 3:
-                return LOST  # the samples are summed over
+            if name in PRODUCTS and _is_summed(name, i - PRODUCTS[name], labels, len(before)):
+                return LOST
             if name in REDUCES:
                 return self._reduced(output, labels, before, args, kwargs)
             if isinstance(labels, Tensor):
                 kept = max((dim + 1 for dim, size in enumerate(labels.shape) if size != 1), default=0)
                 if name in ROWS | {"getitem"} and output.shape[:kept] == before[:kept] and output.ndim >= kept:
                     return labels.reshape(*labels.shape[:kept], *[1] * (output.ndim - kept))
-            elif output.ndim > labels and output.shape[labels] == count:
-                return labels
+            else:
+                wider_by = max(output.ndim - len(before), 0) if name == "matmul" else 0
+                labels += wider_by
+                if output.ndim > labels and output.shape[labels] == count:
+                    return labels
         return LOST
 
     @staticmethod
@@ -263,3 +310,10 @@ class Following(OwnMode):
     def _full(self, tensor: Tensor, labels: Labels) -> Tensor:
         """The label of each element of a tensor."""
         return wider(labels, tensor.ndim, self._provenance.count).to(tensor.device).expand(tensor.shape)
+
+
+def _is_summed(name: str, place: int, labels: Known, ndim: int) -> bool:
+    """True if a product of matrices sums over samples of this factor: 0 is the left one, 1 the right one."""
+    dim = ndim - 1 - (place == 1 and ndim > 1)
+    varies = labels.shape[dim] != 1 if isinstance(labels, Tensor) else labels == dim
+    return (varies and name not in ("cdist", "ger", "outer")) or (place == 1 and (varies or name == "linear"))

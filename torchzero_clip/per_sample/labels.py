@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Known: TypeAlias = int | Tensor
@@ -104,6 +105,15 @@ def _viewed(labels: Tensor, before: Sequence[int], after: Sequence[int]) -> Know
                 part = labels.reshape(labels.shape[:kept]).expand(tuple(before[:kept]))
                 return part.reshape(*after[:dim], *[1] * (len(after) - dim))
     return LOST
+
+
+def padded(labels: Known, before: Sequence[int], pads: Sequence[int], count: int) -> Known:
+    """The labels after `F.pad`, whose values belong to no sample."""
+    if isinstance(labels, int) and not any(pads[2 * (len(before) - labels) - 2 :][:2]):
+        return labels
+    first = len(before) - len(pads) // 2
+    labels = wider(labels, len(before), count)
+    return F.pad(labels.expand(*labels.shape[:first], *before[first:]), list(pads), value=-1)
 
 
 def placed(labels: Tensor, dim: int, index: Tensor, shape: Sequence[int]) -> Tensor | None:

@@ -3,14 +3,13 @@
 The names and attributes are those of the nodes of the graph, which are private to torch.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from torchzero_clip.per_sample.labels import LOST, Known, Labels, agree, aligned, placed, viewed, wider
+from torchzero_clip.per_sample.labels import LOST, Known, Labels, agree, aligned, padded, placed, viewed, wider
 
 SAME = {  # operations on single elements
     *("Abs", "Acos", "Add", "Addcdiv", "Addcmul", "Alias", "Atan2", "Clamp", "ClampMax", "ClampMin", "Clone", "Copy"),
@@ -26,9 +25,12 @@ BATCHED = {  # operations that keep the first dimension of their first input
     "ScaledDotProductFlashAttentionForCpu",
 }
 ALONG = {"Cummax", "Cummin", "Cumprod", "Cumsum", "Gather", "Glu", "LogSoftmax", "Softmax", "Sort", "Topk"}
-PRODUCTS = {"Addmm": 1, "Addmv": 1, "Baddbmm": 1, "Bmm": 0, "Mm": 0, "Mv": 0}
+PRODUCTS = {"Addmm": 1, "Addmv": 1, "Baddbmm": 1, "Bmm": 0, "Cdist": 0, "EuclideanDist": 0, "Mm": 0, "Mv": 0}
 """Products of matrices, and which of their inputs is the left one."""
-LOSES = {"Diagonal", "MaskedSelect", "Rot90", "Take", "Trace"}
+LOSES = {
+    *("AsStrided", "Diagonal", "DiagonalScatter", "MaskedSelect", "Rot90", "SelectScatter", "SliceScatter", "Take"),
+    "Trace",
+}
 """Operations after which the samples are not known."""
 REDUCES = {
     *("Amax", "Amin", "LinalgVectorNorm", "Logsumexp", "Max", "Mean", "Median", "Min", "Norm", "Prod", "Std", "Sum"),
@@ -103,8 +105,6 @@ def _kept(kind: str, step: Step, found: Found) -> Known:
     """The labels after an operation that keeps the first dimension, or for samples in order after any other one."""
     labels, before = found[0]
     if step.batch_size > 1 and (kind in LOSES or (kind in PRODUCTS and not _is_left(kind, step, labels))):
-        return LOST
-    if kind == "AsStrided" and math.prod(step.shape) != math.prod(before):  # such as windows that overlap
         return LOST
     if step.batch_size == 1:  # all values that depend on samples depend on this one
         return torch.zeros((1,) * len(step.shape), dtype=torch.int64, device="cpu")
@@ -196,7 +196,9 @@ def _indexed(step: Step, labels: Known, before: Sequence[int]) -> Known:
     index = _index(step.node)
     if index is None:
         return LOST
-    if isinstance(labels, int) and all(x is None for x in index[: labels + 1]):
+    given = [i for i, x in enumerate(index) if x is not None]
+    apart = given[-1] - given[0] >= len(given)  # then the indexed dimensions come first
+    if isinstance(labels, int) and labels < given[0] and not apart:
         return labels
     labels = wider(labels, len(before), step.batch_size)
     taken = sum(x.ndim if x is not None and x.dtype in (torch.bool, torch.uint8) else 1 for x in index)
@@ -217,13 +219,17 @@ def _index_selected(step: Step, labels: Known, before: Sequence[int]) -> Known:
 def _turned(step: Step, labels: Known, before: Sequence[int]) -> Known:
     """Roll and flip."""
     node, dims = step.node, [_signed(dim, len(before)) for dim in step.node._saved_dims]
-    if isinstance(labels, int) and labels not in dims:
+    if dims and isinstance(labels, int) and labels not in dims:
         return labels
     labels = wider(labels, len(before), step.batch_size)
     if not hasattr(node, "_saved_shifts"):
         return labels.flip(dims)
-    shifts = [_signed(shift, 0) for shift in node._saved_shifts]
-    return labels.roll(shifts, dims) if dims else LOST
+    return (labels if dims else labels.expand(before)).roll([_signed(shift, 0) for shift in node._saved_shifts], dims)
+
+
+def _padded(step: Step, labels: Known, before: Sequence[int]) -> Known:
+    """Padding with a value, which belongs to no sample, and cuts."""
+    return padded(labels, before, [_signed(number, 0) for number in step.node._saved_pad], step.batch_size)
 
 
 def _packed(step: Step, labels: Known, before: Sequence[int]) -> Known:
@@ -273,10 +279,11 @@ def _put(step: Step, parts: Sequence[Part]) -> Labels:
         if plain or len(parts) == 1:
             return into
         into = wider(into, len(step.shape), step.batch_size)
-    if isinstance(labels, int) and labels != _signed(getattr(node, "_saved_dim", 0), len(step.shape)):
+    by_dim = hasattr(node, "_saved_dim")
+    if by_dim and isinstance(labels, int) and labels != _signed(node._saved_dim, len(step.shape)):
         return labels if into is None and step.shape[labels] == step.batch_size else LOST
     labels = wider(labels, len(before), step.batch_size).expand(before)
-    index = _index(node) if type(node).__name__.startswith("IndexPut") else _saved(node, "index")
+    index = _saved(node, "index") if by_dim else _index(node)
     if index is None:
         return LOST
     if isinstance(index, Tensor):
@@ -324,6 +331,7 @@ MOVES: dict[str, Move] = {
     "Unsqueeze": _unsqueezed,
     "Expand": _expanded,
     "Repeat": _repeated,
+    "ConstantPadNd": _padded,
     "Index": _indexed,
     "IndexSelect": _index_selected,
     "PackPaddedSequence": _packed,

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, Samples
 from torchzero_clip.per_sample.contributions import Contribution
+from torchzero_clip.per_sample.labels import LOST, wider
 from torchzero_clip.per_sample.sparse_rows import SparseRows
 from torchzero_clip.per_sample.squared_norms import wide
 
@@ -60,10 +61,8 @@ class EmbeddingBagRule(Rule):
     ) -> Tensor:
         module: Any = layer.module
         mode, padding = module.mode, module.padding_idx
-        found = layer.samples(input, 1) if offsets is None else None
-        if offsets is not None:
-            layer.check_rows(offsets, 0)
         samples = _bags(input, offsets, include_last=module.include_last_offset)
+        found = layer.samples(input, 1) if offsets is None else _owners(layer, input, offsets, samples)
         scale = torch.ones_like(samples) if padding is None else (input.reshape(-1) != padding).int()
         if per_sample_weights is not None:
             scale = scale * per_sample_weights.detach().reshape(-1)
@@ -85,6 +84,21 @@ class EmbeddingBagRule(Rule):
             padding_idx=padding,
         )
         return layer.watch(output, [input, samples, scale], contribute, found)
+
+
+def _owners(layer: CapturedLayer, input: Tensor, offsets: Tensor, bags: Tensor) -> Samples | None:
+    """The sample of each bag; None if the bags are the samples."""
+    count, labels = layer.engine.forward.batch_size, layer.labels(input)
+    if labels is None or count == 1 or layer.engine.forward.is_argument(offsets):
+        layer.check_rows(offsets, 0)
+        return None
+    if labels is LOST:
+        raise layer.unknown_rows()
+    of_index = wider(labels, 1, count).to(bags.device).expand(len(input))
+    rows = bags.new_full((len(offsets),), -1).index_copy(0, bags, of_index)
+    if not torch.equal(rows[bags], of_index) or bool((rows < 0).any()):
+        raise layer.unknown_rows()
+    return None if torch.equal(rows, torch.arange(count).to(rows)) else Samples(input, 0, rows=rows)
 
 
 def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:

@@ -19,7 +19,7 @@ from torchzero_clip.compat import fully_sharded, get_unwrapped, is_batchedtensor
 from torchzero_clip.functional.shards import local
 from torchzero_clip.per_sample.broadcast_row import ARITHMETIC, HOOKS, is_row, row_of
 from torchzero_clip.per_sample.captured_gradients import in_backward
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, is_same
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.comparison import differ
 from torchzero_clip.per_sample.contributions import Dense
 from torchzero_clip.per_sample.rules.state import State
@@ -134,12 +134,12 @@ class GenericRule(Rule):
         own = _memory_of((*model.parameters(), *model.buffers()))
         shared: set[Any] = set(layer.known.get(SHARED, ()))
         result: list[int | None] = []
+        beside = any(isinstance(x, Tensor) and layer.labels(x) is not None for x in leaves)
         for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
             result.append(None)
             if isinstance(leaf, Tensor) and leaf.ndim > dim and not is_row(leaf) and not _memory_of((leaf,)) & own:
                 argument = str(path), leaf.ndim
-                constant = layer.engine.forward.provenance is not None and layer.labels(leaf) is None
-                if leaf.shape[dim] not in (1, size) or (constant and not is_same(leaf, dim, leaf.shape[dim])):
+                if leaf.shape[dim] not in (1, size) or layer.is_constant(leaf, of_batch=beside):
                     shared.add(argument)
                 if leaf.shape[dim] == size and argument not in shared and not _counts(layer, leaf):
                     result[-1] = dim

@@ -1,0 +1,255 @@
+"""Samples that are not in the first dimension of what a layer gets, or not in arguments: followed, or refused."""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from per_sample.harness import Net, assert_close, by_backward, by_classic_form, losses_of, norms_in_batch, weight
+from torch import nn
+from torch.nn import functional as F
+
+W = 4
+FORMS = {"unchecked": lambda model: by_backward(model, verify="never"), "classic": by_classic_form}
+FIRST, SECOND = torch.arange(3), torch.tensor([1, 0, 2])
+MASK = torch.tensor([[True, True, False], [False, False, False], [False, True, False]])
+COUNTS = torch.tensor([2, 0, 1])
+
+
+def words():
+    return torch.randint(0, 9, (3, 4))
+
+
+def data(*shape):
+    return torch.randn(shape or (3, 3, W), dtype=torch.float64)
+
+
+def bag():
+    return nn.EmbeddingBag(9, W, mode="sum")
+
+
+def lin(width=W):
+    return nn.Linear(width, W)
+
+
+def two_bags_of_one_sample(m, ids):
+    rows = m.bag(ids[[0, 2]].flatten()[:6], torch.tensor([0, 2, 4]))
+    return torch.zeros(3, W, dtype=rows.dtype).index_add(0, torch.tensor([0, 0, 2]), rows)
+
+
+def empty_bag(m, ids):
+    return m.bag(ids.flatten(), torch.tensor([0, 0, 4, 8]))[1:]
+
+
+def pairs_written(m, x):
+    out = x.new_zeros(3, 3, W, 3)
+    out[:, FIRST, :, SECOND] = m.first(x).transpose(0, 1)
+    return m.last(out).sum((1, 2))
+
+
+def owners(rows):
+    """The rows of each sample, of the two, none and one that they have."""
+    return torch.zeros(3, W, dtype=rows.dtype).index_add(0, MASK.nonzero()[:, 0], rows)
+
+
+RIGHT = {
+    "bags of samples in another order": lambda: (
+        Net(lambda m, ids: m.bag(ids.flip(0).flatten(), torch.arange(0, 12, 4)).flip(0), bag=bag()),
+        words(),
+    ),
+    "several bags of a sample": lambda: (Net(two_bags_of_one_sample, bag=bag()), words()),
+    "more bags than samples": lambda: (
+        Net(lambda m, ids: m.bag(ids.flatten(), torch.arange(0, 12, 2)).view(3, 2, W).sum(1), bag=bag()),
+        words(),
+    ),
+    "two indices apart": lambda: (
+        Net(lambda m, x: m.last(m.first(x)[:, FIRST, :, SECOND]).transpose(0, 1), first=lin(), last=lin(3)),
+        data(3, 5, 3, W),
+    ),
+    "two indices apart, written": lambda: (Net(pairs_written, first=lin(), last=lin(3)), data()),
+    "a constant at a mask of data": lambda: (
+        Net(
+            lambda m, x, mask: m.lin(x).sum(1) + owners(m.words(torch.arange(3).expand(3, 3)[mask])),
+            lin=lin(),
+            words=nn.Embedding(9, W),
+        ),
+        data(),
+        MASK,
+    ),
+    "a constant selected by a mask of data": lambda: (
+        Net(
+            lambda m, x, mask: m.lin(x).sum(1) + owners(m.words(torch.arange(3).expand(3, 3).masked_select(mask))),
+            lin=lin(),
+            words=nn.Embedding(9, W),
+        ),
+        data(),
+        MASK,
+    ),
+    "a table at two indices": lambda: (
+        Net(lambda m, i, j: m.lin(m.table[i, j]), lin=lin(), table=data(9, 9, W)),
+        torch.randint(0, 9, (3,)),
+        torch.randint(0, 9, (3,)),
+    ),
+    "padding": lambda: (
+        Net(lambda m, x: m.lin(F.pad(m.first(x), (0, 0, 1, 1))).sum(1), first=lin(), lin=lin()),
+        data(),
+    ),
+    "padded and cut": lambda: (
+        Net(
+            lambda m, x: m.last(F.pad(m.first(x), (0, 0, 0, 0, 1, 0))[1:].flip(0)).flip(0).sum(1),
+            first=lin(),
+            last=lin(),
+        ),
+        data(),
+    ),
+    "a roll of all elements": lambda: (
+        Net(lambda m, x: m.last(m.first(x).roll(3 * W)).roll(-3 * W).sum(1), first=lin(), last=lin()),
+        data(),
+    ),
+    "a parameter times a table": lambda: (
+        Net(lambda m, x: m.lin(x) + m.slope * torch.arange(3.0).double()[:, None], lin=lin(), slope=weight(W)),
+        data(),
+    ),
+    "a module by the generic rule": lambda: (
+        Net(lambda m, x: m.lin(x) + m.other(torch.ones(x.shape[1:], dtype=x.dtype)), lin=lin(), other=cumulated()),
+        data(),
+    ),
+    "zeros for each sample": lambda: (
+        Net(lambda m, x: m.lin(x) + m.other(torch.zeros(x.shape, dtype=x.dtype)), lin=lin(), other=lin()),
+        data(),
+    ),
+    "zeros expanded to the batch": lambda: (
+        Net(lambda m, x: m.lin(x).sum(1) + m.other(torch.zeros(1, W).to(x).expand(3, -1)), lin=lin(), other=lin()),
+        data(),
+    ),
+}
+
+
+def cumulated():
+    return Net(lambda m, x: x * m.weight.outer(m.weight).sum(0)[None].cumsum(1), weight=weight(W))
+
+
+def moved(move: Callable):
+    return lambda: (Net(lambda m, x: m.lin(move(x)), lin=lin()), data())
+
+
+UNKNOWN = {
+    "an empty bag": lambda: (Net(empty_bag, bag=bag()), words()),
+    "a bag with words of two samples": lambda: (
+        Net(lambda m, ids: m.bag(ids.flatten(), torch.tensor([0, 5, 8])), bag=bag()),
+        words(),
+    ),
+    "tables": lambda: (
+        Net(lambda m, ids: m.lin(m.tables[:, ids]).transpose(0, 1), lin=lin(), tables=data(3, 9, W)),
+        torch.randint(0, 9, (3,)),
+    ),
+    "index_select of tables": lambda: (
+        Net(lambda m, ids: m.lin(m.tables.index_select(1, ids)).transpose(0, 1), lin=lin(), tables=data(3, 9, W)),
+        torch.randint(0, 9, (3,)),
+    ),
+    "constants repeated as data say": lambda: (
+        Net(
+            lambda m, x, counts: m.lin(x).sum(1) + owners(m.other(m.table.repeat_interleave(counts, 0))),
+            lin=lin(),
+            other=lin(),
+            table=data(3, W),
+        ),
+        data(),
+        COUNTS,
+    ),
+    "ones for positions": lambda: (
+        Net(lambda m, x: m.lin(x) + m.other(torch.ones(x.shape[1:], dtype=x.dtype)), lin=lin(), other=lin()),
+        data(),
+    ),
+    "padding before the first sample": moved(lambda x: F.pad(x, (0, 0, 0, 0, 1, -1))),
+    "one sample scattered": moved(lambda x: torch.zeros_like(x).select_scatter(x[0], 0, 2)),
+    "samples scattered": moved(lambda x: torch.zeros_like(x).slice_scatter(x[:1], 0, 2, 3)),
+    "a permutation behind a dimension": lambda: (
+        Net(lambda m, x: m.lin(torch.eye(3).to(x)[SECOND] @ x.transpose(0, 1)).transpose(0, 1), lin=lin()),
+        data(),
+    ),
+    "outer products": lambda: (
+        Net(lambda m, x: m.lin(torch.outer(torch.ones(3).to(x), x)).transpose(0, 1), lin=lin(3)),
+        data(3),
+    ),
+    "distances": lambda: (
+        Net(lambda m, x: m.last(torch.cdist(m.points, m.first(x))).T, first=lin(), last=lin(3), points=data(3, W)),
+        data(3, W),
+    ),
+    "strides": lambda: (
+        Net(lambda m, x: m.last(m.first(x).as_strided((3, 3, W), (W, 3 * W, 1))), first=lin(), last=lin()),
+        data(),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", RIGHT)
+def test_norms_are_those_of_one_backward_for_each_sample(name, form):
+    model, *inputs = RIGHT[name]()
+    model = model.double()
+    expected = norms_in_batch(model, *inputs)
+    assert_close(FORMS[form](model)(lambda m: losses_of(m(*inputs)))[0], expected)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_samples_that_are_not_known_are_refused(name):
+    model, *inputs = UNKNOWN[name]()
+    step = by_backward(model.double(), verify="never")
+    with pytest.raises(ValueError, match="samples are not known"):
+        step(lambda m: losses_of(m(*inputs)))
+
+
+def test_bags_whose_offsets_are_arguments_may_have_words_of_any_number():
+    model, index = nn.Sequential(bag()).double()[0], torch.randint(0, 9, (3,))
+    offsets = torch.tensor([0, 0, 2])  # as many words as bags
+    expected = norms_in_batch(model, index, offsets)
+    assert_close(by_backward(model, verify="never")(lambda m: losses_of(m(index, offsets)))[0], expected)
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    mask: torch.Tensor
+
+
+class WithSlots:
+    __slots__ = ("inner",)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+
+BATCHES = {
+    "a dataclass": lambda: Batch(data(), MASK),
+    "an object in a list": lambda: [Batch(data(), MASK)],
+    "an object in an object": lambda: WithSlots({"batch": Batch(data(), MASK)}),
+}
+USES = {
+    "another order": lambda m, batch: m.lin(batch.x.flip(0)).flip(0).sum(1),
+    "positions first": lambda m, batch: m.lin(batch.x.transpose(0, 1)).tanh().sum(0),
+    "a mask": lambda m, batch: owners(m.lin(batch.x[batch.mask])),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("kind", BATCHES)
+def test_tensors_in_objects_are_arguments(kind, use):
+    held = BATCHES[kind]()
+
+    def forward(m, held):
+        inner = held.inner["batch"] if isinstance(held, WithSlots) else held
+        return USES[use](m, inner[0] if isinstance(inner, list) else inner)
+
+    model = Net(forward, lin=lin()).double()
+    expected = norms_in_batch(model, held)
+    assert_close(by_backward(copy.deepcopy(model), verify="never")(lambda m: losses_of(m(held)))[0], expected)
+
+
+def test_tensors_in_objects_beside_others_do_not_change_the_number_of_samples():
+    held = Batch(data(7, W), MASK)
+    model = Net(lambda m, x, held: m.lin(x).sum(1) + owners(m.lin(x[held.mask])), lin=lin()).double()
+    x = data()
+    expected = norms_in_batch(model, x, held)
+    assert_close(by_backward(model, verify="never")(lambda m: losses_of(m(x, held)))[0], expected)
