@@ -67,7 +67,7 @@ def no_attribute(name: str) -> object:
 
 
 def warn_of_zero(limit: str, what: str) -> None:
-    """Warn the caller of a constructor of a limit of 0, which often stands for no limit elsewhere."""
+    """Warn the caller of a constructor about a limit of 0, which often means no limit in other libraries."""
     message = f"a {limit} of 0 makes every {what} 0, so the model does not learn; for no limit write math.inf"
     warnings.warn(message, stacklevel=3)
 

@@ -243,7 +243,7 @@ def test_the_clipper_is_made_after_fully_shard():
 @pytest.mark.usefixtures("one_process")
 def test_two_passes_and_the_check_of_a_model_refuse_shards():
     model = fully_shard(small())
-    with pytest.raises(ValueError, match="two passes work in one process: use PerSampleGradientClipper"):
+    with pytest.raises(ValueError, match="two passes work in one process only: for several"):
         GradSampleModuleFastGradientClipping(model)
     with pytest.raises(ValueError, match="check it before you shard it"):
         check_per_sample(model, batch(), lambda model, x: losses_of(model(x)))
@@ -266,7 +266,7 @@ def test_a_wrapped_part_of_the_model_is_refused_by_name():
 
 @pytest.mark.usefixtures("one_process")
 def test_two_passes_refuse_distributed_data_parallel():
-    with pytest.raises(ValueError, match="two passes work in one process: use PerSampleGradientClipper"):
+    with pytest.raises(ValueError, match="two passes work in one process only: for several"):
         GradSampleModuleFastGradientClipping(nn.parallel.DistributedDataParallel(small()))
 
 
@@ -335,7 +335,7 @@ def test_layers_freed_between_forward_and_backward_are_refused():
     clipper = clip(model)
     losses = losses_of(model(batch()))
     model[0].requires_grad_(True)
-    with pytest.raises(RuntimeError, match="frozen, freed or exchanged since its forward began: run the forward again"):
+    with pytest.raises(RuntimeError, match="frozen, unfrozen or replaced since its forward started: run the forward"):
         clipper.backward(losses)
     assert all(grad is None for grad in grads(model))
 

@@ -17,9 +17,9 @@ LEAVES = *OF_TORCH, int, float, str, NoneType, EllipsisType, slice
 
 
 def flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Rebuild]:
-    """The leaves of arguments, also of those in containers.
+    """The leaves of arguments, including those in containers, and how to rebuild the arguments from other leaves.
 
-    It takes a few microseconds if there are no containers but lists and tuples of leaves, such as those of `torch.cat`.
+    This takes a few microseconds if the only containers are lists and tuples of leaves, as in calls of `torch.cat`.
     """
     given, count = [*args, *kwargs.values()], len(args)
     if all(isinstance(x, LEAVES) for x in given):

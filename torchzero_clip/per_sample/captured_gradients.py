@@ -45,7 +45,7 @@ class GivenRows(NamedTuple):
 
 
 class Forward:
-    """A forward of the model with these tensors among its arguments, or of layers that are called by themselves: None.
+    """A forward of the model with ``inputs`` among its arguments; None for layers that are called by themselves.
 
     ``held`` are tensors in objects among the arguments. Without ``captured``, its layers run as they do without a
     clipper. ``given`` says which sample each row belongs to.

@@ -196,7 +196,7 @@ class CapturedLayer:
             )
 
     def is_constant(self, input: Tensor, *, of_batch: bool = False) -> bool:
-        """True for values that depend on no sample, and are not such as zeros for each of them."""
+        """True for values that depend on no sample, unless they are equal values for each sample, such as zeros."""
         dim, provenance = self.engine.batch_dim, self.engine.forward.provenance
         if provenance is None or provenance.of(input) is not None:
             return False
@@ -310,9 +310,9 @@ def _class_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def is_same(tensor: Tensor, dim: int, count: int, *, of_batch: bool = True) -> bool:
-    """True for equal values for each of the samples in a dimension, which no operation has recorded.
+    """True if a tensor without a graph has equal values for all samples along a dimension.
 
-    Without ``of_batch``, they may be values for positions too, unless they were expanded.
+    Without ``of_batch``, only expanded values count, because others may belong to positions.
     """
     if tensor.grad_fn is not None or tensor.ndim < 2 or tensor.ndim <= dim or tensor.shape[dim] != count:
         return False

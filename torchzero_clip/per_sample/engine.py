@@ -46,7 +46,7 @@ class Engine:
     """Captures the layers of a model, and collects their per-sample gradients.
 
     The arguments are those of `PerSampleGradientClipper`, and ``force_generic`` to run every layer by the generic rule,
-    and ``of_mean`` for losses that are means over the samples. `TwoPassEngine` does other things with what arrives.
+    and ``of_mean`` for losses that are means over the samples. `TwoPassEngine` overrides what is done with gradients.
     """
 
     def __init__(
@@ -304,8 +304,8 @@ class Engine:
         """
         if self.attachment.is_outdated():
             raise RuntimeError(
-                "parameters of the module were frozen, freed or exchanged since its forward began: run the forward "
-                "again"
+                "parameters of the module were frozen, unfrozen or replaced since its forward started: run the "
+                "forward again"
             )
         if self.phase is Phase.BACKWARD:
             raise RuntimeError(

@@ -83,7 +83,7 @@ PRODUCTS = {
     "mv": 0,
     "outer": 0,
 }
-"""Products of matrices, and the place of the left one."""
+"""Products of matrices, and the place of the left factor among the arguments."""
 COUNTED = {"kthvalue", "topk"}
 """Functions with a number before the dimension."""
 UNKNOWN = {
@@ -237,7 +237,7 @@ class Following(OwnMode):
         return [results[0], None] if name in PACKS - JOINS else results  # lengths or sizes come second
 
     def _looked_up(self, name: str, output: Tensor, leaves: Sequence[Any]) -> Labels:
-        """The labels of entries of a tensor without samples, which are chosen for samples: those of the index."""
+        """The labels of entries that an index selects from a tensor without samples: those of the index."""
         indices = [x for x in leaves[1:] if isinstance(x, Tensor) and x.ndim]
         if name in ("gather", "take", "take_along_dim") and indices[0].shape == output.shape:
             return self._provenance.of(indices[0])
@@ -313,7 +313,7 @@ class Following(OwnMode):
 
 
 def _is_summed(name: str, place: int, labels: Known, ndim: int) -> bool:
-    """True if a product of matrices sums over samples of this factor: 0 is the left one, 1 the right one."""
+    """True if a product of matrices sums over samples of a factor, the left one (``place`` 0) or the right one (1)."""
     dim = ndim - 1 - (place == 1 and ndim > 1)
     varies = labels.shape[dim] != 1 if isinstance(labels, Tensor) else labels == dim
     return (varies and name not in ("cdist", "ger", "outer")) or (place == 1 and (varies or name == "linear"))

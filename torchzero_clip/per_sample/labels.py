@@ -19,7 +19,7 @@ Labels: TypeAlias = Known | None
 """Labels, or None for values that depend on no sample."""
 
 LOST = -1
-SIMPLEST = "_is_simplest"  # an attribute of labels that need not be simplified again: labels never change
+SIMPLEST = "_is_simplest"  # marks labels that are simplified already, which is safe because labels never change
 
 
 def wider(labels: Labels, ndim: int, count: int) -> Tensor:
@@ -85,7 +85,7 @@ def viewed(labels: Known, before: Sequence[int], after: Sequence[int], count: in
 
 @functools.lru_cache(512)
 def _of_view(dim: int, before: tuple[int, ...], after: tuple[int, ...], count: int) -> Known:
-    """The labels after a view of samples in order along a dimension."""
+    """The labels after a view of a tensor that has the samples in order along a dimension."""
     if count > 1:
         front = math.prod(before[:dim])
         for place, size in enumerate(after):
@@ -108,7 +108,7 @@ def _viewed(labels: Tensor, before: Sequence[int], after: Sequence[int]) -> Know
 
 
 def padded(labels: Known, before: Sequence[int], pads: Sequence[int], count: int) -> Known:
-    """The labels after `F.pad`, whose values belong to no sample."""
+    """The labels after `F.pad`. The padding belongs to no sample."""
     if isinstance(labels, int) and not any(pads[2 * (len(before) - labels) - 2 :][:2]):
         return labels
     first = len(before) - len(pads) // 2

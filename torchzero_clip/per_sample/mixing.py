@@ -117,7 +117,7 @@ class MixingCheck:
         raise RuntimeError(
             f"the model or the loss mixes or reorders samples: {who} the gradient of {_list(samples)} at "
             f"{names[key]!r}, so they are mixed in this layer or later. check_per_sample names the module. If a layer "
-            "without samples in its input has as many positions as there are samples, give it a batch dimension. "
+            "gets an input without samples and with as many positions as samples, give the input a batch dimension. "
             "Nothing was changed"
         )
 

@@ -1,4 +1,4 @@
-"""The modes of the clipper, which see every function of torch that runs."""
+"""The modes of the clipper, which see every call of a function of torch."""
 
 from types import TracebackType
 
@@ -11,11 +11,11 @@ from torch.overrides import (
 
 
 class OwnMode(TorchFunctionMode):
-    """A mode of the clipper, which costs a few microseconds for each function, also where it has nothing to see."""
+    """A mode of the clipper. It costs a few microseconds for each function that is called, even if it ignores it."""
 
 
 class WithoutOwnModes:
-    """A block without the modes of the clipper that are innermost. Those around a mode of the user stay."""
+    """A block without the innermost modes of the clipper. Those outside of a mode of the user stay."""
 
     def __init__(self) -> None:
         self._modes: list[OwnMode] = []

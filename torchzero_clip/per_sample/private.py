@@ -306,7 +306,7 @@ class PrivateGradientClipper(PerSampleGradientClipper):
             return
         if self.waits:
             raise RuntimeError(
-                "parameters of the module were frozen, freed or exchanged while gradients wait for pre_step(): "
+                "parameters of the module were frozen, unfrozen or replaced while gradients wait for pre_step(): "
                 "discard() drops these gradients"
             )
         attachment.refresh()

@@ -93,7 +93,7 @@ def _same(step: Step, found: Found) -> Known:
     ndim, first = len(step.shape), found[0][0]
     if all(isinstance(x, int) and x == first and len(before) == ndim for x, before in found):
         return first if step.shape[first] == step.batch_size else LOST  # the usual case
-    # a value of unknown samples is such as a statistic of the batch, which the check of gradients finds
+    # a value whose samples are unknown may be a statistic of the batch, which the check of gradients finds
     known = [aligned(labels, len(before), ndim) for labels, before in found if labels is not LOST]
     fits = [x for x in known if isinstance(x, Tensor) or step.shape[x] == step.batch_size]
     if not fits:
@@ -228,7 +228,7 @@ def _turned(step: Step, labels: Known, before: Sequence[int]) -> Known:
 
 
 def _padded(step: Step, labels: Known, before: Sequence[int]) -> Known:
-    """Padding with a value, which belongs to no sample, and cuts."""
+    """Padding with a value, which belongs to no sample. Negative padding cuts."""
     return padded(labels, before, [_signed(number, 0) for number in step.node._saved_pad], step.batch_size)
 
 
@@ -316,7 +316,7 @@ def _written(step: Step, parts: Sequence[Part]) -> Labels:
 
 
 def _passed_on(step: Step, parts: Sequence[Part]) -> Labels:
-    """The inputs of a module of `fully_shard`: one function passes on all that have a graph."""
+    """The inputs of a module after `fully_shard`: one function passes on all inputs that have a graph."""
     return parts[step.number].labels
 
 

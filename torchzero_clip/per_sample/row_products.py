@@ -12,7 +12,7 @@ from torchzero_clip.per_sample.sparse_rows import SparseRows
 from torchzero_clip.per_sample.squared_norms import squared_norms
 
 LANES = 8  # products of matrices are 1.3 to 2 times as fast if their sides are multiples of it
-PADDING = 1.3  # the most rows that padding may make of one, beyond what fills the lanes
+PADDING = 1.3  # the most by which padding may multiply the rows, besides filling the lanes
 
 
 class RowProducts(Contribution):

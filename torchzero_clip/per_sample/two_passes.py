@@ -17,15 +17,15 @@ from torchzero_clip.per_sample.hooks import accumulate
 class TwoPassEngine(Engine):
     """Shows the norms of a backward as ``norm_sample`` of the parameters, until the next forward.
 
-    While ``enabled`` is False, backwards give ordinary gradients. No layer returns those of its parameters to autograd,
-    so they are the sums of the per-sample gradients.
+    While ``enabled`` is False, backwards give ordinary gradients. Layers do not return gradients of parameters to
+    autograd, so this class adds up the per-sample gradients.
     """
 
     def __init__(self, model: nn.Module, **settings: Any) -> None:
         if processes_of(model)[0].group is not None:
-            raise ValueError("two passes work in one process: use PerSampleGradientClipper with several")
+            raise ValueError("two passes work in one process only: for several processes, use PerSampleGradientClipper")
         self.norms: Tensor | None = None
-        """The norms that were read last, of the last backward; None after a forward."""
+        """The norms of the last backward, after they were read; None after a forward."""
         super().__init__(model, **settings)
         self._allow_steps()  # gradients never wait: the second backward gives them
 
@@ -73,7 +73,7 @@ class TwoPassEngine(Engine):
             self.show(part.param, norm_sample=norms, _norm_sample=norms)
 
     def read_norms(self) -> Tensor | None:
-        """The norms of the last backward, (B,); None after a forward. Its gradients are dropped."""
+        """The norms of the last backward, (B,); None after a forward. Reading drops the gradients of this backward."""
         if self.waits:
             squares = torch.stack([squares for _, squares in self.gathered(None).values()]).sum(0)
             self.clear()

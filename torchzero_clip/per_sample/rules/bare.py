@@ -103,7 +103,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 class _Rows(OwnMode):
-    """Replaces parameters of a layer by rows where it uses them itself; those of its submodules are not for that."""
+    """Replaces parameters of a layer by rows where it uses them itself. Raises for parameters of its submodules."""
 
     def __init__(self, layer: CapturedLayer, count: int) -> None:
         super().__init__()

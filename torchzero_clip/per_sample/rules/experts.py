@@ -34,7 +34,7 @@ class ExpertsRule(Rule):
     def refusal(self, module: nn.Module) -> str | None:
         settings: Any = module
         if settings.has_post_expert_norm or getattr(module, "_is_expert_parallel", False):
-            return "its experts are normalized or spread over processes, which has no per-sample rule here"
+            return "its experts have a norm behind them or are spread over processes, which has no rule"
         return None
 
     @override
@@ -97,7 +97,7 @@ class _Sent:
 class _Multiplied(torch.autograd.Function):
     """The products of rows with the weights (E, d, p) of their experts, plus their biases (E, p), if there are any.
 
-    Each expert has the next ``lengths`` rows. Weights and biases get no gradient.
+    Expert i has the next ``lengths[i]`` rows. Weights and biases get no gradient.
     """
 
     @staticmethod
