@@ -34,7 +34,7 @@ class ExpertsRule(Rule):
     def refusal(self, module: nn.Module) -> str | None:
         settings: Any = module
         if settings.has_post_expert_norm or getattr(module, "_is_expert_parallel", False):
-            return "its experts have a norm behind them or are spread over processes, which has no rule"
+            return "its experts have a norm behind them or are spread over processes, which has no per-sample rule"
         return None
 
     @override
