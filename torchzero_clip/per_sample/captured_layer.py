@@ -194,7 +194,7 @@ class CapturedLayer:
                 f"from its output: layer(x)[mask]{self.way_out}"
             )
 
-    def is_constant(self, input: Tensor, *, of_batch: bool = False) -> bool:
+    def is_constant(self, input: Tensor, *, of_batch: bool = True) -> bool:
         """True for values that depend on no sample, and are not such as zeros for each of them."""
         dim, provenance = self.engine.batch_dim, self.engine.forward.provenance
         if provenance is None or provenance.of(input) is not None:

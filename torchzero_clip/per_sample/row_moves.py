@@ -3,6 +3,7 @@
 The names and attributes are those of the nodes of the graph, which are private to torch.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -28,7 +29,7 @@ ALONG = {"Cummax", "Cummin", "Cumprod", "Cumsum", "Gather", "Glu", "LogSoftmax",
 PRODUCTS = {"Addmm": 1, "Addmv": 1, "Baddbmm": 1, "Bmm": 0, "Cdist": 0, "EuclideanDist": 0, "Mm": 0, "Mv": 0}
 """Products of matrices, and which of their inputs is the left one."""
 LOSES = {
-    *("AsStrided", "Diagonal", "DiagonalScatter", "MaskedSelect", "Rot90", "SelectScatter", "SliceScatter", "Take"),
+    *("Diagonal", "DiagonalScatter", "MaskedSelect", "Rot90", "SelectScatter", "SliceScatter", "Take"),
     "Trace",
 }
 """Operations after which the samples are not known."""
@@ -224,6 +225,21 @@ def _turned(step: Step, labels: Known, before: Sequence[int]) -> Known:
     return (labels if dims else labels.expand(before)).roll([_signed(shift, 0) for shift in node._saved_shifts], dims)
 
 
+def _strided(step: Step, labels: Known, before: Sequence[int]) -> Known:
+    """A view of a tensor that was changed in place, or the strides that torch gives to averages of images.
+
+    The tensor is taken for contiguous. Other uses of strides are not followed.
+    """
+    size, stride = step.node._saved_size, step.node._saved_stride
+    start = step.node._saved_storage_offset or 0
+    last = start + sum((n - 1) * along for n, along in zip(size, stride, strict=True))
+    of = type(step.node.next_functions[0][0]).__name__
+    if last >= math.prod(before) or not of.startswith(("CopySlices", "Mean")):
+        return LOST
+    full = wider(labels, len(before), step.batch_size).expand(before).contiguous()
+    return full.as_strided(size, stride, start)
+
+
 def _padded(step: Step, labels: Known, before: Sequence[int]) -> Known:
     """Padding with a value, which belongs to no sample, and cuts."""
     return padded(labels, before, [_signed(number, 0) for number in step.node._saved_pad], step.batch_size)
@@ -323,6 +339,7 @@ MOVES: dict[str, Move] = {
     "Unsqueeze": _unsqueezed,
     "Expand": _expanded,
     "Repeat": _repeated,
+    "AsStrided": _strided,
     "ConstantPadNd": _padded,
     "Index": _indexed,
     "IndexSelect": _index_selected,
