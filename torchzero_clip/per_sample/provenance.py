@@ -14,7 +14,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torchzero_clip.compat import current_graph_task_id
 from torchzero_clip.per_sample.labels import LOST, Labels, simplest, wider
-from torchzero_clip.per_sample.row_moves import Part, Step, after
+from torchzero_clip.per_sample.operations import Part
+from torchzero_clip.per_sample.row_moves import Step, after
 
 _UNKNOWN: Any = object()
 
@@ -105,7 +106,8 @@ class Provenance:
             if number in memory:
                 rest.pop()
                 continue
-            inputs = [(n, i) for n, i in node.next_functions if n is not None]
+            places = [k for k, (n, _) in enumerate(node.next_functions) if n is not None]
+            inputs = [node.next_functions[k] for k in places]
             known = [self._memory(n).get(i, _UNKNOWN) for n, i in inputs]
             if missing := [item for item, labels in zip(inputs, known, strict=True) if labels is _UNKNOWN]:
                 rest += missing
@@ -114,7 +116,8 @@ class Provenance:
                 memory[number] = self.of(node.variable)
                 continue
             parts = [
-                Part(labels, tuple(n._input_metadata[i].shape)) for labels, (n, i) in zip(known, inputs, strict=True)
+                Part(labels, tuple(n._input_metadata[i].shape), place)
+                for labels, (n, i), place in zip(known, inputs, places, strict=True)
             ]
             labels = after(Step(node, number, tuple(node._input_metadata[number].shape), self.count), parts)
             memory[number] = simplest(labels, self.count) if isinstance(labels, Tensor) else labels
