@@ -1,4 +1,7 @@
-"""What mkdocs cannot do by itself: addresses from one file, formulas as MathML, tables that narrow screens can show."""
+"""What mkdocs cannot do by itself: addresses from one file, formulas as MathML, tables that narrow screens can show.
+
+Pages may link to files outside of `docs/`, such as `../../examples/ppo.py`, for readers of the repository.
+"""
 
 import html
 import re
@@ -12,18 +15,21 @@ DOCS = Path(__file__).parent
 BLOCK = re.compile(
     r'<div class="highlight"><pre><span></span><code>([^<]*)</code></pre></div>'
 )
-# On narrow screens, tables with a longer cell after the first column become blocks of rows,
+OUTSIDE = re.compile(r"\[([^\[\]]+)\]\(((?:\.\./)+)(?!\.)([\w./]+)\)")
+# On narrow screens, tables with a longer cell or heading after the first column become blocks of rows,
 # and tables with many columns get smaller letters.
 LONG_CELL = 34  # characters
 MANY_COLUMNS = 6
 
 
+def read_addresses() -> dict[str, Any]:
+    """The content of `addresses.toml`."""
+    return tomllib.loads((DOCS.parent / "addresses.toml").read_text(encoding="utf-8"))
+
+
 def on_config(config: Any) -> None:
     """Take the addresses of the pages and of the repository from `addresses.toml`."""
-    set_addresses(
-        config,
-        tomllib.loads((DOCS.parent / "addresses.toml").read_text(encoding="utf-8")),
-    )
+    set_addresses(config, read_addresses())
 
 
 def set_addresses(config: Any, addresses: dict[str, Any]) -> None:
@@ -34,6 +40,29 @@ def set_addresses(config: Any, addresses: dict[str, Any]) -> None:
         config.repo_url = repository.rstrip("/") + "/"
         config.repo_name = "/".join(repository.rstrip("/").split("/")[-2:])
         config.edit_uri = f"edit/{addresses['branch']}/docs/"
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Called with the Markdown of a page. A recipe has no table of contents, so that its program has room."""
+    if page.file.src_uri.startswith("recipes/"):
+        page.meta["hide"] = ["toc"]
+    return with_outside_links(markdown, page.file.src_uri, read_addresses())
+
+
+def with_outside_links(markdown: str, src_uri: str, addresses: dict[str, Any]) -> str:
+    """Replace links to files outside of `docs/` by links to the repository; without its address, by their words."""
+
+    def replaced(match: re.Match[str]) -> str:
+        words, up, path = match.groups()
+        if up.count("..") <= src_uri.count("/"):
+            return match[0]
+        if repository := addresses.get("repository"):
+            return (
+                f"[{words}]({repository.rstrip('/')}/blob/{addresses['branch']}/{path})"
+            )
+        return words
+
+    return OUTSIDE.sub(replaced, markdown)
 
 
 def on_page_content(content: str, **_: Any) -> str:
@@ -106,14 +135,14 @@ def with_narrow_tables(content: str) -> str:
             for cell in row[1:]
         ]
         found = re.findall(r"<th[^>]*>(.*?)</th>", table, re.DOTALL)
-        if max(lengths, default=0) < LONG_CELL:
+        headings = [html.unescape(re.sub(r"<[^>]+>", "", text)).strip() for text in found]
+        if max([*lengths, *map(len, headings[1:])], default=0) < LONG_CELL:
             small = '<table data-narrow="small">'
             return (
                 table.replace("<table>", small, 1)
                 if len(found) >= MANY_COLUMNS
                 else table
             )
-        headings = [html.unescape(re.sub(r"<[^>]+>", "", text)).strip() for text in found]
         return re.sub(
             r"<tr>(.*?)</tr>",
             lambda row: labelled(row[0], headings),

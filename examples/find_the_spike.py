@@ -125,9 +125,8 @@ def print_findings(run: Run) -> None:
         else:
             print(f"{step:6}  not found {'':41}   {truth}")
     layers = Counter(layer.name for step in found for layer in record.worst(step, top=3))
-    print(
-        "\nMost often among the three worst layers: " + ", ".join(f"{name} ({n})" for name, n in layers.most_common(3))
-    )
+    print("\nMost often among the three worst layers:")
+    print(", ".join(f"{name} ({n})" for name, n in layers.most_common(3)))
 
 
 def main() -> None:

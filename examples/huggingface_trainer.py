@@ -60,6 +60,7 @@ def train(folder: Path, steps: int, until: int, resume: bool = False) -> tuple[A
     trainer = transformers.Trainer(
         model, arguments, train_dataset=Text(), optimizers=(optimizer, schedule), callbacks=[TrainerCallback()]
     )
+    trainer.remove_callback(transformers.PrinterCallback)  # prints each log in one long line
     trainer.train(resume_from_checkpoint=resume)
     return model, [log for log in trainer.state.log_history if "loss" in log]
 

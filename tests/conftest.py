@@ -1,6 +1,15 @@
-"""Every test starts from the same random numbers; Hypothesis explores new ones under HYPOTHESIS_PROFILE=explore."""
+"""Every test starts from the same random numbers; Hypothesis explores new ones under HYPOTHESIS_PROFILE=explore.
 
+The quick run is ``pytest -m "not slow"``. It leaves out the tests with the mark ``slow``, the contract tests of an
+entry that ``varies``, and all but ``QUICK_CASES`` cases of each parametrized test.
+"""
+
+import gc
 import os
+import re
+from collections import defaultdict
+from pathlib import Path
+from zlib import crc32
 
 import pytest
 import torch
@@ -8,7 +17,10 @@ from hypothesis import settings
 
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=1000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+settings.register_profile("quick", deadline=None, derandomize=True, max_examples=20)
+
+QUICK_CASES = 8
+SLOW_MODULE = re.compile(r"^pytestmark = .*pytest\.mark\.slow", re.MULTILINE)
 
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # each process has a core
@@ -21,9 +33,45 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+def is_quick(config: pytest.Config) -> bool:
+    return "not slow" in config.option.markexpr
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The quick run draws fewer examples."""
+    usual = "quick" if is_quick(config) else "same"
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", usual))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The quick run does not import modules with slow tests only, because some import trainers for seconds."""
+    if collection_path.suffix == ".py" and is_quick(config) and SLOW_MODULE.search(collection_path.read_text()):
+        return True
+    return None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Contract tests of entries that only vary another one are slow."""
+    """Cases are slow if their entry only varies another one, or if their test has enough others.
+
+    A checksum chooses the cases, so that each test takes other entries, dtypes and layers, in every run the same ones.
+    """
+    cases = defaultdict(list)
     for item in items:
         callspec = getattr(item, "callspec", None)
-        if callspec is not None and getattr(callspec.params.get("entry"), "varies", False):
+        if callspec is None or item.get_closest_marker("slow"):
+            continue
+        if getattr(callspec.params.get("entry"), "varies", False):
             item.add_marker(pytest.mark.slow)
+        else:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for test in cases.values():
+        given = test[0].get_closest_marker("quick_cases")
+        count = given.args[0] if given else QUICK_CASES
+        for item in sorted(test, key=lambda item: crc32(item.nodeid.encode()))[count:]:
+            item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests are left out of later garbage collections, which take 0.3 s each otherwise."""
+    gc.collect()
+    gc.freeze()

@@ -62,6 +62,7 @@ def test_a_moved_run_takes_the_same_steps():
     assert example("move_a_run").move(20) == (True, True, False, 20)
 
 
+@pytest.mark.slow
 def test_two_calls_and_a_chain_train_alike():
     results = example("from_two_calls_to_a_chain").train(10)
     assert results["chain"][0] == pytest.approx(results["two calls"][0], rel=1e-4)
@@ -155,6 +156,7 @@ def test_a_wrong_majority_is_not_found():
     assert digits.precision(run.scores(), run.digits.wrong) < 0.3
 
 
+@pytest.mark.slow
 def test_auc_and_precision_of_mislabelled():
     digits = mislabelled()
     wrong = torch.tensor([True, False, True, False])

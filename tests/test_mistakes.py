@@ -54,8 +54,11 @@ REFUSED = {
     "clip_value": (lambda: tz.ClipValue(clip_value=2), "did you mean 'value'?"),
     "an unknown argument": (lambda: ClipNorm(1.0, foo=2), "there are: max_norm, ord, dim, inverse_dims, min_size"),
     "parameters for a rule": (lambda: AdamW(params()), "lr must be a number, got parameters (generator)"),
-    "listed parameters for a rule": (lambda: AdamW(list(params()), lr=1e-3), "AdamW takes no parameters, Modular does"),
-    "two betas": (lambda: AdamW(1e-3, 0.9, 0.999), "Both betas are one pair, as in betas=(0.9, 0.999)"),
+    "listed parameters for a rule": (
+        lambda: AdamW(list(params()), lr=1e-3),
+        "AdamW takes no parameters. Write Modular(model.parameters(), ..., AdamW(...))",
+    ),
+    "two betas": (lambda: AdamW(1e-3, 0.9, 0.999), "Write both betas as one pair, as in betas=(0.9, 0.999)"),
     "a function of parameters": (
         lambda: Modular(model().parameters, SGD()),
         "call it, as in Modular(model.parameters(), ...)",
@@ -109,6 +112,11 @@ def weights():
 
 WARNED = {
     "a limit of 0": (lambda: ClipNorm(0), "for no limit write math.inf"),
+    "a limit of 0 for samples": (lambda: tz.ConstantFlatClipper(0), "for no limit write math.inf"),
+    "a limit of 0 for samples in each tensor": (
+        lambda: tz.ConstantPerLayerClipper([0.0, 0.0]),
+        "for no limit write math.inf",
+    ),
     "two decays": (lambda: Modular(model(), tz.WeightDecay(0.1), AdamW(1e-3)), "write AdamW(weight_decay=0)"),
     "no optimizer": (lambda: Modular(model(), ClipNorm(1)), "Put an optimizer at its end"),
     "a typo that is written later": (
@@ -140,6 +148,7 @@ def test_what_is_meant_gives_no_warning():
         optimizer.param_groups[0]["my_note"] = "body"
         after_step(optimizer)
         ClipNorm(lambda step: 0.0)
+        tz.ConstantPerLayerClipper([1.0, 0.0])  # one tensor takes no part
         tz.get_total_norm([param.detach() for param in module.parameters()])
         tz.clip_grad_norm_(module.parameters(), 0.0)
 

@@ -39,7 +39,15 @@ def test_a_page_shows_the_program_of_its_name_and_its_output(page):
     included = re.findall(r'^--8<-- "(.*)"$', page.read_text(), re.MULTILINE)
     assert included == [f"docs/recipes/{page.stem}.txt", f"examples/{page.stem}.py"]
     assert all((ROOT / path).exists() for path in included)
-    assert f"`examples/{page.stem}.py`" in page.read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=recipe_id)
+def test_a_page_links_to_its_program_for_readers_of_the_repository(page):
+    """They see the lines that include it."""
+    text = page.read_text()
+    for path in (f"{page.stem}.txt", f"../../examples/{page.stem}.py"):
+        assert f"]({path})" in text
+        assert (page.parent / path).exists()
 
 
 def test_every_recipe_is_in_the_table_and_in_the_navigation():

@@ -48,6 +48,31 @@ def test_pages_take_the_addresses_of_the_file():
     }
 
 
+@pytest.mark.parametrize(
+    ("link", "shown"),
+    [
+        ("[`a.py`](../../examples/a.py)", "`a.py`"),
+        ("[the page](../faq.md)", "[the page](../faq.md)"),
+        ("[a](a.txt)", "[a](a.txt)"),
+    ],
+)
+def test_a_link_to_a_file_outside_of_the_pages_becomes_its_words(link, shown):
+    assert hooks.with_outside_links(link, "recipes/a.md", {"branch": "x"}) == shown
+
+
+def test_a_link_to_a_file_outside_of_the_pages_leads_to_the_repository():
+    known = {"repository": "https://code.example/some/one", "branch": "x"}
+    expected = "See [the changes](https://code.example/some/one/blob/x/CHANGELOG.md)."
+    assert hooks.with_outside_links("See [the changes](../CHANGELOG.md).", "changelog.md", known) == expected
+
+
+def test_a_recipe_has_no_table_of_contents():
+    for folder, hidden in (("recipes", {"hide": ["toc"]}), ("transforms", {})):
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=f"{folder}/a.md"), meta={})
+        assert hooks.on_page_markdown("text", page) == "text"
+        assert page.meta == hidden
+
+
 def docstrings():
     """Of all modules' classes and functions."""
     for info in pkgutil.walk_packages(torchzero_clip.__path__, "torchzero_clip."):
@@ -122,6 +147,8 @@ def test_rows_of_a_table_with_sentences_name_their_columns():
     assert 'data-label="a &lt; b" style' in marked
     numbers = table.replace(long, "1.02")
     assert hooks.with_narrow_tables(numbers) == numbers
+    with_long_heading = numbers.replace("<code>a</code> &lt; b", long)
+    assert f'<td data-label="{long}"' in hooks.with_narrow_tables(with_long_heading)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))

@@ -4,6 +4,7 @@ import difflib
 import functools
 import inspect
 import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, Self, TypeVar
@@ -37,12 +38,12 @@ MEANT = {
 
 
 def nearest(name: str, known: Iterable[str], likeness: float = 0.75) -> str | None:
-    """The known name that is meant by an unknown one; None if no name is near.
+    """The known name that a user probably meant by an unknown name; None if all known names differ too much.
 
     Args:
         name: The unknown name.
-        known: The known ones.
-        likeness: How much of two names has to be equal: 0 to 1.
+        known: The known names.
+        likeness: The part of two names that must be equal, from 0 to 1.
     """
     by_lower = {key.lower(): key for key in known}
     meant = [key for key in MEANT.get(name, ()) if key.lower() in by_lower]
@@ -51,7 +52,7 @@ def nearest(name: str, known: Iterable[str], likeness: float = 0.75) -> str | No
 
 
 def did_you_mean(name: str, known: Iterable[str], *, listed: bool = True) -> str:
-    """The end of a message about an unknown name: the name that was meant; else with ``listed`` all known ones."""
+    """The end of a message about an unknown name: the name that was meant, or with ``listed`` all known names."""
     known = list(known)
     if close := nearest(name, known):
         return f"; did you mean {close!r}?"
@@ -63,6 +64,12 @@ def no_attribute(name: str) -> object:
     known = [key for key in vars(sys.modules["torchzero_clip"]) if not key.startswith("_")]
     hint = "" if name.startswith("_") else did_you_mean(name, known, listed=False)
     raise AttributeError(f"module 'torchzero_clip' has no attribute {name!r}{hint}")
+
+
+def warn_of_zero(limit: str, what: str) -> None:
+    """Warn the caller of a constructor of a limit of 0, which often stands for no limit elsewhere."""
+    message = f"a {limit} of 0 makes every {what} 0, so the model does not learn; for no limit write math.inf"
+    warnings.warn(message, stacklevel=3)
 
 
 def explained(function: Callable[P, T]) -> Callable[P, T]:
@@ -89,7 +96,7 @@ class Explained:
 
 
 def _check_call(kind: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise a TypeError with the way out for a call that does not fit. In rare cases, Python has to raise."""
+    """Raise a TypeError with the way out for a call that does not fit. It leaves rare cases to Python's own error."""
     signature = inspect.signature(kind)
     try:
         signature.bind(*args, **kwargs)
@@ -98,7 +105,7 @@ def _check_call(kind: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
         pass
     name, parameters = kind.__name__, signature.parameters
     if args and are_parameters(args[0]) and parameters.keys().isdisjoint(("params", "module")):
-        raise TypeError(f"{name} takes no parameters, Modular does: Modular(model.parameters(), ..., {name}(...))")
+        raise TypeError(f"{name} takes no parameters. Write Modular(model.parameters(), ..., {name}(...))")
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for key in kwargs:
         if key not in parameters and not takes_any:
@@ -108,10 +115,10 @@ def _check_call(kind: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
     plain = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(args) > len(plain):
         named = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
-        pair = " Both betas are one pair, as in betas=(0.9, 0.999)." if "betas" in plain else ""
+        pair = " Write both betas as one pair, as in betas=(0.9, 0.999)." if "betas" in plain else ""
         raise TypeError(
             f"{name} takes at most {len(plain)} arguments without a name ({', '.join(plain)}), got {len(args)}.{pair} "
-            f"Others need their name: {', '.join(named)}"
+            f"Write the names of these arguments: {', '.join(named)}"
         )
 
 
@@ -120,7 +127,7 @@ def _arguments_of(value: object) -> Iterable[str]:
 
 
 class Named(dict[str, Any]):
-    """Values by their names. An unknown name raises a KeyError that tells the known ones."""
+    """Values by their names. The KeyError for an unknown name lists the known names."""
 
     def __missing__(self, key: str) -> Any:
         reason = did_you_mean(key, self) if self else ", because no step was taken yet"

@@ -96,6 +96,7 @@ def test_elements_that_spike_are_cut_in_both_ways_to_run(fast):
         square = 0.9 * square + 0.1 * expected.square()
 
 
+@pytest.mark.slow
 def test_a_spike_right_after_another_is_cut_as_far():
     """Stable-SPAM's reference sets back its count every 1000 steps: ten steps later, a spike leaves at 72.6."""
     found = passed(ClipByMaxEMA(), [1.0] * 1010 + [100.0])
@@ -225,6 +226,7 @@ def test_groups_with_other_limits():
     assert [-p.item() for p in params] == pytest.approx([1.04, 3.0])
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", [*FOLLOWING, "SkipStep"])
 def test_a_checkpoint_in_the_middle_of_a_warm_up_and_of_a_full_window_goes_on_bit_for_bit(name):
     make = {**FOLLOWING, "SkipStep": lambda: SkipStep(sigma=3.0, window=6)}[name]
@@ -281,6 +283,7 @@ def test_a_large_vector_of_half_precision_keeps_the_factor_of_a_soft_spectral_cl
     torch.testing.assert_close(result, torch.full_like(result, 0.1 / 64))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "make", [AdaGC, GradientStabilizer, lambda: ZClip(max_norm=None), lambda: SoftSpectralClip(1.0)]
 )

@@ -100,6 +100,7 @@ def test_a_limit_that_is_taken_off_and_put_back_starts_anew(transform):
     assert results == [1.0, 100.0, 50.0, 75.0]
 
 
+@pytest.mark.slow
 def test_squares_beyond_float64_do_not_lift_the_limit():
     results, _ = outputs(ClipNormGrowth(ord="var"), [[[1e200, -1e200]]] + [[[1.0, -1.0]]] * 3000 + [[[5.0, -5.0]]])
     assert abs(results[-1][0][0]) < 2

@@ -51,6 +51,7 @@ def by_hand(values, sigma, window):
     return found
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("sigma", "window"), [(2.0, 4), (2.5, 9), (3.0, 32)])
 def test_it_is_the_rule(seed, sigma, window):

@@ -70,6 +70,7 @@ def operations_of_a_step(make, count):
     return counted.operations.total()
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("make", "most"),
     [
@@ -95,6 +96,7 @@ def test_operations_of_a_step_do_not_grow_with_the_number_of_tensors(make, most)
     assert 0 < few == many <= most
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("make", "each"),
     [

@@ -25,7 +25,6 @@ from torchzero_clip import LR, SGD, Adam, ClipNorm, Modular
 
 pytestmark = pytest.mark.filterwarnings("ignore:the chain has no optimizer")
 
-COMPILED_QUICKLY = ("ClipNorm-global", "ClipNorm+AdamW", "SGD-nesterov")
 
 each_entry = pytest.mark.parametrize("entry", ENTRIES, ids=str)
 
@@ -202,10 +201,9 @@ def test_optimizer_in_backward(entry):
     assert_equal(params, plain)
 
 
+@pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize(
-    "entry", [e if e.name in COMPILED_QUICKLY else pytest.param(e, marks=pytest.mark.slow) for e in ENTRIES], ids=str
-)
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
 def test_compiled_step(entry):
     params, plain = parameters(torch.float64), parameters(torch.float64)
     grads = gradients(params, 4)

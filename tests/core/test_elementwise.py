@@ -30,6 +30,7 @@ CLIP, _ = shown("write_a_transform.md", "ClipToUsual")
 EVENTS = ["zero", "none", "inf", "nan", "missing", "huge", "tiny", "none"]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_the_fast_way_of_an_author_equals_the_readable_one(dtype):
     fast, readable = both(lambda: [CLIP(1.0, 0.7), SGD(0.1)], SHAPES, dtype)
@@ -89,6 +90,7 @@ def test_the_transform_of_an_author_is_called_with_pieces(monkeypatch):
         assert [at.usual for _, at in seen] == [fast] * len(shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.fast_way
 def test_the_transform_of_an_author_takes_no_more_operations_than_ours():
     own = [operations_of_a_step(lambda: [CLIP(), AdamW()], count) for count in (20, 80)]

@@ -120,6 +120,7 @@ def test_a_closure_may_change_settings_and_add_groups():
     assert_equal([first, second], before)
 
 
+@pytest.mark.slow
 def test_two_optimizers_that_share_instances_step_in_two_threads():
     shared = [
         ClipNorm(0.5, dim="global"),

@@ -150,6 +150,7 @@ def test_rounding_does_not_add_up(name):
     assert (fast - readable).norm() <= 1e-5 * readable.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.fast_way
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # before torch 2.13
 def test_the_fast_way_takes_no_memory_of_the_size_of_the_parameters():
@@ -165,6 +166,7 @@ def test_the_fast_way_takes_no_memory_of_the_size_of_the_parameters():
         assert max(allocated, default=0) < 2 * 2**20, transform
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.fast_way
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # before torch 2.13
 @pytest.mark.parametrize("transform", [ClipNorm(1), ClipNormByEMA(), ClipNorm(1, ord=3)], ids=str)

@@ -407,6 +407,7 @@ def planned(monkeypatch):
     return taken
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.filterwarnings("ignore:a max_norm of 0")
 @pytest.mark.parametrize("clip", CLIPS)
 def test_plans_change_no_bit(clip):

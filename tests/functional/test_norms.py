@@ -100,6 +100,7 @@ def test_half_precision_accumulates_in_float32(dtype):
     assert rms(torch.full((1000,), 300.0, dtype=dtype)).item() == pytest.approx(300, rel=1e-6)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("layout", ["flat", "matrix", "transposed", "strided"])
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_many_elements_lose_no_precision(order, layout):

@@ -100,7 +100,7 @@ def test_metrics_are_in_the_history_and_on_tensorboard(tmp_path, monkeypatch):
 
 
 def test_a_trainer_that_clips_as_well_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"max_grad_norm=1\.0 before .* write TrainingArguments\(max_grad_norm=0\)"):
+    with pytest.raises(ValueError, match=r"max_grad_norm=1\.0 before .* Write TrainingArguments\(max_grad_norm=0\)"):
         trained(tmp_path, 1, [ClipNorm(5), Adam()], callbacks=[TrainerCallback()], max_grad_norm=1.0)
     trained(tmp_path, 1, [ClipNorm(5), Adam()], callbacks=[TrainerCallback()])
 
@@ -274,7 +274,9 @@ def test_a_checkpoint_has_a_whole_record_or_the_one_before(tmp_path, monkeypatch
 
 
 def test_the_trainers_own_limit_is_reported_before_its_optimizer_is_recorded(tmp_path):
-    with pytest.warns(UserWarning, match=r"max_grad_norm=1\.0 before they are recorded: set it to 0"):
+    with pytest.warns(
+        UserWarning, match=r"max_grad_norm=1\.0 before they are recorded\. For the norms before, set max_grad_norm=0"
+    ):
         adamw_trained(tmp_path, 1, max_grad_norm=1.0)
 
 

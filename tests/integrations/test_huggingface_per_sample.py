@@ -12,7 +12,7 @@ from torchzero_clip import ConstantFlatClipper, PerSampleGradientClipper
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.peers, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 PAGE = Path(__file__).parents[2] / "docs" / "per_sample_norms.md"
 LIMIT, LR, SAMPLES = 0.5, 0.1, 26

@@ -89,6 +89,7 @@ def test_unknown_names_are_attribute_errors():
         integrations.Callback  # noqa: B018
 
 
+@pytest.mark.slow
 def test_importing_the_package_imports_neither_the_compiler_nor_trainers():
     code = (
         "import sys, torch, torchzero_clip, torchzero_clip.integrations; "

@@ -95,9 +95,9 @@ def test_with_two_optimizers_names_begin_with_the_index(tmp_path):
 
 
 def test_a_trainer_that_clips_as_well_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"gradient_clip_val=0\.5 before .* write Trainer\(gradient_clip_val=None\)"):
+    with pytest.raises(ValueError, match=r"gradient_clip_val=0\.5 before .* Write Trainer\(gradient_clip_val=None\)"):
         fitted(tmp_path, 1, gradient_clip_val=0.5)
-    with pytest.raises(ValueError, match=r"ClipsItself\.configure_gradient_clipping .* remove the method"):
+    with pytest.raises(ValueError, match=r"ClipsItself\.configure_gradient_clipping .* Remove the method"):
         fitted(tmp_path, 1, ClipsItself)
     with pytest.raises(ValueError, match="configure_gradient_clipping"):
         fitted(tmp_path, 1, ClipsByAnAttribute)
@@ -110,7 +110,9 @@ class Plain(Module):
 
 
 def test_a_module_without_a_chain_is_refused(tmp_path):
-    with pytest.raises(TypeError, match="must return a Modular for LightningCallback to log, got AdamW"):
+    with pytest.raises(
+        TypeError, match="must return a Modular, so that LightningCallback has metrics to log, got AdamW"
+    ):
         fitted(tmp_path, 1, Plain)
 
 

@@ -422,6 +422,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.slow
 @compares
 @pytest.mark.parametrize("name", PAIRS)
 def test_chains_of_optax_give_the_same_numbers(name):
@@ -432,6 +433,7 @@ def test_chains_of_optax_give_the_same_numbers(name):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @compares
 @pytest.mark.parametrize(
     ("grad", "limit", "theirs", "ours"),
@@ -452,6 +454,7 @@ def test_edges_of_clip_by_global_norm(grad, limit, theirs, ours):
     assert [-x for x in found] == pytest.approx(ours, rel=1e-5, abs=0)
 
 
+@pytest.mark.slow
 @compares
 def test_half_precision_and_negative_limits_of_optax():
     optax = pytest.importorskip("optax", reason="optax is not installed")
@@ -461,6 +464,7 @@ def test_half_precision_and_negative_limits_of_optax():
     assert turned == pytest.approx([-0.6, -0.8])
 
 
+@pytest.mark.slow
 @compares
 def test_apply_if_finite_goes_on_where_a_chain_raises():
     steps = [[[1.0]], [[math.nan]], [[math.nan]], [[1.0]], [[math.nan]], [[math.nan]]]
@@ -585,6 +589,7 @@ def test_lightning_does_not_notice_a_clip_by_hand(tmp_path):
 # the blocks of the pages that need the other tool
 
 
+@pytest.mark.slow
 @compares
 @pytest.mark.parametrize("name", ["opacus", "optax"])
 def test_all_blocks_run_with_the_other_tool(name):

@@ -193,6 +193,7 @@ LINKS = [
 ENDS = [lambda: AdamW(0.1), lambda: SGD(0.1, 0.9), lambda: Wrap(torch.optim.Adagrad, lr=0.1), lambda: LR(0.1)]
 
 
+@pytest.mark.slow
 @pytest.mark.fast_way
 @settings(max_examples=25)
 @given(
@@ -331,6 +332,7 @@ def test_autograd_notices_that_the_backward_still_needs_an_old_value(make, fast)
     assert not torch.equal(u, start)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("entry", [entry for entry in TAKING_PART if not entry.looks], ids=str)
 def test_hooks_never_read_a_value_from_the_device(entry):
     """Called by hand, because the backward of fake CUDA tensors needs a device."""
@@ -454,6 +456,7 @@ def test_a_listener_is_refused_also_later():
     Recorder(optimizer).close()
 
 
+@pytest.mark.slow
 def test_compiled_autograd_is_refused_and_a_compiled_model_is_not():
     optimizer = Modular(params := parameters(), SGD(1.0))
     step_in_backward(optimizer)

@@ -76,6 +76,7 @@ def test_wrapped_is_bitwise_what_it_is_alone(name, dtype, extra):
         torch.testing.assert_close(dict(optimizer.state.get(param, {})), expected, rtol=0, atol=0)
 
 
+@pytest.mark.quick_cases(4)
 @each_class
 def test_it_resumes_exactly_and_can_be_copied(name):
     params, optimizer, *_ = pair(name, torch.bfloat16)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from contract.collectives import Collectives
 from per_sample.harness import Net, frozen, loop, losses_of, norms_of, total_of
+from per_sample.mixtures import Mixture
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -86,6 +87,8 @@ MODELS = {
     "checkpoints": lambda: GPT(False),
     "reentrant": lambda: GPT(True),
     "bare": lambda: Net(lambda m, x: m.inner(x * m.scale) + m.shift, inner=mlp(), **bare()),
+    "experts": lambda: Mixture(bias=True),
+    "experts in checkpoints": lambda: Mixture(reentrant=False),
     "lstm": lambda: Net(lambda m, x: m.head(m.lstm(x)[0].mean(1)), lstm=nn.LSTM(3, 4, batch_first=True), head=mlp2()),
 }
 
@@ -98,12 +101,15 @@ def bare():
     return {"scale": nn.Parameter(torch.rand(3)), "shift": nn.Parameter(torch.rand(2))}
 
 
+EXPERTS = "experts", "experts in checkpoints"
+
+
 def batch_of(name):
     if name == "cnn":
         return torch.randn(TOTAL, 2, 6, 6, dtype=torch.float64)
     if name in ("gpt", "checkpoints", "reentrant"):
         return torch.randint(0, 11, (TOTAL, 5))
-    shape = (TOTAL, 4, 3) if name == "lstm" else (TOTAL, 3)
+    shape = {"lstm": (TOTAL, 4, 3), **dict.fromkeys(EXPERTS, (TOTAL, 3, 4))}.get(name, (TOTAL, 3))
     return torch.randn(shape, dtype=torch.float64) * torch.arange(1, TOTAL + 1).view(-1, *[1] * (len(shape) - 1))
 
 
@@ -142,7 +148,7 @@ def expected_of(model, batch, limit=None):
     """Norms, factors and clipped sums of the batch of all processes."""
     model = copy.deepcopy(model)
     for module in model.modules():
-        if isinstance(module, Block):
+        if isinstance(module, Block | Mixture):
             module.reentrant = None
     each = loop(model, [batch])
     norms = norms_of(each)

@@ -335,7 +335,7 @@ def test_layers_freed_between_forward_and_backward_are_refused():
     clipper = clip(model)
     losses = losses_of(model(batch()))
     model[0].requires_grad_(True)
-    with pytest.raises(RuntimeError, match="frozen, freed or exchanged since its forward began: run it again"):
+    with pytest.raises(RuntimeError, match="frozen, freed or exchanged since its forward began: run the forward again"):
         clipper.backward(losses)
     assert all(grad is None for grad in grads(model))
 

@@ -83,7 +83,7 @@ def test_other_uses_of_one_row_for_all_samples_are_refused_by_name(use, frozen):
         return
     output = model(x)
     assert_close(output, expected)
-    with pytest.raises(RuntimeError, match=r"'layer' \(Linear\) had one row.*expand"):
+    with pytest.raises(RuntimeError, match=r"'layer' \(Linear\) got one row.*expand"):
         clipper.backward(losses_of(output))
     assert all(param.grad is None for param in model.parameters())
 

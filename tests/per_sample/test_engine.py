@@ -134,7 +134,7 @@ def test_a_forward_before_attaching_is_refused():
     model = small()
     losses = losses_of(model(batch()))
     clipper = clip(model)
-    with pytest.raises(RuntimeError, match="ran before the clipper was attached"):
+    with pytest.raises(RuntimeError, match="have run before the clipper was attached"):
         clipper.backward(losses)
     assert all(grad is None for grad in grads(model))
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from versions import TORCH
 
 UNUSED = {"masked_spec_embed", "mask_token", "logit_scale"}  # parameters of pretraining
-PEER = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+PUBLISHED = [pytest.mark.slow, pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 EVEN = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 
 
@@ -42,6 +42,7 @@ def made(entry, device="cpu"):
     return model.to(device), inputs, {} if not settings else settings[0]
 
 
+@pytest.mark.quick_cases(40)
 @EVEN
 @pytest.mark.parametrize("name", [*LAYERS, *MODELS])
 def test_equals_one_backward_per_sample(name):
@@ -148,7 +149,7 @@ def grads_of_one(model, entry, batch, index):
 
 
 entries = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=PEER if entry.published else ()) for name, entry in TABLE.items()]
+    "name", [pytest.param(name, marks=PUBLISHED if entry.published else ()) for name, entry in TABLE.items()]
 )
 SLOW = [pytest.param(form, marks=pytest.mark.slow) for form in (by_classic_form, with_low_memory)]
 
@@ -207,6 +208,7 @@ def groups():
     return "\n".join(["| model | result |", "| --- | --- |", *rows]) + "\n"
 
 
+@pytest.mark.slow
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore")
 def test_the_table_in_the_docs_is_what_is_found():

@@ -88,7 +88,7 @@ def assert_right(model, batch, forms=(by_backward, with_low_memory), losses=of_a
     """Outputs are those of torch, and norms and clipped sums those of one backward per sample."""
     grads = loop(copy.deepcopy(model), batch, losses=losses)
     norms = total_of(norms_of(grads))
-    limit, output = norms.median().item(), model(*batch)
+    limit, output = norms.median().item() or 1.0, model(*batch)
     factors = (limit / (norms + 1e-6)).clamp(max=1)
     for form in forms:
         twin = copy.deepcopy(model)

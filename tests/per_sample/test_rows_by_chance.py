@@ -141,6 +141,7 @@ def assert_never_wrong(name, seeds):
                 assert_close(step(lambda m, data=data: losses_of(m(*data)))[0], expected)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_norms_are_right_also_where_there_are_as_many_rows_as_samples(name):
     assert_never_wrong(name, range(3))

@@ -219,8 +219,11 @@ REFUSED = [
     (total, ONE_BY_ONE, "sets 'total' in place to a value that depends on the samples"),
     (average_in_python, ONE_BY_ONE, "(stores 'last'|sample by sample)"),
     *((parameter, inner, "changes a parameter in place") for inner in INNER),
-    *((result, inner, "stores 'result', in which tensors cannot be combined.*A dict can") for inner in INNER),
-    *((namespace, inner, "stores 'namespace', in which tensors cannot be combined.*A dict can") for inner in INNER),
+    *((result, inner, "stores 'result', a Result, whose tensors cannot be combined.*store a dict") for inner in INNER),
+    *(
+        (namespace, inner, "stores 'namespace', a SimpleNamespace, whose tensors cannot be combined.*store a dict")
+        for inner in INNER
+    ),
 ]
 
 

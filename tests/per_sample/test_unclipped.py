@@ -165,6 +165,7 @@ def test_two_passes_are_not_refused():
     assert_close(model[0].weight.detach(), before - 0.1 * model[0].weight.grad)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("how", ["detach", "with", "del", "with the model", "failed", "cycle"])
 def test_the_hook_ends_and_keeps_nothing_alive(how):
     gc.collect()

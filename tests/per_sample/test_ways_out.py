@@ -137,7 +137,7 @@ CASES = {
         lambda: Outer(selected, lin=nn.Bilinear(3, 3, 3)),
         lambda: chosen((0, 1), (0, 2), (2, 0), (3, 1)),
     ),
-    "had one row of input": (lambda: Outer(positions, table=table()), batch),
+    "got one row of input": (lambda: Outer(positions, table=table()), batch),
     "which all samples share": (lambda: Outer(biases, lin=linear(), table=table(2 * T)), lambda: batch(B)),
     "made of its parameters alone": (
         lambda: Outer(lambda m, x: torch.where(x > 0, m.inner(1.0), x), inner=relative()),
@@ -147,7 +147,7 @@ CASES = {
         lambda: Outer(lambda m, x: m.lin(x) @ m.lin.weight.T, lin=linear()),
         batch,
     ),
-    "is made of it in a hook": (lambda: Outer(old_weight_norm, lin=normed()), batch),
+    "make another tensor of it": (lambda: Outer(old_weight_norm, lin=normed()), batch),
     "gives an output of shape": (
         lambda: Outer(with_context, inner=inner(lambda m, x: x @ m.p @ m.p + m.context)),
         batch,

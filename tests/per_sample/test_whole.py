@@ -128,6 +128,7 @@ def test_a_module_that_mixes_samples_cannot_be_run_whole(forward, held):
         model(torch.randn(5, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", TABLE)

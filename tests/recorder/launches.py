@@ -19,18 +19,7 @@ import torchzero_clip
 PACKAGE = Path(torchzero_clip.__file__).parent
 LIMIT = 300.0
 """Seconds after which processes that still run are killed, and the test fails."""
-CONTEXT = multiprocessing.get_context("forkserver")  # what takes seconds to import is imported once
-CONTEXT.set_forkserver_preload(
-    [
-        "torchzero_clip",
-        "torch._dynamo",  # the first optimizer of a process imports it
-        "torch.distributed.fsdp",
-        "torch.distributed.checkpoint",
-        "transformers.trainer",
-        "lightning.pytorch",
-        "accelerate",
-    ]
-)
+CONTEXT = multiprocessing.get_context("forkserver")
 
 
 @dataclass(frozen=True)

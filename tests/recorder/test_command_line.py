@@ -91,6 +91,7 @@ def test_without_matplotlib(arguments, file, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "out.png").exists()
 
 
+@pytest.mark.slow
 def test_a_picture_or_page_that_cannot_be_written(file, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     nowhere = tmp_path / "nowhere"

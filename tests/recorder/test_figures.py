@@ -47,6 +47,7 @@ EXTREME = records.EXTREME | {
 }
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", EXTREME)
 def test_extreme_records_are_drawn(name, tmp_path):
     figure = draw_record(EXTREME[name], tmp_path / "norms.png")
@@ -96,6 +97,7 @@ def test_only_the_first_step_of_a_run_without_norms_is_labelled():
     assert [text for text in texts(figure) if text.startswith("step ")] == ["step 100"]
 
 
+@pytest.mark.slow
 def test_a_spike_is_visible_among_100_000_steps():
     norms = spiky(100_000, at=51_234)
     figure = draw_record(made(norms, layers=()))
@@ -169,6 +171,7 @@ def test_at_most_six_groups_are_drawn_and_the_others_counted():
     assert "norms in the order of steps (2 more groups are not drawn)" in texts(figure)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1e-320, 1e308])
 def test_series_of_extreme_norms_are_drawn(factor, tmp_path):
     norms = torch.linspace(0.5, 1, 40).double() * factor

@@ -196,6 +196,7 @@ def test_a_copy_writes_no_file(path):
     assert read_record(path).steps == list(range(10))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("keep", "spike", "end"), [(10, 105, 120), (100, 205, 210), (1000, 1005, 1010)])
 def test_the_layers_of_a_spike_are_written_however_few_steps_come_with_it(path, keep, spike, end):
     optimizer, recorder = start(path, keep=keep)
@@ -342,7 +343,7 @@ def test_a_new_recorder_takes_over_the_file_of_an_older_one(path):
     run(first, 5)
     second, newer = start(path)
     before = [param.clone() for param in first.param_groups[0]["params"]]
-    with pytest.raises(RuntimeError, match="another Recorder of this process writes to path="):
+    with pytest.raises(RuntimeError, match="another Recorder of this process now writes to path="):
         run(first, 1, start=5)
     assert all(torch.equal(a, b) for a, b in zip(before, first.param_groups[0]["params"], strict=True))
     assert older.step == 5

@@ -181,6 +181,7 @@ def test_norms_that_are_not_finite_are_inf():
     assert points[9]["gradients/norm"] == 5.0
 
 
+@pytest.mark.slow
 def test_a_point_of_many_steps_is_sent():
     calls = []
     recorder = recorded(lambda step, values: calls.append(step), 1100, flush_every=100, log_every=500)

@@ -12,12 +12,23 @@ from dataclasses import fields
 import pytest
 import torch
 from recorder import trainings
-from recorder.launches import LIMIT, launch
+from recorder.launches import CONTEXT, LIMIT, launch
 from recorder.trainings import KILLED, SAVED, STEPS
 
 from torchzero_clip import read_record
 
 pytestmark = pytest.mark.slow
+CONTEXT.set_forkserver_preload(  # what takes seconds to import is imported once
+    [
+        "torchzero_clip",
+        "torch._dynamo",  # the first optimizer of a process imports it
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint",
+        "transformers.trainer",
+        "lightning.pytorch",
+        "accelerate",
+    ]
+)
 
 
 one_server = pytest.mark.xdist_group("processes")  # of pytest-xdist's processes, only one imports the trainers

@@ -180,6 +180,7 @@ def test_lines_for_steps_that_are_not_there_are_left_out(write):
         read_record(path).worst()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lines",
     [

@@ -234,7 +234,7 @@ def test_a_clip_by_hand_beside_the_chain():
         torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
         optimizer.step()
     suggestion = recorder.suggest_max_norm()
-    assert "something else probably clipped them before, such as clip_grad_norm_" in suggestion.reason
+    assert "so clip_grad_norm_ or a setting of a trainer probably clipped the gradients" in suggestion.reason
     assert suggestion.confidence == "low"
 
 
@@ -243,7 +243,7 @@ def test_only_the_last_steps_are_kept():
     train(net, optimizer, 10)
     assert recorder.record().steps == [6, 7, 8, 9]
     assert recorder.step == 10
-    with pytest.raises(ValueError, match="step 3 was not kept: the record has steps 6 to 9"):
+    with pytest.raises(ValueError, match="no longer has step 3, it has steps 6 to 9"):
         recorder.worst(step=3)
 
 
@@ -429,7 +429,7 @@ def test_it_resumes(optimizer, tmp_path):
     assert a.steps == b.steps == list(range(3, 11))
     assert a.reasons == b.reasons
     assert torch.equal(a.layer_norms, b.layer_norms)
-    with pytest.raises(ValueError, match="other parameters"):
+    with pytest.raises(ValueError, match="parameters of the record differ"):
         Recorder(Modular(nn.Linear(2, 2), Adam())).load_state_dict(recorder.state_dict())
     with pytest.raises(ValueError, match="must come from Recorder"):
         again.load_state_dict(resumed.state_dict())
@@ -730,6 +730,7 @@ def test_a_compiled_step_of_another_optimizer_does_not_compile_anew():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("default", DEFAULTS)
 def test_defaults_of_the_process_do_not_matter(default, tmp_path):
     net = model()

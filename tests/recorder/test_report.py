@@ -233,6 +233,7 @@ EXTREME = records.EXTREME | {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", EXTREME)
 def test_extreme_records_have_a_page(name, tmp_path):
     page = report(EXTREME[name], tmp_path)

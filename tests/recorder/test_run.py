@@ -273,6 +273,7 @@ def test_steps_that_a_gradient_scaler_refused_raise_no_alarm(tmp_path):
     assert set(recorder.record().reasons) == {"found_inf"}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*layers are inf or NaN")
 def test_a_run_that_has_diverged_keeps_the_layers_of_its_first_bad_steps(tmp_path):
     path = tmp_path / "run.jsonl"

@@ -28,8 +28,8 @@ def unwrapped(optimizer: Any) -> Modular:
     found = unwrap(optimizer)
     if not isinstance(found, Modular):
         raise TypeError(
-            f"optimizer must be a Modular or a wrapper of one, got {type(found).__name__}: train with a Modular, or "
-            "give the callback of a trainer the class Recorder, which takes any optimizer"
+            f"optimizer must be a Modular or a wrapper of one, got {type(found).__name__}. Train with a Modular, or "
+            "pass the class Recorder to the callback of the trainer, because a Recorder takes any optimizer"
         )
     return found
 
@@ -38,7 +38,7 @@ def metrics(optimizer: Any) -> dict[str, Tensor]:
     """Return `Modular.metrics` of an optimizer that a trainer may have wrapped.
 
     Args:
-        optimizer: As in `unwrapped`: for example what ``accelerator.prepare`` or ``self.optimizers()`` returns.
+        optimizer: As in `unwrapped`, for example what ``accelerator.prepare`` or ``self.optimizers()`` returns.
 
     Raises:
         TypeError: If there is no `Modular` inside.
@@ -58,12 +58,12 @@ def metrics(optimizer: Any) -> dict[str, Tensor]:
 
 
 def numbers(optimizer: Any) -> dict[str, float]:
-    """Return the metrics of an optimizer as numbers of Python, for a log.
+    """Return the metrics of an optimizer as Python numbers, for a log.
 
-    It waits for the device once, where calling ``item`` on each metric would wait once for each.
+    The call waits for the device once. If you call ``item`` on each metric, each of these calls waits.
 
     Args:
-        optimizer: As in `metrics`; a `Modular` too.
+        optimizer: As in `metrics`.
 
     Raises:
         TypeError: If there is no `Modular` inside.

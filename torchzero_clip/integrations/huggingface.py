@@ -21,29 +21,32 @@ SAVED = "recorder.pt"
 
 
 class TrainerCallback(transformers.TrainerCallback):
-    """Logs what a `Modular` measured and what a `Recorder` recorded, and stops a run that the Trainer would clip too.
+    """Logs the metrics of a `Modular` and the numbers of a `Recorder`, and raises if the Trainer would clip too.
 
     ```py
     Trainer(
-        model, TrainingArguments(..., max_grad_norm=0), optimizers=(optimizer, schedule), callbacks=[TrainerCallback()]
+        model,
+        TrainingArguments(..., max_grad_norm=0),
+        optimizers=(optimizer, schedule),
+        callbacks=[TrainerCallback()],
     )
     ```
 
-    The numbers join the logs of every ``logging_steps``: ``trainer.state.log_history``, and whatever the Trainer
-    reports to, such as TensorBoard and Weights & Biases. Metrics are those of the last step that was taken before the
-    log. A recorder without ``log=`` adds its numbers to the logs.
+    Every ``logging_steps`` steps, the numbers are added to the logs. These are ``trainer.state.log_history`` and the
+    services to which the Trainer reports, such as TensorBoard and Weights & Biases. The metrics describe the last step
+    that was taken before the log. If the recorder has no ``log=``, its numbers are added too.
 
     ``TrainingArguments.max_grad_norm`` is 1.0 by default. The Trainer then scales the gradients before the optimizer
-    gets them, so that a limit above 1 never acts and statistics learn clipped norms. The ``grad_norm`` in its logs is
-    the norm before it clips.
+    gets them, so that a limit above 1 never acts and statistics store clipped norms. The ``grad_norm`` in the logs of
+    the Trainer is the norm before the Trainer clips.
 
     Args:
         recorder: A `Recorder` of the optimizer, or a function that makes one when training starts, such as
-            ``functools.partial(Recorder, path="run.jsonl")``. The optimizer may be any, such as the Trainer's own
-            AdamW. The steps are saved in each checkpoint, as ``recorder.pt``, and loaded from there if the run is
-            resumed; from a checkpoint in another folder than ``output_dir`` only the number of the step is. The
-            recorder is closed at the end of training. With ``logging_steps=1`` the losses of the logs are recorded;
-            otherwise these are means over several steps: call ``recorder.report_loss`` where the loss is computed.
+            ``functools.partial(Recorder, path="run.jsonl")``. It works with any optimizer, such as the Trainer's own
+            AdamW. Each checkpoint saves the steps in ``recorder.pt``, and a resumed run loads them. If the checkpoint
+            is not in ``output_dir``, only the number of the step is continued. The recorder is closed at the end of
+            training. With ``logging_steps=1``, the losses of the logs are recorded. Otherwise the logged losses are
+            means over several steps, so call ``recorder.report_loss`` where the loss is computed.
 
     Raises:
         ValueError: When training starts, if the optimizer is a `Modular` and ``max_grad_norm`` is above 0, or the
@@ -54,7 +57,7 @@ class TrainerCallback(transformers.TrainerCallback):
     def __init__(self, recorder: Recorder | Callable[[Any], Recorder] | None = None) -> None:
         self._given = recorder
         self.recorder = recorder if isinstance(recorder, Recorder) else None
-        """The recorder, once there is one."""
+        """The recorder. None if there is none, or before training if a function makes it."""
         self._live: dict[str, float] = {}
         """Numbers for the next log."""
         self._logged = -1
@@ -71,10 +74,10 @@ class TrainerCallback(transformers.TrainerCallback):
             clips = f"the Trainer clips gradients to max_grad_norm={args.max_grad_norm} before"
             if own:
                 raise ValueError(
-                    f"{clips} the optimizer gets them: write TrainingArguments(max_grad_norm=0), and "
-                    'ClipNorm(1.0, dim="global") in the chain for a limit like the Trainer\'s'
+                    f"{clips} the optimizer gets them. Write TrainingArguments(max_grad_norm=0). For the same limit, "
+                    'put ClipNorm(1.0, dim="global") into the chain'
                 )
-            warnings.warn(f"{clips} they are recorded: set it to 0 to record the norms before", stacklevel=2)
+            warnings.warn(f"{clips} they are recorded. For the norms before, set max_grad_norm=0", stacklevel=2)
         self._come_first()
         self._live, self._logged = {}, -1
         if self._given is not None:

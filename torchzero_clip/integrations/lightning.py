@@ -25,36 +25,36 @@ else:  # one library under two names
 
 
 class LightningCallback(Callback):
-    """Logs what a `Modular` measured and what a `Recorder` recorded, and stops a run that the Trainer would clip too.
+    """Logs the metrics of a `Modular` and the numbers of a `Recorder`, and raises if the Trainer would clip too.
 
     ```py
     Trainer(callbacks=[LightningCallback()])
     ```
 
-    The metrics are logged as by ``self.log`` in the module: in ``trainer.callback_metrics``, and every
-    ``log_every_n_steps`` in the Trainer's logger, such as TensorBoard. With several optimizers their names begin with
-    the index of the optimizer, as in ``"1/clip_norm/norm"``. Other optimizers than `Modular` have no
-    metrics. A recorder without ``log=`` sends its numbers to the loggers of the Trainer.
+    The metrics are logged as by ``self.log`` in the module. They are in ``trainer.callback_metrics``, and every
+    ``log_every_n_steps`` steps in the Trainer's logger, such as TensorBoard. With several optimizers, their names begin
+    with the index of the optimizer, as in ``"1/clip_norm/norm"``. Only a `Modular` has metrics. If the recorder has no
+    ``log=``, it sends its numbers to the loggers of the Trainer.
 
     Args:
         recorder: A `Recorder` of an optimizer of the module, or a function that makes one when training starts, such as
-            ``functools.partial(Recorder, path="run.jsonl")``; with several optimizers it gets the first `Modular`, or
-            else the first one. Its steps are saved in the checkpoints of the Trainer, and it is closed at the end of
-            training. In automatic optimization it also records the loss that
-            Lightning's closure returns: with ``accumulate_grad_batches`` that of the last part divided by their number,
-            and none with ``precision="16-mixed"``.
+            ``functools.partial(Recorder, path="run.jsonl")``. With several optimizers, this function gets the first
+            `Modular`, or the first optimizer if none is a `Modular`. The checkpoints of the Trainer contain the steps,
+            and the recorder is closed at the end of training. In automatic optimization, it also records the loss that
+            Lightning's closure returns. With ``accumulate_grad_batches``, this is the loss of the last batch divided by
+            the number of accumulated batches. With ``precision="16-mixed"``, no loss is recorded.
 
     Raises:
         ValueError: When fitting starts with a `Modular`, if ``Trainer(gradient_clip_val=...)`` is above 0, or the
-            module overrides ``configure_gradient_clipping``: the gradients would be clipped before the optimizer gets
-            them. When training starts, if the recorder is closed or records another optimizer.
+            module overrides ``configure_gradient_clipping``, because either may clip the gradients before the optimizer
+            gets them. When training starts, if the recorder is closed or records another optimizer.
         TypeError: When training starts, if none of the optimizers is a `Modular`, and there is no recorder.
     """
 
     def __init__(self, recorder: Recorder | Callable[[Any], Recorder] | None = None) -> None:
         self._given = recorder
         self.recorder = recorder if isinstance(recorder, Recorder) else None
-        """The recorder, once there is one."""
+        """The recorder. None if there is none, or before training if a function makes it."""
         self._loaded: dict[str, Any] | None = None
 
     @override
@@ -68,17 +68,17 @@ class LightningCallback(Callback):
         )
         if self._given is not None and not _chains(trainer.optimizers):
             if clips:  # the Trainer has to clip for other optimizers
-                warnings.warn(f"{clips} they are recorded: set it to None to record the norms before", stacklevel=2)
+                warnings.warn(f"{clips} they are recorded. For the norms before, set it to None", stacklevel=2)
             return
         if clips:
             raise ValueError(
-                f"{clips} the optimizer gets them: write Trainer(gradient_clip_val=None), and "
-                'ClipNorm(1.0, dim="global") in the chain for such a limit'
+                f"{clips} the optimizer gets them. Write Trainer(gradient_clip_val=None). For a limit, put "
+                'ClipNorm(1.0, dim="global") into the chain'
             )
         if pl_module.automatic_optimization and not _is_lightnings(pl_module.configure_gradient_clipping):
             raise ValueError(
                 f"{type(pl_module).__name__}.configure_gradient_clipping may change gradients before the optimizer "
-                "gets them: remove the method, and put what it does into the chain"
+                "gets them. Remove the method, and do the same by transforms of the chain"
             )
 
     @override
@@ -87,7 +87,9 @@ class LightningCallback(Callback):
         chains: list[Any] = list(_chains(trainer.optimizers).values())
         if not chains and self._given is None:
             kinds = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
-            raise TypeError(f"configure_optimizers must return a Modular for LightningCallback to log, got {kinds}")
+            raise TypeError(
+                f"configure_optimizers must return a Modular, so that LightningCallback has metrics to log, got {kinds}"
+            )
         if self._given is None:
             return
         if self.recorder is not None and self.recorder is not self._given:  # an earlier training was interrupted

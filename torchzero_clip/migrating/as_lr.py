@@ -31,7 +31,8 @@ def as_lr(optimizer: Optimizer, key: str) -> Optimizer:
         >>> import torch
         >>> from torchzero_clip import Adam, ClipNorm, Modular, as_lr
         >>> optimizer = Modular([torch.nn.Parameter(torch.ones(1))], ClipNorm(1.0), Adam())
-        >>> scheduler = torch.optim.lr_scheduler.LinearLR(as_lr(optimizer, "max_norm"), 0.1, total_iters=100)
+        >>> limit = as_lr(optimizer, "max_norm")
+        >>> scheduler = torch.optim.lr_scheduler.LinearLR(limit, 0.1, total_iters=100)
         >>> optimizer.param_groups[0]["max_norm"]
         0.1
     """

@@ -37,7 +37,8 @@ class AdamW(Chain):
     Examples:
         >>> import torch
         >>> from torchzero_clip import AdamW, ClipNorm, Modular
-        >>> optimizer = Modular(torch.nn.Linear(2, 1), ClipNorm(1, dim="global"), AdamW(lr=3e-4, weight_decay=0.1))
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = Modular(model, ClipNorm(1, dim="global"), AdamW(lr=3e-4, weight_decay=0.1))
         >>> list(optimizer.transforms)
         ['clip_norm', 'adam', 'weight_decay', 'lr']
 

@@ -51,9 +51,9 @@ class Muon(UpdateRule):
     The iteration runs in bfloat16. Under FSDP2 every rank gathers the matrices one by one and orthogonalizes them all.
 
     Examples:
-        >>> import torch
+        >>> from torch import nn
         >>> from torchzero_clip import Adam, Modular, Muon
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 1))
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1))
         >>> def hidden(p):
         ...     return p.ndim == 2 and min(p.shape) > 1
         >>> optimizer = Modular(model, Muon(lr=0.02).only(hidden), Adam().without(hidden))

@@ -1,6 +1,7 @@
 """The arguments of functions as lists, for code that sees every function that runs."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from types import EllipsisType, NoneType
 from typing import Any, TypeAlias
 
@@ -11,15 +12,28 @@ from torch.utils import _pytree as pytree
 Rebuild: TypeAlias = Callable[[Sequence[Any]], tuple[Sequence[Any], Mapping[str, Any]]]
 """Returns arguments with other leaves in the places of those that were found."""
 
-LEAVES = Tensor, int, float, str, NoneType, EllipsisType, slice, torch.dtype, torch.device, torch.memory_format
+OF_TORCH = Tensor, torch.Size, torch.dtype, torch.device, torch.memory_format
+LEAVES = *OF_TORCH, int, float, str, NoneType, EllipsisType, slice
 
 
 def flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Rebuild]:
-    """The leaves of arguments, also of those in containers. Without containers it takes a few microseconds."""
-    leaves = [*args, *kwargs.values()]
+    """The leaves of arguments, also of those in containers.
+
+    It takes a few microseconds if there are no containers but lists and tuples of leaves, such as those of `torch.cat`.
+    """
+    given, count = [*args, *kwargs.values()], len(args)
+    if all(isinstance(x, LEAVES) for x in given):
+        return given, lambda new: (new[:count], dict(zip(kwargs, new[count:], strict=True)))
+    pairs = [(x, type(x)) for x in given]
+    leaves = [leaf for x, kind in pairs for leaf in (x if kind in (list, tuple) else (x,))]
     if all(isinstance(x, LEAVES) for x in leaves):
-        count = len(args)
-        return leaves, lambda new: (new[:count], dict(zip(kwargs, new[count:], strict=True)))
+
+        def rebuilt(new: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+            rest = iter(new)
+            again = [kind(islice(rest, len(x))) if kind in (list, tuple) else next(rest) for x, kind in pairs]
+            return again[:count], dict(zip(kwargs, again[count:], strict=True))
+
+        return leaves, rebuilt
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     return leaves, lambda new: pytree.tree_unflatten(list(new), structure)
 

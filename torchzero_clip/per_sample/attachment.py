@@ -187,7 +187,7 @@ def _check_model(model: nn.Module, processes: Processes) -> None:
     if params and fully_sharded(model) and not processes.sharded:  # during a forward, they may be shown in full
         raise ValueError("module was sharded later: make the clipper after fully_shard")
     if group_of_shards(model, params) is not (processes.group if processes.sharded else None):
-        raise ValueError("the parameters of module were distributed later: make the clipper after that")
+        raise ValueError("the parameters of module were distributed after the clipper was made: make a new clipper")
     for name, param in params.items():
         if isinstance(param, UninitializedParameter):
             raise ValueError(f"module must have all its parameters, but {name!r} is lazy: run a forward first")

@@ -15,6 +15,7 @@ from torchzero_clip.compat import get_interpreter_stack, never_compiled
 from torchzero_clip.per_sample.broadcast_row import BroadcastRow, is_row, row_of
 from torchzero_clip.per_sample.contributions import Contribution, Dense
 from torchzero_clip.per_sample.labels import Labels
+from torchzero_clip.per_sample.modes import WithoutOwnModes
 from torchzero_clip.per_sample.row_products import regrouped
 from torchzero_clip.per_sample.rules.whole import whole_line, written
 from torchzero_clip.per_sample.sharding import stands_for
@@ -264,9 +265,8 @@ class CapturedLayer:
         """Raise for a gradient that is summed over samples."""
         self.engine.clear()
         raise RuntimeError(
-            f"{self} had one row of input for all samples, and its output was used for more than operations with other "
-            "such rows, and additions to, and products with, tensors of the batch: give each sample a row, with "
-            f"x.expand(batch_size, ...){self.way_out}"
+            f"{self} got one row of input for all samples, and an operation with its output cannot tell samples apart: "
+            f"give each sample its own row, with x.expand(batch_size, ...){self.way_out}"
         )
 
 
@@ -291,7 +291,7 @@ class CapturedForward:
             raise ValueError(f"{layer} got a nested tensor: pad it, with x.to_padded_tensor(0.0), and mask the loss")
         around, engine.running = engine.running, layer
         try:
-            with nullcontext() if layer.rule.runs_layers or engine.following is None else engine.following.paused():
+            with nullcontext() if layer.rule.runs_layers else WithoutOwnModes():
                 output = layer.rule.run(layer, *args, **kwargs)
             if type(output) is Tensor:
                 engine.outputs.append(weakref.ref(output))

@@ -195,7 +195,9 @@ class PerSampleGradientClipper(Explained):
         if not engine.waits:
             if batch_size == 0 and engine.processes.group is not None:
                 return {}, 0
-            raise RuntimeError("no gradients have arrived: call loss.backward() first, of a forward with gradients")
+            raise RuntimeError(
+                "no gradients have arrived: run a forward with gradients enabled, and call loss.backward() first"
+            )
         if batch_size is None:
             engine.captured.check_one_batch()
         try:

@@ -15,14 +15,12 @@ from torch.utils import _pytree as pytree
 
 from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.compat import current_graph_task_id
-from torchzero_clip.functional.foreach import wide_dtype
 from torchzero_clip.per_sample.arguments import tensors_held
 from torchzero_clip.per_sample.attachment import Attachment
 from torchzero_clip.per_sample.captured_gradients import CapturedGradients, Forward, GivenRows, in_backward
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, trainable
 from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory
 from torchzero_clip.per_sample.following import Following
-from torchzero_clip.per_sample.hooks import accumulate
 from torchzero_clip.per_sample.mixing import MixingCheck, Verify
 from torchzero_clip.per_sample.processes import Processes
 from torchzero_clip.per_sample.rules.whole import Whole, whole_line
@@ -48,8 +46,7 @@ class Engine:
     """Captures the layers of a model, and collects their per-sample gradients.
 
     The arguments are those of `PerSampleGradientClipper`, and ``force_generic`` to run every layer by the generic rule,
-    ``of_mean`` for losses that are means over the samples, and ``two_passes`` to show the norms of a backward as
-    ``norm_sample`` of parameters, until the next forward, which may drop its gradients.
+    and ``of_mean`` for losses that are means over the samples. `TwoPassEngine` does other things with what arrives.
     """
 
     def __init__(
@@ -63,12 +60,9 @@ class Engine:
         verify: Verify = "first",
         of_mean: bool = False,
         keep_grad_samples: bool = False,
-        two_passes: bool = False,
     ) -> None:
         instance("module", model, nn.Module)
         self.processes, model = processes_of(model)
-        if two_passes and self.processes.group is not None:
-            raise ValueError("two passes work in one process: use PerSampleGradientClipper with several")
         boolean("batch_first", batch_first)
         one_of("memory", memory, ("auto", "low"))
         self.batch_first = batch_first
@@ -94,15 +88,12 @@ class Engine:
         """Follows the forward of the model while it runs."""
         self.outputs: list[weakref.ref[Tensor]] = []
         """What layers and the model have returned."""
-        self.norms: Tensor | None = None
-        """The norms of the last backward, in two passes; None after a forward."""
         self._memory: Memory = memory
         self._keep_grad_samples = keep_grad_samples
-        self._two_passes = two_passes
         self._shown: list[tuple[nn.Parameter, str]] = []
         self.clear()
         self.attachment = Attachment(self, model, whole, force_generic=force_generic)
-        self._allow_steps = None if two_passes else refuse_steps(self)
+        self._allow_steps = refuse_steps(self)
 
     @property
     def waiting(self) -> dict[int, list[Contribution]]:
@@ -159,8 +150,7 @@ class Engine:
     def detach(self) -> None:
         """Restore the model."""
         self.attachment.detach()
-        if self._allow_steps is not None:
-            self._allow_steps()
+        self._allow_steps()
         self.attached = False
         self.discard()
 
@@ -168,20 +158,13 @@ class Engine:
         """Drop all gradients that have arrived, and what parameters show of them."""
         self.clear()
         self._hide()
-        self.norms = None
 
     def clear(self) -> None:
         """Drop all gradients that have arrived."""
         self.phase = Phase.IDLE
         self.captured = CapturedGradients(self._memory)
         self._calls: Counter[int] = Counter()  # how often each layer was called, by its id
-        self._ordinary: dict[int, tuple[Tensor, Tensor]] = {}
         self._tasks: set[int] = set()
-        self._consumed = False
-
-    def consume(self) -> None:
-        """Drop the gradients that have arrived. The same graph may run again, for ordinary gradients."""
-        self.phase, self.captured, self._consumed = Phase.IDLE, CapturedGradients(self._memory), True
 
     def forward_began(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The hook of the model before its forward."""
@@ -203,7 +186,7 @@ class Engine:
         inputs = [x for x in leaves if isinstance(x, Tensor)]
         before = self.attachment.captures_model
         held = [x for leaf in leaves if not isinstance(leaf, Tensor) for x in tensors_held(leaf)]
-        self._begin(Forward(inputs, self.batch_dim, held=held, captured=self.enabled, given=self.given))
+        self.begin(Forward(inputs, self.batch_dim, held=held, captured=self.enabled, given=self.given))
         if self.attachment.captures_model and not before:
             raise RuntimeError(
                 "the module itself got parameters that train, after its forward had been called: call it once more"
@@ -235,39 +218,29 @@ class Engine:
     def enter(self, layer: CapturedLayer) -> None:
         """A layer runs."""
         if self.phase is not Phase.FORWARD and not in_backward():
-            self._begin(self.forward if self.forward.direct else Forward())
+            self.begin(self.forward if self.forward.direct else Forward())
         self._calls[id(layer)] += 1
         self.mixing.note(layer.name)
 
-    def _begin(self, forward: Forward) -> None:
-        """A forward starts.
-
-        Raises:
-            RuntimeError: If gradients have arrived that were not clipped yet, or if norms were read before a backward
-                that should have given ordinary gradients.
-        """
+    def begin(self, forward: Forward) -> None:
+        """A forward starts."""
         if self.phase is Phase.BACKWARD:  # an earlier backward has raised
             self.clear()
         if self.phase is Phase.WAITING:
-            if not self._two_passes:
-                raise RuntimeError(
-                    "gradients of an earlier backward wait to be clipped: call clip_and_accumulate() after "
-                    "loss.backward(), or backward(losses) instead of it. discard() forgets them"
-                )
-            consumed = self._consumed
-            self.clear()
-            if consumed:
-                raise RuntimeError(
-                    "a backward after get_clipping_coef() gave norms again, not gradients: call disable_hooks() before "
-                    "it, and enable_hooks() after it"
-                )
+            self.refuse_forward()
         if self._shown:
             self._hide()
-        self._consumed, self.norms = False, None
         self.forward = forward
         self.outputs.clear()
         self.attachment.refresh()
         self.mixing.note(("modes", *(module.training for module in self.attachment.modules)))
+
+    def refuse_forward(self) -> None:
+        """Raise because a forward starts while gradients wait to be clipped."""
+        raise RuntimeError(
+            "gradients of an earlier backward wait to be clipped: call clip_and_accumulate() after "
+            "loss.backward(), or backward(losses) instead of it. discard() forgets them"
+        )
 
     def wants(self, layer: CapturedLayer) -> bool:
         """True if the current backward gives gradients to parameters, unlike `torch.autograd.grad` of an input.
@@ -301,31 +274,26 @@ class Engine:
                 variable: Any = torch.autograd.Variable
                 variable._execution_engine.queue_callback(lambda: self._backward_ended(task))
         for part in contributions:
-            if not self.enabled:
-                value = part.weighted_sum(torch.ones(part.batch_size, dtype=torch.float32, device="cpu"))
-                earlier = self._ordinary.get(id(part.param))
-                self._ordinary[id(part.param)] = part.param, value if earlier is None else earlier[1] + value
-                continue
-            if self._keep_grad_samples and self.phase is not Phase.CHECK:
-                part = Dense(part.param, part.dense(0, part.batch_size))
-                grads = part.grads * self.scale(part.batch_size) if self.of_mean else part.grads
-                earlier = getattr(part.param, "grad_sample", None)
-                self._show(part.param, grad_sample=grads if earlier is None else earlier + grads)
-            alone = self._calls[id(layer)] < 2 and self.attachment.owners[id(part.param)] < 2
-            self.captured.add(layer, part, alone=alone)
+            self.receive(layer, part)
+
+    def receive(self, layer: CapturedLayer, part: Contribution) -> None:
+        """Store a contribution."""
+        if self._keep_grad_samples and self.phase is not Phase.CHECK:
+            part = Dense(part.param, part.dense(0, part.batch_size))
+            grads = part.grads * self.scale(part.batch_size) if self.of_mean else part.grads
+            earlier = getattr(part.param, "grad_sample", None)
+            self.show(part.param, grad_sample=grads if earlier is None else earlier + grads)
+        alone = self._calls[id(layer)] < 2 and self.attachment.owners[id(part.param)] < 2
+        self.captured.add(layer, part, alone=alone)
 
     def _backward_ended(self, task: int) -> None:
         self._tasks.discard(task)
-        if self._tasks:
-            return
-        self.phase = Phase.WAITING if self.captured.of else Phase.IDLE
-        if self._ordinary:
-            sums, self._ordinary = self._ordinary, {}
-            accumulate(list(sums.values()))
-        if self._two_passes and self.captured.of:
-            for part, squares in self.gathered(None).values():
-                norms = (squares.sqrt() * self.scale(len(squares))).to(wide_dtype(part.param.dtype))
-                self._show(part.param, norm_sample=norms, _norm_sample=norms)
+        if not self._tasks:
+            self.phase = Phase.WAITING if self.captured.of else Phase.IDLE
+            self.all_arrived()
+
+    def all_arrived(self) -> None:
+        """A backward of the user has ended."""
 
     def gathered(self, count: int | None) -> dict[int, tuple[Contribution, Tensor]]:
         """The contribution of each parameter, by id, and its squared norms.
@@ -336,7 +304,8 @@ class Engine:
         """
         if self.attachment.is_outdated():
             raise RuntimeError(
-                "parameters of the module were frozen, freed or exchanged since its forward began: run it again"
+                "parameters of the module were frozen, freed or exchanged since its forward began: run the forward "
+                "again"
             )
         if self.phase is Phase.BACKWARD:
             raise RuntimeError(
@@ -371,16 +340,15 @@ class Engine:
         if self.enabled and self.attached and not self.pauses:
             self.clear()
             raise RuntimeError(
-                f"{name!r} got a gradient from outside the call of its layer, where samples are not told apart. "
-                "Either the forward ran before the clipper was attached or inside of paused(), where the backward "
-                "belongs too, or the parameter is used by another module or "
-                "by the loss: call its own module instead, or freeze it; a penalty on parameters belongs into "
-                "weight_decay, because whole= does not help there. Or another tensor is made of it in a hook, as "
-                "torch.nn.utils.weight_norm does: use "
+                f"{name!r} got a gradient from outside the call of its layer, where samples cannot be told apart. The "
+                "forward may have run before the clipper was attached, or in a paused() block: run it again, or run "
+                "the backward in that block. Another module or the loss may use the parameter: call its own module, "
+                "or freeze it. For a penalty on parameters, use weight_decay, because whole= does not help there. A "
+                "hook may make another tensor of it, as torch.nn.utils.weight_norm does: use "
                 f"torch.nn.utils.parametrizations{whole_line(self.attachment.model, name.rpartition('.')[0])}"
             )
 
-    def _show(self, param: Any, **values: Tensor) -> None:
+    def show(self, param: Any, **values: Tensor) -> None:
         """Set attributes of a parameter, until the next forward."""
         for name, value in values.items():
             setattr(param, name, value)

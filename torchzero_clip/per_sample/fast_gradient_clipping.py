@@ -12,11 +12,11 @@ from torchzero_clip.checks import boolean, instance, non_negative, one_of
 from torchzero_clip.per_sample.captured_gradients import Forward
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, trainable
 from torchzero_clip.per_sample.clipper import LossReduction
-from torchzero_clip.per_sample.engine import Engine
 from torchzero_clip.per_sample.mixing import Verify
 from torchzero_clip.per_sample.norm_clippers import STABILITY, ConstantFlatClipper
 from torchzero_clip.per_sample.rules.registry import WHOLE, mixes, refusal
 from torchzero_clip.per_sample.rules.whole import Whole
+from torchzero_clip.per_sample.two_passes import TwoPassEngine
 from torchzero_clip.per_sample.weighting import ClippingResult, clipped_backward
 
 OWN = {"loss_reduction", "max_grad_norm", "_settings", "_engine"}
@@ -114,7 +114,7 @@ class GradSampleModuleFastGradientClipping(nn.Module):
 
     def _attach(self) -> None:
         of_mean = self.loss_reduction == "mean"
-        self._engine = Engine(self.__dict__["_module"], of_mean=of_mean, two_passes=True, **self._settings)
+        self._engine = TwoPassEngine(self.__dict__["_module"], of_mean=of_mean, **self._settings)
         self._engine.release_with(self)
 
     @override
@@ -172,14 +172,10 @@ class GradSampleModuleFastGradientClipping(nn.Module):
         Raises:
             RuntimeError: If there was no backward since the last forward.
         """
-        engine = self._engine
-        if engine.waits:
-            squares = torch.stack([squares for _, squares in engine.gathered(None).values()]).sum(0)
-            engine.norms = squares.sqrt().mul_(engine.scale(len(squares))).to(engine.norm_dtype())
-            engine.consume()
-        if engine.norms is None:
+        norms = self._engine.read_norms()
+        if norms is None:
             raise RuntimeError("there are no norms: call backward() on a loss of this module's output first")
-        return engine.norms
+        return norms
 
     def get_clipping_coef(self) -> Tensor:
         """Return the factors that multiply the losses in the second backward: (B,), at most 1.

@@ -1,5 +1,6 @@
 """Labels: the sample that each entry of a tensor belongs to."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -18,6 +19,7 @@ Labels: TypeAlias = Known | None
 """Labels, or None for values that depend on no sample."""
 
 LOST = -1
+SIMPLEST = "_is_simplest"  # an attribute of labels that need not be simplified again: labels never change
 
 
 def wider(labels: Labels, ndim: int, count: int) -> Tensor:
@@ -34,27 +36,34 @@ def simplest(labels: Tensor, count: int) -> Labels:
 
     Entries of -1 belong to the sample at their place if all others do, and if only one dimension can have the samples.
     """
+    if hasattr(labels, SIMPLEST):
+        return labels
     for dim, size in enumerate(labels.shape):
         if size > 1 and torch.equal(labels, first := labels.narrow(dim, 0, 1).expand_as(labels)):
             labels = first.narrow(dim, 0, 1)
     if not labels.numel():
         return labels
-    none = labels < 0
-    if bool(none.all()):
+    lowest, highest = (bound.item() for bound in labels.aminmax())
+    if highest < 0:
         return None
     if count == 1:
         return labels.clamp(min=0)
-    samples = torch.arange(count, device=labels.device)
     found: list[int] = []
-    for dim, size in enumerate(labels.shape):
-        if size == count and bool((none | (labels == samples.view(-1, *[1] * (labels.ndim - dim - 1)))).all()):
+    for dim in (dim for dim, size in enumerate(labels.shape) if size == count):
+        samples = torch.arange(count, device=labels.device).view(-1, *[1] * (labels.ndim - dim - 1))
+        if bool(((labels < 0) | (labels == samples)).all()):
             found.append(dim)
     varies = sum(size != 1 for size in labels.shape)
-    return found[0] if len(found) == 1 and (varies == 1 or bool(none.any())) else labels
+    if len(found) == 1 and (varies == 1 or lowest < 0):
+        return found[0]
+    setattr(labels, SIMPLEST, True)
+    return labels
 
 
 def aligned(labels: Known, before: int, after: int) -> Known:
     """The labels of values that are broadcast from ``before`` to ``after`` dimensions."""
+    if before == after:
+        return labels
     return labels[(None,) * (after - before)] if isinstance(labels, Tensor) else labels + after - before
 
 
@@ -69,12 +78,25 @@ def agree(labels: Known, other: Known, ndim: int, count: int) -> bool:
 
 def viewed(labels: Known, before: Sequence[int], after: Sequence[int], count: int) -> Known:
     """The labels after a view."""
-    if isinstance(labels, int) and count > 1:
-        front = math.prod(before[:labels])
-        for dim, size in enumerate(after):
-            if size == count and math.prod(after[:dim]) == front:
-                return dim
-    labels = wider(labels, len(before), count)
+    if isinstance(labels, int):
+        return _of_view(labels, tuple(before), tuple(after), count)
+    return _viewed(labels, before, after)
+
+
+@functools.lru_cache(512)
+def _of_view(dim: int, before: tuple[int, ...], after: tuple[int, ...], count: int) -> Known:
+    """The labels after a view of samples in order along a dimension."""
+    if count > 1:
+        front = math.prod(before[:dim])
+        for place, size in enumerate(after):
+            if size == count and math.prod(after[:place]) == front:
+                return place
+    labels = _viewed(wider(dim, len(before), count), before, after)
+    found = simplest(labels, count) if isinstance(labels, Tensor) else labels
+    return LOST if found is None else found
+
+
+def _viewed(labels: Tensor, before: Sequence[int], after: Sequence[int]) -> Known:
     first = max((dim + 1 for dim, size in enumerate(labels.shape) if size != 1), default=0)
     for kept in range(first, len(before) + 1):  # dimensions behind it, which labels do not need
         behind = math.prod(before[kept:])

@@ -111,12 +111,14 @@ class MixingCheck:
                 givers, receivers = [sample], found
                 break
         key, samples = next(iter(receivers.items()))
-        who = f"the loss of sample {givers[0]} gives" if len(givers) == 1 else f"the losses of samples {givers} give"
+        who = (
+            f"the loss of sample {givers[0]} changes" if len(givers) == 1 else f"the losses of samples {givers} change"
+        )
         raise RuntimeError(
-            f"the model or the loss mixes or reorders samples, at the layer of {names[key]!r} or behind it: {who} "
-            f"{names[key]!r} a gradient that was taken for one of {_list(samples)}, so that per-sample gradients would "
-            "be wrong. check_per_sample names the module. If a layer without samples in its input has as many "
-            "positions as there are samples, give it a batch dimension. Nothing was changed"
+            f"the model or the loss mixes or reorders samples: {who} the gradient of {_list(samples)} at "
+            f"{names[key]!r}, so they are mixed in this layer or later. check_per_sample names the module. If a layer "
+            "without samples in its input has as many positions as there are samples, give it a batch dimension. "
+            "Nothing was changed"
         )
 
     def give_up(self, reason: str) -> None:

@@ -74,6 +74,10 @@ def unmoved(name: str, parts: Sequence[Part], shape: Sequence[int], count: int, 
     """
     known = [(part, part.labels) for part in parts if part.labels is not None]
     if name in ELEMENTS:
+        first = known[0][1]
+        usual = all(isinstance(x, int) and x == first and len(p.shape) == len(shape) for p, x in known)
+        if usual and isinstance(first, int):
+            return first if shape[first] == count else LOST
         # a value of unknown samples is such as a statistic of the batch, which the check of gradients finds
         return _common([aligned(x, len(p.shape), len(shape)) for p, x in known if x is not LOST], shape, count)
     if any(labels is LOST for _, labels in known):

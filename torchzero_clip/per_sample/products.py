@@ -1,6 +1,6 @@
 """Per-sample gradients that are products of inputs and output gradients: those of the weights of linear layers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -80,17 +80,31 @@ class Products(Contribution):
         return reserve(formed, self.inputs.nbytes + self.outputs.nbytes)
 
     def norms_by(self, inner: Inner, bytes_each: int) -> Tensor:
-        """The squared norms by Gram matrices, in float64 for samples that lose digits in float32."""
-        result = self.inputs.new_empty(self.batch_size, dtype=torch.float64)
-        for start, stop in pieces(self.batch_size, bytes_each, limit=GRAM_BYTES):
-            inputs, outputs = self.inputs[start:stop], self.outputs[start:stop]
-            norms, *traces = inner(inputs, outputs)
-            if inputs.dtype != torch.float64:
-                cancelled = (norms < CANCELLED * traces[0] * traces[1]).nonzero()[:, 0].tolist()
-                for i in {*cancelled, *(i % len(norms) for i in odd(torch.cat([norms, *traces])))}:
-                    norms[i] = inner(inputs[i : i + 1].double(), outputs[i : i + 1].double())[0][0]
-            result[start:stop] = norms
-        return result
+        """The squared norms by Gram matrices."""
+        bounds = pieces(self.batch_size, bytes_each, limit=GRAM_BYTES)
+        found = [inner(self.inputs[start:stop], self.outputs[start:stop]) for start, stop in bounds]
+        if not found:
+            return self.inputs.new_zeros(0, dtype=torch.float64)
+        return exact(found, inner, lambda i: (self.inputs[i : i + 1], self.outputs[i : i + 1]))
+
+
+def exact(
+    found: Sequence[tuple[Tensor, Tensor, Tensor]], inner: Inner, rows: Callable[[int], tuple[Tensor, Tensor]]
+) -> Tensor:
+    """Join the squared norms of pieces, computed again in float64 where digits were lost in float32.
+
+    Args:
+        found: The squared norms of products, inputs and output gradients, in each piece.
+        inner: A function that computes them.
+        rows: Returns the inputs and output gradients behind one of the joined norms.
+    """
+    norms, *traces = (torch.cat(column) for column in zip(*found, strict=True))
+    cancelled = (norms < CANCELLED * traces[0] * traces[1]).nonzero()[:, 0].tolist()
+    for i in {*cancelled, *(i % len(norms) for i in odd(torch.cat([norms, *traces])))}:
+        inputs, outputs = rows(i)
+        if inputs.dtype != torch.float64:
+            norms[i] = inner(inputs.double(), outputs.double())[0][0]
+    return norms
 
 
 def gram_norms(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -106,19 +106,22 @@ class Provenance:
             if number in memory:
                 rest.pop()
                 continue
-            places = [k for k, (n, _) in enumerate(node.next_functions) if n is not None]
-            inputs = [node.next_functions[k] for k in places]
-            known = [self._memory(n).get(i, _UNKNOWN) for n, i in inputs]
-            if missing := [item for item, labels in zip(inputs, known, strict=True) if labels is _UNKNOWN]:
-                rest += missing
+            before = len(rest)
+            parts: list[Part] = []
+            for place, item in enumerate(node.next_functions):
+                if item[0] is None:
+                    continue
+                labels = self._memory(item[0]).get(item[1], _UNKNOWN)
+                if labels is _UNKNOWN:
+                    rest.append(item)
+                else:
+                    parts.append(Part(labels, item[0]._input_metadata[item[1]].shape, place))
+            if len(rest) > before:
                 continue
+            rest.pop()
             if hasattr(node, "variable"):
                 memory[number] = self.of(node.variable)
                 continue
-            parts = [
-                Part(labels, tuple(n._input_metadata[i].shape), place)
-                for labels, (n, i), place in zip(known, inputs, places, strict=True)
-            ]
-            labels = after(Step(node, number, tuple(node._input_metadata[number].shape), self.count), parts)
+            labels = after(Step(node, number, node._input_metadata[number].shape, self.count), parts)
             memory[number] = simplest(labels, self.count) if isinstance(labels, Tensor) else labels
         return self._memory(node)[number]

@@ -55,7 +55,7 @@ def _permuted(step: Step, labels: Known, before: Sequence[int]) -> Known:
 
 def _slice(step: Step, labels: Known, before: Sequence[int]) -> Known:
     dim, start = _signed(step.node._saved_dim, len(before)), step.node._saved_start
-    if isinstance(labels, int) and labels == dim and step.shape[dim] == step.batch_size:
+    if isinstance(labels, int) and (labels != dim or step.shape[dim] == step.batch_size):
         return labels
     labels = wider(labels, len(before), step.batch_size)
     if labels.shape[dim] == 1:
@@ -242,6 +242,11 @@ def _written(step: Step, parts: Sequence[Part]) -> Labels:
     return where[0] if plain and len(where) == 1 else LOST
 
 
+def _passed_on(step: Step, parts: Sequence[Part]) -> Labels:
+    """The inputs of a module of `fully_shard`: one function passes on all that have a graph."""
+    return parts[step.number].labels
+
+
 Move: TypeAlias = Callable[[Step, Known, Sequence[int]], Known]
 MOVES: dict[str, Move] = {
     **dict.fromkeys(("View", "UnsafeView", "ReshapeAlias", "Squeeze", "ReshapeCopy"), _view),
@@ -263,6 +268,7 @@ JOINS: dict[str, Callable[[Step, Sequence[Part]], Labels]] = {
     **dict.fromkeys(("Cat", "Stack"), _joined),
     **dict.fromkeys(("IndexAdd", "IndexCopy", "IndexPut", "Scatter", "ScatterAdd", "ScatterReduce"), _put),
     "CopySlices": _written,
+    "RegisterPost": _passed_on,  # RegisterPostBackwardFunction
 }
 
 

@@ -7,11 +7,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.per_sample.contributions import Contribution, Dense, Reserve, pieces
-from torchzero_clip.per_sample.products import GRAM_BYTES, Products, gram_norms
+from torchzero_clip.per_sample.products import GRAM_BYTES, Products, exact, gram_norms
 from torchzero_clip.per_sample.sparse_rows import SparseRows
 from torchzero_clip.per_sample.squared_norms import squared_norms
 
-PADDING = 1.3  # the most rows that padding may make of one
+LANES = 8  # products of matrices are 1.3 to 2 times as fast if their sides are multiples of it
+PADDING = 1.3  # the most rows that padding may make of one, beyond what fills the lanes
 
 
 class RowProducts(Contribution):
@@ -41,40 +42,50 @@ class RowProducts(Contribution):
     def measured(self, reserve: Reserve) -> tuple[Contribution, Tensor]:
         squares = torch.zeros(self.batch_size, dtype=torch.float64, device=self.inputs.device)
         cells, sizes = self.cells.unique_consecutive(return_counts=True)
+        if not len(cells):
+            return self, squares
         order = sizes.argsort(descending=True)
         starts, sizes = (sizes.cumsum(0) - sizes)[order], sizes[order]
-        norms = [self._norms(starts[i:j], sizes[i:j], longest) for i, j, longest in self._groups(sizes.tolist())]
-        return self, squares.index_add_(0, cells[order] % self.batch_size, torch.cat(norms)) if norms else squares
+        found = [self._norms(starts[i:j], sizes[i:j], longest) for i, j, longest in self._groups(sizes.tolist())]
+
+        def rows(i: int) -> tuple[Tensor, Tensor]:
+            run = slice(int(starts[i]), int(starts[i] + sizes[i]))
+            return self.inputs[None, run], self.outputs[None, run]
+
+        return self, squares.index_add_(0, cells[order] % self.batch_size, exact(found, gram_norms, rows))
 
     def _groups(self, lengths: list[int]) -> Iterator[tuple[int, int, int]]:
-        """The bounds of groups of runs, which are padded to the length of their first, the longest one."""
+        """The bounds of groups of runs, the longest ones first, and the length that they are padded to."""
         sides, start = self.inputs.shape[1] + self.outputs.shape[1], 0
         while start < len(lengths):
-            longest = rows = lengths[start]
+            rows = lengths[start]
+            longest = rows if rows < 3 else -(-rows // LANES) * LANES
             most = start + max(1, GRAM_BYTES // (longest * max(2 * longest, sides) * self.inputs.element_size()))
             stop = start + 1
             for length in lengths[stop:most]:
                 rows += length
-                if longest * (stop + 1 - start) > PADDING * rows:
+                if longest * (stop + 1 - start) > PADDING * rows and length <= longest - LANES:
                     break
                 stop += 1
             yield start, stop, longest
             start = stop
 
-    def _norms(self, starts: Tensor, sizes: Tensor, longest: int) -> Tensor:
-        """The squared norms of runs of rows, which are padded with zeros."""
+    def _norms(self, starts: Tensor, sizes: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The squared norms of products, inputs and output gradients of runs of rows, which are padded with zeros."""
+        if longest == 1:
+            squares = [squared_norms(x.index_select(0, starts)) for x in (self.inputs, self.outputs)]
+            return squares[0] * squares[1], squares[0], squares[1]
         places = torch.arange(longest, device=sizes.device)
         index = (starts[:, None] + torch.minimum(places, sizes[:, None] - 1)).flatten()
         inputs, outputs = (x.index_select(0, index).view(len(starts), longest, -1) for x in (self.inputs, self.outputs))
+        padding = (places >= sizes[:, None])[..., None]
         width, height = inputs.shape[2], outputs.shape[2]
-        padded = inputs if width < height else outputs  # enough, because a product with 0 is 0
-        padded.masked_fill_((places >= sizes[:, None])[..., None], 0)
-        if longest == 1:
-            return squared_norms(inputs) * squared_norms(outputs)
-        part = Products(self.param.new_empty(height, width), inputs, outputs)
-        if width * height < longest * (width + height):
-            return part.formed(keep=False)[1]
-        return part.norms_by(gram_norms, 2 * longest**2 * inputs.element_size())
+        (inputs if width < height else outputs).masked_fill_(padding, 0)  # enough, because a product with 0 is 0
+        if longest * (width + height) < width * height:
+            return gram_norms(inputs, outputs)
+        (outputs if width < height else inputs).masked_fill_(padding, 0)
+        norms = Products(self.param.new_empty(height, width), inputs, outputs).formed(keep=False)[1]
+        return norms, squared_norms(inputs), squared_norms(outputs)
 
     @override
     def weighted_sum(self, factors: Tensor) -> Tensor:

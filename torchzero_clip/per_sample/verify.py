@@ -16,6 +16,7 @@ from torchzero_clip.checks import instance, non_negative
 from torchzero_clip.compat import any_distributed
 from torchzero_clip.per_sample.captured_layer import trainable
 from torchzero_clip.per_sample.clipper import LossReduction, PerSampleGradientClipper
+from torchzero_clip.per_sample.comparison import differ
 from torchzero_clip.per_sample.norm_clippers import STABILITY, ConstantFlatClipper
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -95,13 +96,13 @@ def check_per_sample(
         expected = _one_by_one(twin, batch, loss_fn, dim=dim)
     except (RuntimeError, IndexError) as error:
         raise RuntimeError(
-            "loss_fn raised for one sample alone, in float64. Tensors that it holds itself have to be in the batch, or "
-            f"to be cast to the dtype of the output, and its loss must not need other samples: {error}"
+            "loss_fn raised for one sample alone, in float64. Put tensors that it holds itself into the batch, or cast "
+            f"them to the dtype of the output. The loss must not need other samples: {error}"
         ) from error
     _check_alone(twin, batch, loss_fn, dim=dim, tolerance=max(tolerance, 1e-5))  # float32 inside some models
     norms = {name: grads.unsqueeze(-1).flatten(1).norm(dim=1) for name, grads in expected.items()}
     total = torch.stack(list(norms.values())).norm(dim=0)
-    limit = total.median().item() if len(total) else 1.0
+    limit = (total.median().item() if len(total) else 0.0) or 1.0
     factors = (limit / (total + STABILITY)).clamp(max=1) / (len(total) if loss_reduction == "mean" else 1)
     settings: dict[str, Any] = {"whole": whole, "verify": "never"}  # what is compared below is more
     compare = partial(_compare, twin, tolerance, 1e-3 * total.max().item())  # some gradients are 0 but for rounding
@@ -232,13 +233,7 @@ def _differ(rows: list[Tensor], tolerance: float, *, in_order: bool) -> bool:
     if not in_order:
         weights = torch.arange(rows[0].shape[1], dtype=rows[0].dtype, device=rows[0].device).cos()
         rows = [x[((x / (1 + x.abs())).nan_to_num() @ weights).argsort()] for x in rows]
-    together, alone = rows
-    apart = ~together.isclose(alone, rtol=0, atol=1e-12, equal_nan=True)
-    if not apart.any():
-        return False
-    apart |= (together > together.min()) & (together < together.max())  # the least, as -1e9 of masks, sets no scale
-    scale = together[apart].nan_to_num(0, 0, 0).abs().max()
-    return not bool(((together - alone)[apart].abs() <= tolerance * scale).all())
+    return differ(rows[0], rows[1], tolerance)
 
 
 def _check_reduction(found: Norms, expected: Norms, declared: LossReduction, tolerance: float) -> None:

@@ -132,14 +132,15 @@ class Data:
         )
 
     def index(self, step: int) -> int:
-        """The row of a step; a ValueError if the step was not kept."""
+        """The row of a step; a ValueError if the record does not have the step."""
         if step in self._rows:
             return self._rows[step]
         kept = f"steps {self.steps[0]} to {self.steps[-1]}" if self.steps else "no steps"
-        if self.steps and step > self.steps[-1]:
+        if not self.steps or step > self.steps[-1]:
             raise ValueError(f"step {step} was not recorded: the record has {kept}")
         raise ValueError(
-            f"step {step} was not kept: the record has {kept}. To keep more steps, set a larger keep=, or set path="
+            f"the record no longer has step {step}, it has {kept}. To keep more steps, pass a larger keep= or a path= "
+            "to the Recorder"
         )
 
     def worst(self, step: int | None = None, top: int = 5) -> Layers:
@@ -164,7 +165,8 @@ class Data:
     def usual(self, step: int) -> Tensor:
         """The median of the finite norms of each layer before a step; NaN if it is unknown.
 
-        In a record from a file, the median of the medians of the blocks before; in the first block, its own median.
+        In a record from a file, it is the median of the medians of the earlier blocks. In the first block, it is the
+        median of this block.
         """
         if not self.blocks:
             return medians(self.layer_norms[: bisect_left(self.layer_steps, step)])

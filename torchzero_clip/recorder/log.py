@@ -78,8 +78,8 @@ class Log:
         if not self.is_new:
             self.is_new = True
             warnings.warn(
-                f"{self.path} already has a record of another run. A new run is appended, and read_record now reads "
-                "that. To continue the other run, call load_state_dict before the first step",
+                f"{self.path} already has a record of another run. The new run is appended, and read_record now reads "
+                "the new run. To continue the other run, call load_state_dict before the first step",
                 stacklevel=2,
             )
         record = kept(self._open + count)

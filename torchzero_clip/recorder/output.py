@@ -57,8 +57,8 @@ class Output:
         """Raise if another recorder of this process has taken over the file."""
         if self.log is not None and self.log.is_lost:
             raise RuntimeError(
-                f"another Recorder of this process writes to path={str(self.log.path)!r} now: give each Recorder its "
-                "own path, or call close() of this one"
+                f"another Recorder of this process now writes to path={str(self.log.path)!r}. Give each Recorder its "
+                "own path, or close() this Recorder"
             )
 
     def add(self) -> bool:

@@ -15,4 +15,6 @@ def not_a_record(path: Place) -> None:
     except OSError:  # there is no such file, or writing to it will raise a better error
         return
     if re.match(rb'\s*\{\s*"kind"\s*:\s*"run"', begin):
-        raise ValueError(f"path={str(path)!r} is the file of a Recorder, which would be lost: choose another path")
+        raise ValueError(
+            f"path={str(path)!r} is the file of a Recorder. Choose another path, so that it is not overwritten"
+        )

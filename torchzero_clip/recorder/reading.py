@@ -25,11 +25,12 @@ MOST_EMPTY = 100
 def read_record(path: Place, run: str | None = None) -> Record:
     """Read the file of a `Recorder`.
 
-    A file may have several runs. The result is the run that wrote the last line. If it resumed another run of the file,
-    it has the earlier steps of that run too. A warning names the runs of the file that are not related to it.
+    A file may have several runs. The result is the run that wrote the last line. If this run resumed another run of the
+    file, the result has the earlier steps of the other run too. A warning names the other runs of the file.
 
-    Lines that are not JSON are left out, with a warning that counts them: a process may have been killed while it
-    wrote. An incomplete last line is left out without a warning, and so are kinds of lines that a later release added.
+    A process may have been killed while it wrote a line. Lines that are not JSON are left out, and a warning says how
+    many there are. An incomplete last line, and kinds of lines that a later release added, are left out without a
+    warning.
 
     Args:
         path: The path that was given to `Recorder`.
@@ -37,8 +38,8 @@ def read_record(path: Place, run: str | None = None) -> Record:
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file was not written by a `Recorder`, if a line has wrong entries (the message has its
-            number), or if the file does not have the run.
+        ValueError: If the file was not written by a `Recorder`, if a line has wrong entries (the message has the number
+            of the line), or if the file does not have the run.
 
     Examples:
         >>> import tempfile, torch

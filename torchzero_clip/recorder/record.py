@@ -18,6 +18,7 @@ from torchzero_clip.recorder.early_signs import EarlySign
 from torchzero_clip.recorder.figures import draw_record
 from torchzero_clip.recorder.places import Place, not_a_record
 from torchzero_clip.recorder.suggestion import Scope, Suggestion, suggested
+from torchzero_clip.recorder.words import counted
 
 
 class Readable(ABC):
@@ -62,9 +63,9 @@ class Readable(ABC):
         """Return the updates that were unusually large relative to the weights of their layer.
 
         Returns:
-            Rows with ``step``, ``layer``, ``ratio``, the norm of the update divided by that of the weights, and
-                ``usual``, the median of the ratios before. They are in the order of steps, in each step the worst
-                first.
+            Rows with ``step``, ``layer``, ``ratio`` and ``usual``. The ratio is the norm of the update divided by the
+                norm of the weights, and ``usual`` is the median of the ratios before. The rows are in the order of
+                steps. In each step, the worst row comes first.
         """
         return self._whole().early_signs()
 
@@ -81,7 +82,7 @@ class Readable(ABC):
                 ``share_clipped``, the largest share that a transform clipped; and ``skipped``.
 
         Raises:
-            ModuleNotFoundError: Without pandas. `rows` returns the same without it.
+            ModuleNotFoundError: Without pandas. `rows` returns the same columns and does not need pandas.
         """
         try:
             pandas = importlib.import_module("pandas")
@@ -96,7 +97,7 @@ class Readable(ABC):
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def to_csv(self, path: Place) -> None:
-        """Write what ``frame(transforms=True)`` returns to a CSV file, but not over the file of a `Recorder`."""
+        """Write what ``frame(transforms=True)`` returns to a CSV file. It raises for the file of a `Recorder`."""
         not_a_record(path)
         columns = self.record().columns(transforms=True)
         with Path(path).open("w", newline="") as file:
@@ -162,8 +163,8 @@ class Readable(ABC):
         quantile 1 - ``share_clipped`` of the remaining norms that are not spikes.
 
         Args:
-            share_clipped: The share of usual norms that the limit clips, above 0 and below 1. Spikes are clipped too,
-                and are not counted in this share.
+            share_clipped: The share of usual norms that the limit clips, above 0 and below 1. The limit also clips
+                spikes, which this share does not include.
             scope: "joint" for all gradients together, "parameter" for one limit that clips each tensor on its own,
                 "group" for one limit per param group. A record that was read from a file supports only "joint".
 
@@ -195,9 +196,9 @@ class Record(Data, Readable):
         metrics: What the transforms measured, by names such as "clip_norm/factor"; NaN if there is no number.
         layers: The names of the layers.
         layer_steps: The steps for which the norms of all layers are known.
-        layer_norms: A row for each step in ``layer_steps``, a column for each layer; -1 without a gradient.
+        layer_norms: A row for each step in ``layer_steps``, and a column for each layer; -1 without a gradient.
         blocks: In a record from a file, the median and the largest norm of each layer over several steps.
-        ratios: In some steps, the norms of parameters, and of what was subtracted from them.
+        ratios: For some steps, the norms of the parameters and of their updates.
         joint: The names of transforms that limit the joint norm.
 
     Examples:
@@ -217,6 +218,16 @@ class Record(Data, Readable):
     def record(self) -> "Record":
         """Return this record."""
         return self
+
+    @override
+    def __repr__(self) -> str:
+        steps = f", from {self.steps[0]:,} to {self.steps[-1]:,}" if self.steps else ""
+        names = ", ".join(["norm", "loss", *(f"metrics[{name!r}]" for name in self.metrics)])
+        return (
+            f"Record of {counted(len(self.steps), 'step')}{steps}, and {counted(len(self.layers), 'layer')}. "
+            f"Vectors with a number for each step: {names}. "
+            'To read it: rows(), frame(), spikes(), worst(step=...), plot("norms.png").'
+        )
 
     def columns(self, *, transforms: bool = False) -> dict[str, list[Any]]:
         """The columns of `frame`, as lists."""

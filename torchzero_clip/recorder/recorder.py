@@ -31,20 +31,19 @@ from torchzero_clip.recorder.suggestion import Scope, Suggestion, suggested
 
 
 class Recorder(Readable):
-    """Records what happens to gradients in every step: norms by layer, limits, what was clipped or skipped, the loss.
+    """Records norms by layer, limits, what was clipped or skipped, and the loss of every step.
 
     With and without a recorder, the results of training are bitwise the same. The recorder is not part of the chain,
-    and adds nothing to the checkpoints of the optimizer. A copy or a pickle of the optimizer has no recorder. A copy or
-    a pickle of the recorder is closed: it can be read.
+    and does not change the checkpoints of the optimizer. A copy or a pickle of the optimizer has no recorder. A copy or
+    a pickle of the recorder is closed, but can be read.
 
-    Steps are counted from 0, and skipped steps count. A step that does not reach ``optimizer.step()`` does not count:
-    `GradScaler` skips steps in this way, unless the optimizer is fused.
+    Steps are counted from 0, and skipped steps count. A step that `GradScaler` skips does not reach
+    ``optimizer.step()`` and does not count, unless the optimizer is fused.
 
     Args:
         optimizer: A `Modular` or any other `torch.optim.Optimizer`, also in a wrapper of Accelerate or Lightning.
             Optimizers other than `Modular` have no limits and factors.
-        by: What a layer is: a "parameter", a "module" (the parameters that it holds itself, taken together) or a
-            "group" of parameters.
+        by: What counts as a layer: each "parameter", each "module" (without its submodules) or each param "group".
         keep: How many steps are kept on the device. The memory is 8 bytes for each step and parameter tensor.
         path: A file, such as ``"run.jsonl"``, to which the recorder appends; None for no file. With several processes,
             only the first one writes. A new recorder takes over the file of an older one in the same process.
@@ -53,7 +52,7 @@ class Recorder(Readable):
         model: Gives names to parameters that have none in the optimizer, such as those of ``model.parameters()``.
         flush_every: How many steps are recorded between two writes. Steps are also written at the tenth step, after 30
             seconds, at each checkpoint of a trainer, and when the process ends.
-        log: Where numbers are sent whenever steps are written: a run of Weights & Biases, a
+        log: Where numbers are sent when steps are written. It may be a run of Weights & Biases, a
             `torch.utils.tensorboard.SummaryWriter`, a logger of Lightning, an ``Accelerator``, or a function
             ``log(step, values)``. With several processes, only the first one sends. If it raises, there is a warning.
         log_every: How many steps one point sums up. For Weights & Biases it is all steps since the last point.
@@ -66,8 +65,8 @@ class Recorder(Readable):
         RuntimeError: If the optimizer steps in the backward. Later, in ``optimizer.step()`` before anything changes, if
             another recorder has taken over the file.
 
-    A step waits for the device when steps are written or sent, and if its rate is 0. Reading waits once. If no
-    transform measures single tensors (a joint clip, or no clip), the recorder takes one more pass over the gradients.
+    A step waits for the device when steps are written or sent, and if its learning rate is 0. Reading waits once. If no
+    transform measures the norm of each tensor, the recorder takes one more pass over the gradients.
 
     Examples:
         >>> import torch
@@ -108,11 +107,11 @@ class Recorder(Readable):
         if model is not None:
             instance("model", model, nn.Module)
             if set(model.parameters()).isdisjoint(p for g in found.param_groups for p in g["params"]):
-                raise ValueError("none of the parameters of the optimizer is in model")
+                raise ValueError("model has none of the parameters of the optimizer")
         if isinstance(found, Modular) and found.parts is not None:
             raise RuntimeError(
-                "a recorder needs all gradients at once, and this optimizer steps in the backward: call remove() of "
-                "the handle of step_in_backward first"
+                "a recorder needs all gradients at once, but this optimizer steps in the backward. First call remove() "
+                "of the handle that step_in_backward returned"
             )
         if _is_recorded(found):
             raise ValueError("optimizer already has a recorder: call close() of that recorder first")
@@ -142,7 +141,7 @@ class Recorder(Readable):
         return self._run.step
 
     def report_loss(self, loss: Tensor | float, step: int | None = None) -> None:
-        """Report the loss of the next step, before the call of ``step``, or the loss of an earlier step.
+        """Report the loss of the next step, before ``optimizer.step()``, or the loss of an earlier step.
 
         Args:
             loss: A number, or a tensor of one number, before a gradient scaler multiplies it. If the method is called
@@ -181,7 +180,7 @@ class Recorder(Readable):
 
     @override
     def record(self) -> Record:
-        """Return the steps that are kept, on the CPU. The call waits for the device once."""
+        """Return the last ``keep`` steps, on the CPU. The call waits for the device once."""
         return self._run.record(self.optimizer.param_groups)
 
     @override
@@ -252,7 +251,7 @@ class Recorder(Readable):
         self._run.close(warn=warn)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of the next step, and the steps that are kept, as CPU tensors, numbers and strings."""
+        """Return the number of the next step, and the last ``keep`` steps, as CPU tensors, numbers and strings."""
         return self._run.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -294,10 +293,10 @@ def attached(recorder: Recorder | Callable[[Any], Recorder], optimizer: Any, mod
     """
     found = recorder if isinstance(recorder, Recorder) else recorder(optimizer)
     if found.optimizer is not unwrap(optimizer):
-        raise ValueError("the recorder belongs to another optimizer, not to the one that is trained")
+        raise ValueError("the recorder records another optimizer than the one that is trained")
     if found.is_closed:
         raise ValueError(
-            'the recorder is closed: pass a function that makes one, such as partial(Recorder, path="...")'
+            'the recorder is closed. Pass a function that makes a recorder, such as partial(Recorder, path="...")'
         )
     if found._run.model is None:
         found._run.model = model

@@ -138,9 +138,9 @@ class Run(Listener):
         """Warn of a loop that reports each loss after its step."""
         if self._taken == 1 and has_loss and self._began_without_loss:
             warnings.warn(
-                "the first step was recorded without a loss, and the second one with a loss: report_loss seems to be "
-                "called after optimizer.step(), so that each loss counts for the next step. Call it before step(), or "
-                "write recorder.report_loss(loss, step=recorder.step - 1)",
+                "the first step was recorded without a loss, and the second step with a loss. If report_loss is called "
+                "after optimizer.step(), each loss counts for the next step. Call it before step(), or write "
+                "recorder.report_loss(loss, step=recorder.step - 1)",
                 stacklevel=2,
             )
         self._began_without_loss = not self._taken and not has_loss
@@ -240,7 +240,7 @@ class Run(Listener):
                 theirs, ours = set(kept["names"]) - set(layout.names), set(layout.names) - set(kept["names"])
                 only = f"only the {'record' if theirs else 'optimizer'} has {sorted(theirs or ours)[:3]}"
                 problem = only if theirs or ours else "they are in another order"
-                raise ValueError(f"the record has other parameters than this optimizer: {problem}")
+                raise ValueError(f"the parameters of the record differ from those of this optimizer: {problem}")
             tape = Tape(max(self.keep, len(kept["steps"])), layout, _device_of(groups))
             tape.load_state_dict(kept)
         step = operator.index(state["step"])

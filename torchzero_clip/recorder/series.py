@@ -122,9 +122,7 @@ class Series:
         same = _equal_largest(self.norms)
         if same >= 3:
             largest = f"{same:,} of {len(self.norms):,} norms are equal to the largest, {float(self.norms.max()):.4g}"
-            clipped = (
-                "so something else probably clipped them before, such as clip_grad_norm_ or a setting of a trainer"
-            )
+            clipped = "so clip_grad_norm_ or a setting of a trainer probably clipped the gradients before"
             yield f"{largest}, {clipped}", same >= len(self.norms) / 20
 
 

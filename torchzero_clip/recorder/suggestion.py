@@ -56,16 +56,17 @@ class Suggestion:
     Args:
         limit: The limit. For scope "group", a dict with one limit for each group, by the name of the group.
         spikes: How many norms were spikes.
-        trend: Compares the median norm of the last quarter of the run with that of the quarter before. "growing" if it
-            is more than 1.25 times as large, "falling" if less than 0.8 times, and if chance does not explain the
-            difference. Else "settled". With several groups, "growing" if a group grows, else "falling" if one falls.
-        confidence: How well the record determines the limit, and not whether training with it is better. "high" if
-            there is no reason to doubt the limit, "low" if there is a serious reason or more than one. "medium" if
-            there is one reason that is not serious: often, more steps or a larger ``share_clipped`` are enough.
+        trend: "growing" if the median norm of the last quarter of the run is more than 1.25 times that of the quarter
+            before, "falling" if it is less than 0.8 times, else "settled". A difference that chance explains is
+            "settled" too. With several groups, "growing" if a group grows, else "falling" if a group falls.
+        confidence: How well the record determines the limit. It does not say whether training with the limit is better.
+            "high" if there is no reason to doubt the limit, "medium" if there is one reason that is not serious, and
+            "low" if there is a serious reason or several. To get from "medium" to "high", more steps or a larger
+            ``share_clipped`` are often enough.
         reason: The reasons; empty if there are none.
-        scope: What the limit is for: "joint", "parameter" or "group".
+        scope: "joint" for a limit of all gradients together, "parameter" for one of each tensor, or "group".
         share_clipped: The share of usual norms that the limit clips.
-        series: The norms that the limit was found from, by the names of groups, or under the name of the scope.
+        series: The norms from which the limit was found, by the names of groups, or under the name of the scope.
         choices: The limits that clip 1%, 10% and half of the usual norms, and this limit, each with its ``share``
             and the range from ``low`` to ``high`` of this share in the future.
 
@@ -132,8 +133,8 @@ class Suggestion:
             lines.append(where + " ".join(_sentences(series, self.limits[name], self.scope)))
             shown = ", ".join(str(choice) for choice in self.choices if choice.name == name)
             lines.append(
-                f"{where}Side by side: {shown} of the usual norms. In brackets is where the share will be with a "
-                "probability of 95%, if the norms keep their distribution."
+                f"{where}Side by side: {shown} of the usual norms. If the norms keep their distribution, the share of "
+                "later norms is in the brackets with a probability of 95%."
             )
         because = f", because {self.reason}" if self.reason else ""
         lines.append(
@@ -196,8 +197,9 @@ def _sentences(series: Series, limit: float, scope: Scope) -> list[str]:
         text.append(f"The limit would also have clipped {found}, of which the largest is {float(spikes.max()):.4g}.")
         if (times := series.after_spikes()) > 1.25:
             text.append(
-                f"The median of the usual norms after the first spike is {times:.3g} times that before it. If the "
-                "spikes have damaged the run, this limit is too high: train with it, and ask again."
+                f"The median of the usual norms after the first spike is {times:.3g} times the median before. If the "
+                "spikes have damaged the run, this limit is too high. Train with this limit, and get a new suggestion "
+                "from the new run."
             )
     else:
         text.append("There were no spikes.")

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from torchzero_clip.compat import stores_by_hooks
@@ -14,6 +13,7 @@ from torchzero_clip.per_sample.arguments import flattened, tensors_in
 from torchzero_clip.per_sample.autograd_graph import leaves_of
 from torchzero_clip.per_sample.broadcast_row import TRANSPOSED, BroadcastRow, NotARowError, row_of_param
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
+from torchzero_clip.per_sample.modes import OwnMode, WithoutOwnModes
 from torchzero_clip.per_sample.rules.generic import GenericRule, copy_of
 from torchzero_clip.per_sample.rules.state import State
 
@@ -102,14 +102,15 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class _Rows(TorchFunctionMode):
+class _Rows(OwnMode):
     """Replaces parameters of a layer by rows where it uses them itself; those of its submodules are not for that."""
 
     def __init__(self, layer: CapturedLayer, count: int) -> None:
         super().__init__()
         self._layer = layer
-        self._rows = {id(x): row_of_param(layer, x, copy_of(layer, p, x, count)) for p, x in layer.values}
-        self._others = {id(p) for p in layer.module.parameters() if p.requires_grad and id(p) not in self._rows}
+        with WithoutOwnModes():
+            self._rows = {id(x): row_of_param(layer, x, copy_of(layer, p, x, count)) for p, x in layer.values}
+        self._params = self._rows.keys() | {id(p) for p in layer.module.parameters() if p.requires_grad}
 
     def are_missed(self, output: Any) -> bool:
         """True if a parameter would get a gradient that is summed over samples, as from a `torch.autograd.Function`."""
@@ -119,14 +120,16 @@ class _Rows(TorchFunctionMode):
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         reads = getattr(func, "__name__", "") == "__get__" and func.__self__.__name__ not in TRANSPOSED
         if reads or self._layer.engine.running is not self._layer:
-            return func(*args, **(kwargs or {}))
-        leaves, rebuilt = flattened(args, kwargs or {})
-        if any(id(x) in self._rows for x in leaves):
-            args, kwargs = rebuilt([self._rows.get(id(x), x) for x in leaves])
-        output = func(*args, **(kwargs or {}))
-        others = self._others and any(id(x) in self._others for x in leaves)
-        if others and any(x.requires_grad for x in tensors_in(output)):
+            return func(*args, **kwargs)
+        leaves, rebuilt = flattened(args, kwargs)
+        found = self._params.intersection(map(id, leaves))
+        if not found:
+            return func(*args, **kwargs)
+        args, kwargs = rebuilt([self._rows.get(id(x), x) for x in leaves])
+        output = func(*args, **kwargs)
+        if not found <= self._rows.keys() and any(x.requires_grad for x in tensors_in(output)):
             raise NotARowError(getattr(func, "__name__", func))
         return output

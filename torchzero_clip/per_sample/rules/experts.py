@@ -73,13 +73,13 @@ class _Sent:
         """The outputs of one linear layer of each expert."""
         layer, module, params = self._layer, self._layer.module, self._layer.params
         weight: Tensor = getattr(module, name).detach()
+        bias: Tensor | None = getattr(module, f"{name}_bias").detach() if module.has_bias else None
         turned = bool(module.is_transposed)
         kind = rows.device.type
         if torch.is_autocast_enabled(kind):
-            rows, weight = (x.to(torch.get_autocast_dtype(kind)) for x in (rows, weight))
-        output: Tensor = _Multiplied.apply(rows, weight if turned else weight.mT, self._lengths)
-        if module.has_bias:
-            output = output + getattr(module, f"{name}_bias").detach()[self._experts]
+            dtype = torch.get_autocast_dtype(kind)
+            rows, weight, bias = rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        output: Tensor = _Multiplied.apply(rows, weight if turned else weight.mT, bias, self._lengths)
 
         def contributions(grad: Tensor, *inputs: Tensor) -> Iterator[Contribution]:
             grad, *wider = wide(grad, *inputs)
@@ -95,27 +95,27 @@ class _Sent:
 
 
 class _Multiplied(torch.autograd.Function):
-    """The products of rows with the weights (E, d, p) of their experts, of which each has the next ``lengths`` rows.
+    """The products of rows with the weights (E, d, p) of their experts, plus their biases (E, p), if there are any.
 
-    The weights get no gradient.
+    Each expert has the next ``lengths`` rows. Weights and biases get no gradient.
     """
 
     @staticmethod
     @override
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, lengths: list[int]) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, biases: Tensor | None, lengths: list[int]) -> Tensor:
         ctx.save_for_backward(weights)
         ctx.lengths = lengths
-        return _multiplied(rows, weights, lengths)
+        return _multiplied(rows, weights, lengths, biases)
 
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (weights,) = ctx.saved_tensors
-        return _multiplied(grads[0], weights.mT, ctx.lengths), None, None
+        return _multiplied(grads[0], weights.mT, ctx.lengths), None, None, None
 
 
-def _multiplied(rows: Tensor, weights: Tensor, lengths: list[int]) -> Tensor:
+def _multiplied(rows: Tensor, weights: Tensor, lengths: list[int], biases: Tensor | None = None) -> Tensor:
     result = rows.new_empty(len(rows), weights.shape[2])
-    for x, weight, y in zip(rows.split(lengths), weights, result.split(lengths), strict=True):
-        torch.mm(x, weight, out=y)
+    for i, (x, weight, y) in enumerate(zip(rows.split(lengths), weights, result.split(lengths), strict=True)):
+        torch.mm(x, weight, out=y) if biases is None else torch.addmm(biases[i], x, weight, out=y)
     return result

@@ -20,6 +20,7 @@ from torchzero_clip.functional.shards import local
 from torchzero_clip.per_sample.broadcast_row import ARITHMETIC, HOOKS, is_row, row_of
 from torchzero_clip.per_sample.captured_gradients import in_backward
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
+from torchzero_clip.per_sample.comparison import differ
 from torchzero_clip.per_sample.contributions import Dense
 from torchzero_clip.per_sample.rules.state import State
 from torchzero_clip.per_sample.squared_norms import wide
@@ -331,12 +332,8 @@ def _agree(alone: Tensor, together: Tensor, dim: int, drew: bool) -> bool:
         together = together.expand(*together.shape[:dim], alone.shape[dim], *together.shape[dim + 1 :])
     if alone.shape != together.shape or drew or not alone.is_floating_point():
         return alone.shape == together.shape
-    if not torch.equal(alone.isnan(), together.isnan()):
-        return False
-    compared = alone.isfinite() & together.isfinite() & (alone != together)  # equal values, as in masks, set no scale
-    scale = torch.finfo(together.dtype if together.element_size() < 4 else torch.float32).eps ** 0.5
-    alone, together = alone[compared].double(), together[compared].double()
-    return not alone.numel() or bool((alone - together).abs().max() <= scale * together.abs().max())
+    tolerance = torch.finfo(together.dtype if together.element_size() < 4 else torch.float32).eps ** 0.5
+    return not differ(together.double(), alone.double(), tolerance)
 
 
 def _counts(layer: CapturedLayer, leaf: Tensor) -> bool:

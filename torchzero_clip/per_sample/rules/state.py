@@ -83,7 +83,9 @@ class State:
         trees = [pytree.tree_flatten(value) for value in values]
         structure = trees[-1][1]
         if any(other != structure for _, other in trees):
-            raise ValueError(f"{self._layer} stores {key[1]!r} with another structure for each sample")
+            raise ValueError(
+                f"{self._layer} stores {key[1]!r} with another structure for each sample: return it instead"
+            )
         leaves = [self._leaf(key, column) for column in zip(*(leaves for leaves, _ in trees), strict=True)]
         return pytree.tree_unflatten(leaves, structure)
 
@@ -98,15 +100,15 @@ class State:
             if all(value is last for value in values):
                 return last
             if not all(isinstance(value, Tensor) and value.shape == last.shape for value in values):
-                raise ValueError(f"{self._layer} stores {name!r} with another shape for each sample")
+                raise ValueError(f"{self._layer} stores {name!r} with another shape for each sample: pad it")
             return self._joined(torch.stack(list(values)))
         held = getattr(last, "__dict__", None)
         tensors = [x for x in held.values() if isinstance(x, Tensor)] if isinstance(held, dict) else []
         # one by one, each sample has made an object of its own
         if any(map(is_batchedtensor, tensors)) or (tensors and any(value is not last for value in values)):
             raise ValueError(
-                f"{self._layer} stores {name!r}, in which tensors cannot be combined over samples: "
-                f"{type(last).__name__}. A dict can"
+                f"{self._layer} stores {name!r}, a {type(last).__name__}, whose tensors cannot be combined over "
+                "samples: store a dict"
             )
         if isinstance(last, SIMPLE) and any(value != last for value in values):
             raise ValueError(f"{self._layer} stores {name!r}, which differs between samples and is not a tensor")
