@@ -1,7 +1,8 @@
 """Time and peak memory of per-sample clipping against plain training, interleaved in one run.
 
 Every method runs forward, backward, clipping and an SGD step. Times are medians over rounds of the ratio to plain
-training in the same round; memory is the peak above what is held before the step, each method in a process of its own.
+training in the same round. Memory is the peak above what is held before the first step, each method in a process of its
+own: that of the process, which depends on how the allocator places things, and that of all tensors.
 Most steps of a clipper do not check that samples do not mix, and these are timed; a step with the check and the first
 step of a new clipper have rows of their own. Peers that are not installed are left out, a peer that raises for a model
 "fails", and gradients that differ from those of one backward for each sample are "wrong". Use the ratios; absolute
@@ -40,6 +41,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from benchmarks.memory import peak_of as peak_in_tensors
 from benchmarks.timing import Step, Timed, interleaved, ratios
 from torchzero_clip import (
     ConstantFlatClipper,
@@ -482,13 +484,16 @@ def first_steps(model: str) -> Timed:
     return Timed(lambda: steps.pop()(), before=lambda: steps.append(made(model, FIRST)[1]))
 
 
-def peak(model: str, method: str) -> float:
-    """The peak above what is held before the step, in MB: of this process, so call it once."""
-    _, step = made(model, method)
+def peak(model: str, method: str) -> tuple[float, float]:
+    """The peaks of this process and of its tensors above what is held before the step, in MB. Call it once."""
+    module, step = made(model, method)
     before = memory("VmRSS")
     step()
     step()
-    return memory("VmHWM") - before
+    most = memory("VmHWM") - before
+    peak_in_tensors(step, "cpu")  # from here on, the profiler knows the sizes of the gradients that a step frees first
+    gradients = sum(param.grad.nbytes for param in module.parameters() if param.grad is not None)
+    return most, (gradients + peak_in_tensors(step, "cpu")) / 2**20
 
 
 def memory(line: str) -> float:
@@ -497,12 +502,13 @@ def memory(line: str) -> float:
     return int(fields[line].split()[0]) / 1024
 
 
-def peak_of(model: str, method: str) -> float:
-    """The median of three processes: how an allocator places things differs from one to the next."""
+def peaks_of(model: str, method: str) -> dict[str, float]:
+    """The medians of three processes: how an allocator places things differs from one to the next."""
     command = [sys.executable, "-m", "benchmarks.per_sample", "--peak", model, method]
     root = Path(__file__).parents[1]
     runs = [subprocess.run(command, check=True, capture_output=True, text=True, cwd=root) for _ in range(3)]
-    return statistics.median(float(run.stdout) for run in runs)
+    columns = zip(*(map(float, run.stdout.split()) for run in runs), strict=True)
+    return dict(zip(("peak", "tensors"), map(statistics.median, columns), strict=True))
 
 
 def main() -> None:
@@ -523,20 +529,21 @@ def main() -> None:
     for message in WARNINGS_OF_PEERS:
         warnings.filterwarnings("ignore", message)
     if args.peak:
-        print(peak(*args.peak))
+        print(*peak(*args.peak))
         return
     results: dict[str, dict[str, dict[str, float]]] = {}
     for model in args.models:
         results[model] = measured(model, args.methods, args.rounds)
-        print(f"{model}: time relative to {args.methods[0]}, peak memory in MB")
+        print(f"{model}: time relative to {args.methods[0]}, peak memory of the process and of its tensors in MB")
         for method, row in results[model].items():
             if not row:
                 print(f"  {method:30} {'fails':>8}", flush=True)
                 continue
             if not args.no_memory:
-                row["peak"] = peak_of(model, method)
+                row |= peaks_of(model, method)
             wrong = "  wrong gradients" if row.get("error", 0) > WRONG else ""
-            print(f"  {method:30} {row['time']:8.2f} {row.get('peak', 0):8.0f}{wrong}", flush=True)
+            megabytes = "".join(f" {row.get(key, 0):8.0f}" for key in ("peak", "tensors"))
+            print(f"  {method:30} {row['time']:8.2f}{megabytes}{wrong}", flush=True)
     if args.json:
         args.json.write_text(json.dumps({"torch": torch.__version__, "threads": args.threads, "results": results}))
 

@@ -112,11 +112,6 @@ def weights():
 
 WARNED = {
     "a limit of 0": (lambda: ClipNorm(0), "for no limit write math.inf"),
-    "a limit of 0 for samples": (lambda: tz.ConstantFlatClipper(0), "for no limit write math.inf"),
-    "a limit of 0 for samples in each tensor": (
-        lambda: tz.ConstantPerLayerClipper([0.0, 0.0]),
-        "for no limit write math.inf",
-    ),
     "two decays": (lambda: Modular(model(), tz.WeightDecay(0.1), AdamW(1e-3)), "write AdamW(weight_decay=0)"),
     "no optimizer": (lambda: Modular(model(), ClipNorm(1)), "Put an optimizer at its end"),
     "a typo that is written later": (
@@ -148,7 +143,7 @@ def test_what_is_meant_gives_no_warning():
         optimizer.param_groups[0]["my_note"] = "body"
         after_step(optimizer)
         ClipNorm(lambda step: 0.0)
-        tz.ConstantPerLayerClipper([1.0, 0.0])  # one tensor takes no part
+        tz.ConstantFlatClipper(0)  # for samples, it is a limit as others are
         tz.get_total_norm([param.detach() for param in module.parameters()])
         tz.clip_grad_norm_(module.parameters(), 0.0)
 

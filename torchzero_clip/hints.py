@@ -4,7 +4,6 @@ import difflib
 import functools
 import inspect
 import sys
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, Self, TypeVar
@@ -64,12 +63,6 @@ def no_attribute(name: str) -> object:
     known = [key for key in vars(sys.modules["torchzero_clip"]) if not key.startswith("_")]
     hint = "" if name.startswith("_") else did_you_mean(name, known, listed=False)
     raise AttributeError(f"module 'torchzero_clip' has no attribute {name!r}{hint}")
-
-
-def warn_of_zero(limit: str, what: str) -> None:
-    """Warn the caller of a constructor about a limit of 0, which often means no limit in other libraries."""
-    message = f"a {limit} of 0 makes every {what} 0, so the model does not learn; for no limit write math.inf"
-    warnings.warn(message, stacklevel=3)
 
 
 def explained(function: Callable[P, T]) -> Callable[P, T]:

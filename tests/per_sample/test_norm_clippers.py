@@ -19,7 +19,6 @@ def test_flat_factors_are_endless_and_the_same():
     assert all(other is first for other in others)
 
 
-@pytest.mark.filterwarnings("ignore:a flat_value of 0")
 @given(st.floats(0, 1e6), st.floats(0, 1e30))
 def test_what_is_clipped_never_exceeds_the_limit(limit, norm):
     (factor,) = ConstantPerLayerClipper([limit]).calc_clipping_factors([torch.tensor([norm])])

@@ -103,6 +103,10 @@ RIGHT = {
         ),
         data(),
     ),
+    "a reduction before the samples": lambda: (
+        Net(lambda m, x: m.lin(x[None].expand(2, -1, -1, -1).logsumexp(0)).sum(1), lin=lin()),
+        data(),
+    ),
     "a roll of all elements": lambda: (
         Net(lambda m, x: m.last(m.first(x).roll(3 * W)).roll(-3 * W).sum(1), first=lin(), last=lin()),
         data(),
@@ -165,6 +169,16 @@ UNKNOWN = {
     "padding before the first sample": moved(lambda x: F.pad(x, (0, 0, 0, 0, 1, -1))),
     "one sample scattered": moved(lambda x: torch.zeros_like(x).select_scatter(x[0], 0, 2)),
     "samples scattered": moved(lambda x: torch.zeros_like(x).slice_scatter(x[:1], 0, 2, 3)),
+    "a reduction along samples": lambda: (
+        Net(lambda m, x: m.lin(x.transpose(0, 1)[None].expand(3, -1, -1, -1).logsumexp(2)).sum(1), lin=lin()),
+        data(),
+    ),
+    "the smallest of all samples": lambda: (
+        Net(
+            lambda m, x: m.last(m.first(x).kthvalue(2, 0, keepdim=True).values.expand(3, 3, W)), first=lin(), last=lin()
+        ),
+        data(),
+    ),
     "a permutation behind a dimension": lambda: (
         Net(lambda m, x: m.lin(torch.eye(3).to(x)[SECOND] @ x.transpose(0, 1)).transpose(0, 1), lin=lin()),
         data(),

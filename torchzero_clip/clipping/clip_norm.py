@@ -1,5 +1,7 @@
 """Clipping by norm."""
 
+import warnings
+
 from torch import Tensor
 from typing_extensions import override
 
@@ -8,7 +10,6 @@ from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional.clip import clip_factors
 from torchzero_clip.functional.measure import Measured
-from torchzero_clip.hints import warn_of_zero
 from torchzero_clip.types import Dim, Ord, Schedule, Setting, Target
 
 
@@ -80,7 +81,10 @@ class ClipNorm(Scaling):
         name: str | None = None,
     ) -> None:
         if isinstance(max_norm, int | float) and not isinstance(max_norm, bool) and max_norm == 0:
-            warn_of_zero("max_norm", "update")
+            warnings.warn(
+                "a max_norm of 0 makes every update 0, so the model does not learn; for no limit write math.inf",
+                stacklevel=2,
+            )
         super().__init__(
             {"max_norm": max_norm},
             ord=ord,

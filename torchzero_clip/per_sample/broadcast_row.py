@@ -215,6 +215,8 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
             row.fits(ndim, dim) for row in rows
         ):
             return NotImplemented
+        if any(not x.requires_grad and layer.is_constant(x, of_batch=False) for x in batch):
+            return NotImplemented  # equal values, for samples or for positions
         for x in batch:
             layer.check_rows(x, dim)
         layer.note("arithmetic", ndim)

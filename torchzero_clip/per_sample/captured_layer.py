@@ -195,8 +195,8 @@ class CapturedLayer:
                 f"from its output: layer(x)[mask]{self.way_out}"
             )
 
-    def is_constant(self, input: Tensor, *, of_batch: bool = False) -> bool:
-        """True for values that depend on no sample, unless they are equal values for each sample, such as zeros."""
+    def is_constant(self, input: Tensor, *, of_batch: bool = True) -> bool:
+        """True for values that depend on no sample, and are not such as zeros for each of them."""
         dim, provenance = self.engine.batch_dim, self.engine.forward.provenance
         if provenance is None or provenance.of(input) is not None:
             return False

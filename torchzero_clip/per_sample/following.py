@@ -9,97 +9,26 @@ from typing_extensions import override
 
 from torchzero_clip.compat import get_interpreter_stack
 from torchzero_clip.per_sample.arguments import Rebuild, flattened
-from torchzero_clip.per_sample.labels import LOST, Known, Labels, agree, aligned, padded, simplest, wider
+from torchzero_clip.per_sample.labels import LOST, Known, Labels, padded, simplest, wider
 from torchzero_clip.per_sample.modes import OwnMode
+from torchzero_clip.per_sample.operations import ALONG, COUNTED, ELEMENTS, Part, unmoved
 from torchzero_clip.per_sample.provenance import Provenance
 
-ELEMENTS = {  # functions of single elements
-    *("abs", "add", "and", "bfloat16", "bool", "ceil", "clamp", "clip", "clone", "contiguous", "copy", "cos", "cpu"),
-    *("cuda", "data", "detach", "div", "double", "eq", "exp", "float", "floor", "floordiv", "ge", "gt", "half", "int"),
-    *("invert", "isnan", "le", "log", "logical_and", "logical_not", "logical_or", "long", "lt", "masked_fill"),
-    *("maximum", "minimum", "mod", "mul", "ne", "neg", "or", "pow", "radd", "rand_like", "randn_like", "remainder"),
-    *("rmul", "round", "rsqrt", "rsub", "rtruediv", "sigmoid", "sign", "sin", "sqrt", "square", "sub", "tanh", "to"),
-    *("true_divide", "truediv", "type", "type_as", "where", "zeros_like", "ones_like", "full_like", "empty_like"),
-    *("relu", "gelu", "silu", "dropout", "nan_to_num"),
-}
-ROWS = {"embedding", "group_norm", "layer_norm", "linear", "matmul", "mm", "normalize", "rms_norm", "softmax"}
 MOVES = {  # functions that move elements of their first argument
-    *("chunk", "diagonal", "fliplr", "flipud", "rot90", "take", "tensor_split"),
-    *("expand", "expand_as", "flatten", "flip", "gather", "getitem", "index_select", "masked_select", "movedim", "mT"),
-    *("narrow", "permute", "ravel", "repeat", "repeat_interleave", "reshape", "roll", "select", "split", "squeeze"),
-    *(
-        "swapaxes",
-        "t",
-        "T",
-        "take_along_dim",
-        "tile",
-        "transpose",
-        "unbind",
-        "unflatten",
-        "unfold",
-        "unsqueeze",
-        "view",
-    ),
+    *("chunk", "diagonal", "expand", "expand_as", "flatten", "flip", "fliplr", "flipud", "gather", "getitem"),
+    *("index_select", "masked_select", "movedim", "mT", "narrow", "permute", "ravel", "repeat", "repeat_interleave"),
+    *("reshape", "roll", "rot90", "select", "split", "squeeze", "swapaxes", "swapdims", "t", "T", "take"),
+    *("take_along_dim", "tensor_split", "tile", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view"),
 }
 JOINS = {"cat", "concat", "concatenate", "hstack", "pad_sequence", "stack", "vstack"}
 PACKS = {"pack_padded_sequence", "pad_packed_sequence", "pad_sequence"}
 """Functions that are followed in the graph too, where they are many operations."""
-REDUCES = {
-    "all",
-    "amax",
-    "amin",
-    "any",
-    "argmax",
-    "argmin",
-    "max",
-    "mean",
-    "median",
-    "min",
-    "norm",
-    "prod",
-    "std",
-    "sum",
-}
 PLACES = {
     *("index_add", "index_copy", "index_put", "masked_scatter", "scatter", "scatter_add", "scatter_reduce"),
 }
 """Functions that put elements into their first argument."""
 REPLACES = {"index_copy", "index_put", "masked_scatter", "scatter"}
 """Functions that put elements in place of others."""
-ALONG = {
-    *("argsort", "cummax", "cummin", "cumprod", "cumsum", "kthvalue", "log_softmax", "logcumsumexp", "mode", "msort"),
-    *("softmax", "sort", "topk"),
-}
-"""Functions along one dimension."""
-PRODUCTS = {
-    "addmm": 1,
-    "baddbmm": 1,
-    "bmm": 0,
-    "cdist": 0,
-    "ger": 0,
-    "linear": 0,
-    "matmul": 0,
-    "mm": 0,
-    "mv": 0,
-    "outer": 0,
-}
-"""Products of matrices, and the place of the left factor among the arguments."""
-COUNTED = {"kthvalue", "topk"}
-"""Functions with a number before the dimension."""
-UNKNOWN = {
-    *(
-        "argwhere",
-        "as_strided",
-        "bincount",
-        "block_diag",
-        "cartesian_prod",
-        "combinations",
-        "diagonal_scatter",
-        "einsum",
-    ),
-    *("inner", "kron", "nonzero", "segment_reduce", "select_scatter", "slice_scatter", "tensordot"),
-    *("unique", "unique_consecutive", "vander"),
-}
 
 
 class Following(OwnMode):
@@ -149,20 +78,11 @@ class Following(OwnMode):
         elif name in PLACES:
             self._lose(tensor, self._placed(tensor, args, kwargs))
         else:
-            name = name.removeprefix("i") if name.removeprefix("i") in ELEMENTS else name
-            labels = [(x, self._provenance.of(x)) for x in (tensor, *given) if isinstance(x, Tensor) and x.ndim]
-            known = [(x, found) for x, found in labels if found is not None]
-            if any(x is not tensor for x, _ in known):
-                self._lose(tensor, self._joint(tensor, known) if name in ELEMENTS else LOST)
-
-    def _joint(self, output: Tensor, known: Sequence[tuple[Tensor, Known]]) -> Labels:
-        """The labels of single elements that are computed from elements of tensors with labels."""
-        if any(labels is LOST or x.ndim > output.ndim for x, labels in known):
-            return LOST
-        found = [aligned(labels, x.ndim, output.ndim) for x, labels in known]
-        count = self._provenance.count
-        fits = [x for x in found if isinstance(x, Tensor) or output.shape[x] == count]
-        return fits[0] if fits and all(agree(fits[0], x, output.ndim, count) for x in found) else LOST
+            name = name.removeprefix("i") if key(name.removeprefix("i")) in ELEMENTS else name
+            tensors = [x for x in (tensor, *given) if isinstance(x, Tensor) and x.ndim]
+            known = [(x, found, 0) for x in tensors if (found := self._provenance.of(x)) is not None]
+            if any(x is not tensor for x, *_ in known):
+                self._lose(tensor, self._unmoved(name, tensor, known) if key(name) in ELEMENTS else LOST)
 
     def _placed(self, tensor: Tensor, args: Any, kwargs: Any) -> Labels:
         """The labels of a tensor into which a function puts elements: the same if it does so within each sample."""
@@ -213,8 +133,9 @@ class Following(OwnMode):
             results = [found if constant or found is labels[0] else LOST]
         elif name in MOVES and 0 in tensors:
             results = [self._looked_up(name, x, leaves) for x in outputs]
-        elif not (name in UNKNOWN | PLACES or (name == "where" and len(tensors) == 1)):
-            results = [self._kept(name, x, leaves, labels, args, kwargs) for x in outputs]
+        elif name not in PLACES and not (name == "where" and len(tensors) == 1):
+            known = [(leaves[i], found, i) for i, found in labels.items()]
+            results = [self._unmoved(name, x, known, args, kwargs) for x in outputs]
         for x, found in zip(outputs, results, strict=True):
             self._provenance.note(x, found)
 
@@ -251,69 +172,37 @@ class Following(OwnMode):
             labels = self._full(indices[0], known[0][1])[indices[0]]
         else:
             first = torch.broadcast_tensors(*indices)[0]
-            labels = self._joint(first, known)
+            labels = self._unmoved("where", first, [(x, found, 0) for x, found in known])
             if labels is None or isinstance(labels, int):
                 return labels
             labels = labels.expand(first.shape)
         return simplest(labels.view(*labels.shape, *[1] * (output.ndim - labels.ndim)), self._provenance.count)
 
-    def _kept(
-        self, name: str, output: Tensor, leaves: list[Any], given: Mapping[int, Known], args: Any, kwargs: Any
+    def _unmoved(
+        self, name: str, output: Tensor, known: Sequence[tuple[Tensor, Known, int]], args: Any = (), kwargs: Any = None
     ) -> Labels:
         """The labels of an output whose elements are where those of the arguments were."""
-        count = self._provenance.count
-        for i, labels in given.items():
-            before = leaves[i].shape
-            if name in ELEMENTS:
-                return self._joint(output, [(leaves[j], x) for j, x in given.items()])
-            if (name in ALONG and name == "msort" and labels == 0) or (
-                name in ALONG
-                and isinstance(labels, int)
-                and labels == self._dim(before, args[name in COUNTED :], kwargs)
-            ):
-                return LOST
-            if name in PRODUCTS and _is_summed(name, i - PRODUCTS[name], labels, len(before)):
-                return LOST
-            if name in REDUCES:
-                return self._reduced(output, labels, before, args, kwargs)
-            if isinstance(labels, Tensor):
-                kept = max((dim + 1 for dim, size in enumerate(labels.shape) if size != 1), default=0)
-                if name in ROWS | {"getitem"} and output.shape[:kept] == before[:kept] and output.ndim >= kept:
-                    return labels.reshape(*labels.shape[:kept], *[1] * (output.ndim - kept))
-            else:
-                wider_by = max(output.ndim - len(before), 0) if name == "matmul" else 0
-                labels += wider_by
-                if output.ndim > labels and output.shape[labels] == count:
-                    return labels
-        return LOST
-
-    @staticmethod
-    def _dim(before: Sequence[int], args: Any, kwargs: Any) -> int:
-        """The dimension along which a function works: the last one if it is not given."""
-        given = [x for x in args[1:] if isinstance(x, int)]
-        dim = kwargs.get("dim", given[-1] if given else -1)
-        return (dim if isinstance(dim, int) and -len(before) <= dim < len(before) else -1) % len(before)
-
-    def _reduced(self, output: Tensor, labels: Known, before: Sequence[int], args: Any, kwargs: Any) -> Labels:
-        dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        dims = [dims] if isinstance(dims, int) else dims
-        if not dims or isinstance(dims, Tensor):
+        if any(labels is LOST for _, labels, _ in known):
             return LOST
-        dims = {dim % len(before) for dim in dims}
-        full = wider(labels, len(before), self._provenance.count)
-        if any(full.shape[dim] > 1 for dim in dims):
-            return LOST
-        full = full if full.numel() else full.new_full([max(size, 1) for size in full.shape], -1)
-        kept = [1 if i in dims else n for i, n in enumerate(full.shape) if i not in dims or output.ndim == len(before)]
-        return simplest(full.reshape(kept), self._provenance.count)
+        parts = [Part(labels, x.shape, place) for x, labels, place in known]
+        dims = dims_of(key(name), parts[0], args, kwargs or {})
+        return unmoved(key(name), parts, output.shape, self._provenance.count, dims)
 
     def _full(self, tensor: Tensor, labels: Labels) -> Tensor:
         """The label of each element of a tensor."""
         return wider(labels, tensor.ndim, self._provenance.count).to(tensor.device).expand(tensor.shape)
 
 
-def _is_summed(name: str, place: int, labels: Known, ndim: int) -> bool:
-    """True if a product of matrices sums over samples of a factor, the left one (``place`` 0) or the right one (1)."""
-    dim = ndim - 1 - (place == 1 and ndim > 1)
-    varies = labels.shape[dim] != 1 if isinstance(labels, Tensor) else labels == dim
-    return (varies and name not in ("cdist", "ger", "outer")) or (place == 1 and (varies or name == "linear"))
+def key(name: str) -> str:
+    """The name of a function as in the tables of operations."""
+    return name.replace("_", "")
+
+
+def dims_of(name: str, part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
+    """The dimensions along which a function works; none if it works along all, or if they are not known."""
+    given = args[2 if name in COUNTED else 1 :]
+    dims = kwargs.get("dim", kwargs.get("axis", given[0] if given else None))
+    if name in ALONG and not isinstance(dims, int):
+        dims = 0 if name == "msort" else -1
+    dims = [dims] if isinstance(dims, int) and not isinstance(dims, bool) else dims
+    return {dim % len(part.shape) for dim in dims} if isinstance(dims, list | tuple) else set()

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import instance, non_negative, positive
-from torchzero_clip.hints import Explained, warn_of_zero
+from torchzero_clip.hints import Explained
 
 STABILITY = 1e-6  # added to norms, as in privacy libraries: the limit still holds, and norm 0 is no special case
 
@@ -63,7 +63,7 @@ class ConstantFlatClipper(Explained, NormClipper):
         factor = min(1, flat_value / (norm + 1e-6))
 
     Args:
-        flat_value: The limit, >= 0, in units of the gradient. A limit of 0 gives a warning; `math.inf` is no limit.
+        flat_value: The limit, >= 0, in units of the gradient.
 
     Raises:
         ValueError: If the limit is negative or NaN.
@@ -87,8 +87,6 @@ class ConstantFlatClipper(Explained, NormClipper):
 
     def __init__(self, flat_value: float) -> None:
         non_negative("flat_value", flat_value)
-        if flat_value == 0:
-            warn_of_zero("flat_value", "gradient")
         self.flat_value = float(flat_value)
 
     @override
@@ -128,7 +126,6 @@ class ConstantPerLayerClipper(Explained, NormClipper):
 
     Args:
         flat_values: The limits, each >= 0, in the order of the trainable parameters. A single limit is used for all.
-            If all limits are 0, there is a warning.
 
     Raises:
         ValueError: If a limit is negative or NaN, or the list is empty.
@@ -153,8 +150,6 @@ class ConstantPerLayerClipper(Explained, NormClipper):
             raise ValueError("flat_values must hold at least one limit")
         for i, value in enumerate(flat_values):
             non_negative(f"flat_values[{i}]", value)
-        if not any(flat_values):
-            warn_of_zero("flat_value", "gradient")
         self.flat_values = [float(value) for value in flat_values]
         self._repeated = 1
 

@@ -14,7 +14,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torchzero_clip.compat import current_graph_task_id
 from torchzero_clip.per_sample.labels import LOST, Labels, simplest, wider
-from torchzero_clip.per_sample.row_moves import Part, Step, after
+from torchzero_clip.per_sample.operations import Part
+from torchzero_clip.per_sample.row_moves import Step, after
 
 _UNKNOWN: Any = object()
 
@@ -107,14 +108,14 @@ class Provenance:
                 continue
             before = len(rest)
             parts: list[Part] = []
-            for item in node.next_functions:
+            for place, item in enumerate(node.next_functions):
                 if item[0] is None:
                     continue
                 labels = self._memory(item[0]).get(item[1], _UNKNOWN)
                 if labels is _UNKNOWN:
                     rest.append(item)
                 else:
-                    parts.append(Part(labels, item[0]._input_metadata[item[1]].shape))
+                    parts.append(Part(labels, item[0]._input_metadata[item[1]].shape, place))
             if len(rest) > before:
                 continue
             rest.pop()

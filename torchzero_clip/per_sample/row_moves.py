@@ -3,50 +3,15 @@
 The names and attributes are those of the nodes of the graph, which are private to torch.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from torchzero_clip.per_sample.labels import LOST, Known, Labels, agree, aligned, padded, placed, viewed, wider
-
-SAME = {  # operations on single elements
-    *("Abs", "Acos", "Add", "Addcdiv", "Addcmul", "Alias", "Atan2", "Clamp", "ClampMax", "ClampMin", "Clone", "Copy"),
-    *("Copysign", "Cos", "Div", "Elu", "Erf", "Exp", "Expm1", "Fill", "Gelu", "Hardsigmoid", "Hardswish", "Hardtanh"),
-    *("LeakyRelu", "Lerp", "Log", "Log1P", "LogSigmoid", "MaskedFill", "Maximum", "Minimum", "Mish", "Mul", "NanToNum"),
-    *("NativeDropout", "Neg", "Pow", "Reciprocal", "Relu", "Remainder", "Round", "Rsqrt", "Rsub", "Sigmoid", "Sign"),
-    *("Silu", "Sin", "Softplus", "Sqrt", "Sub", "Tanh", "Threshold", "ToCopy", "Where", "Xlogy"),
-}
-BATCHED = {  # operations that keep the first dimension of their first input
-    *("Addmm", "AvgPool2D", "Baddbmm", "Bmm", "Convolution", "FusedRmsNorm", "Mm", "Mv", "NativeGroupNorm"),
-    *("NativeLayerNorm", "ScaledDotProductAttentionMath", "ScaledDotProductCudnnAttention"),
-    *("ScaledDotProductEfficientAttention", "ScaledDotProductFlashAttention"),
-    "ScaledDotProductFlashAttentionForCpu",
-}
-ALONG = {"Cummax", "Cummin", "Cumprod", "Cumsum", "Gather", "Glu", "LogSoftmax", "Softmax", "Sort", "Topk"}
-PRODUCTS = {"Addmm": 1, "Addmv": 1, "Baddbmm": 1, "Bmm": 0, "Cdist": 0, "EuclideanDist": 0, "Mm": 0, "Mv": 0}
-"""Products of matrices, and which of their inputs is the left one."""
-LOSES = {
-    *("AsStrided", "Diagonal", "DiagonalScatter", "MaskedSelect", "Rot90", "SelectScatter", "SliceScatter", "Take"),
-    "Trace",
-}
-"""Operations after which the samples are not known."""
-REDUCES = {
-    *("Amax", "Amin", "LinalgVectorNorm", "Logsumexp", "Max", "Mean", "Median", "Min", "Norm", "Prod", "Std", "Sum"),
-    *("Var", "All"),
-}
-
-
-class Part(NamedTuple):
-    """An input of an operation: its labels and its shape."""
-
-    labels: Labels
-    shape: tuple[int, ...]
-
-
-Found: TypeAlias = Sequence[tuple[Known, tuple[int, ...]]]
-"""Labels and shapes of the inputs that depend on samples."""
+from torchzero_clip.per_sample.labels import LOST, Known, Labels, aligned, padded, placed, viewed, wider
+from torchzero_clip.per_sample.operations import Part, unmoved
 
 
 class Step(NamedTuple):
@@ -61,68 +26,15 @@ class Step(NamedTuple):
 def after(step: Step, parts: Sequence[Part]) -> Labels:
     """The labels of the output of an operation with these inputs that need gradients."""
     kind = type(step.node).__name__.partition("Backward")[0]
-    found = [(part.labels, part.shape) for part in parts if part.labels is not None]
+    found = [part for part in parts if part.labels is not None]
     if not found:
         return None
-    if kind in SAME:
-        return _same(step, found)
-    if any(labels is LOST for labels, _ in found):
-        return LOST
-    if kind in JOINS:
-        return JOINS[kind](step, parts)
-    labels, before = found[0]
-    if kind in ALONG or kind in REDUCES:
-        dims = _dims(step, before)
-        varies = {labels} if isinstance(labels, int) else {i for i, n in enumerate(labels.shape) if n != 1}
-        if varies & dims or (not dims and varies):
+    labels, before, _ = found[0]
+    if kind in JOINS or kind in MOVES:
+        if any(part.labels is LOST for part in found):
             return LOST
-        if kind == "Gather" and isinstance(labels, Tensor):  # the index may be shorter
-            return labels[tuple(map(slice, step.shape))]
-        if kind in ALONG or getattr(step.node, "_saved_keepdim", False):
-            return labels
-        if isinstance(labels, int):
-            return labels - sum(dim < labels for dim in dims)
-        return labels.reshape([n for i, n in enumerate(labels.shape) if i not in dims])
-    if kind in MOVES:
-        return MOVES[kind](step, labels, before)
-    return _kept(kind, step, found)
-
-
-def _same(step: Step, found: Found) -> Known:
-    """The labels of the first input with the samples of the output, if no other input has other samples."""
-    ndim, first = len(step.shape), found[0][0]
-    if all(isinstance(x, int) and x == first and len(before) == ndim for x, before in found):
-        return first if step.shape[first] == step.batch_size else LOST  # the usual case
-    # a value whose samples are unknown may be a statistic of the batch, which the check of gradients finds
-    known = [aligned(labels, len(before), ndim) for labels, before in found if labels is not LOST]
-    fits = [x for x in known if isinstance(x, Tensor) or step.shape[x] == step.batch_size]
-    if not fits:
-        return LOST
-    return fits[0] if all(agree(fits[0], other, ndim, step.batch_size) for other in known) else LOST
-
-
-def _kept(kind: str, step: Step, found: Found) -> Known:
-    """The labels after an operation that keeps the first dimension, or for samples in order after any other one."""
-    labels, before = found[0]
-    if step.batch_size > 1 and (kind in LOSES or (kind in PRODUCTS and not _is_left(kind, step, labels))):
-        return LOST
-    if step.batch_size == 1:  # all values that depend on samples depend on this one
-        return torch.zeros((1,) * len(step.shape), dtype=torch.int64, device="cpu")
-    if isinstance(labels, Tensor):
-        fits = kind in BATCHED and step.shape[:1] == before[:1] and labels.numel() == len(labels)
-        return labels.view(-1, *[1] * (len(step.shape) - 1)) if fits else LOST
-    same = kind in BATCHED or all(not isinstance(other, Tensor) and other == labels for other, _ in found)
-    return labels if same and len(step.shape) > labels and step.shape[labels] == step.batch_size else LOST
-
-
-def _is_left(kind: str, step: Step, labels: Known) -> bool:
-    """True if the rows of the left matrix have the samples, or if a product of batches has them in the batch."""
-    place = PRODUCTS[kind]
-    left = step.node.next_functions[place][0] is not None
-    in_batch = kind in ("Bmm", "Baddbmm")
-    if isinstance(labels, Tensor):
-        return left or in_batch
-    return (in_batch and labels == 0) or (left and labels == int(in_batch))
+        return JOINS[kind](step, parts) if kind in JOINS else MOVES[kind](step, cast(Known, labels), before)
+    return unmoved(kind.lower(), found, step.shape, step.batch_size, _dims(step, before))
 
 
 def _view(step: Step, labels: Known, before: Sequence[int]) -> Known:
@@ -227,6 +139,21 @@ def _turned(step: Step, labels: Known, before: Sequence[int]) -> Known:
     return (labels if dims else labels.expand(before)).roll([_signed(shift, 0) for shift in node._saved_shifts], dims)
 
 
+def _strided(step: Step, labels: Known, before: Sequence[int]) -> Known:
+    """A view of a tensor that was changed in place, or the strides that torch gives to averages of images.
+
+    The tensor is taken for contiguous. Other uses of strides are not followed.
+    """
+    size, stride = step.node._saved_size, step.node._saved_stride
+    start = step.node._saved_storage_offset or 0
+    last = start + sum((n - 1) * along for n, along in zip(size, stride, strict=True))
+    of = type(step.node.next_functions[0][0]).__name__
+    if last >= math.prod(before) or not of.startswith(("CopySlices", "Mean")):
+        return LOST
+    full = wider(labels, len(before), step.batch_size).expand(before).contiguous()
+    return full.as_strided(size, stride, start)
+
+
 def _padded(step: Step, labels: Known, before: Sequence[int]) -> Known:
     """Padding with a value, which belongs to no sample. Negative padding cuts."""
     return padded(labels, before, [_signed(number, 0) for number in step.node._saved_pad], step.batch_size)
@@ -271,7 +198,7 @@ def known_device(tensors: Sequence[Tensor]) -> torch.device:
 def _put(step: Step, parts: Sequence[Part]) -> Labels:
     """Rows put into a tensor, or added to it: those of the values, where the tensor has none."""
     node, into = step.node, None if step.node.next_functions[0][0] is None else parts[0].labels
-    labels, before = parts[-1]
+    labels, before, _ = parts[-1]
     if isinstance(into, int):
         plain = labels is None or (
             isinstance(labels, int) and labels == into != _signed(getattr(node, "_saved_dim", into), len(step.shape))
@@ -331,6 +258,7 @@ MOVES: dict[str, Move] = {
     "Unsqueeze": _unsqueezed,
     "Expand": _expanded,
     "Repeat": _repeated,
+    "AsStrided": _strided,
     "ConstantPadNd": _padded,
     "Index": _indexed,
     "IndexSelect": _index_selected,
