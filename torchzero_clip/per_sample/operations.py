@@ -1,4 +1,4 @@
-"""What operations make of samples, if they move none: those that autograd has recorded, and functions without a graph.
+"""The samples of the outputs of operations that move no samples: nodes of the graph, and functions without a graph.
 
 Names have no underscores: "maskedfill" stands for `masked_fill` and for the node `MaskedFillBackward0`.
 """
@@ -28,21 +28,21 @@ ELEMENTS = _names("""
 ALONG = _names("""
     argsort cummax cummin cumprod cumsum gather glu kthvalue logcumsumexp log_softmax mode msort softmax sort topk
 """)
-"""Operations along one dimension, which stays."""
+"""Operations along one dimension, which the output keeps."""
 REDUCES = _names("""
     all amax amin aminmax any argmax argmin count_nonzero linalg_vector_norm logsumexp max mean median min nanmean
     nanmedian nanquantile nansum norm prod quantile std std_mean sum var var_mean
 """)
-"""Operations along dimensions, which go."""
+"""Operations along dimensions, which the output does not have."""
 COUNTED = _names("kthvalue linalg_vector_norm nanquantile norm quantile topk")
 """Functions with a number before the dimension."""
 PRODUCTS = {
     **dict.fromkeys(("addmm", "addmv", "baddbmm"), 1),
     **dict.fromkeys(("bmm", "cdist", "euclideandist", "ger", "linear", "matmul", "mm", "mv", "outer"), 0),
 }
-"""Products of matrices, and the place of the left one."""
+"""Products of matrices, and the place of the left factor among the arguments."""
 DISTANCES = _names("cdist euclidean_dist ger outer")
-"""Those of them that sum over no samples of the left one."""
+"""Products that do not sum over samples of the left factor."""
 ROWS = _names("embedding one_hot unfold")
 """Operations on every row by itself, which may change the number of dimensions."""
 BATCHED = _names("""
@@ -78,7 +78,7 @@ def unmoved(name: str, parts: Sequence[Part], shape: Sequence[int], count: int, 
         usual = all(isinstance(x, int) and x == first and len(p.shape) == len(shape) for p, x in known)
         if usual and isinstance(first, int):
             return first if shape[first] == count else LOST
-        # a value of unknown samples is such as a statistic of the batch, which the check of gradients finds
+        # a value whose samples are unknown may be a statistic of the batch, which the check of gradients finds
         return _common([aligned(x, len(p.shape), len(shape)) for p, x in known if x is not LOST], shape, count)
     if any(labels is LOST for _, labels in known):
         return LOST
