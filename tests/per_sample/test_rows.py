@@ -305,3 +305,22 @@ def test_a_forward_that_was_interrupted_leaves_nothing_behind():
         data = batch(UNEVEN)
         assert_close(clipper.backward(losses_of(model(*data))).norms, norms_by_loop(model, *data))
     assert torch._C._len_torch_function_stack() == 0
+
+
+def test_rows_that_no_vector_of_rows_is_for_name_the_lengths_of_those_that_are_there():
+    def forward(m, x, edges):
+        return m.nodes(x).sum() + m.edges(edges)
+
+    model = Net(forward, nodes=nn.Linear(3, 2), edges=nn.Linear(3, 2))
+    nodes, edges = torch.randn(5, 3), torch.randn(7, 3)
+    refused = pytest.raises(ValueError, match=r"'edges'.*rows\(\) got vectors for 5 rows only: give it one for each")
+    with clip(model) as clipper, clipper.rows(torch.tensor([0, 0, 1, 1, 1]), batch_size=2), refused:
+        model(nodes, edges)
+
+
+def test_a_forgotten_block_of_rows_is_named():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    with clip(model) as clipper:
+        losses = torch.zeros(2).index_add(0, torch.tensor([0, 0, 1, 1, 1]), model(torch.randn(5, 3)).squeeze(1))
+        with pytest.raises(ValueError, match=r"saw 5 samples, the batch has 2\..*clipper\.rows\(.*batch_size=2\)"):
+            clipper.backward(losses)

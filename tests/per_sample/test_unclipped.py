@@ -103,7 +103,6 @@ def test_other_optimizers_step_between_micro_batches():
         other.grad = torch.ones(())
         another.step()
         clipper.clip_and_accumulate()
-        optimizer.step()  # no gradient waits
     clipper.pre_step()
     optimizer.step()
     assert other.item() == -1
@@ -197,3 +196,17 @@ def test_the_hook_ends_and_keeps_nothing_alive(how):
         gc.collect()
         assert reference_to_model() is None
     assert len(_global_optimizer_pre_hooks) == before
+
+
+def test_a_step_without_pre_step_raises_and_changes_nothing():
+    model = nn.Linear(3, 2)
+    before, optimizer = model.weight.detach().clone(), torch.optim.SGD(model.parameters(), lr=1.0)
+    with clip(model) as clipper:
+        model(torch.randn(4, 3)).square().mean().backward()
+        clipper.clip_and_accumulate()
+        with pytest.raises(RuntimeError, match=r"clipped gradients wait for clipper\.pre_step\(\)"):
+            optimizer.step()
+        assert torch.equal(model.weight, before)
+        clipper.pre_step()
+        optimizer.step()
+    assert not torch.equal(model.weight, before)

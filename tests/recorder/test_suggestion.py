@@ -392,3 +392,20 @@ def test_numbers():
     assert math.isnan(found[1])
     assert found[2] == 5.5
     assert medians(torch.zeros(0, 2, dtype=torch.float64)).isnan().all()
+
+
+def falling(count, seed):
+    """Norms that fall to a tenth over a third of the run."""
+    generator = torch.Generator().manual_seed(seed)
+    return (0.3 * torch.randn(count, generator=generator)).exp() * (1 + 9 * torch.exp(-3 * torch.arange(count) / count))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_spike_among_norms_that_still_change_is_listed_and_is_not_used_for_the_limit(seed):
+    norms = falling(300, seed)
+    clean = suggested({"joint": norms.double()}, 0.01, "joint")
+    assert clean.series["joint"].start > 60
+    assert not any(spike < clean.series["joint"].start for spike in made(norms.tolist()).spikes())
+    norms[60] *= 50
+    assert 60 in made(norms.tolist()).spikes()
+    assert suggested({"joint": norms.double()}, 0.01, "joint").spikes == clean.spikes

@@ -153,9 +153,14 @@ class CapturedGradients:
         for layer, seen in self._counts:
             if seen != count:
                 layers, counts = ({item[i] for item in self._counts} for i in range(2))
-                who = "every layer" if len(layers) > 1 and len(counts) == 1 else layer
+                every = len(layers) > 1 and len(counts) == 1
+                who = "every layer" if every else layer
+                rows = (
+                    "If these are rows of several samples, such as the nodes of graphs, run the forward in `with "
+                    f"clipper.rows(sample_of_row, batch_size={count}):`. "
+                )
                 raise ValueError(
-                    f"{who} saw {seen} samples, the batch has {count}. "
+                    f"{who} saw {seen} samples, the batch has {count}. {rows if every else ''}"
                     f"Per-sample gradients need the samples in dimension {0 if batch_first else 1} of the input of "
                     f"every layer (batch_first={batch_first}), and one loss for each{layer.way_out}"
                 )

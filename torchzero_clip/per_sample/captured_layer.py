@@ -180,10 +180,15 @@ class CapturedLayer:
 
     def unknown_rows(self) -> ValueError:
         """The error for rows of which it is not known which samples they belong to."""
-        return ValueError(
-            f"{self} got rows whose samples are not known. Say which sample each row belongs to, with "
-            f"`with clipper.rows(sample_of_row, batch_size=B):` around the forward{self.way_out}"
+        provenance = self.engine.forward.provenance
+        given = sorted(provenance.given) if provenance is not None else []
+        how = (
+            f"rows() got vectors for {' and '.join(map(str, given))} rows only: give it one for each number of rows"
+            if given
+            else "Say which sample each row belongs to, with `with clipper.rows(sample_of_row, batch_size=B):` around "
+            "the forward"
         )
+        return ValueError(f"{self} got rows whose samples are not known. {how}{self.way_out}")
 
     def check_rows(self, input: Tensor, dim: int | None) -> None:
         """Raise a ValueError if the samples of an input are not in this dimension, in order."""

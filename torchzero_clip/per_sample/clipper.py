@@ -33,7 +33,8 @@ class PerSampleGradientClipper(Explained):
     It captures every forward of the module with gradients enabled, in training and in eval mode, except in a block of
     `paused()`. It stops at `detach()`, at the end of a ``with`` block, or when the clipper is deleted. Parameters
     outside of the module are not clipped. After a ``loss.backward()`` without `clip_and_accumulate`, the next forward
-    raises, and so does the next step of an optimizer over these parameters.
+    raises, and so does the next step of an optimizer over these parameters. This step also raises after a
+    `clip_and_accumulate` without `pre_step`.
 
     With several processes, give it the model in `DistributedDataParallel`, or after `fully_shard`. Each process clips
     its own samples, and ``.grad`` gets the sum or mean over the samples of all processes.
@@ -184,6 +185,7 @@ class PerSampleGradientClipper(Explained):
         used = processes.used({name for name, *_ in found.parts}, params) if processes.sharded else ()
         for name, value in processes.collected(found.sums(), params, used).items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
+            engine.accumulated.add(id(params[name]))
         self._count += count
         limits = self.norm_clipper.thresholds
         self._thresholds = limits if self._thresholds is None else torch.maximum(self._thresholds, limits)
@@ -230,6 +232,7 @@ class PerSampleGradientClipper(Explained):
         )
         max_norm = torch.full((len(params),), start.largest(2), dtype=limits.dtype, device="cpu")
         self._sums, self._count, self._thresholds = {}, 0, None
+        self._engine.accumulated.clear()
         return max_norm, count
 
     def discard(self) -> None:

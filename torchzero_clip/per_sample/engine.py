@@ -75,6 +75,8 @@ class Engine:
         self.enabled = self.attached = True
         self.inside = False
         """True while a layer runs its submodules by itself."""
+        self.accumulated: set[int] = set()
+        """The ids of the parameters whose clipped sums are not in ``.grad`` yet."""
         self.pauses = 0
         """How many blocks of `paused` are open."""
         self.tries = 0

@@ -29,7 +29,7 @@ class Provenance:
     def __init__(self, count: int, dim: int, arguments: Sequence[Tensor], given: Mapping[int, Tensor]) -> None:
         self.count = count
         self._dim = dim
-        self._given = given
+        self.given = given
         self._known: Any = WeakIdKeyDictionary()  # the labels of tensors without a graph
         for x in arguments:
             if x.ndim:
@@ -76,7 +76,7 @@ class Provenance:
         return self._of_given(tensor.shape)
 
     def _of_given(self, shape: Sequence[int]) -> Labels:
-        rows = self._given.get(shape[0]) if shape else None
+        rows = self.given.get(shape[0]) if shape else None
         return None if rows is None else simplest(rows.view(-1, *[1] * (len(shape) - 1)), self.count)
 
     def _of_view(self, view: Tensor, base: Tensor, labels: Labels) -> Labels:

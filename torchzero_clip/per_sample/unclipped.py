@@ -30,3 +30,9 @@ def _refuse(reference: "weakref.ref[Any]", optimizer: Optimizer, args: Any, kwar
             "clipper.clip_and_accumulate(); clipper.pre_step(). For ordinary gradients, run forward and backward in "
             "'with clipper.paused():'. clipper.discard() drops the gradients that wait"
         )
+    sums = set[int]() if engine is None else engine.accumulated
+    if sums and any(id(param) in sums for group in optimizer.param_groups for param in group["params"]):
+        raise RuntimeError(
+            "clipped gradients wait for clipper.pre_step(), and .grad does not contain them: call it before the step. "
+            "To drop them, call pre_step() and then optimizer.zero_grad()"
+        )

@@ -24,6 +24,7 @@ LARGEST = 709.0  # the logarithm of the largest number
 MOST_DROPPED = 10
 CLOSE = 1.25
 FEW = 10
+AROUND = 100
 NUMERALS = ("no", "one", "two", "three", "four")
 EQUAL = 1e-5
 """Norms that differ from the largest one by at most this share count as equal to it, because clipping rounds."""
@@ -133,6 +134,24 @@ def spikes_among(norms: Tensor) -> Tensor:
     if len(usable) >= FEWEST:
         series = Series.of(norms[usable])
         found[usable[series.start :][series.spikes]] = True
+        found[usable[: series.start][_early_spikes(series.norms, series.start)]] = True
+    return found
+
+
+def _early_spikes(norms: Tensor, start: int) -> Tensor:
+    """True for each norm before ``start`` that is far above the norms around it, which may still be changing.
+
+    Far means four times their median, and six robust standard deviations. None is found in the first block or among the
+    first ten norms, which change most.
+    """
+    logs, first = norms.log(), max(len(norms) // BLOCKS, FEW)
+    width = min(2 * first, AROUND, len(norms) - 1) + 1
+    places = (torch.arange(start, device="cpu") - width // 2).clamp(0, len(norms) - width)
+    around = logs.unfold(0, width, 1)[places]
+    middle = around.median(dim=1).values
+    spread = DEVIATION * (around - middle[:, None]).abs().median(dim=1).values
+    found = logs[:start] > middle + (6 * spread).clamp(min=2 * TWICE)
+    found[:first] = False
     return found
 
 

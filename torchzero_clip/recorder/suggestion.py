@@ -202,5 +202,5 @@ def _sentences(series: Series, limit: float, scope: Scope) -> list[str]:
                 "from the new run."
             )
     else:
-        text.append("There were no spikes.")
+        text.append("There were no spikes among the others." if series.dropped else "There were no spikes.")
     return [*text, TRENDS[series.trend]]
