@@ -53,6 +53,8 @@ REFUSED = {
     "norm_type": (lambda: ClipNorm(1.0, norm_type=2), "did you mean 'ord'?"),
     "clip_value": (lambda: tz.ClipValue(clip_value=2), "did you mean 'value'?"),
     "an unknown argument": (lambda: ClipNorm(1.0, foo=2), "there are: max_norm, ord, dim, inverse_dims, min_size"),
+    "decay in Adam": (lambda: tz.Adam(weight_decay=0.1), "write WeightDecay(0.1) in the chain, or AdamW(weight_decay"),
+    "decay in Muon": (lambda: tz.Muon(wd=0.1), "write WeightDecay(0.1) in the chain"),
     "parameters for a rule": (lambda: AdamW(params()), "lr must be a number, got parameters (generator)"),
     "listed parameters for a rule": (
         lambda: AdamW(list(params()), lr=1e-3),
