@@ -87,6 +87,20 @@ REFUSED = {
         lambda: Modular([{"params": params(), "max_nrom": 2.0}], ClipNorm(1), SGD()),
         "did you mean 'max_norm'?",
     ),
+    "one limit per layer": (lambda: tz.ConstantPerLayerClipper(1.0), "got 1.0 (float): write a list, such as [1.0]"),
+    "no norm clipper": (lambda: PerSampleGradientClipper(model()), "'norm_clipper': write ConstantFlatClipper(1.0)"),
+    "a transform for samples": (
+        lambda: PerSampleGradientClipper(model(), ClipNorm(1)),
+        "got ClipNorm(1) (ClipNorm): write ConstantFlatClipper(1.0)",
+    ),
+    "a norm clipper before the model": (
+        lambda: PerSampleGradientClipper(ConstantFlatClipper(1), model()),
+        "write the model first, then ConstantFlatClipper(1.0)",
+    ),
+    "parameters for samples": (
+        lambda: PerSampleGradientClipper(params(), ConstantFlatClipper(1)),
+        "(generator): pass the model itself",
+    ),
     "limits per layer": (
         lambda: tz.PerSampleGradientClipper(model(), tz.ConstantPerLayerClipper([1.0, 1.0])),
         "one for each of 4 norms, got 2",
@@ -209,7 +223,7 @@ def test_the_names_of_torch_in_functions():
 def test_a_number_in_place_of_a_norm_clipper():
     with pytest.raises(TypeError, match=r"write ConstantFlatClipper\(1.0\)"):
         PerSampleGradientClipper(nn.Linear(2, 1), 1.0)
-    with pytest.raises(TypeError, match="PerSampleGradientClipper has no argument 'max_norm'"):
+    with pytest.raises(TypeError, match="no argument 'max_norm'; write ConstantFlatClipper"):
         PerSampleGradientClipper(nn.Linear(2, 1), max_norm=1.0)
     with pytest.raises(TypeError, match="did you mean 'flat_value'"):
         ConstantFlatClipper(max_grad_norm=1.0)

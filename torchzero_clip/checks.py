@@ -155,12 +155,14 @@ def one_of(name: str, value: object, allowed: Collection[object]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
-def instance(name: str, value: object, kind: type) -> None:
-    """An object of one class."""
+def instance(name: str, value: object, kind: type, way_out: str = "") -> None:
+    """An object of one class. The error ends with the way out, if there is one."""
     if not isinstance(value, kind):
+        if kind is nn.Module and (are_parameters(value) or inspect.ismethod(value)):
+            way_out = "pass the model itself"
         text = repr(value)
         shown = f"{text} ({type(value).__name__})" if len(text) < 80 and "\n" not in text else type(value).__name__
-        raise TypeError(f"{name} must be of class {kind.__name__}, got {shown}")
+        raise TypeError(f"{name} must be of class {kind.__name__}, got {shown}{way_out and ': '}{way_out}")
 
 
 def optional(check: Check) -> Check:
