@@ -71,6 +71,20 @@ REFUSED = {
         lambda: tz.from_torch_optim(Modular(params(), SGD()), torch.optim.SGD(params())),
         "optimizer must be of class Modular, got SGD",
     ),
+    "a function of parameters to clip": (
+        lambda: clip_grad_norm_(model().parameters, 1.0),
+        "got method: pass model.parameters()",
+    ),
+    "a module to clip": (lambda: tz.clip_grad_value_(model(), 1.0), "got Linear at index 0: pass model.parameters()"),
+    "a layer to normalize": (
+        lambda: tz.normalize_grads_(nn.Linear(2, 1), 1.0),
+        "got Linear: pass model.parameters()",
+    ),
+    "a model to record": (
+        lambda: tz.Recorder(model(), Modular(params(), SGD())),
+        "got Sequential: write Recorder(optimizer, model=model)",
+    ),
+    "a model without its name": (lambda: tz.Recorder(Modular(params(), SGD()), model()), "write model=model"),
     "an abbreviation": (lambda: tz.AGC, "did you mean 'AdaptiveGradientClip'?"),
     "another case": (lambda: tz.Adamw, "did you mean 'AdamW'?"),
     "a metric before the first step": (

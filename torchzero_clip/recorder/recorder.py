@@ -99,7 +99,10 @@ class Recorder(Readable):
     ) -> None:
         found = unwrap(optimizer)
         if not isinstance(found, Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+            way_out = ": write Recorder(optimizer, model=model)" if isinstance(optimizer, nn.Module) else ""
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}{way_out}")
+        if isinstance(by, nn.Module):
+            raise TypeError("by must be a string, got a module: write model=model")
         one_of("by", by, get_args(By))
         count("ratios_every", ratios_every)
         for name, number in (("keep", keep), ("flush_every", flush_every), ("log_every", log_every)):
