@@ -10,7 +10,16 @@ import torch
 from torch import nn
 
 import torchzero_clip as tz
-from torchzero_clip import SGD, AdamW, ClipNorm, ConstantFlatClipper, Modular, PerSampleGradientClipper, clip_grad_norm_
+from torchzero_clip import (
+    SGD,
+    AdamW,
+    ClipNorm,
+    ConstantFlatClipper,
+    Modular,
+    PerSampleGradientClipper,
+    clip_grad_norm_,
+    integrations,
+)
 
 
 def model():
@@ -127,6 +136,16 @@ def test_a_mistake_is_refused_with_the_way_out(name):
     make, message = REFUSED[name]
     with pytest.raises((TypeError, ValueError, KeyError, AttributeError), match=re.escape(message)):
         make()
+
+
+@pytest.mark.parametrize(
+    ("package", "callback"), [("transformers", "TrainerCallback"), ("lightning", "LightningCallback")]
+)
+def test_a_callback_gets_a_recorder_or_a_function(package, callback):
+    pytest.importorskip(package)
+    for given in ("run.jsonl", model()):
+        with pytest.raises(TypeError, match=r"write functools.partial\(Recorder, path=...\)"):
+            getattr(integrations, callback)(given)
 
 
 def other_keys(optimizer):

@@ -288,6 +288,15 @@ class Recorder(Readable):
         return f"Recorder({type(self.optimizer).__name__}, by={self._run.by!r}, keep={self._run.keep}{path})"
 
 
+def check_given(recorder: object) -> None:
+    """Raise if a callback of a trainer cannot attach what it was given."""
+    if not isinstance(recorder, Recorder | None) and (not callable(recorder) or isinstance(recorder, nn.Module)):
+        raise TypeError(
+            f"recorder must be a Recorder or a function that makes one, got {type(recorder).__name__}: write "
+            "functools.partial(Recorder, path=...)"
+        )
+
+
 def attached(recorder: Recorder | Callable[[Any], Recorder], optimizer: Any, model: nn.Module) -> Recorder:
     """Return the recorder of an optimizer, which a trainer may have wrapped; the model gives names to parameters.
 
