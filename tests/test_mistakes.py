@@ -55,6 +55,11 @@ class WithoutSuper(tz.TensorwiseTransform):
         return tensor * self.factor
 
 
+class WithoutDefaults(WithoutSuper):
+    def __init__(self):
+        super(WithoutSuper, self).__init__()
+
+
 REFUSED = {
     "a rate in Modular": (lambda: Modular(model(), ClipNorm(1), AdamW(), lr=1e-3), "write AdamW(lr=...)"),
     "an unknown argument of Modular": (lambda: Modular(model(), SGD(), nonfinit="skip"), "did you mean 'nonfinite'?"),
@@ -94,6 +99,12 @@ REFUSED = {
         "got Sequential: write Recorder(optimizer, model=model)",
     ),
     "a model without its name": (lambda: tz.Recorder(Modular(params(), SGD()), model()), "write model=model"),
+    "a state dict after the optimizer": (
+        lambda: tz.from_torch_optim(Modular(params(), SGD()), torch.optim.SGD(params()).state_dict()),
+        "got dict: write from_torch_optim(state_dict, optimizer)",
+    ),
+    "an unknown dim": (lambda: ClipNorm(1, dim="joint"), "None, an int, a sequence of ints or 'global', got 'joint'"),
+    "no defaults": (WithoutDefaults, "Transform.__init__ needs the argument 'defaults': write super().__init__({})"),
     "an abbreviation": (lambda: tz.AGC, "did you mean 'AdaptiveGradientClip'?"),
     "another case": (lambda: tz.Adamw, "did you mean 'AdamW'?"),
     "a metric before the first step": (

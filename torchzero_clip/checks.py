@@ -190,12 +190,13 @@ def floating_dtype(name: str, value: object) -> None:
 
 def dims(name: str, value: object) -> None:
     """None, an int, a sequence of ints, or "global"."""
-    if value is None or isinstance(value, str):
-        one_of(name, value, (None, "global"))
+    is_text = isinstance(value, str)
+    if value is None or (is_text and value == "global"):
         return
     items = value if isinstance(value, Sequence) else (value,)
-    if any(isinstance(item, bool) or not isinstance(item, int) for item in items):
-        raise TypeError(f"{name} must be None, an int, a sequence of ints or 'global', got {value!r}")
+    if is_text or any(isinstance(item, bool) or not isinstance(item, int) for item in items):
+        kind = ValueError if is_text else TypeError
+        raise kind(f"{name} must be None, an int, a sequence of ints or 'global', got {value!r}")
 
 
 def same_in_all_groups(owner: object, groups: Sequence[Mapping[str, Any]], keys: Iterable[str]) -> None:
