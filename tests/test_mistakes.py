@@ -273,6 +273,14 @@ def test_a_number_in_place_of_a_norm_clipper():
         ConstantFlatClipper(max_grad_norm=1.0)
 
 
+def test_too_many_skipped_steps():
+    optimizer = Modular(params(), SGD(), nonfinite="skip", max_consecutive_skips=0)
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = torch.full_like(param, torch.nan)
+    with pytest.raises(RuntimeError, match=r"1 steps in a row .* The argument max_consecutive_skips allows 0"):
+        optimizer.step()
+
+
 def test_a_generator_that_was_used_before():
     params = nn.Linear(2, 1).parameters()
     list(params)
