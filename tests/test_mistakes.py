@@ -10,7 +10,16 @@ import torch
 from torch import nn
 
 import torchzero_clip as tz
-from torchzero_clip import SGD, AdamW, ClipNorm, ConstantFlatClipper, Modular, PerSampleGradientClipper, clip_grad_norm_
+from torchzero_clip import (
+    SGD,
+    AdamW,
+    ClipNorm,
+    ConstantFlatClipper,
+    Modular,
+    PerSampleGradientClipper,
+    clip_grad_norm_,
+    integrations,
+)
 
 
 def model():
@@ -46,6 +55,11 @@ class WithoutSuper(tz.TensorwiseTransform):
         return tensor * self.factor
 
 
+class WithoutDefaults(WithoutSuper):
+    def __init__(self):
+        super(WithoutSuper, self).__init__()
+
+
 REFUSED = {
     "a rate in Modular": (lambda: Modular(model(), ClipNorm(1), AdamW(), lr=1e-3), "write AdamW(lr=...)"),
     "an unknown argument of Modular": (lambda: Modular(model(), SGD(), nonfinit="skip"), "did you mean 'nonfinite'?"),
@@ -53,6 +67,8 @@ REFUSED = {
     "norm_type": (lambda: ClipNorm(1.0, norm_type=2), "did you mean 'ord'?"),
     "clip_value": (lambda: tz.ClipValue(clip_value=2), "did you mean 'value'?"),
     "an unknown argument": (lambda: ClipNorm(1.0, foo=2), "there are: max_norm, ord, dim, inverse_dims, min_size"),
+    "decay in Adam": (lambda: tz.Adam(weight_decay=0.1), "write WeightDecay(0.1) in the chain, or AdamW(weight_decay"),
+    "decay in Muon": (lambda: tz.Muon(wd=0.1), "write WeightDecay(0.1) in the chain"),
     "parameters for a rule": (lambda: AdamW(params()), "lr must be a number, got parameters (generator)"),
     "listed parameters for a rule": (
         lambda: AdamW(list(params()), lr=1e-3),
@@ -69,6 +85,26 @@ REFUSED = {
         lambda: tz.from_torch_optim(Modular(params(), SGD()), torch.optim.SGD(params())),
         "optimizer must be of class Modular, got SGD",
     ),
+    "a function of parameters to clip": (
+        lambda: clip_grad_norm_(model().parameters, 1.0),
+        "got method: pass model.parameters()",
+    ),
+    "a module to clip": (lambda: tz.clip_grad_value_(model(), 1.0), "got Linear at index 0: pass model.parameters()"),
+    "a layer to normalize": (
+        lambda: tz.normalize_grads_(nn.Linear(2, 1), 1.0),
+        "got Linear: pass model.parameters()",
+    ),
+    "a model to record": (
+        lambda: tz.Recorder(model(), Modular(params(), SGD())),
+        "got Sequential: write Recorder(optimizer, model=model)",
+    ),
+    "a model without its name": (lambda: tz.Recorder(Modular(params(), SGD()), model()), "write model=model"),
+    "a state dict after the optimizer": (
+        lambda: tz.from_torch_optim(Modular(params(), SGD()), torch.optim.SGD(params()).state_dict()),
+        "got dict: write from_torch_optim(state_dict, optimizer)",
+    ),
+    "an unknown dim": (lambda: ClipNorm(1, dim="joint"), "None, an int, a sequence of ints or 'global', got 'joint'"),
+    "no defaults": (WithoutDefaults, "Transform.__init__ needs the argument 'defaults': write super().__init__({})"),
     "an abbreviation": (lambda: tz.AGC, "did you mean 'AdaptiveGradientClip'?"),
     "another case": (lambda: tz.Adamw, "did you mean 'AdamW'?"),
     "a metric before the first step": (
@@ -85,6 +121,20 @@ REFUSED = {
         lambda: Modular([{"params": params(), "max_nrom": 2.0}], ClipNorm(1), SGD()),
         "did you mean 'max_norm'?",
     ),
+    "one limit per layer": (lambda: tz.ConstantPerLayerClipper(1.0), "got 1.0 (float): write a list, such as [1.0]"),
+    "no norm clipper": (lambda: PerSampleGradientClipper(model()), "'norm_clipper': write ConstantFlatClipper(1.0)"),
+    "a transform for samples": (
+        lambda: PerSampleGradientClipper(model(), ClipNorm(1)),
+        "got ClipNorm(1) (ClipNorm): write ConstantFlatClipper(1.0)",
+    ),
+    "a norm clipper before the model": (
+        lambda: PerSampleGradientClipper(ConstantFlatClipper(1), model()),
+        "write the model first, then ConstantFlatClipper(1.0)",
+    ),
+    "parameters for samples": (
+        lambda: PerSampleGradientClipper(params(), ConstantFlatClipper(1)),
+        "(generator): pass the model itself",
+    ),
     "limits per layer": (
         lambda: tz.PerSampleGradientClipper(model(), tz.ConstantPerLayerClipper([1.0, 1.0])),
         "one for each of 4 norms, got 2",
@@ -97,6 +147,16 @@ def test_a_mistake_is_refused_with_the_way_out(name):
     make, message = REFUSED[name]
     with pytest.raises((TypeError, ValueError, KeyError, AttributeError), match=re.escape(message)):
         make()
+
+
+@pytest.mark.parametrize(
+    ("package", "callback"), [("transformers", "TrainerCallback"), ("lightning", "LightningCallback")]
+)
+def test_a_callback_gets_a_recorder_or_a_function(package, callback):
+    pytest.importorskip(package)
+    for given in ("run.jsonl", model()):
+        with pytest.raises(TypeError, match=r"write functools.partial\(Recorder, path=...\)"):
+            getattr(integrations, callback)(given)
 
 
 def other_keys(optimizer):
@@ -207,10 +267,18 @@ def test_the_names_of_torch_in_functions():
 def test_a_number_in_place_of_a_norm_clipper():
     with pytest.raises(TypeError, match=r"write ConstantFlatClipper\(1.0\)"):
         PerSampleGradientClipper(nn.Linear(2, 1), 1.0)
-    with pytest.raises(TypeError, match="PerSampleGradientClipper has no argument 'max_norm'"):
+    with pytest.raises(TypeError, match="no argument 'max_norm'; write ConstantFlatClipper"):
         PerSampleGradientClipper(nn.Linear(2, 1), max_norm=1.0)
     with pytest.raises(TypeError, match="did you mean 'flat_value'"):
         ConstantFlatClipper(max_grad_norm=1.0)
+
+
+def test_too_many_skipped_steps():
+    optimizer = Modular(params(), SGD(), nonfinite="skip", max_consecutive_skips=0)
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = torch.full_like(param, torch.nan)
+    with pytest.raises(RuntimeError, match=r"1 steps in a row .* The argument max_consecutive_skips allows 0"):
+        optimizer.step()
 
 
 def test_a_generator_that_was_used_before():

@@ -155,12 +155,14 @@ def one_of(name: str, value: object, allowed: Collection[object]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
-def instance(name: str, value: object, kind: type) -> None:
-    """An object of one class."""
+def instance(name: str, value: object, kind: type, way_out: str = "") -> None:
+    """An object of one class. The error ends with the way out, if there is one."""
     if not isinstance(value, kind):
+        if kind is nn.Module and (are_parameters(value) or inspect.ismethod(value)):
+            way_out = "pass the model itself"
         text = repr(value)
         shown = f"{text} ({type(value).__name__})" if len(text) < 80 and "\n" not in text else type(value).__name__
-        raise TypeError(f"{name} must be of class {kind.__name__}, got {shown}")
+        raise TypeError(f"{name} must be of class {kind.__name__}, got {shown}{way_out and ': '}{way_out}")
 
 
 def optional(check: Check) -> Check:
@@ -188,12 +190,13 @@ def floating_dtype(name: str, value: object) -> None:
 
 def dims(name: str, value: object) -> None:
     """None, an int, a sequence of ints, or "global"."""
-    if value is None or isinstance(value, str):
-        one_of(name, value, (None, "global"))
+    is_text = isinstance(value, str)
+    if value is None or (is_text and value == "global"):
         return
     items = value if isinstance(value, Sequence) else (value,)
-    if any(isinstance(item, bool) or not isinstance(item, int) for item in items):
-        raise TypeError(f"{name} must be None, an int, a sequence of ints or 'global', got {value!r}")
+    if is_text or any(isinstance(item, bool) or not isinstance(item, int) for item in items):
+        kind = ValueError if is_text else TypeError
+        raise kind(f"{name} must be None, an int, a sequence of ints or 'global', got {value!r}")
 
 
 def same_in_all_groups(owner: object, groups: Sequence[Mapping[str, Any]], keys: Iterable[str]) -> None:

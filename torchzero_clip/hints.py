@@ -35,6 +35,12 @@ MEANT = {
 }
 """Names in other libraries, and ours."""
 
+NEEDED = {
+    "defaults": "write super().__init__({})",
+    "norm_clipper": "write ConstantFlatClipper(1.0) after the model",
+}
+"""What to write for an argument that a call lacks."""
+
 
 def nearest(name: str, known: Iterable[str], likeness: float = 0.75) -> str | None:
     """The known name that a user probably meant by an unknown name; None if all known names differ too much.
@@ -96,16 +102,24 @@ def _check_call(kind: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
         return
     except TypeError:
         pass
-    name, parameters = kind.__name__, signature.parameters
+    name, parameters = kind.__qualname__.rpartition("<locals>.")[2], signature.parameters
     if args and are_parameters(args[0]) and parameters.keys().isdisjoint(("params", "module")):
         raise TypeError(f"{name} takes no parameters. Write Modular(model.parameters(), ..., {name}(...))")
+    plain = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    missing = next((key for key in plain[len(args) :] if key in NEEDED and key not in kwargs), None)
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for key in kwargs:
         if key not in parameters and not takes_any:
             owner = next((type(value) for value in args if key in _arguments_of(value)), None)
-            way_out = f"; write {owner.__name__}({key}=...)" if owner is not None else did_you_mean(key, parameters)
+            if owner is not None:
+                way_out = f"; write {owner.__name__}({key}=...)"
+            elif nearest(key, {*parameters, "weight_decay"}) == "weight_decay" and "weight_decay" not in parameters:
+                way_out = "; write WeightDecay(0.1) in the chain, or AdamW(weight_decay=...)"
+            else:
+                way_out = did_you_mean(key, parameters, listed=missing is None) or f"; {NEEDED[str(missing)]}"
             raise TypeError(f"{name} has no argument {key!r}{way_out}")
-    plain = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if missing is not None:
+        raise TypeError(f"{name} needs the argument {missing!r}: {NEEDED[missing]}")
     if len(args) > len(plain):
         named = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
         pair = " Write both betas as one pair, as in betas=(0.9, 0.999)." if "betas" in plain else ""

@@ -13,6 +13,7 @@ from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional.measure import Measured, Slicing
 from torchzero_clip.functional.scratch import Scratch
+from torchzero_clip.hints import explained
 from torchzero_clip.types import Dim, Ord, Schedule, Setting, Target
 
 
@@ -73,6 +74,7 @@ class Scaling(NeverApplied):
         tensor([-0.5000, -0.5000, -0.5000, -0.5000])
     """
 
+    @explained
     def __init__(
         self,
         defaults: Setting,
@@ -197,6 +199,7 @@ class UpdateRule(Transform):
     default_lr: float | None = None
     """The learning rate of a chain if neither the rule nor an `LR` sets one."""
 
+    @explained
     def __init__(
         self,
         defaults: Setting,

@@ -13,7 +13,7 @@ from torchzero_clip.checks import Check, as_builtin, one_of, setting_name, trans
 from torchzero_clip.core.schedules import at
 from torchzero_clip.core.scope import Scope, Where
 from torchzero_clip.core.step import Step
-from torchzero_clip.hints import Explained
+from torchzero_clip.hints import Explained, explained
 from torchzero_clip.types import Schedule, Setting, State, Target
 
 
@@ -78,6 +78,7 @@ class Transform(Explained, ABC):
     methods, and that it does not use the loss. A subclass does not inherit this, because its own methods may do more.
     """
 
+    @explained
     def __init__(self, defaults: Setting, *, target: Target = "update", name: str | None = None) -> None:
         one_of("target", target, get_args(Target))
         if name is not None:

@@ -142,7 +142,8 @@ class StepPolicy:
         if self.max_consecutive_skips is not None and skips > self.max_consecutive_skips:
             shown = ", ".join(f"{norm:.4g}" for norm in self._norms)
             raise RuntimeError(
-                f"{skips} steps in a row were skipped. The norms of the last gradients, the latest at the end: {shown}"
+                f"{skips} steps in a row were skipped. The argument max_consecutive_skips allows "
+                f"{self.max_consecutive_skips}. The norms of the last gradients, the latest at the end: {shown}"
             )
 
 

@@ -21,8 +21,9 @@ from torchzero_clip.types import Tensors
 
 def named_tensors(name: str, tensors: Tensors) -> list[tuple[str | None, Tensor]]:
     """A tensor, an iterable of tensors, or of pairs of a name and a tensor, as a list of such pairs."""
+    way_out = ": pass model.parameters()" if name == "params" and callable(tensors) else ""
     if not isinstance(tensors, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"{name} must be a tensor or an iterable of tensors, got {type(tensors).__name__}")
+        raise TypeError(f"{name} must be a tensor or an iterable of tensors, got {type(tensors).__name__}{way_out}")
     items: list[Any] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if PLAIN.issuperset(map(type, items)):
         return [(None, item) for item in items]
@@ -32,7 +33,7 @@ def named_tensors(name: str, tensors: Tensors) -> list[tuple[str | None, Tensor]
         own, tensor = item if is_named else (None, item)
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
-            raise TypeError(f"{name} must be a tensor or an iterable of tensors, got {kind} at index {i}")
+            raise TypeError(f"{name} must be a tensor or an iterable of tensors, got {kind} at index {i}{way_out}")
         found.append((own, tensor))
     return found
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 from torchzero_clip.integrations import numbers, unwrapped
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrapped import unwrap
-from torchzero_clip.recorder.recorder import Recorder, attached, resumed
+from torchzero_clip.recorder.recorder import Recorder, attached, check_given, resumed
 
 SAVED = "recorder.pt"
 
@@ -51,10 +51,12 @@ class TrainerCallback(transformers.TrainerCallback):
     Raises:
         ValueError: When training starts, if the optimizer is a `Modular` and ``max_grad_norm`` is above 0, or the
             recorder is closed or records another optimizer.
-        TypeError: When training starts, if the optimizer is not a `Modular`, and there is no recorder.
+        TypeError: If ``recorder`` is neither a `Recorder` nor a function. When training starts, if the optimizer is not
+            a `Modular`, and there is no recorder.
     """
 
     def __init__(self, recorder: Recorder | Callable[[Any], Recorder] | None = None) -> None:
+        check_given(recorder)
         self._given = recorder
         self.recorder = recorder if isinstance(recorder, Recorder) else None
         """The recorder. None if there is none, or before training if a function makes it."""

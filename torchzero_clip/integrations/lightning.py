@@ -13,7 +13,7 @@ from typing_extensions import override
 from torchzero_clip.integrations import unwrapped
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrapped import unwrap
-from torchzero_clip.recorder.recorder import Recorder, attached, resumed
+from torchzero_clip.recorder.recorder import Recorder, attached, check_given, resumed
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -48,10 +48,12 @@ class LightningCallback(Callback):
         ValueError: When fitting starts with a `Modular`, if ``Trainer(gradient_clip_val=...)`` is above 0, or the
             module overrides ``configure_gradient_clipping``, because either may clip the gradients before the optimizer
             gets them. When training starts, if the recorder is closed or records another optimizer.
-        TypeError: When training starts, if none of the optimizers is a `Modular`, and there is no recorder.
+        TypeError: If ``recorder`` is neither a `Recorder` nor a function. When training starts, if none of the
+            optimizers is a `Modular`, and there is no recorder.
     """
 
     def __init__(self, recorder: Recorder | Callable[[Any], Recorder] | None = None) -> None:
+        check_given(recorder)
         self._given = recorder
         self.recorder = recorder if isinstance(recorder, Recorder) else None
         """The recorder. None if there is none, or before training if a function makes it."""

@@ -55,7 +55,7 @@ def from_torch_optim(state_dict: Mapping[str, Any], optimizer: Modular) -> dict[
         >>> optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]
         (0.1, 0.01)
     """
-    instance("optimizer", optimizer, Modular)
+    instance("optimizer", optimizer, Modular, "write from_torch_optim(state_dict, optimizer)")
     instance("state_dict", state_dict, Mapping)
     saved = saved_groups(state_dict, optimizer.param_groups)
     if saved and all(IDENTITY in group for group in saved):

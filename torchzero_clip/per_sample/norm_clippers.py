@@ -6,7 +6,7 @@ from itertools import repeat
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from torchzero_clip.checks import instance, non_negative, positive
@@ -145,7 +145,7 @@ class ConstantPerLayerClipper(Explained, NormClipper):
     """
 
     def __init__(self, flat_values: Sequence[float]) -> None:
-        instance("flat_values", flat_values, Sequence)
+        instance("flat_values", flat_values, Sequence, "write a list, such as [1.0]")
         if not flat_values:
             raise ValueError("flat_values must hold at least one limit")
         for i, value in enumerate(flat_values):
@@ -274,10 +274,7 @@ def _factors(limit: float, norm: Tensor) -> Tensor:
 
 def checked_norm_clipper(value: object) -> NormClipper:
     """The value, if it is a norm clipper."""
-    try:
-        instance("norm_clipper", value, NormClipper)
-    except TypeError as error:
-        if isinstance(value, int | float):
-            raise TypeError(f"{error}: write ConstantFlatClipper({value!r})") from None
-        raise
+    order = "the model first, then " if isinstance(value, nn.Module) else ""
+    limit = value if isinstance(value, int | float) else 1.0
+    instance("norm_clipper", value, NormClipper, f"write {order}ConstantFlatClipper({limit})")
     return cast(NormClipper, value)

@@ -99,7 +99,10 @@ class Recorder(Readable):
     ) -> None:
         found = unwrap(optimizer)
         if not isinstance(found, Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+            way_out = ": write Recorder(optimizer, model=model)" if isinstance(optimizer, nn.Module) else ""
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}{way_out}")
+        if isinstance(by, nn.Module):
+            raise TypeError("by must be a string, got a module: write model=model")
         one_of("by", by, get_args(By))
         count("ratios_every", ratios_every)
         for name, number in (("keep", keep), ("flush_every", flush_every), ("log_every", log_every)):
@@ -283,6 +286,15 @@ class Recorder(Readable):
     def __repr__(self) -> str:
         path = "" if self._log is None else f", path={str(self._log.path)!r}"
         return f"Recorder({type(self.optimizer).__name__}, by={self._run.by!r}, keep={self._run.keep}{path})"
+
+
+def check_given(recorder: object) -> None:
+    """Raise if a callback of a trainer cannot attach what it was given."""
+    if not isinstance(recorder, Recorder | None) and (not callable(recorder) or isinstance(recorder, nn.Module)):
+        raise TypeError(
+            f"recorder must be a Recorder or a function that makes one, got {type(recorder).__name__}: write "
+            "functools.partial(Recorder, path=...)"
+        )
 
 
 def attached(recorder: Recorder | Callable[[Any], Recorder], optimizer: Any, model: nn.Module) -> Recorder:
