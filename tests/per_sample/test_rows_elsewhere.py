@@ -10,6 +10,8 @@ from per_sample.harness import Net, assert_close, by_backward, by_classic_form, 
 from torch import nn
 from torch.nn import functional as F
 
+from torchzero_clip.per_sample.arguments import tensors_held
+
 W = 4
 FORMS = {"unchecked": lambda model: by_backward(model, verify="never"), "classic": by_classic_form}
 FIRST, SECOND = torch.arange(3), torch.tensor([1, 0, 2])
@@ -267,3 +269,81 @@ def test_tensors_in_objects_beside_others_do_not_change_the_number_of_samples():
     x = data()
     expected = norms_in_batch(model, x, held)
     assert_close(by_backward(model, verify="never")(lambda m: losses_of(m(x, held)))[0], expected)
+
+
+def backwards_by_views(m, ids):
+    result = torch.zeros_like(ids)
+    for row, other in zip(result.unbind(0), ids.flip(0).unbind(0), strict=True):
+        row.copy_(other)
+    return m.head(m.table(result))
+
+
+def turned_in_place(m, ids):
+    return m.head(m.table(ids.clone()[:, :3].contiguous().t_()))
+
+
+def other_data(m, ids):
+    result = ids.clone()
+    result.data = ids.flip(0)
+    return m.head(m.table(result))
+
+
+def positions_written_in_turn(m, ids):
+    h = m.table(ids[:, :3])
+    result = torch.zeros_like(h) * h
+    for i in range(3):
+        result[i] = h[:, i]
+    return m.head(result)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("forward", [backwards_by_views, turned_in_place, other_data, positions_written_in_turn])
+def test_what_is_written_through_a_view_or_changes_its_shape_is_refused(forward, form):
+    model = Net(forward, table=nn.Embedding(9, W), head=lin()).double()
+    with pytest.raises(ValueError, match="got rows whose samples are not known"):
+        FORMS[form](model)(lambda m: losses_of(m(words())))
+
+
+class Strange:
+    """Makes its own attributes."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+class Linked:
+    """A batch that refers to its dataset, whose items refer to the dataset."""
+
+    def __init__(self, x):
+        self.x, self.dataset = x, [Item(self) for _ in range(1000)]
+
+
+class Item:
+    def __init__(self, batch):
+        self.batch, self.values = batch, torch.zeros(2)
+
+
+@pytest.mark.parametrize("other", [torch, Strange()], ids=["a module", "an object with attributes of its own making"])
+def test_objects_that_are_no_batch_are_not_searched(other):
+    model, x = Net(lambda m, x, other: m.head(x), head=lin()).double(), data(3, W)
+    expected = norms_in_batch(Net(lambda m, x: m.head(x), head=model.head), x)
+    assert_close(by_backward(model)(lambda m: losses_of(m(x, other)))[0], expected)
+
+
+def test_a_batch_that_refers_to_its_dataset_is_searched_only_near_it():
+    batch = Linked(data(3, W))
+    assert len(tensors_held(batch)) <= 101
+    assert tensors_held(batch)[0] is batch.x
+
+
+def test_a_sum_of_unknown_samples_times_0_is_no_error():
+    model = Net(lambda m, x: m.head(m.first(x) + 0.0 * m.unused(x).sum()), head=lin(), first=lin(), unused=lin())
+    by_backward(model.double(), verify="never")(lambda m: losses_of(m(data(3, W))))
+
+
+def test_one_sample_of_one_position():
+    model = Net(lambda m, x: m.head(m.words(x) + m.places(torch.arange(x.shape[1]))), words=nn.Embedding(9, W))
+    model.places, model.head = nn.Embedding(4, W), lin()
+    x = torch.tensor([[3]])
+    expected = norms_in_batch(model.double(), x)
+    assert_close(by_backward(model)(lambda m: losses_of(m(x)))[0], expected)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from types import EllipsisType, NoneType
+from types import EllipsisType, ModuleType, NoneType
 from typing import Any, TypeAlias
 
 import torch
@@ -13,6 +13,7 @@ Rebuild: TypeAlias = Callable[[Sequence[Any]], tuple[Sequence[Any], Mapping[str,
 """Returns arguments with other leaves in the places of those that were found."""
 
 OF_TORCH = Tensor, torch.Size, torch.dtype, torch.device, torch.memory_format
+OBJECTS = 100
 LEAVES = *OF_TORCH, int, float, str, NoneType, EllipsisType, slice
 
 
@@ -45,12 +46,29 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
 
 
-def tensors_held(value: Any, depth: int = 3) -> list[Tensor]:
-    """The tensors in the attributes of an object, such as a batch of a class of its own, and of objects in it."""
-    if isinstance(value, Tensor):
-        return [value]
-    if not depth or isinstance(value, (*LEAVES, type, nn.Module)) or callable(value):
-        return []
+def tensors_held(value: Any) -> list[Tensor]:
+    """The tensors in the attributes of an object, such as a batch of a class of its own, and of objects in it.
+
+    The search ends after a hundred objects, because a batch may refer to its dataset.
+    """
+    found: list[Tensor] = []
+    seen: list[Any] = []
+    for item in (rest := [value]):  # grows
+        if len(seen) == OBJECTS or isinstance(item, (*LEAVES, type, ModuleType, nn.Module)) or callable(item):
+            continue
+        if any(item is other for other in seen):
+            continue
+        seen.append(item)
+        leaves = pytree.tree_leaves(_attributes(item))
+        found += [x for x in leaves if isinstance(x, Tensor)]
+        rest += [x for x in leaves if not isinstance(x, LEAVES)]
+    return found
+
+
+def _attributes(value: Any) -> list[Any]:
     slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
-    held = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
-    return [x for leaf in pytree.tree_leaves(held) for x in tensors_held(leaf, depth - 1)]
+    try:
+        held = [*vars(value).values()] if hasattr(value, "__dict__") else []
+        return [*held, *(getattr(value, name) for name in slots if hasattr(value, name))]
+    except Exception:  # of an object that makes its own attributes
+        return []

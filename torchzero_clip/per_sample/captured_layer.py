@@ -14,7 +14,7 @@ from typing_extensions import override
 from torchzero_clip.compat import get_interpreter_stack, never_compiled
 from torchzero_clip.per_sample.broadcast_row import BroadcastRow, is_row, row_of
 from torchzero_clip.per_sample.contributions import Contribution, Dense
-from torchzero_clip.per_sample.labels import Labels
+from torchzero_clip.per_sample.labels import LOST, Labels
 from torchzero_clip.per_sample.modes import WithoutOwnModes
 from torchzero_clip.per_sample.row_products import regrouped
 from torchzero_clip.per_sample.rules.whole import whole_line, written
@@ -136,9 +136,9 @@ class CapturedLayer:
             return Samples(input, dim)
         if isinstance(labels, int) and 0 <= labels < leading:
             return Samples(input, labels)
+        if labels is not LOST and count == 1 == input.shape[dim]:
+            return Samples(input, dim)
         if isinstance(labels, Tensor):
-            if count == 1 == input.shape[dim]:
-                return Samples(input, dim)
             depth = max((i + 1 for i, size in enumerate(labels.shape) if size != 1), default=1)
             if depth <= leading and bool((labels >= 0).all()):
                 rows = labels.reshape(labels.shape[:depth]).expand(input.shape[:depth])

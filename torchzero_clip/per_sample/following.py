@@ -27,6 +27,8 @@ PLACES = {
     *("index_add", "index_copy", "index_put", "masked_scatter", "scatter", "scatter_add", "scatter_reduce"),
 }
 """Functions that put elements into their first argument."""
+SHAPES = {"as_strided", "resize", "resize_as", "set", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze"}
+"""Functions that may change the shape or the memory of a tensor in place."""
 REPLACES = {"index_copy", "index_put", "masked_scatter", "scatter"}
 """Functions that put elements in place of others."""
 
@@ -43,7 +45,8 @@ class Following(OwnMode):
         output, kwargs = func(*args, **(kwargs or {})), kwargs or {}
         if torch.compiler.is_compiling():
             return output
-        changed = args[0] if func is Tensor.__setitem__ else output
+        sets = output is None and getattr(func, "__name__", "") in ("__setitem__", "__set__")
+        changed = args[0] if sets else output
         first = changed[0] if isinstance(changed, list | tuple) and changed else changed
         if not isinstance(first, Tensor) or not first.ndim:  # most are sizes and dtypes, which need no name
             return output
@@ -51,6 +54,9 @@ class Following(OwnMode):
         if (first.grad_fn is None or name in PACKS) and not get_interpreter_stack():
             if name == "setitem":
                 self._set(*args)
+            elif name == "set" and func.__name__ == "__set__":
+                if func.__self__.__name__ == "data":
+                    self._lose(first, LOST)
             elif args and output is args[0]:
                 if func.__name__.endswith("_"):
                     self._changed(name, args, kwargs)
@@ -68,13 +74,19 @@ class Following(OwnMode):
         except RuntimeError:  # such as after a change of the shape in place
             self._lose(tensor, LOST)
             return
-        self._provenance.note(tensor, simplest(labels, self._provenance.count))
+        before, found = self._provenance.of(tensor), simplest(labels, self._provenance.count)
+        if tensor._base is not None and not (isinstance(found, int) and found == before):
+            self._lose(tensor, LOST)
+        self._provenance.note(tensor, found)
 
     def _changed(self, name: str, args: Any, kwargs: Any) -> None:
         """Note the labels of a tensor that a function has changed in place."""
         tensor, given = args[0], (*args[1:], *kwargs.values())
         if name == "copy":
             self._set(tensor, ..., given[0])
+        elif name in SHAPES:
+            if self._provenance.of(tensor) is not None:
+                self._lose(tensor, LOST)
         elif name in PLACES:
             self._lose(tensor, self._placed(tensor, args, kwargs))
         else:

@@ -76,7 +76,7 @@ def unmoved(name: str, parts: Sequence[Part], shape: Sequence[int], count: int, 
     if name in ELEMENTS:
         first = known[0][1]
         usual = all(isinstance(x, int) and x == first and len(p.shape) == len(shape) for p, x in known)
-        if usual and isinstance(first, int):
+        if usual and isinstance(first, int) and first is not LOST:
             return first if shape[first] == count else LOST
         # a value whose samples are unknown may be a statistic of the batch, which the check of gradients finds
         return _common([aligned(x, len(p.shape), len(shape)) for p, x in known if x is not LOST], shape, count)

@@ -231,15 +231,14 @@ def _put(step: Step, parts: Sequence[Part]) -> Labels:
 
 def _written(step: Step, parts: Sequence[Part]) -> Labels:
     """A part of a tensor was overwritten. Which one is not known."""
-    has_base = step.node.next_functions[0][0] is not None
-    if any(isinstance(part.labels, Tensor) for part in parts[has_base:]):
-        return LOST
-    if has_base and parts[0].labels is not None:
-        same = all(part.labels is None or part.labels is not LOST for part in parts[1:])
-        return parts[0].labels if same else LOST
+    base = parts[0].labels if step.node.next_functions[0][0] is not None else None
+    values = [part.labels for part in (parts if base is None else parts[1:]) if part.labels is not None]
+    if base is not None and (not values or step.batch_size == 1):
+        return base
+    # only one dimension can have the samples, both in the tensor and in what is written into it
     where = [dim for dim, size in enumerate(step.shape) if size == step.batch_size]
-    plain = all(not isinstance(part.labels, Tensor) for part in parts)
-    return where[0] if plain and len(where) == 1 else LOST
+    plain = len(where) == 1 and all(isinstance(labels, int) and labels is not LOST for labels in values)
+    return where[0] if plain and base in (None, where[0]) else LOST
 
 
 def _passed_on(step: Step, parts: Sequence[Part]) -> Labels:
