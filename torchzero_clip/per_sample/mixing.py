@@ -117,8 +117,9 @@ class MixingCheck:
         raise RuntimeError(
             f"the model or the loss mixes or reorders samples: {who} the gradient of {_list(samples)} at "
             f"{names[key]!r}, so they are mixed in this layer or later. check_per_sample names the module. If a layer "
-            "gets an input without samples and with as many positions as samples, give the input a batch dimension. "
-            "Nothing was changed"
+            "gets an input without samples and with as many positions as samples, give the input a batch dimension. A "
+            "loss over all tokens, such as that of a router of experts, has to be computed for each sample. Nothing "
+            "was changed"
         )
 
     def give_up(self, reason: str) -> None:
