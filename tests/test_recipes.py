@@ -20,8 +20,8 @@ NEEDS = {
     "muon_clip": "sklearn",
 }
 TOLERANCE = {"muon_clip": 0.7, "ppo": 0.5, "warm_up_the_limit": 0.7}
-"""Runs that amplify rounding, which differs between processors: two pages were written on an Intel Xeon, and an AMD EPYC
-prints other numbers with every version of the package."""
+"""Runs that amplify rounding, which differs between processors: two pages were written on an Intel Xeon, and an AMD
+EPYC prints other numbers with every version of the package."""
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?|nan")
 
 
