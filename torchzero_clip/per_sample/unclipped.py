@@ -22,16 +22,17 @@ def refuse_steps(engine: Any) -> Callable[[], Any]:
 @never_compiled
 def _refuse(reference: "weakref.ref[Any]", optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     engine = reference()
-    waiting = {} if engine is None else engine.waiting
-    if waiting and any(id(param) in waiting for group in optimizer.param_groups for param in group["params"]):
+    if engine is None or not (engine.waiting or engine.accumulated):
+        return
+    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if not own.isdisjoint(engine.waiting):
         raise RuntimeError(
             "gradients of an earlier loss.backward() wait to be clipped, and .grad does not contain them. Before the "
             "step, call either clipper.backward(losses) with one loss for each sample, or loss.backward(); "
             "clipper.clip_and_accumulate(); clipper.pre_step(). For ordinary gradients, run forward and backward in "
             "'with clipper.paused():'. clipper.discard() drops the gradients that wait"
         )
-    sums = set[int]() if engine is None else engine.accumulated
-    if sums and any(id(param) in sums for group in optimizer.param_groups for param in group["params"]):
+    if not own.isdisjoint(engine.accumulated):
         raise RuntimeError(
             "clipped gradients wait for clipper.pre_step(), and .grad does not contain them: call it before the step. "
             "To drop them, call pre_step() and then optimizer.zero_grad()"
