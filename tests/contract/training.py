@@ -102,6 +102,26 @@ def assert_same_checkpoint(first: Any, second: Any) -> None:
     torch.testing.assert_close(_in_numbers(first), _in_numbers(second), rtol=0, atol=0, equal_nan=True)
 
 
+def assert_equal_to_rounding(actual: Any, expected: Any) -> None:
+    """Equal keys, dtypes and texts, and tensors that differ by a few last places of their dtypes.
+
+    Numbers are float64, but describe tensors of other dtypes, so they may differ as float32 does.
+    """
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        actual, expected = [actual[key] for key in expected], list(expected.values())
+    if isinstance(expected, list | tuple):
+        assert len(actual) == len(expected)
+        for own, other in zip(actual, expected, strict=True):
+            assert_equal_to_rounding(own, other)
+    elif isinstance(expected, Tensor) and (expected.is_floating_point() or expected.is_complex()):
+        is_number = not expected.ndim and expected.dtype == torch.float64
+        most = 32 * torch.finfo(torch.float32 if is_number else expected.dtype).eps
+        torch.testing.assert_close(actual, expected, rtol=most, atol=most, equal_nan=True)
+    else:
+        assert actual == expected
+
+
 def _in_numbers(value: Any) -> Any:
     """The same with texts as numbers, which `torch.testing.assert_close` compares."""
     if isinstance(value, str):

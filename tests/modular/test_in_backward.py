@@ -10,7 +10,7 @@ import pytest
 import ranks
 import torch
 from contract.entries import ENTRIES, Mul
-from contract.training import Model, assert_equal, assert_same_checkpoint, gradients, parameters, through_file, values
+from contract.training import Model, assert_equal, assert_equal_to_rounding, gradients, parameters, through_file, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from modular import sharded_in_backward
@@ -69,7 +69,7 @@ def backward(params, row):
     loss.backward()
 
 
-def run(make, params, grads, bucket, *, fast=True, adds=True, schedules=True):
+def run(make, params, grads, bucket, *, fast=True, schedules=True):
     """Train with a scheduler, a checkpoint after step 1, a parameter from step 2 on, and a gradient set in step 4.
 
     Args:
@@ -78,7 +78,6 @@ def run(make, params, grads, bucket, *, fast=True, adds=True, schedules=True):
         grads: Their gradients in each step.
         bucket: The bytes of a bucket; None for ordinary steps.
         fast: As in `Modular`.
-        adds: The last parameter is added. If not, it is never used.
         schedules: There is a scheduler of torch.
     """
 
@@ -96,10 +95,9 @@ def run(make, params, grads, bucket, *, fast=True, adds=True, schedules=True):
                 handle.remove()
             optimizer, handle, scheduler = optimizer_of(own)
             optimizer.load_state_dict(saved)
-            if adds:
-                optimizer.add_param_group({"params": named(params[-1:], len(own))})
-                own.append(params[-1])
-                scheduler = ExponentialLR(optimizer, 0.9) if schedules else None
+            optimizer.add_param_group({"params": named(params[-1:], len(own))})
+            own.append(params[-1])
+            scheduler = ExponentialLR(optimizer, 0.9) if schedules else None
         optimizer.zero_grad()
         by_hand = 1 if k == 4 else 0
         backward(own[by_hand:], row[by_hand : len(own)])
@@ -114,14 +112,9 @@ def run(make, params, grads, bucket, *, fast=True, adds=True, schedules=True):
     return values(params), optimizer.state_dict(), metrics
 
 
-def assert_same_metrics(actual, expected):
-    """Up to rounding, because the sums of parts are added up."""
-    assert list(actual) == list(expected)
-    for key, value in expected.items():
-        torch.testing.assert_close(actual[key], value, rtol=1e-12, atol=0, equal_nan=True)
+def assert_same_runs(make, dtypes, bucket, *, shares=True, **options):
+    """Both kinds of steps give the same, except that rounding may move a norm across its limit, which changes shares."""
 
-
-def assert_same_runs(make, dtypes, bucket, **options):
     def once(bucket):
         params = [
             nn.Parameter(p.detach().to(d)) for p, d in zip(parameters(torch.float64, SHAPES), dtypes, strict=True)
@@ -131,10 +124,12 @@ def assert_same_runs(make, dtypes, bucket, **options):
             return run(make, params, gradients(params, 6), bucket, **options)
 
     (params, state, metrics), (own_params, own_state, own_metrics) = once(None), once(bucket)
-    assert_equal(own_params, params)
-    assert_same_checkpoint(own_state, state)
+    assert_equal_to_rounding(own_params, params)
+    assert_equal_to_rounding(own_state, state)
     for own, expected in zip(own_metrics, metrics, strict=True):
-        assert_same_metrics(own, expected)
+        compared = [key for key in expected if shares or not key.endswith("/clipped")]
+        assert list(own) == list(expected)
+        assert_equal_to_rounding([own[key] for key in compared], [expected[key] for key in compared])
 
 
 WAYS = {
@@ -154,12 +149,7 @@ WAYS = {
 @pytest.mark.parametrize("way", [w if w == "float32" else pytest.param(w, marks=pytest.mark.slow) for w in WAYS])
 def test_equals_the_ordinary_step(entry, way):
     dtypes, bucket, fast = WAYS[way]
-    kinds = {getattr(node.transform, "ord", None) for node in Chain(entry.make()).nodes()}
-    if way == "mixed" and not kinds.isdisjoint({"std", "var"}):  # float64 beside others is measured in another way
-        dtypes = [*dtypes[:-1], torch.float32]
-    # SGD takes torch's kernel if no parameter, or if each, has a buffer and gradients are dampened
-    adds = entry.name != "SGD-momentum"
-    assert_same_runs(entry.make, dtypes, bucket, fast=fast, adds=adds, schedules=entry.name != "schedules")
+    assert_same_runs(entry.make, dtypes, bucket, fast=fast, schedules=entry.name != "schedules")
 
 
 def is_long(param):
@@ -204,7 +194,11 @@ ENDS = [lambda: AdamW(0.1), lambda: SGD(0.1, 0.9), lambda: Wrap(torch.optim.Adag
 )
 def test_random_chains_equal_the_ordinary_step(links, end, way, bucket):
     dtypes, _, fast = WAYS[way]
-    assert_same_runs(lambda: [*(SCOPES[where](link()) for link, where in links), end()], dtypes, bucket, fast=fast)
+
+    def chain():
+        return [*(SCOPES[where](link()) for link, where in links), end()]
+
+    assert_same_runs(chain, dtypes, bucket, fast=fast, shares=False)
 
 
 class Net(nn.Module):
@@ -247,8 +241,8 @@ def test_checkpointed_activations_and_shared_weights(reentrant):
     params, state = trained(None)
     for bucket in (0, 300, 10**9):
         own_params, own_state = trained(bucket)
-        assert_equal(own_params, params)
-        assert_same_checkpoint(own_state, state)
+        assert_equal_to_rounding(own_params, params)
+        assert_equal_to_rounding(own_state, state)
 
 
 def test_groups_rates_and_settings_of_their_own():
@@ -267,8 +261,8 @@ def test_groups_rates_and_settings_of_their_own():
 
     (params, optimizer), (own_params, own) = trained(False), trained(True)
     assert own.param_groups[0]["schedule_step"] == 3
-    assert_equal(own_params, params)
-    assert_same_checkpoint(own.state_dict(), optimizer.state_dict())
+    assert_equal_to_rounding(own_params, params)
+    assert_equal_to_rounding(own.state_dict(), optimizer.state_dict())
 
 
 def test_a_closure_gives_gradients_in_the_step():

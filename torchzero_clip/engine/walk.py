@@ -15,14 +15,12 @@ from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.tools import Tools
 from torchzero_clip.core.transform import Transform, storable
 from torchzero_clip.engine import targets
 from torchzero_clip.engine.checked import check_factors, check_result, check_state
 from torchzero_clip.engine.executor import Executor
 from torchzero_clip.engine.numbers import Numbers
 from torchzero_clip.engine.others import Others
-from torchzero_clip.engine.parts import Apart
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import L2, Measured, effect, scale_
 from torchzero_clip.functional.shards import elements_at, memories
@@ -55,7 +53,6 @@ class Walk:
         new_states: The states of parameters that had none.
         numbers: Receives the numbers behind the metrics, if they are joined with those of other parts of the step or of
             other processes.
-        apart: If this is a part of a step, the transforms that measure tensors one by one.
     """
 
     nodes: Nodes
@@ -73,7 +70,6 @@ class Walk:
     listens: bool = False
     new_states: dict[Tensor, State] = field(default_factory=dict)
     numbers: Numbers | None = None
-    apart: Apart | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)
     has_loss: Tensor | None = None
     """Whether a process has a loss, once that was asked."""
@@ -301,9 +297,8 @@ class Walk:
             total = known.squeeze(0)  # gates have measured the gradients jointly
             return Measured(L2, list(range(count)), total.expand(count), total, memories(updates), joint=True)
         beside = self.listens and self.norms_before is None
-        tools = self.executor if self.apart is None or node.path not in self.apart.updates else Tools()
         how = self.nodes.measuring[node.path]
-        measured = tools.measure_here(
+        measured = self.executor.measure_here(
             updates, transform.slicing, how.dims_of, each=how.each, beside=beside, name=node.path
         )
         if self.nodes.keeps_statistics and self.gradient_norms is None:
@@ -347,7 +342,7 @@ class Walk:
             {},
             self.norms_of(rows) if known else None,
             partial(self._apply_child, node, rows) if node.children else None,
-            self.executor if self.apart is None or node.path not in self.apart.state else Tools(),
+            self.executor,
             self.has_loss,
         )
 

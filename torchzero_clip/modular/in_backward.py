@@ -12,9 +12,6 @@ from torch.optim import Optimizer
 
 from torchzero_clip.checks import count
 from torchzero_clip.compat import at_end_of_backward, current_graph_task_id, never_compiled
-from torchzero_clip.core.elementwise import Elementwise
-from torchzero_clip.core.kinds import Shifting
-from torchzero_clip.core.scope import named_params
 from torchzero_clip.engine.parts import Parts, second_gradient
 from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.modular.modular import Modular
@@ -51,7 +48,6 @@ class StepInBackward:
         self._bytes = 0
         self._workspaces: dict[int, Workspace] = {}
         self._ready = _weakly(self.take)
-        self._all = Workspace()  # it only compares the layout of all parameters with that of the last step
         self._attach()
         # parameters may be added or unfrozen between steps
         self._after_steps = optimizer.register_step_post_hook(self._after_step)
@@ -148,23 +144,10 @@ class StepInBackward:
         refuse(optimizer)
         self._settings = optimizer.begin()
         self._attach()
-        if not self._parts.updated:
-            self._plan()
         self._waiting, self._bytes = {}, 0  # left by a backward that failed: `step` takes these gradients
         if task != -1:
             at_end_of_backward(self._end)
         self._task = task
-
-    def _plan(self) -> None:
-        """Make the parts of this step decide as an ordinary step with all trainable parameters would."""
-        optimizer = self._optimizer
-        named = [n for group in optimizer.param_groups for n in named_params(group) if n.param.requires_grad]
-        params = [n.param for n in named]
-        has_layout = True
-        if any(isinstance(node.transform, Shifting | Elementwise) for node in optimizer.nodes):
-            states = [optimizer.state.get(param, {}) for param in params]
-            has_layout = self._all.columns(params, list(params), states) is not None
-        self._parts.plan(optimizer.nodes, named, has_layout=has_layout)
 
     def _end(self) -> None:
         with self._lock:
@@ -237,8 +220,8 @@ def step_in_backward(optimizer: Optimizer, *, bucket_bytes: int = 2**23) -> Step
     """Update each parameter in the backward, as soon as its gradient is ready, and free the gradient.
 
     After each backward call ``optimizer.step()`` as usual. It advances schedules and counters, collects the metrics,
-    and updates parameters whose gradient was set by hand. The result is that of an ordinary step. Because the gradients
-    never exist all at once, they take the memory of the largest parameter and of one bucket.
+    and updates parameters whose gradient was set by hand. The result is that of an ordinary step, up to rounding. The
+    gradients never exist all at once, so they take the memory of the largest parameter and of one bucket.
 
     All transforms have to treat each tensor on its own: see `Transform.is_tensorwise`.
 

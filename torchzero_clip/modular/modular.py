@@ -488,8 +488,7 @@ class Modular(Explained, Optimizer):
         if None in states:
             states = [new.setdefault(p, {}) if s is None else s for p, s in zip(params, states, strict=True)]
         is_fast = self._may_be_fast()
-        may_have_layout = is_fast and (self.parts is None or self.parts.has_layout)
-        columns = workspace.columns(params, grads, states) if may_have_layout else None
+        columns = workspace.columns(params, grads, states) if is_fast else None
         if columns is None:  # else the fast way has checked these tensors already
             refuse_unusable(groups)
             check_shapes(self._nodes, groups, params, states, group_of, self._shapes)
@@ -504,7 +503,7 @@ class Modular(Explained, Optimizer):
         shared = (self._chain_state.values, loss, loss_count, executor, keep_grads, self.listener is not None, new)
         walk = Walk(*lists, *shared)
         if self.parts is not None:
-            walk.numbers, walk.apart = Numbers(), self.parts.apart
+            walk.numbers = Numbers()
         if self._process_group is not None:
             self._join(walk, self._process_group)
         return walk
