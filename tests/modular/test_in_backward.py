@@ -113,7 +113,7 @@ def run(make, params, grads, bucket, *, fast=True, schedules=True):
 
 
 def assert_same_runs(make, dtypes, bucket, *, shares=True, **options):
-    """Both kinds of steps give the same, except that rounding may move a norm across its limit, which changes shares."""
+    """Both kinds of steps give the same, but rounding may move a norm across its limit, which changes ``shares``."""
 
     def once(bucket):
         params = [

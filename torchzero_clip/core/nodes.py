@@ -1,8 +1,8 @@
 """The transforms of a chain as a flat list: where each stands, and where its settings and its state are stored."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -10,7 +10,6 @@ from torchzero_clip.compat import cpu_by_default
 from torchzero_clip.core.kinds import Gate, Scaling, UpdateRule
 from torchzero_clip.core.scope import NamedParam, Scope
 from torchzero_clip.core.transform import Transform, storable, treats_each_alone
-from torchzero_clip.functional.measure import L2, Measured, Slicing
 from torchzero_clip.types import Schedule, Setting, State
 
 
@@ -78,23 +77,6 @@ class Node:
         return self.qualified(self.transform.possible_state(named.param, setting)) if self.scope.has(named) else {}
 
 
-class Measuring(NamedTuple):
-    """How a scaling is measured."""
-
-    dims_of: Callable[[Tensor], tuple[int, ...]] | None
-    """Returns the dimensions of a slice; None if they follow from the arguments, which `measure` may cut faster."""
-    each: bool
-    """True if statistics need the norm of each tensor, even if slices are joined."""
-    jointly: bool
-    """True if statistics need only the joint norm, which is the norm of the only slice."""
-
-    def norms_for_statistics(self, measured: Measured) -> Tensor | None:
-        """The norms of gradients that statistics need; None if they need none, or if the norms are unknown."""
-        if self.jointly and len(measured.vector) > 0:
-            return measured.vector.narrow(0, 0, 1)
-        return measured.tensor_norms if self.each or self.jointly else None
-
-
 class Nodes:
     """All transforms of a chain, at any depth, each composite before its children.
 
@@ -113,23 +95,6 @@ class Nodes:
         """The paths in ``joining``, and those of composites around such a transform."""
         self.zeros_matter = _zeros_matter(nodes)
         """True if a gradient of zeros may change the results for other tensors, or state that several tensors share."""
-        first = next((node for node in nodes if not node.outer and not isinstance(node.transform, Gate)), None)
-        self.of_gradients = first.path if first is not None and _clips_all_gradients(first.transform) else None
-        """The path of the first transform, if it needs just the joint norm that gates may have measured."""
-        keepers = [node for node in nodes if node.transform.keeps_statistics]
-        self.keeps_statistics = bool(keepers)
-        self.only_joint_statistics = all(
-            getattr(node.transform, "joint", False) and not node.scope.limited for node in keepers
-        )
-        """Whether it is enough to know if the gradients are finite and not zero all together."""
-        self.measuring = {n.path: self._measuring(n.transform) for n in nodes if isinstance(n.transform, Scaling)}
-        """How each scaling is measured, by its path."""
-
-    def _measuring(self, transform: Scaling) -> "Measuring":
-        dims_of = None if type(transform).slice_dims is Scaling.slice_dims else transform.slice_dims
-        slicing = transform.slicing
-        jointly = self.only_joint_statistics and slicing.dim == "global" and slicing.metric == L2
-        return Measuring(dims_of, self.keeps_statistics and not jointly, self.keeps_statistics and jointly)
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self.by_path.values())
@@ -171,11 +136,6 @@ class Nodes:
     def possible_state(self, named: NamedParam, group: Mapping[str, Any]) -> dict[str, Any]:
         """Every entry that the state of a parameter may ever have."""
         return {key: value for n in self for key, value in n.possible_state(named, n.settings(group)).items()}
-
-
-def _clips_all_gradients(transform: Transform) -> bool:
-    measures_all = isinstance(transform, Scaling) and transform.slicing == Slicing(L2, "global")
-    return measures_all and not (transform.scope.limited or transform.keeps_statistics or transform.target != "update")
 
 
 def _joins_tensors(transform: Transform) -> bool:

@@ -4,13 +4,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.states import States
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.tools import Tools
+from torchzero_clip.engine.table import Table
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.functional.measure import Measured
 from torchzero_clip.types import Setting, State
@@ -25,8 +25,8 @@ class Host(Protocol):
         ...
 
     @property
-    def group_of(self) -> list[int]:
-        """The index of the group of each parameter."""
+    def table(self) -> Table:
+        """The parameters that take part in the step."""
         ...
 
     def step_for(self, node: Node, rows: list[int], rest: Sequence[Node] = ()) -> Step:
@@ -37,16 +37,20 @@ class Host(Protocol):
         """Store the state and the metrics of a transform."""
         ...
 
-    def dtypes(self, rows: list[int]) -> list[torch.dtype]:
-        """The dtype of each parameter."""
-        ...
 
-    def in_scope(self, node: Node, rows: list[int]) -> list[int]:
-        """The rows that a transform acts on; the same list if these are all."""
-        ...
+class Measurer(Tools):
+    """Measures tensors and gradients."""
+
+    @abstractmethod
+    def joint_norm(self, grads: list[Tensor], *, beside: bool) -> tuple[Tensor, Tensor | None] | None:
+        """The L2 norm of all gradients together, and with ``beside`` that of each; None if the latter takes as long."""
+
+    @abstractmethod
+    def norm_of_each(self, grads: list[Tensor]) -> Tensor:
+        """The L2 norm of each gradient: a float64 vector, equal on all ranks."""
 
 
-class Executor(Tools):
+class Executor(Measurer):
     """Reads and changes the updates of one step."""
 
     memory: Updates
@@ -75,14 +79,6 @@ class Executor(Tools):
     @abstractmethod
     def finish(self, host: Host, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
         """Change the parameters as an update rule and the ``rest`` of the chain would. Return the rows done."""
-
-    @abstractmethod
-    def joint_norm(self, grads: list[Tensor], *, beside: bool) -> tuple[Tensor, Tensor | None] | None:
-        """The L2 norm of all gradients together, and with ``beside`` that of each; None if the latter takes as long."""
-
-    @abstractmethod
-    def norm_of_each(self, grads: list[Tensor]) -> Tensor:
-        """The L2 norm of each gradient: a float64 vector, equal on all ranks."""
 
     @abstractmethod
     def states(self, node: Node, stored: list[State], begin: Callable[[int], State]) -> States:

@@ -1,21 +1,64 @@
 """An object that sees the steps of an optimizer, and changes nothing."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-from torchzero_clip.engine.walk import Walk
+from torch import Tensor
+
+from torchzero_clip.core.nodes import Nodes
+from torchzero_clip.engine.judged import Judged
+from torchzero_clip.engine.reported_loss import Loss
+from torchzero_clip.engine.table import Table
+from torchzero_clip.types import Setting
+
+
+class Seen(Protocol):
+    """What a listener sees of a step."""
+
+    @property
+    def nodes(self) -> Nodes:
+        """The transforms."""
+        ...
+
+    @property
+    def settings(self) -> Mapping[str, list[Setting]]:
+        """The settings of each transform by path, one dict per group."""
+        ...
+
+    @property
+    def table(self) -> Table:
+        """The parameters that take part."""
+        ...
+
+    @property
+    def judged(self) -> Judged:
+        """The gradients before the first transform: ``judged.before`` are their L2 norms, if there were any."""
+        ...
+
+    @property
+    def loss(self) -> Loss:
+        """The loss of the step."""
+        ...
+
+    @property
+    def metrics(self) -> Mapping[str, Tensor]:
+        """What the transforms have measured."""
+        ...
+
+    @property
+    def refused_by(self) -> Sequence[str]:
+        """Who has refused the step."""
+        ...
 
 
 class Listener(ABC):
     """Sees every step of a `Modular`. It must not change what it sees."""
 
     @abstractmethod
-    def begin(self, walk: Walk) -> None:
+    def begin(self, step: Seen) -> None:
         """Called before the first transform of a step that is taken."""
 
     @abstractmethod
-    def end(self, walk: Walk) -> None:
-        """Called at the end of every step, also of one that was refused, raised an error, or had no gradients.
-
-        ``walk.norms_before`` are the L2 norms of the gradients before the first transform, if there were any;
-        ``walk.refused_by`` says who refused the step.
-        """
+    def end(self, step: Seen) -> None:
+        """Called at the end of every step, also of one that was refused, raised an error, or had no gradients."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from itertools import compress
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,8 +14,8 @@ from torchzero_clip.core.kinds import Gate
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.scope import named_params
 from torchzero_clip.core.transform import Transform
-from torchzero_clip.engine.reported_loss import joint_loss
-from torchzero_clip.engine.walk import Walk
+from torchzero_clip.engine.company import Company, Walking
+from torchzero_clip.engine.reported_loss import Loss
 from torchzero_clip.functional.bad import BadGradients, bad_gradients, labels
 from torchzero_clip.functional.norms import combine
 from torchzero_clip.functional.processes import gathered
@@ -24,6 +24,25 @@ from torchzero_clip.functional.shards import largest_on_all_ranks, mesh_groups
 Nonfinite: TypeAlias = Literal["propagate", "raise", "skip"]
 
 REMEMBERED = 10  # norms that an error shows
+
+
+class Undecided(Walking, Protocol):
+    """What the decision sees of a step."""
+
+    @property
+    def company(self) -> Company:
+        """Who else takes part."""
+        ...
+
+    @property
+    def loss(self) -> Loss:
+        """The loss of the step."""
+        ...
+
+    @property
+    def refused_by(self) -> list[str]:
+        """Who has refused the step."""
+        ...
 
 
 class StepPolicy:
@@ -65,7 +84,7 @@ class StepPolicy:
         """The counters that this policy needs, at 0."""
         return {SKIPPED: 0, CONSECUTIVE: 0} if self.may_skip else {}
 
-    def allows(self, walk: Walk, counts: MutableMapping[str, Any]) -> bool:
+    def allows(self, walk: Undecided, counts: MutableMapping[str, Any]) -> bool:
         """Return True if the step is to be taken. It waits for the device once.
 
         If no process has a gradient, the step is not taken, and does not count as skipped.
@@ -74,14 +93,15 @@ class StepPolicy:
             RuntimeError: For a non-finite gradient with ``nonfinite="raise"``, or after too many skips in a row.
         """
         self._refuse_capture(walk)
-        norms = walk.measure_gradients(jointly=self._judges_all)
+        norms = walk.judged.measure(jointly=self._judges_all)
+        is_alone = walk.company.group is None
         if any(gate.needs_loss for gate in self._gates.values()):
-            device = norms.device if walk.others is None else walk.others.device
-            found = joint_loss(walk.loss, walk.loss_count, device, walk.all_params(), walk.process_group)
-            walk.loss, walk.has_loss = (None, None) if found is None else found
-        gates = [gate for gate in self._gates if walk.others is not None or walk.rows_of(gate)]
-        (total, lost, *of_gates), taking_part = _joint_norms(walk, norms, gates)
-        walk.joint_norm = total
+            device = norms.device if walk.company.device is None else walk.company.device
+            walk.loss.join(device, walk.table.all_params(), walk.company.group)
+        scopes = {gate: walk.table.in_scope(walk.nodes.by_path[gate], walk.table.rows) for gate in self._gates}
+        gates = [gate for gate, rows in scopes.items() if rows or not is_alone]
+        (total, lost, *of_gates), taking_part = _joint_norms(walk, [scopes[gate] for gate in gates])
+        walk.judged.joint_norm = total
         judged = [self._judge(gate, walk, norm) for gate, norm in zip(gates, of_gates, strict=True)]
         refused = [refusal.to(total.device) for _, _, refusal in judged]
         # gates decide by numbers that are equal on all processes, so the decisions are equal too
@@ -93,9 +113,9 @@ class StepPolicy:
             return False
         self._norms = [*self._norms, joint][-REMEMBERED:]
         judged = list(compress(judged, asked))
-        walk.refused_by = [gate for gate, *said in zip(gates, refusals, asked, strict=True) if all(said)]
+        walk.refused_by.extend(gate for gate, *said in zip(gates, refusals, asked, strict=True) if all(said))
         if nonfinite and self.nonfinite != "propagate":
-            self._refuse(walk, norms)
+            self._refuse(walk)
         if walk.refused_by:
             self._count(counts)
             self._record(walk, judged, taken=False)
@@ -104,36 +124,36 @@ class StepPolicy:
         self._record(walk, judged, taken=True)
         return True
 
-    def _refuse_capture(self, walk: Walk) -> None:
+    def _refuse_capture(self, walk: Undecided) -> None:
         """Raise while a CUDA graph is captured: it would repeat the decision of this step for all later gradients."""
-        if walk.params and walk.params[0].is_cuda and is_capturing():
+        if walk.table.params and walk.table.params[0].is_cuda and is_capturing():
             who = ", ".join(map(repr, self._gates.values())) or f"nonfinite={self.nonfinite!r}"
             raise RuntimeError(
                 f"a step with {who} cannot be captured in a CUDA graph, because the host decides whether it is taken: "
                 "capture the forward and the backward only, or leave the policy out"
             )
 
-    def _refuse(self, walk: Walk, norms: Tensor) -> None:
+    def _refuse(self, walk: Undecided) -> None:
         """Refuse a step for a gradient that is not finite, or raise."""
         walk.refused_by.append("nonfinite")
-        self.bad_gradients = bad = _bad_gradients(walk, norms)
+        self.bad_gradients = bad = _bad_gradients(walk)
         if self.nonfinite == "raise":
             raise RuntimeError(
                 f'gradients are not finite: {bad.listed}. Nothing was changed; use nonfinite="skip" to skip such '
                 f"steps{bad.beside}"
             )
 
-    def _record(self, walk: Walk, judged: Sequence[tuple[Node, Tensor, Tensor]], *, taken: bool) -> None:
+    def _record(self, walk: Undecided, judged: Sequence[tuple[Node, Tensor, Tensor]], *, taken: bool) -> None:
         """Tell the gates what was decided."""
         for node, norm, _ in judged:
-            gate, step = self._gates[node.path], walk.step_of_gate(node)
+            gate, step = self._gates[node.path], walk.company.step_of_gate(walk, node)
             (gate.accept if taken else gate.refused)(norm, step)
             walk.store(node, step)
 
-    def _judge(self, name: str, walk: Walk, norm: Tensor) -> tuple[Node, Tensor, Tensor]:
+    def _judge(self, name: str, walk: Undecided, norm: Tensor) -> tuple[Node, Tensor, Tensor]:
         """A gate, the norm of the gradients that it acts on, and whether it refuses the step."""
         node = walk.nodes.by_path[name]
-        return node, norm, self._gates[name].refuses(norm, walk.step_of_gate(node))
+        return node, norm, self._gates[name].refuses(norm, walk.company.step_of_gate(walk, node))
 
     def _count(self, counts: MutableMapping[str, Any]) -> None:
         counts[SKIPPED] += 1
@@ -147,36 +167,28 @@ class StepPolicy:
             )
 
 
-def _joint_norms(walk: Walk, norms: Tensor, gates: Sequence[str]) -> tuple[list[Tensor], list[Tensor]]:
-    """Numbers that are equal on all processes: the joint norm, whether it is not finite, and the norm of each gate.
+def _joint_norms(walk: Undecided, scopes: Sequence[list[int]]) -> tuple[list[Tensor], list[Tensor]]:
+    """The numbers of `Judged.joined`, equal on all processes.
 
-    The second list says whether any gradient exists, and whether one exists for each gate. It is empty without other
+    The second list says whether any gradient exists, and whether one exists in each scope. It is empty without other
     processes.
-
-    Args:
-        walk: The step.
-        norms: A norm of each gradient, or their joint norm.
-        gates: The names of the gates.
     """
-    total = combine(norms, 2.0) if len(norms) != 1 else norms.squeeze(0)
-    rows = list(map(walk.rows_of, gates))
-    of_gates = [total if len(own) == len(walk.params) else combine(walk.norms_of(own), 2.0) for own in rows]
-    found = [total, norms.isfinite().all().logical_not().double(), *of_gates]
-    flags = [] if walk.others is None else [torch.full_like(total, len(own) > 0) for own in (walk.params, *rows)]
+    found, table, company = walk.judged.joined(scopes), walk.table, walk.company
+    flags = [] if company.group is None else [torch.full_like(found[0], len(own) > 0) for own in (table.rows, *scopes)]
     # a rank may have plain gradients beside sharded ones, and all would hang if it skipped the step alone
-    own = largest_on_all_ranks(torch.stack([*found, *flags]), walk.all_params())
-    if walk.others is None:
+    own = largest_on_all_ranks(torch.stack([*found, *flags]), table.all_params())
+    if company.group is None:
         return list(own.unbind()), []
-    columns = gathered(own.to(walk.others.device), walk.others.group).T.contiguous()
+    columns = gathered(own.to(company.device), company.group).T.contiguous()
     joint, taking_part = columns.split([len(found), len(flags)])
     return [combine(column, 2.0) for column in joint], list(taking_part.amax(dim=1).unbind())
 
 
-def _bad_gradients(walk: Walk, norms: Tensor) -> BadGradients:
+def _bad_gradients(walk: Undecided) -> BadGradients:
     """The names of the gradients that are not finite. All processes call it, because they have decided together."""
-    if len(norms) < len(walk.params):  # only their joint norm is known
-        norms = walk.executor.norm_of_each(walk.grads)
-    every = [named for group in walk.groups for named in named_params(group)]
+    table = walk.table
+    every = [named for group in table.groups for named in named_params(group)]
     names = labels("parameter", [(named.name, named.param) for named in every])
-    own = {names[param]: norm for param, norm in zip(walk.params, norms.tolist(), strict=True)}
-    return bad_gradients(own, mesh_groups(walk.all_params()), walk.process_group)
+    norms = walk.judged.of_each().tolist()
+    own = {names[param]: norm for param, norm in zip(table.params, norms, strict=True)}
+    return bad_gradients(own, mesh_groups(table.all_params()), walk.company.group)

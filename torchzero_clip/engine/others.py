@@ -1,21 +1,33 @@
 """Joins one step with those of processes that hold other parameters, such as the stages of a pipeline."""
 
-from collections.abc import Mapping
+from collections.abc import MutableMapping
+from dataclasses import replace
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from typing_extensions import override
 
-from torchzero_clip.core.nodes import Nodes
+from torchzero_clip.core.kinds import Scaling
+from torchzero_clip.core.nodes import Node, Nodes
+from torchzero_clip.core.step import Step
 from torchzero_clip.core.tools import Tools
-from torchzero_clip.engine.numbers import Numbers, joint_metrics, measuring
+from torchzero_clip.engine.company import Counting, Walking
+from torchzero_clip.engine.judged import Judged
+from torchzero_clip.engine.numbers import joint_metrics, measuring
+from torchzero_clip.engine.readable import Readable
+from torchzero_clip.engine.table import Table
+from torchzero_clip.engine.updates import Updates
+from torchzero_clip.engine.walk import Walk
 from torchzero_clip.functional.measure import Measured
 from torchzero_clip.functional.norms import combine
 from torchzero_clip.functional.processes import gathered
 
 
-class Others:
-    """Joins the norms and metrics of this process with those of the others.
+@final
+class Others(Counting):
+    """The processes that hold other parameters.
 
     Which numbers are sent depends only on the chain, which is the same on all processes.
 
@@ -25,48 +37,73 @@ class Others:
         has_schedules: True if any process has a setting that is a function of the step.
     """
 
-    def __init__(self, group: ProcessGroup, device: torch.device, has_schedules: bool) -> None:
-        self.group = group
-        self.device = device
+    def __init__(self, group: ProcessGroup, device: torch.device, *, has_schedules: bool = False) -> None:
+        super().__init__()
+        self.group, self.device = self._group, self._device = group, device
         self._has_schedules = has_schedules
+        self.stand_in: Walk | None = None
+        """Takes part in joint transforms for which this process has no tensor."""
 
-    def joined(
-        self, measured: Measured, own: Tensor, norms: Tensor | None, tools: Tools
-    ) -> tuple[Measured, Tensor | None]:
-        """The joint norm over all processes, and the joint norm of each process's gradients, in one collective.
-
-        Args:
-            measured: The joint norm of this process.
-            own: The `Measured.numbers` of this process.
-            norms: The norms of the gradients of this process, if statistics need them.
-            tools: The tools of the step.
-        """
+    @override
+    def exchanged(self, node: Node, measured: Measured, own: Tensor, step: Step, judged: Judged) -> Measured:
+        """The joint norm over all processes; statistics get the joint norm of each process's gradients beside it."""
+        if not isinstance(node.transform, Scaling) or node.transform.slicing.dim != "global":
+            return measured
+        if node.path == judged.judging.joint_clip and judged.joint_norm is not None:
+            return measured.of_processes(judged.joint_norm.to(own.device).view(1, 1))
+        norms = step.gradient_norms
         beside = own.new_zeros(0) if norms is None else combine(norms, 2.0).to(own.device).view(1)
-        rows = tools.rows(torch.cat([own, beside]).to(self.device)).to(own.device)
-        found = measured.of_processes(rows.narrow(1, 0, len(own)))
-        return found, None if norms is None else rows.select(1, len(own))
+        rows = step.tools.rows(torch.cat([own, beside]).to(self._device)).to(own.device)
+        step.gradient_norms = None if norms is None else rows.select(1, len(own))
+        return measured.of_processes(rows.narrow(1, 0, len(own)))
 
-    def metrics(
-        self, nodes: Nodes, numbers: Numbers, own: Mapping[str, Tensor], has_gradients: bool
-    ) -> dict[str, Tensor] | None:
+    def join(self, walk: Walk) -> None:
+        """Let a walk exchange numbers with the other processes."""
+        walk.executor.process_group = self._group
+        walk.company, self.stand_in = self, _stand_in(walk, self._group, self._device)
+
+    @override
+    def acting(self, walk: Walking, node: Node, rows: list[int]) -> list[int]:
+        """The rows of a transform; none if the stand-in has acted for it.
+
+        The stand-in acts for a joint transform that has no element on this process. It exchanges as many numbers as the
+        transform does on the other processes.
+        """
+        if self.stand_in is None or node.path not in walk.nodes.joint:
+            return rows
+        # a composite is applied to empty tensors, too, and lets a stand-in act for its children
+        if rows and (node.path not in walk.nodes.joining or any(walk.table.params[i].numel() for i in rows)):
+            return rows
+        if rows:
+            walk.store(node, walk.step_for(node, rows))  # the state of empty tensors begins, as in one process
+        self.stand_in.judged.joint_norm = walk.judged.joint_norm
+        self.stand_in.apply(node, [0], list(self.stand_in.table.grads))
+        return []
+
+    @override
+    def step_of_gate(self, walk: Walking, node: Node) -> Step:
+        rows = walk.table.in_scope(node, walk.table.rows)
+        return walk.step_for(node, rows) if rows or self.stand_in is None else self.stand_in.step_for(node, [0])
+
+    @override
+    def metrics(self, nodes: Nodes, own: dict[str, Tensor], has_gradients: bool) -> dict[str, Tensor] | None:
         """The metrics of all processes together, by name, in one collective; None if no process has a gradient.
 
         It waits for the device if only the other processes know whether some transform has run.
 
         Args:
             nodes: The transforms.
-            numbers: The numbers of this process.
             own: The metrics that transforms have set themselves.
             has_gradients: True if any parameter of this process has a gradient.
         """
         paths = [node.path for node, _ in measuring(nodes)]
         if not paths and not self._has_schedules:
             return dict(own)
-        ran = [has_gradients, *(path in numbers.paths for path in paths)]
-        flags = torch.ones(len(ran), dtype=torch.float64, device=self.device)
+        ran = [has_gradients, *(path in self._numbers.paths for path in paths)]
+        flags = torch.ones(len(ran), dtype=torch.float64, device=self._device)
         if not all(ran):  # only then, because copying numbers to the device waits
-            flags = torch.tensor(ran, dtype=torch.float64, device=self.device)
-        rows = gathered(torch.cat([flags, numbers.vector(nodes, self.device)]), self.group)
+            flags = torch.tensor(ran, dtype=torch.float64, device=self._device)
+        rows = gathered(torch.cat([flags, self._numbers.vector(nodes, self._device)]), self._group)
         if not all(ran):
             ran = [flag > 0 for flag in rows.narrow(1, 0, len(ran)).amax(dim=0).tolist()]
         if not ran[0]:
@@ -74,3 +111,63 @@ class Others:
         found = {**own, **joint_metrics(nodes, rows.narrow(1, len(ran), rows.shape[1] - len(ran)))}
         idle = {path for path, has_run in zip(paths, ran[1:], strict=True) if not has_run}
         return {name: value for name, value in found.items() if name.rpartition("/")[0] not in idle}
+
+
+class _Absence:
+    """What changes for a transform on a process that has no tensor for it.
+
+    Args:
+        group: The processes.
+        device: The device from which numbers are sent.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+
+    def begin(self, step: Step) -> None:
+        """Let the transform exchange its numbers with the other processes, and change copies of the state."""
+        step.tools = _Absent(self._group)
+        step.global_state = {
+            key: value.to(self._device, copy=True) if isinstance(value, Tensor) else value
+            for key, value in step.global_state.items()
+        }
+
+    def settle(self, node: Node, step: Step, chain_state: MutableMapping[str, Any]) -> None:
+        """If no process has a tensor for the transform, keep its state as it was."""
+        someone, before = step.tools.someone, node.global_state(chain_state)
+        if someone is not None:
+            values = step.global_state.items()
+            step.global_state = {key: _where(someone, value, before.get(key, value)) for key, value in values}
+
+
+class _Absent(Tools):
+    """The tools of a transform for which this process has no tensors."""
+
+    is_stand_in = True
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.process_group = group
+
+
+def _stand_in(walk: Walk, group: ProcessGroup, device: torch.device) -> Walk:
+    """A walk through the same chain with one parameter that is not in the optimizer: a 0, with a gradient of 0.
+
+    If the process has no tensor for a joint transform, the transform runs on this parameter. It then exchanges its
+    numbers with the other processes, and changes its state as they do. The parameter does not count in norms and
+    metrics.
+    """
+    zero = torch.zeros(1, dtype=torch.float32, device=device)
+    table = Table(walk.table.groups, [zero], [zero.clone()], [{}], [0], acting=walk.nodes.joint)
+    executor = Readable(Updates(table, walk.chain_state, maximize=False))
+    judged = Judged(walk.judged.judging, table.grads, executor)
+    judged.norms = torch.zeros(1, dtype=torch.float64, device=device)
+    company = Others(group, device)
+    company.absence = _Absence(group, device)
+    return replace(walk, table=table, executor=executor, judged=judged, company=company)
+
+
+def _where(condition: Tensor, value: Any, other: Any) -> Any:
+    """``value`` if the condition is true, else ``other``. Choosing between tensors does not wait for the device."""
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return torch.where(condition.to(other.device), value.to(other.device), other)
+    return value if condition else other

@@ -1,6 +1,7 @@
 """The loss of a step, for transforms that judge it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -11,6 +12,26 @@ from torch.distributed import ProcessGroup
 
 from torchzero_clip.functional.processes import gathered
 from torchzero_clip.functional.shards import mesh_groups
+
+
+@dataclass
+class Loss:
+    """The loss of one step, as transforms see it.
+
+    Args:
+        value: What the closure returned, or the mean of the losses that were reported; None without either.
+        count: How many losses that are.
+    """
+
+    value: Tensor | float | None = None
+    count: int = 0
+    exists: Tensor | None = None
+    """True if a process has a loss, once that was asked: 0-d."""
+
+    def join(self, device: torch.device, params: Sequence[Tensor], process_group: ProcessGroup | None) -> None:
+        """Replace the value by the mean over all processes, as in `joint_loss`."""
+        found = joint_loss(self.value, self.count, device, params, process_group)
+        self.value, self.exists = (None, None) if found is None else found
 
 
 class ReportedLoss:
@@ -47,9 +68,9 @@ class ReportedLoss:
         """How many losses were reported."""
         self._begins_anew = False
 
-    def mean(self) -> Tensor | float:
-        """The mean of the reports, of which there is at least one."""
-        return self._sum / self.count
+    def loss(self) -> Loss:
+        """The mean of the reports."""
+        return Loss(self._sum / self.count, self.count) if self.count else Loss()
 
 
 def joint_loss(

@@ -6,32 +6,23 @@ from typing import Any
 
 from torch import Tensor
 
-from torchzero_clip.types import State
+from torchzero_clip.engine.table import Table
 
 
 class Updates:
     """The update of each parameter, which is its gradient until a transform has returned another.
 
     Args:
-        params: The parameters.
-        grads: Their gradients.
-        states: Their states.
+        table: The parameters, their gradients and their state.
         chain_state: The state of the whole chain.
         maximize: Updates start as the negative gradients.
     """
 
-    def __init__(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: Sequence[State],
-        chain_state: Mapping[str, Any],
-        maximize: bool,
-    ) -> None:
-        self._params, self._grads, self._states, self._chain_state = params, grads, states, chain_state
-        self._maximize = maximize
-        self._updates: list[Tensor | None] = [None] * len(params)
-        self._borrowed = [True] * len(params)
+    def __init__(self, table: Table, chain_state: Mapping[str, Any], *, maximize: bool) -> None:
+        self._table, self._grads = table, table.grads
+        self._chain_state, self._maximize = chain_state, maximize
+        self._updates: list[Tensor | None] = [None] * len(table.params)
+        self._borrowed = [True] * len(table.params)
         """True for updates whose memory is that of a gradient, a parameter or state."""
         self.untouched = True
         """True while all updates are the gradients or their negatives."""
@@ -67,8 +58,8 @@ class Updates:
         """Store the updates that a transform returned: new tensors, or gradients, parameters and state themselves."""
         # a rule may return its input or its own state (momentum without Nesterov): writing to that would change them.
         # One tensor for two parameters is shared too. Tensors hash by identity, so this reads no value
-        values = [*self._chain_state.values(), *(value for state in self._states for value in state.values())]
-        others = {*self._grads, *self._params, *(value for value in values if isinstance(value, Tensor))}
+        values = [*self._chain_state.values(), *(value for state in self._table.states for value in state.values())]
+        others = {*self._grads, *self._table.params, *(value for value in values if isinstance(value, Tensor))}
         counts: dict[Tensor, int] = {}
         for update in updates:
             counts[update] = counts.get(update, 0) + 1

@@ -213,15 +213,16 @@ class Fast(Executor):
     ) -> list[tuple[list[Node], list[int]]]:
         """Rows that the rest of the chain treats alike, with the transforms that act on them."""
         variants = list(map(rule.variant, host.settings[node.path]))
-        acting = [host.in_scope(n, rows) for n in rest]
-        same_dtype = self._layout is not None or len(set(host.dtypes(rows))) == 1
+        table = host.table
+        acting = [table.in_scope(n, rows) for n in rest]
+        same_dtype = self._layout is not None or len({table.params[i].dtype for i in rows}) == 1
         if same_dtype and len(set(variants)) == 1 and all(own is rows for own in acting):
             return [(list(rest), rows)]
         chosen = list(map(set, acting))
         grouped: dict[Any, list[int]] = {}
-        for i, dtype in zip(rows, host.dtypes(rows), strict=True):
+        for i in rows:
             later = tuple(k for k, own in enumerate(chosen) if i in own)
-            grouped.setdefault((later, dtype, variants[host.group_of[i]]), []).append(i)
+            grouped.setdefault((later, table.params[i].dtype, variants[table.group_of[i]]), []).append(i)
         return [([rest[k] for k in later], part) for (later, *_), part in grouped.items()]
 
     def _take_step(self, host: Host, node: Node, rule: UpdateRule, rows: list[int], rest: Sequence[Node]) -> bool:

@@ -19,9 +19,11 @@ from torchzero_clip.compat import SameLayout, native_guard
 from torchzero_clip.core.kinds import Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.tools import Tools
-from torchzero_clip.engine.checked import check_factors
-from torchzero_clip.engine.gathering import taking_part
+from torchzero_clip.engine.company import ALONE
+from torchzero_clip.engine.executor import Measurer
+from torchzero_clip.engine.judged import Judged
+from torchzero_clip.engine.scaling import find_factors
+from torchzero_clip.engine.table import taking_part
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.kernels import Ended, run_kernel
 from torchzero_clip.fast.ops import Scale
@@ -61,19 +63,26 @@ class Plans:
         self._alike = self._uses = 0
         self._wait = self._FIRST_WAIT
 
-    def repeat(self, groups: list[Group], kept: Mapping[Tensor, State], chain_state: dict[str, Any]) -> Metrics | None:
+    def repeat(
+        self,
+        groups: list[Group],
+        kept: Mapping[Tensor, State],
+        chain_state: dict[str, Any],
+        loss: Tensor | float | None,
+    ) -> Metrics | None:
         """Take a step by the plan. Return None if there is no plan or it does not fit; then nothing has changed.
 
         Args:
             groups: The param groups.
             kept: The state of each parameter.
             chain_state: The state of the whole chain.
+            loss: The loss of the step.
 
         Raises:
             ValueError: If a setting is out of range.
         """
         plan, self.plan = self.plan, None  # an error drops the plan
-        found = None if plan is None else plan.repeat(groups, kept, self._workspace, chain_state)
+        found = None if plan is None else plan.repeat(groups, kept, self._workspace, chain_state, loss)
         if found is not None:
             self.plan = plan
             self._uses += 1
@@ -122,9 +131,10 @@ class Plan:
     def __init__(self, walk: Walk, ended: Ended, scaling: Node | None, fits: SameLayout) -> None:
         rule, self._kernel, self._layout, self._rest = ended.node, ended.kernel, ended.layout, ended.rest
         self._nodes, self._rule, self._scaling, self._fits = walk.nodes, rule, scaling, fits
-        self._sizes = [len(group["params"]) for group in walk.groups]
-        self._group_of = walk.group_of
-        self._all_take_part = sum(self._sizes) == len(walk.params)
+        self._judging = walk.judged.judging
+        self._sizes = [len(group["params"]) for group in walk.table.groups]
+        self._group_of = walk.table.group_of
+        self._all_take_part = sum(self._sizes) == len(walk.table.params)
         self._like, numbers = ended.keys()
         self._counters = [f"{rule.path}/{key}" for key in ended.fused.counters]
         self._numbers = [key for key in numbers if key not in self._counters]
@@ -135,29 +145,36 @@ class Plan:
         self._keys = list(walk.nodes.storage_keys.values())
         self._values: list[Any] = []
         self._variants = self._variants_of(walk.settings[rule.path])
-        self._settle(walk.settings, walk.groups)
+        self._settle(walk.settings, walk.table.groups)
         transform = None if scaling is None else scaling.transform
         is_joint = isinstance(transform, Scaling) and transform.slicing == Slicing(L2, "global")
         is_joint = is_joint and "factors" not in vars(transform)
-        self._is_joint = is_joint and walk.params[0].dtype == torch.float32 and all(map(Tensor.numel, walk.params))
+        self._is_joint = (
+            is_joint and walk.table.params[0].dtype == torch.float32 and all(map(Tensor.numel, walk.table.params))
+        )
 
     @classmethod
     def of(cls, walk: Walk, ended: Ended) -> "Plan | None":
         """A plan of a step; None if it cannot be repeated."""
         nodes = list(walk.nodes)
         first = nodes[0] if isinstance(nodes[0].transform, Scaling) else None
-        if nodes != [*([] if first is None else [first]), ended.node, *ended.rest] or walk.new_states:
+        if nodes != [*([] if first is None else [first]), ended.node, *ended.rest] or walk.table.new_states:
             return None
         for transform in (node.transform for node in nodes):
             # not inherited, because what a subclass overrides may have effects of its own
             if not vars(type(transform)).get("repeatable") or transform.scope.limited or transform.target != "update":
                 return None
         like = chain.from_iterable(ended.columns[key] for key in ("params", "grads", *ended.keys()[0]))
-        fits = native_guard(list(like)) if walk.params[0].is_cpu else None
+        fits = native_guard(list(like)) if walk.table.params[0].is_cpu else None
         return None if fits is None else cls(walk, ended, first, fits)
 
     def repeat(
-        self, groups: list[Group], kept: Mapping[Tensor, State], workspace: Workspace, chain_state: dict[str, Any]
+        self,
+        groups: list[Group],
+        kept: Mapping[Tensor, State],
+        workspace: Workspace,
+        chain_state: dict[str, Any],
+        loss: Tensor | float | None,
     ) -> Metrics | None:
         """Take a step, as in `Plans.repeat`."""
         found = self._gathered(groups, kept, workspace) if self._is_settled(groups) else None
@@ -167,7 +184,7 @@ class Plan:
         metrics: Metrics = dict
         if self._scaling is not None:
             known = self._clipped(self._scaling, found) if self._is_joint else None
-            factor, metrics = known or self._scaled(self._scaling, found, chain_state)
+            factor, metrics = known or self._scaled(self._scaling, found, chain_state, loss)
         _count(found.counters, 1)  # before the kernel, which reads the counts
         try:
             state = [found.columns[key] for key in self._state]
@@ -264,31 +281,22 @@ class Plan:
 
         return None if factor == 1 else factor, metrics
 
-    def _scaled(self, node: Node, found: _Found, chain_state: dict[str, Any]) -> tuple[Tensor | None, Metrics]:
+    def _scaled(
+        self, node: Node, found: _Found, chain_state: dict[str, Any], loss: Tensor | float | None
+    ) -> tuple[Tensor | None, Metrics]:
         """The factors that the kernel has to apply, None for 1, and the metrics."""
         transform, grads, workspace = node.transform, found.grads, found.workspace
-        assert isinstance(transform, Scaling)
-        tools = _Tools(grads, workspace.scratch.knowing(grads, self._layout))
-        how = self._nodes.measuring[node.path]
-        measured = tools.measure_here(grads, transform.slicing, how.dims_of, each=how.each, name=node.path)
-        norms = how.norms_for_statistics(measured)
-        if norms is None and transform.keeps_statistics:
-            norms = whole_norms(grads, tools.scratch)
+        measurer = _Measurer(grads, workspace.scratch.knowing(grads, self._layout))
+        judged = Judged(self._judging, grads, measurer)
         columns = {"params": found.params, "grads": grads, **found.columns}
 
         def begin(i: int) -> State:
             return transform.init_state(found.params[i], self._own[i])
 
         states = VectorStates(found.states, node.path, node.state, begin, workspace.vectors, columns)
-        of_chain = node.global_state(chain_state)
-        step = Step(found.params, grads, None, states, self._own, of_chain, gradient_norms=norms, tools=tools)
-        try:
-            factors = transform.factors(measured, grads, step)
-            check_factors(node, factors, measured)
-        finally:
-            if node.has_state:
-                step.store_states()
-            chain_state.update(node.qualified(step.global_state))
+        step = Step(found.params, grads, loss, states, self._own, node.global_state(chain_state), tools=measurer)
+        rows = range(len(grads))
+        measured, factors = find_factors(node, rows, grads, step, judged, ALONE, chain_state)
         waiting = Scale(measured, factors, over_grads=True)
         kept = None if waiting.does_nothing else waiting.factor
         if kept is not None and not waiting.fits_kernels:
@@ -301,8 +309,8 @@ class Plan:
         return kept, lambda: node.qualified({**shown, **effect(measured, factors)})
 
 
-class _Tools(Tools):
-    """The tools of a step whose gradients are plain.
+class _Measurer(Measurer):
+    """Measures gradients that are plain.
 
     Args:
         grads: The gradients.
@@ -315,6 +323,14 @@ class _Tools(Tools):
     @override
     def scratch_for(self, tensors: Sequence[Tensor]) -> Scratch | None:
         return self.scratch if tensors is self._grads or foreach.are_plain(tensors) else None
+
+    @override
+    def joint_norm(self, grads: list[Tensor], *, beside: bool) -> None:
+        """Statistics of a planned step take their norms from the scaling, or of each gradient."""
+
+    @override
+    def norm_of_each(self, grads: list[Tensor]) -> Tensor:
+        return whole_norms(grads, self.scratch)
 
 
 def _count(counters: Sequence[Tensor], number: int) -> None:

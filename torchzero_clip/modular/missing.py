@@ -9,7 +9,7 @@ from torch import Tensor
 from torchzero_clip.compat import is_distributed
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.scope import named_params
-from torchzero_clip.engine.walk import Walk
+from torchzero_clip.engine.listener import Seen
 from torchzero_clip.functional.shards import present_elsewhere
 from torchzero_clip.types import State
 
@@ -44,7 +44,7 @@ class Missing:
             copies = None if state is None else {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
             self._kept.append((param, param.detach().clone(), copies))
 
-    def put_back(self, walk: Walk | None) -> None:
+    def put_back(self, walk: Seen | None) -> None:
         """Undo what a step has changed in these parameters and their state, except for the numbers of statistics.
 
         Args:
@@ -82,9 +82,9 @@ def _numbers(state: State) -> State:
     return {key: value for key, value in state.items() if isinstance(value, Tensor) and not value.ndim}
 
 
-def _known_norms(walk: Walk) -> dict[int, float]:
+def _known_norms(walk: Seen) -> dict[int, float]:
     """The norm of each gradient on all processes together, by the id of the parameter; empty if they are not known."""
-    norms = walk.gradient_norms
-    if norms is None or len(norms) != len(walk.params):
+    norms, params = walk.judged.norms, walk.table.params
+    if norms is None or len(norms) != len(params):
         return {}
-    return dict(zip(map(id, walk.params), norms.tolist(), strict=True))
+    return dict(zip(map(id, params), norms.tolist(), strict=True))

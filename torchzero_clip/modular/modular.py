@@ -1,7 +1,6 @@
 """The optimizer: a chain of transforms between the gradients and the parameters."""
 
 import inspect
-import operator
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,16 +26,17 @@ from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.states import own_numbers
 from torchzero_clip.core.transform import Transform
+from torchzero_clip.engine.company import Part
+from torchzero_clip.engine.end import Subtract
 from torchzero_clip.engine.executor import Executor
-from torchzero_clip.engine.gathering import refuse_unusable, taking_part
+from torchzero_clip.engine.judged import Judged, Judging
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.nonfinite import Nonfinite, StepPolicy
-from torchzero_clip.engine.numbers import Numbers
 from torchzero_clip.engine.others import Others
 from torchzero_clip.engine.parts import Parts
 from torchzero_clip.engine.readable import Readable
-from torchzero_clip.engine.reported_loss import ReportedLoss
-from torchzero_clip.engine.stand_in import StandIn
+from torchzero_clip.engine.reported_loss import Loss, ReportedLoss
+from torchzero_clip.engine.table import Table, refuse_unusable
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.fast import Fast
@@ -61,7 +61,7 @@ from torchzero_clip.modular.validation import (
     warn_of_unread_keys,
 )
 from torchzero_clip.private_losses import refuse_loss
-from torchzero_clip.types import Setting, State
+from torchzero_clip.types import Setting
 
 T = TypeVar("T")
 
@@ -179,6 +179,7 @@ class Modular(Explained, Optimizer):
         self.chain = Chain(*with_learning_rate(listed))
         self._written = list(as_written(transforms))
         self._nodes = self.chain.nodes()
+        self._judging = Judging(self._nodes)
         self.storage_keys = self._nodes.storage_keys
         self._policy = StepPolicy(nonfinite, max_consecutive_skips, self.transforms)
         self._schedules = Schedules(self._nodes.schedules())
@@ -369,13 +370,12 @@ class Modular(Explained, Optimizer):
                 # the closure may have changed them, or added groups
                 settings = self._nodes.checked_settings(self.param_groups)
 
-            count = 1 if result is not None else self._reported.count
-            loss = self._reported.mean() if result is None and count else result
+            loss = self._reported.loss() if result is None else Loss(result, 1)
             has_meshes = self._has_meshes and self.parts is None
             missing = Missing(self._nodes, self.param_groups, self.state) if has_meshes else None
             walk = None
             try:
-                walk = self._walk(self.param_groups, self._workspace, settings, loss, count)
+                walk = self._walk(self.param_groups, self._workspace, settings, loss)
                 self._take(walk)
             finally:
                 if missing is not None:
@@ -389,8 +389,12 @@ class Modular(Explained, Optimizer):
         """Take a step, or skip it."""
         state, parts = self._chain_state.values, self.parts
         if parts is not None:
-            parts.refuse_second(walk.params)
-        takes_part = len(walk.params) > 0 or walk.others is not None or (parts is not None and len(parts.updated) > 0)
+            parts.refuse_second(walk.table.params)
+        takes_part = (
+            len(walk.table.params) > 0
+            or walk.company.group is not None
+            or (parts is not None and len(parts.updated) > 0)
+        )
         try:
             if takes_part and (not self._policy.decides or self._policy.allows(walk, state)) and self._run(walk):
                 self._metrics.clear()
@@ -418,7 +422,7 @@ class Modular(Explained, Optimizer):
         state = self._chain_state.values
         if state:
             self._chain_state.take_counters(self.param_groups)
-        metrics = self._plans.repeat(self.param_groups, self.state, state)
+        metrics = self._plans.repeat(self.param_groups, self.state, state, self._reported.loss().value)
         if state and metrics is not None:
             self._chain_state.show(self.param_groups)
         self._unread = metrics or self._unread
@@ -470,50 +474,28 @@ class Modular(Explained, Optimizer):
         super().zero_grad(set_to_none)
 
     def _walk(
-        self,
-        groups: list[dict[str, Any]],
-        workspace: Workspace,
-        settings: dict[str, list[Setting]],
-        loss: Any,
-        loss_count: int,
+        self, groups: list[dict[str, Any]], workspace: Workspace, settings: dict[str, list[Setting]], loss: Loss
     ) -> Walk:
         """Start a walk with the parameters that have a gradient. Raise before any change if a parameter is unusable."""
-        params, grads, group_of = taking_part(groups)
-        # new state enters self.state only after the step was allowed; a parameter that is listed twice shares one
-        new: dict[Tensor, State] = {}
-        kept: Any = self.state
-        states: list[Any] = list(kept.values())
-        if len(kept) != len(params) or not all(map(operator.is_, kept, params)):
-            states = list(map(kept.get, params))
-        if None in states:
-            states = [new.setdefault(p, {}) if s is None else s for p, s in zip(params, states, strict=True)]
+        table, state = Table.of(groups, self.state), self._chain_state.values
         is_fast = self._may_be_fast()
-        columns = workspace.columns(params, grads, states) if is_fast else None
+        columns = workspace.columns(table.params, table.grads, table.states) if is_fast else None
         if columns is None:  # else the fast way has checked these tensors already
             refuse_unusable(groups)
-            check_shapes(self._nodes, groups, params, states, group_of, self._shapes)
-            grads = own_gradients(params)
-        listed_twice = columns is None and len(set(map(id, params))) < len(params)
+            check_shapes(self._nodes, table, self._shapes)
+            table.grads = own_gradients(table.params)
         self._move_chain_state()
-        updates = Updates(params, grads, states, self._chain_state.values, self.maximize)
-        is_fast = is_fast and not listed_twice
+        updates = Updates(table, state, maximize=self.maximize)
+        is_fast = is_fast and not (columns is None and table.has_repeated)
         executor: Executor = Fast(updates, workspace, columns) if is_fast else Readable(updates)
-        keep_grads = self.keep_grads or "grad" in self._nodes.targets or listed_twice
-        lists = (self._nodes, groups, settings, params, grads, states, group_of)
-        shared = (self._chain_state.values, loss, loss_count, executor, keep_grads, self.listener is not None, new)
-        walk = Walk(*lists, *shared)
+        judged = Judged(self._judging, table.grads, executor, listens=self.listener is not None)
+        walk = Walk(self._nodes, settings, table, state, executor, judged, loss)
         if self.parts is not None:
-            walk.numbers = Numbers()
+            walk.company = Part()
         if self._process_group is not None:
-            self._join(walk, self._process_group)
+            device = device_of(table.all_params(), self._process_group)
+            Others(self._process_group, device, has_schedules=self._has_joint_schedules).join(walk)
         return walk
-
-    def _join(self, walk: Walk, group: ProcessGroup) -> None:
-        """Let a walk exchange numbers with the processes that hold other parameters."""
-        walk.executor.process_group = group
-        device = device_of(walk.all_params(), group)
-        walk.numbers, walk.others = Numbers(), Others(group, device, self._has_joint_schedules)
-        walk.stand_in = StandIn(walk, walk.others)
 
     def _may_be_fast(self) -> bool:
         """True if operations may wait and be combined.
@@ -529,30 +511,31 @@ class Modular(Explained, Optimizer):
 
         Return False if no process has a gradient.
         """
-        counts = True
+        table = walk.table
+        is_repeated = isinstance(walk.executor, Readable) and table.has_repeated
+        end = Subtract(keep_grads=self.keep_grads or "grad" in self._nodes.targets or is_repeated)
         if self.listener is not None:
             self.listener.begin(walk)
         try:
             if "closure" in self._nodes.targets:
                 walk.change_closure_gradients(self.chain)
-            walk.run(self.chain, "", list(range(len(walk.params))), to_params=True)
-            if walk.others is not None and walk.numbers is not None:
-                found = walk.others.metrics(self._nodes, walk.numbers, walk.metrics, len(walk.params) > 0)
-                walk.metrics, counts = found or {}, found is not None
+            walk.run(self.chain, "", table.rows, end)
+            metrics = walk.company.metrics(self._nodes, walk.metrics, len(table.params) > 0)
+            walk.metrics = metrics or {}
         except BaseException:
             walk.refused_by.append("error")
             walk.executor.abandon()
             raise
         finally:
-            for param, state in walk.new_states.items():
+            for param, state in table.new_states.items():
                 if state:
                     self.state[param] = state  # pyright: ignore[reportArgumentType]
         # Also entries without a key: while optimizer.state is empty, or lacks a parameter, torch.distributed.checkpoint
         # takes a step on zero gradients in a training that it saves, or raises when it loads
-        self.state.update(walk.new_states)  # pyright: ignore[reportArgumentType]
-        if walk.numbers is not None and self.parts is not None:
-            self.parts.add(walk.numbers, walk.metrics, walk.params)
-        return counts
+        self.state.update(table.new_states)  # pyright: ignore[reportArgumentType]
+        if self.parts is not None and walk.company.numbers is not None:
+            self.parts.add(walk.company.numbers, walk.metrics, table.params)
+        return metrics is not None
 
     @torch.no_grad()
     def take_part(self, groups: list[dict[str, Any]], settings: dict[str, list[Setting]], workspace: Workspace) -> None:
@@ -563,8 +546,7 @@ class Modular(Explained, Optimizer):
             settings: What `begin` returned.
             workspace: Memory and caches for these parameters.
         """
-        count = self._reported.count
-        self._run(self._walk(groups, workspace, settings, self._reported.mean() if count else None, count))
+        self._run(self._walk(groups, workspace, settings, self._reported.loss()))
 
     def new_workspace(self) -> Workspace:
         """Caches for some of the parameters, with the memory that this optimizer has for intermediate results."""
@@ -713,7 +695,18 @@ class Modular(Explained, Optimizer):
             self._chain_state.move(param)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("maximize", "keep_grads", "fast", "chain", "storage_keys", "_written", "_nodes", "_policy", "_schedules")
+        own = (
+            "maximize",
+            "keep_grads",
+            "fast",
+            "chain",
+            "storage_keys",
+            "_written",
+            "_nodes",
+            "_judging",
+            "_policy",
+            "_schedules",
+        )
         own += ("_chain_state", "_reported", "_shapes", "_is_complete", "_has_meshes", "_has_joint_schedules")
         given = super().__getstate__()
         state: Any = defaultdict(dict, {param: own_numbers(state) for param, state in self.state.items()})

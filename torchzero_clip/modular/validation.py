@@ -15,9 +15,9 @@ from torchzero_clip.core.learning_rate import LR, update_rules
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.transform import Transform
+from torchzero_clip.engine.table import Table
 from torchzero_clip.hints import nearest
 from torchzero_clip.modular.param_groups import HOST_KEYS
-from torchzero_clip.types import State
 
 Group: TypeAlias = dict[str, Any]
 
@@ -130,20 +130,13 @@ def _warn_of_params(slip: str, found: Sequence[NamedParam], consequence: str) ->
         warnings.warn(f"{slip} {found[0]}{others}: {consequence}. See only and without", stacklevel=4)
 
 
-def check_shapes(
-    nodes: Nodes,
-    groups: Sequence[Group],
-    params: Sequence[Tensor],
-    states: Sequence[State],
-    group_of: Sequence[int],
-    known: dict[tuple[str, torch.Size], torch.Size],
-) -> None:
+def check_shapes(nodes: Nodes, table: Table, known: dict[tuple[str, torch.Size], torch.Size]) -> None:
     """Raise if the shape of a gradient or of state does not fit its parameter.
 
     ``known`` is a cache: expected shapes of state that is not shaped like its parameter, by key and parameter shape.
     """
-    for i, (param, state) in enumerate(zip(params, states, strict=True)):
-        group, shape = groups[group_of[i]], param.shape
+    for param, state, g in zip(table.params, table.states, table.group_of, strict=True):
+        group, shape = table.groups[g], param.shape
         if param.grad is not None and param.grad.shape != shape:
             raise RuntimeError(_shape_message("gradient", param.grad, param, group))
         for key, value in state.items():

@@ -57,8 +57,8 @@ class Hooks:
         scale = getattr(optimizer, "grad_scale", None)
         if norms is not None and isinstance(scale, Tensor):
             norms = norms / scale.to(norms.device, torch.float64)
-        if loss is None and self.reported.count:
-            loss = self.reported.mean()
+        if loss is None:
+            loss = self.reported.loss().value
         self.reported.clear()
         numbers = {"loss": loss, "found_inf": getattr(optimizer, "found_inf", None)}
         self._run.save_params(params)

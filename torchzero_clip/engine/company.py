@@ -1,0 +1,133 @@
+"""Who else takes part in a step, as the walk sees it: nobody, other parts of the step, or other processes."""
+
+from abc import ABC, abstractmethod
+from collections.abc import MutableMapping
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from typing_extensions import override
+
+from torchzero_clip.core.nodes import Node, Nodes
+from torchzero_clip.core.step import Step
+from torchzero_clip.engine.executor import Host
+from torchzero_clip.engine.judged import Judged
+from torchzero_clip.engine.numbers import Numbers
+from torchzero_clip.functional.measure import Measured, effect
+
+
+class Walking(Host, Protocol):
+    """What the company asks of a walk."""
+
+    @property
+    def nodes(self) -> Nodes: ...
+
+    @property
+    def judged(self) -> Judged: ...
+
+    def apply(self, node: Node, rows: list[int], updates: list[Tensor]) -> list[Tensor]:
+        """Return the result of one transform for tensors."""
+        ...
+
+
+class Absence(Protocol):
+    """What changes for a transform on a process that has no tensor for it."""
+
+    def begin(self, step: Step) -> None:
+        """Change what the transform sees of the step."""
+        ...
+
+    def settle(self, node: Node, step: Step, chain_state: MutableMapping[str, Any]) -> None:
+        """Decide which state of the whole chain is stored."""
+        ...
+
+
+class Company(ABC):
+    """Who else takes part in a step."""
+
+    group: ProcessGroup | None = None
+    """The processes that hold other parameters."""
+    device: torch.device | None = None
+    """The device from which numbers are sent to them."""
+    numbers: Numbers | None = None
+    """Receives the numbers behind the metrics, if they are joined with those of others."""
+    absence: Absence | None = None
+    """Set in the walk of a stand-in, whose row does not count."""
+
+    def acting(self, walk: Walking, node: Node, rows: list[int]) -> list[int]:
+        """The rows on which this process applies a transform; none if a stand-in has acted for it."""
+        return rows
+
+    @abstractmethod
+    def joined(self, node: Node, measured: Measured, updates: list[Tensor], step: Step, judged: Judged) -> Measured:
+        """What a scaling has measured, together with what others have measured."""
+
+    @abstractmethod
+    def report(self, node: Node, step: Step, measured: Measured, factors: Tensor) -> None:
+        """Report what a scaling did."""
+
+    def step_of_gate(self, walk: Walking, node: Node) -> Step:
+        """The `Step` of a gate, which decides also if this process has no gradients in its scope."""
+        return walk.step_for(node, walk.table.in_scope(node, walk.table.rows))
+
+    def store(self, node: Node, step: Step, chain_state: MutableMapping[str, Any]) -> None:
+        """Store the state of a transform."""
+        if node.has_state:
+            step.store_states()
+        if self.numbers is not None:
+            self.numbers.add_share(node, step)
+        if self.absence is not None:
+            self.absence.settle(node, step, chain_state)
+        chain_state.update(node.qualified(step.global_state))
+
+    def metrics(self, nodes: Nodes, own: dict[str, Tensor], has_gradients: bool) -> dict[str, Tensor] | None:
+        """The metrics of the step, from those of this process; None if no process has a gradient."""
+        return own
+
+
+@final
+class Alone(Company):
+    """This process takes the whole step."""
+
+    @override
+    def joined(self, node: Node, measured: Measured, updates: list[Tensor], step: Step, judged: Judged) -> Measured:
+        return measured
+
+    @override
+    def report(self, node: Node, step: Step, measured: Measured, factors: Tensor) -> None:
+        step.metrics.update(effect(measured, factors))
+
+
+class Counting(Company):
+    """Collects the numbers behind the metrics, to join them at the end of the step."""
+
+    def __init__(self) -> None:
+        self.numbers = self._numbers = Numbers()
+        self._own: dict[str, Tensor] = {}
+
+    @override
+    def joined(self, node: Node, measured: Measured, updates: list[Tensor], step: Step, judged: Judged) -> Measured:
+        own = measured.numbers(0 if self.absence is not None else sum(map(Tensor.numel, updates)))
+        self._own[node.path] = own
+        return self.exchanged(node, measured, own, step, judged)
+
+    @abstractmethod
+    def exchanged(self, node: Node, measured: Measured, own: Tensor, step: Step, judged: Judged) -> Measured:
+        """What a scaling has measured, joined with the numbers of others. ``own`` are `Measured.numbers`."""
+
+    @override
+    def report(self, node: Node, step: Step, measured: Measured, factors: Tensor) -> None:
+        self._numbers.add_scaling(node, measured, self._own.pop(node.path), factors)
+
+
+@final
+class Part(Counting):
+    """The step has other parts, and this one measures its own tensors only."""
+
+    @override
+    def exchanged(self, node: Node, measured: Measured, own: Tensor, step: Step, judged: Judged) -> Measured:
+        return measured
+
+
+ALONE = Alone()

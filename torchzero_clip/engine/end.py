@@ -1,0 +1,97 @@
+"""What becomes of the updates at the end of the outermost chain."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol, TypeGuard, final
+
+import torch
+from typing_extensions import override
+
+from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, UpdateRule
+from torchzero_clip.core.learning_rate import LR
+from torchzero_clip.core.nodes import Node
+from torchzero_clip.core.transform import Transform
+from torchzero_clip.engine.checked import check_state
+from torchzero_clip.engine.executor import Executor, Host
+from torchzero_clip.functional import foreach
+
+
+class Ending(Host, Protocol):
+    """What an end asks of the walk."""
+
+    @property
+    def executor(self) -> Executor:
+        """The updates."""
+        ...
+
+
+class End(ABC):
+    """Takes the updates that come out of the outermost chain."""
+
+    @abstractmethod
+    def take(self, walk: Ending, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
+        """Do the work of a transform and of the ``rest`` of the chain at once, where that is possible.
+
+        Return the rows that are done. No later transform sees them.
+        """
+
+    @abstractmethod
+    def deliver(self, walk: Ending, rows: list[int]) -> None:
+        """Take the updates of rows that have passed all transforms."""
+
+    @abstractmethod
+    def may_write_grads(self, rest: Sequence[Node]) -> bool:
+        """True if a scaling may write over the gradients, before the ``rest`` of the chain."""
+
+
+@final
+class Subtract(End):
+    """Subtracts the updates from the parameters.
+
+    Args:
+        keep_grads: Scalings never write over gradients.
+    """
+
+    def __init__(self, *, keep_grads: bool) -> None:
+        self._keep_grads = keep_grads
+
+    @override
+    def take(self, walk: Ending, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
+        transform = node.transform
+        if isinstance(transform, UpdateRule):
+            rest = [n for n in rest if n.transform.target != "closure" and not isinstance(n.transform, Gate)]
+            if not isinstance(transform, FinalRule):
+                return walk.executor.finish(walk, node, rows, rest)
+            _take_step(walk, node, transform, rows, rest)
+            return set(rows)
+        # torch subtracts lr times the update in one operation, which rounds once instead of twice
+        if not rest and _is_subtracted(transform):
+            transform.subtract(walk.executor.read(rows), walk.step_for(node, rows))
+            return set(rows)
+        return set()
+
+    @override
+    def deliver(self, walk: Ending, rows: list[int]) -> None:
+        foreach.subtract_([walk.table.params[i] for i in rows], walk.executor.read(rows))
+
+    @override
+    def may_write_grads(self, rest: Sequence[Node]) -> bool:
+        # torch's clip leaves the clipped gradient in .grad too; a final rule may write to what it gets
+        acting = (n.transform for n in rest if n.transform.target == "update")
+        following = next((t for t in acting if not isinstance(t, Scaling | Gate)), None)
+        return not self._keep_grads and isinstance(following, UpdateRule) and not isinstance(following, FinalRule)
+
+
+def _take_step(walk: Ending, node: Node, rule: FinalRule, rows: list[int], rest: Sequence[Node]) -> None:
+    step = walk.step_for(node, rows, rest)
+    try:
+        rule.take_step(walk.executor.read(rows, writable=True), step)
+        check_state(node, step)
+    finally:
+        walk.store(node, step)
+
+
+def _is_subtracted(transform: Transform) -> TypeGuard[LR]:
+    """True for an `LR` that can be applied in the subtraction. torch.compile combines the two itself."""
+    is_lr = isinstance(transform, LR) and type(transform).apply_tensors is LR.apply_tensors
+    return is_lr and transform.target == "update" and not torch.compiler.is_compiling()

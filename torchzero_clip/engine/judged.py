@@ -1,0 +1,177 @@
+"""What the gradients were before the first transform."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from torchzero_clip.core.chain import Chain
+from torchzero_clip.core.kinds import Gate, Scaling
+from torchzero_clip.core.nodes import Node, Nodes
+from torchzero_clip.core.transform import Transform
+from torchzero_clip.engine.executor import Measurer
+from torchzero_clip.functional.measure import L2, Measured, Slicing
+from torchzero_clip.functional.norms import combine
+from torchzero_clip.functional.shards import elements_at, memories
+
+
+class Judging:
+    """What the transforms of a chain ask about the gradients before the first of them. It is found once for a chain.
+
+    Args:
+        nodes: The transforms.
+    """
+
+    def __init__(self, nodes: Nodes) -> None:
+        keepers = [node for node in nodes if node.transform.keeps_statistics]
+        self.is_asked = bool(keepers)
+        """True if a transform asks which gradients are finite and not zero."""
+        self.asks_jointly = all(getattr(n.transform, "joint", False) and not n.scope.limited for n in keepers)
+        """True if it is enough to know whether the gradients are finite and not zero all together."""
+        first = next((node for node in nodes if not node.outer and not isinstance(node.transform, Gate)), None)
+        self.joint_clip = first.path if first is not None and _clips_all_gradients(first.transform) else None
+        """The path of the first transform, if it needs just the joint norm that gates may have measured."""
+        self.how = {n.path: self._how(n.transform) for n in nodes if isinstance(n.transform, Scaling)}
+        """How each scaling is measured, by its path."""
+
+    def _how(self, transform: Scaling) -> "How":
+        dims_of = None if type(transform).slice_dims is Scaling.slice_dims else transform.slice_dims
+        slicing = transform.slicing
+        jointly = self.asks_jointly and slicing.dim == "global" and slicing.metric == L2
+        return How(dims_of, self.is_asked and not jointly, self.is_asked and jointly)
+
+
+class How(NamedTuple):
+    """How a scaling is measured."""
+
+    dims_of: Callable[[Tensor], tuple[int, ...]] | None
+    """Returns the dimensions of a slice; None if they follow from the arguments, which `measure` may cut faster."""
+    each: bool
+    """True if statistics need the norm of each tensor, even if slices are joined."""
+    jointly: bool
+    """True if statistics need only the joint norm, which is the norm of the only slice."""
+
+    def norms_for_statistics(self, measured: Measured) -> Tensor | None:
+        """The norms of gradients that statistics need; None if they need none, or if the norms are unknown."""
+        if self.jointly and len(measured.vector) > 0:
+            return measured.vector.narrow(0, 0, 1)
+        return measured.tensor_norms if self.each or self.jointly else None
+
+
+class Judged:
+    """The norms of the gradients before the first transform: each is measured once, and only if it is asked for.
+
+    Statistics judge by them whether a gradient is usable, gates and ``nonfinite`` whether the step is taken, and a
+    listener stores them.
+
+    Args:
+        judging: What is asked in this chain.
+        grads: The gradients.
+        measurer: Takes the norms.
+        listens: A `Listener` needs ``before``.
+    """
+
+    norms: Tensor | None = None
+    """A norm of each gradient, or their joint norm, once it was measured."""
+    joint_norm: Tensor | None = None
+    """The joint L2 norm of the gradients of all processes, once gates have measured it: 0-d."""
+    before: Tensor | None = None
+    """The L2 norm of each gradient, once it was measured for a listener."""
+
+    def __init__(self, judging: Judging, grads: list[Tensor], measurer: Measurer, *, listens: bool = False) -> None:
+        self.judging = judging
+        self._grads = grads
+        self._measurer = measurer
+        self.listens = listens
+
+    def measure(self, *, jointly: bool = False) -> Tensor:
+        """The L2 norm of each gradient: a vector of float64, equal on all ranks.
+
+        With ``jointly`` it may be one number, the norm of all together, if the statistics of the chain need only that.
+        """
+        if self.norms is None:
+            # the joint norm of finite gradients is finite, and 0 only if all are 0: joint statistics ask no more
+            jointly = jointly and self.judging.asks_jointly
+            joint = self._measurer.joint_norm(self._grads, beside=self.listens) if jointly else None
+            if joint is None:
+                self.norms = norms = self._measurer.norm_of_each(self._grads)
+            else:
+                total, norms = joint
+                self.norms = total.view(1)
+            self._note(norms)
+        return self.norms
+
+    def of(self, rows: Sequence[int]) -> Tensor:
+        """The norm of the gradient of each row, or the joint norm if statistics need only that."""
+        norms = self.measure()
+        return norms if len(norms) < len(self._grads) else elements_at(norms, rows)
+
+    def of_each(self) -> Tensor:
+        """The norm of the gradient of each row, also if statistics need only the joint norm."""
+        norms = self.measure()
+        return norms if len(norms) == len(self._grads) else self._measurer.norm_of_each(self._grads)
+
+    def joined(self, scopes: Sequence[list[int]]) -> list[Tensor]:
+        """The joint norm of all gradients, 1 if one of them is not finite else 0, and the joint norm of each scope."""
+        norms = self.measure()
+        total = combine(norms, 2.0) if len(norms) != 1 else norms.squeeze(0)
+        of_scopes = [total if len(own) == len(self._grads) else combine(self.of(own), 2.0) for own in scopes]
+        return [total, norms.isfinite().all().logical_not().double(), *of_scopes]
+
+    def before_change(self, transform: Transform) -> None:
+        """Called before a transform changes what later statistics have to judge."""
+        if self.judging.is_asked and not _measures_gradients(transform):
+            self.measure()
+
+    def before_first(self, transform: Transform) -> None:
+        """Called before each transform if there is a listener: the first one may change what it has to see."""
+        if not (isinstance(transform, Gate) or _measures_gradients(transform)):
+            self._note()
+
+    def before_closure(self) -> None:
+        """Called before the gradients that a closure has left are changed."""
+        if self.judging.is_asked:
+            self.measure()
+        self._note()
+
+    def forget(self) -> None:
+        """Called after the gradients were changed: later statistics judge those that enter the rest of the chain."""
+        self.norms = self.joint_norm = None
+
+    def measured(self, node: Node, updates: list[Tensor]) -> Measured:
+        """The norms of the updates of a scaling on this process, which may be those of the gradients too."""
+        known, count = self.norms, len(updates)
+        if node.path == self.judging.joint_clip and known is not None and len(known) < count and not self.listens:
+            total = known.squeeze(0)  # gates have measured the gradients jointly
+            return Measured(L2, list(range(count)), total.expand(count), total, memories(updates), joint=True)
+        beside = self.listens and self.before is None
+        how, slicing = self.judging.how[node.path], node.transform.slicing  # pyright: ignore
+        measured = self._measurer.measure_here(
+            updates, slicing, how.dims_of, each=how.each, beside=beside, name=node.path
+        )
+        if self.judging.is_asked and self.norms is None:
+            self.norms = how.norms_for_statistics(measured)  # of gradients: see `before_change`
+            self.measure()
+        if beside:  # the same pass gave the listener its norms, unless they are of another metric
+            self._note(measured.tensor_norms if measured.metric == L2 else None)
+        return measured
+
+    def _note(self, norms: Tensor | None = None) -> None:
+        """Store the L2 norms of the gradients for a listener; None to measure them."""
+        if self.listens and self.before is None:
+            self.before = self._measurer.norm_of_each(self._grads) if norms is None else norms
+
+
+def _clips_all_gradients(transform: Transform) -> bool:
+    measures_all = isinstance(transform, Scaling) and transform.slicing == Slicing(L2, "global")
+    return measures_all and not (transform.scope.limited or transform.keeps_statistics or transform.target != "update")
+
+
+def _measures_gradients(transform: Transform) -> bool:
+    """True if a transform, as the first of the chain, measures the gradients of all parameters."""
+    # with a scope it measures only some gradients, and with another target it measures parameters
+    if transform.scope.limited or transform.target not in ("update", "update_difference", "grad"):
+        return False
+    if isinstance(transform, Chain):
+        return _measures_gradients(next(iter(transform.transforms.values())))
+    return isinstance(transform, Scaling)

@@ -1,0 +1,141 @@
+"""The parameters that take part in a step, and what belongs to each."""
+
+import operator
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.core.nodes import Node
+from torchzero_clip.core.scope import NamedParam, named_params
+from torchzero_clip.types import State
+
+T = TypeVar("T")
+Group: TypeAlias = dict[str, Any]
+
+
+@dataclass(eq=False)
+class Table:
+    """The parameters that take part in a step. Lists have one entry, a row, per parameter that has a gradient.
+
+    Args:
+        groups: The param groups.
+        params: The parameters.
+        grads: Their gradients.
+        states: The state of each parameter, by qualified keys.
+        group_of: The index of the group of each parameter.
+        new_states: The states of parameters that had none. They enter the optimizer once the step was allowed.
+        acting: The paths of the transforms that act on the rows, instead of those whose scopes contain them.
+    """
+
+    groups: list[Group]
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[State]
+    group_of: list[int]
+    new_states: dict[Tensor, State] = field(default_factory=dict)
+    acting: Set[str] | None = None
+    _scopes: dict[str, set[int]] = field(default_factory=dict, init=False)
+
+    @classmethod
+    def of(cls, groups: list[Group], kept: Any) -> "Table":
+        """Gather the parameters of groups that have a gradient and are not frozen.
+
+        Args:
+            groups: The param groups.
+            kept: The state of each parameter, as in ``optimizer.state``. A parameter that is listed twice has one.
+        """
+        params, grads, group_of = taking_part(groups)
+        new: dict[Tensor, State] = {}
+        states: list[Any] = list(kept.values())
+        if len(kept) != len(params) or not all(map(operator.is_, kept, params)):
+            states = list(map(kept.get, params))
+        if None in states:
+            states = [new.setdefault(p, {}) if s is None else s for p, s in zip(params, states, strict=True)]
+        return cls(groups, params, grads, states, group_of, new)
+
+    @property
+    def rows(self) -> list[int]:
+        """All rows."""
+        return list(range(len(self.params)))
+
+    @property
+    def has_repeated(self) -> bool:
+        """True if a parameter is listed twice."""
+        return len(set(map(id, self.params))) < len(self.params)
+
+    @property
+    def named_params(self) -> list[NamedParam]:
+        """The parameters with their names."""
+        named = [n for group in self.groups for n in named_params(group)]
+        return [n for n in named if n.param.grad is not None and n.param.requires_grad]
+
+    def all_params(self) -> list[Tensor]:
+        """All parameters of the optimizer, with or without a gradient."""
+        return [param for group in self.groups for param in group["params"]]
+
+    def picked(self, column: list[T], rows: list[int]) -> list[T]:
+        """Some rows, in order, of a list with one entry per parameter, as a new list."""
+        return list(column) if len(rows) == len(column) else [column[i] for i in rows]
+
+    def in_scope(self, node: Node, rows: list[int]) -> list[int]:
+        """The rows that a transform acts on; the same list if these are all."""
+        if self.acting is not None:
+            return rows if node.path in self.acting else []
+        scope = node.transform.scope
+        if len(scope.conditions) == 0:  # `not` of a tuple breaks the graphs of `torch.compile`
+            return rows
+        if node.path not in self._scopes:
+            self._scopes[node.path] = {i for i, named in enumerate(self.named_params) if scope.has(named)}
+        chosen = self._scopes[node.path]
+        return [i for i in rows if i in chosen]
+
+
+def taking_part(groups: Sequence[Group]) -> tuple[list[Tensor], list[Any], list[int]]:
+    """The parameters that have a gradient and are not frozen, their gradients, and the index of the group of each."""
+    params: list[Tensor] = []
+    grads: list[Any] = []
+    group_of: list[int] = []
+    for g, group in enumerate(groups):
+        own: list[Tensor] = group["params"]
+        found = [param.grad for param in own]
+        if type(None) in set(map(type, found)) or False in [param.requires_grad for param in own]:
+            if True in [param.is_meta for param in own]:
+                _refuse_meta(group)
+            own = [param for param in own if param.grad is not None and param.requires_grad]
+            found = [param.grad for param in own]
+        params += own
+        grads += found
+        group_of += [g] * len(own)
+    return params, grads, group_of
+
+
+def refuse_unusable(groups: Sequence[Group]) -> None:
+    """Raise a RuntimeError if a gradient is sparse, or a parameter is on the meta device."""
+    for group in groups:
+        if True in [param.is_meta for param in group["params"]]:
+            _refuse_meta(group)
+        own = [param for param in group["params"] if param.grad is not None and param.requires_grad]
+        if not {torch.strided}.issuperset([param.grad.layout for param in own]):
+            _refuse_sparse(own, group)
+
+
+def _refuse_meta(group: Group) -> None:
+    for param in group["params"]:
+        if param.is_meta and param.requires_grad:
+            raise RuntimeError(
+                f"{_name(param, group)} is on the meta device and has no values: calls that allocate them, such as "
+                "to_empty, may replace the parameters of a module. Build Modular after such a call"
+            )
+
+
+def _refuse_sparse(own: Sequence[Tensor], group: Group) -> None:
+    sparse = next(param for param in own if param.grad is not None and param.grad.layout != torch.strided)
+    raise RuntimeError(f"{_name(sparse, group)} has a sparse gradient, which Modular does not take")
+
+
+def _name(param: Tensor, group: Group) -> str:
+    number, named = next((i, n) for i, n in enumerate(named_params(group)) if n.param is param)
+    return named.name or f"parameter {number} of its group, of shape {tuple(param.shape)},"
