@@ -1,4 +1,4 @@
-"""Who else takes part in a step, as the walk sees it: nobody, other parts of the step, or other processes."""
+"""Who else takes part in a step, as the walk sees it: other parts of the step, or other processes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import MutableMapping
@@ -14,7 +14,7 @@ from torchzero_clip.core.step import Step
 from torchzero_clip.engine.executor import Host
 from torchzero_clip.engine.judged import Judged
 from torchzero_clip.engine.numbers import Numbers
-from torchzero_clip.functional.measure import Measured, effect
+from torchzero_clip.functional.measure import Measured
 
 
 class Walking(Host, Protocol):
@@ -44,70 +44,23 @@ class Absence(Protocol):
 
 
 class Company(ABC):
-    """Who else takes part in a step."""
+    """Who else takes part in a step. It collects the numbers behind the metrics, to join them with those of others."""
 
     group: ProcessGroup | None = None
     """The processes that hold other parameters."""
     device: torch.device | None = None
     """The device from which numbers are sent to them."""
-    numbers: Numbers | None = None
-    """Receives the numbers behind the metrics, if they are joined with those of others."""
+    stand_in: Walking | None = None
+    """Takes part in joint transforms and gates for which this process has no tensor."""
     absence: Absence | None = None
     """Set in the walk of a stand-in, whose row does not count."""
 
-    def acting(self, walk: Walking, node: Node, rows: list[int]) -> list[int]:
-        """The rows on which this process applies a transform; none if a stand-in has acted for it."""
-        return rows
-
-    @abstractmethod
-    def joined(self, node: Node, measured: Measured, updates: list[Tensor], step: Step, judged: Judged) -> Measured:
-        """What a scaling has measured, together with what others have measured."""
-
-    @abstractmethod
-    def report(self, node: Node, step: Step, measured: Measured, factors: Tensor) -> None:
-        """Report what a scaling did."""
-
-    def step_of_gate(self, walk: Walking, node: Node) -> Step:
-        """The `Step` of a gate, which decides also if this process has no gradients in its scope."""
-        return walk.step_for(node, walk.table.in_scope(node, walk.table.rows))
-
-    def store(self, node: Node, step: Step, chain_state: MutableMapping[str, Any]) -> None:
-        """Store the state of a transform."""
-        if node.has_state:
-            step.store_states()
-        if self.numbers is not None:
-            self.numbers.add_share(node, step)
-        if self.absence is not None:
-            self.absence.settle(node, step, chain_state)
-        chain_state.update(node.qualified(step.global_state))
-
-    def metrics(self, nodes: Nodes, own: dict[str, Tensor], has_gradients: bool) -> dict[str, Tensor] | None:
-        """The metrics of the step, from those of this process; None if no process has a gradient."""
-        return own
-
-
-@final
-class Alone(Company):
-    """This process takes the whole step."""
-
-    @override
-    def joined(self, node: Node, measured: Measured, updates: list[Tensor], step: Step, judged: Judged) -> Measured:
-        return measured
-
-    @override
-    def report(self, node: Node, step: Step, measured: Measured, factors: Tensor) -> None:
-        step.metrics.update(effect(measured, factors))
-
-
-class Counting(Company):
-    """Collects the numbers behind the metrics, to join them at the end of the step."""
-
     def __init__(self) -> None:
-        self.numbers = self._numbers = Numbers()
+        self.numbers = Numbers()
         self._own: dict[str, Tensor] = {}
 
-    @override
     def joined(self, node: Node, measured: Measured, updates: list[Tensor], step: Step, judged: Judged) -> Measured:
+        """What a scaling has measured, together with what others have measured."""
         own = measured.numbers(0 if self.absence is not None else sum(map(Tensor.numel, updates)))
         self._own[node.path] = own
         return self.exchanged(node, measured, own, step, judged)
@@ -116,18 +69,29 @@ class Counting(Company):
     def exchanged(self, node: Node, measured: Measured, own: Tensor, step: Step, judged: Judged) -> Measured:
         """What a scaling has measured, joined with the numbers of others. ``own`` are `Measured.numbers`."""
 
-    @override
-    def report(self, node: Node, step: Step, measured: Measured, factors: Tensor) -> None:
-        self._numbers.add_scaling(node, measured, self._own.pop(node.path), factors)
+    @abstractmethod
+    def acting(self, walk: Walking, node: Node, rows: list[int]) -> list[int]:
+        """The rows on which this process applies a transform; none if a stand-in has acted for it."""
+
+    def report(self, node: Node, measured: Measured, factors: Tensor) -> None:
+        """Collect the numbers of a scaling."""
+        self.numbers.add_scaling(node, measured, self._own.pop(node.path), factors)
+
+    def store(self, node: Node, step: Step, chain_state: MutableMapping[str, Any]) -> None:
+        """Collect the numbers of an elementwise transform, and decide which state of the whole chain is stored."""
+        self.numbers.add_share(node, step)
+        if self.absence is not None:
+            self.absence.settle(node, step, chain_state)
 
 
 @final
-class Part(Counting):
+class Part(Company):
     """The step has other parts, and this one measures its own tensors only."""
 
     @override
     def exchanged(self, node: Node, measured: Measured, own: Tensor, step: Step, judged: Judged) -> Measured:
         return measured
 
-
-ALONE = Alone()
+    @override
+    def acting(self, walk: Walking, node: Node, rows: list[int]) -> list[int]:
+        return rows

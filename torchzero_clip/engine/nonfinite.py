@@ -6,6 +6,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from torchzero_clip.checks import count, one_of
 from torchzero_clip.compat import is_capturing
@@ -13,6 +14,7 @@ from torchzero_clip.core.chain_state import CONSECUTIVE, SKIPPED
 from torchzero_clip.core.kinds import Gate
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.scope import named_params
+from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.company import Company, Walking
 from torchzero_clip.engine.reported_loss import Loss
@@ -30,8 +32,8 @@ class Undecided(Walking, Protocol):
     """What the decision sees of a step."""
 
     @property
-    def company(self) -> Company:
-        """Who else takes part."""
+    def company(self) -> Company | None:
+        """Who else takes part; None if nobody does."""
         ...
 
     @property
@@ -94,12 +96,11 @@ class StepPolicy:
         """
         self._refuse_capture(walk)
         norms = walk.judged.measure(jointly=self._judges_all)
-        is_alone = walk.company.group is None
+        group, device = _group_of(walk)
         if any(gate.needs_loss for gate in self._gates.values()):
-            device = norms.device if walk.company.device is None else walk.company.device
-            walk.loss.join(device, walk.table.all_params(), walk.company.group)
+            walk.loss.join(device or norms.device, walk.table.all_params(), group)
         scopes = {gate: walk.table.in_scope(walk.nodes.by_path[gate], walk.table.rows) for gate in self._gates}
-        gates = [gate for gate, rows in scopes.items() if rows or not is_alone]
+        gates = [gate for gate, rows in scopes.items() if rows or group is not None]
         (total, lost, *of_gates), taking_part = _joint_norms(walk, [scopes[gate] for gate in gates])
         walk.judged.joint_norm = total
         judged = [self._judge(gate, walk, norm) for gate, norm in zip(gates, of_gates, strict=True)]
@@ -146,14 +147,14 @@ class StepPolicy:
     def _record(self, walk: Undecided, judged: Sequence[tuple[Node, Tensor, Tensor]], *, taken: bool) -> None:
         """Tell the gates what was decided."""
         for node, norm, _ in judged:
-            gate, step = self._gates[node.path], walk.company.step_of_gate(walk, node)
+            gate, step = self._gates[node.path], _step_of_gate(walk, node)
             (gate.accept if taken else gate.refused)(norm, step)
             walk.store(node, step)
 
     def _judge(self, name: str, walk: Undecided, norm: Tensor) -> tuple[Node, Tensor, Tensor]:
         """A gate, the norm of the gradients that it acts on, and whether it refuses the step."""
         node = walk.nodes.by_path[name]
-        return node, norm, self._gates[name].refuses(norm, walk.company.step_of_gate(walk, node))
+        return node, norm, self._gates[name].refuses(norm, _step_of_gate(walk, node))
 
     def _count(self, counts: MutableMapping[str, Any]) -> None:
         counts[SKIPPED] += 1
@@ -167,19 +168,32 @@ class StepPolicy:
             )
 
 
+def _group_of(walk: Undecided) -> tuple[ProcessGroup | None, torch.device | None]:
+    """The processes that hold other parameters, and the device from which numbers are sent to them."""
+    company = walk.company
+    return (None, None) if company is None else (company.group, company.device)
+
+
+def _step_of_gate(walk: Undecided, node: Node) -> Step:
+    """The `Step` of a gate, which decides also on a process that has no gradients in its scope."""
+    rows = walk.table.in_scope(node, walk.table.rows)
+    stand_in = None if walk.company is None else walk.company.stand_in
+    return walk.step_for(node, rows) if rows or stand_in is None else stand_in.step_for(node, [0])
+
+
 def _joint_norms(walk: Undecided, scopes: Sequence[list[int]]) -> tuple[list[Tensor], list[Tensor]]:
     """The numbers of `Judged.joined`, equal on all processes.
 
     The second list says whether any gradient exists, and whether one exists in each scope. It is empty without other
     processes.
     """
-    found, table, company = walk.judged.joined(scopes), walk.table, walk.company
-    flags = [] if company.group is None else [torch.full_like(found[0], len(own) > 0) for own in (table.rows, *scopes)]
+    found, table, (group, device) = walk.judged.joined(scopes), walk.table, _group_of(walk)
+    flags = [] if group is None else [torch.full_like(found[0], len(own) > 0) for own in (table.rows, *scopes)]
     # a rank may have plain gradients beside sharded ones, and all would hang if it skipped the step alone
     own = largest_on_all_ranks(torch.stack([*found, *flags]), table.all_params())
-    if company.group is None:
+    if group is None:
         return list(own.unbind()), []
-    columns = gathered(own.to(company.device), company.group).T.contiguous()
+    columns = gathered(own.to(device), group).T.contiguous()
     joint, taking_part = columns.split([len(found), len(flags)])
     return [combine(column, 2.0) for column in joint], list(taking_part.amax(dim=1).unbind())
 
@@ -191,4 +205,4 @@ def _bad_gradients(walk: Undecided) -> BadGradients:
     names = labels("parameter", [(named.name, named.param) for named in every])
     norms = walk.judged.of_each().tolist()
     own = {names[param]: norm for param, norm in zip(table.params, norms, strict=True)}
-    return bad_gradients(own, mesh_groups(table.all_params()), walk.company.group)
+    return bad_gradients(own, mesh_groups(table.all_params()), _group_of(walk)[0])

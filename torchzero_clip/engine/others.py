@@ -13,7 +13,7 @@ from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.tools import Tools
-from torchzero_clip.engine.company import Counting, Walking
+from torchzero_clip.engine.company import Company, Walking
 from torchzero_clip.engine.judged import Judged
 from torchzero_clip.engine.numbers import joint_metrics, measuring
 from torchzero_clip.engine.readable import Readable
@@ -26,7 +26,7 @@ from torchzero_clip.functional.processes import gathered
 
 
 @final
-class Others(Counting):
+class Others(Company):
     """The processes that hold other parameters.
 
     Which numbers are sent depends only on the chain, which is the same on all processes.
@@ -41,8 +41,6 @@ class Others(Counting):
         super().__init__()
         self.group, self.device = self._group, self._device = group, device
         self._has_schedules = has_schedules
-        self.stand_in: Walk | None = None
-        """Takes part in joint transforms for which this process has no tensor."""
 
     @override
     def exchanged(self, node: Node, measured: Measured, own: Tensor, step: Step, judged: Judged) -> Measured:
@@ -76,16 +74,11 @@ class Others(Counting):
             return rows
         if rows:
             walk.store(node, walk.step_for(node, rows))  # the state of empty tensors begins, as in one process
-        self.stand_in.judged.joint_norm = walk.judged.joint_norm
-        self.stand_in.apply(node, [0], list(self.stand_in.table.grads))
+        stand_in = self.stand_in
+        stand_in.judged.joint_norm = walk.judged.joint_norm
+        stand_in.apply(node, [0], list(stand_in.table.grads))
         return []
 
-    @override
-    def step_of_gate(self, walk: Walking, node: Node) -> Step:
-        rows = walk.table.in_scope(node, walk.table.rows)
-        return walk.step_for(node, rows) if rows or self.stand_in is None else self.stand_in.step_for(node, [0])
-
-    @override
     def metrics(self, nodes: Nodes, own: dict[str, Tensor], has_gradients: bool) -> dict[str, Tensor] | None:
         """The metrics of all processes together, by name, in one collective; None if no process has a gradient.
 
@@ -99,11 +92,11 @@ class Others(Counting):
         paths = [node.path for node, _ in measuring(nodes)]
         if not paths and not self._has_schedules:
             return dict(own)
-        ran = [has_gradients, *(path in self._numbers.paths for path in paths)]
+        ran = [has_gradients, *(path in self.numbers.paths for path in paths)]
         flags = torch.ones(len(ran), dtype=torch.float64, device=self._device)
         if not all(ran):  # only then, because copying numbers to the device waits
             flags = torch.tensor(ran, dtype=torch.float64, device=self._device)
-        rows = gathered(torch.cat([flags, self._numbers.vector(nodes, self._device)]), self._group)
+        rows = gathered(torch.cat([flags, self.numbers.vector(nodes, self._device)]), self._group)
         if not all(ran):
             ran = [flag > 0 for flag in rows.narrow(1, 0, len(ran)).amax(dim=0).tolist()]
         if not ran[0]:

@@ -16,34 +16,45 @@ from torchzero_clip.functional.measure import Measured
 
 def find_factors(
     node: Node,
+    transform: Scaling,
     rows: Sequence[int],
     updates: list[Tensor],
     step: Step,
     judged: Judged,
-    company: Company,
+    company: Company | None,
     chain_state: MutableMapping[str, Any],
 ) -> tuple[Measured, Tensor]:
     """The norms of updates, and the factors that a scaling computes from them. Its state is stored, after errors too.
 
     Args:
-        node: The scaling.
+        node: The place of the scaling.
+        transform: The scaling.
         rows: The rows of the updates among the gradients.
         updates: The updates.
         step: What the scaling sees of the step.
         judged: The gradients before the first transform.
-        company: Who else takes part in the step.
+        company: Who else takes part in the step; None if nobody does.
         chain_state: The state of the whole chain.
     """
-    transform = node.transform
-    assert isinstance(transform, Scaling)
     try:
         measured = judged.measured(node, updates)
         if transform.keeps_statistics:
             step.gradient_norms = judged.of(rows)
-        measured = company.joined(node, measured, updates, step, judged)
+        if company is not None:
+            measured = company.joined(node, measured, updates, step, judged)
         factors = transform.factors(measured, updates, step)
         check_factors(node, factors, measured)
         check_state(node, step)
         return measured, factors
     finally:
+        store_state(node, step, chain_state, company)
+
+
+def store_state(node: Node, step: Step, chain_state: MutableMapping[str, Any], company: Company | None) -> None:
+    """Store the state of a transform."""
+    if node.has_state:
+        step.store_states()
+    if company is not None:
         company.store(node, step, chain_state)
+    if step.global_state:
+        chain_state.update(node.qualified(step.global_state))

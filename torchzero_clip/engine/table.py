@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,8 +12,16 @@ from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.types import State
 
-T = TypeVar("T")
 Group: TypeAlias = dict[str, Any]
+
+
+class Picked(NamedTuple):
+    """Some rows of a `Table`."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[State]
+    group_of: list[int]
 
 
 @dataclass(eq=False)
@@ -76,9 +84,12 @@ class Table:
         """All parameters of the optimizer, with or without a gradient."""
         return [param for group in self.groups for param in group["params"]]
 
-    def picked(self, column: list[T], rows: list[int]) -> list[T]:
-        """Some rows, in order, of a list with one entry per parameter, as a new list."""
-        return list(column) if len(rows) == len(column) else [column[i] for i in rows]
+    def picked(self, rows: list[int]) -> Picked:
+        """Some rows, in order, as new lists."""
+        columns: Any = (self.params, self.grads, self.states, self.group_of)
+        if len(rows) == len(self.params):
+            return Picked(*map(list, columns))
+        return Picked(*([column[i] for i in rows] for column in columns))
 
     def in_scope(self, node: Node, rows: list[int]) -> list[int]:
         """The rows that a transform acts on; the same list if these are all."""

@@ -14,14 +14,14 @@ from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform, storable
 from torchzero_clip.engine import targets
 from torchzero_clip.engine.checked import check_result, check_state
-from torchzero_clip.engine.company import ALONE, Company
+from torchzero_clip.engine.company import Company
 from torchzero_clip.engine.end import End
 from torchzero_clip.engine.executor import Executor
 from torchzero_clip.engine.judged import Judged
 from torchzero_clip.engine.reported_loss import Loss
-from torchzero_clip.engine.scaling import find_factors
+from torchzero_clip.engine.scaling import find_factors, store_state
 from torchzero_clip.engine.table import Table
-from torchzero_clip.functional.measure import Measured, scale_
+from torchzero_clip.functional.measure import Measured, effect, scale_
 from torchzero_clip.types import Setting, State
 
 
@@ -37,7 +37,7 @@ class Walk:
         executor: Reads and changes the updates.
         judged: The gradients before the first transform.
         loss: The loss of the step.
-        company: Who else takes part in the step.
+        company: Who else takes part in the step; None if nobody does.
     """
 
     nodes: Nodes
@@ -47,7 +47,7 @@ class Walk:
     executor: Executor
     judged: Judged
     loss: Loss
-    company: Company = ALONE
+    company: Company | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)
     refused_by: list[str] = field(default_factory=list)
     """The gates that refused the step, and "nonfinite" if a gradient that is not finite did."""
@@ -59,27 +59,28 @@ class Walk:
             if transform.target == "closure":
                 self.judged.before_closure()
                 node = self.nodes.by_path[path]
-                rows = self.company.acting(self, node, table.in_scope(node, table.rows))
+                rows = table.in_scope(node, table.rows)
+                rows = rows if self.company is None else self.company.acting(self, node, rows)
                 if rows:
-                    targets.change_gradients(table.picked(table.grads, rows), partial(self.apply, node, rows))
+                    targets.change_gradients(table.picked(rows).grads, partial(self.apply, node, rows))
                 self.judged.forget()
 
     def run(self, chain: Chain, prefix: str, rows: list[int], end: End | None = None) -> None:
         """Send the updates of some rows down a chain, to its ``end`` if it is the outermost one."""
         nodes = [self.nodes.by_path[prefix + name] for name in chain.transforms]
-        is_joined = self.company.group is not None
+        company = self.company
         for i, node in enumerate(nodes):
             transform, rest = node.transform, nodes[i + 1 :]
             own = self.table.in_scope(node, rows)
             if self.judged.listens:
                 self.judged.before_first(transform)
-            if is_joined and transform.target != "closure":
-                own = self.company.acting(self, node, own)
+            if company is not None and transform.target != "closure":
+                own = company.acting(self, node, own)
             if end is not None and own:
                 done = end.take(self, node, own, rest)
                 if done:  # no later transform may see these rows
                     rows, own = ([i for i in these if i not in done] for these in (rows, own))
-                    if not rows and not is_joined:
+                    if not rows and company is None:
                         return
             if own and not isinstance(transform, Gate):
                 self._change(node, own, end, rest)
@@ -89,15 +90,16 @@ class Walk:
     def _change(self, node: Node, rows: list[int], end: End | None, rest: Sequence[Node]) -> None:
         """Apply a transform to what its target names."""
         transform, table = node.transform, self.table
-        self.judged.before_change(transform)
+        if self.judged.judging.is_asked:
+            self.judged.before_change(transform)
         if "grad" in self.nodes.targets:
             self.executor.memory.keep(rows)
         if transform.target != "update":
             self.executor.settle(rows)
-            tensors = (table.picked(table.params, rows), table.picked(table.grads, rows))
-            targets.change(transform.target, self.executor, rows, *tensors, partial(self.apply, node, rows))
+            params, grads, *_ = table.picked(rows)
+            targets.change(transform.target, self.executor, rows, params, grads, partial(self.apply, node, rows))
         elif isinstance(transform, Scaling):
-            measured, factors = self._measured(node, rows, self.executor.read(rows))
+            measured, factors = self._measured(node, transform, rows, self.executor.read(rows))
             self.executor.scale(rows, measured, factors, end is not None and end.may_write_grads(rest))
         elif not self.executor.take(self, node, rows):
             # a rule only reads, so it may get the gradients themselves: a copy would cost a pass over memory
@@ -112,7 +114,7 @@ class Walk:
                 self.run(transform, f"{node.path}/", rows)
                 return self.executor.read(rows, writable=True)
         if isinstance(transform, Scaling):
-            scale_(*self._measured(node, rows, updates))
+            scale_(*self._measured(node, transform, rows, updates))
             return updates
         step = self.step_for(node, rows)
         try:
@@ -125,56 +127,63 @@ class Walk:
 
     def _apply_child(self, node: Node, rows: list[int], name: str, updates: list[Tensor]) -> list[Tensor]:
         child = self.nodes.by_path[f"{node.path}/{name}"]
-        own = self.company.acting(self, child, self.table.in_scope(child, rows))
+        own = self.table.in_scope(child, rows)
+        own = own if self.company is None else self.company.acting(self, child, own)
         result = dict(zip(rows, updates, strict=True))
         if own:
             result.update(zip(own, self.apply(child, own, [result[i] for i in own]), strict=True))
         return [result[i] for i in rows]
 
-    def _measured(self, node: Node, rows: list[int], updates: list[Tensor]) -> tuple[Measured, Tensor]:
+    def _measured(
+        self, node: Node, transform: Scaling, rows: list[int], updates: list[Tensor]
+    ) -> tuple[Measured, Tensor]:
         """The norms of updates, and the factors that a scaling computes from them."""
-        step = self.step_for(node, rows)
-        found = find_factors(node, rows, updates, step, self.judged, self.company, self.chain_state)
-        self.company.report(node, step, *found)
+        step, company = self.step_for(node, rows), self.company
+        measured, factors = find_factors(node, transform, rows, updates, step, self.judged, company, self.chain_state)
+        if company is None:
+            step.metrics.update(effect(measured, factors))
+        else:
+            company.report(node, measured, factors)
         self.metrics.update(node.qualified(step.metrics))
-        return found
+        return measured, factors
 
-    def _settings(self, node: Node, rows: list[int], rest: Sequence[Node]) -> list[Setting]:
-        """The settings of each parameter: those of a transform and, where it has none of that name, of the rest."""
+    def _settings(self, node: Node, rest: Sequence[Node]) -> list[Setting]:
+        """The settings of each group: those of a transform and, where it has none of that name, of the rest."""
         own = self.settings[node.path]
-        if rest:  # for equal keys the transform wins, then the next one
-            together = [*(self.settings[n.path] for n in rest[::-1]), own]
-            own = [{k: v for settings in together for k, v in settings[g].items()} for g in range(len(own))]
-        if len(own) == 1:  # one object for all: `by_setting` then finds one range without comparing
-            return [own[0]] * len(rows)
-        return [own[g] for g in self.table.picked(self.table.group_of, rows)]
+        if not rest:
+            return own
+        together = [*(self.settings[n.path] for n in rest[::-1]), own]
+        return [{k: v for settings in together for k, v in settings[g].items()} for g in range(len(own))]
 
     def step_for(self, node: Node, rows: list[int], rest: Sequence[Node] = ()) -> Step:
         """The `Step` for one transform, with its state before the step. Settings include those of the ``rest``."""
         transform, table, judged = node.transform, self.table, self.judged
-        settings, params = self._settings(node, rows, rest), table.picked(table.params, rows)
+        of_groups = self._settings(node, rest)
+        params, grads, states, group_of = table.picked(rows)
+        # one object for all parameters of a group: `by_setting` then finds a range without comparing
+        settings = of_groups * len(rows) if len(of_groups) == 1 else [of_groups[g] for g in group_of]
         known = transform.keeps_statistics and judged.norms is not None
-        begin = partial(_begin, transform, params, settings)
         step = Step(
             params,
-            table.picked(table.grads, rows),
+            grads,
             self.loss.value,
-            self.executor.states(node, table.picked(table.states, rows), begin),
+            self.executor.states(node, states, partial(_begin, transform, params, settings)),
             settings,
-            node.global_state(self.chain_state),
+            node.global_state(self.chain_state) if node.global_keys else {},
             gradient_norms=judged.of(rows) if known else None,
             apply_child=partial(self._apply_child, node, rows) if node.children else None,
             tools=self.executor,
             has_loss=self.loss.exists,
         )
-        if self.company.absence is not None:
+        if self.company is not None and self.company.absence is not None:
             self.company.absence.begin(step)
         return step
 
     def store(self, node: Node, step: Step) -> None:
         """Store the state and the metrics of a transform."""
-        self.company.store(node, step, self.chain_state)
-        self.metrics.update(node.qualified(step.metrics))
+        store_state(node, step, self.chain_state, self.company)
+        if step.metrics:
+            self.metrics.update(node.qualified(step.metrics))
 
 
 def _begin(transform: Transform, params: Sequence[Tensor], settings: Sequence[Setting], i: int) -> State:

@@ -239,11 +239,13 @@ class Fast(Executor):
                 run = self._by_tensor(fused, rows, step)
             if fused is None or run is None:
                 return False
-            _count(fused, step, 1)  # kernels read the count
+            for key in fused.counters:  # kernels read the counts
+                step.add(key, 1)
             try:
                 run()
             except BaseException:
-                _count(fused, step, -1)
+                for key in fused.counters:
+                    step.add(key, -1)
                 raise
             return True
         finally:
@@ -315,11 +317,6 @@ def _fit_pieces(tensors: Sequence[Tensor], state: Sequence[Sequence[Tensor]]) ->
     if any([tensor.shape for tensor in column] != shapes or column[0].dtype != wide for column in state):
         return False
     return all(foreach.kind(column) is not None and foreach.all_contiguous(column) for column in (tensors, *state))
-
-
-def _count(fused: Fused, step: Step, number: int) -> None:
-    for key in fused.counters:
-        step.add(key, number)
 
 
 def _finished(host: Host, node: Node, step: Step, changed: Tensor) -> None:

@@ -25,15 +25,13 @@ class Scale:
     factors: Tensor
     over_grads: bool
     """It may write over the gradients."""
+    _known: tuple[float, float] | None = field(default=None, init=False)
 
     @property
     def factor(self) -> Tensor:
         """The factors, one for each update, or a 0-d tensor if there is one for all."""
         one = self.measured.joint and foreach.is_one_number(self.factors)
         return self.factors.select(0, 0) if one else self.factors
-
-    def __post_init__(self) -> None:
-        self._known: tuple[float, float] | None = None
 
     @property
     def _extent(self) -> tuple[float, float] | None:

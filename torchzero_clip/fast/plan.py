@@ -19,7 +19,6 @@ from torchzero_clip.compat import SameLayout, native_guard
 from torchzero_clip.core.kinds import Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.step import Step
-from torchzero_clip.engine.company import ALONE
 from torchzero_clip.engine.executor import Measurer
 from torchzero_clip.engine.judged import Judged
 from torchzero_clip.engine.scaling import find_factors
@@ -182,9 +181,10 @@ class Plan:
             return None
         factor: Tensor | float | None = None
         metrics: Metrics = dict
-        if self._scaling is not None:
-            known = self._clipped(self._scaling, found) if self._is_joint else None
-            factor, metrics = known or self._scaled(self._scaling, found, chain_state, loss)
+        node = self._scaling
+        if node is not None and isinstance(node.transform, Scaling):
+            known = self._clipped(node, node.transform, found) if self._is_joint else None
+            factor, metrics = known or self._scaled(node, node.transform, found, chain_state, loss)
         _count(found.counters, 1)  # before the kernel, which reads the counts
         try:
             state = [found.columns[key] for key in self._state]
@@ -264,14 +264,14 @@ class Plan:
         counters = [counter for counter in known if counter is not None]
         return _Found(params, grads, states, columns, counters, workspace) if len(counters) == len(known) else None
 
-    def _clipped(self, node: Node, found: _Found) -> tuple[float | None, Metrics] | None:
+    def _clipped(self, node: Node, transform: Scaling, found: _Found) -> tuple[float | None, Metrics] | None:
         """The factor of a joint norm as a number (None for 1), and the metrics; None if `_scaled` has to find them."""
-        if self._alone is None or not isinstance(node.transform, Scaling):
+        if self._alone is None:
             return None
         total = whole_norm(found.grads, found.workspace.scratch.knowing(found.grads, self._layout))
         if total is None:
             return None
-        factor = node.transform.factor(total.item(), self._alone)
+        factor = transform.factor(total.item(), self._alone)
         if factor is None or not (factor == 0 or _FLOAT32.tiny <= factor <= _FLOAT32.max):
             return None
         measured = Measured(L2, [0], total.view(1), total, [total])
@@ -282,10 +282,10 @@ class Plan:
         return None if factor == 1 else factor, metrics
 
     def _scaled(
-        self, node: Node, found: _Found, chain_state: dict[str, Any], loss: Tensor | float | None
+        self, node: Node, transform: Scaling, found: _Found, chain_state: dict[str, Any], loss: Any
     ) -> tuple[Tensor | None, Metrics]:
         """The factors that the kernel has to apply, None for 1, and the metrics."""
-        transform, grads, workspace = node.transform, found.grads, found.workspace
+        grads, workspace = found.grads, found.workspace
         measurer = _Measurer(grads, workspace.scratch.knowing(grads, self._layout))
         judged = Judged(self._judging, grads, measurer)
         columns = {"params": found.params, "grads": grads, **found.columns}
@@ -296,7 +296,7 @@ class Plan:
         states = VectorStates(found.states, node.path, node.state, begin, workspace.vectors, columns)
         step = Step(found.params, grads, loss, states, self._own, node.global_state(chain_state), tools=measurer)
         rows = range(len(grads))
-        measured, factors = find_factors(node, rows, grads, step, judged, ALONE, chain_state)
+        measured, factors = find_factors(node, transform, rows, grads, step, judged, None, chain_state)
         waiting = Scale(measured, factors, over_grads=True)
         kept = None if waiting.does_nothing else waiting.factor
         if kept is not None and not waiting.fits_kernels:

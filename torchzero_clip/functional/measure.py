@@ -191,9 +191,7 @@ class Measured:
 
     def by_norm(self, rule: Callable[[Tensor], Tensor]) -> Tensor:
         """Apply ``rule`` to the norm of every slice. If all slices share one norm, ``rule`` gets only that one."""
-        if self.joint and len(self.vector) > 0:
-            return rule(self.vector.narrow(0, 0, 1)).expand(len(self.vector))
-        return rule(self.vector)
+        return self.by_setting([None] * len(self.indices), lambda norms, _: rule(norms))
 
     def by_setting(self, settings: Sequence[S], rule: Callable[[Tensor, S], Tensor]) -> Tensor:
         """Apply ``rule`` to the norms of each setting, and concatenate into one vector with a number per slice.
@@ -206,7 +204,9 @@ class Measured:
         own = settings if len(self.indices) == len(settings) else [settings[i] for i in self.indices]
         shared = by_setting(own)
         if len(shared) == 1:
-            return self.by_norm(lambda norms: rule(norms, shared[0][0]))
+            if not (self.joint and len(self.vector) > 0):
+                return rule(self.vector, shared[0][0])
+            return rule(self.vector.narrow(0, 0, 1), shared[0][0]).expand(len(self.vector))
         counts = self.counts
         chunks = self.vector.split([sum(counts[part]) for _, part in shared])
         return torch.cat(

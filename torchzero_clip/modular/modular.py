@@ -370,7 +370,7 @@ class Modular(Explained, Optimizer):
                 # the closure may have changed them, or added groups
                 settings = self._nodes.checked_settings(self.param_groups)
 
-            loss = self._reported.loss() if result is None else Loss(result, 1)
+            loss = Loss(result, 1) if result is not None else self._reported.loss()
             has_meshes = self._has_meshes and self.parts is None
             missing = Missing(self._nodes, self.param_groups, self.state) if has_meshes else None
             walk = None
@@ -390,11 +390,8 @@ class Modular(Explained, Optimizer):
         state, parts = self._chain_state.values, self.parts
         if parts is not None:
             parts.refuse_second(walk.table.params)
-        takes_part = (
-            len(walk.table.params) > 0
-            or walk.company.group is not None
-            or (parts is not None and len(parts.updated) > 0)
-        )
+        takes_part = len(walk.table.params) > 0 or self._process_group is not None
+        takes_part = takes_part or (parts is not None and len(parts.updated) > 0)
         try:
             if takes_part and (not self._policy.decides or self._policy.allows(walk, state)) and self._run(walk):
                 self._metrics.clear()
@@ -484,7 +481,8 @@ class Modular(Explained, Optimizer):
             refuse_unusable(groups)
             check_shapes(self._nodes, table, self._shapes)
             table.grads = own_gradients(table.params)
-        self._move_chain_state()
+        if state:
+            self._move_chain_state()
         updates = Updates(table, state, maximize=self.maximize)
         is_fast = is_fast and not (columns is None and table.has_repeated)
         executor: Executor = Fast(updates, workspace, columns) if is_fast else Readable(updates)
@@ -511,7 +509,7 @@ class Modular(Explained, Optimizer):
 
         Return False if no process has a gradient.
         """
-        table = walk.table
+        table, company = walk.table, walk.company
         is_repeated = isinstance(walk.executor, Readable) and table.has_repeated
         end = Subtract(keep_grads=self.keep_grads or "grad" in self._nodes.targets or is_repeated)
         if self.listener is not None:
@@ -520,8 +518,10 @@ class Modular(Explained, Optimizer):
             if "closure" in self._nodes.targets:
                 walk.change_closure_gradients(self.chain)
             walk.run(self.chain, "", table.rows, end)
-            metrics = walk.company.metrics(self._nodes, walk.metrics, len(table.params) > 0)
-            walk.metrics = metrics or {}
+            has_gradients = True
+            if isinstance(company, Others):
+                found = company.metrics(self._nodes, walk.metrics, len(table.params) > 0)
+                walk.metrics, has_gradients = found or {}, found is not None
         except BaseException:
             walk.refused_by.append("error")
             walk.executor.abandon()
@@ -533,9 +533,9 @@ class Modular(Explained, Optimizer):
         # Also entries without a key: while optimizer.state is empty, or lacks a parameter, torch.distributed.checkpoint
         # takes a step on zero gradients in a training that it saves, or raises when it loads
         self.state.update(table.new_states)  # pyright: ignore[reportArgumentType]
-        if self.parts is not None and walk.company.numbers is not None:
-            self.parts.add(walk.company.numbers, walk.metrics, table.params)
-        return metrics is not None
+        if self.parts is not None and company is not None:
+            self.parts.add(company.numbers, walk.metrics, table.params)
+        return has_gradients
 
     @torch.no_grad()
     def take_part(self, groups: list[dict[str, Any]], settings: dict[str, list[Setting]], workspace: Workspace) -> None:
