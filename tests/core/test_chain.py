@@ -82,6 +82,14 @@ def test_overrides_of_a_chain_leave_the_chain_and_its_transforms_as_they_were():
         assert [(g.get("max_norm"), g.get("value", g.get("chain/value/value"))) for g in groups] == expected
 
 
+def test_a_second_call_on_a_transform_replaces_the_overrides_of_the_first():
+    first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    clip = ClipNorm(1.0).set_param_groups([{"params": first, "max_norm": 0.5}])
+    other = clip.set_param_groups([{"params": second, "max_norm": 0.25}])
+    assert [g["max_norm"] for g in Modular([first, second], other).param_groups] == [1.0, 0.25]
+    assert [g["max_norm"] for g in Modular([first, second], clip).param_groups] == [0.5, 1.0]
+
+
 def test_an_override_reaches_one_place_of_a_transform_that_stands_twice():
     param = nn.Parameter(torch.zeros(1))
     clip = ClipNorm(1.0)

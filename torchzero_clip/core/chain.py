@@ -99,13 +99,11 @@ class Chain(Composite):
     def set_param_groups(self, param_groups: Iterable[Mapping[str, Any]]) -> Self:
         """Return a copy of this chain that gives some parameters settings of their own.
 
-        Each key goes to the first transform that has it. A second call adds to the settings of the first.
+        Each key goes to the first transform that has it. A call on the copy adds to its settings. This chain and its
+        transforms do not change.
 
         Args:
             param_groups: As in `Transform.set_param_groups`.
-
-        Returns:
-            The new chain. This one and its transforms do not change.
         """
         nodes = self.nodes()
         owners: dict[str, tuple[Node, str]] = {}

@@ -178,7 +178,7 @@ class Transform(Explained, ABC):
 
         `Modular` splits a param group if its parameters get different settings. The new groups take the place of the
         old one, in the order of their first parameters; a scheduler that takes a list needs one entry for each of them.
-        A second call replaces the settings of the first.
+        A call on the copy replaces its settings.
 
         Args:
             param_groups: Mappings with ``"params"`` (a tensor or an iterable of tensors) and settings of this
