@@ -214,8 +214,7 @@ def test_an_optimizer_in_ema_tfm_says_nothing_about_the_learning_rate_of_the_cha
 def test_settings_of_ema_tfm_take_no_bare_key():
     params = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
     chain = Chain(ClipValueByEMA(ema_tfm=ClipNorm(1.0)), ClipNorm(2.0))
-    chain.set_param_groups([{"params": params[1], "max_norm": 7.0}])
-    optimizer = Modular(params, chain)
+    optimizer = Modular(params, chain.set_param_groups([{"params": params[1], "max_norm": 7.0}]))
     assert [group["max_norm"] for group in optimizer.param_groups] == [2.0, 7.0]
 
 

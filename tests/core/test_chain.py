@@ -8,7 +8,7 @@ from contract.entries import Mul, TrackJointNorm
 from contract.training import stepped
 from torch import nn
 
-from torchzero_clip import SGD, Adam, AdamW, Chain, ClipNorm, ClipValue, Modular
+from torchzero_clip import SGD, Adam, AdamW, Chain, ClipNorm, ClipValue, ClipValueByEMA, Modular
 
 
 def test_the_first_owner_of_a_key_has_it_bare():
@@ -61,6 +61,49 @@ def test_overrides_of_a_chain_add_to_those_of_its_transforms_or_change_nothing()
     with pytest.raises(ValueError, match="eps must be >= 0"):
         chain.set_param_groups([{"params": [first], "max_norm": 7.0, "eps": -1.0}])
     assert [g["max_norm"] for g in Modular([first, second], chain).param_groups] == [1, 0.1]
+
+
+def test_overrides_of_a_chain_leave_the_chain_and_its_transforms_as_they_were():
+    first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    clip, value = ClipNorm(1.0), ClipValue(0.1)
+    unit = Chain(value, target="update_difference")
+    chain = Chain(clip, unit)
+    halved = chain.set_param_groups([{"params": [second], "max_norm": 0.5}])
+    both = halved.set_param_groups([{"params": [second], "value": 0.2}])
+    for part, expected in (
+        (clip, [(1.0, None)]),
+        (Chain(clip, Chain(value)), [(1.0, 0.1)]),
+        (unit, [(None, 0.1)]),
+        (chain, [(1.0, 0.1)]),
+        (halved, [(1.0, 0.1), (0.5, 0.1)]),
+        (both, [(1.0, 0.1), (0.5, 0.2)]),
+    ):
+        groups = Modular([first, second], part).param_groups
+        assert [(g.get("max_norm"), g.get("value", g.get("chain/value/value"))) for g in groups] == expected
+
+
+def test_a_second_call_on_a_transform_replaces_the_overrides_of_the_first():
+    first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    clip = ClipNorm(1.0).set_param_groups([{"params": first, "max_norm": 0.5}])
+    other = clip.set_param_groups([{"params": second, "max_norm": 0.25}])
+    assert [g["max_norm"] for g in Modular([first, second], other).param_groups] == [1.0, 0.25]
+    assert [g["max_norm"] for g in Modular([first, second], clip).param_groups] == [0.5, 1.0]
+
+
+def test_an_override_reaches_one_place_of_a_transform_that_stands_twice():
+    param = nn.Parameter(torch.zeros(1))
+    clip = ClipNorm(1.0)
+    chain = Chain(clip, Mul(3.0), clip).set_param_groups([{"params": param, "max_norm": 0.5}])
+    group = Modular([param], chain).param_groups[0]
+    assert (group["max_norm"], group["clip_norm_2/max_norm"]) == (0.5, 1.0)
+
+
+def test_overrides_inside_a_composite_reach_its_groups_and_its_repr():
+    param = nn.Parameter(torch.zeros(2))
+    by_ema = ClipValueByEMA(ema_tfm=ClipNorm(1.0))
+    chain = Chain(by_ema).set_param_groups([{"params": param, "clip_value_by_ema/ema_tfm/clip_norm/max_norm": 0.5}])
+    assert "ema_tfm=ClipNorm(0.5)" in repr(Modular([param], chain))
+    assert "ema_tfm=ClipNorm(1.0)" in repr(Modular([param], by_ema))
 
 
 def test_one_transform_may_serve_twice_and_in_several_optimizers():

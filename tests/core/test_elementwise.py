@@ -268,8 +268,8 @@ def test_an_error_elsewhere_leaves_no_statistic_that_has_started_without_a_value
     states = []
     for fast in (True, False):
         weights = {name: nn.Parameter(torch.zeros(2)) for name in "ab"}
-        breaks = Breaks()
-        optimizer = Modular(list(weights.items()), make().only("a"), breaks.only("b"), SGD(1.0), fast=fast)
+        breaks = Breaks().only("b")
+        optimizer = Modular(list(weights.items()), make().only("a"), breaks, SGD(1.0), fast=fast)
         for weight in weights.values():
             weight.grad = torch.tensor([1.0, -2.0])
         with pytest.raises(RuntimeError, match="out of memory"):

@@ -131,6 +131,37 @@ def test_lr_is_that_of_the_group():
     assert steps["head.weight"] == pytest.approx(0.1)
 
 
+def test_one_clip_with_a_scope_for_each_optimizer_of_a_gan_clips_in_both():
+    generator, critic = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    named = [("generator", generator), ("critic", critic)]
+    clip = ClipNorm(1.0)
+    of_generator = Modular(named, clip.only("generator"), SGD(1.0))
+    of_critic = Modular(named, clip.only("critic"), SGD(0.5))
+    generator.grad = torch.tensor([3.0, 4.0])
+    of_generator.step()
+    generator.grad, critic.grad = None, torch.tensor([6.0, 8.0])
+    of_critic.step()
+    assert generator.tolist() == pytest.approx([-0.6, -0.8])
+    assert critic.tolist() == pytest.approx([-0.3, -0.4])
+    critic.grad = torch.tensor([6.0, 8.0])
+    of_generator.step()  # its clip leaves the critic out
+    assert critic.tolist() == pytest.approx([-6.3, -8.4])
+    assert repr(clip) == "ClipNorm(1.0)"
+
+
+def test_a_scope_of_a_transform_that_an_optimizer_has_does_not_change_the_optimizer():
+    first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = Modular([("first", first), ("second", second)], ClipNorm(1.0), SGD(1.0))
+    clip = optimizer.transforms["clip_norm"]
+    narrower = clip.only("first").set_param_groups([{"params": second, "max_norm": 0.5}])
+    optimizer.add_param_group({"params": [("third", nn.Parameter(torch.zeros(1)))]})
+    first.grad, second.grad = torch.tensor([3.0]), torch.tensor([4.0])
+    optimizer.step()
+    assert (first.item(), second.item()) == (-1.0, -1.0)
+    assert [group["max_norm"] for group in optimizer.param_groups] == [1.0, 1.0]
+    assert repr(narrower) == "ClipNorm(1.0).only('first')"
+
+
 @pytest.mark.filterwarnings("ignore:no optimizer acts on")
 def test_a_plain_chain_hands_its_scope_to_its_transforms():
     adamw = AdamW(0.1).only("head")

@@ -63,3 +63,50 @@ def test_names_that_a_setting_cannot_have(key):
 )  # fmt: skip
 def test_repr_of_transforms(transform, expected):
     assert repr(transform) == expected
+
+
+class WithSlots(LimitRMS):
+    __slots__ = ("own",)
+
+    def __init__(self, max_rms=1.0):
+        super().__init__(max_rms)
+        self.own = 3
+
+
+class CopiedByItsConstructor(LimitRMS):
+    def __init__(self, max_rms=1.0):
+        super().__init__(max_rms)
+        self.own = 3
+
+    def __copy__(self):
+        return type(self)(self.defaults["max_rms"])
+
+
+class PickledByItsConstructor(CopiedByItsConstructor):
+    __copy__ = None
+
+    def __reduce_ex__(self, protocol):
+        return type(self), (self.defaults["max_rms"],)
+
+
+@pytest.mark.parametrize("kind", [WithSlots, CopiedByItsConstructor, PickledByItsConstructor])
+def test_an_authors_way_of_copying_keeps_scope_and_overrides(kind):
+    first, second = parameters(shapes=[(1,), (1,)])
+    old = kind()
+    new = old.set_param_groups([{"params": second, "max_rms": 0.5}]).only("first", "second").without("first")
+    assert (repr(new), new.own) == (f"{kind.__name__}().only('first', 'second').without('first')", 3)
+    assert repr(old) == f"{kind.__name__}()"
+    named = [("first", first), ("second", second)]
+    assert [group["max_rms"] for group in Modular(named, new).param_groups] == [1.0, 0.5]
+    assert [group["max_rms"] for group in Modular(named, old).param_groups] == [1.0]
+
+
+def test_a_copy_that_is_the_transform_itself_is_refused():
+    class Same(LimitRMS):
+        def __copy__(self):
+            return self
+
+    transform = Same(1.0)
+    with pytest.raises(TypeError, match=r"Same\.__copy__ returns the transform itself"):
+        transform.only("a")
+    assert repr(transform) == "Same(1.0)"

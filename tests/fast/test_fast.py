@@ -109,7 +109,7 @@ def compare(clips, rule, shapes, dtype, events, scoped):
     def make() -> list[Transform]:
         transforms = [CLIPS[name]() for name in clips]
         if scoped and transforms:
-            transforms[0].only(is_no_vector)
+            transforms[0] = transforms[0].only(is_no_vector)
         return [*transforms, *RULES[rule]()] or [ClipNorm(0.3)]
 
     fast, readable = both(make, shapes, dtype)

@@ -1,6 +1,6 @@
 """Transforms that are made of transforms."""
 
-import copy
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Self, TypeAlias
 
@@ -11,9 +11,8 @@ from typing_extensions import override
 from torchzero_clip.core.kinds import Gate
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.schedules import at
-from torchzero_clip.core.scope import Scope
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.transform import Transform, override_groups
+from torchzero_clip.core.transform import T, Transform, altered, override_groups
 from torchzero_clip.types import Setting, Target
 
 Transforms: TypeAlias = "Transform | Sequence[Transforms]"
@@ -98,28 +97,29 @@ class Chain(Composite):
 
     @override
     def set_param_groups(self, param_groups: Iterable[Mapping[str, Any]]) -> Self:
-        """Give some parameters settings of their own; each key goes to the first transform that has it.
+        """Return a copy of this chain that gives some parameters settings of their own.
+
+        Each key goes to the first transform that has it. A call on the copy adds to its settings. This chain and its
+        transforms do not change.
 
         Args:
             param_groups: As in `Transform.set_param_groups`.
         """
         nodes = self.nodes()
-        owners: dict[str, tuple[Transform, str]] = {}
+        owners: dict[str, tuple[Node, str]] = {}
         for node in nodes:
             for key, stored in node.storage_keys.items():
-                owners[f"{node.path}/{key}"] = owners[stored] = (node.transform, key)
-        given: list[tuple[Transform, dict[str, Any]]] = []
+                owners[f"{node.path}/{key}"] = owners[stored] = (node, key)
+        added: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
         for params, settings in override_groups(param_groups):
             for key, value in settings.items():
                 if key not in owners:
                     known = ", ".join(nodes.storage_keys.values())
                     raise ValueError(f"no transform has a setting {key!r}; settings of this chain: {known}")
-                transform, own = owners[key]
-                transform.check({own: at(value, 0)})
-                given.append((transform, {"params": params, own: value}))
-        for transform, settings in given:
-            transform.overrides.append(settings)
-        return self
+                node, own = owners[key]
+                node.transform.check({own: at(value, 0)})
+                added[f"/{node.path}"].append({"params": params, own: value})
+        return _with_overrides(self, added)
 
     @override
     def is_tensorwise(self) -> bool:
@@ -142,7 +142,8 @@ def flatten(transforms: Iterable[Transforms]) -> Iterator[Transform]:
         if isinstance(item, Transform) and "defaults" not in vars(item):
             raise TypeError(f"{type(item).__name__} is incomplete: its __init__ has to call super().__init__(settings)")
         if isinstance(item, Chain) and item.target == "update":
-            yield from (_within(item.scope, transform) for transform in item.transforms.values())
+            for transform in item.transforms.values():
+                yield altered(transform, scope=transform.scope.within(item.scope)) if item.scope.limited else transform
         elif isinstance(item, Transform):
             yield item
         elif isinstance(item, list | tuple):
@@ -168,13 +169,13 @@ def as_written(transforms: Iterable[Transforms]) -> Iterator[Transform]:
             yield from as_written(item)
 
 
-def _within(scope: Scope, transform: Transform) -> Transform:
-    """The transform, limited to the scope of the chain that it was written in."""
-    if not scope.limited:
-        return transform
-    limited = copy.copy(transform)
-    limited.scope = transform.scope.within(scope)
-    return limited
+def _with_overrides(transform: T, added: Mapping[str, Sequence[dict[str, Any]]], path: str = "") -> T:
+    """A copy with more overrides, for the transform and for those inside it, by their paths."""
+    changed: dict[str, Any] = {"overrides": [*transform.overrides, *added.get(path, ())]}
+    if isinstance(transform, Composite):
+        children = transform.transforms.items()
+        changed["transforms"] = {name: _with_overrides(child, added, f"{path}/{name}") for name, child in children}
+    return altered(transform, **changed)
 
 
 def named_uniquely(transforms: Iterable[Transform]) -> dict[str, Transform]:

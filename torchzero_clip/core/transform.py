@@ -1,10 +1,11 @@
 """The base classes of transforms."""
 
+import copy
 import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self, get_args
+from typing import Any, ClassVar, Self, TypeVar, get_args
 
 from torch import Tensor
 from typing_extensions import override
@@ -25,7 +26,8 @@ class Transform(Explained, ABC):
     turns gradients into steps, and a `Gate` decides whether a step is taken.
 
     The attributes of a transform are settings and structure, never tensors or data of a step. The optimizer stores its
-    state between steps, so one instance may serve several optimizers, also in several threads.
+    state between steps, so one instance may serve several optimizers, also in several threads. A transform does not
+    change after its constructor: `only`, `without` and `set_param_groups` return a copy.
 
     Args:
         defaults: The settings, which param groups and schedulers may change: numbers, tuples of numbers, None, or
@@ -172,17 +174,18 @@ class Transform(Explained, ABC):
         """
 
     def set_param_groups(self, param_groups: Iterable[Mapping[str, Any]]) -> Self:
-        """Give some parameters settings of their own, before `Modular` takes this transform.
+        """Return a copy of this transform that gives some parameters settings of their own.
 
-        A param group is split if its parameters get different settings. The new groups take the place of the old one,
-        in the order of their first parameters; a scheduler that takes a list needs one entry for each of them.
+        `Modular` splits a param group if its parameters get different settings. The new groups take the place of the
+        old one, in the order of their first parameters; a scheduler that takes a list needs one entry for each of them.
+        A call on the copy replaces its settings.
 
         Args:
             param_groups: Mappings with ``"params"`` (a tensor or an iterable of tensors) and settings of this
                 transform.
 
         Returns:
-            The transform itself.
+            The new transform. This one does not change.
 
         Raises:
             ValueError: For a key that is not a setting of this transform, or a value out of range.
@@ -209,13 +212,12 @@ class Transform(Explained, ABC):
                     raise ValueError(f"{type(self).__name__} has no setting {key!r}; its settings: {known}{hint}")
             self.check({key: at(value, 0) for key, value in settings.items()})
             overrides.append({"params": params, **settings})
-        self.overrides = overrides
-        return self
+        return altered(self, overrides=overrides)
 
     def only(self, *where: Where, groups: str | Iterable[str] = ()) -> Self:
-        """Let this transform act on selected parameters only. The updates of the others skip it.
+        """Return a copy of this transform that acts on selected parameters only. The updates of the others skip it.
 
-        A second call narrows the selection further.
+        A call on the copy narrows the selection further. Optimizers that already have this transform do not change.
 
         Args:
             *where: Any of these select parameters: names of parameters or of modules that hold them, patterns for
@@ -224,7 +226,7 @@ class Transform(Explained, ABC):
             groups: Param groups by their ``"name"``. Their parameters are selected too.
 
         Returns:
-            The transform itself.
+            The new transform. This one does not change.
 
         Raises:
             ValueError: Without an argument.
@@ -239,25 +241,23 @@ class Transform(Explained, ABC):
             >>> optimizer.transforms["clip_norm"]
             ClipNorm(1.0, dim='global').only('1')
         """
-        self.scope = self.scope.narrowed(True, where, groups)
-        return self
+        return altered(self, scope=self.scope.narrowed(True, where, groups))
 
     def without(self, *where: Where, groups: str | Iterable[str] = ()) -> Self:
-        """Let this transform act on all parameters except selected ones.
+        """Return a copy of this transform that acts on all parameters except selected ones.
 
         Args:
             *where: The parameters to leave out, selected as in `only`.
             groups: The param groups to leave out, as in `only`.
 
         Returns:
-            The transform itself.
+            The new transform. This one does not change.
 
         Raises:
             ValueError: Without an argument.
             TypeError: If an argument is neither a string nor callable.
         """
-        self.scope = self.scope.narrowed(False, where, groups)
-        return self
+        return altered(self, scope=self.scope.narrowed(False, where, groups))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self._arguments())}){self.scope}"
@@ -344,6 +344,20 @@ class TensorwiseTransform(Transform):
         """Apply `apply_tensor` to every tensor. Override this method to use other parts of the `Step`."""
         rows = zip(updates, step.params, step.grads, step.states, step.settings, strict=True)
         return [self.apply_tensor(u, p, g, step.loss, state, setting) for u, p, g, state, setting in rows]
+
+
+T = TypeVar("T", bound=Transform)
+
+
+def altered(transform: T, **attributes: Any) -> T:
+    """A shallow copy with other attributes."""
+    new = copy.copy(transform)
+    if new is transform:
+        raise TypeError(f"{type(transform).__name__}.__copy__ returns the transform itself, and has to return a copy")
+    # an author's class may copy itself by its constructor, which knows neither
+    new.scope, new.overrides = transform.scope, transform.overrides
+    vars(new).update(attributes)
+    return new
 
 
 def storable(transform: Transform, values: Mapping[str, Any]) -> dict[str, Any]:
