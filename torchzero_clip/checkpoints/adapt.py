@@ -49,7 +49,7 @@ def adapted(
 class _Keys:
     """Replaces the keys of the saved chain by those of this chain.
 
-    In ``pairs`` stands each saved transform with the one of this chain that takes its settings and state.
+    ``pairs`` has each saved transform and the one of this chain that takes its settings and state.
     """
 
     def __init__(self, saved: Sequence[Member], pairs: Sequence[tuple[Member, Member]]) -> None:

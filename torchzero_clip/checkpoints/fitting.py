@@ -28,7 +28,7 @@ OPTIMIZER_KEYS = frozenset(
 def fitted(
     state_dict: Mapping[str, Any], groups: list[Group], nodes: Nodes, schedules: Schedules, own: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The checkpoint, checked and completed from the param groups, and its state of the whole chain, as ``own`` is."""
+    """The checkpoint, checked and completed from the param groups, and its values of the state ``own`` of the chain."""
     all_saved = saved_groups(state_dict, groups)
     for saved in all_saved:
         if lacks := [key for key in nodes.storage_keys.values() if key not in saved]:

@@ -99,7 +99,7 @@ class Load:
     def restore(self, groups: Sequence[Group], state: MutableMapping[Tensor, Any]) -> None:
         """Put the state of the checkpoint in its place, after its groups were loaded.
 
-        Torch has cast the state by parameter to the dtypes of the parameters. It gets the dtypes of the checkpoint.
+        Torch has cast the state by parameter to the dtypes of the parameters, so it is replaced.
         """
         ids = [i for group in self._fitting["param_groups"] for i in group["params"]]
         params = [param for group in groups for param in group["params"]]

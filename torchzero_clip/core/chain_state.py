@@ -34,11 +34,11 @@ class ChainState:
 
     @property
     def keys(self) -> set[str]:
-        """The keys of a param group that belong to it, in this chain or in one that has other counters."""
+        """The keys of param groups that hold this state, or that of an optimizer with other counters."""
         return {*self.values, *COUNTERS, *self.identity}
 
     def start(self, groups: Iterable[dict[str, Any]], *, has_schedules: bool) -> None:
-        """Write the state to new param groups. From the first setting on that is a function of steps, count them."""
+        """Write the state to new param groups, with a count of steps if settings are functions of it."""
         if has_schedules:
             self.values.setdefault(SCHEDULE_STEP, 0)
         self.show(groups)

@@ -1,4 +1,4 @@
-"""Converts checkpoints: those of torch's optimizers and of other chains for a chain, and a chain's for torch's."""
+"""Converts checkpoints of torch's optimizers and of other chains for a chain, and of a chain for torch's."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
