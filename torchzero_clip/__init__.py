@@ -40,11 +40,11 @@ from torchzero_clip.functional.total import clip_grads_with_norm_ as clip_grads_
 from torchzero_clip.functional.total import get_total_norm as get_total_norm
 from torchzero_clip.hints import no_attribute as __getattr__  # noqa: F401
 from torchzero_clip.migrating.as_lr import as_lr as as_lr
+from torchzero_clip.migrating.moving import adapt_state_dict as adapt_state_dict
 from torchzero_clip.migrating.moving import from_torch_optim as from_torch_optim
 from torchzero_clip.migrating.moving import to_torch_optim as to_torch_optim
 from torchzero_clip.modular.in_backward import step_in_backward as step_in_backward
 from torchzero_clip.modular.modular import Modular as Modular
-from torchzero_clip.modular.modular import adapt_state_dict as adapt_state_dict
 from torchzero_clip.optimizers.adam import Adam as Adam
 from torchzero_clip.optimizers.adamw import AdamW as AdamW
 from torchzero_clip.optimizers.hyperball import Hyperball as Hyperball

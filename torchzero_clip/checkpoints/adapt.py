@@ -19,15 +19,7 @@ def adapted(
 ) -> dict[str, Any]:
     """Convert a checkpoint of another chain into one of this chain. One of this chain is returned as it is.
 
-    Args:
-        state_dict: The checkpoint.
-        groups: The param groups of the optimizer, which have the settings of new transforms.
-        nodes: The transforms of its chain.
-        new: Names of transforms of this chain that the saved chain lacks.
-        dropped: Names of transforms of the saved chain that this chain lacks.
-
-    Raises:
-        ValueError: If the remaining transforms do not match.
+    The transforms in ``new`` get their settings from ``groups``. Raises ValueError if the others do not match.
     """
     saved_ones = saved_groups(state_dict, groups)
     own = members_of(nodes)
@@ -57,9 +49,7 @@ def adapted(
 class _Keys:
     """Replaces the keys of the saved chain by those of this chain.
 
-    Args:
-        saved: The transforms of the saved chain.
-        pairs: Each saved transform with the one of this chain that takes its settings and state.
+    ``pairs`` has each saved transform and the one of this chain that takes its settings and state.
     """
 
     def __init__(self, saved: Sequence[Member], pairs: Sequence[tuple[Member, Member]]) -> None:

@@ -1,12 +1,10 @@
 """Checks a checkpoint before an optimizer loads any part of it."""
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from torchzero_clip.checkpoints.identity import IDENTITY
 from torchzero_clip.checks import count
@@ -17,8 +15,7 @@ from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.transform import Transform
-from torchzero_clip.functional.processes import device_of, gathered
-from torchzero_clip.functional.shards import largest_on_all_ranks, local
+from torchzero_clip.functional.shards import local
 
 Group = dict[str, Any]
 
@@ -31,18 +28,7 @@ OPTIMIZER_KEYS = frozenset(
 def fitted(
     state_dict: Mapping[str, Any], groups: list[Group], nodes: Nodes, schedules: Schedules, own: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The checkpoint, checked and completed from the param groups, and its state of the whole chain.
-
-    Args:
-        state_dict: The checkpoint.
-        groups: The param groups of the optimizer.
-        nodes: The transforms.
-        schedules: The settings that are functions of the step.
-        own: The state of the whole chain of the optimizer.
-
-    Raises:
-        ValueError: If it does not fit.
-    """
+    """The checkpoint, checked and completed from the param groups, and its values of the state ``own`` of the chain."""
     all_saved = saved_groups(state_dict, groups)
     for saved in all_saved:
         if lacks := [key for key in nodes.storage_keys.values() if key not in saved]:
@@ -85,44 +71,6 @@ def fitted(
     for saved in all_saved:
         _check_keys(saved, {*nodes.storage_keys.values(), *own, IDENTITY})
     return {**state_dict, "state": placed, "param_groups": merged}, chain_state
-
-
-@contextmanager
-def agreed(groups: Sequence[Group], process_group: ProcessGroup | None = None) -> Generator[None]:
-    """Turn errors into ValueErrors, and raise on all ranks if one rank does, because they load together.
-
-    Args:
-        groups: The param groups.
-        process_group: The processes that hold other parameters.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except ValueError as found:
-        error = found
-    except Exception as found:  # any kind, because schedules are functions of the user
-        error = ValueError(f"the checkpoint does not fit: {found}")
-        error.__cause__ = found
-    fails = fails_somewhere(error is not None, groups, process_group)
-    if error is not None:
-        raise error
-    if fails:
-        raise ValueError("the checkpoint does not fit on another rank, whose error says why. No rank has loaded it")
-
-
-def fails_somewhere(fails: bool, groups: Sequence[Group], process_group: ProcessGroup | None) -> bool:
-    """True if loading fails on any process. All processes have to call this, because they wait for each other.
-
-    Args:
-        fails: True if loading fails on this process.
-        groups: The param groups.
-        process_group: The processes that hold other parameters.
-    """
-    params = [param for group in groups for param in group["params"]]
-    found = largest_on_all_ranks(torch.tensor([float(fails)], dtype=torch.float64, device="cpu"), params)
-    if process_group is not None:
-        found = gathered(found.to(device_of(params, process_group)), process_group).amax()
-    return found.item() > 0
 
 
 def _merged(group: Group, saved: Group) -> Group:

@@ -117,15 +117,8 @@ def matched(
 ) -> list[tuple[Member, Member]]:
     """Pairs of a saved transform and the one of this chain that takes its settings and state.
 
-    Args:
-        saved: The chain that wrote the checkpoint.
-        own: The chain that loads it.
-        new: Names of transforms of this chain that start with fresh state.
-        dropped: Names of transforms of the saved chain that are left out.
-
-    Raises:
-        ValueError: If the remaining ones do not match in order, by kind, structure, and names that were given by hand.
-            One transform of each kind and structure may have another name.
+    Raises ValueError if those not in ``new`` or ``dropped`` do not match in order, by kind, structure, and names that
+    were given by hand. One transform of each kind and structure may have another name.
     """
     new, dropped = _names("new", new, own, "this chain"), _names("dropped", dropped, saved, "the saved chain")
     old_ones = [member for member in saved if member.name not in dropped]

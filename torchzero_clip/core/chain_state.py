@@ -32,6 +32,17 @@ class ChainState:
         self.values = dict(values)
         self.identity = dict(identity)
 
+    @property
+    def keys(self) -> set[str]:
+        """The keys of param groups that hold this state, or that of an optimizer with other counters."""
+        return {*self.values, *COUNTERS, *self.identity}
+
+    def start(self, groups: Iterable[dict[str, Any]], *, has_schedules: bool) -> None:
+        """Write the state to new param groups, with a count of steps if settings are functions of it."""
+        if has_schedules:
+            self.values.setdefault(SCHEDULE_STEP, 0)
+        self.show(groups)
+
     def show(self, groups: Iterable[dict[str, Any]]) -> None:
         """Write the state to param groups."""
         for group in groups:
@@ -55,10 +66,13 @@ class ChainState:
                 self.values[key] = written[0]
                 self.show(groups)
 
-    def move(self, param: Tensor) -> None:
-        """Keep tensors on the device of a parameter, which trainers move after construction."""
+    def move(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Keep tensors on the device of the first parameter, because trainers move parameters after construction."""
+        param = next((param for group in groups for param in group["params"]), None)
+        if param is None or param.is_meta:  # meta parameters have no values
+            return
         for key, value in self.values.items():
-            if isinstance(value, Tensor) and not param.is_meta:  # meta parameters have no values
+            if isinstance(value, Tensor):
                 self.values[key] = value.to(param.device)
 
 

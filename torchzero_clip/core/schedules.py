@@ -34,10 +34,7 @@ class Schedules:
     def split(self, group: Group, step: int, was_at: int | None) -> tuple[Group, dict[str, Schedule]]:
         """A group with values in the place of functions, and these functions.
 
-        Args:
-            group: The group.
-            step: How many steps were taken.
-            was_at: How many steps the optimizer that the group comes from had taken, if it had schedules.
+        If the group comes from an optimizer with schedules, that one had taken ``was_at`` steps.
         """
         own = {key: value for key, value in group.items() if key != "params" and callable(value)}
         own |= {key: schedule for key, schedule in self._defaults.items() if key not in group}
@@ -73,13 +70,7 @@ class Schedules:
             group.update(changed)
 
     def applied(self, groups: Sequence[Group], saved: Sequence[Group], step: int) -> list[Group]:
-        """Saved groups with the scheduled values of a step.
-
-        Args:
-            groups: The param groups of the optimizer.
-            saved: The groups to complete, in the same order.
-            step: How many steps were taken.
-        """
+        """Saved groups with the scheduled values of a step. They are in the order of the groups of the optimizer."""
         if not self.any:
             return list(saved)
         try:

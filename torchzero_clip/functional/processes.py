@@ -40,12 +40,7 @@ def check_group(group: object, tensors: Sequence[Tensor]) -> None:
 
 
 class SharedGroup:
-    """A process group as an attribute of an optimizer. Copies share it; pickles leave it out.
-
-    Args:
-        group: The group.
-        is_lost: True if there was a group before the optimizer was pickled.
-    """
+    """A process group as an attribute of an optimizer. Copies share it. Pickles lose it, and say so by ``is_lost``."""
 
     def __init__(self, group: ProcessGroup | None, is_lost: bool) -> None:
         self.group = group
@@ -56,6 +51,15 @@ class SharedGroup:
 
     def __reduce__(self) -> tuple[type["SharedGroup"], tuple[None, bool]]:
         return SharedGroup, (None, self.is_lost or self.group is not None)
+
+
+def refuse_lost(is_lost: bool) -> None:
+    """Raise if an optimizer has lost its group."""
+    if is_lost:
+        raise RuntimeError(
+            "the optimizer was unpickled without its process_group: set optimizer.process_group to the group, or to "
+            "None"
+        )
 
 
 def device_of(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> torch.device:

@@ -1,12 +1,13 @@
-"""Converts checkpoints of torch's optimizers for chains, and those of chains for torch's optimizers."""
+"""Converts checkpoints of torch's optimizers and of other chains for a chain, and of a chain for torch's."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
+from torchzero_clip.checkpoints.adapt import adapted
 from torchzero_clip.checkpoints.fitting import saved_groups
 from torchzero_clip.checkpoints.identity import IDENTITY
 from torchzero_clip.checks import instance
@@ -78,6 +79,47 @@ def from_torch_optim(state_dict: Mapping[str, Any], optimizer: Modular) -> dict[
                 own = _state_from(state_dict["state"][i], nodes, name, named, new)
                 state[i] = _fresh_state(nodes, name, named, new) | own
     return {"state": state, "param_groups": groups}
+
+
+def adapt_state_dict(
+    optimizer: Modular,
+    state_dict: Mapping[str, Any],
+    *,
+    new: str | Iterable[str] = (),
+    dropped: str | Iterable[str] = (),
+) -> dict[str, Any]:
+    """Return a checkpoint of another chain, converted for the chain of this optimizer.
+
+    It serves trainers that call ``load_state_dict`` themselves: with ``new`` and ``dropped`` bound it is a hook for
+    ``optimizer.register_load_state_dict_pre_hook``. A checkpoint of this very chain does not change, so the hook may
+    stay. Copies of the optimizer (deepcopy, pickle) do not have the hook.
+
+    Args:
+        optimizer: The optimizer that will load the result; it is not changed.
+        state_dict: The checkpoint; it is not changed, and shares tensors with the result.
+        new: As in `Modular.load_state_dict`.
+        dropped: As in `Modular.load_state_dict`.
+
+    Returns:
+        What ``optimizer.load_state_dict`` takes.
+
+    Raises:
+        ValueError: If the remaining transforms do not match in order, by kind and structure.
+
+    Examples:
+        >>> import torch
+        >>> from functools import partial
+        >>> from torchzero_clip import SGD, ClipNorm, Modular, adapt_state_dict
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> saved = Modular([weight], SGD(0.5)).state_dict()
+        >>> optimizer = Modular([weight], ClipNorm(1.0), SGD(0.1))
+        >>> hook = partial(adapt_state_dict, new=["clip_norm"])
+        >>> handle = optimizer.register_load_state_dict_pre_hook(hook)
+        >>> optimizer.load_state_dict(saved)
+        >>> optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["max_norm"]
+        (0.5, 1.0)
+    """
+    return adapted(state_dict, optimizer.param_groups, optimizer.nodes, new, dropped)
 
 
 def to_torch_optim(optimizer: Modular, target: Optimizer) -> dict[str, Any]:

@@ -1,45 +1,35 @@
 """Compares the chains of the processes of a group, which have to exchange equally many numbers in each step."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from torchzero_clip.checkpoints.identity import kind_and_structure
 from torchzero_clip.core.kinds import Gate
 from torchzero_clip.core.nodes import Node, Nodes
+from torchzero_clip.core.scope import NamedParam
 from torchzero_clip.engine.nonfinite import StepPolicy
-from torchzero_clip.functional.processes import gathered_texts
+from torchzero_clip.functional.processes import device_of, gathered_texts
+from torchzero_clip.modular.validation import idle_names
 
 
 def agree(
-    nodes: Nodes,
-    policy: StepPolicy,
-    idle: Mapping[str, bool],
-    has_schedules: bool,
-    group: ProcessGroup,
-    device: torch.device,
+    nodes: Nodes, policy: StepPolicy, params: Sequence[NamedParam], has_schedules: bool, group: ProcessGroup | None
 ) -> tuple[dict[str, bool], bool]:
     """Compare the chains of all processes of a group. All of them have to call this together.
 
-    Args:
-        nodes: The transforms.
-        policy: The arguments that decide whether a step is taken.
-        idle: The warning about each pattern, with True if the pattern matches no parameter of this process.
-        has_schedules: True if this process has a setting that is a function of the step.
-        group: The processes.
-        device: A device from which the group can send.
-
-    Returns:
-        ``idle``, with True if a pattern is idle on all processes, and ``has_schedules``, True if it is on any process.
-
-    Raises:
-        ValueError: On all processes, if their chains would not exchange the same numbers.
+    Returns the warning about each pattern of a scope, with True if it matches no parameter of any process, and whether
+    any process has a setting that is a function of the step. Raises ValueError on all processes, if their chains would
+    not exchange the same numbers.
     """
-    said = json.dumps([_described(nodes, policy), dict(idle), has_schedules])
+    idle = idle_names(nodes, params)
+    if group is None:
+        return idle, has_schedules
+    said = json.dumps([_described(nodes, policy), idle, has_schedules])
+    device = device_of([param for param, *_ in params], group)
     rows = [json.loads(text) for text in gathered_texts(said, group, device)]
     _compare([lines for lines, _, _ in rows], dist.get_process_group_ranks(group))
     everywhere = {text: all(theirs.get(text, True) for _, theirs, _ in rows) for text in idle}

@@ -1,10 +1,9 @@
 """The optimizer: a chain of transforms between the gradients and the parameters."""
 
-import inspect
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +12,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from torchzero_clip.checkpoints.adapt import adapted
-from torchzero_clip.checkpoints.fitting import agreed, fails_somewhere, fitted
-from torchzero_clip.checkpoints.identity import IDENTITY, members_of, written
+from torchzero_clip.checkpoints.saving import Load, complete, new_chain_state
 from torchzero_clip.checks import boolean
 from torchzero_clip.compat import any_distributed
-from torchzero_clip.core.chain import Chain, Transforms, as_written, flatten
-from torchzero_clip.core.chain_state import COUNTERS, SCHEDULE_STEP, SKIPPED, ChainState
+from torchzero_clip.core.chain import Chain, Transforms, as_written
+from torchzero_clip.core.chain_state import SCHEDULE_STEP, SKIPPED
 from torchzero_clip.core.learning_rate import with_learning_rate
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.schedules import Schedules
@@ -28,7 +25,6 @@ from torchzero_clip.core.states import own_numbers
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.company import Part
 from torchzero_clip.engine.end import Subtract
-from torchzero_clip.engine.executor import Executor
 from torchzero_clip.engine.judged import Judged, Judging
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.nonfinite import Nonfinite, StepPolicy
@@ -39,23 +35,20 @@ from torchzero_clip.engine.reported_loss import Loss, ReportedLoss
 from torchzero_clip.engine.table import Table, refuse_unusable
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.engine.walk import Walk
-from torchzero_clip.fast.fast import Fast
-from torchzero_clip.fast.plan import Metrics, Plans
-from torchzero_clip.fast.workspace import Workspace
+from torchzero_clip.fast.door import FastWay
 from torchzero_clip.functional.bad import BadGradients
 from torchzero_clip.functional.gradients import own_gradients
-from torchzero_clip.functional.processes import SharedGroup, check_group, device_of
+from torchzero_clip.functional.processes import SharedGroup, check_group, device_of, refuse_lost
 from torchzero_clip.hints import Explained, Named
 from torchzero_clip.modular.agreement import agree
 from torchzero_clip.modular.described import described
 from torchzero_clip.modular.missing import Missing
-from torchzero_clip.modular.param_groups import check_new, let_names_decide, normalized, split, with_names
+from torchzero_clip.modular.param_groups import accepted, all_or_none, as_groups, completed, let_names_decide, split
 from torchzero_clip.modular.validation import (
-    check_not_local,
-    check_params,
+    check_added,
     check_places,
     check_shapes,
-    idle_names,
+    listed_transforms,
     warn_of_no_rule,
     warn_of_slips,
     warn_of_unread_keys,
@@ -145,9 +138,6 @@ class Modular(Explained, Optimizer):
     _lengths: Sequence[int] = ()
     """How many keys each param group had in the last step."""
 
-    _has_joint_schedules = False
-    """True if any process had a setting that is a function of the step when the process group was set."""
-
     def __init__(
         self,
         params: ParamsT | nn.Module,
@@ -162,20 +152,11 @@ class Modular(Explained, Optimizer):
         boolean("maximize", maximize)
         boolean("fast", fast)
         boolean("keep_grads", keep_grads)
-        if isinstance(params, Transform):
-            raise TypeError(f"params come first, as in Modular(model.parameters(), {params!r}, ...)")
-        if inspect.isroutine(params):
-            raise TypeError(f"params is a function: call it, as in Modular(model.{params.__name__}(), ...)")
-        listed = list(flatten(transforms))
-        if not listed:
-            raise ValueError(
-                "Modular needs at least one transform, as in Modular(model.parameters(), ClipNorm(1), Adam())"
-            )
+        listed = listed_transforms(params, transforms)
         self.maximize = maximize
         self.keep_grads = keep_grads
         self.fast = fast
-        self._workspace = Workspace()
-        self._plans = Plans(self._workspace)
+        self._fast_way = FastWay()
         self.chain = Chain(*with_learning_rate(listed))
         self._written = list(as_written(transforms))
         self._nodes = self.chain.nodes()
@@ -183,11 +164,9 @@ class Modular(Explained, Optimizer):
         self.storage_keys = self._nodes.storage_keys
         self._policy = StepPolicy(nonfinite, max_consecutive_skips, self.transforms)
         self._schedules = Schedules(self._nodes.schedules())
-        self._chain_state = ChainState(
-            {**self._nodes.init_global_state(), **self._policy.counts()}, {IDENTITY: written(members_of(self._nodes))}
-        )
+        self._chain_state = new_chain_state(self._nodes, self._policy.counts())
         self._metrics: dict[str, Tensor] = {}
-        self._unread: Metrics | None = None
+        self._unread: Callable[[], dict[str, Tensor]] | None = None
         """Computes the metrics of the last step if it followed a plan; None once they were read."""
         self._reported = ReportedLoss()
         self._shapes: dict[Any, Any] = {}  # see `check_shapes`
@@ -195,21 +174,13 @@ class Modular(Explained, Optimizer):
         check_group(process_group, [])
         self._process_group = process_group
         self._lost_group = False
-        given: Any = list(params.named_parameters()) if isinstance(params, nn.Module) else params
-        if inspect.isgenerator(given):
-            given = list(given)
-            if not given:
-                raise ValueError(
-                    "optimizer got an empty parameter list: a generator gives its parameters only once. Pass "
-                    "list(model.parameters()), or the model itself"
-                )
-        if process_group is not None and not isinstance(given, Tensor):
-            given = list(given) or [{"params": []}]  # a process may have none
-        super().__init__(given, self._nodes.defaults())
-        self._move_chain_state()
-        self._start_schedules()
-        check_places(self.chain, self._nodes, self._named_params())
-        warn_of_slips(self._nodes, self._named_params(), self._agree(process_group))
+        super().__init__(as_groups(params, may_be_empty=process_group is not None), self._nodes.defaults())
+        self._chain_state.move(self.param_groups)
+        self._chain_state.start(self.param_groups, has_schedules=self._schedules.any)
+        named = self._named_params()
+        check_places(self.chain, self._nodes, named)
+        idle, self._has_joint_schedules = agree(self._nodes, self._policy, named, self._schedules.any, process_group)
+        warn_of_slips(self._nodes, named, idle)
         if isinstance(params, nn.Module):
             self._module = weakref.ref(params)
             warn_of_no_rule(self._nodes, listed)
@@ -217,16 +188,6 @@ class Modular(Explained, Optimizer):
 
     def _named_params(self, first: int = 0) -> list[NamedParam]:
         return [named for group in self.param_groups[first:] for named in named_params(group)]
-
-    def _agree(self, group: ProcessGroup | None) -> dict[str, bool]:
-        """Compare the chain with those of the other processes. Return the warnings of patterns that match nowhere."""
-        named = self._named_params()
-        idle = idle_names(self._nodes, named)
-        if group is None:
-            return idle
-        device = device_of([param for param, *_ in named], group)
-        idle, self._has_joint_schedules = agree(self._nodes, self._policy, idle, self._schedules.any, group, device)
-        return idle
 
     @property
     def nodes(self) -> Nodes:
@@ -283,15 +244,10 @@ class Modular(Explained, Optimizer):
 
     @process_group.setter
     def process_group(self, group: ProcessGroup | None) -> None:
-        check_group(group, [named.param for named in self._named_params()])
-        self._agree(group)
+        named = self._named_params()
+        check_group(group, [param for param, *_ in named])
+        _, self._has_joint_schedules = agree(self._nodes, self._policy, named, self._schedules.any, group)
         self._process_group, self._lost_group = group, False
-
-    def _refuse_without_group(self) -> NoReturn:
-        raise RuntimeError(
-            "the optimizer was unpickled without its process_group: set optimizer.process_group to the group, or to "
-            "None"
-        )
 
     def is_scheduled(self, key: str) -> bool:
         """Return True if a setting, by its key in the param groups, is a function of the step in some group."""
@@ -355,11 +311,10 @@ class Modular(Explained, Optimizer):
         These errors leave parameters, gradients and state unchanged, except that skipped steps are counted.
         """
         try:
-            if self._lost_group:
-                self._refuse_without_group()
+            refuse_lost(self._lost_group)
             if closure is None and "closure" in self._nodes.targets:
                 raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
-            if closure is None and self._plans.plan is not None and self._may_repeat() and self._repeat():
+            if closure is None and self._fast_way.has_plan and self._may_repeat() and self._repeat():
                 return None
             settings = self.begin()
 
@@ -375,7 +330,7 @@ class Modular(Explained, Optimizer):
             missing = Missing(self._nodes, self.param_groups, self.state) if has_meshes else None
             walk = None
             try:
-                walk = self._walk(self.param_groups, self._workspace, settings, loss)
+                walk = self._walk(self.param_groups, self._fast_way, settings, loss)
                 self._take(walk)
             finally:
                 if missing is not None:
@@ -397,8 +352,8 @@ class Modular(Explained, Optimizer):
                 self._metrics.clear()
                 self._metrics.update(walk.metrics if parts is None else parts.end(self._nodes, self.param_groups))
                 self._unread = None
-                if isinstance(walk.executor, Fast) and self._may_repeat() and not self._schedules.any:
-                    self._plans.learn(walk, walk.executor.ended)
+                if self._may_repeat() and not self._schedules.any:
+                    self._fast_way.learn(walk)
                 if SCHEDULE_STEP in state:
                     state[SCHEDULE_STEP] += 1
                     self._schedules.advance(self.param_groups, state[SCHEDULE_STEP])
@@ -419,7 +374,7 @@ class Modular(Explained, Optimizer):
         state = self._chain_state.values
         if state:
             self._chain_state.take_counters(self.param_groups)
-        metrics = self._plans.repeat(self.param_groups, self.state, state, self._reported.loss().value)
+        metrics = self._fast_way.repeat(self.param_groups, self.state, state, self._reported.loss().value)
         if state and metrics is not None:
             self._chain_state.show(self.param_groups)
         self._unread = metrics or self._unread
@@ -440,7 +395,7 @@ class Modular(Explained, Optimizer):
         lengths = list(map(len, self.param_groups))
         if lengths != self._lengths and not torch.compiler.is_compiling():  # difflib breaks graphs
             self._lengths = lengths
-            warn_of_unread_keys(self.param_groups, self._nodes, (*state, *COUNTERS, IDENTITY))
+            warn_of_unread_keys(self.param_groups, self._nodes, self._chain_state.keys)
         return self._nodes.checked_settings(self.param_groups)
 
     def report_loss(self, loss: Tensor | float) -> None:
@@ -471,21 +426,21 @@ class Modular(Explained, Optimizer):
         super().zero_grad(set_to_none)
 
     def _walk(
-        self, groups: list[dict[str, Any]], workspace: Workspace, settings: dict[str, list[Setting]], loss: Loss
+        self, groups: list[dict[str, Any]], fast_way: FastWay, settings: dict[str, list[Setting]], loss: Loss
     ) -> Walk:
         """Start a walk with the parameters that have a gradient. Raise before any change if a parameter is unusable."""
         table, state = Table.of(groups, self.state), self._chain_state.values
         is_fast = self._may_be_fast()
-        columns = workspace.columns(table.params, table.grads, table.states) if is_fast else None
+        columns = fast_way.columns(table) if is_fast else None
         if columns is None:  # else the fast way has checked these tensors already
             refuse_unusable(groups)
             check_shapes(self._nodes, table, self._shapes)
             table.grads = own_gradients(table.params)
         if state:
-            self._move_chain_state()
+            self._chain_state.move(self.param_groups)
         updates = Updates(table, state, maximize=self.maximize)
         is_fast = is_fast and not (columns is None and table.has_repeated)
-        executor: Executor = Fast(updates, workspace, columns) if is_fast else Readable(updates)
+        executor = fast_way.executor(updates, columns) if is_fast else Readable(updates)
         judged = Judged(self._judging, table.grads, executor, listens=self.listener is not None)
         walk = Walk(self._nodes, settings, table, state, executor, judged, loss)
         if self.parts is not None:
@@ -538,19 +493,19 @@ class Modular(Explained, Optimizer):
         return has_gradients
 
     @torch.no_grad()
-    def take_part(self, groups: list[dict[str, Any]], settings: dict[str, list[Setting]], workspace: Workspace) -> None:
+    def take_part(self, groups: list[dict[str, Any]], settings: dict[str, list[Setting]], fast_way: FastWay) -> None:
         """Take the step of some parameters, for `step_in_backward`; `step` ends it.
 
         Args:
             groups: The param groups, with these parameters only.
             settings: What `begin` returned.
-            workspace: Memory and caches for these parameters.
+            fast_way: The fast way of these parameters.
         """
-        self._run(self._walk(groups, workspace, settings, self._reported.loss()))
+        self._run(self._walk(groups, fast_way, settings, self._reported.loss()))
 
-    def new_workspace(self) -> Workspace:
-        """Caches for some of the parameters, with the memory that this optimizer has for intermediate results."""
-        return self._workspace.beside()
+    def new_fast_way(self) -> FastWay:
+        """The fast way of some of the parameters, with the memory that this optimizer has for intermediate results."""
+        return FastWay(self._fast_way)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with settings of their own, for example layers that are unfrozen later.
@@ -565,61 +520,32 @@ class Modular(Explained, Optimizer):
         """
         if not isinstance(param_group, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
-        given = {key: value for key, value in param_group.items() if not self._is_chain_state(key)}
-        if self._is_complete:
-            given = with_names(given, self.param_groups, None if self._module is None else self._module())
-            check_new(given, self.param_groups)
-        group = normalized(given, self._nodes)
-        before, schedules_before = len(self.param_groups), len(self._schedules)
+        others = self.param_groups if self._is_complete else []  # before, torch compares them
+        module = None if self._module is None else self._module()
+        group = accepted(param_group, self._nodes, others, module=module, ignored=self._chain_state.keys)
         if self._process_group is not None:
             let_names_decide(self.param_groups, group)
-        try:
+        before = len(self.param_groups)
+        steps = self._chain_state.values.get(SCHEDULE_STEP, 0), param_group.get(SCHEDULE_STEP)
+        with all_or_none(self.param_groups, self._schedules):
             for part in split(group, self._nodes):
-                # tensors are copied: a scheduler that fills one lr changes no other group and no other optimizer
-                own = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.defaults.items()}
-                step = self._chain_state.values.get(SCHEDULE_STEP, 0)
-                valued, schedules = self._schedules.split(part, step, param_group.get(SCHEDULE_STEP))
-                complete = {**own, **valued}
-                self._nodes.checked_settings([*self.param_groups, complete])
-                super().add_param_group(complete)
+                valued, schedules = self._schedules.split(part, *steps)
+                super().add_param_group(completed(valued, self.defaults, self._nodes, self.param_groups))
                 self._schedules.add(self.param_groups[-1], schedules)
-                check_params(self._nodes, self._named_params(before))
-                check_not_local(self._named_params(before))
-                added = [named.param for named in self._named_params(before)]
-                check_group(self._process_group, added)
-                self._has_meshes = self._has_meshes or any_distributed(added)
+                added = self._named_params(before)
+                check_added(self._nodes, added, self._process_group)
+                self._has_meshes = self._has_meshes or any_distributed([named.param for named in added])
             if self._is_complete:
                 check_places(self.chain, self._nodes, self._named_params())
-                self._start_schedules()
+                self._chain_state.start(self.param_groups, has_schedules=self._schedules.any)
             if self.parts is not None:
                 self.parts.attach()
-        except Exception:
-            del self.param_groups[before:]
-            self._schedules.forget(schedules_before)
-            raise
-
-    def _is_chain_state(self, key: str) -> bool:
-        return key in self._chain_state.values or key in (*COUNTERS, IDENTITY)
-
-    def _start_schedules(self) -> None:
-        """Count steps if a setting is a function of them, and write the state of the whole chain to all groups."""
-        if self._schedules.any:
-            self._chain_state.values.setdefault(SCHEDULE_STEP, 0)
-        self._chain_state.show(self.param_groups)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the settings and the state, as `torch.optim.Optimizer.state_dict` does.
-
-        Every param group has its own copy of the state of the whole chain, because torch.distributed.checkpoint loads
-        in place into the result, and may take a step on zero gradients after that.
-        """
-
-        def complete(_: Optimizer, state_dict: dict[str, Any]) -> None:
-            self._chain_state.take_counters(self.param_groups)
-            self._chain_state.show_copies(state_dict["param_groups"])
-            state_dict["state"] = {i: own_numbers(state) for i, state in state_dict["state"].items()}
-
-        hook = self.register_state_dict_post_hook(complete, prepend=True)
+        """Return the settings and the state, as `torch.optim.Optimizer.state_dict` does."""
+        hook = self.register_state_dict_post_hook(
+            lambda _, saved: complete(saved, self.param_groups, self._chain_state), prepend=True
+        )
         try:
             return super().state_dict()
         finally:
@@ -648,79 +574,27 @@ class Modular(Explained, Optimizer):
 
         ``new`` and ``dropped`` have no effect on a checkpoint of this very chain, so a script may keep them.
         """
-        if self._lost_group:
-            self._refuse_without_group()
-        fitting: dict[str, Any] = {}
-        chain_state: dict[str, Any] = {}
-        has_agreed = False
-
-        def check(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            nonlocal has_agreed
-            has_agreed = True
-            own = self._chain_state.values
-            with agreed(self.param_groups, self._process_group):
-                adjusted = adapted(given, self.param_groups, self._nodes, new, dropped)
-                fits, values = fitted(adjusted, self.param_groups, self._nodes, self._schedules, own)
-            fitting.update(fits)
-            chain_state.update(values)
-            return fitting
-
-        def restore(_: Optimizer) -> None:  # torch has cast the state to the dtype of the parameters
-            ids = [i for group in fitting["param_groups"] for i in group["params"]]
-            params = [p for group in self.param_groups for p in group["params"]]
-            for i, param in zip(ids, params, strict=True):
-                if i in fitting["state"]:
-                    self.state[param] = fitting["state"][i]
-            copies = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in chain_state.items()}
-            self._chain_state.values.update(copies)
-            self._move_chain_state()
-            self._chain_state.show(self.param_groups)
-
-        # pre-hooks of the caller may change the checkpoint before the check; post-hooks see the restored state
-        before = self.register_load_state_dict_pre_hook(check)
-        after = self.register_load_state_dict_post_hook(restore, prepend=True)
-        try:
+        refuse_lost(self._lost_group)
+        load = Load(self._nodes, self._schedules, self._chain_state, self._process_group, new, dropped)
+        with load.hooked(self):
             super().load_state_dict(state_dict)
-        except Exception:
-            if not has_agreed:  # a hook of the caller failed, or this is no checkpoint: other processes wait in `check`
-                fails_somewhere(True, self.param_groups, self._process_group)
-            raise
-        finally:
-            before.remove()
-            after.remove()
-
-    def _move_chain_state(self) -> None:
-        param = next((param for group in self.param_groups for param in group["params"]), None)
-        if param is not None and self._chain_state.values:
-            self._chain_state.move(param)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = (
-            "maximize",
-            "keep_grads",
-            "fast",
-            "chain",
-            "storage_keys",
-            "_written",
-            "_nodes",
-            "_judging",
-            "_policy",
-            "_schedules",
-        )
-        own += ("_chain_state", "_reported", "_shapes", "_is_complete", "_has_meshes", "_has_joint_schedules")
+        own = ("maximize", "keep_grads", "fast", "chain", "storage_keys", "_written", "_nodes", "_judging", "_policy")
+        own += ("_schedules", "_chain_state", "_reported", "_shapes", "_is_complete", "_has_meshes")
+        own += ("_has_joint_schedules",)
         given = super().__getstate__()
         state: Any = defaultdict(dict, {param: own_numbers(state) for param, state in self.state.items()})
-        shared = {"_shared_group": SharedGroup(self._process_group, self._lost_group)}
-        metrics = {"_metrics": self._known_metrics(), "_unread": None}
-        return given | {"state": state} | {name: getattr(self, name) for name in own} | shared | metrics
+        others = {"_shared_group": SharedGroup(self._process_group, self._lost_group)}
+        others |= {"_metrics": self._known_metrics(), "_unread": None}
+        return given | {"state": state} | {name: getattr(self, name) for name in own} | others
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         shared: SharedGroup | None = self.__dict__.pop("_shared_group", None)  # load_state_dict comes here too
         if shared is not None:
             self._process_group, self._lost_group = shared.group, shared.is_lost
-        self._workspace = Workspace()
-        self._plans = Plans(self._workspace)
+        self._fast_way = FastWay()
 
     def __repr__(self) -> str:
         lines = described(self._written, self._nodes, self.param_groups)
@@ -728,44 +602,3 @@ class Modular(Explained, Optimizer):
         lines += [] if self.fast else ["fast=False"]
         lines += self._policy.described()
         return "\n    ".join([f"{type(self).__name__}(", *(f"{line}," for line in lines)]) + "\n)"
-
-
-def adapt_state_dict(
-    optimizer: Modular,
-    state_dict: Mapping[str, Any],
-    *,
-    new: str | Iterable[str] = (),
-    dropped: str | Iterable[str] = (),
-) -> dict[str, Any]:
-    """Return a checkpoint of another chain, converted for the chain of this optimizer.
-
-    It serves trainers that call ``load_state_dict`` themselves: with ``new`` and ``dropped`` bound it is a hook for
-    ``optimizer.register_load_state_dict_pre_hook``. A checkpoint of this very chain does not change, so the hook may
-    stay. Copies of the optimizer (deepcopy, pickle) do not have the hook.
-
-    Args:
-        optimizer: The optimizer that will load the result; it is not changed.
-        state_dict: The checkpoint; it is not changed, and shares tensors with the result.
-        new: As in `Modular.load_state_dict`.
-        dropped: As in `Modular.load_state_dict`.
-
-    Returns:
-        What ``optimizer.load_state_dict`` takes.
-
-    Raises:
-        ValueError: If the remaining transforms do not match in order, by kind and structure.
-
-    Examples:
-        >>> import torch
-        >>> from functools import partial
-        >>> from torchzero_clip import SGD, ClipNorm, Modular, adapt_state_dict
-        >>> weight = torch.nn.Parameter(torch.zeros(2))
-        >>> saved = Modular([weight], SGD(0.5)).state_dict()
-        >>> optimizer = Modular([weight], ClipNorm(1.0), SGD(0.1))
-        >>> hook = partial(adapt_state_dict, new=["clip_norm"])
-        >>> handle = optimizer.register_load_state_dict_pre_hook(hook)
-        >>> optimizer.load_state_dict(saved)
-        >>> optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["max_norm"]
-        (0.5, 1.0)
-    """
-    return adapted(state_dict, optimizer.param_groups, optimizer.chain.nodes(), new, dropped)

@@ -1,14 +1,17 @@
 """Settings in param groups: where each is stored, which keys are accepted, and how overrides split a group."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
 from torchzero_clip.checks import as_builtin
 from torchzero_clip.core.learning_rate import rates_of
 from torchzero_clip.core.nodes import Node, Nodes
+from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam
 from torchzero_clip.hints import did_you_mean
 
@@ -18,7 +21,35 @@ HOST_KEYS = frozenset(
 )
 
 
-def normalized(group: Mapping[str, Any], nodes: Nodes) -> dict[str, Any]:
+def as_groups(params: ParamsT | nn.Module, *, may_be_empty: bool) -> Any:
+    """The argument ``params`` as torch takes it. If it may be empty, it becomes one empty group."""
+    given: Any = list(params.named_parameters()) if isinstance(params, nn.Module) else params
+    if inspect.isgenerator(given):
+        given = list(given)
+        if not given:
+            raise ValueError(
+                "optimizer got an empty parameter list: a generator gives its parameters only once. Pass "
+                "list(model.parameters()), or the model itself"
+            )
+    return list(given) or [{"params": []}] if may_be_empty and not isinstance(given, Tensor) else given
+
+
+def accepted(
+    group: Mapping[str, Any],
+    nodes: Nodes,
+    others: Sequence[dict[str, Any]],
+    *,
+    module: nn.Module | None,
+    ignored: Container[str],
+) -> dict[str, Any]:
+    """A group that is added, with every setting under the key that stores it, and names if the others have them."""
+    given = {key: value for key, value in group.items() if key not in ignored}
+    given = _with_names(given, others, module)
+    _check_new(given, others)
+    return _normalized(given, nodes)
+
+
+def _normalized(group: Mapping[str, Any], nodes: Nodes) -> dict[str, Any]:
     """The group with every setting under the key that stores it."""
     result: dict[str, Any] = {}
     stored = set(nodes.storage_keys.values())
@@ -53,17 +84,8 @@ def let_names_decide(groups: Sequence[dict[str, Any]], added: Mapping[str, Any])
             group["param_names"] = []
 
 
-def with_names(group: dict[str, Any], others: Sequence[dict[str, Any]], module: nn.Module | None) -> dict[str, Any]:
-    """The group with the names of its parameters, if the other groups have names: torch allows no mix.
-
-    Args:
-        group: A group that is added.
-        others: The groups of the optimizer.
-        module: What the optimizer was made of, if it was a module that is still alive.
-
-    Raises:
-        ValueError: If the module has no such parameter.
-    """
+def _with_names(group: dict[str, Any], others: Sequence[dict[str, Any]], module: nn.Module | None) -> dict[str, Any]:
+    """The group with the names of its parameters, if the other groups have names: torch allows no mix."""
     params: Any = group.get("params")
     params = [params] if isinstance(params, Tensor) else params
     if not any("param_names" in other for other in others) or isinstance(params, set | Mapping | None):
@@ -80,7 +102,7 @@ def with_names(group: dict[str, Any], others: Sequence[dict[str, Any]], module: 
     return {**group, "params": [(names[id(param)], param) for param in params]}
 
 
-def check_new(group: Mapping[str, Any], others: Sequence[dict[str, Any]]) -> None:
+def _check_new(group: Mapping[str, Any], others: Sequence[dict[str, Any]]) -> None:
     """Raise if a parameter of an added group is in another group."""
     given: Any = group.get("params")
     params = [item[1] if isinstance(item, tuple) else item for item in given] if isinstance(given, list) else []
@@ -125,6 +147,29 @@ def split(group: Mapping[str, Any], nodes: Nodes) -> Iterator[dict[str, Any]]:
             own["name"] = f"{settings['name']} ({part})"
         of_part = {k: v.clone() if part > 1 and isinstance(v, Tensor) else v for k, v in settings.items()}
         yield {"params": items, **of_part, **own}
+
+
+def completed(
+    part: Mapping[str, Any], defaults: Mapping[str, Any], nodes: Nodes, others: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """A group with all settings. Raises if one is out of range, or does not go with those of the other groups."""
+    # tensors are copied: a scheduler that fills one lr changes no other group and no other optimizer
+    own = {key: value.clone() if isinstance(value, Tensor) else value for key, value in defaults.items()}
+    group = {**own, **part}
+    nodes.checked_settings([*others, group])
+    return group
+
+
+@contextmanager
+def all_or_none(groups: list[dict[str, Any]], schedules: Schedules) -> Generator[None]:
+    """Remove the groups that were added if there is an error."""
+    before, schedules_before = len(groups), len(schedules)
+    try:
+        yield
+    except Exception:
+        del groups[before:]
+        schedules.forget(schedules_before)
+        raise
 
 
 def _rate(named: NamedParam, rates: Sequence[tuple[Node, Any]]) -> int | None:

@@ -8,21 +8,42 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from torchzero_clip.core.chain import Chain
+from torchzero_clip.core.chain import Chain, Transforms, flatten
 from torchzero_clip.core.kinds import FinalRule, Gate
 from torchzero_clip.core.learning_rate import LR, update_rules
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.table import Table
+from torchzero_clip.functional.processes import check_group
 from torchzero_clip.hints import nearest
 from torchzero_clip.modular.param_groups import HOST_KEYS
 
 Group: TypeAlias = dict[str, Any]
 
 
-def check_params(nodes: Nodes, params: Sequence[NamedParam]) -> None:
+def listed_transforms(params: object, transforms: Iterable[Transforms]) -> list[Transform]:
+    """The transforms in a list. Raises if there are none, or if ``params`` is a transform or a method."""
+    if isinstance(params, Transform):
+        raise TypeError(f"params come first, as in Modular(model.parameters(), {params!r}, ...)")
+    if inspect.isroutine(params):
+        raise TypeError(f"params is a function: call it, as in Modular(model.{params.__name__}(), ...)")
+    listed = list(flatten(transforms))
+    if not listed:
+        raise ValueError("Modular needs at least one transform, as in Modular(model.parameters(), ClipNorm(1), Adam())")
+    return listed
+
+
+def check_added(nodes: Nodes, params: Sequence[NamedParam], process_group: ProcessGroup | None) -> None:
+    """Raise if a transform cannot act on added parameters, or if other processes hold parts of them unseen."""
+    _check_params(nodes, params)
+    _check_not_local(params)
+    check_group(process_group, [named.param for named in params])
+
+
+def _check_params(nodes: Nodes, params: Sequence[NamedParam]) -> None:
     """Raise if a transform selects by name and parameters have none, or cannot act on one in its scope."""
     for node in nodes:
         scope = node.scope
@@ -32,7 +53,7 @@ def check_params(nodes: Nodes, params: Sequence[NamedParam]) -> None:
                 node.transform.check_parameter(named.name or f"parameter {i} of its group", named.param)
 
 
-def check_not_local(params: Sequence[NamedParam]) -> None:
+def _check_not_local(params: Sequence[NamedParam]) -> None:
     """Raise if parameters are shards but not DTensors: norms and skipped steps would be those of one process.
 
     FSDP1 flattens parameters and keeps a part of them; `ZeroRedundancyOptimizer` gives each process some of them.
@@ -77,13 +98,7 @@ def idle_names(nodes: Nodes, params: Sequence[NamedParam]) -> dict[str, bool]:
 
 
 def warn_of_slips(nodes: Nodes, params: Sequence[NamedParam], idle: Mapping[str, bool]) -> None:
-    """Warn of patterns that match no parameter, and of parameters on which no update rule acts, or several.
-
-    Args:
-        nodes: The transforms.
-        params: The parameters of this process.
-        idle: What `idle_names` returned, on all processes together.
-    """
+    """Warn of patterns that are idle, and of parameters on which no update rule acts, or several."""
     for text, is_idle in idle.items():
         if is_idle:
             warnings.warn(text, stacklevel=3)
@@ -109,13 +124,7 @@ def warn_of_no_rule(nodes: Nodes, given: Sequence[Transform]) -> None:
 
 
 def warn_of_unread_keys(groups: Sequence[Group], nodes: Nodes, shown: Iterable[str]) -> None:
-    """Warn of a key in a param group that is almost a setting, but that nothing reads.
-
-    Args:
-        groups: The groups.
-        nodes: The transforms.
-        shown: Keys that the optimizer itself writes.
-    """
+    """Warn of a key in a param group that is almost a setting. The optimizer itself writes those in ``shown``."""
     stored = set(nodes.storage_keys.values())
     for key in {key for group in groups for key in group} - stored - HOST_KEYS - set(shown):
         # keys with a colon are what a scheduler stores about a setting, see `as_lr`

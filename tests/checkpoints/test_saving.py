@@ -1,0 +1,134 @@
+"""Saving and loading param groups, state and state of the whole chain, whoever holds them."""
+
+import copy
+
+import pytest
+import torch
+from contract.entries import TrackJointNorm
+from contract.training import parameters, stepped, trained
+from torch import nn
+
+from torchzero_clip import SGD, Chain, ClipNorm, ClipNormByEMA, Modular, SkipStep
+from torchzero_clip.checkpoints.saving import Load, complete, new_chain_state
+from torchzero_clip.core.learning_rate import with_learning_rate
+from torchzero_clip.core.schedules import Schedules
+
+
+class Holder:
+    """Param groups and state of a chain, without an optimizer."""
+
+    def __init__(self, *chain):
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.nodes = Chain(*with_learning_rate(chain)).nodes()
+        self.chain_state = new_chain_state(self.nodes, {})
+        self.groups = [{"params": [self.weight], **self.nodes.defaults()}]
+        self.state = {}
+        self.chain_state.show(self.groups)
+
+    def load(self, state_dict, **arguments):
+        load = Load(self.nodes, Schedules({}), self.chain_state, None, **{"new": (), "dropped": (), **arguments})
+        checked = load.check(state_dict, self.groups)
+        for group, saved in zip(self.groups, checked["param_groups"], strict=True):
+            group.update(copy.deepcopy({key: value for key, value in saved.items() if key != "params"}))
+        load.restore(self.groups, self.state)
+
+    def shown(self):
+        return copy.deepcopy(([{k: v for k, v in g.items() if k != "params"} for g in self.groups], self.state))
+
+
+def saved_by(*chain):
+    """The checkpoint of a chain after a step on a gradient of norm 5."""
+    return stepped(list(chain), [3.0, 4.0])[1].state_dict()
+
+
+def test_a_checkpoint_loads_without_an_optimizer():
+    holder = Holder(ClipNormByEMA(0.5), TrackJointNorm())
+    saved = saved_by(ClipNormByEMA(0.5), TrackJointNorm())
+    saved["param_groups"][0]["beta"] = 0.25
+    holder.load(saved)
+    assert holder.groups[0]["beta"] == 0.25
+    assert holder.groups[0]["track_joint_norm/average"] is holder.chain_state.values["track_joint_norm/average"]
+    assert holder.groups[0]["track_joint_norm/average"] == saved["param_groups"][0]["track_joint_norm/average"] > 0
+    assert holder.state[holder.weight]["clip_norm_by_ema/prev"] == saved["state"][0]["clip_norm_by_ema/prev"] > 0
+    saved["state"][0]["clip_norm_by_ema/prev"].zero_()
+    saved["param_groups"][0]["track_joint_norm/average"].zero_()
+    assert holder.state[holder.weight]["clip_norm_by_ema/prev"] > 0
+    assert holder.groups[0]["track_joint_norm/average"] > 0
+
+
+def test_the_checkpoint_of_another_chain_is_converted():
+    holder = Holder(ClipNorm(3.0), ClipNormByEMA(0.5))
+    holder.load(saved_by(ClipNormByEMA(0.25), SkipStep(9.0)), new="clip_norm", dropped=["skip_step"])
+    assert (holder.groups[0]["max_norm"], holder.groups[0]["beta"]) == (3.0, 0.25)
+    assert {key.partition("/")[0] for key in holder.state[holder.weight]} == {"clip_norm_by_ema"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s["param_groups"][0].update(beta=2.0), r"beta must be in \[0, 1\], got 2.0"),
+        (lambda s: s["state"][0].pop("clip_norm_by_ema/prev"), "missing: 'clip_norm_by_ema/prev'"),
+        (lambda s: s["param_groups"][0].pop("track_joint_norm/average"), "lacks the state 'track_joint_norm/average'"),
+        (lambda s: s["param_groups"][0].update(params=[[]]), "numbers of parameters, or their names"),
+        (lambda s: s["state"].update({0: None}), "the state of parameter 0 is a dict, got NoneType"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_changes_nothing(change, message):
+    holder = Holder(ClipNormByEMA(0.5), TrackJointNorm())
+    saved = saved_by(ClipNormByEMA(0.5), TrackJointNorm())
+    before = holder.shown()
+    change(saved)
+    with pytest.raises(ValueError, match=message):
+        holder.load(saved)
+    assert holder.shown() == before
+
+
+def test_an_error_of_any_kind_is_a_checkpoint_that_does_not_fit():
+    def limit(step):
+        raise OSError(f"no limit for step {step}")
+
+    holder = Holder(ClipNorm(1.0))
+    holder.nodes.checked_settings = lambda groups: limit(7)
+    with pytest.raises(ValueError, match="the checkpoint does not fit: no limit for step 7") as caught:
+        holder.load(saved_by(ClipNorm(1.0)))
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_a_checkpoint_shares_no_memory_with_the_optimizer_nor_among_its_groups():
+    params = parameters()
+    groups = [{"params": params[:1]}, {"params": params[1:]}]
+    optimizer = Modular(groups, SkipStep(max_ratio=500.0), ClipNormByEMA(), SGD(0.1))
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    tensors = [group["skip_step/mean"] for group in (*saved["param_groups"], optimizer.param_groups[0])]
+    assert len({tensor.data_ptr() for tensor in tensors}) == 3
+    numbers = [state["clip_norm_by_ema/prev"] for state in (*saved["state"].values(), *optimizer.state.values())]
+    assert [number.item() for number in numbers[:4]] == [number.item() for number in numbers[4:]]
+    assert all(number.untyped_storage().nbytes() == 8 for number in numbers[:4])
+    assert len({number.data_ptr() for number in numbers}) == 8
+
+
+def test_a_counter_that_was_set_by_hand_is_saved_in_every_group():
+    holder = Holder(SkipStep(1.0))
+    chain_state = new_chain_state(holder.nodes, {"skipped_steps": 0, "consecutive_skips": 0})
+    groups = [{"params": []}, {"params": [], "skipped_steps": 7}]
+    saved = {"state": {}, "param_groups": [{}, {}]}
+    complete(saved, groups, chain_state)
+    assert [group["skipped_steps"] for group in (*saved["param_groups"], *groups)] == [7] * 4
+    assert saved["param_groups"][0]["chain"] == saved["param_groups"][1]["chain"]
+
+
+@pytest.mark.parametrize("damage", [lambda s: s.clear(), lambda s: s["param_groups"][0].update(max_norm=-1.0)])
+def test_a_load_that_failed_leaves_no_hook(damage):
+    optimizer = trained(ClipNorm(1.0), SGD(0.1))
+    saved = copy.deepcopy(optimizer.state_dict())
+    damaged = copy.deepcopy(saved)
+    damage(damaged)
+    with pytest.raises((ValueError, KeyError)):
+        optimizer.load_state_dict(damaged)
+    names = ("state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+    assert not any(getattr(optimizer, f"_optimizer_{name}_hooks") for name in names)
+    optimizer.load_state_dict(saved)
+    assert not any(getattr(optimizer, f"_optimizer_{name}_hooks") for name in names)

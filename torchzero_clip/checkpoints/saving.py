@@ -1,0 +1,119 @@
+"""Saves and loads what a chain has: settings in param groups, state by parameter, and state of the whole chain."""
+
+from collections.abc import Generator, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from torchzero_clip.checkpoints.adapt import adapted
+from torchzero_clip.checkpoints.fitting import Group, fitted
+from torchzero_clip.checkpoints.identity import IDENTITY, members_of, written
+from torchzero_clip.core.chain_state import ChainState
+from torchzero_clip.core.nodes import Nodes
+from torchzero_clip.core.schedules import Schedules
+from torchzero_clip.core.states import own_numbers
+from torchzero_clip.functional.processes import device_of, gathered
+from torchzero_clip.functional.shards import largest_on_all_ranks
+
+
+def new_chain_state(nodes: Nodes, counts: Mapping[str, int]) -> ChainState:
+    """The state of the whole chain before the first step, with counters and the description of the chain."""
+    return ChainState({**nodes.init_global_state(), **counts}, {IDENTITY: written(members_of(nodes))})
+
+
+def complete(saved: dict[str, Any], groups: Sequence[Group], chain_state: ChainState) -> None:
+    """Add the state of the whole chain to the checkpoint that torch has made of these groups.
+
+    Every saved group gets its own copy, because torch.distributed.checkpoint loads in place into a checkpoint, and may
+    take a step on zero gradients after that.
+    """
+    chain_state.take_counters(groups)
+    chain_state.show_copies(saved["param_groups"])
+    saved["state"] = {i: own_numbers(state) for i, state in saved["state"].items()}
+
+
+@dataclass
+class Load:
+    """One load of a checkpoint. All processes check it before any of them changes something.
+
+    Within torch's ``load_state_dict``, `hooked` calls the other methods. For ``new`` and ``dropped``, see
+    `Modular.load_state_dict`.
+    """
+
+    nodes: Nodes
+    schedules: Schedules
+    chain_state: ChainState
+    process_group: ProcessGroup | None
+    new: str | Iterable[str]
+    dropped: str | Iterable[str]
+    _was_checked: bool = field(default=False, init=False)
+    _fitting: dict[str, Any] = field(default_factory=dict, init=False)
+    _values: dict[str, Any] = field(default_factory=dict, init=False)
+
+    @contextmanager
+    def hooked(self, optimizer: Optimizer) -> Generator[None]:
+        """Check and restore while torch loads a checkpoint into an optimizer.
+
+        Pre-hooks of the caller may change the checkpoint before the check. Post-hooks see the restored state.
+        """
+        before = optimizer.register_load_state_dict_pre_hook(lambda host, given: self.check(given, host.param_groups))
+        after = optimizer.register_load_state_dict_post_hook(
+            lambda host: self.restore(host.param_groups, host.state), prepend=True
+        )
+        try:
+            yield
+        except Exception:
+            if not self._was_checked:  # a hook of the caller failed, or this is no checkpoint: others wait in `check`
+                self._fails_somewhere(True, optimizer.param_groups)
+            raise
+        finally:
+            before.remove()
+            after.remove()
+
+    def check(self, state_dict: Mapping[str, Any], groups: list[Group]) -> dict[str, Any]:
+        """Return the checkpoint, converted for this chain and completed from the groups. It changes neither of them.
+
+        Raises:
+            ValueError: If the checkpoint does not fit, here or in another process.
+        """
+        self._was_checked = True
+        error: Exception | None = None
+        try:
+            adjusted = adapted(state_dict, groups, self.nodes, self.new, self.dropped)
+            self._fitting, self._values = fitted(adjusted, groups, self.nodes, self.schedules, self.chain_state.values)
+        except ValueError as found:
+            error = found
+        except Exception as found:  # any kind, because schedules are functions of the user
+            error = ValueError(f"the checkpoint does not fit: {found}")
+            error.__cause__ = found
+        if self._fails_somewhere(error is not None, groups):
+            elsewhere = "the checkpoint does not fit on another rank, whose error says why. No rank has loaded it"
+            raise error or ValueError(elsewhere)
+        return self._fitting
+
+    def restore(self, groups: Sequence[Group], state: MutableMapping[Tensor, Any]) -> None:
+        """Put the state of the checkpoint in its place, after its groups were loaded.
+
+        Torch has cast the state by parameter to the dtypes of the parameters, so it is replaced.
+        """
+        ids = [i for group in self._fitting["param_groups"] for i in group["params"]]
+        params = [param for group in groups for param in group["params"]]
+        for i, param in zip(ids, params, strict=True):
+            if i in self._fitting["state"]:
+                state[param] = self._fitting["state"][i]
+        self.chain_state.values.update(self._values)
+        self.chain_state.move(groups)
+        self.chain_state.show(groups)
+
+    def _fails_somewhere(self, fails: bool, groups: Sequence[Group]) -> bool:
+        """True if loading fails in any process. All processes have to call this, because they wait for each other."""
+        params = [param for group in groups for param in group["params"]]
+        found = largest_on_all_ranks(torch.tensor([float(fails)], dtype=torch.float64, device="cpu"), params)
+        if self.process_group is not None:
+            found = gathered(found.to(device_of(params, self.process_group)), self.process_group).amax()
+        return found.item() > 0
