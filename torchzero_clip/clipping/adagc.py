@@ -63,7 +63,6 @@ class AdaGC(NormStatistics):
     """
 
     checks = {"ratio": positive, "beta": unit_interval, "max_norm": positive}
-    repeatable = True
 
     def __init__(
         self,

@@ -56,7 +56,7 @@ class AdaptiveGradientClip(Scaling):
     """
 
     checks = {"clip_factor": positive, "eps": positive}
-    repeatable = True
+    each_alone = True
     keeps_statistics = True  # a gradient that is not finite leaves the whole tensor unchanged, not only its unit
 
     def __init__(
@@ -80,11 +80,6 @@ class AdaptiveGradientClip(Scaling):
         if dims is None:
             raise ValueError(f"unit_dim={self.unit_dim} is no dimension of a tensor of shape {tuple(tensor.shape)}")
         return dims
-
-    @override
-    def is_tensorwise(self) -> bool:
-        """Return True, as in `Transform.is_tensorwise`."""
-        return True
 
     @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:

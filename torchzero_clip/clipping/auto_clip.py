@@ -62,7 +62,6 @@ class AutoClip(NormStatistics):
     """
 
     checks = {"percentile": percent}
-    repeatable = True
 
     def __init__(
         self,

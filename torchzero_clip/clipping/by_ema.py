@@ -94,7 +94,7 @@ class ClipNormByEMA(NormStatistics):
     """Scale smaller updates up to the limit too."""
 
     checks = {"beta": unit_interval, "eps": non_negative, "max_ema_growth": optional(positive)}
-    repeatable = True
+    each_alone = True
 
     def __init__(
         self,
@@ -128,11 +128,6 @@ class ClipNormByEMA(NormStatistics):
     def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
         ema = torch.zeros_like(param, dtype=wide_dtype(param.dtype))
         return {"ema": ema} | super().possible_state(param, setting)
-
-    @override
-    def is_tensorwise(self) -> bool:
-        """Return False with ``tensorwise=False``, as in `Transform.is_tensorwise`."""
-        return self.tensorwise
 
     @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:
@@ -207,8 +202,6 @@ class NormalizeByEMA(ClipNormByEMA):
     Source: not published; see `ClipNormByEMA`.
     """
 
-    repeatable = True
-
     NORMALIZE = True
 
 
@@ -265,6 +258,7 @@ class ClipValueByEMA(Elementwise, Composite):
     """
 
     checks = {"beta": unit_interval}
+    each_alone = True
     keeps_statistics = True
     keys = ("ema",)
     keeps_finite = True
@@ -289,11 +283,6 @@ class ClipValueByEMA(Elementwise, Composite):
                 raise ValueError(f"ema_tfm acts on the average: {transform!r} cannot have target={transform.target!r}")
             if "lr" in transform.defaults or (isinstance(transform, UpdateRule) and transform.lr is not None):
                 raise ValueError(f"ema_tfm has no learning rate, which is the chain's: {transform!r} cannot be in it")
-
-    @override
-    def is_tensorwise(self) -> bool:
-        """Return True; the transforms of ``ema_tfm`` answer for themselves, as in `Transform.is_tensorwise`."""
-        return True
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:

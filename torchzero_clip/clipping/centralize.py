@@ -61,6 +61,8 @@ class Centralize(Shifting):
     networks](https://arxiv.org/abs/2004.01461), 2020.
     """
 
+    each_alone = True
+
     def __init__(
         self,
         dim: Dim = None,
@@ -75,11 +77,6 @@ class Centralize(Shifting):
         self.inverse_dims = inverse_dims
         self.min_size = min_size
         self._slicing = Slicing.checked(1, dim, inverse_dims, min_size)
-
-    @override
-    def is_tensorwise(self) -> bool:
-        """Return False with ``dim="global"``, as in `Transform.is_tensorwise`."""
-        return self.dim != "global"
 
     @override
     def shifts(self, updates: list[Tensor], scratch: Scratch) -> Tensor | None:

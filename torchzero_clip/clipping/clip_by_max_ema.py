@@ -65,6 +65,7 @@ class ClipByMaxEMA(Elementwise):
     """
 
     checks = {"beta": decay_rate}
+    each_alone = True
     keeps_statistics = True
     reads_tensors = True
     keeps_finite = True
@@ -82,11 +83,6 @@ class ClipByMaxEMA(Elementwise):
         """Tensors without elements have no largest one."""
         rows = [i for i, param in enumerate(step.params) if param.numel()]
         return None if len(rows) == len(step.params) else rows
-
-    @override
-    def is_tensorwise(self) -> bool:
-        """Return True, as in `Transform.is_tensorwise`."""
-        return True
 
     @override
     def flags(self, updates: Sequence[Tensor], step: Step, rows: Sequence[int] | None) -> Flags:

@@ -66,7 +66,7 @@ class ClipNorm(Scaling):
     """
 
     checks = {"max_norm": non_negative}
-    repeatable = True
+    each_alone = True
     limit_setting = "max_norm"
 
     def __init__(
@@ -96,11 +96,6 @@ class ClipNorm(Scaling):
         )
 
     @override
-    def is_tensorwise(self) -> bool:
-        """Return False with ``dim="global"``, as in `Transform.is_tensorwise`."""
-        return self.dim != "global"
-
-    @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
         """The factors that bring every slice to at most ``max_norm``."""
 
@@ -109,7 +104,6 @@ class ClipNorm(Scaling):
 
         return measured.by_setting(step.settings, rule)
 
-    @override
     def factor(self, norm: float, setting: Setting) -> float:
-        """The factor that brings a norm to at most ``max_norm``."""
+        """The factor of a joint norm that was read from the device, which equals that of `factors`."""
         return 1.0 if norm <= setting["max_norm"] else setting["max_norm"] / norm

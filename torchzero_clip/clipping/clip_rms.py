@@ -49,16 +49,11 @@ class ClipRMS(Scaling):
     """
 
     checks = {"max_rms": positive}
-    repeatable = True
+    each_alone = True
     limit_setting = "max_rms"
 
     def __init__(self, max_rms: float | Schedule = 1.0, *, target: Target = "update", name: str | None = None) -> None:
         super().__init__({"max_rms": max_rms}, target=target, name=name)
-
-    @override
-    def is_tensorwise(self) -> bool:
-        """Return True, as in `Transform.is_tensorwise`."""
-        return True
 
     @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:

@@ -62,7 +62,7 @@ class GradientStabilizer(NormStatistics):
     """
 
     checks = {"beta1": decay_rate, "beta2": decay_rate, "eps": non_negative}
-    repeatable = True
+    each_alone = True
 
     def __init__(
         self,
@@ -79,11 +79,6 @@ class GradientStabilizer(NormStatistics):
     @override
     def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
         return zero_numbers("norm", "square", "started", device=param.device)
-
-    @override
-    def is_tensorwise(self) -> bool:
-        """Return True, as in `Transform.is_tensorwise`."""
-        return True
 
     @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:

@@ -77,6 +77,7 @@ class ClipValueGrowth(Elementwise):
     """
 
     checks = CHECKS
+    each_alone = True
     keeps_statistics = True
     keys = ("prev",)
     keeps_finite = True
@@ -104,11 +105,6 @@ class ClipValueGrowth(Elementwise):
     def acts_with(self, setting: Setting) -> bool:
         """True if there is a limit."""
         return _limits(setting)
-
-    @override
-    def is_tensorwise(self) -> bool:
-        """Return True, as in `Transform.is_tensorwise`."""
-        return True
 
     @override
     def rows_of(self, step: Step) -> list[int] | None:
@@ -221,7 +217,7 @@ class ClipNormGrowth(NormStatistics):
     """
 
     checks = CHECKS
-    repeatable = True
+    each_alone = True
 
     def __init__(
         self,
@@ -239,11 +235,6 @@ class ClipNormGrowth(NormStatistics):
         self.parameterwise = parameterwise
         settings = {"add": add, "mul": mul, "min_value": min_value, "max_decay": max_decay}
         super().__init__(settings, ord=ord, joint=not parameterwise, target=target, name=name)
-
-    @override
-    def is_tensorwise(self) -> bool:
-        """Return False with ``parameterwise=False``, as in `Transform.is_tensorwise`."""
-        return self.parameterwise
 
     @override
     def takes_part(self, setting: Setting) -> bool:

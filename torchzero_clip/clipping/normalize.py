@@ -62,7 +62,7 @@ class Normalize(Scaling):
     """
 
     checks = {"norm_value": finite}
-    repeatable = True
+    each_alone = True
 
     def __init__(
         self,
@@ -84,11 +84,6 @@ class Normalize(Scaling):
             target=target,
             name=name,
         )
-
-    @override
-    def is_tensorwise(self) -> bool:
-        """Return False with ``dim="global"``, as in `Transform.is_tensorwise`."""
-        return self.dim != "global"
 
     @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:

@@ -58,6 +58,7 @@ class SpikeAwareClip(Elementwise):
     """
 
     checks = {"threshold": positive, "beta": unit_interval}
+    each_alone = True
     keeps_statistics = True
     keys = ("square",)
     keeps_finite = True
@@ -74,11 +75,6 @@ class SpikeAwareClip(Elementwise):
         steps("warmup_steps", warmup_steps)
         self.warmup_steps = warmup_steps
         super().__init__({"threshold": threshold, "beta": beta}, target=target, name=name)
-
-    @override
-    def is_tensorwise(self) -> bool:
-        """Return True, as in `Transform.is_tensorwise`."""
-        return True
 
     @override
     def flags(self, updates: Sequence[Tensor], step: Step, rows: Sequence[int] | None) -> Flags:

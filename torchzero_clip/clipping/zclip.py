@@ -67,7 +67,6 @@ class ZClip(NormStatistics):
     2025. In the reference, no step is clipped after one NaN.
     """
 
-    repeatable = True
     checks = {
         "beta": unit_interval,
         "z_thresh": positive,

@@ -87,6 +87,8 @@ class Chain(Composite):
         Chain(ClipValue(0.1), ClipNorm(1.0), Chain(ClipNorm(2.0)))
     """
 
+    each_alone = True
+
     def __init__(self, *transforms: Transforms, target: Target = "update", name: str | None = None) -> None:
         named = named_uniquely(flatten(transforms))
         for child in named.values():
@@ -120,11 +122,6 @@ class Chain(Composite):
                 node.transform.check({own: at(value, 0)})
                 added[f"/{node.path}"].append({"params": params, own: value})
         return _with_overrides(self, added)
-
-    @override
-    def is_tensorwise(self) -> bool:
-        """Return True; its transforms answer for themselves, as in `Transform.is_tensorwise`."""
-        return True
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> NoReturn:

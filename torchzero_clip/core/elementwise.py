@@ -88,6 +88,8 @@ class Elementwise(TensorwiseTransform):
         [6.0, -1.5]
     """
 
+    each_alone = True
+
     keys: ClassVar[Sequence[str]] = ()
     """The keys of the state that is shaped like the parameter."""
 
@@ -143,11 +145,6 @@ class Elementwise(TensorwiseTransform):
         kind = type(self)
         says = (kind.init_state, kind.possible_state) != (Elementwise.init_state, Elementwise.possible_state)
         return says or self.keeps_statistics or len(self.keys) > 0
-
-    @override
-    def is_tensorwise(self) -> bool:
-        """Return True, as in `Transform.is_tensorwise`."""
-        return True
 
     def stays_finite(self) -> bool:
         """True with ``keeps_finite``, but not for a subclass that overrides `change` and does not declare it again."""

@@ -114,10 +114,6 @@ class Scaling(NeverApplied):
             step: As in `Transform.apply_tensors`. State may be changed.
         """
 
-    def factor(self, norm: float, setting: Setting) -> float | None:
-        """Return the factor of a joint L2 norm, equal to that of `factors`; None if it depends on more than these."""
-        return None
-
 
 class Shifting(Transform):
     """Subtracts numbers from updates, as `Centralize` does; `shifts` returns them if there is one for each update."""

@@ -44,15 +44,10 @@ class LR(Transform):
     """
 
     checks = {"lr": learning_rate}
-    repeatable = True
+    each_alone = True
 
     def __init__(self, lr: float | Tensor | Schedule, *, target: Target = "update", name: str | None = None) -> None:
         super().__init__({"lr": lr}, target=target, name=name)
-
-    @override
-    def is_tensorwise(self) -> bool:
-        """Return True, as in `Transform.is_tensorwise`."""
-        return True
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:

@@ -73,11 +73,12 @@ class Transform(Explained, ABC):
     limit_setting: ClassVar[str | None] = None
     """The setting that is the limit of a clip, which a `Recorder` shows; None if its limit is no setting."""
 
-    repeatable: ClassVar[bool]
-    """True in a class whose steps a plan may repeat, without checking again what cannot have changed.
+    each_alone: bool = False
+    """True if the result for a tensor depends only on this tensor, its parameter, its state and settings.
 
-    The class promises that its checks and its results depend only on its attributes and on the arguments of its
-    methods, and that it does not use the loss. A subclass does not inherit this, because its own methods may do more.
+    `step_in_backward` takes only such transforms. The value holds for the methods of the class that sets it: a subclass
+    that overrides ``apply_tensors``, ``factors`` or a similar method has to set it again. With ``dim="global"`` it has
+    no effect.
     """
 
     @explained
@@ -132,14 +133,6 @@ class Transform(Explained, ABC):
     def init_global_state(self) -> dict[str, Any]:
         """Return the state of the whole chain before its first step: 0-d tensors and numbers."""
         return {}
-
-    def is_tensorwise(self) -> bool:
-        """Return True if the result for a tensor depends only on this tensor, its parameter, its state and settings.
-
-        `step_in_backward` takes only such transforms. The answer holds for the methods of the class that defines it: a
-        subclass that overrides ``apply_tensors``, ``factors`` or a similar method has to define this one again.
-        """
-        return False
 
     def structure(self) -> dict[str, str]:
         """Return the arguments that are neither settings nor defaults, as text. Checkpoints depend on them."""
@@ -313,6 +306,9 @@ class TensorwiseTransform(Transform):
         ValueError: max_rms must be > 0, got -1.0
     """
 
+    each_alone = True
+    """True, as in `Transform.each_alone`. Set it to False in a subclass that reads ``loss``."""
+
     @abstractmethod
     def apply_tensor(
         self,
@@ -333,11 +329,6 @@ class TensorwiseTransform(Transform):
             state: The state of this parameter.
             setting: The settings of this parameter.
         """
-
-    @override
-    def is_tensorwise(self) -> bool:
-        """Return True, as in `Transform.is_tensorwise`. Return False in a subclass that reads ``loss``."""
-        return True
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
@@ -385,9 +376,10 @@ _SEE_ALL_TENSORS = ("apply_tensors", "factors", "limit", "flags", "rows_of", "sh
 
 
 def treats_each_alone(transform: Transform) -> bool:
-    """True if a transform says that it is tensorwise, and no subclass overrides how it acts on tensors."""
-    said_by = overridden_last(type(transform), "is_tensorwise", *_SEE_ALL_TENSORS)
-    return transform.is_tensorwise() and said_by == "is_tensorwise"
+    """True if a transform says that it treats each tensor alone, and no subclass overrides how it acts on tensors."""
+    said_by = overridden_last(type(transform), "each_alone", *_SEE_ALL_TENSORS)
+    joins = getattr(transform, "dim", None) == "global"
+    return transform.each_alone and said_by == "each_alone" and not joins
 
 
 def override_groups(param_groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:

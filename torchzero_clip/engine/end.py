@@ -2,7 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol, TypeGuard, final
+from dataclasses import dataclass
+from typing import Protocol, final
 
 import torch
 from typing_extensions import override
@@ -10,7 +11,6 @@ from typing_extensions import override
 from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, UpdateRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.nodes import Node
-from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.checked import check_state
 from torchzero_clip.engine.executor import Executor, Host
 from torchzero_clip.functional import foreach
@@ -45,15 +45,12 @@ class End(ABC):
 
 
 @final
+@dataclass
 class Subtract(End):
-    """Subtracts the updates from the parameters.
+    """Subtracts the updates from the parameters."""
 
-    Args:
-        keep_grads: Scalings never write over gradients.
-    """
-
-    def __init__(self, *, keep_grads: bool) -> None:
-        self._keep_grads = keep_grads
+    keep_grads: bool
+    """Scalings never write over gradients."""
 
     @override
     def take(self, walk: Ending, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
@@ -64,11 +61,13 @@ class Subtract(End):
                 return walk.executor.finish(walk, node, rows, rest)
             _take_step(walk, node, transform, rows, rest)
             return set(rows)
+        if rest or not isinstance(transform, LR) or type(transform).apply_tensors is not LR.apply_tensors:
+            return set()
+        if transform.target != "update" or torch.compiler.is_compiling():  # the compiler combines the two itself
+            return set()
         # torch subtracts lr times the update in one operation, which rounds once instead of twice
-        if not rest and _is_subtracted(transform):
-            transform.subtract(walk.executor.read(rows), walk.step_for(node, rows))
-            return set(rows)
-        return set()
+        transform.subtract(walk.executor.read(rows), walk.step_for(node, rows))
+        return set(rows)
 
     @override
     def deliver(self, walk: Ending, rows: list[int]) -> None:
@@ -79,7 +78,7 @@ class Subtract(End):
         # torch's clip leaves the clipped gradient in .grad too; a final rule may write to what it gets
         acting = (n.transform for n in rest if n.transform.target == "update")
         following = next((t for t in acting if not isinstance(t, Scaling | Gate)), None)
-        return not self._keep_grads and isinstance(following, UpdateRule) and not isinstance(following, FinalRule)
+        return not self.keep_grads and isinstance(following, UpdateRule) and not isinstance(following, FinalRule)
 
 
 def _take_step(walk: Ending, node: Node, rule: FinalRule, rows: list[int], rest: Sequence[Node]) -> None:
@@ -89,9 +88,3 @@ def _take_step(walk: Ending, node: Node, rule: FinalRule, rows: list[int], rest:
         check_state(node, step)
     finally:
         walk.store(node, step)
-
-
-def _is_subtracted(transform: Transform) -> TypeGuard[LR]:
-    """True for an `LR` that can be applied in the subtraction. torch.compile combines the two itself."""
-    is_lr = isinstance(transform, LR) and type(transform).apply_tensors is LR.apply_tensors
-    return is_lr and transform.target == "update" and not torch.compiler.is_compiling()

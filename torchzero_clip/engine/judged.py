@@ -1,6 +1,7 @@
 """What the gradients were before the first transform."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -58,6 +59,7 @@ class How(NamedTuple):
         return measured.tensor_norms if self.each or self.jointly else None
 
 
+@dataclass
 class Judged:
     """The norms of the gradients before the first transform: each is measured once, and only if it is asked for.
 
@@ -71,18 +73,16 @@ class Judged:
         listens: A `Listener` needs ``before``.
     """
 
+    judging: Judging
+    grads: list[Tensor]
+    measurer: Measurer
+    listens: bool = False
     norms: Tensor | None = None
     """A norm of each gradient, or their joint norm, once it was measured."""
     joint_norm: Tensor | None = None
     """The joint L2 norm of the gradients of all processes, once gates have measured it: 0-d."""
     before: Tensor | None = None
     """The L2 norm of each gradient, once it was measured for a listener."""
-
-    def __init__(self, judging: Judging, grads: list[Tensor], measurer: Measurer, *, listens: bool = False) -> None:
-        self.judging = judging
-        self._grads = grads
-        self._measurer = measurer
-        self.listens = listens
 
     def measure(self, *, jointly: bool = False) -> Tensor:
         """The L2 norm of each gradient: a vector of float64, equal on all ranks.
@@ -92,9 +92,9 @@ class Judged:
         if self.norms is None:
             # the joint norm of finite gradients is finite, and 0 only if all are 0: joint statistics ask no more
             jointly = jointly and self.judging.asks_jointly
-            joint = self._measurer.joint_norm(self._grads, beside=self.listens) if jointly else None
+            joint = self.measurer.joint_norm(self.grads, beside=self.listens) if jointly else None
             if joint is None:
-                self.norms = norms = self._measurer.norm_of_each(self._grads)
+                self.norms = norms = self.measurer.norm_of_each(self.grads)
             else:
                 total, norms = joint
                 self.norms = total.view(1)
@@ -104,18 +104,18 @@ class Judged:
     def of(self, rows: Sequence[int]) -> Tensor:
         """The norm of the gradient of each row, or the joint norm if statistics need only that."""
         norms = self.measure()
-        return norms if len(norms) < len(self._grads) else elements_at(norms, rows)
+        return norms if len(norms) < len(self.grads) else elements_at(norms, rows)
 
     def of_each(self) -> Tensor:
         """The norm of the gradient of each row, also if statistics need only the joint norm."""
         norms = self.measure()
-        return norms if len(norms) == len(self._grads) else self._measurer.norm_of_each(self._grads)
+        return norms if len(norms) == len(self.grads) else self.measurer.norm_of_each(self.grads)
 
     def joined(self, scopes: Sequence[list[int]]) -> list[Tensor]:
         """The joint norm of all gradients, 1 if one of them is not finite else 0, and the joint norm of each scope."""
         norms = self.measure()
         total = combine(norms, 2.0) if len(norms) != 1 else norms.squeeze(0)
-        of_scopes = [total if len(own) == len(self._grads) else combine(self.of(own), 2.0) for own in scopes]
+        of_scopes = [total if len(own) == len(self.grads) else combine(self.of(own), 2.0) for own in scopes]
         return [total, norms.isfinite().all().logical_not().double(), *of_scopes]
 
     def before_change(self, transform: Transform) -> None:
@@ -146,7 +146,7 @@ class Judged:
             return Measured(L2, list(range(count)), total.expand(count), total, memories(updates), joint=True)
         beside = self.listens and self.before is None
         how, slicing = self.judging.how[node.path], node.transform.slicing  # pyright: ignore
-        measured = self._measurer.measure_here(
+        measured = self.measurer.measure_here(
             updates, slicing, how.dims_of, each=how.each, beside=beside, name=node.path
         )
         if self.judging.is_asked and self.norms is None:
@@ -159,7 +159,7 @@ class Judged:
     def _note(self, norms: Tensor | None = None) -> None:
         """Store the L2 norms of the gradients for a listener; None to measure them."""
         if self.listens and self.before is None:
-            self.before = self._measurer.norm_of_each(self._grads) if norms is None else norms
+            self.before = self.measurer.norm_of_each(self.grads) if norms is None else norms
 
 
 def _clips_all_gradients(transform: Transform) -> bool:

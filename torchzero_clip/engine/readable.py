@@ -1,7 +1,7 @@
 """The readable way of a step: each transform is applied in its turn, by the method that its author wrote."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import final
 
 from torch import Tensor
@@ -18,15 +18,11 @@ from torchzero_clip.types import State
 
 
 @final
+@dataclass(eq=False)
 class Readable(Executor):
-    """Does everything at once, with whole tensors. It says what any other executor has to compute.
+    """Does everything at once, with whole tensors. It says what any other executor has to compute."""
 
-    Args:
-        memory: The updates.
-    """
-
-    def __init__(self, memory: Updates) -> None:
-        self.memory = memory
+    memory: Updates
 
     @override
     def read(self, rows: list[int], *, writable: bool = False) -> list[Tensor]:

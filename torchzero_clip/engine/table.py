@@ -70,11 +70,6 @@ class Table:
         return list(range(len(self.params)))
 
     @property
-    def has_repeated(self) -> bool:
-        """True if a parameter is listed twice."""
-        return len(set(map(id, self.params))) < len(self.params)
-
-    @property
     def named_params(self) -> list[NamedParam]:
         """The parameters with their names."""
         named = [n for group in self.groups for n in named_params(group)]

@@ -36,6 +36,7 @@ class Walk:
         chain_state: The state of the whole chain, by qualified keys.
         executor: Reads and changes the updates.
         judged: The gradients before the first transform.
+        end: What becomes of the updates that come out of the outermost chain.
         loss: The loss of the step.
         company: Who else takes part in the step; None if nobody does.
     """
@@ -46,6 +47,7 @@ class Walk:
     chain_state: dict[str, Any]
     executor: Executor
     judged: Judged
+    end: End
     loss: Loss
     company: Company | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)

@@ -1,54 +1,73 @@
 """The only part of the fast way that an optimizer sees."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
-from torchzero_clip.engine.executor import Executor
-from torchzero_clip.engine.table import Group, Table
-from torchzero_clip.engine.updates import Updates
+from torchzero_clip.engine.table import Group
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.fast import Fast
-from torchzero_clip.fast.plan import Plans
+from torchzero_clip.fast.plan import Metrics, Plan
 from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.types import State
-
-Columns: TypeAlias = dict[str, list[Tensor]]
-Metrics: TypeAlias = Callable[[], dict[str, Tensor]]
 
 
 class FastWay:
     """The fast way of the steps of one optimizer. It is never saved or copied, because a new one serves as well.
 
+    It has the plan of the optimizer, if there is one, and decides when to make one: after a few steps in a row that
+    looked the same. Each plan that few steps followed doubles the number of such steps before the next plan. So plans
+    cost little where parameters get gradients only now and then.
+
     Args:
         beside: The fast way of other parameters, which take their steps in turns with these and lend their memory.
     """
 
+    _FIRST_WAIT, _LONGEST_WAIT = 2, 64
+
     def __init__(self, beside: "FastWay | None" = None) -> None:
         self._workspace = Workspace() if beside is None else beside._workspace.beside()
-        self._plans = Plans(self._workspace)
-
-    def columns(self, table: Table) -> Columns | None:
-        """Parameters, gradients and state by key, if they need no further checks; else None."""
-        return self._workspace.columns(table.params, table.grads, table.states)
-
-    def executor(self, updates: Updates, columns: Columns | None) -> Executor:
-        """The executor of a step."""
-        return Fast(updates, self._workspace, columns)
-
-    @property
-    def has_plan(self) -> bool:
-        """True if the next step may follow a plan."""
-        return self._plans.plan is not None
+        self.columns = self._workspace.columns
+        """Returns parameters, gradients and state by key, if the tensors need no further checks; else None."""
+        self.executor = partial(Fast, self._workspace)
+        """Makes the executor of a step, from its updates and `columns`."""
+        self.plan: Plan | None = None
+        """The plan; None if there is none yet, or if the last one did not fit."""
+        self._layout: object = None
+        self._alike = self._uses = 0
+        self._wait = self._FIRST_WAIT
 
     def repeat(
         self, groups: list[Group], kept: Mapping[Tensor, State], chain_state: dict[str, Any], loss: Any
     ) -> Metrics | None:
-        """Take a step by the plan, as `Plans.repeat` does."""
-        return self._plans.repeat(groups, kept, chain_state, loss)
+        """Take a step by the plan. Return None if there is no plan or it does not fit; then nothing has changed.
+
+        Args:
+            groups: The param groups.
+            kept: The state of each parameter.
+            chain_state: The state of the whole chain.
+            loss: The loss of the step.
+
+        Raises:
+            ValueError: If a setting is out of range.
+        """
+        plan, self.plan = self.plan, None  # an error drops the plan
+        found = None if plan is None else plan.repeat(groups, kept, self._workspace, chain_state, loss)
+        if found is not None:
+            self.plan = plan
+            self._uses += 1
+        return found
 
     def learn(self, walk: Walk) -> None:
-        """Make a plan of a step that was taken, if it may be repeated."""
-        if isinstance(walk.executor, Fast) and walk.executor.ended is not None:
-            self._plans.learn(walk, walk.executor.ended)
+        """Make a plan of a step, if a kernel took it for all parameters and the steps before looked the same."""
+        ended = walk.executor.ended if isinstance(walk.executor, Fast) else None
+        if ended is None:
+            return
+        self._alike = self._alike + 1 if ended.layout is self._layout else 0
+        self._layout = ended.layout
+        if self._alike >= self._wait:
+            self._wait = self._FIRST_WAIT if self._uses >= 2 * self._wait else min(2 * self._wait, self._LONGEST_WAIT)
+            self._alike = self._uses = 0
+            self.plan = Plan.of(walk, ended)

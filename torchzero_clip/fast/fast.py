@@ -38,12 +38,12 @@ class Fast(Executor):
     """Lets operations wait, and carries out several in one pass over memory.
 
     Args:
-        memory: The updates.
         workspace: Buffers and caches of the optimizer.
+        memory: The updates.
         columns: Parameters, gradients and state by key, if they have the layout of the workspace; else None.
     """
 
-    def __init__(self, memory: Updates, workspace: Workspace, columns: dict[str, list[Tensor]] | None) -> None:
+    def __init__(self, workspace: Workspace, memory: Updates, columns: dict[str, list[Tensor]] | None) -> None:
         self.memory = memory
         self._columns = columns
         self._layout = None if columns is None else workspace.layout

@@ -75,7 +75,7 @@ def run_kernel(
             inverses = inverse(factors) if long else factors
             alone = {i: inverses.select(0, i) for i in long}
         elif not factors.ndim:
-            scale = inverse(factors)
+            scale = _inverse_of(factors.item()) if factors.is_cpu else inverse(factors)
         else:
             alone = _multiply_short_(updates, factors)
     if len(settings) == 1 and not alone:

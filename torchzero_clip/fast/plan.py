@@ -19,6 +19,7 @@ from torchzero_clip.compat import SameLayout, native_guard
 from torchzero_clip.core.kinds import Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.step import Step
+from torchzero_clip.core.transform import Transform, overridden_last
 from torchzero_clip.engine.executor import Measurer
 from torchzero_clip.engine.judged import Judged
 from torchzero_clip.engine.scaling import find_factors
@@ -35,73 +36,12 @@ from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Setting, State
 
 Group: TypeAlias = dict[str, Any]
+Factor: TypeAlias = Callable[[float, Setting], float]
 Metrics: TypeAlias = Callable[[], dict[str, Tensor]]
 """Computes the metrics of a step when they are read."""
 
 _FLOAT32 = torch.finfo(torch.float32)
 _IMMUTABLE = {float, int, bool, str, type(None)}
-
-
-class Plans:
-    """The plan of an optimizer, if it has one, and the decision when to make one.
-
-    A plan is made after a few steps in a row that looked the same. Each plan that few steps followed doubles the number
-    of such steps before the next plan. So plans cost little where parameters get gradients only now and then.
-
-    Args:
-        workspace: The memory and the caches of the optimizer.
-    """
-
-    _FIRST_WAIT, _LONGEST_WAIT = 2, 64
-
-    def __init__(self, workspace: Workspace) -> None:
-        self._workspace = workspace
-        self.plan: Plan | None = None
-        """The plan; None if there is none yet, or if the last one did not fit."""
-        self._layout: object = None
-        self._alike = self._uses = 0
-        self._wait = self._FIRST_WAIT
-
-    def repeat(
-        self,
-        groups: list[Group],
-        kept: Mapping[Tensor, State],
-        chain_state: dict[str, Any],
-        loss: Tensor | float | None,
-    ) -> Metrics | None:
-        """Take a step by the plan. Return None if there is no plan or it does not fit; then nothing has changed.
-
-        Args:
-            groups: The param groups.
-            kept: The state of each parameter.
-            chain_state: The state of the whole chain.
-            loss: The loss of the step.
-
-        Raises:
-            ValueError: If a setting is out of range.
-        """
-        plan, self.plan = self.plan, None  # an error drops the plan
-        found = None if plan is None else plan.repeat(groups, kept, self._workspace, chain_state, loss)
-        if found is not None:
-            self.plan = plan
-            self._uses += 1
-        return found
-
-    def learn(self, walk: Walk, ended: Ended | None) -> None:
-        """Make a plan of an ordinary step, if the steps before it looked the same.
-
-        Args:
-            walk: The step.
-            ended: How the step ended, if a kernel took it for all parameters; else None.
-        """
-        if ended is None:
-            return
-        self._alike = self._alike + 1 if ended.layout is self._layout else 0
-        self._layout = ended.layout
-        if self._alike >= self._wait:
-            self._wait = self._FIRST_WAIT if self._uses >= 2 * self._wait else min(2 * self._wait, self._LONGEST_WAIT)
-            self._alike = self._uses = 0
-            self.plan = Plan.of(walk, ended)
 
 
 class _Found(NamedTuple):
@@ -141,16 +81,14 @@ class Plan:
         self._state = [f"{rule.path}/{key}" for key in (*ended.fused.state, *ended.fused.counters)]
         self._attributes = [vars(node.transform) for node in walk.nodes]
         self._arguments = self._current_arguments()
+        self._are_ours = all(_is_ours(node.transform) for node in walk.nodes)
         self._keys = list(walk.nodes.storage_keys.values())
         self._values: list[Any] = []
         self._variants = self._variants_of(walk.settings[rule.path])
         self._settle(walk.settings, walk.table.groups)
-        transform = None if scaling is None else scaling.transform
-        is_joint = isinstance(transform, Scaling) and transform.slicing == Slicing(L2, "global")
-        is_joint = is_joint and "factors" not in vars(transform)
-        self._is_joint = (
-            is_joint and walk.table.params[0].dtype == torch.float32 and all(map(Tensor.numel, walk.table.params))
-        )
+        params = walk.table.params
+        are_narrow = params[0].dtype == torch.float32 and all(map(Tensor.numel, params))
+        self._by_number = None if scaling is None or not are_narrow else _by_number(scaling.transform)
 
     @classmethod
     def of(cls, walk: Walk, ended: Ended) -> "Plan | None":
@@ -159,10 +97,10 @@ class Plan:
         first = nodes[0] if isinstance(nodes[0].transform, Scaling) else None
         if nodes != [*([] if first is None else [first]), ended.node, *ended.rest] or walk.table.new_states:
             return None
-        for transform in (node.transform for node in nodes):
-            # not inherited, because what a subclass overrides may have effects of its own
-            if not vars(type(transform)).get("repeatable") or transform.scope.limited or transform.target != "update":
-                return None
+        if any(node.transform.scope.limited or node.transform.target != "update" for node in nodes):
+            return None
+        if not all(_is_ours(node.transform) for node in (ended.node, *ended.rest)):
+            return None
         like = chain.from_iterable(ended.columns[key] for key in ("params", "grads", *ended.keys()[0]))
         fits = native_guard(list(like)) if walk.table.params[0].is_cpu else None
         return None if fits is None else cls(walk, ended, first, fits)
@@ -175,15 +113,15 @@ class Plan:
         chain_state: dict[str, Any],
         loss: Tensor | float | None,
     ) -> Metrics | None:
-        """Take a step, as in `Plans.repeat`."""
-        found = self._gathered(groups, kept, workspace) if self._is_settled(groups) else None
-        if found is None:
+        """Take a step, as in `FastWay.repeat`."""
+        found = self._gathered(groups, kept, workspace)
+        if found is None or not self._is_settled(groups):
             return None
         factor: Tensor | float | None = None
         metrics: Metrics = dict
         node = self._scaling
         if node is not None and isinstance(node.transform, Scaling):
-            known = self._clipped(node, node.transform, found) if self._is_joint else None
+            known = None if self._by_number is None else self._clipped(node, self._by_number, found)
             factor, metrics = known or self._scaled(node, node.transform, found, chain_state, loss)
         _count(found.counters, 1)  # before the kernel, which reads the counts
         try:
@@ -233,8 +171,9 @@ class Plan:
         self._lengths = list(map(len, groups))
         values = [group[key] for group in groups for key in self._keys]
         parts = chain.from_iterable(value if type(value) is tuple else (value,) for value in values)
-        # values that can change in place, such as tensors, are checked in every step
-        self._values = values if _IMMUTABLE.issuperset(map(type, parts)) else []
+        # values that can change in place, such as tensors, are checked in every step; so are those of other authors,
+        # whose checks may have effects
+        self._values = values if self._are_ours and _IMMUTABLE.issuperset(map(type, parts)) else []
 
     def _gathered(self, groups: list[Group], kept: Mapping[Tensor, State], workspace: Workspace) -> _Found | None:
         """The tensors of the step; None if they are not laid out as in the step of the plan."""
@@ -264,15 +203,15 @@ class Plan:
         counters = [counter for counter in known if counter is not None]
         return _Found(params, grads, states, columns, counters, workspace) if len(counters) == len(known) else None
 
-    def _clipped(self, node: Node, transform: Scaling, found: _Found) -> tuple[float | None, Metrics] | None:
+    def _clipped(self, node: Node, factor_of: Factor, found: _Found) -> tuple[float | None, Metrics] | None:
         """The factor of a joint norm as a number (None for 1), and the metrics; None if `_scaled` has to find them."""
         if self._alone is None:
             return None
         total = whole_norm(found.grads, found.workspace.scratch.knowing(found.grads, self._layout))
         if total is None:
             return None
-        factor = transform.factor(total.item(), self._alone)
-        if factor is None or not (factor == 0 or _FLOAT32.tiny <= factor <= _FLOAT32.max):
+        factor = factor_of(total.item(), self._alone)
+        if not (factor == 0 or _FLOAT32.tiny <= factor <= _FLOAT32.max):
             return None
         measured = Measured(L2, [0], total.view(1), total, [total])
 
@@ -331,6 +270,22 @@ class _Measurer(Measurer):
     @override
     def norm_of_each(self, grads: list[Tensor]) -> Tensor:
         return whole_norms(grads, self.scratch)
+
+
+def _by_number(transform: Transform) -> Factor | None:
+    """The method ``factor`` of a joint clip, which saves many operations on one element; None if it has none.
+
+    It must stand in the class that has ``factors``: a subclass that overrides only these has other factors.
+    """
+    if not isinstance(transform, Scaling) or transform.slicing != Slicing(L2, "global") or "factors" in vars(transform):
+        return None
+    is_its_own = overridden_last(type(transform), "factor", "factors") == "factor"
+    return getattr(transform, "factor", None) if is_its_own else None
+
+
+def _is_ours(transform: Transform) -> bool:
+    """True for a class of this package, whose checks and kernels depend on their arguments and attributes only."""
+    return type(transform).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _count(counters: Sequence[Tensor], number: int) -> None:

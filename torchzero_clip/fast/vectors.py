@@ -127,7 +127,7 @@ class VectorStates(States):
         if vector is None:
             super().add(key, number)
         else:
-            foreach.add_number_([vector], number)
+            vector.add_(number)
 
     def _vector(self, key: str, indices: Sequence[int] | None) -> Tensor | None:
         """The vector of one key; None if its numbers cannot be one, or dicts were read, which may replace them."""

@@ -1,13 +1,11 @@
 """Buffers and caches that the fast steps of an optimizer reuse. They are not state."""
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
+from torchzero_clip.engine.table import Table
 from torchzero_clip.fast.layout import Layout, columns_of
 from torchzero_clip.fast.vectors import Vectors
 from torchzero_clip.functional.scratch import Scratch
-from torchzero_clip.types import State
 
 
 class Workspace:
@@ -27,11 +25,9 @@ class Workspace:
         other.scratch = self.scratch
         return other
 
-    def columns(
-        self, params: list[Tensor], grads: list[Tensor], states: Sequence[State]
-    ) -> dict[str, list[Tensor]] | None:
+    def columns(self, table: Table) -> dict[str, list[Tensor]] | None:
         """Parameters, gradients and state by key, if they have a layout, which becomes that of this step; else None."""
-        found = columns_of(params, grads, states) if params else None
+        found = columns_of(table.params, table.grads, table.states) if table.params else None
         if found is None or (self.layout and self.layout.fits(found, self.vectors)):
             return found
         layout = Layout.of(found, self.vectors)

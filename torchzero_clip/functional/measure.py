@@ -175,8 +175,11 @@ class Measured:
 
     def shaped(self, vector: Tensor) -> list[Tensor]:
         """Split a vector with a number per slice into one tensor for each measured one, in the shape of its norms."""
-        pairs = zip(vector.split(self.counts), self.parts, strict=True)
-        return [chunk.view(p.slice_shape).to(p.tensor.device) for chunk, p in pairs]
+        parts = self.parts
+        shapes = [p.slice_shape for p in parts]
+        chunks = vector.split(list(map(math.prod, shapes)))
+        rows = zip(chunks, shapes, parts, strict=True)
+        return [chunk.view(shape).to(p.tensor.device) for chunk, shape, p in rows]
 
     def of_slices(self, vector: Tensor) -> Tensor:
         """A vector with a number per slice from one with a number per measured tensor."""
@@ -484,7 +487,7 @@ def effect(measured: Measured, factors: Tensor) -> dict[str, Tensor]:
     total = measured.total
     if not measured.targets:
         return {"norm": total, "factor": torch.ones_like(total), "clipped": torch.zeros_like(total)}
-    if measured.spread:
+    if not measured.is_whole and measured.spread:
         return effect_of(total, effect_numbers(measured, factors).unsqueeze(0))
     if foreach.is_one_number(factors) and may_look(factors):
         factor = factors.select(0, 0).item()

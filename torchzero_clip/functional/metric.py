@@ -40,7 +40,7 @@ class Metric(NamedTuple):
 
     def root(self, value: float) -> float:
         """A limit of the metric as a limit of its root, the quantity that scales with the tensor."""
-        return math.sqrt(value) if self.degree == 2 else value
+        return math.sqrt(value) if self.kind == "var" else value
 
 
 _NAMED: dict[str, Metric] = {

@@ -223,7 +223,7 @@ def step_in_backward(optimizer: Optimizer, *, bucket_bytes: int = 2**23) -> Step
     and updates parameters whose gradient was set by hand. The result is that of an ordinary step, up to rounding. The
     gradients never exist all at once, so they take the memory of the largest parameter and of one bucket.
 
-    All transforms have to treat each tensor on its own: see `Transform.is_tensorwise`.
+    All transforms have to treat each tensor on its own: see `Transform.each_alone`.
 
     Only one optimizer can update a parameter in the backward. If another one did so before, it takes ordinary steps
     from now on, its handle has no effect any more, and there is a warning.

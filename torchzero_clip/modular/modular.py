@@ -314,7 +314,14 @@ class Modular(Explained, Optimizer):
             refuse_lost(self._lost_group)
             if closure is None and "closure" in self._nodes.targets:
                 raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
-            if closure is None and self._fast_way.has_plan and self._may_repeat() and self._repeat():
+            if (
+                closure is None
+                and self.fast
+                and self._fast_way.plan is not None
+                and self._may_repeat()
+                and self._may_be_fast()
+                and self._repeat()
+            ):
                 return None
             settings = self.begin()
 
@@ -352,7 +359,7 @@ class Modular(Explained, Optimizer):
                 self._metrics.clear()
                 self._metrics.update(walk.metrics if parts is None else parts.end(self._nodes, self.param_groups))
                 self._unread = None
-                if self._may_repeat() and not self._schedules.any:
+                if not isinstance(walk.executor, Readable) and self._may_repeat() and not self._schedules.any:
                     self._fast_way.learn(walk)
                 if SCHEDULE_STEP in state:
                     state[SCHEDULE_STEP] += 1
@@ -367,14 +374,17 @@ class Modular(Explained, Optimizer):
         """True if a step of this optimizer does nothing that plans leave out."""
         acts_alone = self.listener is None and self.parts is None and self._process_group is None
         is_plain = not (self.maximize or self.keep_grads or self._policy.decides)
-        return acts_alone and is_plain and self._may_be_fast()
+        return acts_alone and is_plain
 
     def _repeat(self) -> bool:
-        """Take a step by the plan. Return False if there is no plan or it does not fit; then nothing has changed."""
+        """Take a step by the plan. Return False if it does not fit; then nothing has changed."""
+        if not (self._may_repeat() and self._may_be_fast()):
+            return False
         state = self._chain_state.values
         if state:
             self._chain_state.take_counters(self.param_groups)
-        metrics = self._fast_way.repeat(self.param_groups, self.state, state, self._reported.loss().value)
+        loss = self._reported.loss().value if self._reported.count else None
+        metrics = self._fast_way.repeat(self.param_groups, self.state, state, loss)
         if state and metrics is not None:
             self._chain_state.show(self.param_groups)
         self._unread = metrics or self._unread
@@ -439,10 +449,12 @@ class Modular(Explained, Optimizer):
         if state:
             self._chain_state.move(self.param_groups)
         updates = Updates(table, state, maximize=self.maximize)
-        is_fast = is_fast and not (columns is None and table.has_repeated)
+        is_repeated = columns is None and len(set(map(id, table.params))) < len(table.params)
+        is_fast = is_fast and not is_repeated
         executor = fast_way.executor(updates, columns) if is_fast else Readable(updates)
         judged = Judged(self._judging, table.grads, executor, listens=self.listener is not None)
-        walk = Walk(self._nodes, settings, table, state, executor, judged, loss)
+        end = Subtract(keep_grads=self.keep_grads or "grad" in self._nodes.targets or is_repeated)
+        walk = Walk(self._nodes, settings, table, state, executor, judged, end, loss)
         if self.parts is not None:
             walk.company = Part()
         if self._process_group is not None:
@@ -465,14 +477,12 @@ class Modular(Explained, Optimizer):
         Return False if no process has a gradient.
         """
         table, company = walk.table, walk.company
-        is_repeated = isinstance(walk.executor, Readable) and table.has_repeated
-        end = Subtract(keep_grads=self.keep_grads or "grad" in self._nodes.targets or is_repeated)
         if self.listener is not None:
             self.listener.begin(walk)
         try:
             if "closure" in self._nodes.targets:
                 walk.change_closure_gradients(self.chain)
-            walk.run(self.chain, "", table.rows, end)
+            walk.run(self.chain, "", list(range(len(table.params))), walk.end)
             has_gradients = True
             if isinstance(company, Others):
                 found = company.metrics(self._nodes, walk.metrics, len(table.params) > 0)

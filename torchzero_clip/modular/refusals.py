@@ -47,7 +47,7 @@ def _refuse_transform(node: Node) -> None:
         raise ValueError(
             f"{transform!r} may need the gradients of several parameters at once, and step_in_backward frees each "
             f"gradient before the next one exists: {way_out}. A transform of your own that treats each tensor alone "
-            "says so by is_tensorwise"
+            "says so by each_alone = True in its class"
         )
 
 

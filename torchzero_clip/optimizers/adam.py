@@ -74,7 +74,7 @@ class Adam(UpdateRule):
     """
 
     checks = {"betas": check_betas, "eps": non_negative}
-    repeatable = True
+    each_alone = True
     default_lr = 1e-3
 
     def __init__(
@@ -98,11 +98,6 @@ class Adam(UpdateRule):
         self.fused = fused
         self.state_dtype = state_dtype
         self._keys = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else []))
-
-    @override
-    def is_tensorwise(self) -> bool:
-        """Return True, as in `Transform.is_tensorwise`."""
-        return True
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:

@@ -63,6 +63,8 @@ class Hyperball(Retraction):
     optimization](https://arxiv.org/abs/2606.16899), 2026.
     """
 
+    each_alone = True
+
     def __init__(self, *, name: str | None = None) -> None:
         super().__init__({}, name=name)
 
@@ -70,11 +72,6 @@ class Hyperball(Retraction):
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
         """The norm of the parameter."""
         return {"radius": norm(param.detach()).to(_wide(param))}
-
-    @override
-    def is_tensorwise(self) -> bool:
-        """Return True, as in `Transform.is_tensorwise`."""
-        return True
 
     @override
     def check_parameter(self, name: str, param: Tensor) -> None:

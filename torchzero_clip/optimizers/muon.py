@@ -64,6 +64,7 @@ class Muon(UpdateRule):
     """
 
     checks = {"momentum": non_negative}
+    each_alone = True
     default_lr = 1e-3
 
     def __init__(
@@ -114,11 +115,6 @@ class Muon(UpdateRule):
                     stacklevel=4,
                 )
                 return
-
-    @override
-    def is_tensorwise(self) -> bool:
-        """Return True, as in `Transform.is_tensorwise`."""
-        return True
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:

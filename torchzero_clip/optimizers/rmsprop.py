@@ -50,6 +50,7 @@ class RMSprop(UpdateRule):
     """
 
     checks = {"alpha": non_negative, "eps": non_negative, "momentum": non_negative}
+    each_alone = True
     default_lr = 1e-2
 
     def __init__(
@@ -66,11 +67,6 @@ class RMSprop(UpdateRule):
         boolean("centered", centered)
         super().__init__({"alpha": alpha, "eps": eps, "momentum": momentum}, lr=lr, target=target, name=name)
         self.centered = centered
-
-    @override
-    def is_tensorwise(self) -> bool:
-        """Return True, as in `Transform.is_tensorwise`."""
-        return True
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class SGD(UpdateRule):
     """
 
     checks = {"momentum": non_negative, "dampening": number}
-    repeatable = True
+    each_alone = True
     default_lr = 1e-3
 
     def __init__(
@@ -129,11 +129,6 @@ class SGD(UpdateRule):
             lr=setting["lr"],
             scale=scale,
         )
-
-    @override
-    def is_tensorwise(self) -> bool:
-        """Return True, as in `Transform.is_tensorwise`."""
-        return True
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:

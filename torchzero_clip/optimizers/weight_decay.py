@@ -46,7 +46,7 @@ class WeightDecay(Transform):
     """
 
     checks = {"weight_decay": non_negative}
-    repeatable = True
+    each_alone = True
 
     def __init__(self, weight_decay: float | Schedule, *, target: Target = "update", name: str | None = None) -> None:
         super().__init__({"weight_decay": weight_decay}, target=target, name=name)
@@ -61,11 +61,6 @@ class WeightDecay(Transform):
                 "write AdamW(weight_decay=0), or leave WeightDecay out",
                 stacklevel=2,
             )
-
-    @override
-    def is_tensorwise(self) -> bool:
-        """Return True, as in `Transform.is_tensorwise`."""
-        return True
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:

@@ -56,6 +56,8 @@ class Wrap(FinalRule):
         tensor([0.3600, 0.6400])
     """
 
+    each_alone = False
+
     def __init__(self, optimizer_class: type[Optimizer], *, name: str | None = None, **kwargs: Any) -> None:
         if isinstance(optimizer_class, Optimizer):
             given = type(optimizer_class).__name__
@@ -75,6 +77,7 @@ class Wrap(FinalRule):
         usual = {key: argument.default for key, argument in inspect.signature(optimizer_class).parameters.items()}
         schedules = {key: value for key, value in kwargs.items() if _is_schedule(value, usual.get(key))}
         self.optimizer_class = optimizer_class
+        self.each_alone = optimizer_class.__module__.startswith("torch.optim.")  # what other optimizers do is not known
         self.kwargs = {key: as_builtin(at(value, 0) if key in schedules else value) for key, value in kwargs.items()}
         template = constructed(optimizer_class, self.kwargs)
         if elsewhere := _state_elsewhere(constructed(optimizer_class, self.kwargs)):
@@ -123,11 +126,6 @@ class Wrap(FinalRule):
             self._on(param, {})
         except (TypeError, ValueError) as error:
             raise ValueError(f"{self.optimizer_class.__name__} cannot take {name}: {error}") from error
-
-    @override
-    def is_tensorwise(self) -> bool:
-        """Return True for the optimizers of torch, which treat each parameter alone, and False for all others."""
-        return self.optimizer_class.__module__.startswith("torch.optim.")
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
