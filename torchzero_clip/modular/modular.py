@@ -591,6 +591,7 @@ class Modular(Explained, Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch adds it, and each group that is added later would get it
         shared: SharedGroup | None = self.__dict__.pop("_shared_group", None)  # load_state_dict comes here too
         if shared is not None:
             self._process_group, self._lost_group = shared.group, shared.is_lost
