@@ -55,8 +55,8 @@ WIDTHS = {"norm": 1, "mad": 2, "sum": 2, "std": 4, "var": 4}
 NOTHING = -1.0
 """What a process without tensors sends for a negative ``ord``: with 0, the joint norm would be 0, and inf is a norm."""
 ROUNDING = 1e-6
-"""Slices with a factor this near to 1 do not count as changed. On CPU squares are added in float32 in blocks of 1024, so
-that two norms of equal slices may differ by some times float32's epsilon, 1.2e-7: up to 7e-8 was seen."""
+"""A slice whose factor differs from 1 by at most this does not count as changed: it is about 8 times float32's epsilon.
+On CPU norms come from float32 sums of 1024 squares, and two norms of equal slices may differ by 2e-7."""
 L2, LINF = Metric("norm", 2.0), Metric("norm", math.inf)
 
 
