@@ -96,7 +96,6 @@ def names() -> list[str]:
     return [*CHAINS, *(entry.name for entry in ENTRIES)]
 
 
-
 def own_part(row: Sequence[Any]) -> list[Any]:
     """Those of this process; all in one process."""
     return list(row[OWN[dist.get_rank()]]) if dist.is_initialized() else list(row)

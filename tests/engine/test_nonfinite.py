@@ -96,7 +96,9 @@ def test_too_many_skips_name_the_gradients_that_were_not_finite_in_the_last_step
         optimizer.step()
 
     step(math.nan, 1.0)
-    with pytest.raises(RuntimeError, match=r"skipped\. In the last one these gradients were not finite: bias\. The arg"):
+    with pytest.raises(
+        RuntimeError, match=r"skipped\. In the last one these gradients were not finite: bias\. The arg"
+    ):
         step(1.0, math.inf)
     with pytest.raises(RuntimeError, match=r"3 steps in a row were skipped\. The arg.* end: nan, inf, 9$"):
         step(9.0, 0.0)  # skipped by the gate

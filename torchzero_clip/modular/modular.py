@@ -261,8 +261,8 @@ class Modular(Explained, Optimizer):
 
         Returns:
             For example ``"clip_norm/norm"`` (before clipping), ``"clip_norm/factor"`` (mean over tensors or slices) and
-                ``"clip_norm/clipped"`` (the share of tensors, slices or elements that were clipped); and
-                ``"skipped_steps"``, if steps may be skipped.
+                ``"clip_norm/clipped"`` (the share of elements that were clipped, or of tensors or slices that were
+                clipped by more than a millionth); and ``"skipped_steps"``, if steps may be skipped.
 
         Examples:
             >>> import torch
