@@ -495,22 +495,18 @@ def effect(measured: Measured, factors: Tensor) -> dict[str, Tensor]:
         return {"norm": total, "factor": torch.full_like(changed, factor), "clipped": changed}
     factors = factors.narrow(0, 0, 1) if foreach.is_one_number(factors) else factors
     off = 1 - factors
-    return {"norm": total, "factor": 1 - off.mean(), "clipped": _are_changed(off).mean(dtype=torch.float64)}
+    changed = torch.hardshrink(off, ROUNDING) != 0  # also True for NaN
+    return {"norm": total, "factor": 1 - off.mean(), "clipped": changed.mean(dtype=torch.float64)}
 
 
 def effect_numbers(measured: Measured, factors: Tensor) -> Tensor:
     """The numbers of this process from which `effect_of` finds the effect of several: a vector of three."""
     # the sum is taken of 1 - factor, so that ranks without slices report a factor of 1
     off = 1 - factors
-    columns = [off, _are_changed(off).double(), torch.ones_like(factors)]
+    columns = [off, (torch.hardshrink(off, ROUNDING) != 0).double(), torch.ones_like(factors)]
     spread = measured.spread
     sums = sums_over_ranks(measured.parts, measured.counts, columns) if spread else [c.sum() for c in columns]
     return torch.stack(sums)
-
-
-def _are_changed(off: Tensor) -> Tensor:
-    """True where a slice was changed by more than rounding, from 1 minus its factor; also True for NaN."""
-    return torch.nn.functional.hardshrink(off, ROUNDING) != 0
 
 
 def effect_of(total: Tensor, rows: Tensor) -> dict[str, Tensor]:
