@@ -47,9 +47,8 @@ def complete(saved: dict[str, Any], groups: Sequence[Group], chain_state: ChainS
 def _with_device(states: Mapping[Any, State], device: torch.device) -> dict[Any, State]:
     """The states with a tensor that has a dimension, of which `torch_loads` needs one."""
     has_one = any(isinstance(value, Tensor) and value.ndim for state in states.values() for value in state.values())
-    return (
-        dict(states) if has_one else {i: {**own, _DEVICE: torch.zeros(1, device=device)} for i, own in states.items()}
-    )
+    added: State = {} if has_one else {_DEVICE: torch.zeros(1, device=device)}
+    return {i: {**state, **added} for i, state in states.items()}
 
 
 def _without_device(saved: Mapping[str, Any]) -> dict[str, Any]:
