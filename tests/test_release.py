@@ -26,6 +26,7 @@ MADE_UP = {
     "documentation": "https://pages.example/torchzero_clip",
     "branch": "main",
 }
+MODULES = {path.stem for path in (ROOT / "torchzero_clip").iterdir()}
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 ISSUES = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
 
@@ -127,6 +128,20 @@ def test_the_built_package(tmp_path):
     assert described["Version"] == torchzero_clip.__version__
     assert described.get_all("Project-URL")[0] == "Documentation, https://pages.example/torchzero_clip"
     assert "https://pages.example/torchzero_clip/img/" in described.get_payload()
+
+
+def test_the_changelog_says_in_one_section_what_the_first_release_has():
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    assert len(lines) <= 100
+    assert [line for line in lines if len(line) > 120] == []
+    (title,) = (line for line in lines if line.startswith("## "))
+    assert re.fullmatch(r"## (Unreleased|" + re.escape(torchzero_clip.__version__) + r" - \d{4}-\d\d-\d\d)", title)
+    needs = [line for line in lines if line.startswith("### ")]
+    assert len(set(needs)) == len(needs) >= 10
+    assert needs[-1] == "### Known limits"
+    named = set(re.findall(r"`(\w+)", "\n".join(lines)))
+    public = {name for name in vars(torchzero_clip) if not name.startswith("_") and name not in MODULES}
+    assert public - named == set()
 
 
 def test_classifiers_name_the_versions_that_were_tested():

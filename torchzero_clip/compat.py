@@ -5,6 +5,7 @@ which transformation, such as vmap, the forward of a module runs; torch has no p
 """
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -128,6 +129,19 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """The inverse of `flatten`: views of the vector in the shapes of other tensors."""
     return torch._C._nn.unflatten_dense_tensors(vector, like)  # pyright: ignore
+
+
+def torch_loads() -> bool:
+    """True while torch.distributed.checkpoint loads an optimizer.
+
+    With ``full_state_dict=True`` it asks for the state dict of the optimizer that it loads, takes the device of the
+    first tensor with a dimension in it, and raises "Expected device to be set" if there is none. In torch 2.13 it also
+    does so for `torch.optim.SGD` without momentum.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "_load_optim_state_dict":
+        frame = frame.f_back
+    return frame is not None
 
 
 def is_distributed(tensor: object) -> "TypeIs[DTensor]":

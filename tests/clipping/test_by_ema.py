@@ -266,3 +266,18 @@ def test_the_first_update_of_mixed_dtypes_passes_unchanged():
     train(optimizer, params, [grads])
     assert_equal([p.grad for p in params], grads)
     assert float(optimizer.metrics()["normalize_by_ema/clipped"]) == 0
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("tensorwise", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_factor_of_1_but_for_rounding_does_not_count_as_clipped(dtype, tensorwise, fast):
+    """The average equals the first update. In bfloat16 it is float32, and its norms round in another way."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1000,), (30, 40), (70_000,), (3, 3), ()]
+    for transform in (ClipNormByEMA, NormalizeByEMA):
+        params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+        optimizer = Modular(params, transform(ema_init="update", tensorwise=tensorwise), SGD(), fast=fast)
+        train(optimizer, params, [[torch.randn(shape, generator=generator).to(dtype) for shape in shapes]])
+        (shown,) = (value for key, value in optimizer.metrics().items() if key.endswith("clipped"))
+        assert shown.item() == 0

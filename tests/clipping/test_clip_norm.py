@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from oracles.clipping import as_double, clip_norm, norm_of_all
 from torch import nn
 
-from torchzero_clip import SGD, ClipNorm, Modular
+from torchzero_clip import SGD, ClipNorm, Modular, Normalize
 
 pytestmark = pytest.mark.filterwarnings("ignore:a max_norm of 0")
 
@@ -150,3 +150,30 @@ def test_metrics_of_a_chain_that_clips_nothing():
     assert {name: value.item() for name, value in optimizer.metrics().items()} == {
         "clip_norm/norm": 5, "clip_norm/factor": 1, "clip_norm/clipped": 0,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("fast", "steps"), [(True, 1), (True, 5), (False, 1)], ids=["fast", "planned", "readable"])
+@pytest.mark.parametrize("dim", [None, "global", 0])
+@pytest.mark.parametrize(
+    ("first", "limit", "share"), [(3.0, 5 - 15e-6, 1), (3.0, 5 - 15e-7, 0), (3.0, 5.0, 0), (math.nan, 5.0, 1)]
+)
+def test_what_counts_as_clipped(first, limit, share, dim, fast, steps):
+    """A slice shortened by 3e-6 of its norm counts, one shortened by 3e-7 does not, and NaN counts."""
+    for dtype in (torch.float32, torch.float64):
+        for transform in (ClipNorm(limit, dim=dim), Normalize(limit, dim=dim)):
+            param = nn.Parameter(torch.zeros(2, dtype=dtype))
+            optimizer = Modular([param], transform, SGD(), fast=fast)
+            for _ in range(steps):  # after three steps alike, the next ones follow a plan
+                param.grad = torch.tensor([first, 4.0], dtype=dtype)
+                optimizer.step()
+            (shown,) = (value.item() for key, value in optimizer.metrics().items() if key.endswith("clipped"))
+            assert shown == share
+
+
+def test_shortening_and_lengthening_both_count():
+    params = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    optimizer = Modular(params, Normalize(1.0))
+    for param, size in zip(params, (0.5, 1.0, 2.0), strict=True):
+        param.grad = torch.tensor([size])
+    optimizer.step()
+    assert optimizer.metrics()["normalize/clipped"].item() == pytest.approx(2 / 3)

@@ -47,6 +47,8 @@ from torchzero_clip.core.chain_state import COUNTERS
 
 OWN = (slice(0, 2), slice(2, 4), slice(4, 4))
 """The parameters of each process. The last one has none."""
+EMPTY = {"empty": 2, "all empty": 0}
+"""How many tensors have elements: those of the first process, or none."""
 STEPS = 5
 ORDS = ("std", "var", "mad", "sum", "l0", "l3", "linf")
 CHAINS: dict[str, Callable[[], Any]] = {
@@ -119,8 +121,8 @@ def series(event: str) -> list[list[Tensor | None]]:
         rows[4] = [None, None, *rows[4][2:]]
         for row in rows[2:4]:
             row[0] = None
-    if event == "empty":
-        rows = [with_empty_ones(row) for row in rows]
+    if event in EMPTY:
+        rows = [with_empty_ones(row, EMPTY[event]) for row in rows]
     if event == "zero":
         rows[0] = [torch.zeros_like(g) for g in rows[0]]
     if event == "range":
@@ -129,15 +131,15 @@ def series(event: str) -> list[list[Tensor | None]]:
     return rows
 
 
-def with_empty_ones(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The second process has tensors without elements."""
-    return [*tensors[:2], *(tensor.new_empty(0, *tensor.shape[1:]) for tensor in tensors[2:])]
+def with_empty_ones(tensors: Sequence[Tensor], kept: int) -> list[Tensor]:
+    """All but the first tensors have no elements."""
+    return [*tensors[:kept], *(tensor.new_empty(0, *tensor.shape[1:]) for tensor in tensors[kept:])]
 
 
 def train_group(name: str, event: str, **options: Any) -> dict[str, Any]:
     """Train, and return what every process and one process alone must agree on."""
     initial = values(parameters(torch.float64))
-    params = named(with_empty_ones(initial) if event == "empty" else initial)
+    params = named(with_empty_ones(initial, EMPTY[event]) if event in EMPTY else initial)
     optimizer = Modular(params, chain_of(name), process_group=group(), **options)
     for row in series(event):
         for (_, param), grad in zip(params, own_part(row), strict=True):

@@ -45,6 +45,23 @@ def test_optimizers_equal_those_of_torch(name):
     torch.testing.assert_close(params, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("scale", [1e30, 1e-30])
+@pytest.mark.parametrize("name", [name for name in PAIRS if "centered" not in name])
+def test_optimizers_equal_those_of_torch_at_extreme_gradients(name, scale, fast):
+    """Squares are infinite or 0. A centered RMSprop then has inf - inf."""
+    ours, theirs = PAIRS[name]
+    generator = torch.Generator().manual_seed(0)
+    params, other = ([nn.Parameter(torch.zeros(3, 2, dtype=torch.complex64))] for _ in range(2))
+    optimizer, reference = Modular(params, ours(), fast=fast), theirs(other)
+    for _ in range(3):
+        row = [scale * torch.randn(3, 2, generator=generator, dtype=torch.complex64)]
+        train(optimizer, params, [row])
+        train(reference, other, [row])
+        assert torch.view_as_real(params[0].detach()).isfinite().all()
+        torch.testing.assert_close(params, other, rtol=1e-5, atol=0)
+
+
 def test_moments_of_a_wider_dtype_keep_the_imaginary_part():
     param, other = (nn.Parameter(torch.zeros(2, dtype=torch.complex64)) for _ in range(2))
     optimizer, reference = Modular([param], Adam(0.1, state_dtype=torch.float64)), torch.optim.Adam([other], 0.1)

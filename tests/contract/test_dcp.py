@@ -9,7 +9,7 @@ from contract.entries import ENTRIES
 from contract.training import Model, assert_equal, assert_same_checkpoint, gradients, parameters, train, values
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
-from torchzero_clip import SGD, ClipNormByEMA, Modular
+from torchzero_clip import SGD, ClipNormByEMA, ClipNormGrowth, Modular
 
 MOVES_WHATEVER_LR_IS = "target params"
 
@@ -56,6 +56,22 @@ def test_saving_leaves_parameters_and_state_unchanged(entry):
     get_optimizer_state_dict(model, optimizer)
     assert_equal(params, before)
     assert_same_checkpoint(optimizer.state_dict(), state)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: [ClipNormGrowth(), SGD()], lambda: [ClipNormByEMA(tensorwise=False), SGD()], lambda: [SGD()]]
+)
+def test_a_full_state_dict_of_numbers_alone(make):
+    """torch takes a device from a tensor that has a dimension, and raises without one."""
+    options = StateDictOptions(full_state_dict=True)
+    first, second = Model(values(parameters())), Model(values(parameters()))
+    optimizer, resumed = (Modular(model.parameters(), make()) for model in (first, second))
+    params = list(first.parameters())
+    train(optimizer, params, gradients(params, 2))
+    saved = get_optimizer_state_dict(first, optimizer, options=options)
+    set_optimizer_state_dict(second, resumed, copy.deepcopy(saved), options=options)
+    assert_same_checkpoint(resumed.state_dict(), optimizer.state_dict())
+    assert resumed.state.keys() == set(second.parameters())
 
 
 def test_parameters_without_state_load_nested_keys():

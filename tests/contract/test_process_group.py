@@ -52,6 +52,7 @@ def test_chains_equal_one_process(event, fast):
         ("", ["ClipNorm+AdamW", "gates", "a joint child"]),
         ("nobody", ["statistics of one process", "schedule", "gates", "gradients before"]),
         ("empty", ["joint statistics", "norms of averages", "joint std", "gates"]),
+        ("all empty", programs.names()),
     ],
 )
 def test_a_few_chains_equal_one_process(event, names):

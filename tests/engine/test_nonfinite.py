@@ -9,7 +9,7 @@ from contract.entries import ENTRIES
 from contract.training import assert_equal, gradients, parameters, set_grads, through_file, train, values
 from torch import nn
 
-from torchzero_clip import SGD, ClipNorm, ClipNormGrowth, ClipValue, Modular
+from torchzero_clip import SGD, ClipNorm, ClipNormGrowth, ClipValue, Modular, SkipStep
 
 BAD = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 each_bad = pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
@@ -85,6 +85,23 @@ def test_too_many_skips_in_a_row_raise_with_the_norms():
         train(optimizer, [param], [[torch.tensor([math.inf])]])
     assert_equal([param], before)
     assert optimizer.metrics()["skipped_steps"].item() == 5
+
+
+def test_too_many_skips_name_the_gradients_that_were_not_finite_in_the_last_step():
+    model = nn.Linear(1, 1)
+    optimizer = Modular(model, SkipStep(max_norm=5.0), SGD(), nonfinite="skip", max_consecutive_skips=1)
+
+    def step(weight, bias):
+        model.weight.grad, model.bias.grad = torch.tensor([[weight]]), torch.tensor([bias])
+        optimizer.step()
+
+    step(math.nan, 1.0)
+    with pytest.raises(
+        RuntimeError, match=r"skipped\. In the last one these gradients were not finite: bias\. The arg"
+    ):
+        step(1.0, math.inf)
+    with pytest.raises(RuntimeError, match=r"3 steps in a row were skipped\. The arg.* end: nan, inf, 9$"):
+        step(9.0, 0.0)  # skipped by the gate
 
 
 def test_counts_survive_a_checkpoint_and_are_not_required():

@@ -8,7 +8,7 @@ from contract.entries import is_matrix
 from contract.training import parameters, train
 from torch import nn
 
-from torchzero_clip import SGD, Adam, AdamW, ClipNorm, ClipValue, Modular, Muon, WeightDecay
+from torchzero_clip import SGD, Adam, AdamW, ClipNorm, ClipValue, Modular, Muon, WeightDecay, from_torch_optim
 
 
 def test_overrides_split_a_group_in_the_order_of_first_parameters():
@@ -93,3 +93,19 @@ def test_parts_of_a_named_group_have_names_of_their_own_and_are_still_in_it():
     params = list(module.parameters())
     train(optimizer, params, [[torch.ones_like(p) for p in params]])
     assert all(param.grad.norm() < 0.2 for param in params[:3])
+
+
+def test_groups_added_after_a_load_or_a_copy_have_the_keys_of_the_others():
+    """torch adds "differentiable" to the defaults of an optimizer that was loaded or copied."""
+    first, second, third = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    optimizer = Modular([first], AdamW())
+    torchs = torch.optim.AdamW([first])
+    first.grad = torch.ones(2)
+    torchs.step()
+    optimizer.load_state_dict(from_torch_optim(torchs.state_dict(), optimizer))
+    optimizer.add_param_group({"params": [second]})
+    (twin,) = copy.deepcopy([optimizer])
+    twin.add_param_group({"params": [third]})
+    keys = {"params", "lr", "betas", "eps", "weight_decay", "chain"}
+    assert [set(group) for group in twin.param_groups] == [keys] * 3
+    assert set(twin.defaults) == set(optimizer.defaults) == keys - {"params", "chain"}

@@ -13,12 +13,17 @@ from torch.optim import Optimizer
 from torchzero_clip.checkpoints.adapt import adapted
 from torchzero_clip.checkpoints.fitting import Group, fitted
 from torchzero_clip.checkpoints.identity import IDENTITY, members_of, written
+from torchzero_clip.compat import torch_loads
 from torchzero_clip.core.chain_state import ChainState
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.states import own_numbers
 from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.functional.shards import largest_on_all_ranks
+from torchzero_clip.types import State
+
+_DEVICE = "device"
+"""A key of state by which `torch_loads` finds the device. Checkpoints do not have it."""
 
 
 def new_chain_state(nodes: Nodes, counts: Mapping[str, int]) -> ChainState:
@@ -35,6 +40,21 @@ def complete(saved: dict[str, Any], groups: Sequence[Group], chain_state: ChainS
     chain_state.take_counters(groups)
     chain_state.show_copies(saved["param_groups"])
     saved["state"] = {i: own_numbers(state) for i, state in saved["state"].items()}
+    if torch_loads():
+        saved["state"] = _with_device(saved["state"], device_of([p for group in groups for p in group["params"]]))
+
+
+def _with_device(states: Mapping[Any, State], device: torch.device) -> dict[Any, State]:
+    """The states with a tensor that has a dimension, of which `torch_loads` needs one."""
+    has_one = any(isinstance(value, Tensor) and value.ndim for state in states.values() for value in state.values())
+    added: State = {} if has_one else {_DEVICE: torch.zeros(1, device=device)}
+    return {i: {**state, **added} for i, state in states.items()}
+
+
+def _without_device(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Remove what `_with_device` has added."""
+    states = saved.get("state", {}).items()
+    return {**saved, "state": {i: {k: v for k, v in state.items() if k != _DEVICE} for i, state in states}}
 
 
 @dataclass
@@ -84,7 +104,8 @@ class Load:
         self._was_checked = True
         error: Exception | None = None
         try:
-            adjusted = adapted(state_dict, groups, self.nodes, self.new, self.dropped)
+            given = _without_device(state_dict) if torch_loads() else state_dict
+            adjusted = adapted(given, groups, self.nodes, self.new, self.dropped)
             self._fitting, self._values = fitted(adjusted, groups, self.nodes, self.schedules, self.chain_state.values)
         except ValueError as found:
             error = found

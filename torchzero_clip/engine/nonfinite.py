@@ -118,7 +118,7 @@ class StepPolicy:
         if nonfinite and self.nonfinite != "propagate":
             self._refuse(walk)
         if walk.refused_by:
-            self._count(counts)
+            self._count(counts, walk.refused_by)
             self._record(walk, judged, taken=False)
             return False
         counts.update({CONSECUTIVE: 0} if self.may_skip else {})
@@ -156,14 +156,16 @@ class StepPolicy:
         node = walk.nodes.by_path[name]
         return node, norm, self._gates[name].refuses(norm, _step_of_gate(walk, node))
 
-    def _count(self, counts: MutableMapping[str, Any]) -> None:
+    def _count(self, counts: MutableMapping[str, Any], refused_by: Sequence[str]) -> None:
         counts[SKIPPED] += 1
         counts[CONSECUTIVE] += 1
         skips = counts[CONSECUTIVE]
         if self.max_consecutive_skips is not None and skips > self.max_consecutive_skips:
             shown = ", ".join(f"{norm:.4g}" for norm in self._norms)
+            bad = self.bad_gradients if "nonfinite" in refused_by else None
+            named = "" if bad is None else f" In the last one these gradients were not finite: {bad.listed}."
             raise RuntimeError(
-                f"{skips} steps in a row were skipped. The argument max_consecutive_skips allows "
+                f"{skips} steps in a row were skipped.{named} The argument max_consecutive_skips allows "
                 f"{self.max_consecutive_skips}. The norms of the last gradients, the latest at the end: {shown}"
             )
 

@@ -41,6 +41,8 @@ class Others(Company):
         super().__init__()
         self.group, self.device = self._group, self._device = group, device
         self._has_schedules = has_schedules
+        self._empty: set[str] = set()
+        """The paths of joint transforms that have only tensors without elements on this process."""
 
     @override
     def exchanged(self, node: Node, measured: Measured, own: Tensor, step: Step, judged: Judged) -> Measured:
@@ -74,6 +76,7 @@ class Others(Company):
             return rows
         if rows:
             walk.store(node, walk.step_for(node, rows))  # the state of empty tensors begins, as in one process
+            self._empty.add(node.path)
         stand_in = self.stand_in
         stand_in.judged.joint_norm = walk.judged.joint_norm
         stand_in.apply(node, [0], list(stand_in.table.grads))
@@ -92,18 +95,27 @@ class Others(Company):
         paths = [node.path for node, _ in measuring(nodes)]
         if not paths and not self._has_schedules:
             return dict(own)
-        ran = [has_gradients, *(path in self.numbers.paths for path in paths)]
+        # of each transform: 1 if it has run, 0.5 if all its tensors are without elements
+        ran = [float(has_gradients)]
+        ran += [1.0 if path in self.numbers.paths else 0.5 if path in self._empty else 0.0 for path in paths]
         flags = torch.ones(len(ran), dtype=torch.float64, device=self._device)
-        if not all(ran):  # only then, because copying numbers to the device waits
+        if min(ran) < 1:  # only then, because copying numbers to the device waits
             flags = torch.tensor(ran, dtype=torch.float64, device=self._device)
         rows = gathered(torch.cat([flags, self.numbers.vector(nodes, self._device)]), self._group)
-        if not all(ran):
-            ran = [flag > 0 for flag in rows.narrow(1, 0, len(ran)).amax(dim=0).tolist()]
+        if min(ran) < 1:
+            ran = rows.narrow(1, 0, len(ran)).amax(dim=0).tolist()
         if not ran[0]:
             return None
-        found = {**own, **joint_metrics(nodes, rows.narrow(1, len(ran), rows.shape[1] - len(ran)))}
-        idle = {path for path, has_run in zip(paths, ran[1:], strict=True) if not has_run}
-        return {name: value for name, value in found.items() if name.rpartition("/")[0] not in idle}
+        found = joint_metrics(nodes, rows.narrow(1, len(ran), rows.shape[1] - len(ran)))
+        acted = dict(zip(paths, ran[1:], strict=True))
+        # what a transform has shown for a stand-in says something only if a process has an element for it
+        shown = {name: value for name, value in own.items() if acted.get(_path(name), 1.0) == 1}
+        return shown | {name: value for name, value in found.items() if acted[_path(name)]}
+
+
+def _path(name: str) -> str:
+    """The path of the transform that has a metric."""
+    return name.rpartition("/")[0]
 
 
 class _Absence:

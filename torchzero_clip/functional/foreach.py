@@ -197,9 +197,13 @@ def scale_(tensors: Sequence[Tensor], factors: Sequence[Tensor], *, exact: bool 
     ``exact`` multiplies in float64, for factors that float32 cannot hold. A 0-d factor would be rounded to the dtype of
     the tensor first; with a dimension it is not.
     """
-    wide = {dtype: torch.float64 if exact else wide_dtype(dtype) for dtype in {tensor.dtype for tensor in tensors}}
+    dtypes = {tensor.dtype for tensor in tensors}
+    wide = {dtype: torch.float64 if exact else wide_dtype(dtype).to_real() for dtype in dtypes}
     for tensor, factor in zip(locals_of(tensors), factors, strict=True):
-        tensor.mul_(_beside(tensor, factor, wide[tensor.dtype]))
+        part, own = tensor, factor
+        if tensor.is_complex():  # a complex inf times a real number is NaN, because it has the product inf * 0
+            part, own = torch.view_as_real(tensor), factor.unsqueeze(-1) if factor.ndim else factor
+        part.mul_(_beside(part, own, wide[tensor.dtype]))
 
 
 def multiply_each_(tensors: Sequence[Tensor], factors: Tensor) -> None:

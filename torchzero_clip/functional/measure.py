@@ -54,6 +54,9 @@ WIDTHS = {"norm": 1, "mad": 2, "sum": 2, "std": 4, "var": 4}
 """How many `Measured.numbers` each kind of metric has."""
 NOTHING = -1.0
 """What a process without tensors sends for a negative ``ord``: with 0, the joint norm would be 0, and inf is a norm."""
+ROUNDING = 1e-6
+"""A slice whose factor differs from 1 by at most this does not count as changed: it is about 8 times float32's epsilon.
+On CPU norms come from float32 sums of 1024 squares, and two norms of equal slices may differ by 2e-7."""
 L2, LINF = Metric("norm", 2.0), Metric("norm", math.inf)
 
 
@@ -485,24 +488,25 @@ def effect(measured: Measured, factors: Tensor) -> dict[str, Tensor]:
     They are the joint norm before it, the mean factor (1 without slices), and the share of slices that changed.
     """
     total = measured.total
-    if not measured.targets:
-        return {"norm": total, "factor": torch.ones_like(total), "clipped": torch.zeros_like(total)}
     if not measured.is_whole and measured.spread:
         return effect_of(total, effect_numbers(measured, factors).unsqueeze(0))
+    if not factors.numel():
+        return {"norm": total, "factor": torch.ones_like(total), "clipped": torch.zeros_like(total)}
     if foreach.is_one_number(factors) and may_look(factors):
         factor = factors.select(0, 0).item()
-        changed = torch.full_like(factors.select(0, 0), float(factor != 1))
+        changed = torch.full_like(factors.select(0, 0), float(not abs(1 - factor) <= ROUNDING))
         return {"norm": total, "factor": torch.full_like(changed, factor), "clipped": changed}
     factors = factors.narrow(0, 0, 1) if foreach.is_one_number(factors) else factors
-    count = max(factors.numel(), 1)
-    lost, changed = (1 - factors).sum(), (factors != 1).sum(dtype=torch.float64)
-    return {"norm": total, "factor": 1 - lost / count, "clipped": changed / count}
+    off = 1 - factors
+    changed = torch.hardshrink(off, ROUNDING) != 0  # also True for NaN
+    return {"norm": total, "factor": 1 - off.mean(), "clipped": changed.mean(dtype=torch.float64)}
 
 
 def effect_numbers(measured: Measured, factors: Tensor) -> Tensor:
     """The numbers of this process from which `effect_of` finds the effect of several: a vector of three."""
     # the sum is taken of 1 - factor, so that ranks without slices report a factor of 1
-    columns = [1 - factors, (factors != 1).double(), torch.ones_like(factors)]
+    off = 1 - factors
+    columns = [off, (torch.hardshrink(off, ROUNDING) != 0).double(), torch.ones_like(factors)]
     spread = measured.spread
     sums = sums_over_ranks(measured.parts, measured.counts, columns) if spread else [c.sum() for c in columns]
     return torch.stack(sums)

@@ -261,8 +261,8 @@ class Modular(Explained, Optimizer):
 
         Returns:
             For example ``"clip_norm/norm"`` (before clipping), ``"clip_norm/factor"`` (mean over tensors or slices) and
-                ``"clip_norm/clipped"`` (the share of tensors, slices or elements that were clipped); and
-                ``"skipped_steps"``, if steps may be skipped.
+                ``"clip_norm/clipped"`` (the share of elements that were clipped, or of tensors or slices that were
+                clipped by more than a millionth); and ``"skipped_steps"``, if steps may be skipped.
 
         Examples:
             >>> import torch
@@ -601,6 +601,7 @@ class Modular(Explained, Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch adds it, and each group that is added later would get it
         shared: SharedGroup | None = self.__dict__.pop("_shared_group", None)  # load_state_dict comes here too
         if shared is not None:
             self._process_group, self._lost_group = shared.group, shared.is_lost
