@@ -36,26 +36,25 @@ def update(optimizer, params, gradients):
 def test_they_are_short():
     for lines, names in (
         (15, "LimitRMS Average"),
-        (25, "ClipToUsual ClipByWeights ClipToLimit Lion"),
+        (25, "ClipToUsual ClipToLimit SkipJumps Lion"),
         (31, "ClipToMedian"),
     ):
         for name in names.split():
             assert len(shown("write_a_transform.md", name)[1].splitlines()) < lines, name
 
 
-@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 2), (3,), (1, 1), ()])
-def test_clipping_by_weights_equals_a_loop_over_units(shape):
-    clip, _ = shown("write_a_transform.md", "ClipByWeights")
-    param = nn.Parameter(torch.randn(shape, dtype=torch.float64))
-    weights, grad = param.detach().clone(), torch.randn(shape, dtype=torch.float64)
-    param.data.view(-1)[0] = weights.view(-1)[0] = 0.0
-    param.grad = grad.clone()
-    Modular([param], clip(0.2, eps=0.5), LR(1.0)).step()
-    expected = grad.clone()
-    for unit, own in zip(expected, weights, strict=True) if len(shape) > 1 else [(expected, weights)]:
-        limit = 0.2 * max(math.sqrt((own**2).sum()), 0.5)
-        unit *= min(1.0, limit / math.sqrt((unit**2).sum()))
-    torch.testing.assert_close(weights - param.detach(), expected, rtol=1e-12, atol=1e-12)
+def test_a_gate_by_hand():
+    gate, _ = shown("write_a_transform.md", "SkipJumps")
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = Modular([weight], gate(2.0))
+    moved = []
+    for loss in (3.0, 7.0, 6.0, 11.0, 13.0, 1.0):  # the losses of steps that are taken: 3, 6, 11, 13, 1
+        optimizer.report_loss(loss)
+        moved.append(update(optimizer, [weight], [[4.0]])[0][0])
+    assert moved == [4.0, 0.0, 4.0, 4.0, 4.0, 4.0]
+    assert optimizer.metrics()["skipped_steps"] == 1
+    assert optimizer.metrics()["skip_jumps/norm"] == 4.0
+    assert optimizer.param_groups[0]["skip_jumps/last"] == 1.0
 
 
 def test_the_limit_without_a_loop_is_clip_norm():

@@ -1,9 +1,11 @@
 """What users probably meant by a name or a call that does not fit, for the texts of errors."""
 
 import difflib
+import dis
 import functools
 import inspect
 import sys
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, Self, TypeVar
@@ -131,6 +133,52 @@ def _check_call(kind: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
 
 def _arguments_of(value: object) -> Iterable[str]:
     return inspect.signature(type(value)).parameters if isinstance(value, Explained) else ()
+
+
+def check_override(kind: type, name: str) -> None:
+    """Raise a TypeError if the optimizer could not call a method of a class, because it takes other arguments."""
+    method, base = vars(kind)[name], next(vars(base)[name] for base in reversed(kind.__mro__) if name in vars(base))
+    if not (inspect.isfunction(method) and inspect.isfunction(base)):
+        return
+    own, expected = inspect.signature(method), inspect.signature(base).parameters
+    try:
+        own.bind(*expected)
+    except TypeError:
+        written = f"def {name}({', '.join(expected)})"
+        raise TypeError(f"{kind.__name__}.{name} takes ({', '.join(own.parameters)}): write {written}") from None
+
+
+def explanation(
+    error: Exception, who: str, known: Mapping[str, Iterable[str]], *, loss: str | None = None
+) -> str | None:
+    """What an error in a method that an author wrote means; None if the error says it itself.
+
+    Args:
+        error: The error.
+        who: The transform.
+        known: The keys that it can look up, by what they are.
+        loss: Why there is no loss; None if there is one.
+    """
+    if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str):
+        key, keys = error.args[0], {kind: list(names) for kind, names in known.items()}
+        meant = did_you_mean(key, [name for names in keys.values() for name in names], listed=False) or "."
+        listed = "; ".join(f"{kind}: {', '.join(names) or 'none'}" for kind, names in keys.items())
+        return f"{who} looked up {key!r}, which does not exist{meant} It has these {listed}"
+    if isinstance(error, TypeError) and "indices must be integers or slices, not str" in str(error):
+        return (
+            f"{who} looked up a key in a list. step.settings and step.states have a dict for each parameter: zip them "
+            "with the updates. The state that Elementwise.change gets has a tensor for each of keys, in this order"
+        )
+    if loss is not None and "'NoneType'" in str(error) and _reads_loss(error):
+        return f"{who} used the loss, which is None in this step: {loss}"
+    return None
+
+
+def _reads_loss(error: Exception) -> bool:
+    """True if a function of an author that was running at an error has read a name or an attribute ``loss``."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    own = [f.f_code for f in frames if not f.f_globals.get("__name__", "").startswith("torchzero_clip.")]
+    return any("loss" in str(i.argval) for code in own for i in dis.get_instructions(code))
 
 
 class Named(dict[str, Any]):

@@ -1,125 +1,430 @@
-"""Wrong results of a transform are named."""
+"""Mistakes of authors: the error names the transform and the way out, and leaves everything as it was."""
+
+import re
 
 import pytest
 import torch
 from contract.entries import Mul
-from contract.training import gradients, parameters, stepped, train, trained
+from contract.training import gradients, parameters, set_grads, train
 
-from torchzero_clip import Modular, Scaling, TensorwiseTransform
+from torchzero_clip import SGD, Adam, Elementwise, Gate, Modular, Scaling, TensorwiseTransform, Transform, UpdateRule
+from torchzero_clip.core.chain import Composite
+from torchzero_clip.core.kinds import FinalRule
 
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: torch.ones(3), r"returned factors of shape \(3,\) for 2 slices: see Measured.joined"),
-        (lambda: [1.0, 1.0], r"returned factors of list for 2 slices"),
-        (lambda: None, r"returned factors of NoneType"),
-    ],
-)
-def test_wrong_factors_are_named(make, message):
-    class Wrong(Scaling):
-        def factors(self, measured, updates, step):
-            return make()
-
-    params = parameters(shapes=[(2,), (3,)])
-    with pytest.raises(RuntimeError, match=message):
-        train(Modular(params, Wrong({})), params, gradients(params, 1))
+SHAPES = [(2,), (2, 2)]
 
 
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        (lambda updates: None, "returned NoneType instead of a list of tensors"),
-        (lambda updates: updates[:1], "returned 1 tensors for 4"),
-    ],
-)
-def test_a_transform_that_returns_no_list_or_a_shorter_one_is_named(returned, message):
-    own = type("Own", (Mul,), {"apply_tensors": lambda self, updates, step: returned(updates)})
-    with pytest.raises(RuntimeError, match=message):
-        trained(own(1.0))
+def own(base, settings=None, **members):
+    """A transform with these members, made as late as the table of mistakes asks for it."""
+
+    def make():
+        kind = type("Own", (base,), members)
+        return kind({"limit": 2.0} if settings is None else settings)
+
+    return make
 
 
-class Lazy(TensorwiseTransform):
-    """Keeps state of matrices that it does not declare."""
-
+def tensorwise(body, **members):
     def apply_tensor(self, tensor, param, grad, loss, state, setting):
-        if param.ndim == 2:
-            state["count"] = 1
-        return tensor
+        return body(tensor, param, grad, loss, state, setting)
+
+    return own(TensorwiseTransform, apply_tensor=apply_tensor, **members)
 
 
-class LazyScaling(Scaling):
-    def factors(self, measured, updates, step):
-        step.states[-1]["count"] = 1
-        return torch.ones_like(measured.joined(measured.norms))
+def joint(body, base=Transform, **members):
+    return own(base, apply_tensors=lambda self, updates, step: body(updates, step), **members)
 
 
-@pytest.mark.parametrize("lazy", [Lazy, LazyScaling])
-def test_state_that_is_not_declared_is_named_whichever_parameter_has_it(lazy):
-    params = parameters(shapes=[(2,), (2, 2)])
-    with pytest.raises(RuntimeError, match=r"keeps state \['count'\] that its init_state does not return"):
-        train(Modular(params, lazy({})), params, gradients(params, 1))
+def elementwise(body, **members):
+    def change(self, x, result, state, setting, at):
+        return body(x, result, state, setting, at)
+
+    return own(Elementwise, change=change, **{"keys": ("average",), **members})
 
 
-class Returns(Mul):
-    def __init__(self, function):
-        super().__init__(1.0)
-        self.function = function
+def scaling(body, **members):
+    return own(Scaling, factors=lambda self, measured, updates, step: body(measured, updates, step), **members)
+
+
+def gate(body, accept=lambda step: None, **members):
+    members |= {"accept": lambda self, norm, step: accept(step), "refuses": lambda self, *given: body(*given)}
+    return own(Gate, **members)
+
+
+def of_param(**state):
+    return lambda self, param, setting: {key: value.clone() for key, value in state.items()}
+
+
+def of_chain(**state):
+    return lambda self: {key: value.clone() for key, value in state.items()}
+
+
+def after(effect, result):
+    """The result, after a side effect."""
+    return result
+
+
+def put(mapping, key, value):
+    mapping[key] = value
+
+
+def write_in_attribute(self, updates, step):
+    self.count = getattr(self, "count", 0) + 1
+    return updates
+
+
+class Holds(Composite):
+    def __init__(self, transforms, name):
+        super().__init__({}, transforms)
+        self.child = name
 
     def apply_tensors(self, updates, step):
-        return [self.function(update, state) for update, state in zip(updates, step.states, strict=True)]
+        return step.apply_child(self.child, updates)
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (lambda tensor, state: None, "returned NoneType instead of a tensor"),
-        (lambda tensor, state: tensor.sum(), r"shape \(\) of torch.float32 for one of shape \(2,\)"),
-        (lambda tensor, state: tensor.double(), r"of torch.float64 for one"),
-        (lambda tensor, state: state.setdefault("seen", tensor), r"keeps state \['seen'\] that its init_state"),
-    ],
-)
-def test_slips_of_an_author_are_named(function, message):
-    with pytest.raises(RuntimeError, match=message):
-        stepped(Returns(function), [3.0, 4.0])
+class Final(FinalRule):
+    def __init__(self, body):
+        super().__init__({})
+        self.body = body
+
+    def take_step(self, updates, step):
+        return self.body(step)
 
 
-class Window(Mul):
-    """Stores past norms in the value that it is given."""
+zero = torch.zeros(())
+ones = torch.ones_like
 
-    def __init__(self, values, *, late=False, joint=False) -> None:
+MISTAKES = {
+    # the class
+    "another signature": (
+        own(TensorwiseTransform, apply_tensor=lambda self, tensor, state: tensor),
+        "Own.apply_tensor takes (self, tensor, state): write def apply_tensor(self, tensor, param, grad, loss",
+    ),
+    "keys without a comma": (elementwise(ones, keys="average"), "keys of Own is a string: write keys = ('average',)"),
+    "a setting instead of a dict": (joint(list, settings=2.0), "defaults must be a dict of settings, got 2.0: write"),
+    "a check that answers": (
+        joint(list, checks={"limit": lambda name, value: value > 0}),
+        "the check of 'limit' in Own returned a bool, and has to raise",
+    ),
+    "children in a list": (lambda: Holds([Mul(1.0)], "mul"), "transforms must be of class Mapping, got [Mul(1.0)]"),
+    "a module as a child": (lambda: Holds({"mul": torch.nn.Identity()}, "mul"), "['mul'] must be of class Transform"),
+    # settings, state and loss that are looked up
+    "a typo in a setting": (
+        tensorwise(lambda tensor, *_, setting=None: tensor * _[-1]["limt"]),
+        "looked up 'limt', which does not exist; did you mean 'limit'?",
+    ),
+    "a typo in a setting of a scaling": (
+        scaling(lambda measured, updates, step: step.settings[0]["lmit"]),
+        "settings: limit; state of a parameter: none",
+    ),
+    "a typo in a setting of elements": (
+        elementwise(lambda x, result, state, setting, at: setting["limt"]),
+        "Own({'limit': 2.0}).change looked up 'limt', which does not exist; did you mean 'limit'?",
+    ),
+    "a typo in a setting of a gate": (
+        gate(lambda norm, step: norm > step.settings[0]["limt"]),
+        "looked up 'limt', which does not exist; did you mean 'limit'?",
+    ),
+    "a typo in state": (
+        tensorwise(lambda tensor, *_: _[3]["avreage"], init_state=of_param(average=zero)),
+        "looked up 'avreage', which does not exist; did you mean 'average'?",
+    ),
+    "a typo in a column": (
+        joint(lambda updates, step: step.numbers("x"), init_state=of_param(y=zero)),
+        "own has no state 'x' of a parameter, because init_state does not return it; the state is: y",
+    ),
+    "a typo in state of the chain": (
+        joint(lambda updates, step: step.global_state["frist"], init_global_state=of_chain(first=zero)),
+        "did you mean 'first'? It has these settings: limit; state of a parameter: none; state of the whole chain: fir",
+    ),
+    "a typo in the name of a child": (lambda: Holds({"mul": Mul(1.0)}, "mull"), "children: mul"),
+    "init_state of elements without theirs": (
+        elementwise(lambda *_: None, init_state=of_param(mean=zero)),
+        "own has no state 'average' of a parameter",
+    ),
+    "settings by name": (
+        joint(lambda updates, step: step.settings["limit"]),
+        "step.settings and step.states have a dict for each parameter",
+    ),
+    "state of elements by name": (
+        elementwise(lambda x, result, state, setting, at: state["average"]),
+        "Own({'limit': 2.0}).change looked up a key in a list",
+    ),
+    "a loss that nobody reports": (
+        tensorwise(lambda tensor, param, grad, loss, state, setting: tensor * (loss > 3)),
+        "used the loss, which is None in this step: call optimizer.report_loss(loss) before step(), or pass step a clo",
+    ),
+    "a loss that a gate does not declare": (
+        gate(lambda norm, step: step.loss.isnan()),
+        "which is None in this step: write needs_loss = True in the class of the gate, and call optimizer.report_loss",
+    ),
+    "statistics that are not declared": (
+        joint(lambda updates, step: step.finite), "write keeps_statistics = True in the class of the transform"
+    ),
+    "a start of no statistic": (
+        elementwise(lambda x, result, state, setting, at: at.begin_(state[0], x)),
+        "Own({'limit': 2.0}) calls begin_ or fill_new_, which do nothing without a statistic: write keeps_sta",
+    ),
+    # what is returned
+    "no list": (joint(lambda updates, step: None), "returned NoneType instead of a list of tensors"),
+    "a shorter list": (joint(lambda updates, step: updates[:1]), "returned 1 tensors for 2"),
+    "no tensor": (tensorwise(lambda *_: None), "returned NoneType instead of a tensor"),
+    "another shape": (
+        tensorwise(lambda tensor, *_: tensor.sum()), "shape () of torch.float32 for one of shape (2,)"
+    ),
+    "another dtype": (tensorwise(lambda tensor, *_: tensor.double()), "of torch.float64 for one"),
+    "a view of state": (
+        tensorwise(lambda tensor, *_: _[3]["y"].view(-1).view_as(tensor),
+                   init_state=lambda self, param, setting: {"y": torch.zeros_like(param)}),
+        "returned a view of its state, of a gradient or of a parameter, to which a later transform might write",
+    ),
+    "no count": (elementwise(lambda *_: None), "returned NoneType instead of the number of elements that changed"),
+    "elements as a count": (
+        elementwise(lambda x, result, state, setting, at: x > 1),
+        "instead of the number of elements that changed, a 0-d tensor: return at.count(...)",
+    ),
+    "a list of factors": (scaling(lambda measured, *_: measured.norms), "returned factors of list for 2 slices"),
+    "too many factors": (
+        scaling(lambda *_: torch.ones(3)), "returned factors of shape (3,) for 2 slices: see Measured.joined"
+    ),
+    "comparisons as factors": (
+        scaling(lambda measured, *_: measured.vector > 1), "returned factors of torch.bool: return numbers"
+    ),
+    "a bool of a gate": (
+        gate(lambda norm, step: bool(norm > 3)),
+        "Own({'limit': 2.0}).refuses returned False (bool) instead of a 0-d tensor of booleans: return a comp",
+    ),
+    "a number of a gate": (gate(lambda norm, step: norm / 2), "refuses returned a tensor of shape () of torch.float64"),
+    "a vector of a gate": (gate(lambda norm, step: norm.view(1) > 3), "refuses returned a tensor of shape (1,)"),
+    "a final rule that returns": (lambda: Final(lambda step: [1.0]), "take_step returned list: change step.params"),
+    "a typo of a final rule": (lambda: Final(lambda step: step.settings[0]["lrr"]), "looked up 'lrr', which does"),
+    # state and metrics
+    "no state": (tensorwise(lambda tensor, *_: tensor, init_state=lambda *_: None), "returned NoneType as its state"),
+    "state in a list": (
+        tensorwise(lambda tensor, *_: tensor, init_state=lambda *_: {"window": [1.0]}),
+        "has list as state 'window': state consists of tensors and numbers. A window of past numbers is a tensor",
+    ),
+    "state that is not declared": (
+        tensorwise(lambda tensor, *_: after(put(_[3], "n", 1), tensor)), "keeps state ['n'] that its init_state does"
+    ),
+    "state beside what is declared": (
+        tensorwise(lambda tensor, *_: after(put(_[3], "n", 1), tensor), init_state=of_param(y=zero)),
+        "added the state 'n', which checkpoints would not load: let init_state return it",
+    ),
+    "state of a scaling beside what is declared": (
+        scaling(lambda measured, updates, step: after(put(step.states[1], "n", 1), ones(measured.vector)),
+                init_state=of_param(y=zero)),
+        "added the state 'n', which checkpoints would not load: let init_state return it",
+    ),
+    "a state that grows": (
+        tensorwise(lambda tensor, *_: after(put(_[3], "y", torch.zeros(3)), tensor), init_state=of_param(y=zero)),
+        "replaced the state 'y', a tensor of shape () of torch.float32, by a tensor of shape (3,) of torch.float32",
+    ),
+    "state of the chain that is not declared": (
+        joint(lambda updates, step: after(put(step.global_state, "n", zero), updates)),
+        "added the state 'n', which checkpoints would not load: let init_global_state return it",
+    ),
+    "state of the chain as a float": (
+        joint(lambda updates, step: after(put(step.global_state, "n", 1.0), updates),
+              init_global_state=of_chain(n=zero)),
+        "replaced the state 'n', a tensor of shape () of torch.float32, by 1.0 (float)",
+    ),
+    "state in an attribute": (
+        own(Transform, apply_tensors=write_in_attribute),
+        "stored 1 (int) in its attribute 'count', which checkpoints do not have: store it in state, which init_state",
+    ),
+    "a float as a metric": (
+        joint(lambda updates, step: after(put(step.metrics, "x", 1.0), updates)), "has 1.0 (float) as metric 'x': a me"
+    ),
+    "a vector as a metric": (
+        scaling(lambda measured, updates, step: after(put(step.metrics, "x", measured.vector), measured.vector)),
+        "has a tensor of shape (2,) of torch.float64 as metric 'x'",
+    ),
+    "a float as a metric of a gate": (
+        gate(lambda norm, step: norm > 1e9, lambda step: put(step.metrics, "x", 1.0)), "has 1.0 (float) as metric 'x'"
+    ),
+    # what is written to
+    "a gate that counts in refuses": (
+        gate(lambda norm, step: after(put(step.global_state, "n", zero + 1), norm > 1e9),
+             init_global_state=of_chain(n=zero)),
+        "refuses changed step.global_state: change it in accept, and in refused",
+    ),
+}  # fmt: skip
+
+LATE = {
+    "a gate that counts in place": (
+        gate(lambda norm, step: after(step.global_state["n"].add_(1), norm > 1e9), init_global_state=of_chain(n=zero)),
+        "refuses changed step.global_state",
+    ),
+    "factors that write to updates": (
+        scaling(lambda measured, updates, step: after([u.mul_(2) for u in updates], ones(measured.vector))),
+        "wrote to its updates, which it may only read: compute new tensors",
+    ),
+    "factors that write to norms": (
+        scaling(lambda measured, updates, step: measured.vector.clamp_(max=1.0)),
+        "wrote to the norms",
+    ),
+    "a rule that writes to updates": (
+        joint(lambda updates, step: [u.mul_(2) for u in updates], UpdateRule),
+        "wrote to its updates",
+    ),
+    "a transform that writes to gradients": (
+        tensorwise(lambda tensor, param, grad, *_: after(grad.mul_(2), tensor)),
+        "wrote to the gradients",
+    ),
+    "a transform that writes to parameters": (
+        joint(lambda updates, step: after([p.mul_(2) for p in step.params], updates)),
+        "wrote to the parameters",
+    ),
+}
+"""Mistakes that are seen when something has changed."""
+
+
+def mistaken(make, message, fast):
+    """The parameters after a step with a mistake, their gradients, and the optimizer if there is one."""
+    params, optimizer = parameters(shapes=SHAPES), None
+    set_grads(params, gradients(params, 1)[0])
+
+    def run():
+        nonlocal optimizer
+        transform = make()
+        rule = [] if isinstance(transform, UpdateRule) else [SGD(0.1)]
+        optimizer = Modular(params, transform, *rule, fast=fast)
+        optimizer.step()
+
+    with pytest.raises((RuntimeError, TypeError), match=re.escape(message)) as caught:
+        run()
+    assert re.search(r"Own|own|Holds|Final|Mapping|Transform|keeps_statistics|defaults", str(caught.value))
+    return params, optimizer
+
+
+@pytest.mark.quick_cases(len(MISTAKES) * 2)
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named_before_anything_changes(name, fast):
+    before = parameters(shapes=SHAPES)
+    params, optimizer = mistaken(*MISTAKES[name], fast)
+    for param, old, grad in zip(params, before, gradients(params, 1)[0], strict=True):
+        assert torch.equal(param, old)
+        assert param.grad is None or torch.equal(param.grad, grad)
+    if optimizer is None:
+        return
+    for param, state in optimizer.state.items():
+        declared = {k: v for n in optimizer.nodes for k, v in n.qualified(
+            n.transform.init_state(param, n.transform.defaults)).items()}  # fmt: skip
+        assert state.keys() <= declared.keys()
+        assert all(torch.equal(value, declared[key]) for key, value in state.items())
+    fresh = optimizer.nodes.init_global_state()
+    assert all(optimizer.param_groups[0][key] == value for key, value in fresh.items())
+    assert not [key for key in optimizer.param_groups[0] if key.startswith("own/") and key not in fresh
+                and key not in optimizer.storage_keys]  # fmt: skip
+
+
+@pytest.mark.quick_cases(len(LATE) * 2)
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("name", LATE)
+def test_what_may_only_be_read_is_compared_in_the_first_step(name, fast):
+    mistaken(*LATE[name], fast)
+
+
+def test_the_mistakes_are_seen_where_they_first_happen():
+    assert len(MISTAKES) + len(LATE) > 24
+    silent = own(Transform, apply_tensors=lambda self, updates, step: [p.sub_(1) for p in step.params] and updates)()
+    params = parameters(shapes=SHAPES)
+    optimizer = Modular(params, Mul(1.0), silent, Adam())
+    with pytest.raises(RuntimeError, match=r"Own\({'limit': 2.0}\) wrote to the parameters"):
+        train(optimizer, params, gradients(params, 1))
+
+
+@pytest.mark.fast_way
+def test_planned_steps_check_metrics_and_factors():
+    class Slips(Scaling):
+        repeatable = True
+
+        def factors(self, measured, updates, step):
+            if slip:
+                slip[0](step)
+            return torch.full_like(measured.vector, 0.5)
+
+    for effect, message in [
+        (lambda step: put(step.metrics, "x", 1.0), r"Slips\({}\) has 1.0 \(float\) as metric 'x'"),
+        (lambda step: step.settings[0]["x"], r"Slips\({}\) looked up 'x', which does not exist"),
+    ]:
+        slip = []
+        params = parameters(shapes=SHAPES)
+        optimizer = Modular(params, Slips({}), Adam())
+        train(optimizer, params, gradients(params, 1) * 8)
+        assert optimizer._plans.plan is not None
+        before = [param.detach().clone() for param in params]
+        slip.append(effect)
+        with pytest.raises(RuntimeError, match=message):
+            train(optimizer, params, gradients(params, 1))
+        assert all(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+
+
+def test_an_error_that_explains_itself_is_the_authors():
+    def divide(tensor, *_):
+        return 1 / len([])
+
+    params = parameters(shapes=SHAPES)
+    with pytest.raises(ZeroDivisionError):
+        train(Modular(params, tensorwise(divide)()), params, gradients(params, 1))
+
+    def apply_tensor(self, tensor, param, grad, other, state, setting):
+        return tensor * (setting["limit"] > 3)
+
+    reads_no_loss = own(TensorwiseTransform, {"limit": None}, apply_tensor=apply_tensor)
+    with pytest.raises(TypeError, match="not supported between instances of 'NoneType' and 'int'"):
+        train(Modular(params, reads_no_loss()), params, gradients(params, 1))
+
+
+def test_a_gate_gets_the_loss_if_it_declares_it():
+    seen = []
+    judge = gate(lambda norm, step: after(seen.append(step.loss), norm > 1e9), needs_loss=True)
+    for make, expected in ((judge, 3.0), (gate(lambda norm, step: after(seen.append(step.loss), norm > 1e9)), None)):
+        params = parameters(shapes=SHAPES)
+        optimizer = Modular(params, make(), SGD(0.1))
+        set_grads(params, gradients(params, 1)[0])
+        optimizer.report_loss(3.0)
+        optimizer.step()
+        assert seen.pop() == expected
+
+
+class Late(Mul):
+    """Stores a value under a key that only ``possible_state`` declares."""
+
+    def __init__(self, value):
         super().__init__(1.0)
-        self.values, self.late, self.joint = values, late, joint
+        self.value = value
 
     def init_state(self, param, setting):
-        return {} if self.joint else {"window": torch.zeros(3) if self.late else self.values}
+        return {}
 
-    def init_global_state(self):
-        return {"window": self.values} if self.joint else {}
+    def possible_state(self, param, setting):
+        return {"window": torch.zeros(3)}
 
     def apply_tensors(self, updates, step):
-        if self.late:
-            step.states[0]["window"] = self.values
+        for state in step.states:
+            state["window"] = self.value
         return updates
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize(("values", "kind"), [([1.0], "list"), (None, "NoneType"), ("a", "str"), ({1}, "set")])
-def test_state_that_checkpoints_cannot_hold_is_refused(values, kind, late):
-    params = parameters()
-    before = [p.detach().clone() for p in params]
-    optimizer = Modular(params, Window(values, late=late))
-    with pytest.raises(TypeError, match=rf"has {kind} as state 'window'.*torch.zeros\(100, device=param.device\)"):
-        train(optimizer, params, gradients(params, 1))
-    assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+def test_state_that_is_declared_may_come_late():
+    params = parameters(shapes=SHAPES)
+    optimizer = Modular(params, Late(torch.ones(3)))
+    train(optimizer, params, gradients(params, 1))
+    Modular(parameters(shapes=SHAPES), Late(torch.ones(3))).load_state_dict(optimizer.state_dict())
+    with pytest.raises(TypeError, match="has list as state 'window'"):
+        train(Modular(params, Late([1.0])), params, gradients(params, 1))
 
 
 def test_state_of_the_chain_is_refused_when_the_optimizer_is_made():
     with pytest.raises(TypeError, match="has list as state 'window'"):
-        Modular(parameters(), Window([1.0], joint=True))
+        Modular(parameters(), joint(list, init_global_state=lambda self: {"window": [1.0]})())
 
 
 @pytest.mark.parametrize("value", [1, 0.5, True, torch.zeros(3)])
 def test_tensors_and_numbers_are_state(value):
-    params = parameters()
-    train(Modular(params, Window(value)), params, gradients(params, 1))
+    params = parameters(shapes=SHAPES)
+    make = tensorwise(lambda tensor, *_: tensor, init_state=lambda *_: {"window": value})
+    train(Modular(params, make()), params, gradients(params, 1))

@@ -112,29 +112,23 @@ class SkipStep(Gate):
             )
         steps("window", window, 4)
         self.window = window
-        self._stores = sigma is not None
+        self.needs_loss = sigma is not None
         settings = {"max_norm": max_norm, "max_ratio": max_ratio, "beta": beta, "sigma": sigma}
         super().__init__(settings, target=target, name=name)
-
-    @property
-    @override
-    def needs_loss(self) -> bool:
-        """True with ``sigma``."""
-        return self._stores
 
     @override
     def check_groups(self, settings: Sequence[Setting]) -> None:
         """Raise if a setting is out of range, or differs between groups."""
         super().check_groups(settings)
         same_in_all_groups(self, settings, self.defaults)
-        if not self._stores and settings[0]["sigma"] is not None:
+        if not self.needs_loss and settings[0]["sigma"] is not None:
             raise ValueError("sigma cannot be set later: SkipStep stores no values without sigma in its constructor")
 
     @override
     def init_global_state(self) -> dict[str, Any]:
         """The running mean; with ``sigma``, the last norms and losses, and those of the steps skipped in a row."""
         state = zero_numbers("mean", "started")
-        if not self._stores:
+        if not self.needs_loss:
             return state
         vectors: dict[str, Any] = {}
         for key in VALUES:
@@ -151,7 +145,7 @@ class SkipStep(Gate):
             known = (state["started"] > 0) & (state["mean"] > 0)
             limit = torch.minimum(limit, torch.where(known, setting["max_ratio"] * state["mean"], torch.inf))
         bad = (norm > limit) | norm.isfinite().logical_not()
-        if not self._stores:
+        if not self.needs_loss:
             return bad
         values = self._values(norm, step)
         for value, known in values.values():
@@ -164,7 +158,7 @@ class SkipStep(Gate):
         setting, state = step.settings[0], step.global_state
         started = state["started"] > 0
         usable = (norm > 0) | started
-        if self._stores:
+        if self.needs_loss:
             for key, (value, known) in self._values(norm, step).items():
                 self._store(state, key, f"{key}_stored", value, known & (usable if key == "norms" else known))
             foreach.copy_([state["in_a_row"], state["losses_in_a_row"]], [torch.zeros_like(norm)] * 2)
@@ -176,7 +170,7 @@ class SkipStep(Gate):
     @override
     def refused(self, norm: Tensor, step: Step) -> None:
         """Store the values of a step that was skipped for its size; after several in a row they become the window."""
-        if not self._stores:
+        if not self.needs_loss:
             return
         state, values = step.global_state, self._values(norm, step)
         large = self._is_large(values, step)

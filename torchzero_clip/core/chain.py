@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from torchzero_clip.checks import instance
 from torchzero_clip.core.kinds import Gate
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.schedules import at
@@ -37,6 +38,9 @@ class Composite(Transform):
         target: Target = "update",
         name: str | None = None,
     ) -> None:
+        instance("transforms", transforms, Mapping, "write {'clip': ClipNorm(1)}")
+        for key, transform in transforms.items():
+            instance(f"transforms[{key!r}]", transform, Transform)
         self.transforms = dict(transforms)
         super().__init__(defaults, target=target, name=name)
 

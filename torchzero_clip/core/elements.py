@@ -33,6 +33,8 @@ class Elements:
         not wait for a device. False if any of this is not known."""
         self._finite, self._started, self._scratch, self._spread = finite, started, scratch, spread
         self._new: Tensor | None = None
+        self.without_statistics: object = None
+        """The transform, if it does not declare ``keeps_statistics``."""
 
     def memory(self, name: str, like: Tensor) -> Tensor:
         """Return memory of the shape and the dtype of ``like``, with any values.
@@ -57,6 +59,7 @@ class Elements:
         usable = finite if self.mask is None else finite.logical_and_(self.mask)
         found = Elements(usable, finite=True, scratch=self._scratch)
         found._started, found._spread, found._new = self._started, self._spread, self._new
+        found.without_statistics = self.without_statistics
         return found
 
     def begin_(self, state: Tensor, first: Tensor) -> None:
@@ -133,6 +136,11 @@ class Elements:
 
     def _not_started(self) -> Tensor | None:
         """True where the statistic had not started before this step; None if it had everywhere."""
+        if self.without_statistics is not None:
+            raise RuntimeError(
+                f"{self.without_statistics!r} calls begin_ or fill_new_, which do nothing without a statistic: write "
+                "keeps_statistics = True in the class"
+            )
         if self._started is not None and self._new is None:
             self._new = self._spread(self._started.logical_not())
         return self._new

@@ -17,6 +17,7 @@ from torchzero_clip.functional import foreach
 from torchzero_clip.functional.foreach import reals, wide_dtype
 from torchzero_clip.functional.measure import counted
 from torchzero_clip.functional.scratch import Scratch
+from torchzero_clip.hints import explanation
 from torchzero_clip.types import Setting, State
 
 
@@ -54,6 +55,7 @@ class Elementwise(TensorwiseTransform):
 
     Raises:
         ValueError: As in `Transform`.
+        TypeError: As in `Transform`, and for a class whose ``keys`` are a string.
 
     Examples:
         A clip of each element to a multiple of the average of its magnitudes, which starts at the first update:
@@ -99,6 +101,11 @@ class Elementwise(TensorwiseTransform):
     reads_tensors: ClassVar[bool] = False
     """True if `flags` reads the updates, so that operations before this one cannot be postponed."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if isinstance(cls.keys, str):
+            raise TypeError(f"keys of {cls.__name__} is a string: write keys = ({cls.keys!r},), with the comma")
+
     @abstractmethod
     def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
         """Write the changed elements to ``result``, change their state in place, and return how many changed.
@@ -117,7 +124,15 @@ class Elementwise(TensorwiseTransform):
 
     def counted(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
         """Call `change`. Raise if it does not return a number, before a kernel takes the elements."""
-        count: Any = self.change(x, result, state, setting, at)
+        at.without_statistics = None if self.keeps_statistics else self
+        try:
+            count: Any = self.change(x, result, state, setting, at)
+        except Exception as error:
+            known = {"settings": setting, "keys of state": self.keys}
+            text = explanation(error, f"{self!r}.change", known)
+            if text is None:
+                raise
+            raise RuntimeError(text) from error
         if not isinstance(count, Tensor) or count.numel() != 1:
             got = f"a tensor of shape {tuple(count.shape)}" if isinstance(count, Tensor) else type(count).__name__
             raise RuntimeError(

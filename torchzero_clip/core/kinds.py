@@ -280,10 +280,8 @@ class Gate(NeverApplied):
         tensor([-1.])
     """
 
-    @property
-    def needs_loss(self) -> bool:
-        """True if the gate reads ``step.loss``, which is then reduced over all processes in every step."""
-        return False
+    needs_loss: bool = False
+    """True if the gate reads ``step.loss``, which is then the mean over all processes. Else it is always None."""
 
     @abstractmethod
     def refuses(self, norm: Tensor, step: Step) -> Tensor:

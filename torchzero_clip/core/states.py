@@ -33,6 +33,8 @@ class States(Sequence[State]):
         self._path = path
         self._own = own
         self._begin = begin
+        self.begun: dict[int, State] = {}
+        """The state of parameters that had none, as it was before the transform changed it."""
 
     @classmethod
     def of(cls, dicts: Sequence[State]) -> "States":
@@ -74,7 +76,8 @@ class States(Sequence[State]):
             self._has_begun = True
             for i, stored in enumerate(self._stored):
                 if not self._own(stored):
-                    self._store(stored, self._begin(i))
+                    self.begun[i] = self._begin(i)
+                    self._store(stored, self.begun[i])
 
     def write(self) -> None:
         """Store what was changed in the dicts, and the state of parameters that had none."""
@@ -95,6 +98,12 @@ class States(Sequence[State]):
             found = [row[name] for row in rows]
         except KeyError:
             self.begin()
+            if lacking := [row for row in rows if name not in row]:
+                kept = ", ".join(self._own(lacking[0]) if self.touched is None else lacking[0]) or "none"
+                raise RuntimeError(
+                    f"{self._path} has no state {key!r} of a parameter, because init_state does not return it; the "
+                    f"state is: {kept}"
+                ) from None
             found = [row[name] for row in rows]
         self._has_begun |= indices is None
         return found

@@ -1,6 +1,6 @@
 """What a transform sees of one step."""
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,10 @@ class Step:
         self._shared: tuple[list[Setting], list[tuple[Setting, slice]]] | None = None
         self._states = self.states if isinstance(self.states, States) else States.of(self.states)
         self.states = self._states
+        self.is_first = False
+        """True if a parameter takes its first step."""
+        self.given = dict(self.global_state)
+        """The state of the whole chain as it was before the transform replaced a value."""
 
     def column(self, key: str, indices: Sequence[int] | None = None) -> list[Any]:
         """Return the state of all parameters, or of those at ``indices``, under one key."""
@@ -115,6 +119,10 @@ class Step:
     def touched_states(self) -> Sequence[State]:
         """The states if they were read as dicts; else empty."""
         return self._states.touched or []
+
+    def begun_states(self) -> Mapping[int, State]:
+        """The states that began in this step, by index, as they were before the transform changed them."""
+        return self._states.begun
 
     def by_setting(self) -> list[tuple[Setting, slice]]:
         """Return each setting with the range of the lists that it applies to. One operation can serve the range."""

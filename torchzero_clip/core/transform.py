@@ -14,8 +14,14 @@ from torchzero_clip.checks import Check, as_builtin, one_of, setting_name, trans
 from torchzero_clip.core.schedules import at
 from torchzero_clip.core.scope import Scope, Where
 from torchzero_clip.core.step import Step
-from torchzero_clip.hints import Explained, explained
+from torchzero_clip.hints import Explained, check_override, explained
 from torchzero_clip.types import Schedule, Setting, State, Target
+
+CALLED = {
+    *("apply_tensors", "apply_tensor", "factors", "change", "refuses", "accept", "refused", "take_step", "shifts"),
+    *("init_state", "possible_state", "init_global_state", "slice_dims"),
+}
+"""Methods that the optimizer calls, with arguments without names."""
 
 
 class Transform(Explained, ABC):
@@ -40,6 +46,7 @@ class Transform(Explained, ABC):
 
     Raises:
         ValueError: For an unknown target, a default that fails its check, or a check of an unknown setting.
+        TypeError: If ``defaults`` is no dict, or a check returns a bool.
 
     Examples:
         A joint transform, with one number of state for the whole chain:
@@ -81,9 +88,16 @@ class Transform(Explained, ABC):
     no effect.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in CALLED & vars(cls).keys():
+            check_override(cls, name)
+
     @explained
     def __init__(self, defaults: Setting, *, target: Target = "update", name: str | None = None) -> None:
         one_of("target", target, get_args(Target))
+        if not isinstance(defaults, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"defaults must be a dict of settings, got {defaults!r}: write super().__init__({{...}})")
         if name is not None:
             transform_name("name", name)
         for key in defaults:
@@ -148,8 +162,11 @@ class Transform(Explained, ABC):
     def check(self, setting: Setting) -> None:
         """Raise if a setting is out of range."""
         for key, check in self.checks.items():
-            if key in setting:
-                check(key, setting[key])
+            if key in setting and isinstance(check(key, setting[key]), bool):  # pyright: ignore
+                raise TypeError(
+                    f"the check of {key!r} in {type(self).__name__} returned a bool, and has to raise an error for a "
+                    "value out of range: take one of torchzero_clip.checks, such as positive"
+                )
 
     def check_groups(self, settings: Sequence[Setting]) -> None:
         """Raise if a setting is out of range, or differs between groups where it must be the same."""
@@ -280,6 +297,7 @@ class TensorwiseTransform(Transform):
 
     Raises:
         ValueError: As in `Transform`.
+        TypeError: As in `Transform`.
 
     Examples:
         A complete transform. Its setting is validated, may differ between param groups, can be scheduled, and is part
@@ -353,6 +371,8 @@ def altered(transform: T, **attributes: Any) -> T:
 
 def storable(transform: Transform, values: Mapping[str, Any]) -> dict[str, Any]:
     """The given state. Raises if it has a value that checkpoints of several processes cannot hold."""
+    if not isinstance(values, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"{transform!r} returned {type(values).__name__} as its state: return a dict, {{}} for none")
     for key, value in values.items():
         if not isinstance(value, Tensor | int | float):
             raise TypeError(

@@ -1,45 +1,256 @@
-"""Checks of what transforms return and store. The messages name the transform."""
+"""Calls of the methods that authors write, and checks of what these return, change and store.
 
-from collections.abc import Sequence
-from typing import Any
+An error names the transform. What a method may not change is compared in the first step of a parameter only, by the
+versions that torch counts for each tensor, so that later steps do not pay for it.
+"""
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, cast
+
+import torch
 from torch import Tensor
 
-from torchzero_clip.core.kinds import FinalRule
+from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import storable
 from torchzero_clip.functional.measure import Measured
+from torchzero_clip.hints import explanation
+from torchzero_clip.types import State
 
 
-def check_result(node: Node, result: Any, given: Sequence[Tensor]) -> None:
-    """Raise if a transform returned unusable tensors; the message names the transform."""
+def applied(node: Node, updates: list[Tensor], step: Step) -> list[Tensor]:
+    """The result of a transform for updates.
+
+    Args:
+        node: The transform.
+        updates: The updates, to which it may write, unless it is an update rule.
+        step: What it sees of the step.
+    """
     transform = node.transform
+    check = _watched(node, step, updates if isinstance(transform, UpdateRule) else ()) if step.is_first else None
+    try:
+        result: Any = transform.apply_tensors(list(updates), step)  # an author may change the list
+    except Exception as error:
+        _explain(error, node, step)
     if not isinstance(result, list | tuple):
         raise RuntimeError(f"{transform!r} returned {type(result).__name__} instead of a list of tensors")
-    if len(result) != len(given):
-        raise RuntimeError(f"{transform!r} returned {len(result)} tensors for {len(given)}")
-    for new, old in zip(result, given, strict=True):
+    if len(result) != len(updates):
+        raise RuntimeError(f"{transform!r} returned {len(result)} tensors for {len(updates)}")
+    for new, old in zip(result, updates, strict=True):
         if not isinstance(new, Tensor):
             raise RuntimeError(f"{transform!r} returned {type(new).__name__} instead of a tensor")
         if new.shape != old.shape or new.dtype != old.dtype:
             got, expected = (f"{tuple(t.shape)} of {t.dtype}" for t in (new, old))
             raise RuntimeError(f"{transform!r} returned a tensor of shape {got} for one of shape {expected}")
+    if check is not None:
+        check()
+        _check_views(node, step, result)
+    check_state(node, step)
+    return list(result)
+
+
+def factors_of(node: Node, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
+    """The factors that a scaling returns. Its state and its metrics are checked too.
+
+    Args:
+        node: The scaling.
+        measured: The norms.
+        updates: The updates.
+        step: What it sees of the step.
+    """
+    check = _watched(node, step, updates, {"the norms": [measured.vector, measured.total]}) if step.is_first else None
+    try:
+        factors: Any = cast(Scaling, node.transform).factors(measured, updates, step)
+    except Exception as error:
+        _explain(error, node, step)
+    if check is not None:
+        check()
+    count = len(measured.vector)
+    if getattr(factors, "shape", None) != (count,):
+        got = f"shape {tuple(factors.shape)}" if isinstance(factors, Tensor) else type(factors).__name__
+        raise RuntimeError(f"{node.transform!r} returned factors of {got} for {count} slices: see Measured.joined")
+    if not factors.is_floating_point():
+        raise RuntimeError(
+            f"{node.transform!r} returned factors of {factors.dtype}: return numbers by which to multiply, such as "
+            "(limit / norms).clamp(max=1.0)"
+        )
+    check_state(node, step)
+    return factors
+
+
+def slice_dims(scaling: Scaling, tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions of a slice, as a subclass says."""
+    dims: Any = scaling.slice_dims(tensor)
+    if not isinstance(dims, tuple | list):
+        raise TypeError(f"{scaling!r}.slice_dims returned {dims!r}: return a tuple, () to leave the tensor alone")
+    return tuple(dims)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
+
+def take_step(node: Node, updates: list[Tensor], step: Step) -> None:
+    """Let a final rule change the parameters."""
+    rule = cast(FinalRule, node.transform)
+    try:
+        returned: Any = rule.take_step(updates, step)  # pyright: ignore
+    except Exception as error:
+        _explain(error, node, step)
+    if returned is not None:
+        raise RuntimeError(f"{rule!r}.take_step returned {_described(returned)}: change step.params and return None")
+    check_state(node, step)
+
+
+def refusal(node: Node, norm: Tensor, step: Step) -> Tensor:
+    """Whether a gate refuses the step: a 0-d boolean tensor."""
+    gate = cast(Gate, node.transform)
+    if not gate.needs_loss:
+        step.loss = None
+    before = dict(step.global_state)
+    versions = _versions(before.values())
+    try:
+        refuses: Any = gate.refuses(norm, step)
+    except Exception as error:
+        _explain(error, node, step)
+    now = step.global_state
+    is_kept = len(now) == len(before) and all(now.get(key) is value for key, value in before.items())
+    if not is_kept or _versions(before.values()) != versions:
+        raise RuntimeError(f"{gate!r}.refuses changed step.global_state: change it in accept, and in refused")
+    if not isinstance(refuses, Tensor) or refuses.dtype != torch.bool or refuses.ndim:
+        raise RuntimeError(
+            f"{gate!r}.refuses returned {_described(refuses)} instead of a 0-d tensor of booleans: return a comparison "
+            "of tensors, such as norm > limit, without bool() or .item()"
+        )
+    return refuses
+
+
+def record(node: Node, norm: Tensor, step: Step, *, taken: bool) -> None:
+    """Tell a gate what was decided."""
+    gate = cast(Gate, node.transform)
+    if not gate.needs_loss:
+        step.loss = None
+    try:
+        (gate.accept if taken else gate.refused)(norm, step)
+    except Exception as error:
+        _explain(error, node, step)
+    check_state(node, step)
 
 
 def check_state(node: Node, step: Step) -> None:
-    """Raise if a transform stored state of a parameter that it has not declared, or that checkpoints cannot hold."""
-    for state in step.touched_states():
+    """Raise for a metric that is no 0-d tensor, and for state that was not declared or that checkpoints cannot hold."""
+    for key, value in step.metrics.items():
+        if not isinstance(value, Tensor) or value.ndim:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RuntimeError(
+                f"{node.transform!r} has {_described(value)} as metric {key!r}: a metric is a 0-d tensor, such as "
+                "norms.mean()"
+            )
+    wrong = _put_right("init_global_state", step.global_state, step.given) if step.global_state else []
+    touched = step.touched_states()
+    for state in touched:
         if not node.has_state and len(state) > 0:
             keys = list(state)
             raise RuntimeError(f"{node.transform!r} keeps state {keys} that its init_state does not return")
         if not isinstance(node.transform, FinalRule):  # the state of a wrapped optimizer is its own
             storable(node.transform, state)
+    if touched and not isinstance(node.transform, FinalRule):
+        for i, begun in step.begun_states().items():
+            own = touched[i]
+            if len(own) != len(begun):  # a transform may add state that it declares
+                begun = {**node.transform.possible_state(step.params[i], step.settings[i]), **begun}
+            wrong += _put_right("init_state", own, begun)
+    if wrong:
+        raise RuntimeError(f"{node.transform!r} {wrong[0]}")
 
 
-def check_factors(node: Node, factors: Any, measured: Measured) -> None:
-    """Raise if a scaling returned anything but one factor for each slice."""
-    count = len(measured.vector)
-    if getattr(factors, "shape", None) != (count,):
-        got = f"shape {tuple(factors.shape)}" if isinstance(factors, Tensor) else type(factors).__name__
-        raise RuntimeError(f"{node.transform!r} returned factors of {got} for {count} slices: see Measured.joined")
+def _put_right(method: str, stored: State, declared: Mapping[str, Any]) -> list[str]:
+    """What is wrong about state: keys that are not declared, and other kinds of values. It is then as it was before."""
+    wrong: list[str] = []
+    for key in [key for key, value in stored.items() if value is not declared.get(key)]:
+        value = stored[key]
+        if key not in declared:
+            del stored[key]
+            wrong.append(f"added the state {key!r}, which checkpoints would not load: let {method} return it")
+        elif _kind(value) != _kind(declared[key]):
+            stored[key] = declared[key]
+            wrong.append(
+                f"replaced the state {key!r}, {_described(declared[key])}, by {_described(value)}, which checkpoints "
+                f"would not load: keep the kind that {method} returns"
+            )
+    return wrong
+
+
+def _kind(value: Any) -> object:
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else isinstance(value, int | float)
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"{value!r} ({type(value).__name__})" if isinstance(value, int | float) else type(value).__name__
+    return f"a tensor of shape {tuple(value.shape)} of {value.dtype}"
+
+
+def _versions(values: Iterable[Any]) -> list[int | None]:
+    """How often each tensor was changed in place; None where torch does not count."""
+    if torch.compiler.is_compiling():
+        return []
+    return [v._version if isinstance(v, Tensor) and not v.is_inference() else None for v in values]
+
+
+def _watched(
+    node: Node, step: Step, updates: Sequence[Tensor], others: Mapping[str, list[Tensor]] | None = None
+) -> Callable[[], None]:
+    """Note what a transform may not change. Return a function that raises if it was changed."""
+    transform = node.transform
+    watched = {"its updates": updates, "the parameters": step.params, "the gradients": step.grads, **(others or {})}
+    versions = {what: _versions(tensors) for what, tensors in watched.items()}
+    attributes = dict(vars(transform))
+
+    def check() -> None:
+        for what, before in versions.items():
+            if _versions(watched[what]) != before:
+                raise RuntimeError(
+                    f"{transform!r} wrote to {what}, which it may only read: compute new tensors, as in update * 2 "
+                    "instead of update.mul_(2)"
+                )
+        for key, value in vars(transform).items():
+            before = attributes.get(key)
+            if value is not before and (isinstance(value, Tensor) or (type(value) in (int, float) and value != before)):
+                setattr(transform, key, before) if key in attributes else delattr(transform, key)
+                raise RuntimeError(
+                    f"{transform!r} stored {_described(value)} in its attribute {key!r}, which checkpoints do not "
+                    "have: store it in state, which init_state or init_global_state returns"
+                )
+
+    return check
+
+
+def _check_views(node: Node, step: Step, result: Sequence[Tensor]) -> None:
+    """Raise if a transform returned a view of what a later transform must not write to."""
+    known = (*step.touched_states(), *step.begun_states().values())
+    states = [value for state in (*known, step.global_state) for value in state.values()]
+    kept = {id(value) for value in (*step.params, *step.grads, *states) if isinstance(value, Tensor)}
+    for tensor in result:
+        if id(tensor) not in kept and not tensor.is_inference() and id(tensor._base) in kept:
+            raise RuntimeError(
+                f"{node.transform!r} returned a view of its state, of a gradient or of a parameter, to which a later "
+                "transform might write: return view.clone()"
+            )
+
+
+def _explain(error: Exception, node: Node, step: Step) -> NoReturn:
+    """Raise an error in a method that an author wrote, explained where it does not explain itself."""
+    transform = node.transform
+    states = step.touched_states()
+    known = {
+        "settings": node.storage_keys,
+        "state of a parameter": states[0] if states else (),
+        "state of the whole chain": node.global_keys,
+        **({"children": node.children} if node.children else {}),
+    }
+    loss = None
+    if step.loss is None:
+        loss = "call optimizer.report_loss(loss) before step(), or pass step a closure that returns the loss"
+        if isinstance(transform, Gate) and not transform.needs_loss:
+            loss = f"write needs_loss = True in the class of the gate, and {loss}"
+    text = explanation(error, repr(transform), known, loss=loss)
+    if text is None:
+        raise error
+    raise RuntimeError(text) from error

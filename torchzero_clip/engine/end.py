@@ -11,7 +11,7 @@ from typing_extensions import override
 from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, UpdateRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.nodes import Node
-from torchzero_clip.engine.checked import check_state
+from torchzero_clip.engine.checked import take_step
 from torchzero_clip.engine.executor import Executor, Host
 from torchzero_clip.functional import foreach
 
@@ -59,7 +59,7 @@ class Subtract(End):
             rest = [n for n in rest if n.transform.target != "closure" and not isinstance(n.transform, Gate)]
             if not isinstance(transform, FinalRule):
                 return walk.executor.finish(walk, node, rows, rest)
-            _take_step(walk, node, transform, rows, rest)
+            _take_step(walk, node, rows, rest)
             return set(rows)
         if rest or not isinstance(transform, LR) or type(transform).apply_tensors is not LR.apply_tensors:
             return set()
@@ -81,10 +81,9 @@ class Subtract(End):
         return not self.keep_grads and isinstance(following, UpdateRule) and not isinstance(following, FinalRule)
 
 
-def _take_step(walk: Ending, node: Node, rule: FinalRule, rows: list[int], rest: Sequence[Node]) -> None:
+def _take_step(walk: Ending, node: Node, rows: list[int], rest: Sequence[Node]) -> None:
     step = walk.step_for(node, rows, rest)
     try:
-        rule.take_step(walk.executor.read(rows, writable=True), step)
-        check_state(node, step)
+        take_step(node, walk.executor.read(rows, writable=True), step)
     finally:
         walk.store(node, step)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.kinds import Gate, Scaling
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.transform import Transform
+from torchzero_clip.engine.checked import slice_dims
 from torchzero_clip.engine.executor import Measurer
 from torchzero_clip.functional.measure import L2, Measured, Slicing
 from torchzero_clip.functional.norms import combine
@@ -36,7 +38,7 @@ class Judging:
         """How each scaling is measured, by its path."""
 
     def _how(self, transform: Scaling) -> "How":
-        dims_of = None if type(transform).slice_dims is Scaling.slice_dims else transform.slice_dims
+        dims_of = None if type(transform).slice_dims is Scaling.slice_dims else partial(slice_dims, transform)
         slicing = transform.slicing
         jointly = self.asks_jointly and slicing.dim == "global" and slicing.metric == L2
         return How(dims_of, self.is_asked and not jointly, self.is_asked and jointly)

@@ -16,6 +16,7 @@ from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.scope import named_params
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
+from torchzero_clip.engine.checked import record, refusal
 from torchzero_clip.engine.company import Company, Walking
 from torchzero_clip.engine.reported_loss import Loss
 from torchzero_clip.functional.bad import BadGradients, bad_gradients, labels
@@ -147,14 +148,14 @@ class StepPolicy:
     def _record(self, walk: Undecided, judged: Sequence[tuple[Node, Tensor, Tensor]], *, taken: bool) -> None:
         """Tell the gates what was decided."""
         for node, norm, _ in judged:
-            gate, step = self._gates[node.path], _step_of_gate(walk, node)
-            (gate.accept if taken else gate.refused)(norm, step)
+            step = _step_of_gate(walk, node)
+            record(node, norm, step, taken=taken)
             walk.store(node, step)
 
     def _judge(self, name: str, walk: Undecided, norm: Tensor) -> tuple[Node, Tensor, Tensor]:
         """A gate, the norm of the gradients that it acts on, and whether it refuses the step."""
         node = walk.nodes.by_path[name]
-        return node, norm, self._gates[name].refuses(norm, _step_of_gate(walk, node))
+        return node, norm, refusal(node, norm, _step_of_gate(walk, node))
 
     def _count(self, counts: MutableMapping[str, Any], refused_by: Sequence[str]) -> None:
         counts[SKIPPED] += 1

@@ -8,7 +8,7 @@ from torch import Tensor
 from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.step import Step
-from torchzero_clip.engine.checked import check_factors, check_state
+from torchzero_clip.engine.checked import factors_of
 from torchzero_clip.engine.company import Company
 from torchzero_clip.engine.judged import Judged
 from torchzero_clip.functional.measure import Measured
@@ -42,10 +42,7 @@ def find_factors(
             step.gradient_norms = judged.of(rows)
         if company is not None:
             measured = company.joined(node, measured, updates, step, judged)
-        factors = transform.factors(measured, updates, step)
-        check_factors(node, factors, measured)
-        check_state(node, step)
-        return measured, factors
+        return measured, factors_of(node, measured, updates, step)
     finally:
         store_state(node, step, chain_state, company)
 

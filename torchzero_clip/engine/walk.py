@@ -13,7 +13,7 @@ from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform, storable
 from torchzero_clip.engine import targets
-from torchzero_clip.engine.checked import check_result, check_state
+from torchzero_clip.engine.checked import applied
 from torchzero_clip.engine.company import Company
 from torchzero_clip.engine.end import End
 from torchzero_clip.engine.executor import Executor
@@ -120,10 +120,7 @@ class Walk:
             return updates
         step = self.step_for(node, rows)
         try:
-            result = transform.apply_tensors(list(updates), step)  # an author may change the list
-            check_result(node, result, updates)
-            check_state(node, step)
-            return list(result)
+            return applied(node, updates, step)
         finally:
             self.store(node, step)  # also after an error: states that were changed have to match the others
 
@@ -177,6 +174,7 @@ class Walk:
             tools=self.executor,
             has_loss=self.loss.exists,
         )
+        step.is_first = bool(table.new_states)
         if self.company is not None and self.company.absence is not None:
             self.company.absence.begin(step)
         return step

@@ -83,7 +83,7 @@ class VectorStates(States):
         vectors: Vectors,
         known: dict[str, list[Tensor]] | None,
     ) -> None:
-        self._stored, self._path, self._own, self._begin = stored, path, own, begin
+        self._stored, self._path, self._own, self._begin, self.begun = stored, path, own, begin, {}
         self._vectors = vectors
         self._known: dict[str, list[Tensor]] = {} if known is None else known
         self._found: dict[str, Tensor | None] = {}
