@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from oracles.clipping import metric
 
 from torchzero_clip import get_total_norm, norm, rms
-from torchzero_clip.functional.measure import Slicing, measure
+from torchzero_clip.functional.measure import Slicing, Way, measure
 from torchzero_clip.functional.metric import parse_ord
 from torchzero_clip.functional.norms import BLOCK, joint_metric, slice_metrics, whole_norm, whole_norm_beside
 from torchzero_clip.functional.scratch import Scratch
@@ -45,7 +45,7 @@ def test_slices_of_many_tensors_at_once():
         slicing = Slicing.checked(2, dim, isinstance(dim, tuple), 1)
         own = [t for t in tensors if slicing.reduced_dims(t)]
         for _ in range(2):  # the second time as planned
-            fast = measure(own, slicing, scratch=Scratch(), plain=True)
+            fast = measure(own, slicing, way=Way(True, Scratch()))
             assert fast.slices is not None
             readable = measure(own, slicing)
             torch.testing.assert_close(fast.vector, readable.vector, rtol=1e-5, atol=0, equal_nan=True)
@@ -62,7 +62,7 @@ def test_largest_magnitudes_of_many_tensors_at_once(largest):
     for k, tensor in enumerate(tensors):
         tensor.view(-1)[-1 - k % tensor.numel()] = -largest * 10.0 ** (largest == 1.0)
     slicing = Slicing.checked("linf", None, False, 1)
-    fast, readable = measure(tensors, slicing, scratch=Scratch(), plain=True), measure(tensors, slicing)
+    fast, readable = measure(tensors, slicing, way=Way(True, Scratch())), measure(tensors, slicing)
     torch.testing.assert_close(fast.vector, readable.vector, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(fast.total, readable.total, rtol=0, atol=0, equal_nan=True)
 

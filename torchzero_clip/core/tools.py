@@ -1,13 +1,13 @@
 """Norms and averages of lists of tensors, which transforms get from the optimizer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.measure import Measured, Slicing, measure
+from torchzero_clip.functional.measure import Measured, Slicing, Way, measure
 from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Setting
@@ -29,36 +29,17 @@ class Tools:
 
         A joint norm is that of the tensors of all processes of the ``process_group``.
         """
-        measured = self.measure_here(tensors, slicing)
+        measured = measure(tensors, slicing, way=self.way(tensors))
         if self.process_group is None or slicing.dim != "global":
             return measured
         count = 0 if self.is_stand_in else sum(map(Tensor.numel, tensors))
         numbers = measured.numbers(count).to(device_of(tensors, self.process_group))
         return measured.of_processes(self.rows(numbers).to(measured.total.device))
 
-    def measure_here(
-        self,
-        tensors: Sequence[Tensor],
-        slicing: Slicing,
-        dims_of: Callable[[Tensor], tuple[int, ...]] | None = None,
-        *,
-        each: bool = False,
-        beside: bool = False,
-        name: str = "",
-    ) -> Measured:
-        """As `measure`, but a joint norm is that of the tensors of this process and its meshes.
-
-        Args:
-            tensors: As in `measure`.
-            slicing: As in `measure`.
-            dims_of: As in `measure`.
-            each: The norm of each tensor is needed, even if slices are joined.
-            beside: The norm of each tensor is wanted too if this takes less than a second pass.
-            name: The name of what is measured, the same in each step.
-        """
+    def way(self, tensors: Sequence[Tensor], *, name: str = "", beside: bool = False) -> Way:
+        """How to measure tensors in few operations."""
         scratch = self.scratch_for(tensors)
-        is_plain = scratch is not None
-        return measure(tensors, slicing, dims_of, scratch, plain=is_plain, each=each, beside=beside, name=name)
+        return Way(scratch is not None, scratch, name, beside)
 
     def gathered(self, *numbers: Tensor) -> list[Tensor]:
         """A vector for each 0-d number, with the numbers of all processes of the ``process_group``: float64."""

@@ -13,7 +13,7 @@ from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.checked import slice_dims
 from torchzero_clip.engine.executor import Measurer
-from torchzero_clip.functional.measure import L2, Measured, Slicing
+from torchzero_clip.functional.measure import L2, Measured, Slicing, measure
 from torchzero_clip.functional.norms import combine
 from torchzero_clip.functional.shards import elements_at, memories
 
@@ -148,9 +148,8 @@ class Judged:
             return Measured(L2, list(range(count)), total.expand(count), total, memories(updates), joint=True)
         beside = self.listens and self.before is None
         how, slicing = self.judging.how[node.path], node.transform.slicing  # pyright: ignore
-        measured = self.measurer.measure_here(
-            updates, slicing, how.dims_of, each=how.each, beside=beside, name=node.path
-        )
+        way = self.measurer.way(updates, name=node.path, beside=beside)
+        measured = measure(updates, slicing, how.dims_of, way, each=how.each)
         if self.judging.is_asked and self.norms is None:
             self.norms = how.norms_for_statistics(measured)  # of gradients: see `before_change`
             self.measure()

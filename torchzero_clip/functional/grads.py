@@ -18,7 +18,7 @@ from torchzero_clip.functional.gradients import (
     values_tell_all,
     with_gradients,
 )
-from torchzero_clip.functional.measure import Slicing, measure, over_processes, scale_
+from torchzero_clip.functional.measure import Slicing, Way, measure, over_processes, scale_
 from torchzero_clip.hints import explained
 from torchzero_clip.types import Dim, Ord, Tensors
 
@@ -114,7 +114,7 @@ def clip_grad_norm_(
     pairs = with_gradients(given, process_group, zeros_count=slicing.metric.counts_zeros)
     grads = [grad for _, grad in pairs]
     with opened(grads, values_tell_all(slicing)) as tensors:
-        own, judged = measure(tensors, slicing, plain=are_plain(tensors)), given if error_if_nonfinite else None
+        own, judged = measure(tensors, slicing, way=Way(are_plain(tensors))), given if error_if_nonfinite else None
         measured = over_processes(own, tensors, process_group, judged)
         if error_if_nonfinite and not measured.total.isfinite():
             bad = names_of_bad("parameter", named, [param for param, _ in pairs], tensors, process_group)
@@ -213,7 +213,7 @@ def normalize_grads_(
     slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
     grads = gradients(params, process_group, zeros_count=slicing.metric.counts_zeros)
     with opened(grads, values_tell_all(slicing)) as tensors:
-        measured = over_processes(measure(tensors, slicing, plain=are_plain(tensors)), tensors, process_group)
+        measured = over_processes(measure(tensors, slicing, way=Way(are_plain(tensors))), tensors, process_group)
         scale_(measured, measured.by_norm(lambda norms: normalize_factors(slicing.metric, norms, norm_value)))
     return as_reported(measured.total, grads, process_group)
 

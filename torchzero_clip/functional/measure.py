@@ -255,16 +255,29 @@ def _checked_dims(tensor: Tensor, dims: Sequence[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
+class Way(NamedTuple):
+    """How tensors are measured. It changes results by rounding at most."""
+
+    plain: bool = False
+    """All local parts are plain and none is a pending sum, so that norms of whole tensors take few operations."""
+    scratch: Scratch | None = None
+    """Memory with which norms of plain tensors are taken faster."""
+    name: str = ""
+    """The name of what is measured, the same in each step, under which ``scratch`` has the plan for slices."""
+    beside: bool = False
+    """The norm of each tensor is wanted beside the joint norm where that takes less than two passes."""
+
+
+READABLE = Way()
+
+
 def measure(
     tensors: Sequence[Tensor],
     slicing: Slicing,
     dims_of: Callable[[Tensor], tuple[int, ...]] | None = None,
-    scratch: Scratch | None = None,
+    way: Way = READABLE,
     *,
-    plain: bool = False,
     each: bool = False,
-    beside: bool = False,
-    name: str = "",
 ) -> Measured:
     """Measure every slice.
 
@@ -272,23 +285,20 @@ def measure(
         tensors: The tensors.
         slicing: The metric and the slices.
         dims_of: Returns the dimensions that one slice of a tensor spans, if they are not those of ``slicing``.
-        scratch: Memory with which norms of whole ``plain`` tensors are taken faster.
-        plain: All local parts are plain and none is a pending sum, so that norms of whole tensors take few operations.
+        way: How to measure.
         each: Compute `Measured.tensor_norms` also where slices are joined.
-        beside: Compute them beside the joint norm where that takes less than two passes. It changes no bit of the rest.
-        name: The name of what is measured, the same in each step, under which ``scratch`` has the plan for slices.
     """
     metric, joint = slicing.metric, slicing.dim == "global"
     whole_tensors = joint or (slicing.dim is None and not slicing.inverse_dims and dims_of is None)
     smallest = 1 if joint else max(slicing.min_size, 1)
     may_be_fast = whole_tensors and metric in (L2, LINF) and len(tensors) > 0
     # a tensor without elements, or of too few, has no slice: then each tensor is looked at
-    if plain and may_be_fast and min(map(Tensor.numel, tensors)) >= smallest:
-        return _measure_plain(tensors, metric, joint, each, scratch, beside)
+    if way.plain and may_be_fast and min(map(Tensor.numel, tensors)) >= smallest:
+        return _measure_plain(tensors, metric, joint, each, way)
     if joint:
-        return _measure_jointly(tensors, metric, each, beside)
-    if plain and scratch is not None and metric == L2:
-        slices = _sliced(tensors, slicing, dims_of or slicing.reduced_dims, scratch, name)
+        return _measure_jointly(tensors, metric, each, way.beside)
+    if way.plain and way.scratch is not None and metric == L2:
+        slices = _sliced(tensors, slicing, dims_of or slicing.reduced_dims, way.scratch, way.name)
         if slices is not None:
             return _measure_slices(tensors, slices)
     indices, parts = cut(tensors, slicing, dims_of)
@@ -300,7 +310,7 @@ def measure(
         whole_parts = wholes(tensors) if known is None else parts
         rooted = joint_moments(whole_parts, metric, known)
         total = root_of_moments(metric, rooted.unsqueeze(0)) ** metric.degree
-        norms, cut_parts = pack(slice_metrics(parts, metric, known)), None if plain and one_slice_each else parts
+        norms, cut_parts = pack(slice_metrics(parts, metric, known)), None if way.plain and one_slice_each else parts
         return Measured(metric, indices, norms, total, targets, _parts=cut_parts, moments=rooted)
 
     return _measure_powers(tensors, metric, indices, parts, one_slice_each)
@@ -349,20 +359,18 @@ def _measure_powers(
     return Measured(metric, indices, norms, total, targets, tensor_norms=tensor_norms, _parts=parts)
 
 
-def _measure_plain(
-    tensors: Sequence[Tensor], metric: Metric, joint: bool, each: bool, scratch: Scratch | None, beside: bool
-) -> Measured:
+def _measure_plain(tensors: Sequence[Tensor], metric: Metric, joint: bool, each: bool, way: Way) -> Measured:
     """The L2 or largest norms of tensors, each one slice, whose local parts are plain."""
     targets, indices = locals_of(tensors), list(range(len(tensors)))
     are_local = all(map(operator.is_, targets, tensors))
     if metric == L2 and joint and are_local and not each:
-        both = whole_norm_beside(targets, scratch) if beside and scratch is not None else None
-        total, norms = both or (whole_norm(targets, scratch), None)
+        both = whole_norm_beside(targets, way.scratch) if way.beside and way.scratch is not None else None
+        total, norms = both or (whole_norm(targets, way.scratch), None)
         if total is not None:
             return Measured(L2, indices, total.expand(len(targets)), total, targets, True, norms)
     if joint and not are_local and not each:
-        return _measure_jointly(tensors, metric, each, beside)
-    norms = (whole_norms if metric == L2 else whole_maxima)(targets, scratch)
+        return _measure_jointly(tensors, metric, each, way.beside)
+    norms = (whole_norms if metric == L2 else whole_maxima)(targets, way.scratch)
     if not are_local:  # one collective for all tensors of a mesh
         norms = merged(wholes(tensors), norms, metric.p)
     wide = tensors[0].dtype == torch.float64  # the squares of other dtypes are in the range of float64

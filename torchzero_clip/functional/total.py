@@ -17,7 +17,7 @@ from torchzero_clip.functional.gradients import (
     opened,
     values_tell_all,
 )
-from torchzero_clip.functional.measure import Slicing, measure, over_processes
+from torchzero_clip.functional.measure import Slicing, Way, measure, over_processes
 from torchzero_clip.functional.metric import parse_ord
 from torchzero_clip.functional.processes import check_group
 from torchzero_clip.functional.shards import replicated
@@ -71,7 +71,7 @@ def get_total_norm(
         )
     check_group(process_group, given)
     with opened(given, values_tell_all(slicing), write=False) as dense:
-        own, judged = measure(dense, slicing, plain=are_plain(dense)), given if error_if_nonfinite else None
+        own, judged = measure(dense, slicing, way=Way(are_plain(dense))), given if error_if_nonfinite else None
         total = over_processes(own, dense, process_group, judged).total
         if error_if_nonfinite and not total.isfinite():
             bad = names_of_bad("tensor", named, given, dense, process_group)
