@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from torchzero_clip.fast.layout import Layout, columns_of
@@ -20,11 +21,13 @@ class Workspace:
         self.scratch = Scratch()
         self.vectors = Vectors()
         self.layout: Layout | None = None
+        self.tried: set[tuple[type, torch.dtype]] = set()
+        """The classes of elementwise transforms that were tried out, see `fast.trial`."""
 
     def beside(self) -> "Workspace":
         """A workspace with the same scratch memory, for other parameters that take their steps in turns with these."""
         other = Workspace()
-        other.scratch = self.scratch
+        other.scratch, other.tried = self.scratch, self.tried
         return other
 
     def columns(
