@@ -265,13 +265,14 @@ class Elementwise(TensorwiseTransform):
         return updates
 
     def _change_each_(self, updates: list[Tensor], step: Step) -> None:
-        """Change every tensor, one after the other, by the formula where there is one."""
+        """Change every tensor, one after the other."""
         rows = self.rows_of(step)
         indices = range(len(updates)) if rows is None else rows
         if not indices:
             return
+        by_formula = self.has_formula and (step.tools.runs_formulas or not self.has_change)
         flags = self.flags(updates, step, rows)
-        flags = flags.of_formula() if self.has_formula else flags
+        flags = flags.of_formula() if by_formula else flags
         columns = [step.column(key, rows) for key in self.keys]
         counts: dict[int, Tensor] = {}
         for k, i in enumerate(indices):
@@ -280,7 +281,7 @@ class Elementwise(TensorwiseTransform):
             numbers = [vector.select(0, k).to(x.device, x.dtype) for vector in flags.numbers]
             at = flags.elements(k, x.device)
             own[0] = torch.full_like(x, torch.nan)  # other memory than `x`, which shows what `change` does not write
-            counts[i] = self.counted(x, own[0], [*state, *numbers], step.settings[i], at, by_formula=True)
+            counts[i] = self.counted(x, own[0], [*state, *numbers], step.settings[i], at, by_formula=by_formula)
             changed = [(to, of) for to, of in zip(given, own, strict=True) if to is not of]
             foreach.copy_([to for to, _ in changed], [of for _, of in changed])
         zeros = ((i, u) for i, u in enumerate(updates) if i not in counts)

@@ -25,6 +25,8 @@ class Readable(Executor):
         memory: The updates.
     """
 
+    runs_formulas = True
+
     def __init__(self, memory: Updates) -> None:
         self.memory = memory
 
