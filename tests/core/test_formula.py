@@ -178,6 +178,7 @@ def test_a_subclass_that_overrides_one_method_is_followed_in_both_ways(kind, exp
     assert not kind().stays_finite()
 
 
+@pytest.mark.fast_way
 def test_only_the_readable_way_runs_the_formula_of_a_class_with_change(monkeypatch):
     called = []
     formula, change = ClipValueByEMA.formula, ClipValueByEMA.change

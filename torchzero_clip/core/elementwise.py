@@ -25,10 +25,10 @@ _WAYS = ("formula", "start", "change")
 class Elementwise(TensorwiseTransform):
     """A transform that treats each element on its own: subclasses implement `formula`.
 
-    The formula gets whole tensors and returns new ones. The optimizer calls it with parts of tensors, or with several
-    joined, so it must not depend on their shape. If the transform has state, the optimizer takes care of unusual
-    gradients: a tensor passes unchanged and keeps its state if its gradient is not finite, or if its gradients were all
-    0 so far. So do single elements that an earlier transform made inf or NaN.
+    The formula gets tensors and returns new ones. The optimizer calls it with whole tensors, with parts of tensors, or
+    with several joined, so it must not depend on their shape. If the transform has state, a tensor passes unchanged and
+    keeps its state if its gradient is not finite, or if its gradients were all 0 so far. Single elements that an
+    earlier transform made inf or NaN also pass and keep their state.
 
     A subclass may also implement `change`, a faster form of the formula. The fast way then runs `change`, and
     ``Modular(..., fast=False)`` runs the formula. The first fast step compares the two on a small tensor.
@@ -58,14 +58,14 @@ class Elementwise(TensorwiseTransform):
         ...         limit = setting["factor"] * average
         ...         return x.clamp(-limit, limit), (average,)
         >>> weight = torch.nn.Parameter(torch.zeros(2))
-        >>> optimizer = Modular([weight], ClipToUsual(2.0, 0.5))
-        >>> for gradient in ([1.0, -1.0], [9.5, -0.5]):
+        >>> optimizer = Modular([weight], ClipToUsual(1.0, 0.5))
+        >>> for gradient in ([4.0, -4.0], [8.0, -1.0]):
         ...     weight.data = torch.zeros(2)
         ...     weight.grad = torch.tensor(gradient)
         ...     optimizer.step()
         ...     print([-x for x in weight.tolist()])
-        [1.0, -1.0]
-        [9.5, -0.5]
+        [2.0, -2.0]
+        [5.0, -1.0]
     """
 
     keys: ClassVar[Sequence[str]] = ()

@@ -165,7 +165,7 @@ class Fast(Executor):
         """Let a shift or an elementwise transform wait, where updates have the layout."""
         transform = node.transform
         if isinstance(transform, Elementwise):
-            self._try_out(transform, host.settings[node.path], host.dtypes(rows[:1])[0])
+            self._try_out(transform, host.settings[node.path], host.table.params[rows[0]].dtype)
         if self._layout is None or not self._layout.runs_in_pieces or not self.memory.untouched:
             return False
         if isinstance(transform, Shifting):
