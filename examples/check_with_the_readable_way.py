@@ -1,8 +1,8 @@
 """Check a transform of your own: train with the fast way and with the readable way, and compare each step.
 
-The transform treats each element on its own, so the fast way runs it and torch's fused kernel piece by piece. The
-readable way applies the transform to one whole tensor after the other. If both ways agree up to rounding, the fast way
-is not the cause of a surprising result.
+The transform treats each element on its own. It is a formula, with a faster form named `change`. The fast way runs
+`change` and torch's fused kernel piece by piece. The readable way applies the formula to one whole tensor after the
+other. If both ways agree up to rounding, the fast way is not the cause of a surprising result.
 """
 
 import argparse
@@ -20,25 +20,35 @@ from torchzero_clip.types import Setting
 
 
 class ClipToUsual(Elementwise):
-    """Clips each element to ``factor`` times the average of its magnitudes."""
+    """Clips each element to ``factor`` times the average of its magnitudes. The first update passes unchanged."""
 
     checks = {"factor": positive, "beta": unit_interval}
-    keeps_statistics = True
     keeps_finite = True
     keys = ("average",)
 
     def __init__(self, factor: float = 3.0, beta: float = 0.99) -> None:
         super().__init__({"factor": factor, "beta": beta})
 
-    def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
+    def start(self, x: Tensor, setting: Setting) -> Sequence[Tensor]:
+        """The first averages."""
+        return (x.abs(),)
+
+    def formula(self, x: Tensor, state: Sequence[Tensor], setting: Setting) -> tuple[Tensor, Sequence[Tensor]]:
         """Move the averages towards the magnitudes, and clip the elements."""
+        average = state[0].lerp(x.abs(), 1 - setting["beta"])
+        limit = setting["factor"] * average
+        return x.clamp(-limit, limit), (average,)
+
+    def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
+        """Do the same with fewer passes over memory."""
         (average,) = state
         size = torch.abs(x, out=at.memory("size", x))
-        finite = at.only_finite(size)
-        finite.begin_(average, size)
-        finite.lerp_(average, size, 1 - setting["beta"])
+        at = at.only_finite(size)
+        at.begin_(average, size)
+        at.lerp_(average, size, 1 - setting["beta"])
         limit = torch.mul(average, setting["factor"], out=at.memory("limit", x))
-        count = at.count(torch.gt(size, limit, out=size))
+        at.fill_new_(limit, torch.inf)
+        count = at.count(at.compare(torch.gt, size, limit, size))
         at.clamp(x, torch.neg(limit, out=size), limit, result)
         return count
 

@@ -36,8 +36,8 @@ def update(optimizer, params, gradients):
 def test_they_are_short():
     for lines, names in (
         (15, "LimitRMS Average"),
-        (25, "ClipToUsual ClipToLimit SkipJumps Lion"),
-        (31, "ClipToMedian"),
+        (25, "ClipToLast ClipToLimit SkipJumps Lion"),
+        (35, "ClipToMedian ClipToUsualInPlace"),
     ):
         for name in names.split():
             assert len(shown("write_a_transform.md", name)[1].splitlines()) < lines, name

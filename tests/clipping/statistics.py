@@ -21,10 +21,10 @@ def runs(draw, elements=ELEMENTS):
     return [[draw(st.lists(elements, min_size=n, max_size=n)) for n in sizes] for _ in range(count)]
 
 
-def outputs(transform, steps, dtype=torch.float64):
+def outputs(transform, steps, dtype=torch.float64, *, fast=True):
     """What the transform makes of each step, and the optimizer."""
     params = [nn.Parameter(torch.zeros(len(row), dtype=dtype)) for row in steps[0]]
-    optimizer = Modular(params, transform)
+    optimizer = Modular(params, transform, fast=fast)
     results = []
     for rows in steps:
         for param, row in zip(params, rows, strict=True):
@@ -35,8 +35,8 @@ def outputs(transform, steps, dtype=torch.float64):
     return results, optimizer
 
 
-def assert_follows(transform, reference, steps):
-    results, _ = outputs(transform, steps)
+def assert_follows(transform, reference, steps, *, fast=True):
+    results, _ = outputs(transform, steps, fast=fast)
     for rows, result in zip(steps, results, strict=True):
         expected = reference.step(rows)
         torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-12, equal_nan=True)

@@ -48,9 +48,9 @@ def test_norm_equals_a_loop_beside_non_finite_gradients(steps, beta, tensorwise,
     assert_follows(ClipNormByEMA(beta, tensorwise=tensorwise, ema_init=init), reference, steps)
 
 
-@given(runs(WITH_BAD), BETAS, st.sampled_from(["zeros", "update"]))
-def test_value_equals_a_loop(steps, beta, init):
-    assert_follows(ClipValueByEMA(beta, init), ValueByEMA(beta, init), steps)
+@given(runs(WITH_BAD), BETAS, st.sampled_from(["zeros", "update"]), st.booleans())
+def test_value_equals_a_loop(steps, beta, init, fast):
+    assert_follows(ClipValueByEMA(beta, init), ValueByEMA(beta, init), steps, fast=fast)
 
 
 def test_the_documented_numbers():

@@ -33,9 +33,9 @@ def test_norm_equals_a_loop_beside_non_finite_gradients(steps, settings, paramet
     assert_follows(ClipNormGrowth(*settings, parameterwise=parameterwise), reference, steps)
 
 
-@given(runs(WITH_BAD), SETTINGS)
-def test_value_equals_a_loop(steps, settings):
-    assert_follows(ClipValueGrowth(*settings), ValueGrowth(*settings), steps)
+@given(runs(WITH_BAD), SETTINGS, st.booleans())
+def test_value_equals_a_loop(steps, settings, fast):
+    assert_follows(ClipValueGrowth(*settings), ValueGrowth(*settings), steps, fast=fast)
 
 
 def test_the_documented_numbers():

@@ -27,19 +27,21 @@ from torchzero_clip.functional.scratch import Scratch
 
 SHAPES = [(3, 5), (7,), (), (300, 1000)]
 CLIP, _ = shown("write_a_transform.md", "ClipToUsual")
+IN_PLACE, _ = shown("write_a_transform.md", "ClipToUsualInPlace")
 EVENTS = ["zero", "none", "inf", "nan", "missing", "huge", "tiny", "none"]
 
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_the_fast_way_of_an_author_equals_the_readable_one(dtype):
-    fast, readable = both(lambda: [CLIP(1.0, 0.7), SGD(0.1)], SHAPES, dtype)
+@pytest.mark.parametrize("kind", [CLIP, IN_PLACE], ids=lambda kind: kind.__name__)
+def test_the_fast_way_of_an_author_equals_the_readable_one(kind, dtype):
+    fast, readable = both(lambda: [kind(1.0, 0.7), SGD(0.1)], SHAPES, dtype)
     clipped = []
     for step, event in enumerate(EVENTS):
         for run in (fast, readable):
             run.step(noise(SHAPES, step, event))
         assert_same(fast, readable, 1e-5, 1e-6)
-        clipped.append(float(fast.optimizer.metrics()["clip_to_usual/clipped"]))
+        clipped.append(float(fast.optimizer.metrics()[f"{kind(1.0).name}/clipped"]))
     assert max(clipped) > 0.05
 
 
@@ -76,26 +78,33 @@ def test_a_result_that_is_no_clip_is_the_same_in_both_ways():
 @pytest.mark.fast_way
 def test_the_transform_of_an_author_is_called_with_pieces(monkeypatch):
     seen = []
-    change = CLIP.change
+    change, formula = IN_PLACE.change, CLIP.formula
     monkeypatch.setattr(
-        CLIP, "change", lambda self, x, *rest: seen.append((tuple(x.shape), rest[-1])) or change(self, x, *rest)
+        IN_PLACE, "change", lambda self, x, *rest: seen.append((tuple(x.shape), rest[-1])) or change(self, x, *rest)
     )
-    for fast, shapes in ((True, [(131072,), (131072,), (37856,), (23,)]), (False, SHAPES)):
+    for kind in (CLIP, IN_PLACE):
+        monkeypatch.setattr(
+            kind, "formula", lambda self, x, *rest: seen.append((tuple(x.shape), None)) or formula(self, x, *rest)
+        )
+    pieces = [(131072,), (131072,), (37856,), (23,)]
+    for kind, fast, shapes in ((IN_PLACE, True, pieces), (CLIP, True, pieces), (IN_PLACE, False, SHAPES)):
         params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-        optimizer = Modular(params, CLIP(), AdamW(), fast=fast)
+        optimizer = Modular(params, kind(), AdamW(), fast=fast)
         for step in range(2):
             seen.clear()
             train(optimizer, params, [[grad.float() for grad in noise(SHAPES, step)]])
         assert [shape for shape, _ in seen] == shapes
-        assert [at.usual for _, at in seen] == [fast] * len(shapes)
+        assert [at.usual for _, at in seen if at is not None] == [True] * len(shapes) * (fast and kind is IN_PLACE)
 
 
 @pytest.mark.slow
 @pytest.mark.fast_way
 def test_the_transform_of_an_author_takes_no_more_operations_than_ours():
-    own = [operations_of_a_step(lambda: [CLIP(), AdamW()], count) for count in (20, 80)]
+    own = [operations_of_a_step(lambda: [IN_PLACE(), AdamW()], count) for count in (20, 80)]
     ours = operations_of_a_step(lambda: [ClipValueByEMA(ema_init="update"), AdamW()], 20)
-    assert own == [ours + 1] * 2  # it multiplies by `factor`
+    assert own == [ours + 2] * 2  # it multiplies by `factor`, and sets the first limits to inf
+    formula = [operations_of_a_step(lambda: [CLIP(), AdamW()], count) for count in (20, 80)]
+    assert formula[0] == formula[1] <= ours
 
 
 class Doubles(ClipValue):
@@ -125,6 +134,7 @@ TRANSFORMS = [
     SpikeAwareClip(2.0, 0.9),
     ClipByMaxEMA(),
     CLIP(1.0),
+    IN_PLACE(1.0),
 ]
 
 

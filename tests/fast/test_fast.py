@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from contract.entries import ClipToUsual, ClipToUsualInPlace
 from contract.training import assert_equal, assert_same_checkpoint, gradients, parameters, set_grads, train, values
 from defaults import DEFAULTS
 from fast.comparison import EVENTS, ROUNDING, UNUSUAL, assert_same, both, noise
@@ -61,6 +62,8 @@ CLIPS: dict[str, Any] = {
     "value ema": lambda: ClipValueByEMA(0.7),
     "value ema from update": lambda: ClipValueByEMA(0.7, "update", ClipValue(0.5)),
     "spike aware": lambda: SpikeAwareClip(1.5, 0.9, warmup_steps=2),
+    "formula": lambda: ClipToUsual(1.1, 0.7),
+    "formula and change": lambda: ClipToUsualInPlace(1.1, 0.7),
     "max ema": lambda: ClipByMaxEMA(0.8),
     "value growth": lambda: ClipValueGrowth(),
     "value growth by add": lambda: ClipValueGrowth(add=0.01, mul=None, min_value=None, max_decay=None),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from contract.entries import ClipToUsual, ClipToUsualInPlace
 from fast.comparison import Run, assert_same
 from torch import nn
 
@@ -46,6 +47,7 @@ TRANSFORMS: Sequence[Callable[[random.Random], Transform]] = (
     lambda r: ClipValueGrowth(mul=1.1),
     lambda r: SpikeAwareClip(1.5, 0.5, warmup_steps=1),
     lambda r: ClipByMaxEMA(0.5),
+    lambda r: r.choice([ClipToUsual, ClipToUsualInPlace])(0.9, 0.5),
 )
 
 

@@ -259,7 +259,6 @@ class ClipValueByEMA(Elementwise, Composite):
 
     checks = {"beta": unit_interval}
     each_alone = True
-    keeps_statistics = True
     keys = ("ema",)
     keeps_finite = True
 
@@ -290,13 +289,13 @@ class ClipValueByEMA(Elementwise, Composite):
         if step.apply_child is None:
             return super().apply_tensors(updates, step)
         averages, flags = step.column("ema"), self.flags(updates, step, None)
-        rows = [(reals(u), flags.elements(i, u.device), step.settings[i]) for i, u in enumerate(updates)]
-        for (x, at, setting), average in zip(rows, averages, strict=True):
-            ema = reals(average)
-            self._follow(x.abs().to(ema.dtype), ema, setting, at)
+        rows: list[tuple[Tensor, Elements]] = []
+        for i, (update, average) in enumerate(zip(updates, averages, strict=True)):
+            x, ema, at = reals(update), reals(average), flags.elements(i, update.device)
+            rows.append((x, self._follow(x.abs().to(ema.dtype), ema, step.settings[i], at)))
         bounds = step.apply_child("ema_tfm", foreach.clone(averages))
         counts: list[Tensor] = []
-        for (x, at, _), bound in zip(rows, bounds, strict=True):
+        for (x, at), bound in zip(rows, bounds, strict=True):
             limit = reals(bound).abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
             counts.append(at.count(x.abs() > limit))
             at.clamp(x, -limit, limit, x)
@@ -304,21 +303,33 @@ class ClipValueByEMA(Elementwise, Composite):
         return updates
 
     @override
-    def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
+    def formula(self, x: Tensor, state: Sequence[Tensor], setting: Setting) -> tuple[Tensor, Sequence[Tensor]]:
         """Move the averages towards the magnitudes, and clip the elements to them."""
+        ema = state[0].lerp(x.abs(), 1 - setting["beta"])
+        return x.clamp(-ema, ema), (ema,)
+
+    @override
+    def start(self, x: Tensor, setting: Setting) -> Sequence[Tensor] | None:
+        """The magnitudes of the first update, unless the average starts at zeros."""
+        return (x.abs(),) if self.ema_init == "update" else None
+
+    @override
+    def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
+        """Move the averages and clip the elements, in memory that is there."""
         (ema,) = state
         size = torch.abs(x, out=at.memory("size", ema))
-        self._follow(size, ema, setting, at)
+        at = self._follow(size, ema, setting, at)
         count = at.count(at.compare(torch.gt, size, ema, size))
         at.clamp(x, torch.neg(ema, out=size), ema, result)
         return count
 
-    def _follow(self, size: Tensor, ema: Tensor, setting: Setting, at: Elements) -> None:
-        """Move averages towards the magnitudes of updates."""
+    def _follow(self, size: Tensor, ema: Tensor, setting: Setting, at: Elements) -> Elements:
+        """Move averages towards the magnitudes of updates. Return the elements that are finite."""
         finite = at.only_finite(size)
         if self.ema_init == "update":
             finite.begin_(ema, size)
         finite.lerp_(ema, size, 1 - setting["beta"])
+        return finite
 
 
 def _largest(setting: Setting, prev: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from typing_extensions import override
 
 from torchzero_clip.checks import decay_rate
 from torchzero_clip.clipping.statistics import Tracked
-from torchzero_clip.core.elements import Elements
-from torchzero_clip.core.elementwise import Elementwise, Flags
+from torchzero_clip.core.elements import Elements, Flags
+from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional.measure import LINF, Slicing
@@ -98,8 +98,14 @@ class ClipByMaxEMA(Elementwise):
         return Flags(numbers=(limits, ratios))
 
     @override
-    def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
+    def formula(self, x: Tensor, state: Sequence[Tensor], setting: Setting) -> tuple[Tensor, Sequence[Tensor]]:
         """Scale down the elements above the limit."""
+        limit, ratio = state
+        return torch.where(x.abs() > limit, x * ratio, x), ()
+
+    @override
+    def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
+        """Scale down the elements above the limit, without tensors of booleans."""
         limit, ratio = state
         factor = torch.abs(x, out=at.memory("factor", x))
         torch.maximum(

@@ -9,6 +9,7 @@ from typing_extensions import override
 from torchzero_clip.checks import non_negative
 from torchzero_clip.core.elements import Elements
 from torchzero_clip.core.elementwise import Elementwise
+from torchzero_clip.functional.foreach import usable_limit
 from torchzero_clip.types import Schedule, Setting, Target
 
 
@@ -59,8 +60,14 @@ class ClipValue(Elementwise):
         super().__init__({"value": value}, target=target, name=name)
 
     @override
-    def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
+    def formula(self, x: Tensor, state: Sequence[Tensor], setting: Setting) -> tuple[Tensor, Sequence[Tensor]]:
         """Clamp the elements."""
+        value = usable_limit(setting["value"], x.dtype)
+        return x.clamp(-value, value), ()
+
+    @override
+    def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
+        """Clamp the elements, with fewer passes over memory."""
         value = setting["value"]
         size = torch.abs(x, out=at.memory("size", x))
         count = at.count(at.compare(torch.gt, size, value, size))

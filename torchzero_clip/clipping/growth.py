@@ -78,7 +78,6 @@ class ClipValueGrowth(Elementwise):
 
     checks = CHECKS
     each_alone = True
-    keeps_statistics = True
     keys = ("prev",)
     keeps_finite = True
 
@@ -116,8 +115,24 @@ class ClipValueGrowth(Elementwise):
         return super().rows_of(step)
 
     @override
-    def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
+    def formula(self, x: Tensor, state: Sequence[Tensor], setting: Setting) -> tuple[Tensor, Sequence[Tensor]]:
         """Limit the elements."""
+        (prev,) = state
+        add, mul, low, decay = (setting[key] for key in ("add", "mul", "min_value", "max_decay"))
+        floor = prev if low is None else prev.clamp(min=low)
+        size = x.abs() if add is None else x.abs().minimum(prev + add)
+        allowed = size if mul is None else size.minimum(floor * mul)
+        tracked = allowed if decay is None else torch.where(size < floor / decay, prev / decay, allowed)
+        return allowed.copysign(x), (tracked,)
+
+    @override
+    def start(self, x: Tensor, setting: Setting) -> Sequence[Tensor]:
+        """The magnitudes of the first update."""
+        return (x.abs(),)
+
+    @override
+    def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
+        """Limit the elements, in memory that is there."""
         (prev,) = state
         add, mul, low, decay = (setting[key] for key in ("add", "mul", "min_value", "max_decay"))
         size, limit, other = (at.memory(name, prev) for name in ("size", "limit", "other"))

@@ -7,8 +7,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import positive, steps, unit_interval
-from torchzero_clip.core.elements import Elements
-from torchzero_clip.core.elementwise import Elementwise, Flags
+from torchzero_clip.core.elements import Elements, Flags
+from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.core.step import Step
 from torchzero_clip.types import Schedule, Setting, Target
 
@@ -59,7 +59,6 @@ class SpikeAwareClip(Elementwise):
 
     checks = {"threshold": positive, "beta": unit_interval}
     each_alone = True
-    keeps_statistics = True
     keys = ("square",)
     keeps_finite = True
 
@@ -83,11 +82,20 @@ class SpikeAwareClip(Elementwise):
         usable = step.usable(count > 0, indices=rows)
         limits = count >= self.warmup_steps - 1
         step.keep("started", count + usable, rows)
-        return Flags(usable, limits)
+        return Flags(usable, limits, beside=(limits,))
+
+    @override
+    def formula(self, x: Tensor, state: Sequence[Tensor], setting: Setting) -> tuple[Tensor, Sequence[Tensor]]:
+        """Clip the elements, and move the averages."""
+        square, limits = state
+        limit = (setting["threshold"] * square).sqrt()
+        new = torch.where((square > 0) & (limits > 0), x.clamp(-limit, limit), x)
+        largest = torch.finfo(square.dtype).max
+        return new, (setting["beta"] * square + (1 - setting["beta"]) * new.square().clamp(max=largest),)
 
     @override
     def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
-        """Clip the elements, and move the averages."""
+        """Clip the elements, and move the averages, in memory that is there."""
         (square,) = state
         new, other = (at.memory(name, square) for name in ("new", "other"))
         if at.usual and _are_within(x, square, setting["threshold"], new, other):  # so it is in most steps

@@ -1,7 +1,7 @@
 """The elements that an elementwise transform acts on, and operations that leave the others unchanged."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,6 +61,21 @@ class Elements:
         found._started, found._spread, found._new = self._started, self._spread, self._new
         found.without_statistics = self.without_statistics
         return found
+
+    @property
+    def may_start(self) -> bool:
+        """False if the optimizer knows that the statistics of all elements have started."""
+        return self._started is not None
+
+    def unless_new(self, values: Sequence[Tensor], first: Sequence[Tensor]) -> list[Tensor]:
+        """Return the values, and ``first`` where the statistic had not started before this step."""
+        new = self._not_started()
+        pairs = zip(values, first, strict=True)
+        return [value if new is None else torch.where(new, own, value) for value, own in pairs]
+
+    def chosen(self, new: Tensor, old: Tensor) -> Tensor:
+        """Return a tensor with the new elements where they take part, and the old ones elsewhere."""
+        return new.clone() if self.mask is None else torch.where(self.mask, new, old)
 
     def begin_(self, state: Tensor, first: Tensor) -> None:
         """Set state to ``first`` where the statistic starts in this step, in place. It needs ``keeps_statistics``."""
@@ -144,6 +159,28 @@ class Elements:
         if self._started is not None and self._new is None:
             self._new = self._spread(self._started.logical_not())
         return self._new
+
+
+class Flags(NamedTuple):
+    """What the elements of a tensor have in common in this step: vectors with one element for each parameter."""
+
+    usable: Tensor | None = None
+    """True if the update enters the statistic, which then limits it; None if all do."""
+    started: Tensor | None = None
+    """True if an earlier update has entered the statistic; None if that is so for all."""
+    numbers: tuple[Tensor, ...] = ()
+    """What else `Elementwise.change` and `formula` need to know of a tensor, such as a limit."""
+    beside: tuple[Tensor, ...] = ()
+    """Further numbers for `formula`. Their effect in `change` comes from ``at``."""
+
+    def of_formula(self) -> "Flags":
+        """The same, with all numbers that `formula` gets."""
+        return self._replace(numbers=(*self.numbers, *self.beside), beside=())
+
+    def elements(self, row: int, device: torch.device, scratch: Scratch | None = None) -> Elements:
+        """The elements of one tensor."""
+        usable, started = (None if flag is None else flag.select(0, row).to(device) for flag in self[:2])
+        return Elements(usable, started, scratch=scratch)
 
 
 def _choose(mask: Tensor, new: Tensor, old: Tensor, out: Tensor) -> None:

@@ -1,52 +1,41 @@
 """Transforms that act on each element alone, so that they may run on parts of tensors or on several joined."""
 
 import functools
-from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.core.elements import Elements
+from torchzero_clip.core.elements import Elements, Flags
 from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.transform import TensorwiseTransform, overridden_last
+from torchzero_clip.core.transform import TensorwiseTransform, Transform, overridden_last
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.foreach import reals, wide_dtype
 from torchzero_clip.functional.measure import counted
-from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.hints import explanation
 from torchzero_clip.types import Setting, State
 
-
-class Flags(NamedTuple):
-    """What the elements of a tensor have in common in this step: vectors with one element for each parameter."""
-
-    usable: Tensor | None = None
-    """True if the update enters the statistic, which then limits it; None if all do."""
-    started: Tensor | None = None
-    """True if an earlier update has entered the statistic; None if that is so for all."""
-    numbers: tuple[Tensor, ...] = ()
-    """What else `Elementwise.change` needs to know of a tensor, such as a limit."""
-
-    def elements(self, row: int, device: torch.device, scratch: Scratch | None = None) -> Elements:
-        """The elements of one tensor."""
-        usable, started = (None if flag is None else flag.select(0, row).to(device) for flag in self[:2])
-        return Elements(usable, started, scratch=scratch)
+_WAYS = ("formula", "start", "change")
+"""The methods that say what happens to elements."""
 
 
 class Elementwise(TensorwiseTransform):
-    """A transform that treats each element on its own: subclasses implement `change`.
+    """A transform that treats each element on its own: subclasses implement `formula`.
 
-    ``change`` may get a whole tensor, a part of one, or several joined, so it must not depend on their shape. The
-    transform has one metric, ``clipped``: the share of elements that changed. The real and the imaginary part of a
+    The formula gets tensors and returns new ones. The optimizer calls it with whole tensors, with parts of tensors, or
+    with several joined, so it must not depend on their shape. If the transform has state, a tensor passes unchanged and
+    keeps its state if its gradient is not finite, or if its gradients were all 0 so far. Single elements that an
+    earlier transform made inf or NaN also pass and keep their state.
+
+    A subclass may also implement `change`, a faster form of the formula. The fast way then runs `change`, and
+    ``Modular(..., fast=False)`` runs the formula. The first fast step compares the two on a small tensor.
+
+    The transform has one metric, ``clipped``: the share of elements that changed. The real and the imaginary part of a
     complex number are two elements.
-
-    With ``keeps_statistics`` a statistic starts with the first gradient that is finite and not all zero. Until then,
-    and where a gradient is not finite, updates pass unchanged and do not enter the statistic, as long as ``change``
-    uses the methods of its argument ``at``.
 
     Args:
         defaults: As in `Transform`.
@@ -58,36 +47,27 @@ class Elementwise(TensorwiseTransform):
         TypeError: As in `Transform`, and for a class whose ``keys`` are a string.
 
     Examples:
-        A clip of each element to a multiple of the average of its magnitudes, which starts at the first update:
+        A clip of each element to a multiple of the average of its magnitudes:
 
         >>> import torch
         >>> from torchzero_clip import Elementwise, Modular
-        >>> from torchzero_clip.checks import positive, unit_interval
         >>> class ClipToUsual(Elementwise):
-        ...     checks = {"factor": positive, "beta": unit_interval}
-        ...     keeps_statistics = True
         ...     keys = ("average",)
-        ...     def __init__(self, factor: float, beta: float = 0.9) -> None:
+        ...     def __init__(self, factor: float = 3.0, beta: float = 0.99) -> None:
         ...         super().__init__({"factor": factor, "beta": beta})
-        ...     def change(self, x, result, state, setting, at):
-        ...         (average,) = state
-        ...         size = torch.abs(x, out=at.memory("size", x))
-        ...         finite = at.only_finite(size)
-        ...         finite.begin_(average, size)
-        ...         finite.lerp_(average, size, 1 - setting["beta"])
-        ...         limit = torch.mul(average, setting["factor"], out=at.memory("limit", x))
-        ...         count = at.count(torch.gt(size, limit, out=size))
-        ...         at.clamp(x, torch.neg(limit, out=size), limit, result)
-        ...         return count
+        ...     def formula(self, x, state, setting):
+        ...         average = state[0].lerp(x.abs(), 1 - setting["beta"])
+        ...         limit = setting["factor"] * average
+        ...         return x.clamp(-limit, limit), (average,)
         >>> weight = torch.nn.Parameter(torch.zeros(2))
-        >>> optimizer = Modular([weight], ClipToUsual(2.0, 0.75))
-        >>> for gradient in ([1.0, -1.0], [9.0, -1.5]):
+        >>> optimizer = Modular([weight], ClipToUsual(1.0, 0.5))
+        >>> for gradient in ([4.0, -4.0], [8.0, -1.0]):
         ...     weight.data = torch.zeros(2)
         ...     weight.grad = torch.tensor(gradient)
         ...     optimizer.step()
         ...     print([-x for x in weight.tolist()])
-        [1.0, -1.0]
-        [6.0, -1.5]
+        [2.0, -2.0]
+        [5.0, -1.0]
     """
 
     each_alone = True
@@ -101,16 +81,54 @@ class Elementwise(TensorwiseTransform):
     reads_tensors: ClassVar[bool] = False
     """True if `flags` reads the updates, so that operations before this one cannot be postponed."""
 
+    has_formula: ClassVar[bool] = False
+    """True if the formula says what the transform computes: no subclass overrides only `change`."""
+
+    has_change: ClassVar[bool] = False
+    """True if `change` computes what the transform does: no subclass overrides only `formula` or `start`."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if isinstance(cls.keys, str):
             raise TypeError(f"keys of {cls.__name__} is a string: write keys = ({cls.keys!r},), with the comma")
+        is_written = cls.formula is not Elementwise.formula
+        cls.has_formula = is_written and overridden_last(cls, *_WAYS) != "change"
+        is_latest = overridden_last(cls, *_WAYS[::-1]) == "change"
+        cls.has_change = is_latest and cls.change is not Elementwise.change
+        # state of a formula is a statistic, unless a class says otherwise
+        says = next(base for base in cls.__mro__ if "keeps_statistics" in vars(base))
+        if says is Transform and is_written and cls.keys:
+            cls.keeps_statistics = True
 
-    @abstractmethod
+    def formula(self, x: Tensor, state: Sequence[Tensor], setting: Setting) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return the new elements, and a tuple with the new state under each of ``keys``.
+
+        It must change none of its arguments in place.
+
+        Args:
+            x: Real elements of float32 or float64.
+            state: The state under each of ``keys``, of the shape and the dtype of ``x``. Before the first step it is
+                zeros.
+            setting: The settings.
+        """
+        raise NotImplementedError
+
+    def start(self, x: Tensor, setting: Setting) -> Sequence[Tensor] | None:
+        """Return the state after the first usable update of a tensor, which then passes unchanged.
+
+        By default it returns None. Then the formula computes the first update like all others.
+
+        Args:
+            x: The elements of the update.
+            setting: The settings.
+        """
+        return None
+
     def change(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
         """Write the changed elements to ``result``, change their state in place, and return how many changed.
 
-        It must not raise: a part of the parameter may have moved already.
+        This is the faster form of `formula` and `start`, for the fast way. By default it runs the formula. It must not
+        raise: a part of the parameter may have moved already.
 
         Args:
             x: Real elements of float32 or float64. They are not to be modified, except through ``result``.
@@ -121,25 +139,72 @@ class Elementwise(TensorwiseTransform):
             setting: The settings.
             at: The elements that take part. Its methods leave the others unchanged.
         """
+        own = state[: len(self.keys)]
+        new, *moved = self._tensors("formula", self.formula(x, state, setting), [x, *own])
+        if own:
+            at = at.only_finite(x.abs())
+            first = self.start(x, setting) if at.may_start else None
+            if first is not None:
+                first = self._tensors("start", first, own)
+                new, *moved = at.unless_new([new, *moved], [x, *first])
+        changed = at.compare(torch.ne, new, x, at.memory("changed", x))
+        count = at.count(changed if own else changed.mul_(x == x))  # NaN that stays NaN does not count
+        # new tensors, because a formula may return `x`, or state under another key
+        moved = [at.chosen(value, old) for value, old in zip(moved, own, strict=True)]
+        at.write(new, x, result)
+        foreach.copy_(own, moved)
+        return count
 
-    def counted(self, x: Tensor, result: Tensor, state: Sequence[Tensor], setting: Setting, at: Elements) -> Tensor:
-        """Call `change`. Raise if it does not return a number, before a kernel takes the elements."""
+    def _tensors(self, name: str, found: Any, like: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors that a method returned. Raise if they are others than it has to return."""
+        tensors = list(_leaves(found))
+        if [getattr(tensor, "shape", None) for tensor in tensors] != [tensor.shape for tensor in like]:
+            state = f"({''.join(f'new_{key}, ' for key in self.keys).strip()})"
+            raise RuntimeError(
+                f"{self!r}.{name} returned {_described(found)}. Return tensors of the shape of x: write "
+                f"`return {f'new, {state}' if name == 'formula' else state}`"
+            )
+        return tensors
+
+    def counted(
+        self,
+        x: Tensor,
+        result: Tensor,
+        state: Sequence[Tensor],
+        setting: Setting,
+        at: Elements,
+        *,
+        by_formula: bool = False,
+    ) -> Tensor:
+        """Call `change`, or with ``by_formula`` the formula where there is one.
+
+        Raise if it does not return a number, before a kernel takes the elements.
+        """
+        is_change = self.has_change and not (by_formula and self.has_formula)
+        change = self.change if is_change else partial(Elementwise.change, self)
         at.without_statistics = None if self.keeps_statistics else self
         try:
-            count: Any = self.change(x, result, state, setting, at)
+            count: Any = change(x, result, state, setting, at)
         except Exception as error:
             known = {"settings": setting, "keys of state": self.keys}
-            text = explanation(error, f"{self!r}.change", known)
+            text = explanation(error, f"{self!r}.{'change' if is_change else 'formula'}", known)
             if text is None:
                 raise
             raise RuntimeError(text) from error
         if not isinstance(count, Tensor) or count.numel() != 1:
-            got = f"a tensor of shape {tuple(count.shape)}" if isinstance(count, Tensor) else type(count).__name__
             raise RuntimeError(
-                f"{self!r}.change returned {got} instead of the number of elements that changed, a 0-d tensor: return "
-                "at.count(...)"
+                f"{self!r}.change returned {_described(count)} instead of the number of elements that changed, a 0-d "
+                "tensor: return at.count(...)"
             )
         return count
+
+    @override
+    def check_parameter(self, name: str, param: Tensor) -> None:
+        """Raise if the class has neither `formula` nor `change`."""
+        if self.is_elementwise() and not (self.has_formula or self.has_change):
+            raise TypeError(
+                f"{self!r} changes no elements: its class has neither formula(self, x, state, setting) nor change"
+            )
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
@@ -162,8 +227,8 @@ class Elementwise(TensorwiseTransform):
         return says or self.keeps_statistics or len(self.keys) > 0
 
     def stays_finite(self) -> bool:
-        """True with ``keeps_finite``, but not for a subclass that overrides `change` and does not declare it again."""
-        return self.keeps_finite and overridden_last(type(self), "keeps_finite", "change") == "keeps_finite"
+        """True with ``keeps_finite``, but not for a subclass that overrides a method and does not declare it again."""
+        return self.keeps_finite and overridden_last(type(self), "keeps_finite", *_WAYS) == "keeps_finite"
 
     def may_wait(self, step: Step) -> bool:
         """True if the dtype can hold all settings, so that a postponed call cannot raise."""
@@ -173,7 +238,7 @@ class Elementwise(TensorwiseTransform):
 
     def is_elementwise(self) -> bool:
         """False if a subclass overrides ``apply_tensors`` or ``apply_tensor``, and so may do more than `change`."""
-        return overridden_last(type(self), "change", "apply_tensors", "apply_tensor") == "change"
+        return overridden_last(type(self), *_WAYS, "apply_tensors", "apply_tensor") in _WAYS
 
     def acts_with(self, setting: Setting) -> bool:
         """False for settings with which updates pass unchanged."""
@@ -203,7 +268,7 @@ class Elementwise(TensorwiseTransform):
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:
         """Change every tensor, in place."""
-        if overridden_last(type(self), "change", "apply_tensor") == "apply_tensor":
+        if overridden_last(type(self), *_WAYS, "apply_tensor") == "apply_tensor":
             return super().apply_tensors(updates, step)
         self._change_each_(updates, step)
         return updates
@@ -214,7 +279,9 @@ class Elementwise(TensorwiseTransform):
         indices = range(len(updates)) if rows is None else rows
         if not indices:
             return
+        by_formula = self.has_formula and (step.tools.runs_formulas or not self.has_change)
         flags = self.flags(updates, step, rows)
+        flags = flags.of_formula() if by_formula else flags
         columns = [step.column(key, rows) for key in self.keys]
         counts: dict[int, Tensor] = {}
         for k, i in enumerate(indices):
@@ -222,7 +289,8 @@ class Elementwise(TensorwiseTransform):
             x, *state = own = _of_one_dtype(given)
             numbers = [vector.select(0, k).to(x.device, x.dtype) for vector in flags.numbers]
             at = flags.elements(k, x.device)
-            counts[i] = self.counted(x, x, [*state, *numbers], step.settings[i], at)
+            own[0] = torch.full_like(x, torch.nan)  # other memory than `x`, which shows what `change` does not write
+            counts[i] = self.counted(x, own[0], [*state, *numbers], step.settings[i], at, by_formula=by_formula)
             changed = [(to, of) for to, of in zip(given, own, strict=True) if to is not of]
             foreach.copy_([to for to, _ in changed], [of for _, of in changed])
         zeros = ((i, u) for i, u in enumerate(updates) if i not in counts)
@@ -237,6 +305,23 @@ class Elementwise(TensorwiseTransform):
         norms = torch.ones(1, dtype=torch.float64, device=tensor.device)
         self._change_each_([tensor], Step([param], [grad], loss, [state], [setting], gradient_norms=norms))
         return tensor
+
+
+def _leaves(found: Any) -> Iterator[Any]:
+    """What a method returned, without the tuples and lists around it."""
+    if isinstance(found, tuple | list):
+        for part in found:  # pyright: ignore[reportUnknownVariableType]
+            yield from _leaves(part)
+    else:
+        yield found
+
+
+def _described(found: Any) -> str:
+    """What a method returned, for an error."""
+    names = [
+        f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in _leaves(found)
+    ]
+    return " and ".join(names) or "nothing"
 
 
 def _of_one_dtype(tensors: Sequence[Tensor]) -> list[Tensor]:

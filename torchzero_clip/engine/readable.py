@@ -23,6 +23,7 @@ class Readable(Executor):
     """Does everything at once, with whole tensors. It says what any other executor has to compute."""
 
     memory: Updates
+    runs_formulas = True
 
     @override
     def read(self, rows: list[int], *, writable: bool = False) -> list[Tensor]:

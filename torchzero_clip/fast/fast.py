@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, final
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.core.elementwise import Elementwise, Flags
+from torchzero_clip.core.elements import Flags
+from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.core.kinds import Fused, Kernel, Shifting, UpdateRule
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.states import States
@@ -23,6 +25,7 @@ from torchzero_clip.fast.kernels import Ended, call_kernel, run_kernel
 from torchzero_clip.fast.ops import Op, Pointwise, Scale, Shift
 from torchzero_clip.fast.pieces import run_pieces
 from torchzero_clip.fast.queues import Queues
+from torchzero_clip.fast.trial import try_out
 from torchzero_clip.fast.vectors import VectorStates
 from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.functional import foreach
@@ -49,6 +52,7 @@ class Fast(Executor):
         self._layout = None if columns is None else workspace.layout
         self._vectors = workspace.vectors
         self._scratch = workspace.scratch
+        self._tried = workspace.tried
         if columns is not None:
             self._scratch = workspace.scratch.knowing(columns["grads"], self._layout)
         self._queues = Queues()
@@ -160,6 +164,8 @@ class Fast(Executor):
     def take(self, host: Host, node: Node, rows: list[int]) -> bool:
         """Let a shift or an elementwise transform wait, where updates have the layout."""
         transform = node.transform
+        if isinstance(transform, Elementwise):
+            self._try_out(transform, host.settings[node.path], host.table.params[rows[0]].dtype)
         if self._layout is None or not self._layout.runs_in_pieces or not self.memory.untouched:
             return False
         if isinstance(transform, Shifting):
@@ -172,6 +178,14 @@ class Fast(Executor):
         if numbers is not None:
             self._queues.wait(rows, Shift(numbers))
         return numbers is not None
+
+    def _try_out(self, transform: Elementwise, settings: Sequence[Setting], dtype: torch.dtype) -> None:
+        """Try a transform out if this is the first step of its class with a dtype."""
+        key = type(transform), foreach.wide_dtype(dtype.to_real())
+        acting = [] if key in self._tried else [setting for setting in settings if transform.acts_with(setting)]
+        if acting:
+            try_out(transform, acting[0], key[1])
+            self._tried.add(key)
 
     def _pointwise(self, host: Host, node: Node, transform: Elementwise, rows: list[int]) -> bool:
         if node.children or not transform.is_elementwise():
@@ -190,6 +204,7 @@ class Fast(Executor):
             return False
         updates = self._last_read = self.memory.current(rows)
         flags = transform.flags(updates, step, None)
+        flags = flags if transform.has_change else flags.of_formula()
         # False on other devices, where reading factors would wait
         finite = updates[0].is_cpu and (queue is None or all(op.keeps_finite for op in queue.ops))
         done = partial(_finished, host, node, step)

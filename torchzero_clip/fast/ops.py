@@ -7,8 +7,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from torchzero_clip.core.elements import Elements
-from torchzero_clip.core.elementwise import Elementwise, Flags
+from torchzero_clip.core.elements import Elements, Flags
+from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Measured, scale_
 from torchzero_clip.functional.norms import beyond_float32, extent, may_look

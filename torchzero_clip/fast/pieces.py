@@ -150,7 +150,7 @@ def _run(stage: Pointwise, piece: _Piece, source: Tensor, known: Sequence[bool],
             _change(stage, view.view(-1), view.view(-1), state, i, known, scratch)
         return
     joined = piece.state[: len(columns)]
-    usable, started, numbers = stage.flags
+    usable, started, numbers, _ = stage.flags
     x, *state = [piece.laid_out(flat) for flat in (piece.flat, *(flat for flat, _ in joined))]
     if numbers:
         state += _spread([vector.to(piece.flat.dtype) for vector in numbers], piece, piece.state[len(columns) :])

@@ -1,5 +1,6 @@
 """Buffers and caches that the fast steps of an optimizer reuse. They are not state."""
 
+import torch
 from torch import Tensor
 
 from torchzero_clip.engine.table import Table
@@ -18,11 +19,13 @@ class Workspace:
         self.scratch = Scratch()
         self.vectors = Vectors()
         self.layout: Layout | None = None
+        self.tried: set[tuple[type, torch.dtype]] = set()
+        """The classes of elementwise transforms that were tried out, see `fast.trial`."""
 
     def beside(self) -> "Workspace":
         """A workspace with the same scratch memory, for other parameters that take their steps in turns with these."""
         other = Workspace()
-        other.scratch = self.scratch
+        other.scratch, other.tried = self.scratch, self.tried
         return other
 
     def columns(self, table: Table) -> dict[str, list[Tensor]] | None:

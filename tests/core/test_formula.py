@@ -1,0 +1,256 @@
+"""Elementwise transforms that are formulas: what the optimizer does around them, in both ways of a step."""
+
+import math
+
+import pytest
+import torch
+from clipping.statistics import outputs
+from contract.entries import ClipToUsual, ClipToUsualInPlace, Mul
+from contract.training import set_grads, train
+from test_pages_for_authors import shown
+from torch import nn
+from typing_extensions import override
+from versions import needs_compiler
+
+from torchzero_clip import (
+    SGD,
+    AdamW,
+    ClipByMaxEMA,
+    ClipValue,
+    ClipValueByEMA,
+    ClipValueGrowth,
+    Elementwise,
+    Modular,
+    SpikeAwareClip,
+)
+
+both_ways = pytest.mark.parametrize("fast", [True, False], ids=["fast", "readable"])
+
+
+class Formula(Elementwise):
+    """A base for formulas without settings."""
+
+    def __init__(self):
+        super().__init__({})
+
+
+@both_ways
+@pytest.mark.parametrize(
+    ("make", "gradients", "expected"),
+    [
+        (lambda: ClipValue(5.0), [4, 8, math.inf, math.nan], [4, 5, 5, math.nan]),
+        (lambda: ClipValueByEMA(0.5), [4, 8], [2, 5]),
+        (lambda: ClipValueByEMA(0.5, "update"), [4, 8], [4, 6]),
+        (lambda: ClipValueGrowth(), [4, 8], [4, 6]),
+        (lambda: ClipValueGrowth(add=1.0), [4, 8], [4, 5]),
+        (lambda: ClipValueGrowth(add=3.0, mul=None), [4, 8], [4, 7]),
+        (lambda: ClipValueGrowth(mul=0.5), [4, 8], [4, 2]),
+        (lambda: ClipValueGrowth(), [4, 0.5, 8], [4, 0.5, 3]),
+        (lambda: ClipValueGrowth(max_decay=None), [4, 0.5, 8], [4, 0.5, 0.75]),
+        (lambda: ClipValueGrowth(min_value=None), [0, 1, 0, 1], [0, 1, 0, 0.75]),
+        (lambda: ClipValueGrowth(), [4, math.inf, 8], [4, math.inf, 6]),
+        (lambda: SpikeAwareClip(1.0, 0.5, warmup_steps=1), [4, 8], [4, math.sqrt(8)]),
+        (lambda: SpikeAwareClip(1.0, 0.5, warmup_steps=3), [4, 8, 9], [4, 8, 6]),
+        (lambda: ClipByMaxEMA(0.5), [4, 8], [4, 20 / 3]),
+        (lambda: ClipToUsual(0.5, 0.5), [0, 4, 8], [0, 4, 3]),
+    ],
+)
+def test_numbers_by_hand(make, gradients, expected, fast):
+    results, _ = outputs(make(), [[[float(number)]] for number in gradients], fast=fast)
+    assert [row[0][0] for row in results] == pytest.approx(expected, rel=1e-12, nan_ok=True)
+
+
+@both_ways
+def test_the_first_example_of_the_page_has_eight_lines_and_starts_from_zeros(fast):
+    clip, source = shown("write_a_transform.md", "ClipToUsual")
+    assert sum(bool(line.strip()) for line in source.splitlines()) == 8
+    results, optimizer = outputs(clip(2.0, 0.5), [[[4.0, 0.0]], [[8.0, 1.0]], [[math.inf, 1.0]]], fast=fast)
+    assert results == [[[4.0, 0.0]], [[8.0, 1.0]], [[math.inf, 1.0]]]
+    (state,) = optimizer.state.values()
+    assert state["clip_to_usual/average"].tolist() == [5.0, 0.5]
+    results, _ = outputs(clip(0.5, 0.5), [[[4.0]], [[8.0]]], fast=fast)
+    assert results == [[[1.0]], [[2.5]]]
+
+
+@both_ways
+def test_what_start_returns_is_the_state_after_the_first_update_which_passes(fast):
+    clip, _ = shown("write_a_transform.md", "ClipToLast")
+    results, optimizer = outputs(clip(1.5), [[[0.0], [4.0]], [[2.0], [-8.0]], [[4.0], [1.0]]], fast=fast)
+    assert results == [[[0.0], [4.0]], [[2.0], [-6.0]], [[3.0], [1.0]]]
+    assert [state["clip_to_last/last"].tolist() for state in optimizer.state.values()] == [[3.0], [1.0]]
+
+
+class Delays(Formula):
+    """Returns its state as the new elements, the old elements as state, and exchanges two tensors of state."""
+
+    keys = ("last", "one", "two")
+
+    @override
+    def start(self, x, setting):
+        return x, x, -x
+
+    @override
+    def formula(self, x, state, setting):
+        last, one, two = state
+        return last, (x, two, one)
+
+
+@both_ways
+def test_a_formula_may_return_what_it_got(fast):
+    results, optimizer = outputs(Delays(), [[[1.0], [2.0, 3.0]], [[4.0], [5.0, 6.0]], [[7.0], [8.0, 9.0]]], fast=fast)
+    assert results == [[[1.0], [2.0, 3.0]], [[1.0], [2.0, 3.0]], [[4.0], [5.0, 6.0]]]
+    states = [[state[f"delays/{key}"].tolist() for key in Delays.keys] for state in optimizer.state.values()]
+    assert states == [[[7.0], [1.0], [-1.0]], [[8.0, 9.0], [2.0, 3.0], [-2.0, -3.0]]]
+
+
+@both_ways
+@pytest.mark.parametrize("make", [lambda: ClipToUsual(1.0, 0.5), lambda: ClipValueByEMA(0.5, "update")])
+def test_an_element_that_an_earlier_transform_makes_inf_passes_and_keeps_its_state(make, fast):
+    weight = nn.Parameter(torch.zeros(2))
+    transform = make()
+    optimizer = Modular([weight], Mul(2.0), transform, SGD(1.0), fast=fast)
+    for first in (1.0, 3e38):
+        weight.data.zero_()
+        weight.grad = torch.tensor([first, 1.5])
+        optimizer.step()
+    assert weight.tolist() == [-math.inf, -3.0]
+    (key,) = transform.keys
+    assert optimizer.state[weight][f"{transform.name}/{key}"].tolist() == [2.0, 3.0]
+
+
+def test_a_formula_with_state_keeps_statistics_unless_the_class_says_otherwise():
+    class Plain(Elementwise):
+        @override
+        def formula(self, x, state, setting):
+            return x, tuple(state)
+
+    class Keyed(Plain):
+        keys = ("average",)
+
+    class Says(Plain):
+        keys = ("average",)
+        keeps_statistics = False
+
+    class Changes(Elementwise):
+        keys = ("average",)
+
+        @override
+        def change(self, x, result, state, setting, at):
+            return x.new_zeros(())
+
+    kinds = [Plain, Keyed, type("Derived", (Keyed,), {}), Says, type("SaysToo", (Says,), {}), Changes]
+    assert [kind.keeps_statistics for kind in kinds] == [False, True, True, False, False, False]
+    param = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    assert [set(kind({}).init_state(param, {})) for kind in kinds[:4]] == [
+        set(),
+        {"average", "started"},
+        {"average", "started"},
+        {"average"},
+    ]
+
+
+class HalvesByFormula(ClipValueGrowth):
+    @override
+    def formula(self, x, state, setting):
+        return x / 2, tuple(state)
+
+
+class StartsAtOne(ClipValueGrowth):
+    @override
+    def start(self, x, setting):
+        return (torch.ones_like(x),)
+
+
+class DoublesByChange(ClipValueGrowth):
+    @override
+    def change(self, x, result, state, setting, at):
+        torch.mul(x, 2.0, out=result)
+        return at.count(torch.ones_like(x))
+
+
+@both_ways
+@pytest.mark.parametrize(
+    ("kind", "expected"), [(HalvesByFormula, [4, 4]), (StartsAtOne, [4, 1.5]), (DoublesByChange, [8, 16])]
+)
+def test_a_subclass_that_overrides_one_method_is_followed_in_both_ways(kind, expected, fast):
+    results, _ = outputs(kind(), [[[4.0]], [[8.0]]], fast=fast)
+    assert [row[0][0] for row in results] == expected
+    assert not kind().stays_finite()
+
+
+@pytest.mark.fast_way
+def test_only_the_readable_way_runs_the_formula_of_a_class_with_change(monkeypatch):
+    called = []
+    formula, change = ClipValueByEMA.formula, ClipValueByEMA.change
+    monkeypatch.setattr(ClipValueByEMA, "formula", lambda *args: called.append("formula") or formula(*args))
+    monkeypatch.setattr(ClipValueByEMA, "change", lambda *args: called.append("change") or change(*args))
+    half = torch.bfloat16  # in half precision on CPU, the fast way leaves the transform to the walk
+    for fast, dtype, name in ((True, torch.float32, "change"), (True, half, "change"), (False, half, "formula")):
+        weight = nn.Parameter(torch.zeros(2, dtype=dtype))
+        optimizer = Modular([weight], ClipValueByEMA(), AdamW(), fast=fast)
+        for _ in range(2):
+            called.clear()
+            weight.grad = torch.ones(2, dtype=dtype)
+            optimizer.step()
+        assert called == [name]
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", [ClipToUsual, ClipToUsualInPlace])
+def test_a_compiled_step_with_a_formula_is_one_graph(kind):
+    params, others = ([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))] for _ in range(2))
+    optimizer, other = (Modular(own, kind(0.9, 0.5), SGD(0.1)) for own in (params, others))
+    rows = [[torch.full_like(p, scale) for p in params] for scale in (1.0, 3.0, torch.inf, 0.5)]
+    train(other, others, rows)
+    train(optimizer, params, rows[:1])
+    torch._dynamo.reset()
+    step = torch.compile(optimizer.step, backend="eager", fullgraph=True)
+    for row in rows[1:]:
+        set_grads(params, row)
+        step()
+    torch.testing.assert_close(params, others)
+
+
+class Returns(Formula):
+    """An author's mistake: a formula or a start that returns something else."""
+
+    keys = ("average",)
+
+    def __init__(self, new, first=None):
+        super().__init__()
+        self.new, self.first = new, first
+
+    @override
+    def formula(self, x, state, setting):
+        return self.new(x)
+
+    @override
+    def start(self, x, setting):
+        return None if self.first is None else self.first(x)
+
+
+@both_ways
+@pytest.mark.parametrize(
+    ("transform", "message"),
+    [
+        (lambda: Returns(lambda x: x), r"\.formula returned a tensor of shape .*write `return new, \(new_average,\)`"),
+        (lambda: Returns(lambda x: None), r"\.formula returned NoneType\. "),
+        (lambda: Returns(lambda x: (x, (x.sum(),))), r"\.formula returned a tensor of shape .* and .* shape \(\)\. "),
+        (lambda: Returns(lambda x: (x, ())), r"\.formula returned a tensor of shape"),
+        (lambda: Returns(lambda x: (x, (x,)), lambda x: 0.0), r"\.start returned float\. .*`return \(new_average,\)`"),
+        (lambda: Returns(lambda x: (x, (x,)), lambda x: ()), r"\.start returned nothing\. "),
+    ],
+)
+def test_what_a_formula_has_to_return_is_said_before_parameters_and_state_change(transform, message, fast):
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = Modular([weight], transform(), AdamW(0.1), fast=fast)
+    weight.grad = torch.ones(3)
+    with pytest.raises(RuntimeError, match=rf"^Returns\(.*{message}"):
+        optimizer.step()
+    assert weight.tolist() == [1.0] * 3
+    assert optimizer.state[weight].get("returns/average", torch.zeros(3)).tolist() == [0.0] * 3
+
+
+def test_a_class_with_neither_formula_nor_change_is_named_when_the_optimizer_is_made():
+    with pytest.raises(TypeError, match=r"Formula\(\) changes no elements: its class has neither formula\(self"):
+        Modular([nn.Parameter(torch.zeros(2))], Formula())

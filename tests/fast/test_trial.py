@@ -1,0 +1,229 @@
+"""The first fast step of an elementwise transform tries it out, so that an author's mistake is seen at once."""
+
+import math
+
+import pytest
+import torch
+from contract.training import train
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from typing_extensions import override
+
+from torchzero_clip import (
+    SGD,
+    AdamW,
+    ClipByMaxEMA,
+    ClipNorm,
+    ClipValue,
+    ClipValueByEMA,
+    ClipValueGrowth,
+    Elementwise,
+    Modular,
+    SpikeAwareClip,
+)
+from torchzero_clip.fast import fast, trial
+
+pytestmark = pytest.mark.fast_way
+
+
+class Halves(Elementwise):
+    """Halves the elements, and stores them."""
+
+    keys = ("last",)
+
+    def __init__(self):
+        super().__init__({})
+
+    @override
+    def formula(self, x, state, setting):
+        return x / 2, (x,)
+
+    @override
+    def change(self, x, result, state, setting, at):
+        (last,) = state
+        at.put(x, last)
+        at.write(x / 2, x, result)
+        return at.count(torch.ne(x, 0))
+
+
+class ForgetsResult(Halves):
+    formula = Halves.formula
+
+    @override
+    def change(self, x, result, state, setting, at):
+        at.put(x, state[0])
+        return at.count(torch.ne(x, 0))
+
+
+class ForgetsResultWithoutFormula(Elementwise):
+    def __init__(self):
+        super().__init__({})
+
+    @override
+    def change(self, x, result, state, setting, at):
+        return at.count(torch.ne(x.clamp(-1, 1), x))
+
+
+class WritesPartOfResult(ForgetsResultWithoutFormula):
+    @override
+    def change(self, x, result, state, setting, at):
+        result.copy_(x)
+        result[-1:] = torch.nan
+        return x.new_zeros(())
+
+
+class ForgetsState(Halves):
+    formula = Halves.formula
+
+    @override
+    def change(self, x, result, state, setting, at):
+        at.write(x / 2, x, result)
+        return at.count(torch.ne(x, 0))
+
+
+class ForgetsStart(ClipValueGrowth):
+    """Limits the first update, too."""
+
+    formula, start = ClipValueGrowth.formula, ClipValueGrowth.start
+
+    @override
+    def change(self, x, result, state, setting, at):
+        at.clamp(x, -1.0, 1.0, result)
+        return at.count(x.abs() > 1)
+
+
+class Thirds(Halves):
+    formula = Halves.formula
+
+    @override
+    def change(self, x, result, state, setting, at):
+        at.put(x, state[0])
+        at.write(x / 3, x, result)
+        return at.count(torch.ne(x, 0))
+
+
+class WritesToX(ForgetsResultWithoutFormula):
+    @override
+    def change(self, x, result, state, setting, at):
+        result.copy_(x.clamp_(-1, 1))
+        return x.new_zeros(())
+
+
+class FormulaInPlace(Halves):
+    @override
+    def formula(self, x, state, setting):
+        return x / 2, (state[0].lerp_(x, 0.5),)
+
+
+class FormulaWithNaN(Halves):
+    @override
+    def formula(self, x, state, setting):
+        return x.sqrt(), (x,)
+
+
+WRONG = {
+    ForgetsResult: r"ForgetsResult\(\)\.change gives NaN for finite elements\. Write every element to result, for",
+    ForgetsResultWithoutFormula: r"WithoutFormula\(\)\.change gives NaN for finite elements\. Write every element",
+    WritesPartOfResult: r"change gives NaN for finite elements\. Write every element to result",
+    ForgetsState: r"differ\. Change computes state 'last' \[0, 0, 0, \.\.\.\], and the formula \[-2\.9, ",
+    ForgetsStart: r"differ\. Change computes elements \[-1, -1, -1, \.\.\.\], and the formula \[-2\.9, ",
+    Thirds: r"Thirds\(\)\.change and its formula differ\. .* Correct one of the two methods, or delete change",
+    WritesToX: r"WritesToX\(\)\.change changes x in place\. Write the new elements to result",
+    FormulaInPlace: r"FormulaInPlace\(\)\.formula changes its arguments in place\. Compute new tensors, for example",
+    FormulaWithNaN: r"FormulaWithNaN\(\)\.formula gives NaN for finite elements$",
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", WRONG, ids=lambda kind: kind.__name__)
+def test_a_mistake_is_named_before_parameters_and_state_change(kind, dtype):
+    params = [nn.Parameter(torch.ones(200_000, dtype=dtype)), nn.Parameter(torch.ones(3, dtype=dtype))]
+    transform = kind()
+    optimizer = Modular(params, transform, AdamW(0.1))
+    grads = [torch.full_like(param, 3.0) for param in params]
+    for _ in range(2):  # also the second time
+        with pytest.raises(RuntimeError, match=WRONG[kind]):
+            train(optimizer, params, [grads])
+    assert all(torch.equal(param, torch.ones_like(param)) for param in params)
+    assert all(torch.equal(param.grad, grad) for param, grad in zip(params, grads, strict=True))
+    own = [v for s in optimizer.state.values() for k, v in s.items() if k.startswith(transform.name)]
+    assert all(bool((value == 0).all()) for value in own)
+
+
+def test_the_readable_way_shows_a_forgotten_result_as_nan():
+    weight = nn.Parameter(torch.ones(3))
+    train(Modular([weight], ForgetsResultWithoutFormula(), SGD(1.0), fast=False), [weight], [[torch.ones(3)]])
+    assert weight.isnan().all()
+    train(Modular([weight], ForgetsResult(), SGD(1.0), fast=False), [weight], [[torch.ones(3)]])
+
+
+class Random(Elementwise):
+    """Draws random numbers."""
+
+    def __init__(self):
+        super().__init__({})
+
+    @override
+    def formula(self, x, state, setting):
+        return x * torch.rand_like(x), ()
+
+    @override
+    def change(self, x, result, state, setting, at):
+        torch.mul(x, torch.rand_like(x), out=result)
+        return at.count(torch.ne(result, x))
+
+
+def test_the_trial_draws_no_random_numbers_of_the_step():
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.zeros(3))
+    train(Modular([weight], Random(), SGD(1.0)), [weight], [[-torch.ones(3)]])
+    assert torch.equal(weight, expected)
+
+
+def test_each_class_is_tried_once_for_each_optimizer_and_dtype(monkeypatch):
+    tried = []
+    monkeypatch.setattr(fast, "try_out", lambda transform, setting, dtype: tried.append((type(transform), dtype)))
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        params = [nn.Parameter(torch.zeros(3, dtype=dtype))]
+        optimizer = Modular(params, ClipNorm(1), ClipValue(1.0), Halves(), ClipValue(2.0), AdamW())
+        train(optimizer, params, [[torch.ones(3, dtype=dtype)]] * 3)
+    wide = [torch.float32, torch.float32, torch.float64]
+    assert tried == [(kind, dtype) for dtype in wide for kind in (ClipValue, Halves)]
+    tried.clear()
+    params = [nn.Parameter(torch.zeros(3))]
+    optimizer = Modular(params, Halves(), SGD(0.1))
+    train(optimizer, params, [[torch.ones(3)]])
+    params[0].data = params[0].data.double()
+    train(optimizer, params, [[torch.ones(3, dtype=torch.float64)]])
+    assert tried == [(Halves, torch.float32), (Halves, torch.float64)]
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        ClipValue(math.inf),
+        ClipValue(0.0),
+        ClipValueByEMA(1.0),
+        ClipValueGrowth(0.0, None, None, None),
+        ClipValueGrowth(0.1, 0.5, 2.0, 1.0),
+        SpikeAwareClip(1e30, 0.0, warmup_steps=1),
+        SpikeAwareClip(1e-30, 1.0, warmup_steps=2),
+        ClipByMaxEMA(0.0),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_ours_pass_the_trial_at_the_ends_of_their_settings(transform, dtype):
+    params = [nn.Parameter(torch.zeros(3, dtype=dtype))]
+    optimizer = Modular(params, transform, SGD(1.0))
+    train(optimizer, params, [[torch.ones(3, dtype=dtype)]])
+    assert params[0].isfinite().all()
+
+
+def test_there_is_no_trial_on_fake_tensors(monkeypatch):
+    monkeypatch.setattr(trial, "_steps", None)
+    with FakeTensorMode():
+        params = [nn.Parameter(torch.empty(3))]
+        train(Modular(params, ClipValue(1.0), AdamW()), params, [[torch.empty(3)]])
