@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from contract.training import gradients, parameters, set_grads, train
+from contract.training import gradients, parameters, set_grads, train, values
 from engine.test_walk import calls_of
 from torch import nn
 
@@ -29,6 +29,7 @@ from torchzero_clip import (
     Normalize,
     NormalizeByEMA,
     Recorder,
+    Scaling,
     WeightDecay,
     ZClip,
 )
@@ -449,10 +450,59 @@ class OwnRule(SGD):
     """Says nothing of plans."""
 
 
+class Half(ClipNorm):
+    """Overrides the factors, and inherits the factor of a number, which is another one."""
+
+    def factors(self, measured, updates, step):
+        return torch.full_like(measured.vector, 0.5)
+
+
+class Checked(ClipNorm):
+    """Has a check with an effect."""
+
+    seen = []
+    checks = {"max_norm": lambda name, value: Checked.seen.append(value)}
+
+
+class Lossy(Scaling):
+    """Multiplies by the loss."""
+
+    def __init__(self):
+        super().__init__({}, dim="global")
+
+    def factors(self, measured, updates, step):
+        return torch.full_like(measured.vector, float(step.loss))
+
+
+@pytest.mark.parametrize("make", [lambda: Own(0.5, dim="global"), lambda: Half(0.5, dim="global"), Lossy])
+def test_scalings_of_other_authors_are_planned_too(make, planned):
+    runs = []
+    for fast in (True, False):
+        params = parameters(torch.float64)
+        optimizer = Modular(params, make(), SGD(0.1), fast=fast)
+        for k, row in enumerate(gradients(params, 8)):
+            set_grads(params, row)
+            optimizer.report_loss(0.25 * k)
+            optimizer.step()
+        runs.append(values(params))
+    assert planned[-1]
+    for own, expected in zip(*runs, strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-12, atol=0)
+
+
+def test_checks_of_other_authors_run_once_in_every_planned_step(planned):
+    params = parameters()
+    optimizer = Modular(params, Checked(0.5), AdamW())
+    train(optimizer, params, gradients(params, 5))
+    assert planned[-1]
+    Checked.seen.clear()
+    train(optimizer, params, gradients(params, 1))
+    assert Checked.seen == [0.5]
+
+
 @pytest.mark.parametrize(
     "chain",
     [
-        pytest.param([Own(1.0), AdamW()], id="a subclass of a clip"),
         pytest.param([ClipNorm(1.0), OwnRule()], id="a subclass of a rule"),
         pytest.param([ClipNorm(1.0), ClipNorm(2.0), AdamW()], id="two clips"),
         pytest.param([AdamW(), ClipNorm(1.0)], id="a clip after the rule"),

@@ -198,7 +198,8 @@ def scale_(tensors: Sequence[Tensor], factors: Sequence[Tensor], *, exact: bool 
     the tensor first; with a dimension it is not.
     """
     dtypes = {tensor.dtype for tensor in tensors}
-    wide = {dtype: torch.float64 if exact else wide_dtype(dtype).to_real() for dtype in dtypes}
+    # torch.compile cannot trace `to_real`
+    wide = {d: torch.float64 if exact else wide_dtype(d.to_real() if d.is_complex else d) for d in dtypes}
     for tensor, factor in zip(locals_of(tensors), factors, strict=True):
         part, own = tensor, factor
         if tensor.is_complex():  # a complex inf times a real number is NaN, because it has the product inf * 0

@@ -1,7 +1,7 @@
 """Groups of processes with different tensors. Each process gets the numbers of all, and combines them in one way."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -53,13 +53,11 @@ class SharedGroup:
         return SharedGroup, (None, self.is_lost or self.group is not None)
 
 
-def refuse_lost(is_lost: bool) -> None:
-    """Raise if an optimizer has lost its group."""
-    if is_lost:
-        raise RuntimeError(
-            "the optimizer was unpickled without its process_group: set optimizer.process_group to the group, or to "
-            "None"
-        )
+def refuse_lost() -> NoReturn:
+    """Raise for an optimizer that has lost its group."""
+    raise RuntimeError(
+        "the optimizer was unpickled without its process_group: set optimizer.process_group to the group, or to None"
+    )
 
 
 def device_of(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> torch.device:

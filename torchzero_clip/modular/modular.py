@@ -311,17 +311,11 @@ class Modular(Explained, Optimizer):
         These errors leave parameters, gradients and state unchanged, except that skipped steps are counted.
         """
         try:
-            refuse_lost(self._lost_group)
+            if self._lost_group:
+                refuse_lost()
             if closure is None and "closure" in self._nodes.targets:
                 raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
-            if (
-                closure is None
-                and self.fast
-                and self._fast_way.plan is not None
-                and self._may_repeat()
-                and self._may_be_fast()
-                and self._repeat()
-            ):
+            if closure is None and self._fast_way.plan is not None and self._repeat():
                 return None
             settings = self.begin()
 
@@ -584,7 +578,8 @@ class Modular(Explained, Optimizer):
 
         ``new`` and ``dropped`` have no effect on a checkpoint of this very chain, so a script may keep them.
         """
-        refuse_lost(self._lost_group)
+        if self._lost_group:
+            refuse_lost()
         load = Load(self._nodes, self._schedules, self._chain_state, self._process_group, new, dropped)
         with load.hooked(self):
             super().load_state_dict(state_dict)
