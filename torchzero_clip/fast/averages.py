@@ -13,6 +13,8 @@ from torchzero_clip.types import Setting
 class Average(Elementwise):
     """Moves an average towards updates, and leaves the updates unchanged."""
 
+    keeps_statistics = True
+
     def __init__(self, begins_with_update: bool) -> None:
         super().__init__({})
         self.begins_with_update = begins_with_update
