@@ -461,19 +461,22 @@ ONCE: dict[str, Callable[[Entry], None]] = {
 }
 
 
-def run() -> dict[str, Any]:
-    """Everything, in one process of two: the names of the checks, and the failures for the tests to report."""
-    failures: dict[str, str] = {}
-    jobs = [(f"{entry} {name}", check, entry) for entry in ENTRIES for name, check in PER_ENTRY.items()]
-    jobs += [(name, check, ENTRIES[0]) for name, check in ONCE.items()]
-    for name, check, entry in jobs:
-        found = [None]
-        try:
-            check(entry)
-        except Exception:
-            found = [traceback.format_exc()]
-        both: list = [None, None]
-        dist.all_gather_object(both, found[0])
-        if any(both):
-            failures[name] = "\n".join(filter(None, both))
-    return {"failures": failures, "ran": [name for name, _, _ in jobs]}
+def run_for_each_entry(check: str) -> dict[str, str]:
+    """What goes wrong for each entry, on either of two processes; "" if all is right."""
+    return {entry.name: _failure(PER_ENTRY[check], entry) for entry in ENTRIES}
+
+
+def run_once() -> dict[str, str]:
+    """What goes wrong in each check of `ONCE`."""
+    return {name: _failure(check, ENTRIES[0]) for name, check in ONCE.items()}
+
+
+def _failure(check: Callable[[Entry], None], entry: Entry) -> str:
+    own = ""
+    try:
+        check(entry)
+    except Exception:
+        own = traceback.format_exc()
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, own)
+    return "\n".join(filter(None, both))

@@ -7,8 +7,6 @@ from contract import process_group as programs
 from contract import random_groups
 from contract.process_group import OWN
 
-LIMIT = 300.0
-
 
 def check(found, expected, name):
     for rank, own in enumerate(found):
@@ -36,7 +34,7 @@ def check(found, expected, name):
 def test_chains_equal_one_process(event, fast):
     options = {"fast": fast}
     expected = programs.train_all(event, options)
-    found = ranks.run(programs.train_all, 3, event, options, limit=LIMIT)
+    found = ranks.run(programs.train_all, 3, event, options)
     failures = []
     for name in programs.names():
         try:
@@ -65,7 +63,7 @@ def test_a_few_chains_equal_one_process(event, names):
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3])
 def test_random_chains_equal_one_process(processes):
-    for found in ranks.run(random_groups.all_differences, processes, range(100), limit=LIMIT):
+    for found in ranks.run(random_groups.all_differences, processes, range(100)):
         assert not found, "\n\n".join(found)
 
 

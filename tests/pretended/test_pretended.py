@@ -2,13 +2,13 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from pretended.checks import CHECKS
+from ranks import run_program
 
 TESTS = Path(__file__).parents[1]
 needs_a_guard = pytest.mark.skipif(
@@ -23,7 +23,5 @@ needs_a_guard = pytest.mark.skipif(
 def test_the_pretended_device(check):
     paths = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     command = [sys.executable, "-W", "ignore", "-m", "pretended.checks", check]
-    found = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=900
-    )
+    found = run_program(command, PYTHONPATH=paths)
     assert found.returncode == 0, found.stderr[-3000:]
