@@ -55,11 +55,6 @@ def test_mixed_precision_with_accumulation_is_like_whole_batches():
     assert 0.1 < half.clipped < 0.9
 
 
-@pytest.mark.fast_way
-def test_a_moved_run_takes_the_same_steps():
-    assert example("move_a_run").move(20) == (True, True, False, 20)
-
-
 @pytest.mark.slow
 def test_two_calls_and_a_chain_train_alike():
     results = example("from_two_calls_to_a_chain").train(10)

@@ -29,8 +29,6 @@ from torchzero_clip import (
     clip_grad_value_,
 )
 
-pytestmark = pytest.mark.fast_way
-
 FREE = {
     *("alias", "as_strided", "detach", "expand", "narrow", "permute", "select", "slice", "split", "split_with_sizes"),
     *("squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as_real"),
