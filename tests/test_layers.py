@@ -106,3 +106,9 @@ def test_the_mark_of_the_fast_way_is_set_in_one_place():
     mark = "mark." + "fast_way"
     files = [path.relative_to(tests) for path in tests.rglob("*.py") if mark in path.read_text()]
     assert files == [Path("fast/conftest.py")]
+
+
+def test_each_module_of_functions_has_its_tests():
+    tests = Path(__file__).parent / "functional"
+    modules = {path.stem for path in (PACKAGE / "functional").glob("[!_]*.py")}
+    assert modules <= {path.stem.removeprefix("test_") for path in tests.glob("test_*.py")}
