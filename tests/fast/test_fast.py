@@ -11,6 +11,7 @@ from defaults import DEFAULTS
 from fast.comparison import EVENTS, ROUNDING, UNUSUAL, assert_same, both, noise
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from table import PIECES
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from typing_extensions import override
@@ -36,9 +37,6 @@ from torchzero_clip import (
     SpikeAwareClip,
     Transform,
 )
-
-SHAPES = [(3, 5), (7,), (), (2, 3, 4, 5), (1,), (70001,), (300, 301)]
-"""Among them tensors that are cut into pieces, and one of an odd size."""
 
 CLIPS: dict[str, Any] = {
     "global": lambda: ClipNorm(0.3, dim="global"),
@@ -86,7 +84,7 @@ def is_no_vector(param):  # pickled with the optimizer
 cases = {
     "clips": st.lists(st.sampled_from(sorted(CLIPS)), max_size=3, unique=True),
     "rule": st.sampled_from(sorted(RULES)),
-    "shapes": st.lists(st.sampled_from(SHAPES), min_size=1, max_size=7),
+    "shapes": st.lists(st.sampled_from(PIECES), min_size=1, max_size=7),
     "dtype": st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16]),
     "events": st.lists(st.sampled_from(["none", "shared", *EVENTS, *UNUSUAL]), min_size=3, max_size=6),
     "scoped": st.booleans(),

@@ -1,9 +1,10 @@
 """Parameters with gradients, and others with the same ones."""
 
+import table
 import torch
 from torch import nn
 
-SHAPES = [(4, 3), (3,), (1,), (), (2, 3, 2), (0, 2)]
+SHAPES = [*table.SHAPES, (1,), (0, 2)]
 
 
 def params_with_grads(dtype=torch.float32, shapes=SHAPES):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from functional.params import assert_same_grads, grads_of, params_with_grads, twins
+from table import SHAPES
 from torch import nn
 
 from torchzero_clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
@@ -14,7 +15,7 @@ each_order = pytest.mark.parametrize("order", [2, 1, "linf", 0, -1, "mad", "std"
 
 @pytest.mark.parametrize("order", [1, 2, 3.5, math.inf, -math.inf, 0.5])
 def test_the_two_halves_of_a_global_clip_equal_torch(order):
-    params = params_with_grads(torch.float64, [(4, 3), (3,), (), (2, 3, 2)])
+    params = params_with_grads(torch.float64, SHAPES)
     other = twins(params)
     total = get_total_norm(grads_of(params), order)
     torch.testing.assert_close(total, torch.nn.utils.get_total_norm(grads_of(other), order))
