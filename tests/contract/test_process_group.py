@@ -50,7 +50,7 @@ def test_chains_equal_one_process(event, fast):
         ("", ["ClipNorm+AdamW", "gates", "a joint child"]),
         ("nobody", ["statistics of one process", "schedule", "gates", "gradients before"]),
         ("empty", ["joint statistics", "norms of averages", "joint std", "gates"]),
-        ("all empty", programs.names()),
+        pytest.param("all empty", programs.names("empty"), marks=pytest.mark.slow, id="all empty"),
     ],
 )
 def test_a_few_chains_equal_one_process(event, names):
