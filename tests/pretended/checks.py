@@ -120,10 +120,13 @@ def trained(entry: Entry, dtype: torch.dtype, place: torch.device, *, fast: bool
 
 
 def entries_agree(dtype: torch.dtype) -> None:
-    """The fast way, the readable way and the CPU, also with a gradient that is not finite in one step."""
+    """The fast way, the readable way and the CPU, also with a gradient that is not finite in one step.
+
+    Other dtypes than float32 leave out the readable way, and entries that vary.
+    """
     for entry in ENTRIES if dtype == torch.float32 else DISTINCT:
         expected = trained(entry, dtype, CPU, fast=False)
-        for fast in (True, False):
+        for fast in (True, False) if dtype == torch.float32 else (True,):
             agree(trained(entry, dtype, CUDA, fast=fast), expected, (entry.name, fast), dtype)
 
 
