@@ -2,14 +2,12 @@
 
 import importlib.util
 import math
-import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_program
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -55,11 +53,6 @@ def test_mixed_precision_with_accumulation_is_like_whole_batches():
     assert half.skipped > 0
     assert whole.skipped == parts.skipped == 0
     assert 0.1 < half.clipped < 0.9
-
-
-@pytest.mark.fast_way
-def test_a_moved_run_takes_the_same_steps():
-    assert example("move_a_run").move(20) == (True, True, False, 20)
 
 
 @pytest.mark.slow
@@ -216,20 +209,11 @@ def test_a_limit_that_adapts_survives_corrupted_batches_that_harm_without_one():
     assert runs["ZClip()"].held_out < runs[module.NONE].held_out - 0.2
 
 
-def printed(name, *args, limit=240):
-    """The lines that an example of several processes prints; all of them are killed at the limit."""
-    command = [sys.executable, "-W", "ignore", EXAMPLES / f"{name}.py", *args]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate(timeout=limit)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    assert process.returncode == 0, output
-    return output.splitlines()
+def printed(name, *args):
+    """The lines that an example of several processes prints."""
+    done = run_program([sys.executable, "-W", "ignore", EXAMPLES / f"{name}.py", *args])
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 def rows(lines):

@@ -98,3 +98,17 @@ def test_no_module_is_part_of_a_circle_of_imports():
         imports[module_name(path)] = {name if name in names else name.rpartition(".")[0] for name in given} & names
     assert imports["torchzero_clip.engine.walk"] >= {"torchzero_clip.core.chain", "torchzero_clip.functional.measure"}
     assert {name for name in names if name in reached(imports, name)} == set()
+
+
+def test_the_mark_of_the_fast_way_is_set_in_one_place():
+    """All tests that need the fast way are in its folder, so that the others pass without it."""
+    tests = Path(__file__).parent
+    mark = "mark." + "fast_way"
+    files = [path.relative_to(tests) for path in tests.rglob("*.py") if mark in path.read_text()]
+    assert files == [Path("fast/conftest.py")]
+
+
+def test_each_module_of_functions_has_its_tests():
+    tests = Path(__file__).parent / "functional"
+    modules = {path.stem for path in (PACKAGE / "functional").glob("[!_]*.py")}
+    assert modules <= {path.stem.removeprefix("test_") for path in tests.glob("test_*.py")}

@@ -5,14 +5,13 @@ It needs the extra `private`, in an environment of its own: .ci/run makes it.
 
 import importlib.util
 import math
-import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_program
 
 from torchzero_clip import ClippingResult, ConstantFlatClipper, PrivateGradientClipper
 
@@ -130,8 +129,7 @@ def test_the_recipe_learns_within_its_epsilon(recipe):
 @pytest.mark.slow
 def test_the_recipe_runs_and_two_processes_have_the_same_model():
     command = [sys.executable, "-W", "ignore", RECIPE, "--steps", "20"]
-    environment = os.environ | {"PYTHONPATH": str(RECIPE.parents[1])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    done = run_program(command, PYTHONPATH=str(RECIPE.parents[1]))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].endswith("for epsilon 3.0 at delta 1e-05")

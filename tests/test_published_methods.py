@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from table import SHAPES
 from torch import nn
 
 from torchzero_clip import LR, SGD, AdaGC, Adam, ClipByMaxEMA, GradientStabilizer, Modular, Muon, WeightDecay, ZClip
 
 ROOT = Path(__file__).parents[1]
-SHAPES = [(4, 3), (5,), (2, 3, 2)]
 peer = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 

@@ -1,6 +1,7 @@
-"""The helper that runs tests in several processes: what it returns, and what becomes of errors, deaths and hangs."""
+"""The helpers that run tests in several processes: what they return, and what becomes of errors, deaths and hangs."""
 
 import os
+import sys
 import time
 
 import pytest
@@ -31,7 +32,7 @@ def dies_on_one_rank():
 
 
 def waits_alone():
-    time.sleep(60 * dist.get_rank())
+    time.sleep(ranks.LIMIT * dist.get_rank())
 
 
 def test_each_rank_returns_its_result():
@@ -52,5 +53,34 @@ def test_a_rank_that_fails_ends_all(program, message):
 
 
 def test_a_hang_is_a_failure_that_shows_where_each_rank_waits():
-    with pytest.raises(AssertionError, match=r"still run(.|\n)*rank 1(.|\n)*in waits_alone"):
-        ranks.run(waits_alone, 2, limit=4.0)
+    begun = time.monotonic()
+    ranks.run(total, 2, 10)
+    limit = 3.0 + 2 * (time.monotonic() - begun)  # a busy machine needs longer to start processes
+    where = r"of 2 ranks, \[0, 1\] still run(.|\n)*rank 0(.|\n)*in barrier(.|\n)*rank 1(.|\n)*in waits_alone"
+    with pytest.raises(AssertionError, match=where):
+        ranks.run(waits_alone, 2, limit=limit)
+
+
+def test_a_program_returns_its_exit_code_and_what_it_printed():
+    code = "import os, sys; print('out', os.environ['WORD']); print('err', file=sys.stderr); sys.exit(3)"
+    done = ranks.run_program([sys.executable, "-c", code], WORD="a word")
+    assert (done.returncode, done.stdout, done.stderr) == (3, "out a word\n", "err\n")
+
+
+def test_a_program_that_hangs_is_a_failure_that_shows_where_its_processes_wait(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        """
+import subprocess, sys, time
+def waits_for_another():
+    subprocess.run([sys.executable, __file__, "other"])
+def waits():
+    print("begun", flush=True)
+    time.sleep(1000)
+waits() if sys.argv[1:] else waits_for_another()
+"""
+    )
+    with pytest.raises(AssertionError, match=r"still ran\nbegun\n(.|\n)*") as error:
+        ranks.run_program([sys.executable, program], limit=5.0)
+    assert "in waits\n" in str(error.value)
+    assert "in waits_for_another\n" in str(error.value)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from table import chain
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -14,34 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from torchzero_clip import (
-    AdaGC,
-    Adam,
-    Centralize,
-    ClipNorm,
-    ClipNormByEMA,
-    ClipValue,
-    Modular,
-    SkipStep,
-    ZClip,
-    clip_grad_norm_,
-    get_total_norm,
-)
+from torchzero_clip import Modular, clip_grad_norm_, get_total_norm
 
-CHAINS: dict[str, Callable[[], list[Any]]] = {
-    "Adam": lambda: [Adam()],
-    "ClipNorm": lambda: [ClipNorm(1.0, dim="global"), Adam()],
-    "ClipNorm, each tensor": lambda: [ClipNorm(1.0), Adam()],
-    "two ClipNorm": lambda: [ClipNorm(2.0, dim="global"), ClipNorm(1.0, 1, dim="global"), Adam()],
-    "ClipNorm, std": lambda: [ClipNorm(1.0, "std", dim="global"), Adam()],
-    "Centralize": lambda: [Centralize("global"), Adam()],
-    "ClipNormByEMA": lambda: [ClipNormByEMA(tensorwise=False), Adam()],
-    "AdaGC": lambda: [AdaGC(warmup_steps=2), Adam()],
-    "ZClip": lambda: [ZClip(), Adam()],
-    "ClipValue": lambda: [ClipValue(1.0), Adam()],
-    "SkipStep": lambda: [SkipStep(1e9), Adam()],
-    "SkipStep, ClipNorm": lambda: [SkipStep(1e9), ClipNorm(1.0, dim="global"), Adam()],
-}
 JUDGED = {"error_if_nonfinite": True}
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "clip_grad_norm_": lambda params, **k: clip_grad_norm_(params, 1.0, dim="global", **k),
@@ -72,8 +47,8 @@ Counts = dict[tuple[str, int, bool], dict[str, int]]
 """Of each collective in the third step, by chain or function, number of tensors, and whether there is a group."""
 
 
-def counts(numbers: tuple[int, ...]) -> Counts:
-    """Runs in one process."""
+def counts(numbers: tuple[int, ...], chains: list[str]) -> Counts:
+    """The counts of chains in `table.LINKS` and of functions. Runs in one process."""
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=256)
     mesh = init_device_mesh("cpu", (4, 32, 2), mesh_dim_names=("pp", "dp", "tp"))
@@ -85,8 +60,8 @@ def counts(numbers: tuple[int, ...]) -> Counts:
         params = list(map(nn.Parameter, tensors))
         for param in params:
             param.grad = torch.ones_like(param)
-        for (name, make), group in product(CHAINS.items(), (None, mesh["pp"].get_group())):
-            optimizer = Modular(params, make(), process_group=group)
+        for name, group in product(chains, (None, mesh["pp"].get_group())):
+            optimizer = Modular(params, *chain(name), process_group=group)
             for _ in range(3):
                 with Collectives() as collectives:
                     optimizer.step()

@@ -92,8 +92,9 @@ def chain_of(name: str) -> Any:
     return CHAINS[name]() if entry is None else entry.make()
 
 
-def names() -> list[str]:
-    return [*CHAINS, *(entry.name for entry in ENTRIES)]
+def names(event: str) -> list[str]:
+    """Entries that only vary another one are trained on ordinary gradients alone."""
+    return [*CHAINS, *(entry.name for entry in ENTRIES if not (event and entry.varies))]
 
 
 def own_part(row: Sequence[Any]) -> list[Any]:
@@ -156,7 +157,7 @@ def train_group(name: str, event: str, **options: Any) -> dict[str, Any]:
 def train_all(event: str, options: dict[str, Any]) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {name: train_group(name, event, **options) for name in names()}
+        return {name: train_group(name, event, **options) for name in names(event)}
 
 
 def train_some(names: list[str], event: str) -> list[dict[str, Any]]:

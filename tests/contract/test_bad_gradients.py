@@ -6,13 +6,12 @@ import pytest
 import ranks
 from contract import bad_gradients as programs
 
-LIMIT = 30.0
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_functions_raise_on_all_processes_for_a_plain_gradient_of_one(bad):
-    found = ranks.run(programs.of_one_rank, 4, bad, limit=LIMIT)
+    found = ranks.run(programs.of_one_rank, 4, bad)
     for rank, own in enumerate(found):
         for bad_rank, (together, apart) in enumerate(own):
             assert together == found[0][bad_rank][0]
@@ -29,14 +28,14 @@ def test_functions_raise_on_all_processes_for_a_plain_gradient_of_one(bad):
 
 
 def test_functions_raise_where_only_one_process_has_a_gradient():
-    for texts in ranks.run(programs.alone, 4, limit=LIMIT):
+    for texts in ranks.run(programs.alone, 4):
         assert len(texts) == 8
         assert all("norm of the gradients is nan" in text and "with inf or NaN: weight. Pass" in text for text in texts)
 
 
 def test_an_optimizer_names_a_plain_gradient_of_any_rank():
     roots = {"weight": 2**0.5, "bias": 3**0.5, "sharded": 2**0.5}
-    for own in ranks.run(programs.of_optimizer, 4, False, limit=LIMIT):
+    for own in ranks.run(programs.of_optimizer, 4, False):
         for bad_rank, (bad, _) in enumerate(own):
             stage = bad_rank // 2
             assert (bad.names, bad.total) == ((f"weight (rank {stage} of process_group)",), 1)
@@ -46,7 +45,7 @@ def test_an_optimizer_names_a_plain_gradient_of_any_rank():
 
 
 def test_a_plain_gradient_may_be_missing_on_one_rank():
-    for own in ranks.run(programs.of_optimizer, 4, True, limit=LIMIT):
+    for own in ranks.run(programs.of_optimizer, 4, True):
         for bad_rank, (bad, texts) in enumerate(own):
             sharded = f"sharded (rank {bad_rank // 2} of process_group)"
             assert (bad.names, bad.total, len(bad.largest)) == ((sharded,), 1, 3)

@@ -4,11 +4,11 @@ import pytest
 import torch
 from contract.entries import ENTRIES, is_matrix
 from contract.training import assert_equal, gradients, parameters, train, values
+from table import EVERY_RANK
 from torch import nn
 
 from torchzero_clip import Chain, ClipNorm, ClipNormByEMA, ClipValue, Modular
 
-MANY_SHAPES = [(), (3,), (1,), (0,), (4, 3), (0, 2), (2, 3, 2), (2, 3, 2, 2), (2, 1, 2, 1, 3)]
 CLIPS_BEFORE_OPTIMIZERS = {
     "ClipNorm+AdamW": ClipNorm(0.5, dim="global", target="grad"),
     "Adam+two clips": ClipNorm(0.5, target="grad"),
@@ -32,7 +32,7 @@ def trained(make, params, grads, **options):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
 def test_all_shapes_and_dtypes_follow_float64(entry, dtype):
-    params = parameters(dtype, MANY_SHAPES)
+    params = parameters(dtype, EVERY_RANK)
     reference = [nn.Parameter(p.detach().double()) for p in params]
     grads = gradients(params, 3)
     trained(entry.make, params, grads)

@@ -7,8 +7,6 @@ from contract import pipeline
 from contract.pipeline import JOBS, SCHEDULES
 from contract.resharding import assert_near
 
-LIMIT = 240.0
-
 
 def assert_equals_one_process(found, expected, name):
     """``found`` is what each rank has found in the training ``name``."""
@@ -39,7 +37,7 @@ def test_a_pipeline_with_a_joint_clip_trains_as_one_process():
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_pipelines_train_as_one_process(schedule):
-    found = ranks.run(pipeline.all_jobs, 4, schedule, list(JOBS), limit=LIMIT)
+    found = ranks.run(pipeline.all_jobs, 4, schedule, list(JOBS))
     for name, job in JOBS.items():
         assert_equals_one_process(found, pipeline.one_process(job), name)
 

@@ -10,7 +10,6 @@ from contract.resharding import JOBS, SAVED, STEPS, WAYS, assert_near, joined, t
 ALL = [(name, way) for name in JOBS for way in WAYS]
 EACH = list(zip(JOBS, WAYS, strict=True))
 """Each job and each way once."""
-LIMIT = 240.0
 slow = [pytest.mark.slow, pytest.mark.xdist_group("resharding")]  # one process has the checkpoints
 
 
@@ -31,7 +30,7 @@ def checkpoints(tmp_path_factory):
     @functools.cache
     def written(count):
         folder = tmp_path_factory.mktemp(f"of_{count}")
-        return folder, ranks.run(resharding.save, count, folder, ALL, limit=LIMIT)
+        return folder, ranks.run(resharding.save, count, folder, ALL)
 
     return written
 
@@ -71,7 +70,7 @@ def test_a_checkpoint_of_two_processes_loads_into_one_without_sharding(tmp_path)
 )
 def test_a_checkpoint_loads_into_another_number_of_processes(checkpoints, before, after, jobs):
     folder, saved = checkpoints(before)
-    resumed = ranks.run(resharding.resume, after, folder, jobs, limit=LIMIT)
+    resumed = ranks.run(resharding.resume, after, folder, jobs)
     for job in jobs:
         assert_went_on(saved, resumed, job)
 

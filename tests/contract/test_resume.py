@@ -17,7 +17,7 @@ from contract.training import (
     values,
 )
 
-from torchzero_clip import Adam, Modular
+from torchzero_clip import Modular
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -130,17 +130,3 @@ def test_a_checkpoint_loads_after_the_dtype_of_the_model_has_changed(entry, befo
     train(second, twins, grads)
     assert_equal(twins, params)
     assert_same_state(second, optimizer)
-
-
-@pytest.mark.fast_way
-def test_adam_goes_on_after_double_as_torchs_does():
-    params, others = parameters(), parameters()
-    optimizer, reference = Modular(params, Adam(0.1, fused=False)), torch.optim.Adam(others, 0.1, foreach=False)
-    grads = gradients(params, 4)
-    for either, own in ((optimizer, params), (reference, others)):
-        train(either, own, grads[:2])
-        for param in own:
-            param.grad, param.data = None, param.data.double()
-        either.load_state_dict(either.state_dict())
-        train(either, own, [[grad.double() for grad in row] for row in grads[2:]])
-    assert_equal(params, others)

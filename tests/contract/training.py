@@ -5,11 +5,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from table import SHAPES
 from torch import Tensor, nn
 
 from torchzero_clip import Modular
-
-SHAPES = [(4, 3), (3,), (2, 3, 2), ()]
 
 
 class Model(nn.Module):

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from contract.test_dispatch import operations_of_a_step
-from contract.training import train
 from fast.comparison import assert_same, both, noise
 from test_pages_for_authors import shown
 from torch import nn
@@ -73,38 +71,6 @@ def test_a_result_that_is_no_clip_is_the_same_in_both_ways():
         for run in (fast, readable):
             run.step(noise(SHAPES, step, event))
         assert_same(fast, readable, 1e-5, 1e-6)
-
-
-@pytest.mark.fast_way
-def test_the_transform_of_an_author_is_called_with_pieces(monkeypatch):
-    seen = []
-    change, formula = IN_PLACE.change, CLIP.formula
-    monkeypatch.setattr(
-        IN_PLACE, "change", lambda self, x, *rest: seen.append((tuple(x.shape), rest[-1])) or change(self, x, *rest)
-    )
-    for kind in (CLIP, IN_PLACE):
-        monkeypatch.setattr(
-            kind, "formula", lambda self, x, *rest: seen.append((tuple(x.shape), None)) or formula(self, x, *rest)
-        )
-    pieces = [(131072,), (131072,), (37856,), (23,)]
-    for kind, fast, shapes in ((IN_PLACE, True, pieces), (CLIP, True, pieces), (IN_PLACE, False, SHAPES)):
-        params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-        optimizer = Modular(params, kind(), AdamW(), fast=fast)
-        for step in range(2):
-            seen.clear()
-            train(optimizer, params, [[grad.float() for grad in noise(SHAPES, step)]])
-        assert [shape for shape, _ in seen] == shapes
-        assert [at.usual for _, at in seen if at is not None] == [True] * len(shapes) * (fast and kind is IN_PLACE)
-
-
-@pytest.mark.slow
-@pytest.mark.fast_way
-def test_the_transform_of_an_author_takes_no_more_operations_than_ours():
-    own = [operations_of_a_step(lambda: [IN_PLACE(), AdamW()], count) for count in (20, 80)]
-    ours = operations_of_a_step(lambda: [ClipValueByEMA(ema_init="update"), AdamW()], 20)
-    assert own == [ours + 2] * 2  # it multiplies by `factor`, and sets the first limits to inf
-    formula = [operations_of_a_step(lambda: [CLIP(), AdamW()], count) for count in (20, 80)]
-    assert formula[0] == formula[1] <= ours
 
 
 class Doubles(ClipValue):

@@ -178,23 +178,6 @@ def test_a_subclass_that_overrides_one_method_is_followed_in_both_ways(kind, exp
     assert not kind().stays_finite()
 
 
-@pytest.mark.fast_way
-def test_only_the_readable_way_runs_the_formula_of_a_class_with_change(monkeypatch):
-    called = []
-    formula, change = ClipValueByEMA.formula, ClipValueByEMA.change
-    monkeypatch.setattr(ClipValueByEMA, "formula", lambda *args: called.append("formula") or formula(*args))
-    monkeypatch.setattr(ClipValueByEMA, "change", lambda *args: called.append("change") or change(*args))
-    half = torch.bfloat16  # in half precision on CPU, the fast way leaves the transform to the walk
-    for fast, dtype, name in ((True, torch.float32, "change"), (True, half, "change"), (False, half, "formula")):
-        weight = nn.Parameter(torch.zeros(2, dtype=dtype))
-        optimizer = Modular([weight], ClipValueByEMA(), AdamW(), fast=fast)
-        for _ in range(2):
-            called.clear()
-            weight.grad = torch.ones(2, dtype=dtype)
-            optimizer.step()
-        assert called == [name]
-
-
 @needs_compiler
 @pytest.mark.parametrize("kind", [ClipToUsual, ClipToUsualInPlace])
 def test_a_compiled_step_with_a_formula_is_one_graph(kind):

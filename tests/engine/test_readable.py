@@ -10,7 +10,7 @@ from contract.training import assert_equal, gradients, parameters, set_grads
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchzero_clip
-from torchzero_clip import Adam, AdamW, ClipNorm, Modular, Wrap
+from torchzero_clip import Adam, ClipNorm, Modular, Wrap
 
 FAST = str(Path(torchzero_clip.__file__).parent / "fast")
 
@@ -62,13 +62,6 @@ def test_only_a_users_wrap_reaches_a_kernel_in_the_readable_way():
     log = logged(lambda: [ClipNorm(0.5), Wrap(torch.optim.Adam, fused=True)], fast=False)
     assert log.fused == {"_fused_adam_.default"}
     assert not log.frames
-
-
-@pytest.mark.fast_way
-def test_the_logs_see_the_fast_way():
-    log = logged(lambda: [ClipNorm(0.5), AdamW()], fast=True)
-    assert log.fused == {"_fused_adamw_.default"}
-    assert "Fast.finish" in log.frames
 
 
 @pytest.mark.parametrize("fused", [None, True, False])

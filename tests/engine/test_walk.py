@@ -59,15 +59,6 @@ def calls_of(function):
     return calls
 
 
-@pytest.mark.fast_way
-@pytest.mark.parametrize(("fast", "most", "functions", "each"), [(True, 180, 118, 1), (False, 290, 120, 10)])
-def test_the_walk_is_short(fast, most, functions, each):
-    calls, more = calls_of_a_step(2, fast=fast), calls_of_a_step(102, fast=fast)
-    assert 50 < len(calls) <= most
-    assert len(set(calls)) <= functions
-    assert (len(more) - len(calls)) / 100 <= each
-
-
 def test_functions_of_the_walk_fit_a_screen():
     for code in set(calls_of_a_step(2)):
         lines, _ = inspect.getsourcelines(code)

@@ -11,6 +11,7 @@ from defaults import DEFAULTS
 from fast.comparison import EVENTS, ROUNDING, UNUSUAL, assert_same, both, noise
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from table import PIECES
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from typing_extensions import override
@@ -36,9 +37,6 @@ from torchzero_clip import (
     SpikeAwareClip,
     Transform,
 )
-
-SHAPES = [(3, 5), (7,), (), (2, 3, 4, 5), (1,), (70001,), (300, 301)]
-"""Among them tensors that are cut into pieces, and one of an odd size."""
 
 CLIPS: dict[str, Any] = {
     "global": lambda: ClipNorm(0.3, dim="global"),
@@ -86,21 +84,19 @@ def is_no_vector(param):  # pickled with the optimizer
 cases = {
     "clips": st.lists(st.sampled_from(sorted(CLIPS)), max_size=3, unique=True),
     "rule": st.sampled_from(sorted(RULES)),
-    "shapes": st.lists(st.sampled_from(SHAPES), min_size=1, max_size=7),
+    "shapes": st.lists(st.sampled_from(PIECES), min_size=1, max_size=7),
     "dtype": st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16]),
     "events": st.lists(st.sampled_from(["none", "shared", *EVENTS, *UNUSUAL]), min_size=3, max_size=6),
     "scoped": st.booleans(),
 }
 
 
-@pytest.mark.fast_way
 @settings(max_examples=20)
 @given(**cases)
 def test_fast_equals_readable(**case):
     compare(**case)
 
 
-@pytest.mark.fast_way
 @pytest.mark.slow
 @settings(max_examples=300)
 @given(**cases)
@@ -128,7 +124,6 @@ def compare(clips, rule, shapes, dtype, events, scoped):
         assert_same(fast, readable, ROUNDING[dtype])
 
 
-@pytest.mark.fast_way
 def test_parameters_drop_out_one_by_one():
     shapes = [(3, 5), (7,), (2, 3, 4, 5), (70001,)]
     fast, readable = both(lambda: [ClipNormByEMA(0.5), ClipValueGrowth(), AdamW(0.01)], shapes)
@@ -139,7 +134,6 @@ def test_parameters_drop_out_one_by_one():
         assert_same(fast, readable, ROUNDING[torch.float32])
 
 
-@pytest.mark.fast_way
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["global", "per tensor", "norm ema", "value ema", "value growth", "norm growth"])
 def test_rounding_does_not_add_up(name):
@@ -154,7 +148,6 @@ def test_rounding_does_not_add_up(name):
 
 
 @pytest.mark.slow
-@pytest.mark.fast_way
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # before torch 2.13
 def test_the_fast_way_takes_no_memory_of_the_size_of_the_parameters():
     params = [nn.Parameter(torch.randn(1024, 1024)) for _ in range(2)]  # 4 MiB each
@@ -170,7 +163,6 @@ def test_the_fast_way_takes_no_memory_of_the_size_of_the_parameters():
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.fast_way
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # before torch 2.13
 @pytest.mark.parametrize("transform", [ClipNorm(1), ClipNormByEMA(), ClipNorm(1, ord=3)], ids=str)
 def test_gradients_that_vanish_take_no_memory_of_the_size_of_the_parameters(transform):
@@ -213,8 +205,8 @@ def test_long_tensors_under_another_default_of_the_process(default):
     assert_equal(params, others)
 
 
-@pytest.mark.fast_way  # in the readable way its state belongs to inference mode, as that of torch.optim does
 def test_a_step_in_inference_mode_does_not_break_those_after_it():
+    """In the readable way its state belongs to inference mode, as that of torch.optim does."""
     weight = nn.Parameter(torch.ones(2))
     optimizer = Modular([weight], ClipNorm(1), AdamW())
     with torch.inference_mode():
@@ -282,7 +274,6 @@ def test_a_setting_that_the_dtype_cannot_hold_changes_nothing():
     assert {float(optimizer.state[p]["adam/step"]) for p in params} == {2.0}
 
 
-@pytest.mark.fast_way
 @pytest.mark.parametrize("whole", [True, False], ids=["kernel", "tensor by tensor"])
 def test_a_kernel_that_raises_leaves_the_count_of_steps(whole, monkeypatch):
     params = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3) if whole else torch.ones(3, 2).t())]

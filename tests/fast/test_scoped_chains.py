@@ -136,7 +136,6 @@ CROSSING: dict[str, Callable[[], list[Any]]] = {
 }
 
 
-@pytest.mark.fast_way
 @pytest.mark.parametrize("make", CROSSING.values(), ids=CROSSING)
 def test_chains_of_crossing_scopes(make):
     grads = [{name: torch.full(shape, 3.0 + k) for k, (name, shape) in enumerate(SHAPES.items())}] * 3
@@ -155,9 +154,8 @@ def test_operations_keep_their_order_across_scopes():
 
 
 @pytest.mark.quick_cases(3)
-@pytest.mark.fast_way
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
-@pytest.mark.parametrize("block", [*range(10), *(pytest.param(k, marks=pytest.mark.slow) for k in range(10, 100))])
+@pytest.mark.parametrize("block", [*range(10), *(pytest.param(k, marks=pytest.mark.slow) for k in range(10, 40))])
 def test_random_chains_of_crossing_scopes(block):
     for seed in range(10 * block, 10 * block + 10):
         compare_random(seed)

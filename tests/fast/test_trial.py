@@ -23,8 +23,6 @@ from torchzero_clip import (
 )
 from torchzero_clip.fast import fast, trial
 
-pytestmark = pytest.mark.fast_way
-
 
 class Halves(Elementwise):
     """Halves the elements, and stores them."""

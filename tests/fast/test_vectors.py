@@ -14,7 +14,6 @@ from torch import nn
 from torchzero_clip import AdamW, ClipNormGrowth, ClipValueByEMA, ClipValueGrowth, Modular
 
 
-@pytest.mark.fast_way
 @pytest.mark.parametrize("save", [torch.save, pickle.dump], ids=["torch.save", "pickle"])
 def test_a_saved_state_is_no_larger(save):
     sizes = []

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from defaults import DEFAULTS
+from functional.params import SHAPES, assert_same_grads, grads_of, params_with_grads, twins
 from oracles.clipping import as_double, centralize, clip_norm, norm_of_all, normalize
 from torch import nn
 
@@ -18,33 +19,9 @@ from torchzero_clip import (
     normalize_grads_,
 )
 
-SHAPES = [(4, 3), (3,), (1,), (), (2, 3, 2), (0, 2)]
 each_dim = pytest.mark.parametrize("dim", [None, 0, -1, (0, 2), (0, -3), "global", ()])
 each_inverse = pytest.mark.parametrize("inverse_dims", [False, True])
 each_order = pytest.mark.parametrize("order", [2, 1, "linf", 0, -1, "mad", "std", "var", "sum"])
-
-
-def params_with_grads(dtype=torch.float32, shapes=SHAPES):
-    params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
-    for param in params:
-        param.grad = torch.randn(param.shape).to(dtype)
-    return params
-
-
-def grads_of(params):
-    return [param.grad.clone() for param in params]
-
-
-def twins(params):
-    """Other parameters with the same gradients."""
-    others = [nn.Parameter(torch.zeros_like(param)) for param in params]
-    for other, param in zip(others, params, strict=True):
-        other.grad = param.grad.clone(memory_format=torch.contiguous_format)
-    return others
-
-
-def assert_same_grads(params, others, **tolerance):
-    torch.testing.assert_close(grads_of(params), grads_of(others), **{"rtol": 0, "atol": 0, **tolerance})
 
 
 @pytest.mark.parametrize("order", [1, 2, 3.5, math.inf, 0.5])
@@ -92,46 +69,6 @@ def test_centralizing_equals_a_loop(dim, inverse_dims):
         expected = centralize(grads_of(params), dim, inverse_dims, min_size)
         assert centralize_grads_(params, dim, inverse_dims, min_size) is None
         torch.testing.assert_close(grads_of(params), expected, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("order", [1, 2, 3.5, math.inf, -math.inf, 0.5])
-def test_the_two_halves_of_a_global_clip_equal_torch(order):
-    params = params_with_grads(torch.float64, [(4, 3), (3,), (), (2, 3, 2)])
-    other = twins(params)
-    total = get_total_norm(grads_of(params), order)
-    torch.testing.assert_close(total, torch.nn.utils.get_total_norm(grads_of(other), order))
-    assert clip_grads_with_norm_(params, 0.01, total) is None
-    torch.nn.utils.clip_grads_with_norm_(other, 0.01, total)
-    assert_same_grads(params, other, rtol=1e-3)  # torch adds 1e-6 to the norm
-
-
-@each_order
-def test_the_two_halves_equal_the_whole(order):
-    params = params_with_grads(torch.float64)
-    other = twins(params)
-    total = get_total_norm((p.grad for p in params), order)
-    torch.testing.assert_close(total, clip_grad_norm_(other, 0.5, order, dim="global"))
-    if order != "var":  # whose factor is a root
-        clip_grads_with_norm_(params, 0.5, total)
-        assert_same_grads(params, other, rtol=1e-12)
-
-
-def test_a_known_norm_may_be_a_number_or_not_finite():
-    param = nn.Parameter(torch.zeros(2))
-    for norm, expected in ((10.0, [0.3, 0.4]), (0.0, [3.0, 4.0]), (0.5, [3.0, 4.0]), (math.inf, [0.0, 0.0])):
-        param.grad = torch.tensor([3.0, 4.0])
-        clip_grads_with_norm_(param, 1.0, norm)
-        torch.testing.assert_close(param.grad, torch.tensor(expected))
-    clip_grads_with_norm_(param, 1.0, math.nan)
-    assert param.grad.isnan().all()
-
-
-def test_the_total_norm_of_nothing_is_zero_and_one_that_is_not_finite_may_raise():
-    assert get_total_norm([]).item() == clip_grad_norm_([], 1.0).item() == clip_grad_norm_([], 1.0, "std").item() == 0
-    assert get_total_norm(torch.tensor([3.0, 4.0])).item() == 5
-    assert get_total_norm([torch.tensor([math.inf])]).item() == math.inf
-    with pytest.raises(RuntimeError, match=r"of the tensors is inf\. .* NaN: tensor 1 of shape .* to get this"):
-        get_total_norm([torch.ones(2), torch.tensor([math.inf])], error_if_nonfinite=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

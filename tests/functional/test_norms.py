@@ -35,27 +35,6 @@ def test_hand_computed(order):
     assert norm(torch.tensor([1.0, 0.0, 4.0, -5.0]), order).item() == pytest.approx(expected[order], rel=1e-6)
 
 
-def test_slices_of_many_tensors_at_once():
-    """Short and long rows, columns, tensors that need several copies; zeros, squares beyond float32, NaN."""
-    shapes = [(3, 5), (7,), (), (2, 3, 4), (40, 1500), (3, 70001), (700, 900), (9, 5), (4, 5), (300, 400), (301, 400)]
-    tensors = [torch.randn(shape) for shape in shapes]
-    tensors[0][1], tensors[3][0, 1], tensors[7][2], tensors[8][3, 1] = 0.0, 1e30, 1e-30, math.nan
-    tensors[6] = tensors[6].T
-    for dim in (-1, 0, (1, 2)):
-        slicing = Slicing.checked(2, dim, isinstance(dim, tuple), 1)
-        own = [t for t in tensors if slicing.reduced_dims(t)]
-        for _ in range(2):  # the second time as planned
-            fast = measure(own, slicing, way=Way(True, Scratch()))
-            assert fast.slices is not None
-            readable = measure(own, slicing)
-            torch.testing.assert_close(fast.vector, readable.vector, rtol=1e-5, atol=0, equal_nan=True)
-            torch.testing.assert_close(fast.total, readable.total, rtol=1e-5, atol=0, equal_nan=True)
-            assert [n.shape for n in fast.norms] == [n.shape for n in readable.norms]
-            whole_ones = torch.stack([norm(tensor) for tensor in own])
-            torch.testing.assert_close(fast.tensor_norms, whole_ones, rtol=1e-5, atol=0, equal_nan=True)
-            own = [t.clone() for t in own]
-
-
 @pytest.mark.parametrize("largest", [1e-40, 1.0, 3e38, math.inf, math.nan])
 def test_largest_magnitudes_of_many_tensors_at_once(largest):
     tensors = [torch.randn(shape).clamp(-3, 3) for shape in ((3, 5), (7,), (), (70001,), (300, 400), (1200, 300))]

@@ -1,10 +1,10 @@
 """What the integrations do without any trainer installed."""
 
-import subprocess
 import sys
 
 import pytest
 import torch
+from ranks import run_program
 from torch import nn
 
 from torchzero_clip import Centralize, ClipNorm, Modular, integrations
@@ -96,5 +96,5 @@ def test_importing_the_package_imports_neither_the_compiler_nor_trainers():
         "heavy = {'torch._dynamo', 'torch.distributed.tensor', 'transformers', 'lightning', 'accelerate'}; "
         "print(sorted(heavy & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    done = run_program([sys.executable, "-c", code])
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

@@ -144,7 +144,6 @@ WAYS = {
 }
 
 
-@pytest.mark.fast_way
 @pytest.mark.parametrize("entry", TAKING_PART, ids=str)
 @pytest.mark.parametrize("way", [w if w == "float32" else pytest.param(w, marks=pytest.mark.slow) for w in WAYS])
 def test_equals_the_ordinary_step(entry, way):
@@ -184,7 +183,6 @@ ENDS = [lambda: AdamW(0.1), lambda: SGD(0.1, 0.9), lambda: Wrap(torch.optim.Adag
 
 
 @pytest.mark.slow
-@pytest.mark.fast_way
 @settings(max_examples=25)
 @given(
     links=st.lists(st.tuples(st.sampled_from(LINKS), st.sampled_from(sorted(SCOPES))), min_size=1, max_size=3),
@@ -307,7 +305,6 @@ def test_gradients_never_exist_all_at_once():
             handle.remove()
 
 
-@pytest.mark.fast_way
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("make", [lambda: SGD(0.1), lambda: AdamW(0.1), lambda: Wrap(torch.optim.Adam, fused=True)])
 def test_autograd_notices_that_the_backward_still_needs_an_old_value(make, fast):

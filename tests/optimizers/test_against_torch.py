@@ -3,6 +3,7 @@
 import pytest
 import torch
 from optimizers.twins import same, same_gradients, two_of
+from table import SHAPES
 from torch import nn, optim
 
 from torchzero_clip import LR, SGD, Adam, AdamW, Modular, RMSprop, WeightDecay
@@ -37,7 +38,7 @@ PAIRS = {
 @pytest.mark.parametrize("name", PAIRS)
 def test_50_steps(name, maximize):
     ours, theirs = PAIRS[name]
-    params, other = two_of([torch.randn(shape, dtype=torch.float64) for shape in [(4, 3), (3,), (2, 3, 2), ()]])
+    params, other = two_of([torch.randn(shape, dtype=torch.float64) for shape in SHAPES])
     optimizer, reference = Modular(params, ours(), maximize=maximize), theirs(other)
     reference.param_groups[0]["maximize"] = maximize
     schedulers = [optim.lr_scheduler.CosineAnnealingLR(o, 20) for o in (optimizer, reference)]

@@ -148,8 +148,13 @@ def grads_of_one(model, entry, batch, index):
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()}
 
 
+# one process makes the truth about a model once
 entries = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=PUBLISHED if entry.published else ()) for name, entry in TABLE.items()]
+    "name",
+    [
+        pytest.param(name, marks=[*(PUBLISHED if entry.published else ()), pytest.mark.xdist_group(f"model {name}")])
+        for name, entry in TABLE.items()
+    ],
 )
 SLOW = [pytest.param(form, marks=pytest.mark.slow) for form in (by_classic_form, with_low_memory)]
 

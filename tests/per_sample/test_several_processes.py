@@ -4,7 +4,6 @@ import pytest
 import ranks
 from per_sample import several
 
-LIMIT = 120.0
 QUICK = ["backward_equals_one_process gpt unequal mean", "classic_equals_one_process frozen empty mean"]
 KINDS = [(kind, count) for kind in several.WRAPS for count in several.SHARES]
 
@@ -22,7 +21,7 @@ def results():
 def test_several_processes(results, kind, count, name):
     if (kind, count) not in results:  # the same processes make all checks, because it takes seconds to start them
         try:
-            results[kind, count] = ranks.run(several.run, count, kind, list(several.cases(count, kind)), limit=LIMIT)
+            results[kind, count] = ranks.run(several.run, count, kind, list(several.cases(count, kind)))
         except AssertionError as error:
             results[kind, count] = error
     found = results[kind, count]
@@ -30,6 +29,7 @@ def test_several_processes(results, kind, count, name):
     assert [failures.get(name) for failures in found] == [None] * count
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("kind", several.WRAPS)
 def test_two_processes_equal_one(kind):
-    assert ranks.run(several.run, 2, kind, QUICK, limit=LIMIT) == [{}, {}]
+    assert ranks.run(several.run, 2, kind, QUICK) == [{}, {}]

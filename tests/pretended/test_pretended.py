@@ -1,14 +1,16 @@
-"""The checks on the pretended CUDA device, each in a process of its own, because the device changes torch."""
+"""The checks on the pretended CUDA device, in processes of their own, because the device changes torch."""
 
+import functools
+import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from pretended.checks import CHECKS
+from pretended.checks import GROUPS
+from ranks import run_program
 
 TESTS = Path(__file__).parents[1]
 needs_a_guard = pytest.mark.skipif(
@@ -17,13 +19,29 @@ needs_a_guard = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(scope="module")
+def failures():
+    """The failures of the checks of a group, from one process."""
+
+    @functools.cache
+    def of(group):
+        paths = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+        done = run_program([sys.executable, "-W", "ignore", "-m", "pretended.checks", group], PYTHONPATH=paths)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return dict(map(json.loads, done.stdout.splitlines()))
+
+    return of
+
+
 @needs_a_guard
 @pytest.mark.slow
-@pytest.mark.parametrize("check", CHECKS)
-def test_the_pretended_device(check):
-    paths = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-    command = [sys.executable, "-W", "ignore", "-m", "pretended.checks", check]
-    found = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=900
-    )
-    assert found.returncode == 0, found.stderr[-3000:]
+@pytest.mark.parametrize(
+    ("group", "check"),
+    [
+        pytest.param(group, check, marks=pytest.mark.xdist_group(f"pretended, {group}"), id=check)
+        for group, checks in GROUPS.items()
+        for check in checks
+    ],
+)
+def test_the_pretended_device(failures, group, check):
+    assert failures(group)[check] == ""

@@ -1,6 +1,5 @@
 """Starts programs in several processes, each under a time limit, and kills them if asked to."""
 
-import multiprocessing
 import os
 import signal
 import time
@@ -13,13 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import CONTEXT, LIMIT, show_where_they_wait, shows_where_it_waits
 
 import torchzero_clip
 
 PACKAGE = Path(torchzero_clip.__file__).parent
-LIMIT = 300.0
-"""Seconds after which processes that still run are killed, and the test fails."""
-CONTEXT = multiprocessing.get_context("forkserver")
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,9 @@ def launch(
         for process in processes:
             process.start()
         while not all((folder / f"{rank}.{'reached' if is_killed else 'pt'}").exists() for rank in range(ranks)):
-            assert time.monotonic() < end, "the processes take too long"
+            if time.monotonic() > end:
+                waiting = show_where_they_wait(processes)
+                raise AssertionError(f"after {LIMIT} s, of {ranks} ranks, {waiting} still run\n{_errors(folder)}")
             assert not any(process.exitcode for process in processes), _errors(folder)
             time.sleep(0.02)
         for process in processes:
@@ -75,7 +74,7 @@ def launch(
 
 
 def _errors(folder: Path) -> str:
-    return "\n".join(path.read_text() for path in folder.glob("*.txt"))
+    return "\n".join(f"--- rank {path.stem}\n{path.read_text()}" for path in sorted(folder.glob("*.txt")))
 
 
 def _run(place: Place, ranks: int, program: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -90,6 +89,8 @@ def _run(place: Place, ranks: int, program: Callable[..., Any], args: tuple[Any,
         if Path(filename).is_relative_to(PACKAGE):
             warned.append(f"{filename}: {message}")
 
+    output = (place.folder / f"{place.rank}.txt").open("w")
+    shows_where_it_waits(output)
     try:
         warnings.simplefilter("always")
         warnings.showwarning = show
@@ -97,6 +98,7 @@ def _run(place: Place, ranks: int, program: Callable[..., Any], args: tuple[Any,
         torch.save({"warned": warned, **program(place, *args)}, place.folder / f"{place.rank}.pt")
         dist.barrier()
     except BaseException:
-        (place.folder / f"{place.rank}.txt").write_text(traceback.format_exc())
+        traceback.print_exc(file=output)
+        output.flush()
         os._exit(1)
     os._exit(0)  # gloo's threads now and then abort the shutdown of the interpreter, in torch 2.13 without us too

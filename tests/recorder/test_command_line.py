@@ -1,11 +1,11 @@
 """The commands print what they found, and every error as one line."""
 
 import importlib
-import subprocess
 import sys
 
 import pytest
 import torch
+from ranks import run_program
 from recorder.records import run_line, step_line
 
 from torchzero_clip import read_record
@@ -132,9 +132,9 @@ def test_help_shows_examples(arguments, capsys):
 @pytest.mark.slow
 def test_the_module_runs(file, tmp_path):
     command = [sys.executable, "-m", "torchzero_clip", "suggest"]
-    found = subprocess.run([*command, file], capture_output=True, text=True, check=False)
+    found = run_program([*command, file])
     assert (found.returncode, found.stderr) == (0, "")
     assert found.stdout.startswith("ClipNorm(")
-    failed = subprocess.run([*command, tmp_path / "no.jsonl"], capture_output=True, text=True, check=False)
+    failed = run_program([*command, tmp_path / "no.jsonl"])
     assert failed.returncode == 1
     assert failed.stderr.startswith("error: ")

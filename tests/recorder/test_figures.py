@@ -1,12 +1,12 @@
 """Pictures show what was recorded, whatever was recorded."""
 
 import math
-import subprocess
 import sys
 from itertools import pairwise
 
 import pytest
 import torch
+from ranks import run_program
 from recorder import records
 from recorder.records import column, made
 
@@ -192,7 +192,8 @@ def test_matplotlib_is_imported_when_a_picture_is_drawn_and_pyplot_never():
         "assert 'matplotlib' not in sys.modules; Record([0], [''], one, one, {}, ['a'], [0], one[None]).plot();"
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = run_program([sys.executable, "-c", code])
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("draw", [lambda r: r.plot(), lambda r: r.suggest_max_norm().plot()])

@@ -4,15 +4,15 @@ import importlib.util
 import json
 import shutil
 import signal
-import subprocess
 import sys
 import textwrap
 from dataclasses import fields
 
 import pytest
 import torch
+from ranks import CONTEXT, run_program
 from recorder import trainings
-from recorder.launches import CONTEXT, LIMIT, launch
+from recorder.launches import launch
 from recorder.trainings import KILLED, SAVED, STEPS
 
 from torchzero_clip import read_record
@@ -158,7 +158,7 @@ def test_a_signal_costs_at_most_the_step_that_is_taken(tmp_path, killed_by):
 
 
 @pytest.mark.parametrize("has_group", [True, False])
-def test_launches_of_torchrun_on_one_fresh_path(tmp_path, has_group):
+def test_a_launch_of_torchrun_on_a_fresh_path(tmp_path, has_group):
     program = tmp_path / "program.py"
     program.write_text(
         textwrap.dedent(
@@ -184,13 +184,10 @@ def test_launches_of_torchrun_on_one_fresh_path(tmp_path, has_group):
         )
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", program]
-    for k in range(3 if has_group else 2):
-        path = tmp_path / f"{k}.jsonl"
-        done = subprocess.run(
-            [*command, path, str(has_group)], capture_output=True, text=True, check=False, timeout=LIMIT
-        )
-        assert done.returncode == 0, done.stderr
-        assert len(runs(path)) == 1
-        record = read_record(path)
-        assert record.steps == list(range(25))
-        assert record.norm.tolist() == [1.0] * 25
+    path = tmp_path / "run.jsonl"
+    done = run_program([*command, path, str(has_group)])
+    assert done.returncode == 0, done.stderr
+    assert len(runs(path)) == 1
+    record = read_record(path)
+    assert record.steps == list(range(25))
+    assert record.norm.tolist() == [1.0] * 25

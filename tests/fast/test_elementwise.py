@@ -1,0 +1,57 @@
+"""Elementwise transforms in the fast way: the pieces that they get, what runs, and the operations on CUDA."""
+
+import pytest
+import torch
+from contract.training import train
+from core.test_elementwise import CLIP, IN_PLACE, SHAPES
+from fast.comparison import noise
+from fast.test_dispatch import operations_of_a_step
+from torch import nn
+
+from torchzero_clip import AdamW, ClipValueByEMA, Modular
+
+
+def test_the_transform_of_an_author_is_called_with_pieces(monkeypatch):
+    seen = []
+    change, formula = IN_PLACE.change, CLIP.formula
+    monkeypatch.setattr(
+        IN_PLACE, "change", lambda self, x, *rest: seen.append((tuple(x.shape), rest[-1])) or change(self, x, *rest)
+    )
+    for kind in (CLIP, IN_PLACE):
+        monkeypatch.setattr(
+            kind, "formula", lambda self, x, *rest: seen.append((tuple(x.shape), None)) or formula(self, x, *rest)
+        )
+    pieces = [(131072,), (131072,), (37856,), (23,)]
+    for kind, fast, shapes in ((IN_PLACE, True, pieces), (CLIP, True, pieces), (IN_PLACE, False, SHAPES)):
+        params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+        optimizer = Modular(params, kind(), AdamW(), fast=fast)
+        for step in range(2):
+            seen.clear()
+            train(optimizer, params, [[grad.float() for grad in noise(SHAPES, step)]])
+        assert [shape for shape, _ in seen] == shapes
+        assert [at.usual for _, at in seen if at is not None] == [True] * len(shapes) * (fast and kind is IN_PLACE)
+
+
+@pytest.mark.slow
+def test_the_transform_of_an_author_takes_no_more_operations_than_ours():
+    own = [operations_of_a_step(lambda: [IN_PLACE(), AdamW()], count) for count in (20, 80)]
+    ours = operations_of_a_step(lambda: [ClipValueByEMA(ema_init="update"), AdamW()], 20)
+    assert own == [ours + 2] * 2  # it multiplies by `factor`, and sets the first limits to inf
+    formula = [operations_of_a_step(lambda: [CLIP(), AdamW()], count) for count in (20, 80)]
+    assert formula[0] == formula[1] <= ours
+
+
+def test_only_the_readable_way_runs_the_formula_of_a_class_with_change(monkeypatch):
+    called = []
+    formula, change = ClipValueByEMA.formula, ClipValueByEMA.change
+    monkeypatch.setattr(ClipValueByEMA, "formula", lambda *args: called.append("formula") or formula(*args))
+    monkeypatch.setattr(ClipValueByEMA, "change", lambda *args: called.append("change") or change(*args))
+    half = torch.bfloat16  # in half precision on CPU, the fast way leaves the transform to the walk
+    for fast, dtype, name in ((True, torch.float32, "change"), (True, half, "change"), (False, half, "formula")):
+        weight = nn.Parameter(torch.zeros(2, dtype=dtype))
+        optimizer = Modular([weight], ClipValueByEMA(), AdamW(), fast=fast)
+        for _ in range(2):
+            called.clear()
+            weight.grad = torch.ones(2, dtype=dtype)
+            optimizer.step()
+        assert called == [name]
