@@ -20,11 +20,9 @@ from torchzero_clip.functional.measure import Measured
 class Walking(Host, Protocol):
     """What the company asks of a walk."""
 
-    @property
-    def nodes(self) -> Nodes: ...
+    nodes: Nodes
 
-    @property
-    def judged(self) -> Judged: ...
+    judged: Judged
 
     def apply(self, node: Node, rows: list[int], updates: list[Tensor]) -> list[Tensor]:
         """Return the result of one transform for tensors."""

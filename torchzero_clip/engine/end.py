@@ -19,10 +19,8 @@ from torchzero_clip.functional import foreach
 class Ending(Host, Protocol):
     """What an end asks of the walk."""
 
-    @property
-    def executor(self) -> Executor:
-        """The updates."""
-        ...
+    executor: Executor
+    """The updates."""
 
 
 class End(ABC):

@@ -19,15 +19,10 @@ from torchzero_clip.types import Setting, State
 class Host(Protocol):
     """What an executor asks of the walk."""
 
-    @property
-    def settings(self) -> Mapping[str, list[Setting]]:
-        """The settings of each transform by path, one dict for each group."""
-        ...
-
-    @property
-    def table(self) -> Table:
-        """The parameters that take part in the step."""
-        ...
+    settings: Mapping[str, list[Setting]]
+    """The settings of each transform by path, one dict for each group."""
+    table: Table
+    """The parameters that take part in the step."""
 
     def step_for(self, node: Node, rows: list[int], rest: Sequence[Node] = ()) -> Step:
         """What a transform sees of the step, with the settings of the ``rest`` of the chain beside its own."""

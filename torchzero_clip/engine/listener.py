@@ -1,7 +1,7 @@
 """An object that sees the steps of an optimizer, and changes nothing."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -16,40 +16,20 @@ from torchzero_clip.types import Setting
 class Seen(Protocol):
     """What a listener sees of a step."""
 
-    @property
-    def nodes(self) -> Nodes:
-        """The transforms."""
-        ...
-
-    @property
-    def settings(self) -> Mapping[str, list[Setting]]:
-        """The settings of each transform by path, one dict per group."""
-        ...
-
-    @property
-    def table(self) -> Table:
-        """The parameters that take part."""
-        ...
-
-    @property
-    def judged(self) -> Judged:
-        """The gradients before the first transform: ``judged.before`` are their L2 norms, if there were any."""
-        ...
-
-    @property
-    def loss(self) -> Loss:
-        """The loss of the step."""
-        ...
-
-    @property
-    def metrics(self) -> Mapping[str, Tensor]:
-        """What the transforms have measured."""
-        ...
-
-    @property
-    def refused_by(self) -> Sequence[str]:
-        """Who has refused the step."""
-        ...
+    nodes: Nodes
+    """The transforms."""
+    settings: Mapping[str, list[Setting]]
+    """The settings of each transform by path, one dict per group."""
+    table: Table
+    """The parameters that take part."""
+    judged: Judged
+    """The gradients before the first transform: ``judged.before`` are their L2 norms, if there were any."""
+    loss: Loss
+    """The loss of the step."""
+    metrics: dict[str, Tensor]
+    """What the transforms have measured."""
+    refused_by: list[str]
+    """Who has refused the step."""
 
 
 class Listener(ABC):

@@ -32,20 +32,12 @@ REMEMBERED = 10  # norms that an error shows
 class Undecided(Walking, Protocol):
     """What the decision sees of a step."""
 
-    @property
-    def company(self) -> Company | None:
-        """Who else takes part; None if nobody does."""
-        ...
-
-    @property
-    def loss(self) -> Loss:
-        """The loss of the step."""
-        ...
-
-    @property
-    def refused_by(self) -> list[str]:
-        """Who has refused the step."""
-        ...
+    company: Company | None
+    """Who else takes part; None if nobody does."""
+    loss: Loss
+    """The loss of the step."""
+    refused_by: list[str]
+    """Who has refused the step."""
 
 
 class StepPolicy:
