@@ -336,6 +336,11 @@ def test_projections_run_by_the_generic_rule():
 
 def test_autocast_runs_by_the_generic_rule():
     model, x = nn.LSTM(W, H, batch_first=True), torch.randn(B, T, W)
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model(x)
+    except RuntimeError as error:  # of oneDNN, on processors without bfloat16
+        pytest.skip(f"torch has no LSTM under autocast here: {str(error)[:60]}")
     expected = norms_by_loop(model, x)
     with clip(model) as clipper:
         with torch.autocast("cpu", dtype=torch.bfloat16):

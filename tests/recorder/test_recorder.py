@@ -665,20 +665,6 @@ def test_odd_groups_and_modes():
     assert recorder.record().steps == [0, 1]
 
 
-def test_metrics_that_are_no_tensors_of_one_number():
-    class Odd(ClipNorm):
-        def factors(self, measured, updates, step):
-            step.metrics.update(number=3.0, vector=torch.ones(1), many=torch.ones(2), word="no")
-            return super().factors(measured, updates, step)
-
-    net, optimizer, recorder = recorded(Odd(1.0), SGD(0.1))
-    train(net, optimizer, 2)
-    metrics = recorder.record().metrics
-    assert metrics["odd/number"].tolist() == [3.0, 3.0]
-    assert metrics["odd/vector"].tolist() == [1.0, 1.0]
-    assert "odd/many" not in metrics
-
-
 def test_what_is_kept_of_older_layouts_is_bounded_and_numbers_do_not_grow():
     net = model()
     optimizer = Modular(net[0], ClipNorm(1.0), SGD(0.1))
