@@ -6,12 +6,10 @@ MOST = 5
 
 
 def alarm(record: Record, since: int) -> str | None:
-    """Describe the first step, from ``since`` on, that has a norm of inf or NaN. None if there is no such step.
-
-    Steps that a gradient scaler refused do not count, because it tries large scales on purpose.
-    """
+    """Describe the first step, from ``since`` on, that has a norm of inf or NaN. None if there is no such step."""
     lost = record.layer_norms.isfinite().logical_not()
     rows: list[int] = lost.any(dim=1).nonzero().flatten().tolist()
+    # a gradient scaler tries large scales on purpose
     rows = [i for i in rows if record.steps[i] >= since and "found_inf" not in record.reasons[i]]
     if not rows:
         return None

@@ -14,10 +14,7 @@ def module(name: str) -> Any:
 
 
 def printable(name: str, most: int) -> str:
-    """A name for a picture, in characters that common fonts have.
-
-    If a name is too long, its first parts are cut to their first letters, as in "t.l.0.mlp.up.weight".
-    """
+    """A name for a picture, in characters that fonts have. A long one is cut, as in "t.l.0.mlp.up.weight"."""
     parts = "".join(c if c.isprintable() and ord(c) < 0x250 else "?" for c in name).split(".")
     for i, part in enumerate(parts[:-1]):
         if len(".".join(parts)) <= most:
@@ -28,7 +25,6 @@ def printable(name: str, most: int) -> str:
 
 
 def set_steps(axes: Any, events: Events) -> None:
-    """Set the axis of steps."""
     if len(events.steps):
         axes.set_xlim(float(events.steps[0]) - 0.5, float(events.steps[-1]) + 0.5)
     axes.xaxis.set_major_formatter("{x:,.0f}")

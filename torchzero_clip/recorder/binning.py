@@ -20,19 +20,15 @@ class Events:
     """What happened in each step. Numbers are NaN if they are unknown."""
 
     steps: Tensor
-    norm: Tensor
-    """The joint norms that matplotlib can draw; NaN for those that are not finite or not above 0."""
+    norm: Tensor  # the joint norms that matplotlib can draw; NaN for those that are not finite or not above 0
     clipped: Tensor
     limits: Tensor
-    spikes: Tensor
-    """True for a spike or a norm that is not finite."""
+    spikes: Tensor  # True for a spike or a norm that is not finite
     signs: Tensor
     skipped: Tensor
 
     @classmethod
     def of(cls, record: Data) -> "Events":
-        """Find the events of a record."""
-
         def marked(steps: set[int]) -> Tensor:
             return torch.tensor([step in steps for step in record.steps], dtype=torch.bool, device="cpu")
 
@@ -47,12 +43,7 @@ class Events:
         )
 
     def worst(self) -> tuple[dict[int, int], list[int]]:
-        """Rows of spikes and skipped steps, the worst first.
-
-        Returns:
-            For rows without a finite norm, the first row of each series of consecutive rows, and the length of the
-            series. Then the rows with a finite norm, the largest norm first.
-        """
+        """The first row and the length of each series of bad rows without a norm; the other bad rows, worst first."""
         rows, known = self.spikes | self.skipped, self.norm.isfinite()
         lost: dict[int, int] = {}
         first = -1
@@ -96,14 +87,10 @@ def means(rows: Tensor) -> Tensor:
 class Tiles:
     """The norms of layers relative to their medians over the run, which the first steps have too."""
 
-    names: list[str]
-    """The layers that are shown, in the order of the model."""
-    count: int
-    """How many layers there are."""
-    edges: list[float]
-    """Where each column begins, in steps, and where the last one ends."""
-    ratios: Tensor
-    """What `relative` returns for the largest norm of each layer (row) in each span of steps (column)."""
+    names: list[str]  # the layers that are shown, in the order of the model
+    count: int  # how many layers there are
+    edges: list[float]  # where each column begins, in steps, and where the last one ends
+    ratios: Tensor  # what `relative` returns for the largest norm of each layer (row) in each span of steps (column)
 
     @classmethod
     def of(cls, record: Data, most: int = MOST_NAMES) -> "Tiles":

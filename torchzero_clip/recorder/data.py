@@ -5,7 +5,7 @@ import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -23,20 +23,14 @@ class Layer(NamedTuple):
 
     name: str
     norm: float
-    usual: float
-    """The median norm of the steps before; NaN if there is none."""
+    usual: float  # the median norm of the steps before; NaN if there is none
 
     @property
     def ratio(self) -> float:
-        """The norm divided by the usual norm; NaN if the usual norm is unknown.
-
-        It is inf if the norm is not finite, or if the usual norm is 0 and the norm is not. It is 1 if both are 0.
-        """
-        if not math.isfinite(self.norm):
-            return math.inf
-        if self.usual == 0:
-            return math.inf if self.norm > 0 else 1.0
-        return self.norm / self.usual
+        """Norm divided by usual norm: NaN if that is unknown, 1 if both are 0, inf if the norm is not finite."""
+        if self.norm == self.usual == 0:
+            return 1.0
+        return self.norm / self.usual if math.isfinite(self.norm) and self.usual != 0 else math.inf
 
 
 class Layers(list[Layer]):
@@ -98,11 +92,7 @@ class Data:
     def share_clipped(self) -> Tensor:
         """The largest share that a transform clipped, for each step; NaN if no transform reports a share."""
         shares = [values for name, values in self.metrics.items() if name.endswith("/clipped")]
-        if not shares:
-            return torch.full_like(self.norm, torch.nan)
-        columns = torch.stack(shares)
-        unknown = columns.isnan().all(dim=0)
-        return torch.where(unknown, torch.nan, columns.nan_to_num(nan=-1.0).amax(dim=0))
+        return reduce(torch.fmax, shares, torch.full_like(self.norm, torch.nan))
 
     def limits(self) -> Tensor:
         """The lowest limit that a transform sets to the joint norm, for each step; NaN if none is known."""
@@ -112,7 +102,6 @@ class Data:
         return torch.where(found.isfinite(), found, torch.nan)
 
     def last(self, count: int) -> Self:
-        """The last steps."""
         return self.part(max(len(self.steps) - count, 0), len(self.steps))
 
     def part(self, first: int, end: int) -> Self:
@@ -163,14 +152,11 @@ class Data:
         return Layers(layers)
 
     def usual(self, step: int) -> Tensor:
-        """The median of the finite norms of each layer before a step; NaN if it is unknown.
-
-        In a record from a file, it is the median of the medians of the earlier blocks. In the first block, it is the
-        median of this block.
-        """
+        """The median of the finite norms of each layer before a step, or of the medians of blocks; NaN if unknown."""
         if not self.blocks:
             return medians(self.layer_norms[: bisect_left(self.layer_steps, step)])
         blocks = sorted(self.blocks, key=lambda block: block.last)
+        # a step of the first block has only the median of this block
         count = bisect_left(blocks, step, key=lambda block: block.last) or int(blocks[0].first < step)
         return medians(torch.stack([block.median for block in blocks])[:count])
 

@@ -23,12 +23,7 @@ class EarlySign(NamedTuple):
 
 
 def early_signs(steps: Sequence[int], layers: Sequence[str], ratios: Tensor) -> list[EarlySign]:
-    """Find the ratios of update to weight norms that stand out from those before.
-
-    A ratio must be above the border of spikes, found from the last `LATEST` ratios of the same layer, and more than
-    twice each of the last `JUST_BEFORE`. The second rule leaves out a learning rate that rises smoothly. ``ratios`` has
-    a row for each step and a column for each layer; NaN if unknown.
-    """
+    """Find the ratios of update to weight norms (a row for each step, NaN if unknown) that stand out."""
     found: list[EarlySign] = []
     logs = torch.where(ratios > 0, ratios, torch.nan).log()
     for row in range(FEWEST, len(logs)):
@@ -39,6 +34,7 @@ def early_signs(steps: Sequence[int], layers: Sequence[str], ratios: Tensor) -> 
         spread = torch.fmax(spread, spread[known].median())  # of hundreds of layers, some have a small one by chance
         border = median + (SPREAD * spread).clamp(min=TWICE)
         highest = before[-JUST_BEFORE:].nan_to_num(nan=-torch.inf).amax(dim=0)
+        # more than twice each of the last ones, so that a learning rate that rises smoothly gives no sign
         above = known & (logs[row] > torch.maximum(border, highest + TWICE))
         signs: list[int] = above.nonzero().flatten().tolist()
         new = [EarlySign(steps[row], layers[k], float(ratios[row, k]), float(median[k].exp())) for k in signs]

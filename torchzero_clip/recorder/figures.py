@@ -51,7 +51,6 @@ def draw_series(series: Mapping[str, Series], limits: Mapping[str, float], path:
 
 
 def png_of(figure: Any) -> bytes:
-    """A figure as the bytes of a PNG file."""
     file = BytesIO()
     figure.savefig(file, format="png", dpi=130)
     return file.getvalue()

@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,6 @@ def header(name: str, parent: str | None, start: int, by: str, record: Record) -
 
 
 def rows_of_steps(record: Record) -> list[Row]:
-    """A line for each step, and for each step with ratios."""
     columns = zip(record.steps, record.norm.tolist(), record.loss.tolist(), record.reasons, strict=True)
     metrics = {name: values.tolist() for name, values in record.metrics.items()}
     rows: list[Row] = []
@@ -77,18 +77,14 @@ def late_loss(step: int, loss: float) -> Row:
 
 
 def encoded(rows: Sequence[Row], run: str) -> bytes:
-    """The lines of a run."""
     named = [row if row["kind"] == "run" else {"kind": row["kind"], "run": run, **row} for row in rows]
     return "".join(f"{json.dumps(row, allow_nan=False)}\n" for row in named).encode()
 
 
 def append(path: Path, data: bytes) -> None:
-    """Append all lines to a file, or none. If the last line of the file is incomplete, it is ended first.
-
-    The file is not buffered: a buffer that could not be written is written again when the file is closed.
-    """
-    file = _opened(path)
-    try:
+    """Append all lines to a file, or none. If the last line of the file is incomplete, it is ended first."""
+    with _opened(path) as opened:
+        file = opened.fileno()
         size = os.fstat(file).st_size
         if size and _read(file, size - 1, 1) != b"\n":
             data = b"\n" + data
@@ -100,26 +96,17 @@ def append(path: Path, data: bytes) -> None:
             if data.startswith(_read(file, size, len(data) + 1)):  # else another process has appended lines behind
                 os.ftruncate(file, size)
             raise
-    finally:
-        os.close(file)
 
 
 def check(path: Path) -> bool:
-    """Create the file if there is none. Return True if it has lines of a record.
-
-    Raises:
-        ValueError: If a record cannot be written to this path.
-    """
+    """Create the file if there is none. Return True if it has lines; raise if they are not those of a record."""
     try:
         if path.is_dir():
             raise ValueError(f"path={str(path)!r} is a directory: name a file, such as run.jsonl")
         if not path.parent.is_dir():
             raise ValueError(f"path={str(path)!r} is in a directory that does not exist: create {str(path.parent)!r}")
-        file = _opened(path)
-        try:
-            begin = _read(file, 0, len(BEGIN))
-        finally:
-            os.close(file)
+        with _opened(path) as file:
+            begin = _read(file.fileno(), 0, len(BEGIN))
     except OSError as error:
         raise ValueError(f"path={str(path)!r} cannot be written: {error}") from error
     if not BEGIN.encode().startswith(begin):
@@ -127,9 +114,10 @@ def check(path: Path) -> bool:
     return len(begin) > 0
 
 
-def _opened(path: Path) -> int:
-    # not with O_TRUNC, and never unlinked: other processes may have the file open
-    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+def _opened(path: Path) -> FileIO:
+    # never truncated or unlinked, because other processes may have the file open; without a buffer, because one that
+    # could not be written is written again when the file is closed
+    return path.open("a+b", buffering=0)
 
 
 def _read(file: int, place: int, count: int) -> bytes:

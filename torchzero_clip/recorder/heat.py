@@ -10,7 +10,6 @@ from torchzero_clip.recorder.binning import Events, Tiles
 
 
 def draw_heat(figure: Any, axes: Any, tiles: Tiles, events: Events) -> None:
-    """Draw the layers by steps."""
     set_steps(axes, events)
     axes.set_xlabel("step")
     some = f"{len(tiles.names)} of {tiles.count:,} layers that stood out most: "

@@ -27,7 +27,6 @@ class Hooks:
         self._scratch = Scratch()
 
     def remove(self) -> None:
-        """Remove the hooks from the optimizer."""
         for handle in self._handles:
             handle.remove()
 
@@ -66,13 +65,12 @@ class Hooks:
 
     @never_compiled
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Write a step that was taken."""
         if _depth(optimizer) <= 1:
             self._run.finish("")
 
     @torch.no_grad()
     def _finish(self, optimizer: Optimizer, write: Callable[[Note], None], reason: str | None = None) -> None:
-        """Write a step that was measured. Without a reason, it has failed, unless it is still being taken."""
+        """Write a step that was measured. Without a reason it has failed, unless it is still being taken."""
         if reason is None and _depth(optimizer):
             return
         self._run.finish = nothing
@@ -96,10 +94,8 @@ _STEP: Any = Optimizer.profile_hook_step(Optimizer.step)  # what torch wraps aro
 
 
 def _depth(optimizer: Optimizer) -> int:
-    """How many steps of an optimizer are being taken; 2 if `step` of a subclass calls that of its base class.
-
-    They are counted on the stack, because torch calls no hook after a step that raises.
-    """
+    """How many steps of an optimizer are being taken; 2 if `step` of a subclass calls that of its base class."""
+    # counted on the stack, because torch calls no hook after a step that raises
     count, frame = 0, inspect.currentframe()
     while frame is not None:
         if frame.f_code is _STEP.__code__:

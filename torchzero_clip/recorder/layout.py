@@ -18,8 +18,7 @@ By: TypeAlias = Literal["parameter", "module", "group"]
 class Name(NamedTuple):
     """The name of a parameter."""
 
-    begin: str
-    """The name of its group if another parameter has the same own name, else empty."""
+    begin: str  # the name of its group if another parameter has the same own name, else empty
     own: str
 
     def __str__(self) -> str:
@@ -31,27 +30,19 @@ class Layout:
     """The parameters of an optimizer, in the order of its param groups."""
 
     parts: tuple[Name, ...]
-    groups: tuple[str, ...]
-    """The name of the param group of each parameter."""
-    has_group_names: bool
-    """True if the user gave every group a name of its own."""
-    frozen: frozenset[int] = field(default=frozenset(), compare=False)
-    """The places of the parameters that needed no gradient when the layout was made."""
+    groups: tuple[str, ...]  # the name of the param group of each parameter
+    has_group_names: bool  # True if the user gave every group a name of its own
+    frozen: frozenset[int] = field(default=frozenset(), compare=False)  # places of parameters that need no gradient
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The name of each parameter as text."""
         return tuple(map(str, self.parts))
 
     @classmethod
     def of(
         cls, param_groups: Sequence[dict[str, Any]], model: nn.Module | None, known: MutableMapping[Tensor, Name]
     ) -> "Layout":
-        """The layout of an optimizer. The model gives names to parameters that have none.
-
-        Of several parameters with one name, the first one keeps the name. Parameters keep the names in ``known``, and
-        new names are added there.
-        """
+        """The layout of an optimizer. Parameters keep the names in ``known``, which gets those of new parameters."""
         in_model = {} if model is None else {id(param): name for name, param in model.named_parameters()}
         labels = _labels(param_groups)
         listed = [(param, g, i) for g, group in enumerate(param_groups) for i, param in enumerate(named_params(group))]
@@ -89,10 +80,7 @@ class Layout:
         return owners
 
     def joined(self, norms: Tensor, by: By, hidden: AbstractSet[int] = frozenset()) -> tuple[list[str], Tensor]:
-        """The layers and their norms, from the norms of parameters in each row; -1 without a gradient.
-
-        Parameters at the places in ``hidden`` have no gradient in any row. They count as if they were not there.
-        """
+        """The layers and their norms, without the parameters at ``hidden`` places; -1 without a gradient."""
         owners = self.owners(by)
         columns: dict[str, list[int]] = {}
         for place, owner in enumerate(owners):

@@ -13,8 +13,7 @@ from torchzero_clip.recorder.record import Record
 
 Send: TypeAlias = Callable[[int, dict[str, float]], object]
 
-EARLIER = 200
-"""How many earlier steps give the usual norm."""
+EARLIER = 200  # how many earlier steps give the usual norm
 TOP = 3
 HIGH = 2.0
 MOST_LAYERS = 20
@@ -22,26 +21,17 @@ STEP = "gradients/step"
 
 
 class Live:
-    """Sends points to a logger: joint norms, what was clipped and skipped, and the layers that stand out most.
-
-    A layer whose norm was twice its usual norm in one point is part of all later points, so that it has a line. The
-    logger is what `Recorder` takes as ``log``.
-    """
+    """Sends points to a logger: joint norms, what was clipped and skipped, and the layers that stand out most."""
 
     def __init__(self, target: Any, every: int | None) -> None:
         self._send, once = sender(target)
-        self.every = None if once else every
-        """How many steps one point sums up; None for all that are sent at once."""
-        self.next = 0
-        """The first step that was not sent."""
-        self._layers = set[str]()
+        self.every = None if once else every  # how many steps one point sums up; None for all that are sent at once
+        self.next = 0  # the first step that was not sent
+        self._layers = set[str]()  # those that were high once are part of all later points, so that each has a line
         self._warned = False
 
     def send(self, record: Record, *, is_end: bool = False) -> None:
-        """Send the points of steps that were not sent yet, and at the end also the last one, though it is incomplete.
-
-        The record also has the `EARLIER` steps before these.
-        """
+        """Send the points of steps that were not sent yet; at the end also the last one, though it is incomplete."""
         first = sum(step < self.next for step in record.steps)
         every = self.every or max(len(record.steps) - first, 1)
         while first < len(record.steps):

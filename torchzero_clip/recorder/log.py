@@ -15,11 +15,9 @@ from torchzero_clip.recorder.layout import By
 from torchzero_clip.recorder.record import Record
 from torchzero_clip.recorder.series import spikes_among
 
-REMEMBERED = 1000
-"""How many earlier joint norms are used to find spikes among the next ones."""
+REMEMBERED = 1000  # how many earlier joint norms are used to find spikes among the next ones
 BLOCK = 100
-IN_A_ROW = 10
-"""In a series of spikes or refused steps, the layers of so many steps are written."""
+IN_A_ROW = 10  # in a series of spikes or refused steps, the layers of so many steps are written
 
 
 class FirstProcess:
@@ -36,15 +34,11 @@ class FirstProcess:
 
 
 class Log:
-    """Appends the steps of one run to a file.
-
-    At most ``most`` steps are written at once, and the last ``keep`` steps can be read again.
-    """
+    """Appends the steps of one run to a file, at most ``most`` at once; the last ``keep`` can be read again."""
 
     def __init__(self, path: Path, by: By, most: int, keep: int) -> None:
         self.path = path.resolve()
-        self.is_lost = False
-        """True if another recorder of this process writes to the file now."""
+        self.is_lost = False  # True if another recorder of this process writes to the file now
         self._by: By = by
         self._most, self._keep = most, keep
         self.begin_anew(None)
@@ -52,15 +46,12 @@ class Log:
     def begin_anew(self, parent: str | None) -> None:
         """Begin a run. If it resumes another one, its steps replace those that have the same or larger numbers."""
         self.run, self.parent = uuid.uuid4().hex[:12], parent
-        self.is_new = True
-        """False if the file had lines before, and this run has not written or loaded anything yet."""
+        self.is_new = True  # False if the file had lines before, and this run has not written or loaded anything yet
         self._layers: tuple[str, ...] | None = None
+        # the last steps in the file: their joint norms, and whether the step was refused or not finite
         self._seen: deque[tuple[int, float, bool]] = deque(maxlen=REMEMBERED)
-        """The last steps in the file: their joint norms, and whether the step was refused or not finite."""
-        self._whole: set[int] = set()
-        """The steps whose layers are in the file."""
-        self._open = 0
-        """How many of the last steps in the file are in no complete block."""
+        self._whole: set[int] = set()  # the steps whose layers are in the file
+        self._open = 0  # how many of the last steps in the file are in no complete block
         self._has_block = False
 
     @property
@@ -71,10 +62,7 @@ class Log:
     def write(
         self, kept: Callable[[int], Record], count: int, losses: Mapping[int, float], *, is_end: bool = False
     ) -> None:
-        """Append the last ``count`` steps, losses of steps in the file, and layers of steps that turned out as spikes.
-
-        ``kept`` and ``is_end`` are as in `Output.flush`.
-        """
+        """Append the last ``count`` steps, late losses, and layers of spikes; the others are as in `Output.flush`."""
         if not self.is_new:
             self.is_new = True
             warnings.warn(
@@ -122,10 +110,7 @@ class Log:
 
 
 def _in_whole(seen: list[tuple[int, float, bool]], series: int) -> set[int]:
-    """The steps whose layers are written: spikes and refused steps; of several in a row, only the first `IN_A_ROW`.
-
-    ``series`` is how many such steps came directly before.
-    """
+    """Spikes and refused steps; of a series, only the first `IN_A_ROW`, and ``series`` of these came before."""
     norms = torch.tensor([norm for _, norm, _ in seen], dtype=torch.float64, device="cpu")
     found = set[int]()
     for (step, _, is_bad), is_spike in zip(seen, spikes_among(norms).tolist(), strict=True):

@@ -7,10 +7,8 @@ from torch import Tensor
 
 
 def quantile(values: Tensor, share: float) -> float:
-    """The value that this share of at least one value does not exceed, linear between neighbors.
-
-    Unlike `torch.quantile`, it has no upper limit for the number of values.
-    """
+    """The value that this share of the values does not exceed, linear between neighbors."""
+    # torch.quantile refuses more than 16 million values
     ordered = values.sort().values
     place = share * (len(ordered) - 1)
     below = int(place)
@@ -19,16 +17,13 @@ def quantile(values: Tensor, share: float) -> float:
 
 
 def median_of(values: Tensor) -> float:
-    """The median; the mean of the middle two for an even count."""
     return quantile(values, 0.5)
 
 
 def effective_count(values: Tensor) -> float:
-    """How many independent values tell as much as these values, which may depend on their neighbors.
-
-    It is n / (1 + 2 Σ rₖ). The sum of the autocorrelations rₖ ends before the first pair (r₂ₖ + r₂ₖ₊₁) that is not
-    above 0 (C. J. Geyer, [Practical Markov Chain Monte Carlo](https://doi.org/10.1214/ss/1177011137), 1992).
-    """
+    """How many independent values tell as much as these values, which may depend on their neighbors."""
+    # n / (1 + 2 Σ rₖ), where the sum of the autocorrelations rₖ ends before the first pair (r₂ₖ + r₂ₖ₊₁) that is not
+    # above 0 (C. J. Geyer, Practical Markov Chain Monte Carlo, https://doi.org/10.1214/ss/1177011137, 1992)
     count, centered = len(values), values - values.mean()
     if centered.abs().max() <= 1e-9 * values.abs().max().clamp(min=1.0):
         return float(count)
@@ -38,12 +33,8 @@ def effective_count(values: Tensor) -> float:
 
 
 def share_range(above: int, count: int, independent: float, probability: float = 0.95) -> tuple[float, float]:
-    """Where the share of future values above a limit will be, if ``above`` of ``count`` values were above it.
-
-    If the limit is the largest value that is not above it, the share has the distribution
-    Beta(above + 1, count - above). Both parameters are multiplied by ``independent / count``. The probabilities of a
-    share below and above the range are equal. The lower end is 0 if no value was above.
-    """
+    """Where the share of future values above a limit will be, if ``above`` of ``count`` values were above it."""
+    # if the limit is one of the values, the share has the distribution Beta(above + 1, count - above)
     a, b = ((above + 1) * independent / count, (count - above) * independent / count)
     width = 25 * max((1 / a + 1 / b) ** 0.5, 1 / a + 1 / b)
     logits = math.log(a / b) + torch.linspace(-width, width, 20_001, dtype=torch.float64, device="cpu")  # of the share

@@ -15,26 +15,18 @@ SECONDS = 30.0
 
 
 class Output:
-    """Knows which steps are in the file. Only the first process of a group writes and sends.
-
-    At most ``every`` steps are not in the file, and the last ``keep`` steps can be read again.
-    """
+    """Knows which steps are in the file: all but ``every`` at most. The last ``keep`` steps can be read again."""
 
     def __init__(self, log: Log | None, live: Live | None, every: int, keep: int) -> None:
         self.log = log
         self.live = live
-        self.is_writer = FirstProcess()
-        self.waiting = 0
-        """How many steps are not in the file."""
-        self.older: list[Record] = []
-        """Steps with other layers that are not in the file, because it could not be written."""
-        self.late: dict[int, Tensor] = {}
-        """Losses of steps that are in the file."""
-        self._every = every
-        self._keep = keep
+        self.is_writer = FirstProcess()  # the only one of a group that writes and sends
+        self.waiting = 0  # how many steps are not in the file
+        self.older: list[Record] = []  # with other layers, and not in the file because it could not be written
+        self.late: dict[int, Tensor] = {}  # losses of steps that are in the file
+        self._every, self._keep = every, keep
         self._count = 0
-        self._untried = 0
-        """How many steps were added since the last attempt to write the file."""
+        self._untried = 0  # how many steps were added since the last attempt to write the file
         self._tried_at = time.monotonic()
         self._warned = False
 
@@ -72,10 +64,9 @@ class Output:
         return is_due or time.monotonic() - self._tried_at > SECONDS
 
     def flush(self, kept: Callable[[int], Record], *, warn: bool = False, is_end: bool = False) -> None:
-        """Write and send the steps that wait. Of the last steps, ``kept`` returns as many as it is asked for.
+        """Write and send the steps that wait, which ``kept`` reads; at the end also incomplete blocks and points.
 
-        If the file cannot be written, the next flush tries again. With ``warn``, this is one warning and no error. With
-        ``is_end``, no more steps with these layers follow, so incomplete blocks and points are written too.
+        If the file cannot be written, the next flush tries again. With ``warn``, this is one warning and no error.
         """
         try:
             self._flush(kept, is_end)

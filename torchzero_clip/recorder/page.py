@@ -69,7 +69,6 @@ def _cells(row: Sequence[str]) -> str:
 
 
 def page(title: str, *parts: str) -> str:
-    """The whole page."""
     body = "\n".join(parts)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

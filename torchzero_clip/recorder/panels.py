@@ -121,7 +121,6 @@ def thin_panels(record: Data, events: Events) -> dict[str, Tensor]:
 
 
 def draw_thin_panels(rows: list[Any], panels: Mapping[str, Tensor], events: Events) -> None:
-    """Draw what `thin_panels` returned."""
     for axes, (label, values) in zip(rows, panels.items(), strict=True):
         size = column_size(len(values))
         place = in_columns(events.steps, size, means).tolist()

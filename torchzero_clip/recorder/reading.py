@@ -18,8 +18,7 @@ from torchzero_clip.recorder.places import Place
 from torchzero_clip.recorder.record import Record
 
 LARGEST_STEP = 2**53
-MOST_EMPTY = 100
-"""A record is refused if it would have more empty cells than so many for each number in the file."""
+MOST_EMPTY = 100  # a record is refused if it would have more empty cells than so many for each number in the file
 
 
 def read_record(path: Place, run: str | None = None) -> Record:
@@ -82,8 +81,6 @@ def last_run(path: Path) -> str | None:
 
 @dataclass(eq=False)
 class _Run:
-    """The lines of one run."""
-
     id: str
     parent: str | None = None
     start: int = 0
@@ -93,7 +90,6 @@ class _Run:
     """By kind and step, or the first step of a block. Each has the names of the layers in "layers"."""
 
     def drop(self, start: int) -> None:
-        """Forget the steps from ``start`` on."""
         for kind, rows in self.lines.items():
             end = "last" if kind == "block" else "step"
             self.lines[kind] = {first: row for first, row in rows.items() if row[end] < start}
@@ -106,16 +102,11 @@ class _Run:
 
 
 class _Reader:
-    """Reads the lines of a file."""
-
     def __init__(self, path: Place) -> None:
         self.runs: dict[str, _Run] = {}
-        self.last = ""
-        """The id of the run that wrote the last line; empty for lines of an earlier release."""
-        self.broken = 0
-        """How many lines are not JSON or belong to no run, without an incomplete last one."""
-        self.size = 0
-        """How many numbers and names the file has."""
+        self.last = ""  # the id of the run that wrote the last line; empty for lines of an earlier release
+        self.broken = 0  # how many lines are not JSON or belong to no run, without an incomplete last one
+        self.size = 0  # how many numbers and names the file has
         self._path = path
         lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
         for number, line in enumerate(lines, 1):
@@ -188,11 +179,11 @@ class _Reader:
 
     def ancestry(self, name: str) -> list[_Run]:
         """A run and the runs that it resumed, the first one first."""
-        found: dict[str, _Run] = {}
-        while name in self.runs and name not in found:
-            found[name] = self.runs[name]
-            name = str(found[name].parent)
-        return list(found.values())[::-1]
+        found: list[_Run] = []
+        while (run := self.runs.get(name)) and run not in found:
+            found.insert(0, run)
+            name = str(run.parent)
+        return found
 
     def others(self, family: Sequence[_Run]) -> list[str]:
         """The runs that have steps, and share no run with the ancestry of a run."""

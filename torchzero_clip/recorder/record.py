@@ -265,7 +265,7 @@ class Record(Data, Readable):
 
 
 def joined(records: list[Record]) -> Record:
-    """Join consecutive records of one run into one record."""
+    """Join consecutive records of one run."""
     if len(records) == 1:
         return records[0]
     places = {name: place for place, name in enumerate(dict.fromkeys(name for r in records for name in r.layers))}

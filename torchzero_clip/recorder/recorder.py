@@ -298,11 +298,7 @@ def check_given(recorder: object) -> None:
 
 
 def attached(recorder: Recorder | Callable[[Any], Recorder], optimizer: Any, model: nn.Module) -> Recorder:
-    """Return the recorder of an optimizer, which a trainer may have wrapped; the model gives names to parameters.
-
-    Raises:
-        ValueError: If the recorder is closed, or records another optimizer.
-    """
+    """Return the recorder of an optimizer, which a trainer may have wrapped; the model gives names to parameters."""
     found = recorder if isinstance(recorder, Recorder) else recorder(optimizer)
     if found.optimizer is not unwrap(optimizer):
         raise ValueError("the recorder records another optimizer than the one that is trained")

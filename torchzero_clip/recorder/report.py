@@ -32,17 +32,7 @@ GUIDE = {
 
 
 def write_report(record: Record, path: Place) -> None:
-    """Write one HTML page with pictures, the worst steps and layers, and a suggested limit. It loads no other files.
-
-    Args:
-        record: What was recorded.
-        path: Where to write the page, for example ``"report.html"``.
-
-    Raises:
-        ValueError: If the record has no steps, or if ``path`` is the file of a `Recorder`.
-        ModuleNotFoundError: Without matplotlib.
-        OSError: If the page cannot be written.
-    """
+    """Write one HTML page with pictures, the worst steps and layers, and a suggested limit. It loads no other files."""
     if not record.steps:
         raise ValueError("the record has no steps")
     not_a_record(path)
@@ -79,7 +69,6 @@ class _Report:
         )
 
     def _summary(self) -> str:
-        """The number of steps, norms, clipped steps, skipped steps and spikes, in sentences."""
         steps, events, norms = self._record.steps, self._events, self._norms
         place = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
         text = [f"{words.counted(len(steps), 'step')} {words.was(len(steps))} recorded: {place}."]

@@ -29,8 +29,7 @@ from torchzero_clip.recorder.reading import last_run
 from torchzero_clip.recorder.record import Record, joined
 from torchzero_clip.recorder.tape import Note, Tape
 
-FAILED = "error"
-"""The reason of a step that raised an error."""
+FAILED = "error"  # the reason of a step that raised an error
 
 
 class Run(Listener):
@@ -41,25 +40,20 @@ class Run(Listener):
         self.keep = keep
         self.model = model
         self.output = output
-        self.step = 0
-        """The number of the next step."""
+        self.step = 0  # the number of the next step
         self.tape: Tape | None = None
-        self.finish: Callable[..., None] = nothing
-        """Writes a step that was measured, but may not have been taken yet."""
-        self.names: MutableMapping[Tensor, Name] = WeakIdKeyDictionary()
-        """The names of the parameters, which never change."""
+        self.finish: Callable[..., None] = nothing  # writes a step that was measured, but may not have been taken yet
+        self.names: MutableMapping[Tensor, Name] = WeakIdKeyDictionary()  # of the parameters; they never change
         self._ratios_every = ratios_every
         self._before: list[Tensor] | None = None
         self._joint: list[str] = []
         self._limited: list[Node] | None = None
         self._older: list[Record] = []
         self._params: list[int] = []
-        self._taken = 0
-        """How many steps were recorded since the last load."""
+        self._taken = 0  # how many steps were recorded since the last load
         self._began_without_loss = False
         self._alarmed = False
-        self._run_in_file: str | None = None
-        """The id of the run, once the record is closed."""
+        self._run_in_file: str | None = None  # the id of the run, once the record is closed
         self._loaded_until = 0
         OPEN.add(self)
 
@@ -123,10 +117,7 @@ class Run(Listener):
             self.flush(warn=True)
 
     def _is_template(self, groups: Sequence[dict[str, Any]], norms: Tensor | None) -> bool:
-        """True for a step with rate 0 and gradients of zeros.
-
-        torch.distributed.checkpoint takes such a step to find out what the state of an optimizer looks like.
-        """
+        """True for a step with rate 0 and zero gradients, as DCP takes it to find out which state an optimizer has."""
         rates = [group["lr"] for group in groups if "lr" in group]
         known = [rate for rate in rates if not isinstance(rate, Tensor) or rate.is_cpu]
         if norms is None or len(known) < len(rates) or any(map(float, known)):
@@ -135,7 +126,6 @@ class Run(Listener):
         return (len(rates) > 0 or not self._taken) and not bool(norms.any())
 
     def _judge_loss(self, has_loss: bool) -> None:
-        """Warn of a loop that reports each loss after its step."""
         if self._taken == 1 and has_loss and self._began_without_loss:
             warnings.warn(
                 "the first step was recorded without a loss, and the second step with a loss. If report_loss is called "
@@ -177,7 +167,6 @@ class Run(Listener):
         return self.tape
 
     def record(self, groups: Sequence[dict[str, Any]]) -> Record:
-        """The steps that are kept."""
         self.finish()
         if self.tape is None:
             return Tape(1, Layout.of(groups, self.model, self.names), torch.device("cpu")).record(self.by)
@@ -207,7 +196,6 @@ class Run(Listener):
             self.output.flush(partial(self._recorded, self.tape), warn=warn, is_end=is_end)
 
     def close(self, *, warn: bool = False) -> None:
-        """Write the last steps to the file."""
         try:
             self.flush(warn=warn, is_end=True)
         finally:
@@ -225,7 +213,6 @@ class Run(Listener):
         return self.__dict__ | own | {"output": Output(None, None, self.keep, self.keep)}
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of steps, and those that are kept."""
         self.finish()
         tape, log = None if self.tape is None else self.tape.state_dict(), self.output.log
         run = self._run_in_file if log is None else log.written_run
@@ -259,8 +246,7 @@ class Run(Listener):
             self.flush(warn=True)
 
 
-OPEN: WeakSet[Run] = WeakSet()
-"""Runs that are not closed."""
+OPEN: WeakSet[Run] = WeakSet()  # runs that are not closed
 
 
 @atexit.register
@@ -282,7 +268,7 @@ def take_over(path: Path) -> None:
 
 
 def nothing(reason: str | None = None) -> None:
-    """Nothing was measured."""
+    """What `Run.finish` is if no step was measured."""
 
 
 def _with_limits_of_all(nodes: list[Node]) -> list[str]:

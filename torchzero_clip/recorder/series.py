@@ -26,29 +26,22 @@ CLOSE = 1.25
 FEW = 10
 AROUND = 100
 NUMERALS = ("no", "one", "two", "three", "four")
-EQUAL = 1e-5
-"""Norms that differ from the largest one by at most this share count as equal to it, because clipping rounds."""
+EQUAL = 1e-5  # norms this close to the largest one count as equal to it, because clipping rounds
 
 
 @dataclass(frozen=True)
 class Series:
     """Norms in the order of their steps, and which of them are left out or are spikes."""
 
-    norms: Tensor
-    """Those that are finite and above 0."""
-    dropped: int
-    """How many of the first blocks are left out because the norms still changed."""
-    start: int
-    """The index of the first norm that is not left out."""
-    spikes: Tensor
-    """For each norm from ``start`` on, True if it is a spike."""
+    norms: Tensor  # those that are finite and above 0
+    dropped: int  # how many of the first blocks are left out because the norms still changed
+    start: int  # the index of the first norm that is not left out
+    spikes: Tensor  # for each norm from ``start`` on, True if it is a spike
     spike_limit: float
     trend: Trend
     zeros: int
-    bad: int
-    """How many other norms were inf or NaN."""
-    ending: int
-    """How many of the last norms in a row are spikes, inf or NaN."""
+    bad: int  # how many other norms were inf or NaN
+    ending: int  # how many of the last norms in a row are spikes, inf or NaN
 
     @classmethod
     def of(cls, values: Tensor) -> "Series":
@@ -139,11 +132,7 @@ def spikes_among(norms: Tensor) -> Tensor:
 
 
 def _early_spikes(norms: Tensor, start: int) -> Tensor:
-    """True for each norm before ``start`` that is far above the norms around it, which may still be changing.
-
-    Far means four times their median, and six robust standard deviations. None is found in the first block or among the
-    first ten norms, which change most.
-    """
+    """True for each norm before ``start`` that is far above the norms around it, which may still be changing."""
     logs, first = norms.log(), max(len(norms) // BLOCKS, FEW)
     width = min(2 * first, AROUND, len(norms) - 1) + 1
     places = (torch.arange(start, device="cpu") - width // 2).clamp(0, len(norms) - width)
@@ -151,17 +140,14 @@ def _early_spikes(norms: Tensor, start: int) -> Tensor:
     middle = around.median(dim=1).values
     spread = DEVIATION * (around - middle[:, None]).abs().median(dim=1).values
     found = logs[:start] > middle + (6 * spread).clamp(min=2 * TWICE)
-    found[:first] = False
+    found[:first] = False  # the first norms change most
     return found
 
 
 def _unsteady(logs: Tensor, starts: list[int]) -> int:
-    """How many blocks are left out: those before the first one whose median is close to that of the second half.
-
-    Close is within a factor of 1.25, or within three standard errors of the median of a block. The standard deviation
-    is taken from the first and the last decile, so that it contains two levels.
-    """
+    """How many blocks are left out: those before the first one whose median is close to that of the second half."""
     half = logs[len(logs) // 2 :]
+    # the standard deviation is taken from the first and the last decile, so that it contains two levels
     usual, spread = median_of(half), (quantile(half, 0.9) - quantile(half, 0.1)) / 2.563
     blocks = [block for block in tensor_split(logs, starts[1:]) if len(block)]
     borders = [max(math.log(CLOSE), 3 * 1.2533 * spread / len(block) ** 0.5) for block in blocks]
@@ -170,10 +156,7 @@ def _unsteady(logs: Tensor, starts: list[int]) -> int:
 
 
 def _trend(logs: Tensor) -> Trend:
-    """Whether the medians of the last two quarters differ by a factor of 1.25, and by more than chance explains.
-
-    The medians of the five parts of each quarter must differ by four standard errors.
-    """
+    """Whether the medians of the last two quarters differ by a factor of 1.25, and by more than chance explains."""
     count = len(logs)
     quarters = (logs[count // 2 : 3 * count // 4], logs[3 * count // 4 :])
     change = median_of(quarters[1]) - median_of(quarters[0])
@@ -191,14 +174,7 @@ def _spread(logs: Tensor) -> float:
 
 
 def levels(norms: Tensor) -> list[tuple[float, float]]:
-    """The levels that the norms are near, two to four, each with its share of the norms; empty if there is only one.
-
-    The sorted logarithms are cut where the variance between both parts is the largest, with more than 5% in each part.
-    The parts are two levels if their medians differ by a factor of 2 and by twice the sum of the robust standard
-    deviations of the parts, and clearly less than 20% of the norms lie in the middle half of the distance between the
-    medians. In a normal, a uniform or an exponential distribution, about a quarter lies there. If the parts are not two
-    levels, each part is examined in the same way.
-    """
+    """The levels that the norms are near, two to four, each with its share of the norms; empty if there is only one."""
     top = float(norms.max())
     logs = (norms / top).clamp(min=math.exp(-LARGEST)).log().sort().values
     least = max(math.ceil(len(logs) / 20), 2)
@@ -233,6 +209,7 @@ def _cut(logs: Tensor, least: int) -> list[Tensor]:
 def _are_levels(parts: list[Tensor]) -> bool:
     logs, (low, high) = torch.cat(parts), map(median_of, parts)
     gap = high - low
+    # in a normal, a uniform or an exponential distribution, a quarter lies in the middle half of the gap
     between = float(((logs > low + gap / 4) & (logs < high - gap / 4)).double().mean())
     return gap >= max(TWICE, 2 * sum(map(_spread, parts))) and between + 1 / len(logs) ** 0.5 <= 0.2
 

@@ -145,10 +145,7 @@ class Suggestion:
 
 
 def suggested(norms: Mapping[str, Tensor], share_clipped: float, scope: Scope) -> Suggestion:
-    """Find a limit for the norms of each group, or for those under the name of the scope.
-
-    A norm is -1 if there was no gradient. An inf or NaN means that a gradient was not finite.
-    """
+    """Find a limit for the norms of each group, or for those under the name of the scope; -1 is no gradient."""
     number("share_clipped", share_clipped)
     if not 0 < share_clipped < 1:
         raise ValueError(f"share_clipped must be above 0 and below 1, got {share_clipped!r}")

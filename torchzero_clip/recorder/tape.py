@@ -14,8 +14,7 @@ from torchzero_clip.recorder.layout import By, Layout
 from torchzero_clip.recorder.numbers import joined_norms
 from torchzero_clip.recorder.record import Record
 
-ABSENT = -1.0
-"""Stands for the norm of a parameter without a gradient."""
+ABSENT = -1.0  # stands for the norm of a parameter without a gradient
 
 
 @dataclass
@@ -23,10 +22,8 @@ class Note:
     """What is known about a step without reading the device."""
 
     step: int
-    refused_by: str = ""
-    """The name of the gate that refused the step; empty if the step was taken."""
-    limits: Mapping[str, float] = field(default_factory=dict)
-    """Limits that are settings, by the names of the transforms."""
+    refused_by: str = ""  # the name of the gate that refused the step; empty if the step was taken
+    limits: Mapping[str, float] = field(default_factory=dict)  # those that are settings, by names of transforms
 
 
 class Tape:
@@ -36,10 +33,8 @@ class Tape:
         self.layout = layout
         self.device = device
         self.keep = keep
-        self._hidden = set(layout.frozen)
-        """The places of parameters that were frozen at the start and never had a gradient."""
-        self.count = 0
-        """How many steps were written."""
+        self._hidden = set(layout.frozen)  # the places of those that were frozen at the start and had no gradient since
+        self.count = 0  # how many steps were written
         self.keys: list[str] = []
         self.notes: deque[Note] = deque(maxlen=keep)
         self.ratios: deque[tuple[int, Tensor, Tensor]] = deque(maxlen=keep)
@@ -64,7 +59,6 @@ class Tape:
         self._write(note, torch.cat([norms, torch.stack(found)]) if found else norms)
 
     def _write(self, note: Note, row: Tensor) -> None:
-        """Write a step over the oldest one."""
         foreach.copy_([self._rows.select(0, self.count % self.keep)], [row])
         self.notes.append(note)
         self.count += 1
@@ -84,7 +78,6 @@ class Tape:
         self.ratios.append((step, params, updates))
 
     def _spread(self, norms: Tensor, places: Sequence[int]) -> Tensor:
-        """One norm for each parameter."""
         if places != self._places:
             self._places = places
             self._hidden.difference_update(places)
@@ -133,7 +126,6 @@ class Tape:
         return Record(steps, reasons, joined_norms(norms), loss, columns, layers, list(steps), of_layers, [], ratios)
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps that are kept."""
         norms, numbers, ratios = self._read(self.keep)
         return {
             "names": list(self.layout.names),
@@ -147,16 +139,14 @@ class Tape:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Write the steps of a state."""
         self._add_columns(state["keys"])
         expected = [(len(state["steps"]), width) for width in (len(self.layout.names), len(self.keys))]
         if [tuple(state[key].shape) for key in ("norms", "numbers")] != expected:
             raise ValueError("the norms or numbers in state_dict have wrong shapes")
         self._hidden.difference_update((~(state["norms"] < 0)).any(dim=0).nonzero().flatten().tolist())
         rows = torch.cat([state["norms"], state["numbers"]], dim=1).to(self.device)
-        for *note, row in list(zip(state["steps"], state["refused_by"], state["limits"], rows, strict=True))[
-            -self.keep :
-        ]:
+        steps = list(zip(state["steps"], state["refused_by"], state["limits"], rows, strict=True))
+        for *note, row in steps[-self.keep :]:
             self._write(Note(*note), row)
         for step, pair in state["ratios"]:
             self.ratios.append((step, *pair.to(self.device).unbind()))

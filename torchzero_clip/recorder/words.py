@@ -15,7 +15,6 @@ def norm(value: float) -> str:
 
 
 def times(ratio: float) -> str:
-    """A ratio; empty if it is unknown."""
     if not math.isfinite(ratio):
         return "" if math.isnan(ratio) else "inf"
     return f"{ratio:.3g}x" if not 100 <= ratio < 1e6 else f"{ratio:,.0f}x"

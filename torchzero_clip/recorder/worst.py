@@ -31,10 +31,8 @@ class Worst:
         self._lost = dict(list(lost.items())[: max(MOST_STEPS // 2, MOST_STEPS - len(high))])
         self._rows = [*self._lost, *high[: MOST_STEPS - len(self._lost)]]
         self.steps = [record.steps[row] for row in self._rows]
-        """The worst steps: those whose norm is not finite, then the largest norms."""
 
     def step_table(self) -> list[str]:
-        """What happened in the worst steps."""
         if not self._rows:
             return [paragraph("There were no spikes and no skipped steps.")]
         total = int((self._events.spikes | self._events.skipped).sum())
@@ -85,7 +83,6 @@ class Worst:
         return f" by {words.short(name)}{known}"
 
     def layer_table(self) -> list[str]:
-        """The layers of the worst steps."""
         known = set(self._record.layer_steps) if self._record.layers else set[int]()
         steps = [step for step in self.steps if step in known][:MOST_WITH_LAYERS]
         rows = [[f"{step:,}", *cells] for step in steps for cells in _cells_of(self._record.layers_of(step))]
@@ -108,7 +105,6 @@ def _cells_of(layers: Layers) -> list[list[str]]:
 
 
 def sign_table(record: Data) -> list[str]:
-    """The updates that were unusually large relative to the weights."""
     signs = record.early_signs()
     rows = [
         [f"{s.step:,}", words.short(s.layer), f"{s.ratio:.2g}", f"{s.usual:.2g}", words.times(s.ratio / s.usual)]
@@ -120,7 +116,6 @@ def sign_table(record: Data) -> list[str]:
 
 
 def ratio_table(record: Data) -> list[str]:
-    """The layers whose updates are largest relative to their parameters."""
     if not record.ratios or not record.layers:
         return []
     ratios = torch.stack([ratios.relative for ratios in record.ratios])
