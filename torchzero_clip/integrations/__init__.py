@@ -42,17 +42,6 @@ def metrics(optimizer: Any) -> dict[str, Tensor]:
 
     Raises:
         TypeError: If there is no `Modular` inside.
-
-    Examples:
-        >>> import torch
-        >>> from torchzero_clip import ClipNorm, Modular
-        >>> from torchzero_clip.integrations import metrics
-        >>> weight = torch.nn.Parameter(torch.zeros(2))
-        >>> optimizer = Modular([weight], ClipNorm(1.0))
-        >>> weight.grad = torch.tensor([3.0, 4.0])
-        >>> optimizer.step()
-        >>> metrics(optimizer)["clip_norm/norm"].item()
-        5.0
     """
     return unwrapped(optimizer).metrics()
 

@@ -23,22 +23,11 @@ SAVED = "recorder.pt"
 class TrainerCallback(transformers.TrainerCallback):
     """Logs the metrics of a `Modular` and the numbers of a `Recorder`, and raises if the Trainer would clip too.
 
-    ```py
-    Trainer(
-        model,
-        TrainingArguments(..., max_grad_norm=0),
-        optimizers=(optimizer, schedule),
-        callbacks=[TrainerCallback()],
-    )
-    ```
-
-    Every ``logging_steps`` steps, the numbers are added to the logs. These are ``trainer.state.log_history`` and the
-    services to which the Trainer reports, such as TensorBoard and Weights & Biases. The metrics describe the last step
-    that was taken before the log. If the recorder has no ``log=``, its numbers are added too.
+    Every ``logging_steps`` steps, the metrics of the last step that was taken are added to the logs. If the recorder
+    has no ``log=``, its numbers are added too.
 
     ``TrainingArguments.max_grad_norm`` is 1.0 by default. The Trainer then scales the gradients before the optimizer
-    gets them, so that a limit above 1 never acts and statistics store clipped norms. The ``grad_norm`` in the logs of
-    the Trainer is the norm before the Trainer clips.
+    gets them, so that a limit above 1 never acts and statistics store clipped norms.
 
     Args:
         recorder: A `Recorder` of the optimizer, or a function that makes one when training starts, such as

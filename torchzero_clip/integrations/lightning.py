@@ -27,14 +27,9 @@ else:  # one library under two names
 class LightningCallback(Callback):
     """Logs the metrics of a `Modular` and the numbers of a `Recorder`, and raises if the Trainer would clip too.
 
-    ```py
-    Trainer(callbacks=[LightningCallback()])
-    ```
-
-    The metrics are logged as by ``self.log`` in the module. They are in ``trainer.callback_metrics``, and every
-    ``log_every_n_steps`` steps in the Trainer's logger, such as TensorBoard. With several optimizers, their names begin
-    with the index of the optimizer, as in ``"1/clip_norm/norm"``. Only a `Modular` has metrics. If the recorder has no
-    ``log=``, it sends its numbers to the loggers of the Trainer.
+    The metrics are logged as by ``self.log`` in the module. With several optimizers, their names begin with the index
+    of the optimizer, as in ``"1/clip_norm/norm"``. If the recorder has no ``log=``, it sends its numbers to the loggers
+    of the Trainer.
 
     Args:
         recorder: A `Recorder` of an optimizer of the module, or a function that makes one when training starts, such as
@@ -63,11 +58,7 @@ class LightningCallback(Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Check that only one side clips."""
         limit = trainer.gradient_clip_val
-        clips = (
-            f"the Trainer clips gradients by gradient_clip_val={limit} before"
-            if limit is not None and limit > 0
-            else ""
-        )
+        clips = f"the Trainer clips gradients by gradient_clip_val={limit} before" if limit and limit > 0 else ""
         if self._given is not None and not _chains(trainer.optimizers):
             if clips:  # the Trainer has to clip for other optimizers
                 warnings.warn(f"{clips} they are recorded. For the norms before, set it to None", stacklevel=2)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -75,12 +76,8 @@ def medians(rows: Tensor) -> Tensor:
     return rows.nanmedian(dim=1).values
 
 
-def largest(rows: Tensor) -> Tensor:
-    return rows.nanquantile(1.0, dim=1)
-
-
-def means(rows: Tensor) -> Tensor:
-    return rows.nanmean(dim=1)
+largest = partial(torch.nanquantile, q=1.0, dim=1)
+means = partial(torch.nanmean, dim=1)
 
 
 @dataclass(frozen=True)

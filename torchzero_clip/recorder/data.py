@@ -3,9 +3,10 @@
 import math
 import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
+from itertools import chain
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -203,6 +204,11 @@ class Data:
             return []
         ratios = torch.stack([ratios.relative for ratios in self.ratios])
         return early_signs([ratios.step for ratios in self.ratios], self.layers, ratios)
+
+
+def places_of(layers: Iterable[Iterable[str]]) -> dict[str, int]:
+    """The place of each layer among all layers."""
+    return {name: place for place, name in enumerate(dict.fromkeys(chain(*layers)))}
 
 
 def widened(values: Tensor, layers: Sequence[str], places: Mapping[str, int]) -> Tensor:

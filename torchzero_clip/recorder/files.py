@@ -11,19 +11,19 @@
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from torchzero_clip.recorder.data import Data
 from torchzero_clip.recorder.numbers import medians
-from torchzero_clip.recorder.record import Record
 
 VERSION = 1
-BEGIN = '{"kind": "run"'
-"""How the first line of a file begins."""
+BEGIN = '{"kind": "run"'  # how the first line of a file begins
 NUMBER = float | int | None
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "run": {"version": int, "start": int, "by": str, "joint": list, "layers": list},
@@ -35,16 +35,17 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 }
 """The entries that each kind of line must have. Files of earlier releases have no ids."""
 
-Row = dict[str, Any]
+Row: TypeAlias = dict[str, Any]
+Place: TypeAlias = str | Path
 
 
-def header(name: str, parent: str | None, start: int, by: str, record: Record) -> Row:
+def header(name: str, parent: str | None, start: int, by: str, record: Data) -> Row:
     """The line before the steps of a run, or before steps with other layers than those before."""
     own = {"version": VERSION, "id": name, "parent": parent, "start": start}
     return {"kind": "run", **own, "by": by, "joint": list(record.joint), "layers": list(record.layers)}
 
 
-def rows_of_steps(record: Record) -> list[Row]:
+def rows_of_steps(record: Data) -> list[Row]:
     columns = zip(record.steps, record.norm.tolist(), record.loss.tolist(), record.reasons, strict=True)
     metrics = {name: values.tolist() for name, values in record.metrics.items()}
     rows: list[Row] = []
@@ -57,7 +58,7 @@ def rows_of_steps(record: Record) -> list[Row]:
     return rows
 
 
-def rows_of_layers(record: Record, steps: set[int]) -> list[Row]:
+def rows_of_layers(record: Data, steps: set[int]) -> list[Row]:
     """A line with the norms of all layers for each of these steps."""
     pairs = zip(record.layer_steps, record.layer_norms, strict=True)
     return [{"kind": "layers", "step": step, "norms": _row(norms)} for step, norms in pairs if step in steps]
@@ -112,6 +113,19 @@ def check(path: Path) -> bool:
     if not BEGIN.encode().startswith(begin):
         raise ValueError(f"path={str(path)!r} was not written by a Recorder: choose another path")
     return len(begin) > 0
+
+
+def not_a_record(path: Place) -> None:
+    """Raise a ValueError if this path is the file of a recorder, which must not be overwritten."""
+    try:
+        with Path(path).open("rb") as file:
+            begin = file.read(100)
+    except OSError:  # there is no such file, or writing to it will raise a better error
+        return
+    if re.match(rb'\s*\{\s*"kind"\s*:\s*"run"', begin):
+        raise ValueError(
+            f"path={str(path)!r} is the file of a Recorder. Choose another path, so that it is not overwritten"
+        )
 
 
 def _opened(path: Path) -> FileIO:

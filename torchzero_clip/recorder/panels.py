@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,18 +19,14 @@ FEW = 60
 BARS = 60
 NEAR = 0.14  # labels of marks that are closer, as a share of the panel, would overlap
 LOST_AT = 0.95  # where in the panel norms that are not finite are marked
-DOUBLE: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
-LIMIT: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1.2}
-SPIKE: dict[str, Any] = {"color": "tab:red", "marker": "^", "markersize": 8, "fillstyle": "none", "linestyle": "none"}
-SKIPPED: dict[str, Any] = {"color": "black", "marker": "x", "markersize": 6, "linestyle": "none"}
-SIGN: dict[str, Any] = {"color": "tab:brown", "marker": "D", "markersize": 6, "fillstyle": "none", "linestyle": "none"}
-LOST: dict[str, Any] = {"color": "tab:purple", "marker": "v", "markersize": 7, "linestyle": "none"}
-LABEL: dict[str, Any] = {
-    "xycoords": "axes fraction",
-    "textcoords": "offset points",
-    "ha": "center",
-    "fontsize": "small",
-}
+Style: TypeAlias = dict[str, Any]
+DOUBLE: Style = {"dtype": torch.float64, "device": "cpu"}
+LIMIT: Style = {"color": "black", "linestyle": "--", "linewidth": 1.2}
+SPIKE: Style = {"color": "tab:red", "marker": "^", "markersize": 8, "fillstyle": "none", "linestyle": "none"}
+SKIPPED: Style = {"color": "black", "marker": "x", "markersize": 6, "linestyle": "none"}
+SIGN: Style = {"color": "tab:brown", "marker": "D", "markersize": 6, "fillstyle": "none", "linestyle": "none"}
+LOST: Style = {"color": "tab:purple", "marker": "v", "markersize": 7, "linestyle": "none"}
+LABEL: Style = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "center", "fontsize": "small"}
 
 
 def draw_norm_panel(axes: Any, events: Events) -> None:

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchzero_clip.recorder.data import Block, Ratios, widened
-from torchzero_clip.recorder.files import BEGIN, KINDS, NUMBER, VERSION, Row
-from torchzero_clip.recorder.places import Place
+from torchzero_clip.recorder.data import Block, Ratios, places_of, widened
+from torchzero_clip.recorder.files import BEGIN, KINDS, NUMBER, VERSION, Place, Row
 from torchzero_clip.recorder.record import Record
 
 LARGEST_STEP = 2**53
@@ -24,12 +23,8 @@ MOST_EMPTY = 100  # a record is refused if it would have more empty cells than s
 def read_record(path: Place, run: str | None = None) -> Record:
     """Read the file of a `Recorder`.
 
-    A file may have several runs. The result is the run that wrote the last line. If this run resumed another run of the
-    file, the result has the earlier steps of the other run too. A warning names the other runs of the file.
-
-    A process may have been killed while it wrote a line. Lines that are not JSON are left out, and a warning says how
-    many there are. An incomplete last line, and kinds of lines that a later release added, are left out without a
-    warning.
+    If the file has several runs, the result is the run that wrote the last line, with the earlier steps of the run that
+    it resumed. A warning names the others. Lines that are not JSON are left out, and a warning says how many there are.
 
     Args:
         path: The path that was given to `Recorder`.
@@ -213,7 +208,7 @@ def _composed(path: str, run: _Run, size: int) -> Record:
     blocks, ratios = (list(by_step[kind].values()) for kind in ("block", "ratios"))
     named = [*whole, *blocks, *blocks, *ratios, *ratios]  # a block and a step with ratios have two norms of each layer
     listed = {id(names): names for names in (run.layers, *(row["layers"] for row in named))}
-    places = {name: place for place, name in enumerate(dict.fromkeys(chain(*listed.values())))}
+    places = places_of(listed.values())
     metrics = list(dict.fromkeys(name for row in rows.values() for name in row["metrics"]))
     if len(places) * len(named) + len(metrics) * len(rows) > MOST_EMPTY * (size + 10_000):
         raise ValueError(f"{path} has other layers or metrics in every line: it is not the record of one run")

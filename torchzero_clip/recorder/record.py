@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.recorder.data import Data, Layers, Ratios, widened
+from torchzero_clip.recorder.data import Data, Layers, Ratios, places_of, widened
 from torchzero_clip.recorder.early_signs import EarlySign
 from torchzero_clip.recorder.figures import draw_record
-from torchzero_clip.recorder.places import Place, not_a_record
+from torchzero_clip.recorder.files import Place, not_a_record
 from torchzero_clip.recorder.suggestion import Scope, Suggestion, suggested
 from torchzero_clip.recorder.words import counted
 
@@ -52,20 +52,15 @@ class Readable(ABC):
         return (kept if step in kept.steps else self._whole()).worst(step, top)
 
     def spikes(self) -> list[int]:
-        """Return the steps with a spike or an early sign of one.
-
-        These are the steps whose joint norm was a spike, as in `suggest_max_norm`, or was not finite, and the steps of
-        `early_signs`.
-        """
+        """Return the steps whose joint norm was a spike or not finite, and the steps of `early_signs`."""
         return self._whole().spikes()
 
     def early_signs(self) -> list[EarlySign]:
         """Return the updates that were unusually large relative to the weights of their layer.
 
         Returns:
-            Rows with ``step``, ``layer``, ``ratio`` and ``usual``. The ratio is the norm of the update divided by the
-                norm of the weights, and ``usual`` is the median of the ratios before. The rows are in the order of
-                steps. In each step, the worst row comes first.
+            Rows with ``step``, ``layer``, ``ratio`` (the norm of the update divided by the norm of the weights) and
+                ``usual`` (the median of the ratios before), in the order of steps. In each step, the worst comes first.
         """
         return self._whole().early_signs()
 
@@ -108,10 +103,9 @@ class Readable(ABC):
     def to_tensorboard(self, writer: Any, since: int = 0) -> None:
         """Add the numbers of each step to a `SummaryWriter`.
 
-        The names are ``gradients/norm``, ``gradients/loss``, ``gradients/share_clipped``, ``gradients/skipped``, and
-        those of the transforms, such as ``clip_norm/factor``. If the layers of a step are known, the norm of each is
-        ``layers/<name>/norm``. In steps with ratios, ``layers/<name>/update_ratio`` is the norm of the update divided
-        by the norm of the parameters. Unknown numbers are left out.
+        The names are ``gradients/norm``, ``gradients/loss``, ``gradients/share_clipped``, ``gradients/skipped``, those
+        of the transforms, such as ``clip_norm/factor``, and for known layers ``layers/<name>/norm`` and
+        ``layers/<name>/update_ratio``. Unknown numbers are left out.
 
         Args:
             writer: A `torch.utils.tensorboard.SummaryWriter`, or anything else with its ``add_scalar``.
@@ -128,8 +122,6 @@ class Readable(ABC):
 
     def to_wandb(self, run: Any, since: int = 0) -> None:
         """Log the numbers of each step to a run of Weights & Biases, with the names of `to_tensorboard`.
-
-        The numbers of a step are logged by one call.
 
         Args:
             run: What ``wandb.init`` returned, or anything else with its ``log``.
@@ -156,11 +148,9 @@ class Readable(ABC):
     def suggest_max_norm(self, share_clipped: float = 0.01, scope: Scope = "joint") -> Suggestion:
         """Find a limit for `ClipNorm` that would have clipped a given share of the usual norms.
 
-        Norms that are 0 or not finite do not count. The others are divided into twenty blocks in the order of steps.
-        The first blocks are left out, at most ten, until the median of a block is close to the median of the second
-        half of the run: within a factor of 1.25, or within three standard errors. A remaining norm is a spike if its
-        logarithm exceeds the median of the logarithms by more than max(6 · 1.4826 · MAD, ln 2). The limit is the
-        quantile 1 - ``share_clipped`` of the remaining norms that are not spikes.
+        The limit is the quantile 1 - ``share_clipped`` of the norms, without norms that are 0 or not finite, without
+        the start of the run while the norms still change, and without spikes. A norm is a spike if its logarithm
+        exceeds the median of the logarithms by more than max(6 · 1.4826 · MAD, ln 2).
 
         Args:
             share_clipped: The share of usual norms that the limit clips, above 0 and below 1. The limit also clips
@@ -172,8 +162,7 @@ class Readable(ABC):
             The limit, and how well the record determines it. Print the result to read the explanation.
 
         Raises:
-            ValueError: If there are fewer than 20 norms, if ``scope`` is unknown, or if ``share_clipped`` is out of
-                range.
+            ValueError: If there are fewer than 20 norms, ``scope`` is unknown, or ``share_clipped`` is out of range.
             TypeError: If ``share_clipped`` is not a number.
         """
         if scope != "joint":
@@ -268,7 +257,7 @@ def joined(records: list[Record]) -> Record:
     """Join consecutive records of one run."""
     if len(records) == 1:
         return records[0]
-    places = {name: place for place, name in enumerate(dict.fromkeys(name for r in records for name in r.layers))}
+    places = places_of(record.layers for record in records)
     names = list(dict.fromkeys(name for record in records for name in record.metrics))
 
     def wide(record: Record, values: Tensor) -> Tensor:

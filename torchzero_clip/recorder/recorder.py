@@ -17,13 +17,12 @@ from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrapped import unwrap
 from torchzero_clip.private_losses import refuse_loss
 from torchzero_clip.recorder.data import step_number
-from torchzero_clip.recorder.files import check
+from torchzero_clip.recorder.files import Place, check
 from torchzero_clip.recorder.hooks import Hooks
 from torchzero_clip.recorder.layout import By
 from torchzero_clip.recorder.live import Live
 from torchzero_clip.recorder.log import FirstProcess, Log
 from torchzero_clip.recorder.output import Output
-from torchzero_clip.recorder.places import Place
 from torchzero_clip.recorder.reading import read_record
 from torchzero_clip.recorder.record import Readable, Record
 from torchzero_clip.recorder.run import Run, take_over

@@ -5,9 +5,9 @@ from pathlib import Path
 from torchzero_clip.recorder import words
 from torchzero_clip.recorder.binning import Events
 from torchzero_clip.recorder.figures import draw_record, png_of
+from torchzero_clip.recorder.files import Place, not_a_record
 from torchzero_clip.recorder.numbers import median_of
 from torchzero_clip.recorder.page import code, page, paragraph, picture, section
-from torchzero_clip.recorder.places import Place, not_a_record
 from torchzero_clip.recorder.record import Record
 from torchzero_clip.recorder.worst import Worst, ratio_table, sign_table
 

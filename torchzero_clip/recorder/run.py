@@ -6,8 +6,9 @@ import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -29,6 +30,7 @@ from torchzero_clip.recorder.reading import last_run
 from torchzero_clip.recorder.record import Record, joined
 from torchzero_clip.recorder.tape import Note, Tape
 
+Groups: TypeAlias = Sequence[dict[str, Any]]
 FAILED = "error"  # the reason of a step that raised an error
 
 
@@ -90,12 +92,7 @@ class Run(Listener):
         self._before = foreach.clone(params) if wanted else None
 
     def write(
-        self,
-        groups: Sequence[dict[str, Any]],
-        params: Sequence[Tensor],
-        norms: Tensor | None,
-        numbers: dict[str, Any],
-        note: Note,
+        self, groups: Groups, params: Sequence[Tensor], norms: Tensor | None, numbers: dict[str, Any], note: Note
     ) -> None:
         """Write one step: the norms of the gradients of ``params``, if they were measured, and numbers by name."""
         before, self._before = self._before, None
@@ -116,7 +113,7 @@ class Run(Listener):
         if self.output.add():
             self.flush(warn=True)
 
-    def _is_template(self, groups: Sequence[dict[str, Any]], norms: Tensor | None) -> bool:
+    def _is_template(self, groups: Groups, norms: Tensor | None) -> bool:
         """True for a step with rate 0 and zero gradients, as DCP takes it to find out which state an optimizer has."""
         rates = [group["lr"] for group in groups if "lr" in group]
         known = [rate for rate in rates if not isinstance(rate, Tensor) or rate.is_cpu]
@@ -147,7 +144,7 @@ class Run(Listener):
         if self.output.log is not None and step < self.step - self.output.waiting:
             self.output.late[step] = value
 
-    def _tape_for(self, groups: Sequence[dict[str, Any]], norms: Tensor | None) -> Tape:
+    def _tape_for(self, groups: Groups, norms: Tensor | None) -> Tape:
         tape, params = self.tape, [id(param) for group in groups for param in group["params"]]
         is_on_device = norms is None or (tape is not None and norms.device == tape.device)
         if tape is not None and is_on_device and params == self._params:
@@ -166,7 +163,7 @@ class Run(Listener):
         self.output.waiting = 0
         return self.tape
 
-    def record(self, groups: Sequence[dict[str, Any]]) -> Record:
+    def record(self, groups: Groups) -> Record:
         self.finish()
         if self.tape is None:
             return Tape(1, Layout.of(groups, self.model, self.names), torch.device("cpu")).record(self.by)
@@ -184,9 +181,8 @@ class Run(Listener):
         """The last ``count`` of the steps from before parameters were added or removed."""
         kept: list[Record] = []
         for record in reversed(self._older):
-            part = record.last(count)
-            count -= len(part.steps)
-            kept.insert(0, part)
+            kept.insert(0, record.last(count))
+            count -= len(kept[0].steps)
         return [record for record in kept if record.steps]
 
     def flush(self, *, warn: bool = False, is_end: bool = False) -> None:
@@ -218,7 +214,7 @@ class Run(Listener):
         run = self._run_in_file if log is None else log.written_run
         return {"step": self.step, "joint": list(self._joint), "tape": tape} | ({} if run is None else {"run": run})
 
-    def load_state_dict(self, state: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], groups: Groups) -> None:
         """Continue a record, and forget what was recorded before."""
         kept, tape = state["tape"], None
         if kept is not None:
@@ -273,21 +269,16 @@ def nothing(reason: str | None = None) -> None:
 
 def _with_limits_of_all(nodes: list[Node]) -> list[str]:
     """The names of transforms that limit the L2 norm of all gradients together."""
-    found: list[str] = []
-    for node in nodes:
-        if isinstance(node.transform, UpdateRule):
-            break
-        slicing = node.transform.slicing if isinstance(node.transform, Scaling) else None
-        if slicing is not None and slicing.dim == "global" and slicing.metric == L2 and not node.scope.limited:
-            found.append(node.path)
-    return found
+    before = takewhile(lambda node: not isinstance(node.transform, UpdateRule), nodes)
+    scaling = [(node, node.transform.slicing) for node in before if isinstance(node.transform, Scaling)]
+    return [n.path for n, s in scaling if s.dim == "global" and s.metric == L2 and not n.scope.limited]
 
 
-def _device_of(groups: Sequence[dict[str, Any]]) -> torch.device:
+def _device_of(groups: Groups) -> torch.device:
     return next((param.device for group in groups for param in group["params"]), torch.device("cpu"))
 
 
-def _places(groups: Sequence[dict[str, Any]], params: Sequence[Tensor]) -> list[int]:
+def _places(groups: Groups, params: Sequence[Tensor]) -> list[int]:
     """The places of parameters among those of all groups; a parameter that is listed twice has two."""
     own = {id(param) for param in params}
     return [place for place, param in enumerate(p for group in groups for p in group["params"]) if id(param) in own]
