@@ -9,7 +9,7 @@ from torch import nn
 
 from torchzero_clip import AdamW, Modular, Recorder
 from torchzero_clip.recorder.data import Ratios
-from torchzero_clip.recorder.early_signs import early_signs
+from torchzero_clip.recorder.series import early_signs
 
 NAMES = [f"layer {k}" for k in range(100)]
 

@@ -10,10 +10,10 @@ from ranks import run_program
 from recorder import records
 from recorder.records import column, made
 
-from torchzero_clip.recorder.axes import printable
 from torchzero_clip.recorder.binning import Events, Tiles, in_columns, largest, medians, relative
 from torchzero_clip.recorder.data import Block, Ratios
 from torchzero_clip.recorder.figures import draw_record, draw_series
+from torchzero_clip.recorder.panels import printable
 from torchzero_clip.recorder.suggestion import suggested
 
 matplotlib = pytest.importorskip("matplotlib")

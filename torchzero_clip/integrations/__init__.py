@@ -39,9 +39,6 @@ def metrics(optimizer: Any) -> dict[str, Tensor]:
 
     Args:
         optimizer: As in `unwrapped`, for example what ``accelerator.prepare`` or ``self.optimizers()`` returns.
-
-    Raises:
-        TypeError: If there is no `Modular` inside.
     """
     return unwrapped(optimizer).metrics()
 
@@ -53,9 +50,6 @@ def numbers(optimizer: Any) -> dict[str, float]:
 
     Args:
         optimizer: As in `metrics`.
-
-    Raises:
-        TypeError: If there is no `Modular` inside.
 
     Examples:
         >>> import torch

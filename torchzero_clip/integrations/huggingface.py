@@ -31,11 +31,9 @@ class TrainerCallback(transformers.TrainerCallback):
 
     Args:
         recorder: A `Recorder` of the optimizer, or a function that makes one when training starts, such as
-            ``functools.partial(Recorder, path="run.jsonl")``. It works with any optimizer, such as the Trainer's own
-            AdamW. Each checkpoint saves the steps in ``recorder.pt``, and a resumed run loads them. If the checkpoint
-            is not in ``output_dir``, only the number of the step is continued. The recorder is closed at the end of
-            training. With ``logging_steps=1``, the losses of the logs are recorded. Otherwise the logged losses are
-            means over several steps, so call ``recorder.report_loss`` where the loss is computed.
+            ``functools.partial(Recorder, path="run.jsonl")``, for any optimizer. Each checkpoint saves the steps in
+            ``recorder.pt``, and a run that is resumed from ``output_dir`` loads them. With ``logging_steps=1``, the
+            losses of the logs are recorded. Otherwise call ``recorder.report_loss`` where the loss is computed.
 
     Raises:
         ValueError: When training starts, if the optimizer is a `Modular` and ``max_grad_norm`` is above 0, or the
@@ -49,10 +47,8 @@ class TrainerCallback(transformers.TrainerCallback):
         self._given = recorder
         self.recorder = recorder if isinstance(recorder, Recorder) else None
         """The recorder. None if there is none, or before training if a function makes it."""
-        self._live: dict[str, float] = {}
-        """Numbers for the next log."""
-        self._logged = -1
-        """The step of the last loss."""
+        self._live: dict[str, float] = {}  # numbers for the next log
+        self._logged = -1  # the step of the last loss
 
     @override
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -90,7 +86,6 @@ class TrainerCallback(transformers.TrainerCallback):
 
     @override
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save the record beside the state of the optimizer."""
         if self.recorder is not None:
             self.recorder.flush(warn=True)
             saved, place = self.recorder.state_dict(), _checkpoint(args, state) / SAVED
@@ -100,13 +95,11 @@ class TrainerCallback(transformers.TrainerCallback):
 
     @override
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the rest of the record to its file, and stop recording."""
         if self.recorder is not None:
             self.recorder.close(warn=True)
 
     @override
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Add the numbers to the logs of training."""
         if logs is None or "loss" not in logs or kwargs.get("optimizer") is None:
             return
         named = numbers(kwargs["optimizer"]) if isinstance(unwrap(kwargs["optimizer"]), Modular) else {}
@@ -140,5 +133,4 @@ class TrainerCallback(transformers.TrainerCallback):
 
 
 def _checkpoint(args: Any, state: Any) -> Path:
-    """The folder of the checkpoint of this step."""
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"

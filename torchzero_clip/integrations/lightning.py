@@ -34,10 +34,8 @@ class LightningCallback(Callback):
     Args:
         recorder: A `Recorder` of an optimizer of the module, or a function that makes one when training starts, such as
             ``functools.partial(Recorder, path="run.jsonl")``. With several optimizers, this function gets the first
-            `Modular`, or the first optimizer if none is a `Modular`. The checkpoints of the Trainer contain the steps,
-            and the recorder is closed at the end of training. In automatic optimization, it also records the loss that
-            Lightning's closure returns. With ``accumulate_grad_batches``, this is the loss of the last batch divided by
-            the number of accumulated batches. With ``precision="16-mixed"``, no loss is recorded.
+            `Modular`, or the first optimizer if none is a `Modular`. The checkpoints of the Trainer contain the steps.
+            In automatic optimization, the recorder also gets the loss, except with ``precision="16-mixed"``.
 
     Raises:
         ValueError: When fitting starts with a `Modular`, if ``Trainer(gradient_clip_val=...)`` is above 0, or the
@@ -97,13 +95,11 @@ class LightningCallback(Callback):
 
     @override
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Write the rest of the record to its file, and stop recording."""
         if self.recorder is not None:
             self.recorder.close(warn=True)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The record, for the checkpoints of the Trainer."""
         if self.recorder is None:
             return {}
         self.recorder.flush(warn=True)
@@ -116,7 +112,6 @@ class LightningCallback(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        """Log the metrics of the last step."""
         for prefix, optimizer in _chains(trainer.optimizers).items():
             pl_module.log_dict({f"{prefix}{name}": value.float() for name, value in optimizer.metrics().items()})
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.checks import count
-from torchzero_clip.recorder.early_signs import EarlySign, early_signs
 from torchzero_clip.recorder.numbers import medians
-from torchzero_clip.recorder.series import spikes_among
+from torchzero_clip.recorder.series import EarlySign, early_signs, spikes_among
 from torchzero_clip.recorder.words import as_table
+
+MOST_NAMED = 5
 
 
 class Layer(NamedTuple):
@@ -205,9 +206,33 @@ class Data:
         ratios = torch.stack([ratios.relative for ratios in self.ratios])
         return early_signs([ratios.step for ratios in self.ratios], self.layers, ratios)
 
+    def alarm(self, since: int) -> str | None:
+        """Describe the first step, from ``since`` on, that has a norm of inf or NaN. None if there is no such step."""
+        lost = self.layer_norms.isfinite().logical_not()
+        rows: list[int] = lost.any(dim=1).nonzero().flatten().tolist()
+        # a gradient scaler tries large scales on purpose
+        rows = [i for i in rows if self.steps[i] >= since and "found_inf" not in self.reasons[i]]
+        if not rows:
+            return None
+        row = rows[0]
+        names = [name for name, is_lost in zip(self.layers, lost[row].tolist(), strict=True) if is_lost]
+        shown = ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
+        text = (
+            f"step {self.layer_steps[row]:,}: the gradients of {len(names):,} of {len(self.layers):,} layers are inf "
+            f"or NaN. In the order of the optimizer: {shown}."
+        )
+        norms, usual = self.layer_norms[row], self.usual(self.layer_steps[row])
+        order = [i for i in norms.argsort(descending=True).tolist() if norms[i].isfinite() and norms[i] >= 0][
+            :MOST_NAMED
+        ]
+        if order:
+            said = [f" (usual {number:.4g})" if number == number else "" for number in usual.tolist()]
+            near = ", ".join(f"{self.layers[i]} {norms[i]:.4g}{said[i]}" for i in order)
+            text += f" The largest finite norms of the other layers: {near}."
+        return text
+
 
 def places_of(layers: Iterable[Iterable[str]]) -> dict[str, int]:
-    """The place of each layer among all layers."""
     return {name: place for place, name in enumerate(dict.fromkeys(chain(*layers)))}
 
 

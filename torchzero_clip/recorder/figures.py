@@ -8,11 +8,19 @@ from typing import Any
 import torch
 
 from torchzero_clip.recorder import words
-from torchzero_clip.recorder.axes import module, printable, say, set_steps
 from torchzero_clip.recorder.binning import Events, Tiles
 from torchzero_clip.recorder.data import Data
 from torchzero_clip.recorder.files import not_a_record
-from torchzero_clip.recorder.panels import draw_norm_panel, draw_series_row, draw_thin_panels, thin_panels
+from torchzero_clip.recorder.panels import (
+    draw_norm_panel,
+    draw_series_row,
+    draw_thin_panels,
+    module,
+    printable,
+    say,
+    set_steps,
+    thin_panels,
+)
 from torchzero_clip.recorder.series import Series
 
 MOST_GROUPS = 6
@@ -70,7 +78,6 @@ def _saved(figure: Any, path: Any) -> Any:
 
 
 def _legend(figure: Any, rows: Sequence[Any]) -> None:
-    """One legend above the panels, with each label once."""
     pairs = [axes.get_legend_handles_labels() for axes in rows]
     found = {label: handle for handles, labels in pairs for handle, label in zip(handles, labels, strict=True)}
     ncols = max(1, min(len(found), 4))

@@ -50,8 +50,8 @@ def rows_of_steps(record: Data) -> list[Row]:
     metrics = {name: values.tolist() for name, values in record.metrics.items()}
     rows: list[Row] = []
     for i, (step, norm, loss, reason) in enumerate(columns):
-        own = {name: _json(values[i]) for name, values in metrics.items() if not math.isnan(values[i])}
-        numbers = {"norm": _json(norm), "loss": _json(loss)}
+        own = {name: finite(values[i]) for name, values in metrics.items() if not math.isnan(values[i])}
+        numbers = {"norm": finite(norm), "loss": finite(loss)}
         rows.append({"kind": "step", "step": step, **numbers, "reason": reason, "metrics": own})
     for step, params, updates in record.ratios:
         rows.append({"kind": "ratios", "step": step, "params": _row(params), "updates": _row(updates)})
@@ -59,7 +59,6 @@ def rows_of_steps(record: Data) -> list[Row]:
 
 
 def rows_of_layers(record: Data, steps: set[int]) -> list[Row]:
-    """A line with the norms of all layers for each of these steps."""
     pairs = zip(record.layer_steps, record.layer_norms, strict=True)
     return [{"kind": "layers", "step": step, "norms": _row(norms)} for step, norms in pairs if step in steps]
 
@@ -70,11 +69,6 @@ def block(steps: Sequence[int], norms: Tensor) -> Row:
     columns = (_row(medians(norms)), _row(norms.amax(dim=0)))
     median, maximum = ([-1.0 if no else x for x, no in zip(column, absent, strict=True)] for column in columns)
     return {"kind": "block", "first": steps[0], "last": steps[-1], "median": median, "maximum": maximum}
-
-
-def late_loss(step: int, loss: float) -> Row:
-    """The line of a loss that was reported after the line of its step was written."""
-    return {"kind": "loss", "step": step, "loss": _json(loss)}
 
 
 def encoded(rows: Sequence[Row], run: str) -> bytes:
@@ -139,9 +133,9 @@ def _read(file: int, place: int, count: int) -> bytes:
     return os.read(file, count)
 
 
-def _json(value: float) -> float | None:
+def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
 def _row(values: Tensor) -> list[float | None]:
-    return [_json(value) for value in values.tolist()]
+    return [finite(value) for value in values.tolist()]

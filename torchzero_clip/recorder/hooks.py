@@ -51,7 +51,8 @@ class Hooks:
     def _measure(self, optimizer: Optimizer, loss: Any) -> None:
         groups = optimizer.param_groups
         params = [param for group in groups for param in group["params"] if param.grad is not None]
-        grads = [_dense(param.grad) for param in params]
+        found = [param.grad for param in params]
+        grads = [g.coalesce().values() if g.layout == torch.sparse_coo else g.detach() for g in found]
         norms = each_norm(grads, self._scratch) if grads else None
         scale = getattr(optimizer, "grad_scale", None)
         if norms is not None and isinstance(scale, Tensor):
@@ -102,8 +103,3 @@ def _depth(optimizer: Optimizer) -> int:
             count += frame.f_locals.get("self") is optimizer
         frame = frame.f_back
     return count
-
-
-def _dense(grad: Any) -> Tensor:
-    """A gradient, or the values of a sparse one."""
-    return grad.coalesce().values() if grad.layout == torch.sparse_coo else grad.detach()

@@ -79,7 +79,6 @@ class Live:
 
 
 def _top(sizes: Tensor) -> list[int]:
-    """The places of the largest numbers."""
     known = sizes.nan_to_num(nan=-1.0, posinf=math.inf)
     return [i for i in known.argsort(descending=True, stable=True).tolist()[:TOP] if known[i] > 0]
 

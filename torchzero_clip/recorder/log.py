@@ -74,7 +74,7 @@ class Log:
         new = record.last(count)
         layers = tuple(record.layers)
         rows = files.rows_of_steps(new)
-        rows += [files.late_loss(step, loss) for step, loss in losses.items()]
+        rows += [{"kind": "loss", "step": step, "loss": files.finite(loss)} for step, loss in losses.items()]
         lost = new.layer_norms.isfinite().logical_not().any(dim=1).tolist()
         bad = [bool(reason) or is_lost for reason, is_lost in zip(new.reasons, lost, strict=True)]
         seen = [*self._seen, *zip(new.steps, new.norm.tolist(), bad, strict=True)]

@@ -46,7 +46,6 @@ class Output:
         return self.log is not None and self.log.is_lost
 
     def check(self) -> None:
-        """Raise if another recorder of this process has taken over the file."""
         if self.log is not None and self.log.is_lost:
             raise RuntimeError(
                 f"another Recorder of this process now writes to path={str(self.log.path)!r}. Give each Recorder its "

@@ -1,5 +1,6 @@
-"""The panels that show norms by step, and the norms that a limit is found from."""
+"""The panels of pictures, their axes and texts. Matplotlib is imported when the first picture is drawn."""
 
+import importlib
 import math
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -7,7 +8,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from torchzero_clip.recorder.axes import say, set_log_ticks, set_steps
 from torchzero_clip.recorder.binning import HUGE, Events, column_size, in_columns, largest, means, medians
 from torchzero_clip.recorder.data import Data
 from torchzero_clip.recorder.numbers import median_of
@@ -30,7 +30,6 @@ LABEL: Style = {"xycoords": "axes fraction", "textcoords": "offset points", "ha"
 
 
 def draw_norm_panel(axes: Any, events: Events) -> None:
-    """Draw the joint norms by step, the limits, spikes, and clipped and skipped steps."""
     axes.set_yscale("log")
     axes.set_ylabel("norm of all gradients")
     set_steps(axes, events)
@@ -159,3 +158,41 @@ def draw_series_row(axes: Any, side: Any, series: Series, limit: float) -> int:
     side.set_xlim(0.7, max(counts) * 2)
     side.tick_params(labelleft=False)
     return len(spikes)
+
+
+def module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("drawing a record needs matplotlib: pip install matplotlib") from error
+
+
+def printable(name: str, most: int) -> str:
+    """A name for a picture, in characters that fonts have. A long one is cut, as in "t.l.0.mlp.up.weight"."""
+    parts = "".join(c if c.isprintable() and ord(c) < 0x250 else "?" for c in name).split(".")
+    for i, part in enumerate(parts[:-1]):
+        if len(".".join(parts)) <= most:
+            break
+        parts[i] = part if part.isdigit() else part[:1]
+    short = ".".join(parts)
+    return short if len(short) <= most else f"{short[: most // 4]}…{short[most // 4 + 1 - most :]}"
+
+
+def set_steps(axes: Any, events: Events) -> None:
+    if len(events.steps):
+        axes.set_xlim(float(events.steps[0]) - 0.5, float(events.steps[-1]) + 0.5)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1, nbins=8)
+
+
+def set_log_ticks(axis: Any, low: float, high: float) -> None:
+    """Write 1, 2, 5, 10 beside a log axis that is too short for powers of 10 alone."""
+    if high / low < 1e3:
+        subs = (1, 2, 5) if high / low > 10 else (1, 1.5, 2, 3, 4, 5, 6, 8)
+        axis.set_major_locator(module("matplotlib.ticker").LogLocator(subs=subs))
+        axis.set_major_formatter("{x:,g}")
+        axis.set_minor_formatter("")
+
+
+def say(axes: Any, text: str) -> None:
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color="0.35")

@@ -90,7 +90,6 @@ class _Run:
             self.lines[kind] = {first: row for first, row in rows.items() if row[end] < start}
 
     def add(self, later: "_Run") -> None:
-        """Add the lines of a run that resumed this one."""
         self.joint = later.joint
         for kind, rows in later.lines.items():
             self.lines[kind] |= rows
@@ -201,7 +200,6 @@ def _check_types(row: Row) -> None:
 
 
 def _composed(path: str, run: _Run, size: int) -> Record:
-    """The record of a run, with the lines of those that it resumed."""
     by_step = {kind: dict(sorted(lines.items())) for kind, lines in run.lines.items()}
     rows, losses = by_step["step"], by_step["loss"]
     whole = [row for step, row in by_step["layers"].items() if step in rows]

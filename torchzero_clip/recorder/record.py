@@ -14,9 +14,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.recorder.data import Data, Layers, Ratios, places_of, widened
-from torchzero_clip.recorder.early_signs import EarlySign
 from torchzero_clip.recorder.figures import draw_record
 from torchzero_clip.recorder.files import Place, not_a_record
+from torchzero_clip.recorder.series import EarlySign
 from torchzero_clip.recorder.suggestion import Scope, Suggestion, suggested
 from torchzero_clip.recorder.words import counted
 
@@ -41,9 +41,8 @@ class Readable(ABC):
             top: How many layers.
 
         Returns:
-            Rows with ``name``, ``norm`` and ``usual``, which is the median norm of the steps before. The row with the
-                largest ratio of ``norm`` to ``usual`` is the first, but norms that are not finite come before all
-                others. The rows print as a table. Layers without a gradient in this step are left out.
+            Rows with ``name``, ``norm`` and ``usual``, the median norm of the steps before. Norms that are not finite
+                come first, then the largest ratios of ``norm`` to ``usual``. The rows print as a table.
 
         Raises:
             ValueError: If the layers of this step were not kept.
@@ -75,9 +74,6 @@ class Readable(ABC):
             A `pandas.DataFrame` indexed by step. The columns are ``step``; ``norm``, the joint norm of all gradients
                 before the first transform (NaN if there was no gradient); ``loss`` (NaN if unknown);
                 ``share_clipped``, the largest share that a transform clipped; and ``skipped``.
-
-        Raises:
-            ModuleNotFoundError: Without pandas. `rows` returns the same columns and does not need pandas.
         """
         try:
             pandas = importlib.import_module("pandas")
@@ -87,7 +83,7 @@ class Readable(ABC):
         return pandas.DataFrame(record.columns(transforms=transforms), index=pandas.Index(record.steps))
 
     def rows(self, *, transforms: bool = False) -> list[dict[str, Any]]:
-        """Return one dict for each step, with the columns of `frame` as keys."""
+        """Return one dict for each step, with the columns of `frame` as keys. It does not need pandas."""
         columns = self.record().columns(transforms=transforms)
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
@@ -131,17 +127,10 @@ class Readable(ABC):
             run.log(numbers, step=step)
 
     def plot(self, path: Place | None = None) -> Any:
-        """Draw the norms with limits and spikes, and the layers by steps.
+        """Draw the norms with limits and spikes, and the layers by steps, and return the `matplotlib.figure.Figure`.
 
         Args:
-            path: Where to save the picture, for example ``"norms.png"``. None if it should not be saved.
-
-        Returns:
-            The `matplotlib.figure.Figure`.
-
-        Raises:
-            ModuleNotFoundError: Without matplotlib.
-            ValueError: If ``path`` is the file of a `Recorder`.
+            path: Where to save the picture, for example ``"norms.png"``. It must not be the file of a `Recorder`.
         """
         return draw_record(self.record(), path)
 

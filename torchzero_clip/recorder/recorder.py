@@ -32,9 +32,8 @@ from torchzero_clip.recorder.suggestion import Scope, Suggestion, suggested
 class Recorder(Readable):
     """Records norms by layer, limits, what was clipped or skipped, and the loss of every step.
 
-    With and without a recorder, the results of training are bitwise the same. The recorder is not part of the chain,
-    and does not change the checkpoints of the optimizer. A copy or a pickle of the optimizer has no recorder. A copy or
-    a pickle of the recorder is closed, but can be read.
+    With and without a recorder, the results of training and the checkpoints of the optimizer are bitwise the same. A
+    copy or a pickle of the optimizer has no recorder. A copy or a pickle of the recorder is closed, but can be read.
 
     Steps are counted from 0, and skipped steps count. A step that `GradScaler` skips does not reach
     ``optimizer.step()`` and does not count, unless the optimizer is fused.
@@ -51,9 +50,8 @@ class Recorder(Readable):
         model: Gives names to parameters that have none in the optimizer, such as those of ``model.parameters()``.
         flush_every: How many steps are recorded between two writes. Steps are also written at the tenth step, after 30
             seconds, at each checkpoint of a trainer, and when the process ends.
-        log: Where numbers are sent when steps are written. It may be a run of Weights & Biases, a
-            `torch.utils.tensorboard.SummaryWriter`, a logger of Lightning, an ``Accelerator``, or a function
-            ``log(step, values)``. With several processes, only the first one sends. If it raises, there is a warning.
+        log: Where the first process sends numbers when steps are written: a run of Weights & Biases, a `SummaryWriter`
+            of TensorBoard, a logger of Lightning, an ``Accelerator``, or a function ``log(step, values)``.
         log_every: How many steps one point sums up. For Weights & Biases it is all steps since the last point.
 
     Raises:
@@ -215,23 +213,16 @@ class Recorder(Readable):
     def flush(self, *, warn: bool = False) -> None:
         """Write all steps that are not in the file yet, and send the points that are complete.
 
-        `close` also sends the last point.
-
         Args:
             warn: Warn if the file cannot be written, instead of raising an error.
 
         Raises:
-            OSError: If the file cannot be written. The recorder still has the last ``keep`` steps, and the next call
-                tries again.
+            OSError: If the file cannot be written. The next call tries again.
         """
         self._run.flush(warn=warn)
 
     def log_to(self, log: Callable[[int, dict[str, float]], object]) -> None:
-        """Send one point to a function whenever steps are written. It has no effect if ``log=`` was given.
-
-        Args:
-            log: A function of a step and a dict of numbers.
-        """
+        """Send a step and a dict of numbers to a function whenever steps are written, if ``log=`` was not given."""
         if self._run.output.live is None:
             self._run.output.live = Live(log, None)
 

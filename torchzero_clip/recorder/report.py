@@ -40,8 +40,6 @@ def write_report(record: Record, path: Place) -> None:
 
 
 class _Report:
-    """Makes the sections of the page."""
-
     def __init__(self, record: Record) -> None:
         self._record = record
         self._events = Events.of(record)

@@ -23,7 +23,6 @@ from torchzero_clip.engine.listener import Listener, Seen
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import L2
 from torchzero_clip.functional.norms import each_norm
-from torchzero_clip.recorder.alarm import alarm
 from torchzero_clip.recorder.layout import By, Layout, Name
 from torchzero_clip.recorder.output import Output
 from torchzero_clip.recorder.reading import last_run
@@ -172,9 +171,9 @@ class Run(Listener):
 
     def _recorded(self, tape: Tape, last: int | None = None) -> Record:
         record = replace(tape.record(self.by, last), joint=self._joint)
-        if not self._alarmed and alarm(record, self._loaded_until):
+        if not self._alarmed and record.alarm(self._loaded_until):
             self._alarmed = True
-            warnings.warn(str(alarm(tape.record(self.by), self._loaded_until)), stacklevel=2)  # with all usual norms
+            warnings.warn(str(tape.record(self.by).alarm(self._loaded_until)), stacklevel=2)  # with all usual norms
         return record
 
     def _last_of_older(self, count: int) -> list[Record]:

@@ -57,12 +57,10 @@ class Suggestion:
         limit: The limit. For scope "group", a dict with one limit for each group, by the name of the group.
         spikes: How many norms were spikes.
         trend: "growing" if the median norm of the last quarter of the run is more than 1.25 times that of the quarter
-            before, "falling" if it is less than 0.8 times, else "settled". A difference that chance explains is
-            "settled" too. With several groups, "growing" if a group grows, else "falling" if a group falls.
-        confidence: How well the record determines the limit. It does not say whether training with the limit is better.
-            "high" if there is no reason to doubt the limit, "medium" if there is one reason that is not serious, and
-            "low" if there is a serious reason or several. To get from "medium" to "high", more steps or a larger
-            ``share_clipped`` are often enough.
+            before, "falling" if it is less than 0.8 times, else "settled", also if chance explains the difference. With
+            several groups, "growing" if a group grows, else "falling" if a group falls.
+        confidence: How well the record determines the limit, not whether training with it is better: "high" if there is
+            no reason to doubt it, "medium" for one reason that is not serious, "low" for a serious one or several.
         reason: The reasons; empty if there are none.
         scope: "joint" for a limit of all gradients together, "parameter" for one of each tensor, or "group".
         share_clipped: The share of usual norms that the limit clips.
@@ -102,27 +100,17 @@ class Suggestion:
         return self.limit if isinstance(self.limit, dict) else {self.scope: self.limit}
 
     def transform(self) -> Transform:
-        """Return a `ClipNorm` with this limit, or for several groups a chain with one `ClipNorm` for each group.
-
-        With scope "parameter", each tensor is clipped on its own. With scope "joint", all gradients are clipped
-        together. With scope "group", the gradients of each group are clipped together.
-        """
+        """Return a `ClipNorm` with this limit and scope, or for several groups a chain with one `ClipNorm` for each."""
         if len(self.limits) > 1:
             return Chain(*(ClipNorm(x, dim="global").only(groups=name) for name, x in self.limits.items()))
         (limit,) = self.limits.values()
         return ClipNorm(limit) if self.scope == "parameter" else ClipNorm(limit, dim="global")
 
     def plot(self, path: Any = None) -> Any:
-        """Draw the norms, the limit and the spikes, and save the picture.
+        """Draw the norms, the limit and the spikes, and return the `matplotlib.figure.Figure`.
 
         Args:
             path: Where to save the picture, for example ``"limit.png"``. None if it should not be saved.
-
-        Returns:
-            The `matplotlib.figure.Figure`.
-
-        Raises:
-            ModuleNotFoundError: Without matplotlib.
         """
         return draw_series(self.series, self.limits, path)
 
