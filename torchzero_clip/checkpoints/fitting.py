@@ -51,6 +51,7 @@ def fitted(
             statistics[what] = found[key], expected.dtype
     chain_state = {**own, **begins, **{key: _like(value, own.get(key)) for key, value in found.items()}}
     merged = [{**_merged(group, saved), **chain_state} for group, saved in zip(groups, all_saved, strict=True)]
+    # a schedule of this optimizer decides at the saved step, whatever number the checkpoint has
     merged = schedules.applied(groups, merged, chain_state.get(SCHEDULE_STEP, 0))
     nodes.checked_settings(merged)
 
@@ -67,7 +68,9 @@ def fitted(
         if i in state:
             fresh = _check_state(i, state[i], nodes, named, group, statistics)
             placed[i] = {key: _like(value, fresh[key]) for key, value in state[i].items()}
+    # all statistics at once, because each read waits for the device
     _check_finite(statistics)
+    # last, because the errors above say more precisely what does not fit
     for saved in all_saved:
         _check_keys(saved, {*nodes.storage_keys.values(), *own, IDENTITY})
     return {**state_dict, "state": placed, "param_groups": merged}, chain_state
@@ -88,6 +91,7 @@ def _merged(group: Group, saved: Group) -> Group:
     own = {key: group[key] for key in ("param_names", "name") if key in group}
     # a name that only the checkpoint has would change scopes; counts that this optimizer keeps come from `fitted`
     left_out = (IDENTITY, "name", *COUNTERS)
+    # a learning rate may be a tensor that belongs to a graph
     given = {k: v.detach() if isinstance(v, Tensor) else v for k, v in saved.items() if k not in left_out}
     return {**{k: v for k, v in group.items() if k != "params"}, **given, **own}
 
@@ -154,9 +158,11 @@ def _check_state(
     # the keys of state may depend on settings, which may have changed since the last step
     now, at_first = nodes.init_state(named, group), nodes.init_state(named)
     expected = {**nodes.possible_state(named, group), **at_first, **now}
+    # the state of these may be missing as a whole, but not in part
     later = [f"{node.path}/" for node in nodes if _may_begin_later(node.transform)]
     not_begun = tuple(prefix for prefix in later if not any(str(key).startswith(prefix) for key in saved))
     needed = [key for key in expected if key in now and key in at_first and not key.startswith(not_begun)]
+    # reading `optimizer.state[param]` makes an empty dict for a parameter that had no gradient yet
     missing = [key for key in needed if key not in saved] if saved else []
     extra = [key for key in saved if key not in expected]
     if missing or extra:
@@ -179,6 +185,7 @@ def _check_finite(statistics: Mapping[str, tuple[Tensor, torch.dtype]]) -> None:
     """Raise if a statistic is not finite in the dtype that it will have. Waits once for each device."""
     by_device: dict[torch.device, dict[str, Tensor]] = {}
     for what, (value, dtype) in statistics.items():
+        # in the dtype after loading: 1e300 is finite in float64 and inf in float32
         by_device.setdefault(value.device, {})[what] = local(value).to(dtype).isfinite().all()
     for flags in by_device.values():
         for what, is_finite in zip(flags, torch.stack(list(flags.values())).tolist(), strict=True):
@@ -189,11 +196,13 @@ def _check_finite(statistics: Mapping[str, tuple[Tensor, torch.dtype]]) -> None:
 
 def _check_value(what: str, value: Any, expected: Any) -> None:
     if not isinstance(expected, Tensor):
+        # True is an int
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{what} is a number in this chain, got {type(value).__name__}")
         return
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         raise ValueError(f"{what} is a dense tensor in this chain, got {_describe(value)}")
+    # dtypes may differ, because torch's load_state_dict casts state to the dtype of the parameter too
     if value.shape != expected.shape or _kind_of(value) != _kind_of(expected):
         raise ValueError(
             f"{what} has {_describe(value)} in the checkpoint and {_describe(expected)} in this chain: "

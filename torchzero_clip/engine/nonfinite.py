@@ -93,24 +93,30 @@ class StepPolicy:
         if any(gate.needs_loss for gate in self._gates.values()):
             walk.loss.join(device or norms.device, walk.table.all_params(), group)
         scopes = {gate: walk.table.in_scope(walk.nodes.by_path[gate], walk.table.rows) for gate in self._gates}
+        # with other processes a gate without rows here is asked too: all have to send equally many numbers
         gates = [gate for gate, rows in scopes.items() if rows or group is not None]
         (total, lost, *of_gates), taking_part = _joint_norms(walk, [scopes[gate] for gate in gates])
+        # a joint clip that comes first takes this norm of all processes instead of one more exchange
         walk.judged.joint_norm = total
         judged = [self._judge(gate, walk, norm) for gate, norm in zip(gates, of_gates, strict=True)]
         refused = [refusal.to(total.device) for _, _, refusal in judged]
         # gates decide by numbers that are equal on all processes, so the decisions are equal too
         numbers = torch.stack([x.double() for x in (total, lost, *refused, *taking_part)])
+        # one read for all gates and for the norm, because each read waits for the device
         joint, nonfinite, *answers = numbers.tolist()
         refusals, flags = answers[: len(gates)], answers[len(gates) :]
         has_gradients, *asked = flags or [True] * (1 + len(gates))
+        # a step without gradients is no step on one process either: no state changes, and no skip is counted
         if not has_gradients:
             return False
         self._norms = [*self._norms, joint][-REMEMBERED:]
+        # gates whose scope has no gradient on any process were asked, but have no say
         judged = list(compress(judged, asked))
         walk.refused_by.extend(gate for gate, *said in zip(gates, refusals, asked, strict=True) if all(said))
         if nonfinite and self.nonfinite != "propagate":
             self._refuse(walk)
         if walk.refused_by:
+            # before the gates store anything: it raises after too many skips
             self._count(counts, walk.refused_by)
             self._record(walk, judged, taken=False)
             return False
@@ -189,6 +195,7 @@ def _joint_norms(walk: Undecided, scopes: Sequence[list[int]]) -> tuple[list[Ten
     if group is None:
         return list(own.unbind()), []
     columns = gathered(own.to(device), group).T.contiguous()
+    # a process without parameters sends norms of 0, which do not change a joint norm
     joint, taking_part = columns.split([len(found), len(flags)])
     return [combine(column, 2.0) for column in joint], list(taking_part.amax(dim=1).unbind())
 
@@ -197,6 +204,7 @@ def _bad_gradients(walk: Undecided) -> BadGradients:
     """The names of the gradients that are not finite. All processes call it, because they have decided together."""
     table = walk.table
     every = [named for group in table.groups for named in named_params(group)]
+    # over all parameters, with or without a gradient, so that all processes number them alike
     names = labels("parameter", [(named.name, named.param) for named in every])
     norms = walk.judged.of_each().tolist()
     own = {names[param]: norm for param, norm in zip(table.params, norms, strict=True)}

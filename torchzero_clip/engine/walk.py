@@ -62,9 +62,11 @@ class Walk:
                 self.judged.before_closure()
                 node = self.nodes.by_path[path]
                 rows = table.in_scope(node, table.rows)
+                # other processes wait in the exchange of a joint transform, so a stand-in acts where no tensor is here
                 rows = rows if self.company is None else self.company.acting(self, node, rows)
                 if rows:
                     targets.change_gradients(table.picked(rows).grads, partial(self.apply, node, rows))
+                # norms that were taken before describe other gradients now
                 self.judged.forget()
 
     def run(self, chain: Chain, prefix: str, rows: list[int], end: End | None = None) -> None:
@@ -76,14 +78,17 @@ class Walk:
             own = self.table.in_scope(node, rows)
             if self.judged.listens:
                 self.judged.before_first(transform)
+            # transforms with target="closure" have exchanged their numbers in `change_closure_gradients`
             if company is not None and transform.target != "closure":
                 own = company.acting(self, node, own)
             if end is not None and own:
                 done = end.take(self, node, own, rest)
                 if done:  # no later transform may see these rows
                     rows, own = ([i for i in these if i not in done] for these in (rows, own))
+                    # with company the walk goes on without rows, because others wait for this process in the exchanges
                     if not rows and company is None:
                         return
+            # gates have decided before the walk: see `StepPolicy.allows`
             if own and not isinstance(transform, Gate):
                 self._change(node, own, end, rest)
         if end is not None and rows:
@@ -94,14 +99,17 @@ class Walk:
         transform, table = node.transform, self.table
         if self.judged.judging.is_asked:
             self.judged.before_change(transform)
+        # a transform with target="grad" writes to .grad, which a rule may have returned as its update
         if "grad" in self.nodes.targets:
             self.executor.memory.keep(rows)
         if transform.target != "update":
+            # what waits on these updates comes first, because the target may be memory that it reads, such as .grad
             self.executor.settle(rows)
             params, grads, *_ = table.picked(rows)
             targets.change(transform.target, self.executor, rows, params, grads, partial(self.apply, node, rows))
         elif isinstance(transform, Scaling):
             measured, factors = self._measured(node, transform, rows, self.executor.read(rows))
+            # before a rule, clipped gradients may stay in .grad, as after torch's clip; a copy would cost a pass
             self.executor.scale(rows, measured, factors, end is not None and end.may_write_grads(rest))
         elif not self.executor.take(self, node, rows):
             # a rule only reads, so it may get the gradients themselves: a copy would cost a pass over memory
@@ -128,6 +136,7 @@ class Walk:
         child = self.nodes.by_path[f"{node.path}/{name}"]
         own = self.table.in_scope(child, rows)
         own = own if self.company is None else self.company.acting(self, child, own)
+        # rows outside of the scope of the child keep their updates
         result = dict(zip(rows, updates, strict=True))
         if own:
             result.update(zip(own, self.apply(child, own, [result[i] for i in own]), strict=True))
@@ -139,6 +148,7 @@ class Walk:
         """The norms of updates, and the factors that a scaling computes from them."""
         step, company = self.step_for(node, rows), self.company
         measured, factors = find_factors(node, transform, rows, updates, step, self.judged, company, self.chain_state)
+        # with company the metrics are those of all processes, and are computed when the step has ended
         if company is None:
             step.metrics.update(effect(measured, factors))
         else:
@@ -151,6 +161,7 @@ class Walk:
         own = self.settings[node.path]
         if not rest:
             return own
+        # a kernel takes the rest of the chain in one call, so it needs the settings of LR and others, below its own
         together = [*(self.settings[n.path] for n in rest[::-1]), own]
         return [{k: v for settings in together for k, v in settings[g].items()} for g in range(len(own))]
 
@@ -161,6 +172,7 @@ class Walk:
         params, grads, states, group_of = table.picked(rows)
         # one object for all parameters of a group: `by_setting` then finds a range without comparing
         settings = of_groups * len(rows) if len(of_groups) == 1 else [of_groups[g] for g in group_of]
+        # only statistics ask which gradients are usable. If nobody has measured them, a scaling does it first
         known = transform.keeps_statistics and judged.norms is not None
         step = Step(
             params,
@@ -174,6 +186,7 @@ class Walk:
             tools=self.executor,
             has_loss=self.loss.exists,
         )
+        # authors' methods are checked in the first step of a parameter only, because each check takes time
         step.is_first = bool(table.new_states)
         if self.company is not None and self.company.absence is not None:
             self.company.absence.begin(step)

@@ -39,8 +39,6 @@ class _Piece(NamedTuple):
     flat: Tensor
     """The same memory as a vector."""
     cut: slice | None
-    counts: Tensor | None
-    """On CPU, how many elements each tensor has; None for one tensor."""
     owner: Tensor | None
     """On other devices, the place in ``rows`` that each row of elements belongs to; None for one tensor."""
     pads: list[Tensor]
@@ -73,6 +71,7 @@ def run_pieces(
     groups = [own for _, own in by_setting(settings)]
     depth = max([len(stage.state) + len(stage.flags.numbers) for stage in stages], default=0)
     key = tuple(group.stop for group in groups)
+    # with one name for all dtypes and depths, each plan would evict the other in every step
     pieces = scratch.plan(
         f"pieces {depth} {first.dtype}", updates, lambda: _planned(updates, groups, depth, scratch), key
     )
@@ -88,6 +87,7 @@ def run_pieces(
             _run(stage, piece, source, rows, scratch)
             source = piece.flat
         if source is not piece.flat:
+            # no transform has copied it, and a sink may write to what it gets
             piece.flat.copy_(source)
         if piece.rounded is not None:
             foreach.copy_plain_([piece.rounded[0]], [piece.flat])
@@ -115,6 +115,7 @@ def _read(piece: _Piece, updates: Sequence[Tensor], factors: Tensor | None, mean
         source = piece.flat
     if factors is not None:
         own = factors if not factors.ndim else factors.select(0, row)
+        # rounded as the kernels do, which divide by the inverse: bits do not depend on what waits before a kernel
         if piece.flat.dtype != torch.float64 and (not factors.ndim or (own.is_cpu and updates[row].numel() > LONG)):
             source = torch.div(source, inverse(own), out=piece.flat)
         else:
@@ -145,6 +146,7 @@ def _run(stage: Pointwise, piece: _Piece, source: Tensor, known: Sequence[bool],
         return
     are_known = all(known[i] for i in piece.rows)
     if piece.flat.is_cpu and not are_known:
+        # a gradient that is not finite, or a first update, is rare: then each tensor has masks of its own
         for k, (i, view) in enumerate(zip(piece.rows, piece.views, strict=True)):
             state = [column[k].view(-1) for column in columns]
             _change(stage, view.view(-1), view.view(-1), state, i, known, scratch)
@@ -195,15 +197,7 @@ def _of_elements(vector: Tensor, piece: _Piece) -> Tensor:
     if foreach.is_one_number(vector):
         return vector.select(0, 0)
     own = vector.narrow(0, piece.rows[0], len(piece.rows))
-    if piece.owner is not None:
-        return own.index_select(0, piece.owner).unsqueeze(1)
-    assert piece.counts is not None
-    return own.index_select(0, _owner(piece.counts, piece.flat.numel()))
-
-
-def _owner(counts: Tensor, total: int) -> Tensor:
-    """The place of the tensor that each element belongs to."""
-    return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts, output_size=total)
+    return own if piece.owner is None else own.index_select(0, piece.owner).unsqueeze(1)
 
 
 def _planned(updates: Sequence[Tensor], groups: Sequence[slice], depth: int, scratch: Scratch) -> list[_Piece]:
@@ -226,6 +220,7 @@ def _planned(updates: Sequence[Tensor], groups: Sequence[slice], depth: int, scr
             sizes.append(size)
         if rows:
             runs.append((rows, sizes, None))
+    # all pieces share the memory of the longest, so that it stays in the cache
     longest = max(sum(sizes) for _, sizes, _ in runs)
     like = first.new_empty(0, dtype=foreach.wide_dtype(first.dtype))
     memory = [scratch.memory(f"piece {k}", longest, like) for k in range(1 + depth)]
@@ -245,11 +240,12 @@ def _piece(
     shapes: list[torch.Size],
     rounded: Tensor | None,
 ) -> _Piece:
+    # a tensor that is alone is not padded, because it needs no rows to tell tensors apart
     total = sum(sizes) if cut is not None or len(rows) > 1 else shapes[0].numel()
     flats = [vector.narrow(0, 0, total) for vector in (*memory, *([] if rounded is None else [rounded]))]
     if cut is not None:
         own = None if rounded is None else (flats[-1], flats[-1:])
-        return _Piece(rows, flats[:1], flats[0], cut, None, None, [], [], own)
+        return _Piece(rows, flats[:1], flats[0], cut, None, [], [], own)
     starts = [0, *accumulate(sizes)]
     counts_of = [shape.numel() for shape in shapes]
     shaped = [
@@ -258,11 +254,12 @@ def _piece(
     ]
     ends = [(a + n, b - a - n) for a, b, n in zip(starts, starts[1:], counts_of, strict=False) if b <= total]
     pads = [flat.narrow(0, a, rest) for flat in flats[: len(memory)] for a, rest in ends if rest]
-    counts = torch.tensor(sizes, device=flats[0].device) if len(rows) > 1 else None
     owner = None
-    if counts is not None and not counts.is_cpu:
-        counts, owner = None, _owner(counts // ROW, total // ROW)
+    if len(rows) > 1 and not flats[0].is_cpu:
+        counts = torch.tensor(sizes, device=flats[0].device) // ROW
+        places = torch.arange(len(counts), device=counts.device)
+        owner = torch.repeat_interleave(places, counts, output_size=total // ROW)  # a size, so that it does not wait
     state = list(zip(flats[1 : len(memory)], shaped[1 : len(memory)], strict=True))
     return _Piece(
-        rows, shaped[0], flats[0], cut, counts, owner, pads, state, None if rounded is None else (flats[-1], shaped[-1])
+        rows, shaped[0], flats[0], cut, owner, pads, state, None if rounded is None else (flats[-1], shaped[-1])
     )

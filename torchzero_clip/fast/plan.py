@@ -3,6 +3,20 @@
 In a small model, an ordinary step spends more time on deciding what to do than on doing it. After steps that looked the
 same, the next ones follow a plan while everything that decides the course of a step stays the same. Otherwise the
 optimizer takes an ordinary step. The results are the same, bit for bit.
+
+What a plan assumes, and what is compared in each step before anything changes:
+
+* On CPU, the chain is at most one scaling and then a rule of this package, without scopes and other targets. A second
+  scaling would be a second factor, and `WeightDecay` before the rule is no scaling.
+* Types, dtypes, sizes, strides and ``requires_grad`` of parameters, gradients and state are compared by a guard that is
+  private to torch. Without it there is no plan: a check in Python takes ten times as long.
+* A parameter that moves to the next group keeps the order of all, so the groups of the parameters are compared too.
+* Attributes of transforms, which a user may set at any time, are compared by identity.
+* Immutable settings of our own classes are compared by identity and checked if they are new. All others are checked in
+  every step, because a tensor may change in place, and an author's check may have effects.
+* Numbers of state have to be the views of the vectors that the last step made: a load or a user may replace them.
+* A statistic changes its state before the kernel runs. What comes later has no way back to an ordinary step.
+* A plan has no tensor of a step, so that ``zero_grad()`` frees the gradients. Metrics are computed when they are read.
 """
 
 import operator
@@ -88,6 +102,7 @@ class Plan:
         self._settle(walk.settings, walk.table.groups)
         params = walk.table.params
         are_narrow = params[0].dtype == torch.float32 and all(map(Tensor.numel, params))
+        # the joint norm of other dtypes is taken in another way, and an empty tensor has no norm to join
         self._by_number = None if scaling is None or not are_narrow else _by_number(scaling.transform)
 
     @classmethod
@@ -95,6 +110,7 @@ class Plan:
         """A plan of a step; None if it cannot be repeated."""
         nodes = list(walk.nodes)
         first = nodes[0] if isinstance(nodes[0].transform, Scaling) else None
+        # state that is new enters the optimizer after the step, so the next one gathers other tensors
         if nodes != [*([] if first is None else [first]), ended.node, *ended.rest] or walk.table.new_states:
             return None
         if any(node.transform.scope.limited or node.transform.target != "update" for node in nodes):
@@ -135,6 +151,7 @@ class Plan:
     def _is_settled(self, groups: list[Group]) -> bool:
         """True if the rule takes the same kind of step with these settings. Raise if a setting is invalid."""
         arguments = self._current_arguments()
+        # by identity, because == of tensors compares elements, which waits and is no single answer
         if len(arguments) != len(self._arguments) or not all(map(operator.is_, arguments, self._arguments)):
             return False
         if list(map(len, groups)) != self._lengths:  # an ordinary step looks at a key that is new
@@ -186,6 +203,7 @@ class Plan:
             fits = group_of == self._group_of
         vectors = workspace.vectors
         states: list[Any] = list(kept.values())
+        # usually the states are in the order of the parameters, and 400 look-ups by hash are saved
         if len(kept) != len(params) or not all(map(operator.is_, kept, params)):
             states = list(map(kept.get, params))
         if not fits or None in states or set(map(len, states)) != {len(self._own_state)}:
@@ -211,11 +229,13 @@ class Plan:
         if total is None:
             return None
         factor = factor_of(total.item(), self._alone)
+        # the kernel divides by the inverse in float32: a factor beyond its range is left to `_scaled`
         if not (factor == 0 or _FLOAT32.tiny <= factor <= _FLOAT32.max):
             return None
         measured = Measured(L2, [0], total.view(1), total, [total])
 
         def metrics() -> dict[str, Tensor]:
+            # not torch.tensor(factor), which would be on the default device of the user
             return node.qualified(effect(measured, torch.full_like(measured.vector, factor)))
 
         return None if factor == 1 else factor, metrics
@@ -238,6 +258,7 @@ class Plan:
         measured, factors = find_factors(node, transform, rows, grads, step, judged, None, chain_state)
         waiting = Scale(measured, factors, over_grads=True)
         kept = None if waiting.does_nothing else waiting.factor
+        # a statistic has changed its state, so there is no way back: multiply here, and call the kernel without
         if kept is not None and not waiting.fits_kernels:
             waiting.carry_out(grads, workspace.scratch, "")
             kept = None

@@ -124,6 +124,7 @@ def fused_sgd_(
 ) -> None:
     """Take a step of SGD by torch's fused kernel. ``scale`` divides the updates, in place."""
     rate = _beside_params(lr, params)
+    # in a first step the kernel would write the gradients over the buffers, which exist already
     options |= {"weight_decay": 0.0, "maximize": False, "is_first_step": False}
     _foreach._fused_sgd_(params, updates, buffers, lr=rate, grad_scale=scale, found_inf=None, **options)
 
@@ -172,6 +173,7 @@ def kind(tensors: Sequence[Tensor]) -> tuple[torch.dtype, bool, torch.device] | 
     if any(map(Tensor.is_neg, tensors)):  # torch has no kernels on lists for these
         return None
     first = tensors[0]
+    # there is one CPU, and to ask 400 tensors for their devices takes 50 us
     one_device = first.is_cpu or len({tensor.device for tensor in tensors}) == 1
     return (first.dtype, first.is_cpu, first.device) if one_device and first.is_floating_point() else None
 
@@ -217,6 +219,7 @@ def multiply_each_(tensors: Sequence[Tensor], factors: Tensor) -> None:
     wide = wide_dtype(tensors[0].dtype)
     factors = as_factors(factors, wide)
     if is_one_number(factors) and tensors[0].dtype == wide:
+        # for 400 tensors one 0-d tensor takes 0.23 ms, a list of them 0.25 and one Python number 0.87
         _foreach._foreach_mul_(tensors, factors.select(0, 0))
         return
     values = factors.unbind()
@@ -348,6 +351,7 @@ def lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> N
 def lerp_rows_(chosen: Tensor, tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
     """``tensors += weight * (ends - tensors)`` for ``chosen`` rows, in place; the ends of others may hold anything."""
     if not (chosen.is_cpu and not torch.compiler.is_compiling()):
+        # reading the flags would wait for the device, so all rows are computed
         for flag, tensor, end in zip(chosen.unbind(), locals_of(tensors), locals_of(ends), strict=True):
             lerp_where_(flag.to(tensor.device), tensor, end, weight)
         return
@@ -355,6 +359,7 @@ def lerp_rows_(chosen: Tensor, tensors: Sequence[Tensor], ends: Sequence[Tensor]
     if not all(flags):
         tensors, ends = [list(compress(column, flags)) for column in (tensors, ends)]
     if list(map(_DTYPE, tensors)) != list(map(_DTYPE, ends)):
+        # torch refuses ends of another dtype
         ends = cast(ends, tensors)
     if tensors:
         _foreach._foreach_lerp_(tensors, ends, weight)
@@ -384,6 +389,7 @@ def square_roots(tensors: Sequence[Tensor]) -> list[Tensor]:
 def divide(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
     """``tensors / others``, written over ``others`` and returned."""
     for tensor, other in zip(reals_of(tensors), reals_of(others), strict=True):
+        # over memory that exists: new memory page-faults, 96 ms against 33 for 64M elements
         torch.div(tensor, other, out=other)
     return list(others)
 
@@ -394,6 +400,7 @@ def clamp_(tensors: Sequence[Tensor], limit: float) -> None:
     for tensor in reals_of(tensors):
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for dtype, group in by_dtype.items():
+        # two operations, because torch has no clamp on lists; maximum and minimum pass NaN on
         bound = usable_limit(limit, dtype)
         _foreach._foreach_clamp_max_(group, bound)
         _foreach._foreach_clamp_min_(group, -bound)
@@ -406,6 +413,7 @@ def usable_limit(limit: float, dtype: torch.dtype) -> float:
 
 def _beside(tensor: Tensor, value: Tensor, wide: torch.dtype) -> Tensor:
     """A value on the tensor's device, in a shape in which it is not rounded to the tensor's dtype."""
+    # a 0-d tensor does not take part in type promotion, one of a dimension does
     if tensor.dtype != wide and tensor.ndim and not value.ndim:
         value = value.view(1)
     if value.is_complex() and not tensor.is_complex():

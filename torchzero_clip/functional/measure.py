@@ -167,6 +167,7 @@ class Measured:
             return self.moments
         total = self.total.view(1)
         if self.metric.kind == "mad":
+            # means are joined by their sums
             return torch.cat([total * count, torch.full_like(total, count)])
         return total
 
@@ -182,6 +183,7 @@ class Measured:
         shapes = [p.slice_shape for p in parts]
         chunks = vector.split(list(map(math.prod, shapes)))
         rows = zip(chunks, shapes, parts, strict=True)
+        # the vector is on the device of the first tensor, and tensors may be on several
         return [chunk.view(shape).to(p.tensor.device) for chunk, shape, p in rows]
 
     def of_slices(self, vector: Tensor) -> Tensor:
@@ -210,6 +212,7 @@ class Measured:
         own = settings if len(self.indices) == len(settings) else [settings[i] for i in self.indices]
         shared = by_setting(own)
         if len(shared) == 1:
+            # all slices share one norm: one operation on one number instead of one on each slice
             if not (self.joint and len(self.vector) > 0):
                 return rule(self.vector, shared[0][0])
             return rule(self.vector.narrow(0, 0, 1), shared[0][0]).expand(len(self.vector))
@@ -234,6 +237,7 @@ def cut(
     tensors: Sequence[Tensor], slicing: Slicing, dims_of: Callable[[Tensor], tuple[int, ...]] | None = None
 ) -> tuple[list[int], list[Part]]:
     """The indices of the tensors that have slices, and their parts."""
+    # a slice without elements has no norm, and a variance needs two elements
     smallest = max(slicing.min_size, slicing.metric.min_size, 1)
     indices: list[int] = []
     parts: list[Part] = []
@@ -330,6 +334,7 @@ def over_processes(
     """
     device = measured.total.device
     total = measured.total.view(1)
+    # inf and NaN win a maximum, so that all processes find the same factor
     worst = total.new_zeros(0) if judged is None else largest_on_all_ranks(total, judged).to(device)
     if group is not None:
         own = measured.numbers(sum(map(Tensor.numel, tensors)))
@@ -368,8 +373,10 @@ def _measure_plain(tensors: Sequence[Tensor], metric: Metric, joint: bool, each:
         total, norms = both or (whole_norm(targets, way.scratch), None)
         if total is not None:
             return Measured(L2, indices, total.expand(len(targets)), total, targets, True, norms)
+    # the joint norm takes one collective of one number, and those of each take one of as many as tensors
     if joint and not are_local and not each:
         return _measure_jointly(tensors, metric, each, way.beside)
+    # also if the joint norm above is extreme or not finite, and so None
     norms = (whole_norms if metric == L2 else whole_maxima)(targets, way.scratch)
     if not are_local:  # one collective for all tensors of a mesh
         norms = merged(wholes(tensors), norms, metric.p)
@@ -398,6 +405,7 @@ def _sliced(
         return plan(tensors, checked, scratch)
 
     dims = [tuple(dims_of(tensor)) for tensor in tensors]
+    # compared in each step, because an author's slice_dims may return others at any time
     return scratch.plan(f"slices {name}", tensors, planned, (slicing.min_size, *dims))
 
 
@@ -408,6 +416,7 @@ def _size(tensor: Tensor, dims: Sequence[int]) -> int:
 def _measure_slices(tensors: Sequence[Tensor], slices: Slices) -> Measured:
     """The L2 norms of slices of plain tensors, measured together."""
     norms = sliced_norms(tensors, slices)
+    # without scalars, which are scaled as vectors, plain tensors are their own memory
     targets = list(tensors) if min(map(Tensor.dim, tensors)) else memories(tensors)
     total, tensor_norms = combine(norms, 2.0), None
     if tensors[0].dtype != torch.float64:  # their squares are in the range of float64
@@ -434,6 +443,7 @@ def _measure_jointly(tensors: Sequence[Tensor], metric: Metric, each: bool, besi
     if not metric.is_power:
         own = joint_moments(kept, metric)
         root = root_of_moments(metric, own.unsqueeze(0))
+    # without a mesh the norms of each tensor are found anyway; with one they need a collective of their own
     elif each or not any(p.groups for p in kept):
         norms = pack(p_norms(kept, metric.p))
         root = joint_metric(kept, metric, norms)
@@ -502,6 +512,7 @@ def effect(measured: Measured, factors: Tensor) -> dict[str, Tensor]:
         return {"norm": total, "factor": torch.ones_like(total), "clipped": torch.zeros_like(total)}
     if foreach.is_one_number(factors) and may_look(factors):
         factor = factors.select(0, 0).item()
+        # written with `not`, so that a factor of NaN counts as changed
         changed = torch.full_like(factors.select(0, 0), float(not abs(1 - factor) <= ROUNDING))
         return {"norm": total, "factor": torch.full_like(changed, factor), "clipped": changed}
     factors = factors.narrow(0, 0, 1) if foreach.is_one_number(factors) else factors

@@ -78,6 +78,7 @@ def norm(tensor: Tensor, ord: Ord = 2, dim: int | Sequence[int] | None = None, k
     named = {d + ndim if d < 0 else d for d in listed}
     if not named or not named <= set(range(ndim)):
         raise ValueError(f"dim must name dimensions of a tensor of shape {tuple(tensor.shape)}, got {dim!r}")
+    # a pending sum is carried out first, because a norm is not linear
     (norms,) = slice_metrics([part_of(summed(tensor), sorted(named))], metric)
     if not keepdim or not tensor.ndim:  # a scalar was measured as a vector
         norms = norms.squeeze(tuple(named))
@@ -110,6 +111,7 @@ class Moments(NamedTuple):
 
 def moments(parts: Sequence[Part], metric: Metric) -> Moments | None:
     """The moments of slices; None if ``metric`` does not need them, or if they cannot be taken directly in float64."""
+    # the squares of float64 may overflow; those of float32, at most 1e77, do not
     narrow = all(not (p.tensor.is_complex() or p.tensor.dtype == torch.float64) for p in parts)
     if (
         not parts
@@ -164,6 +166,7 @@ def joint_norm_of_meshes(parts: Sequence[Part], p: float, *, beside: bool = Fals
         p: The order.
         beside: Return the norm of each tensor too, in the same collectives. It changes no bit of the joint norm.
     """
+    # norms of local parts first, so that a collective has one number for all tensors of a mesh
     local = p_norms([part._replace(groups=()) for part in parts], p)
     indices_of: dict[tuple[ProcessGroup, ...], list[int]] = {}
     for i, part in enumerate(parts):
@@ -219,6 +222,7 @@ def root_of_moments(metric: Metric, rows: Tensor) -> Tensor:
         return torch.hypot(*rows.sum(dim=0).unbind())
     count, *mean, spread = rows.unbind(dim=1)
     if len(rows) > 1:
+        # the spread of all is that of each and the distance of its mean from the joint mean
         total = count.sum().view(1)
         joint = [(count * x).sum().view(1) / total.clamp(min=1) for x in mean]
         apart = count.sqrt() * torch.hypot(*(own - x for own, x in zip(mean, joint, strict=True)))
@@ -264,6 +268,7 @@ def combine(norms: Tensor, p: float) -> Tensor:
     if math.isinf(p):
         return norms.amax() if p > 0 else norms.amin()
     scale = _usable_scale(norms.amax() if p > 0 else norms.amin())  # this norm decides the result
+    # divided by it, no power overflows, and none that matters underflows
     return scale * torch.linalg.vector_norm(norms / scale, p)
 
 
@@ -272,6 +277,7 @@ def total_norm(parts: Sequence[Part], norms: Sequence[Tensor], others: Sequence[
     spread = [i for i, part in enumerate(parts) if part.spread]
     values = list(norms)
     if spread:
+        # this process has only some slices of such a tensor
         seen = [Part(pack([norms[i]]), (0,), parts[i].size, parts[i].spread) for i in spread]
         for i, value in zip(spread, slice_sums(seen) if p == 0 else p_norms(seen, p), strict=True):
             values[i] = value
@@ -294,6 +300,7 @@ def beyond_float32(factors: Tensor, known: tuple[float, float] | None = None) ->
         return True
     limits = torch.finfo(torch.float32)
     smallest, largest = extent(factors) if known is None else known
+    # a factor of 0 is exact in float32, so the smallest positive one has to be found
     if smallest <= 0:
         return largest > limits.max or bool(((factors > 0) & (factors < limits.tiny)).any())
     return smallest < limits.tiny or largest > limits.max
@@ -304,6 +311,7 @@ def extent(vector: Tensor) -> tuple[float, float]:
     if not vector.numel():
         return 1.0, 1.0
     if not vector.ndim or vector.stride() == (0,):
+        # an expanded number is read once, without a pass over its copies
         number = (vector.select(0, 0) if vector.ndim else vector).item()
         return number, number
     smallest, largest = vector.aminmax()
@@ -406,6 +414,7 @@ def p_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
     if p == 0 or math.isinf(p) or not parts:
         return norms
     if not may_look(*(part.tensor for part in parts)):
+        # |x|**6 of float32's largest number is 1e231 and fits float64; a higher power, or float64 itself, may not
         risky = [i for i, part in enumerate(parts) if part.tensor.dtype == torch.float64 or abs(p) > 6]
         return _redone(parts, norms, risky, p)
     # powers in float32 may overflow or underflow: norms beyond 10^(+-30/p) are taken again on rescaled values
@@ -456,6 +465,7 @@ def _local_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
     alike: dict[tuple[torch.dtype, bool], list[int]] = {}
     for i, part in enumerate(parts):
         x = part.tensor
+        # on CPU longer tensors are summed in two levels; float64 sums take 17 times as long (156 ms for 16M)
         small = 0 < x.numel() <= BLOCK or (x.numel() and not x.is_cpu)
         if small and len(part.dims) == x.ndim and p in (1.0, 2.0):
             alike.setdefault((x.dtype, x.is_cpu), []).append(i)
@@ -475,6 +485,7 @@ def _local_norm(part: Part, p: float) -> Tensor:
         return x.new_full(part.slice_shape, 0.0 if p >= 0 else math.inf, dtype=torch.float64)
     if p == 0:
         return (x != 0).sum(dims, keepdim=True, dtype=torch.float64)
+    # amax and amin take 17 ms for 16M elements, and vector_norm 73
     if p == math.inf:
         return torch.maximum(x.amax(dims, keepdim=True), x.amin(dims, keepdim=True).neg()).double().abs()
     if p == -math.inf:
@@ -484,6 +495,7 @@ def _local_norm(part: Part, p: float) -> Tensor:
         return torch.linalg.vector_norm(x, p, dims, keepdim=True, dtype=dtype)
     if len(dims) == x.ndim and x.numel() > BLOCK and foreach.is_dense(x):
         x, dims = foreach.flat(x), (0,)
+    # neighbors in memory first: in 4000 x 4000 elements the norms of rows take 7 ms, those of columns 226
     for d in sorted(dims, key=x.stride):
         x = norm_along(x, p, d)
     return x.view(part.slice_shape)
@@ -525,6 +537,7 @@ def _deviation(spread: Tensor, mean: Tensor, count: Tensor | int) -> Tensor:
         root, degrees = count.sqrt(), (count - 1).clamp(min=1).sqrt()
     else:
         root, degrees = math.sqrt(count), math.sqrt(max(count - 1, 1))
+    # the mean has an error of 1e-16 of itself, which is all that the elements of a constant tensor differ by
     return torch.where(spread <= mean.abs() * (root * 1e-15), 0.0, spread) / degrees
 
 
