@@ -15,7 +15,7 @@ from typing_extensions import override
 from torchzero_clip.integrations import numbers, unwrapped
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrapped import unwrap
-from torchzero_clip.recorder.recorder import Recorder, attached, check_given, resumed
+from torchzero_clip.recorder.recorder import Recorder, begun, check_given
 
 SAVED = "recorder.pt"
 
@@ -68,12 +68,9 @@ class TrainerCallback(transformers.TrainerCallback):
         self._come_first()
         self._live, self._logged = {}, -1
         if self._given is not None:
-            if self.recorder is not None and self.recorder is not self._given:  # an earlier training was interrupted
-                self.recorder.close(warn=True)
-            self.recorder = attached(self._given, optimizer, kwargs["model"])
-            self.recorder.log_to(self._keep)
-            saved = _checkpoint(args, state) / SAVED
-            resumed(self.recorder, saved if saved.exists() else None, state.global_step)
+            path, model, step = _checkpoint(args, state) / SAVED, kwargs["model"], state.global_step
+            saved = path if path.exists() else None
+            self.recorder = begun(self._given, self.recorder, optimizer, model, log=self._keep, saved=saved, step=step)
 
     def _keep(self, step: int, values: dict[str, float]) -> None:
         """Add the numbers of steps that are written to the file, which may happen several times between two logs."""

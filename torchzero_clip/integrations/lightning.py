@@ -13,7 +13,7 @@ from typing_extensions import override
 from torchzero_clip.integrations import unwrapped
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrapped import unwrap
-from torchzero_clip.recorder.recorder import Recorder, attached, check_given, resumed
+from torchzero_clip.recorder.recorder import Recorder, begun, check_given
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -83,14 +83,11 @@ class LightningCallback(Callback):
             )
         if self._given is None:
             return
-        if self.recorder is not None and self.recorder is not self._given:  # an earlier training was interrupted
-            self.recorder.close(warn=True)
         found = [*chains, *map(unwrap, trainer.optimizers)]
         given = self._given.optimizer if isinstance(self._given, Recorder) else found[0]
-        recorder = attached(self._given, next((own for own in found if own is given), found[0]), pl_module)
-        self.recorder = recorder
-        recorder.log_to(partial(_log, trainer.loggers))
-        resumed(recorder, self._loaded, trainer.global_step if len(trainer.optimizers) == 1 else 0)
+        optimizer = next((own for own in found if own is given), found[0])
+        log, step = partial(_log, trainer.loggers), trainer.global_step if len(trainer.optimizers) == 1 else 0
+        self.recorder = begun(self._given, self.recorder, optimizer, pl_module, log=log, saved=self._loaded, step=step)
         self._loaded = None
 
     @override

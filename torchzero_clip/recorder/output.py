@@ -18,8 +18,7 @@ class Output:
     """Knows which steps are in the file: all but ``every`` at most. The last ``keep`` steps can be read again."""
 
     def __init__(self, log: Log | None, live: Live | None, every: int, keep: int) -> None:
-        self.log = log
-        self.live = live
+        self.log, self.live = log, live
         self.is_writer = FirstProcess()  # the only one of a group that writes and sends
         self.waiting = 0  # how many steps are not in the file
         self.older: list[Record] = []  # with other layers, and not in the file because it could not be written

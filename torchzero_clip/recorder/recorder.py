@@ -287,9 +287,20 @@ def check_given(recorder: object) -> None:
         )
 
 
-def attached(recorder: Recorder | Callable[[Any], Recorder], optimizer: Any, model: nn.Module) -> Recorder:
-    """Return the recorder of an optimizer, which a trainer may have wrapped; the model gives names to parameters."""
-    found = recorder if isinstance(recorder, Recorder) else recorder(optimizer)
+def begun(
+    given: Recorder | Callable[[Any], Recorder],
+    current: Recorder | None,
+    optimizer: Any,
+    model: nn.Module,
+    *,
+    log: Callable[[int, dict[str, float]], object],
+    saved: Path | Mapping[str, Any] | None,
+    step: int,
+) -> Recorder:
+    """The recorder of a training that a trainer begins or resumes, from what its callback was given and saved."""
+    if current is not None and current is not given:  # an earlier training was interrupted
+        current.close(warn=True)
+    found = given if isinstance(given, Recorder) else given(optimizer)
     if found.optimizer is not unwrap(optimizer):
         raise ValueError("the recorder records another optimizer than the one that is trained")
     if found.is_closed:
@@ -298,20 +309,17 @@ def attached(recorder: Recorder | Callable[[Any], Recorder], optimizer: Any, mod
         )
     if found._run.model is None:
         found._run.model = model
-    return found
-
-
-def resumed(recorder: Recorder, saved: Path | Mapping[str, Any] | None, step: int) -> None:
-    """Continue the record of a training that a trainer resumes, at the next step if its state cannot be read."""
+    found.log_to(log)
     if saved is not None:
         try:
-            recorder.load_state_dict(torch.load(saved, weights_only=True) if isinstance(saved, Path) else saved)
-            return
+            found.load_state_dict(torch.load(saved, weights_only=True) if isinstance(saved, Path) else saved)
+            return found
         except Exception as error:  # a run must not end because of its record
             what = saved if isinstance(saved, Path) else "the record in the checkpoint"
             warnings.warn(f"{what} cannot be read, the record continues at step {step}: {error!r}", stacklevel=2)
-    if step > recorder.step:
-        recorder.load_state_dict({"step": step, "tape": None})
+    if step > found.step:
+        found.load_state_dict({"step": step, "tape": None})
+    return found
 
 
 def _is_recorded(optimizer: Optimizer) -> bool:

@@ -38,9 +38,7 @@ class Run(Listener):
 
     def __init__(self, by: By, keep: int, ratios_every: int, model: nn.Module | None, output: Output) -> None:
         self.by: By = by
-        self.keep = keep
-        self.model = model
-        self.output = output
+        self.keep, self.model, self.output = keep, model, output
         self.step = 0  # the number of the next step
         self.tape: Tape | None = None
         self.finish: Callable[..., None] = nothing  # writes a step that was measured, but may not have been taken yet

@@ -30,13 +30,10 @@ TRENDS: Mapping[Trend, str] = {
 class Choice(NamedTuple):
     """One of several limits, with the share of usual norms that it clips."""
 
-    name: str
-    """The name of the group, or of the scope."""
+    name: str  # the name of the group, or of the scope
     limit: float
-    share: float
-    """The share of the recorded usual norms that are above the limit."""
-    low: float
-    """If the norms keep their distribution, the share of future norms is with 95% probability between this and high."""
+    share: float  # of the recorded usual norms, above the limit
+    low: float  # if the norms keep their distribution, the future share is with 95% probability between low and high
     high: float
 
     @classmethod

@@ -30,9 +30,7 @@ class Tape:
     """The norms and numbers of the last steps, as rows on the device, all with the same layout."""
 
     def __init__(self, keep: int, layout: Layout, device: torch.device) -> None:
-        self.layout = layout
-        self.device = device
-        self.keep = keep
+        self.layout, self.device, self.keep = layout, device, keep
         self._hidden = set(layout.frozen)  # the places of those that were frozen at the start and had no gradient since
         self.count = 0  # how many steps were written
         self.keys: list[str] = []

@@ -6,12 +6,8 @@ from zlib import crc32
 LONGEST = 80
 
 
-def number(value: float) -> str:
-    return f"{value:.4g}" if math.isfinite(value) else "unknown"
-
-
-def norm(value: float) -> str:
-    return f"{value:.4g}" if math.isfinite(value) else "inf or NaN"
+def number(value: float, otherwise: str = "unknown") -> str:
+    return f"{value:.4g}" if math.isfinite(value) else otherwise
 
 
 def times(ratio: float) -> str:

@@ -14,6 +14,7 @@ MOST_STEPS = 20
 MOST_WITH_LAYERS = 10
 MOST_LAYERS = 20
 TOP = 5
+LOST = "inf or NaN"
 REASONS = {
     "nonfinite": "a gradient was inf or NaN",
     "found_inf": "the gradient scaler found inf or NaN",
@@ -50,7 +51,7 @@ class Worst:
             deeds.append(f"(the norm was not finite in the next {words.counted(more, 'step')} either)")
         return [
             f"{self._record.steps[row]:,}",
-            words.norm(joint.norm) if self._events.spikes[row] else words.number(joint.norm),
+            words.number(joint.norm, LOST if self._events.spikes[row] else "unknown"),
             words.number(joint.usual),
             words.times(joint.ratio) if math.isfinite(joint.norm) else "",
             words.number(float(self._record.loss[row])),
@@ -96,7 +97,7 @@ def _cells_of(layers: Layers) -> list[list[str]]:
     if lost == count:
         return [[f"({f'all {count:,} layers are inf or NaN' if count else 'no layer has a gradient'})", "", "", ""]]
     rows = [
-        [words.short(layer.name), words.norm(layer.norm), words.number(layer.usual), words.times(layer.ratio)]
+        [words.short(layer.name), words.number(layer.norm, LOST), words.number(layer.usual), words.times(layer.ratio)]
         for layer in layers[:TOP]
     ]
     if lost > TOP:
