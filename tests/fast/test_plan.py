@@ -104,7 +104,7 @@ class Run:
     def step(self, draw: random.Random, *, closure: bool) -> str | None:
         """The error of the step."""
         if not self.planned:  # a load makes new plans
-            self.optimizer._fast_way.learn = lambda walk: None
+            self.optimizer._fast_way.learn = lambda walk, executor: None
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from torchzero_clip.engine.executor import Executor
+from torchzero_clip.engine.listener import Seen
 from torchzero_clip.engine.table import Group
-from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.fast import Fast
 from torchzero_clip.fast.plan import Metrics, Plan
 from torchzero_clip.fast.workspace import Workspace
@@ -60,9 +61,9 @@ class FastWay:
             self._uses += 1
         return found
 
-    def learn(self, walk: Walk) -> None:
+    def learn(self, walk: Seen, executor: Executor) -> None:
         """Make a plan of a step, if a kernel took it for all parameters and the steps before looked the same."""
-        ended = walk.executor.ended if isinstance(walk.executor, Fast) else None
+        ended = executor.ended if isinstance(executor, Fast) else None
         if ended is None:
             return
         self._alike = self._alike + 1 if ended.layout is self._layout else 0

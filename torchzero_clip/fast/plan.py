@@ -36,9 +36,9 @@ from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform, overridden_last
 from torchzero_clip.engine.executor import Measurer
 from torchzero_clip.engine.judged import Judged
+from torchzero_clip.engine.listener import Seen
 from torchzero_clip.engine.scaling import find_factors
 from torchzero_clip.engine.table import taking_part
-from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.kernels import Ended, run_kernel
 from torchzero_clip.fast.ops import Scale
 from torchzero_clip.fast.vectors import VectorStates
@@ -81,7 +81,7 @@ class Plan:
         fits: Returns True for tensors that are laid out as in this step.
     """
 
-    def __init__(self, walk: Walk, ended: Ended, scaling: Node | None, fits: SameLayout) -> None:
+    def __init__(self, walk: Seen, ended: Ended, scaling: Node | None, fits: SameLayout) -> None:
         rule, self._kernel, self._layout, self._rest = ended.node, ended.kernel, ended.layout, ended.rest
         self._nodes, self._rule, self._scaling, self._fits = walk.nodes, rule, scaling, fits
         self._judging = walk.judged.judging
@@ -106,7 +106,7 @@ class Plan:
         self._by_number = None if scaling is None or not are_narrow else _by_number(scaling.transform)
 
     @classmethod
-    def of(cls, walk: Walk, ended: Ended) -> "Plan | None":
+    def of(cls, walk: Seen, ended: Ended) -> "Plan | None":
         """A plan of a step; None if it cannot be repeated."""
         nodes = list(walk.nodes)
         first = nodes[0] if isinstance(nodes[0].transform, Scaling) else None

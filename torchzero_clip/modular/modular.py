@@ -354,7 +354,7 @@ class Modular(Explained, Optimizer):
                 self._metrics.update(walk.metrics if parts is None else parts.end(self._nodes, self.param_groups))
                 self._unread = None
                 if not isinstance(walk.executor, Readable) and self._may_repeat() and not self._schedules.any:
-                    self._fast_way.learn(walk)
+                    self._fast_way.learn(walk, walk.executor)
                 if SCHEDULE_STEP in state:
                     state[SCHEDULE_STEP] += 1
                     self._schedules.advance(self.param_groups, state[SCHEDULE_STEP])
