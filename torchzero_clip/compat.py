@@ -67,11 +67,8 @@ def is_capturing() -> bool:
 
 
 def cpu_by_default() -> AbstractContextManager[Any]:
-    """A context in which tensors that are made without a device are on the CPU.
-
-    torch's optimizers and transforms of other authors make numbers in this way. It does nothing if the CPU is the
-    default, because within `torch.device` every call of torch takes longer.
-    """
+    """A context in which tensors that are made without a device are on the CPU, as by torch's optimizers."""
+    # it does nothing if the CPU is the default, because within `torch.device` every call of torch takes longer
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
@@ -79,19 +76,13 @@ _LAYOUT = attrgetter("dtype", "device", "layout", "shape")
 
 
 def same_layout(tensors: Sequence[Tensor]) -> SameLayout:
-    """A check that later tensors look like these, and that none is there twice.
-
-    It is `native_guard` if torch has it, else a check in Python. That one takes about ten times as long, which makes a
-    step of many small tensors a tenth longer.
-    """
+    """A check that later tensors look like these, and that none is there twice."""
+    # the check in Python takes about ten times as long, which makes a step of many small tensors a tenth longer
     return native_guard(tensors) or _in_python(tensors)
 
 
 def native_guard(tensors: Sequence[Tensor]) -> SameLayout | None:
-    """The same check by `torch.compile`, in C++ and private to torch, which also compares ``requires_grad``.
-
-    None if this torch does not have it, or needs other arguments.
-    """
+    """The check of `torch.compile`, in C++ and private to torch, also of ``requires_grad``. None if torch lacks it."""
     shapes, strides = ([list(of(tensor)) for tensor in tensors] for of in (Tensor.size, Tensor.stride))
     check: Callable[..., bool]
     try:

@@ -45,13 +45,7 @@ NEEDED = {
 
 
 def nearest(name: str, known: Iterable[str], likeness: float = 0.75) -> str | None:
-    """The known name that a user probably meant by an unknown name; None if all known names differ too much.
-
-    Args:
-        name: The unknown name.
-        known: The known names.
-        likeness: The part of two names that must be equal, from 0 to 1.
-    """
+    """The known name that a user probably meant; None if known names have less than this share in common with it."""
     by_lower = {key.lower(): key for key in known}
     meant = [key for key in MEANT.get(name, ()) if key.lower() in by_lower]
     close = meant or difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=likeness)
@@ -151,14 +145,8 @@ def check_override(kind: type, name: str) -> None:
 def explanation(
     error: Exception, who: str, known: Mapping[str, Iterable[str]], *, loss: str | None = None
 ) -> str | None:
-    """What an error in a method that an author wrote means; None if the error says it itself.
-
-    Args:
-        error: The error.
-        who: The transform.
-        known: The keys that it can look up, by what they are.
-        loss: Why there is no loss; None if there is one.
-    """
+    """What an error in a method that an author wrote means; None if the error says it itself."""
+    # ``known`` has the keys that it can look up, by what they are; ``loss`` says why there is none
     if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str):
         key, keys = error.args[0], {kind: list(names) for kind, names in known.items()}
         meant = did_you_mean(key, [name for names in keys.values() for name in names], listed=False) or "."

@@ -17,10 +17,7 @@ def adapted(
     new: Iterable[str],
     dropped: Iterable[str],
 ) -> dict[str, Any]:
-    """Convert a checkpoint of another chain into one of this chain. One of this chain is returned as it is.
-
-    The transforms in ``new`` get their settings from ``groups``. Raises ValueError if the others do not match.
-    """
+    """Convert a checkpoint of another chain for this one. Its ``new`` transforms get their settings from ``groups``."""
     saved_ones = saved_groups(state_dict, groups)
     own = members_of(nodes)
     if all(group.get(IDENTITY) == written(own) for group in saved_ones):
@@ -47,10 +44,7 @@ def adapted(
 
 
 class _Keys:
-    """Replaces the keys of the saved chain by those of this chain.
-
-    ``pairs`` has each saved transform and the one of this chain that takes its settings and state.
-    """
+    """Replaces the keys of saved transforms by those of the transforms of this chain with which they are paired."""
 
     def __init__(self, saved: Sequence[Member], pairs: Sequence[tuple[Member, Member]]) -> None:
         self.names = {old.name: member.name for old, member in pairs}

@@ -97,11 +97,8 @@ def _merged(group: Group, saved: Group) -> Group:
 
 
 def _like(value: Any, fresh: Any) -> Any:
-    """A copy of a saved value, on the device and in the dtype of a fresh one.
-
-    torch's optimizers count steps on the CPU. The dtype differs if that of the parameter was changed, as by
-    ``model.double()``.
-    """
+    """A copy of a saved value, on the device and in the dtype of a fresh one."""
+    # torch's optimizers count steps on the CPU; ``model.double()`` changes dtypes
     return value.detach().to(fresh.device, fresh.dtype, copy=True) if isinstance(value, Tensor) else value
 
 
@@ -149,10 +146,7 @@ def _check_state(
     group: Group,
     statistics: dict[str, tuple[Tensor, torch.dtype]],
 ) -> dict[str, Any]:
-    """Return the state that a parameter may have. Raises if the saved state does not fit it.
-
-    Its statistics are added to ``statistics``, for `_check_finite`.
-    """
+    """Return the state that a parameter may have. Raises if the saved one does not fit, and notes its statistics."""
     if not isinstance(saved, Mapping):
         raise ValueError(f"the state of parameter {number} is a dict, got {type(saved).__name__}")
     # the keys of state may depend on settings, which may have changed since the last step

@@ -18,23 +18,14 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Member:
-    """One transform of the outermost chain, with those inside it.
-
-    Args:
-        name: Its name in the chain.
-        kind: The name of its class.
-        given: The name that was given by hand, without the number that made it unique; "" if none was given.
-        structure: The arguments that are neither settings nor defaults.
-        inside: Name, kind and structure of the transforms inside it, by relative path.
-        settings: The key of a param group for each setting, by its path without ``name``.
-    """
+    """One transform of the outermost chain, with those inside it."""
 
     name: str
-    kind: str
-    given: str
-    structure: Mapping[str, str]
-    inside: Mapping[str, Sequence[Any]]
-    settings: Mapping[str, str]
+    kind: str  # the name of its class
+    given: str  # the name given by hand, without the number that made it unique
+    structure: Mapping[str, str]  # the arguments that are neither settings nor defaults
+    inside: Mapping[str, Sequence[Any]]  # kind and structure of the transforms inside it, by relative path
+    settings: Mapping[str, str]  # the key of a param group for each setting, by its path without ``name``
 
     @property
     def likeness(self) -> str:
@@ -115,11 +106,7 @@ def saved_members(groups: Sequence[Mapping[str, Any]]) -> list[Member]:
 def matched(
     saved: Sequence[Member], own: Sequence[Member], new: Iterable[str], dropped: Iterable[str]
 ) -> list[tuple[Member, Member]]:
-    """Pairs of a saved transform and the one of this chain that takes its settings and state.
-
-    Raises ValueError if those not in ``new`` or ``dropped`` do not match in order, by kind, structure, and names that
-    were given by hand. One transform of each kind and structure may have another name.
-    """
+    """Pairs of a saved transform and its successor. Raises if transforms that are not ``new`` or ``dropped`` differ."""
     new, dropped = _names("new", new, own, "this chain"), _names("dropped", dropped, saved, "the saved chain")
     old_ones = [member for member in saved if member.name not in dropped]
     own_ones = [member for member in own if member.name not in new]

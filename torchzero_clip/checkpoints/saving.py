@@ -32,11 +32,8 @@ def new_chain_state(nodes: Nodes, counts: Mapping[str, int]) -> ChainState:
 
 
 def complete(saved: dict[str, Any], groups: Sequence[Group], chain_state: ChainState) -> None:
-    """Add the state of the whole chain to the checkpoint that torch has made of these groups.
-
-    Every saved group gets its own copy, because torch.distributed.checkpoint loads in place into a checkpoint, and may
-    take a step on zero gradients after that.
-    """
+    """Add the state of the whole chain to the checkpoint that torch has made of these groups."""
+    # every group gets its own copy, because torch.distributed.checkpoint loads into them, and may then step on zeros
     chain_state.take_counters(groups)
     chain_state.show_copies(saved["param_groups"])
     saved["state"] = {i: own_numbers(state) for i, state in saved["state"].items()}
@@ -59,11 +56,7 @@ def _without_device(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Load:
-    """One load of a checkpoint. All processes check it before any of them changes something.
-
-    Within torch's ``load_state_dict``, `hooked` calls the other methods. For ``new`` and ``dropped``, see
-    `Modular.load_state_dict`.
-    """
+    """One load of a checkpoint, by `hooked`. All processes check it before any of them changes something."""
 
     nodes: Nodes
     schedules: Schedules
@@ -77,10 +70,7 @@ class Load:
 
     @contextmanager
     def hooked(self, optimizer: Optimizer) -> Generator[None]:
-        """Check and restore while torch loads a checkpoint into an optimizer.
-
-        Pre-hooks of the caller may change the checkpoint before the check. Post-hooks see the restored state.
-        """
+        """Check and restore while torch loads: after the pre-hooks of the caller, and before its post-hooks."""
         before = optimizer.register_load_state_dict_pre_hook(lambda host, given: self.check(given, host.param_groups))
         after = optimizer.register_load_state_dict_post_hook(
             lambda host: self.restore(host.param_groups, host.state), prepend=True
@@ -96,11 +86,7 @@ class Load:
             after.remove()
 
     def check(self, state_dict: Mapping[str, Any], groups: list[Group]) -> dict[str, Any]:
-        """Return the checkpoint, converted for this chain and completed from the groups. It changes neither of them.
-
-        Raises:
-            ValueError: If the checkpoint does not fit, here or in another process.
-        """
+        """Return the checkpoint, converted and completed. Raises on all processes if it does not fit on one of them."""
         self._was_checked = True
         error: Exception | None = None
         try:
@@ -118,10 +104,8 @@ class Load:
         return self._fitting
 
     def restore(self, groups: Sequence[Group], state: MutableMapping[Tensor, Any]) -> None:
-        """Put the state of the checkpoint in its place, after its groups were loaded.
-
-        Torch has cast the state by parameter to the dtypes of the parameters, so it is replaced.
-        """
+        """Put the state of the checkpoint in its place, after its groups were loaded."""
+        # torch has cast the state by parameter to the dtypes of the parameters
         ids = [i for group in self._fitting["param_groups"] for i in group["params"]]
         params = [param for group in groups for param in group["params"]]
         for i, param in zip(ids, params, strict=True):

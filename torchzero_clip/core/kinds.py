@@ -120,29 +120,21 @@ class Shifting(Transform):
 
     @abstractmethod
     def shifts(self, updates: list[Tensor], scratch: Scratch) -> Tensor | None:
-        """Return the number to subtract from each update: a float64 vector; None if an update needs more than one.
-
-        Args:
-            updates: Plain real tensors of one dtype on one device, not to be modified.
-            scratch: Memory for intermediate results.
-        """
+        """Return the number to subtract from each update, a float64 vector; None if an update needs more than one."""
+        # updates are plain real tensors of one dtype on one device, not to be modified
 
 
 class Kernel(Protocol):
-    """Changes parameters and state as the rest of a chain would."""
+    """Changes parameters and state as the rest of a chain would.
+
+    ``state`` has tensors of the shapes of the parameters, a list for each key, and after them lists of 0-d tensors. The
+    scale is a 0-d float32 tensor, or None for 1.
+    """
 
     def __call__(
         self, params: list[Tensor], updates: list[Tensor], state: list[list[Tensor]], setting: Setting, scale: Any
     ) -> None:
-        """Take the step of some parameters, or of parts of them.
-
-        Args:
-            params: The parameters.
-            updates: Their updates.
-            state: Tensors of the same shapes, one list for each key, and after them lists of 0-d tensors.
-            setting: Their settings.
-            scale: A 0-d float32 tensor by which the updates are first divided, in place; None for 1.
-        """
+        """Take the step of some parameters, or of parts of them, after a division of updates by ``scale``, in place."""
         ...
 
 
@@ -214,32 +206,19 @@ class UpdateRule(Transform):
         return None
 
     def kernel(self, rest: Sequence[Transform], step: Step) -> Fused | None:
-        """Return the rule and the rest of the chain as one call that equals them up to rounding; None if there is none.
-
-        The optimizer calls this only for steps that may be fast.
-
-        Args:
-            rest: The transforms after this one that act on these parameters. Their settings are in ``step.settings``.
-            step: As in `Transform.apply_tensors`.
-        """
+        """Return one call that equals the rule and the rest of the chain up to rounding; None if there is none."""
+        # called only for steps that may be fast; ``step.settings`` has the settings of the rest too
         return None
 
 
 class FinalRule(NeverApplied, UpdateRule):
-    """An update rule that changes the parameters itself, and so has to stand at the end of the chain.
+    """An update rule that changes the parameters itself, and so has to stand at the end of the chain."""
 
-    Its `take_step` creates the state of a parameter in the first step. `init_state` returns such a state in advance,
-    for the checks of checkpoints.
-    """
+    # `take_step` creates the state of a parameter; `init_state` returns such a state for the checks of checkpoints
 
     @abstractmethod
     def take_step(self, updates: list[Tensor], step: Step) -> None:
-        """Change the parameters and their state.
-
-        Args:
-            updates: The updates, which may be modified.
-            step: As in `Transform.apply_tensors`, with the settings of the transforms after this one.
-        """
+        """Change parameters and state by updates, which may be modified. Settings include those of later transforms."""
 
 
 class Retraction(FinalRule):

@@ -13,13 +13,9 @@ Group = dict[str, Any]
 
 
 class Schedules:
-    """The functions behind settings, per param group. The groups hold the values that the next step will use.
+    """The functions behind settings, per param group. The groups hold the values that the next step will use."""
 
-    A function may have no value for the step after the last one. Its error is raised only if that step is taken.
-
-    Args:
-        defaults: The functions of the chain, by the keys under which groups store settings.
-    """
+    # a function may have no value for the step after the last one; its error is raised only if that step is taken
 
     def __init__(self, defaults: Mapping[str, Schedule]) -> None:
         self._defaults = dict(defaults)
@@ -32,10 +28,8 @@ class Schedules:
         return any(own for _, own in self._of_groups)
 
     def split(self, group: Group, step: int, was_at: int | None) -> tuple[Group, dict[str, Schedule]]:
-        """A group with values in the place of functions, and these functions.
-
-        If the group comes from an optimizer with schedules, that one had taken ``was_at`` steps.
-        """
+        """A group with values in the place of functions, and these functions."""
+        # a group of another optimizer with schedules comes from a step of that one, ``was_at``
         own = {key: value for key, value in group.items() if key != "params" and callable(value)}
         own |= {key: schedule for key, schedule in self._defaults.items() if key not in group}
         if was_at is not None:

@@ -23,14 +23,7 @@ class Numbers:
         self._rows: dict[str, Tensor] = {}
 
     def add_scaling(self, node: Node, measured: Measured, own: Tensor, factors: Tensor) -> None:
-        """Store what a scaling did.
-
-        Args:
-            node: The scaling.
-            measured: The slices.
-            own: The `Measured.numbers` of the updates of this walk.
-            factors: The factor of each slice.
-        """
+        """Store what a scaling did; ``own`` are the `Measured.numbers` of the updates of this walk."""
         self._rows[node.path] = torch.cat([effect_numbers(measured, factors).to(own.device), own])
 
     def add_share(self, node: Node, step: Step) -> None:

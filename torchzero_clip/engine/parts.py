@@ -12,11 +12,7 @@ from torchzero_clip.functional.processes import device_of
 
 
 class Parts:
-    """The parts of one step, which `Modular.step` ends.
-
-    Args:
-        attach: Called when parameters were added to the optimizer.
-    """
+    """The parts of one step, which `Modular.step` ends. ``attach`` is called when parameters were added."""
 
     def __init__(self, attach: Callable[[], None]) -> None:
         self.attach = attach
@@ -26,13 +22,7 @@ class Parts:
         self._metrics: dict[str, Tensor] = {}
 
     def add(self, numbers: Numbers, metrics: dict[str, Tensor], params: Iterable[Tensor]) -> None:
-        """Note that parameters were updated.
-
-        Args:
-            numbers: What was measured.
-            metrics: The metrics that transforms have set themselves; those of the last part stay.
-            params: The parameters.
-        """
+        """Note that parameters were updated. Of metrics that transforms set themselves, the last ones stay."""
         self._numbers.append(numbers)
         self._metrics.update(metrics)
         self.updated.update({id(param): param for param in params})
@@ -43,12 +33,7 @@ class Parts:
             raise second_gradient()
 
     def end(self, nodes: Nodes, groups: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Return the metrics of all parts as those of one step, and forget the parts.
-
-        Args:
-            nodes: The transforms.
-            groups: The param groups.
-        """
+        """Return the metrics of all parts as those of one step, and forget the parts."""
         device = device_of([param for group in groups for param in group["params"]])
         parts, metrics = self._numbers, self._metrics
         self._numbers, self._metrics, self.updated = [], {}, {}

@@ -16,15 +16,12 @@ from torchzero_clip.functional.shards import mesh_groups
 
 @dataclass
 class Loss:
-    """The loss of one step, as transforms see it.
-
-    Args:
-        value: What the closure returned, or the mean of the losses that were reported; None without either.
-        count: How many losses that are.
-    """
+    """The loss of one step, as transforms see it."""
 
     value: Tensor | float | None = None
+    """What the closure returned, or the mean of the losses that were reported; None without either."""
     count: int = 0
+    """How many losses that are."""
     exists: Tensor | None = None
     """True if a process has a loss, once that was asked: 0-d."""
 
@@ -35,22 +32,16 @@ class Loss:
 
 
 class ReportedLoss:
-    """The losses that a training loop has reported since the last step.
+    """The losses that a training loop has reported since the last step."""
 
-    Those before the last `zero_grad` that was followed by a report do not count, because the step that they belong to
-    was never taken: a gradient scaler may have refused it.
-    """
+    # A report after `zero_grad` replaces those before it, because the step that they belong to was never taken: a
+    # gradient scaler may have refused it.
 
     def __init__(self) -> None:
         self.clear()
 
     def add(self, loss: Any) -> None:
-        """Take the loss of one part of the batch.
-
-        Raises:
-            TypeError: If it is neither a number nor a tensor.
-            ValueError: If it is a tensor of more than one number.
-        """
+        """Take the loss of one part of the batch; raises if it is not one number."""
         _check_loss(loss)
         if self._begins_anew:
             self.clear()
@@ -76,18 +67,8 @@ class ReportedLoss:
 def joint_loss(
     loss: Any, count: int, device: torch.device, params: Sequence[Tensor], process_group: ProcessGroup | None
 ) -> tuple[Tensor, Tensor] | None:
-    """The mean of the losses of all processes, and whether there is one: 0-d tensors. None if nobody can have one.
-
-    Every process calls it, with or without a loss. All processes are those of the meshes of the parameters and of the
-    process group. If there are neither, they are those of the default group.
-
-    Args:
-        loss: The mean of the losses of this process; None if there is none.
-        count: How many there are.
-        device: Where the result is needed.
-        params: The parameters.
-        process_group: The processes that hold other parameters.
-    """
+    """The mean of ``count`` losses of each process, and whether there is one: 0-d. None if nobody can have one."""
+    # Every process calls it, those of the meshes and of the process group; without either, those of the default group.
     meshes = mesh_groups(params)
     is_parallel = bool(meshes) or process_group is not None
     is_replicated = not is_parallel and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

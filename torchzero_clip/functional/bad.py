@@ -57,13 +57,8 @@ class BadGradients:
 
 
 def labels(kind: str, named: Iterable[tuple[str | None, Tensor]]) -> dict[Tensor, str]:
-    """The label of each tensor: its name, with its position if other tensors have this name; or its position and shape.
-
-    Args:
-        kind: The word for a tensor, such as ``"parameter"``.
-        named: All tensors of this process with their names. Positions among them are equal on all ranks of a mesh;
-            those among the parameters with a gradient may differ.
-    """
+    """The label of each tensor: its name, with its position if others share it; or its position and shape."""
+    # positions among all tensors are equal on all ranks of a mesh; among those with a gradient they may differ
     places: dict[Tensor, tuple[int, str | None]] = {}
     for i, (name, tensor) in enumerate(named):
         places.setdefault(tensor, (i, name))
@@ -78,13 +73,8 @@ def labels(kind: str, named: Iterable[tuple[str | None, Tensor]]) -> dict[Tensor
 def bad_gradients(
     norms: Mapping[str, float], meshes: Iterable[ProcessGroup], group: ProcessGroup | None
 ) -> BadGradients:
-    """Collect the bad gradients of all processes. All processes have to call this, because they wait for each other.
-
-    Args:
-        norms: The norm of each gradient of this process, by its label.
-        meshes: The groups of processes that hold parts of the same parameters.
-        group: The processes that hold other parameters.
-    """
+    """The bad gradients of all processes, from the norms of own ones by label. All processes have to call this."""
+    # a mesh holds parts of the same parameters, the group holds other parameters
     own = dict(norms)
     for mesh in meshes:  # a plain gradient may be missing, or finite, on one rank only
         worst: dict[str, float] = {}

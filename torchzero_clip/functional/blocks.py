@@ -1,4 +1,7 @@
-"""Norms and sums of many tensors at once, in few operations."""
+"""Norms and sums of many tensors at once, in few operations, with memory for copies of short ones.
+
+They take plain tensors of one dtype, float32 or float64, on CPU. Norms outside of `SMALLEST` to `LARGEST` may be wrong.
+"""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -48,22 +51,12 @@ class _Plan(NamedTuple):
 
 
 def block_norms(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
-    """The L2 norm of each tensor: a float64 vector. Norms outside of `SMALLEST` to `LARGEST` may be wrong.
-
-    Args:
-        tensors: Plain tensors of one dtype, float32 or float64, on CPU.
-        scratch: Memory for copies of short tensors.
-    """
+    """The L2 norm of each tensor: a float64 vector."""
     return _norms_of(*_reduced(tensors, scratch, _NORMS), len(tensors))
 
 
 def joint_norm(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
-    """The L2 norm of all tensors together: a 0-d float64 tensor. It may be wrong outside of `SMALLEST` to `LARGEST`.
-
-    Args:
-        tensors: As in `block_norms`, at least one.
-        scratch: As in `block_norms`.
-    """
+    """The L2 norm of all tensors together, at least one: a 0-d float64 tensor."""
     return torch.linalg.vector_norm(_reduced(tensors, scratch, _NORMS)[0])
 
 
@@ -79,12 +72,7 @@ def _norms_of(values: Tensor, owner: Tensor, count: int) -> Tensor:
 
 
 def block_maxima(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
-    """The largest magnitude in each tensor: a float64 vector; NaN for a tensor with a NaN.
-
-    Args:
-        tensors: As in `block_norms`.
-        scratch: As in `block_norms`.
-    """
+    """The largest magnitude in each tensor: a float64 vector; NaN for a tensor with a NaN."""
     values, owner = _reduced(tensors, scratch, _largest)
     return values.new_zeros(len(tensors)).scatter_reduce_(0, owner, values, "amax")
 
@@ -133,12 +121,7 @@ def spans(sizes: Sequence[int], most: int) -> list[slice]:
 
 
 def block_sums(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
-    """The sum of each tensor: a float64 vector. A sum that is not finite may be wrong.
-
-    Args:
-        tensors: As in `block_norms`.
-        scratch: As in `block_norms`.
-    """
+    """The sum of each tensor: a float64 vector. A sum that is not finite may be wrong."""
     values, owner = _reduced(tensors, scratch, partial(torch.sum, dim=1))
     return values.new_zeros(len(tensors)).index_add_(0, owner, values)
 
@@ -182,13 +165,7 @@ def _planned(tensors: Sequence[Tensor], scratch: Scratch) -> _Plan:
 
 
 def in_rows(memory: Tensor, tensors: Sequence[Tensor], row: int) -> tuple[list[Tensor], Tensor]:
-    """Memory of the shape of each tensor, which fills whole rows, and all rows as a matrix.
-
-    Args:
-        memory: A vector that is long enough.
-        tensors: The tensors.
-        row: The number of elements of a row.
-    """
+    """Parts of a vector in the shape of each tensor, which fill rows of ``row`` elements; and all rows as a matrix."""
     counts = [-(-tensor.numel() // row) for tensor in tensors]
     used = memory.narrow(0, 0, sum(counts) * row)
     pairs = zip(used.split([count * row for count in counts]), tensors, strict=True)

@@ -24,15 +24,8 @@ def clip_by_(tensors: Sequence[Tensor], limit: float, norm: Tensor) -> None:
 
 
 def centralize_(tensors: Sequence[Tensor], slicing: Slicing, group: ProcessGroup | None = None) -> None:
-    """Subtract from every slice its mean, in place; a scalar has no slices.
-
-    The tensors must not hold pending sums, because the mean would be subtracted from every summand.
-
-    Args:
-        tensors: The tensors.
-        slicing: The slices.
-        group: The processes that hold other tensors, whose elements count in a joint mean.
-    """
+    """Subtract from every slice its mean, in place; a scalar has no slices. A joint mean is that of all processes."""
+    # tensors must not hold pending sums, because the mean would be subtracted from every summand
     if slicing.dim == "global":
         parts = [p for p in map(whole, tensors) if p.size]
         mean = joint_mean(parts, group)
@@ -44,14 +37,8 @@ def centralize_(tensors: Sequence[Tensor], slicing: Slicing, group: ProcessGroup
 
 
 def clip_factors(metric: Metric, norms: Tensor, limit: float, floor: float = 0.0) -> Tensor:
-    """The factors that bring metrics to at most ``limit``, and those that are not 0 to at least ``floor``.
-
-    Args:
-        metric: The metric.
-        norms: A vector of metrics; for 'var' their roots.
-        limit: In units of the metric.
-        floor: In units of the metric.
-    """
+    """The factors that bring metrics to at most ``limit``, and those that are not 0 to at least ``floor``."""
+    # norms are the roots of metrics, as for 'var'; limit and floor are in units of the metric
     high, low = metric.root(limit), metric.root(floor)
     if high == math.inf and not low:
         return torch.ones_like(norms)

@@ -52,10 +52,8 @@ def laid_out_alike(*tensors: Tensor) -> bool:
 
 
 def fit_kernels(columns: Sequence[Sequence[Tensor]]) -> bool:
-    """True if lists of tensors fit torch's fused kernels, which ignore strides.
-
-    They fit if all tensors are plain, of one dtype and on one device, and of one shape and laid out alike in each row.
-    """
+    """True if tensors are plain, of one dtype and device, and in each row of one shape and laid out alike."""
+    # torch's fused kernels ignore strides
     kinds = {kind(column) for column in columns}
     if len(kinds) != 1 or None in kinds:
         return False
@@ -157,10 +155,8 @@ def _strides(tensor: Tensor) -> list[int]:
 
 
 def are_plain(tensors: Sequence[Tensor], min_size: int = 1) -> bool:
-    """True if tensors have a `kind`, and each has at least ``min_size`` elements.
-
-    Always False under `torch.compile`, which combines operations by itself.
-    """
+    """True if tensors have a `kind`, and ``min_size`` elements each."""
+    # always False under compile, which combines operations by itself
     if torch.compiler.is_compiling():
         return False
     return len(tensors) > 0 and kind(tensors) is not None and min(map(Tensor.numel, tensors)) >= min_size
@@ -194,11 +190,8 @@ def norms(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> list[Tenso
 
 
 def scale_(tensors: Sequence[Tensor], factors: Sequence[Tensor], *, exact: bool = False) -> None:
-    """Multiply each tensor by its factor (of one element, or one per slice), in place.
-
-    ``exact`` multiplies in float64, for factors that float32 cannot hold. A 0-d factor would be rounded to the dtype of
-    the tensor first; with a dimension it is not.
-    """
+    """Multiply each tensor by its factor (of one element, or one per slice), in place."""
+    # exact: in float64, for factors that float32 cannot hold
     dtypes = {tensor.dtype for tensor in tensors}
     # torch.compile cannot trace `to_real`
     wide = {d: torch.float64 if exact else wide_dtype(d.to_real() if d.is_complex else d) for d in dtypes}
@@ -210,12 +203,7 @@ def scale_(tensors: Sequence[Tensor], factors: Sequence[Tensor], *, exact: bool 
 
 
 def multiply_each_(tensors: Sequence[Tensor], factors: Tensor) -> None:
-    """Multiply each of some plain tensors of one dtype by its factor, in place.
-
-    Args:
-        tensors: The tensors.
-        factors: A float64 vector. If it was expanded from a single number, that number is the factor of all tensors.
-    """
+    """Multiply each of some plain tensors of one dtype by its factor, in place; ``factors`` is a float64 vector."""
     wide = wide_dtype(tensors[0].dtype)
     factors = as_factors(factors, wide)
     if is_one_number(factors) and tensors[0].dtype == wide:
@@ -224,7 +212,7 @@ def multiply_each_(tensors: Sequence[Tensor], factors: Tensor) -> None:
         return
     values = factors.unbind()
     if tensors[0].dtype != wide:
-        values = [v.view(1) if t.ndim else v for v, t in zip(values, tensors, strict=True)]  # see `scale_`
+        values = [v.view(1) if t.ndim else v for v, t in zip(values, tensors, strict=True)]  # see `_beside`
     _foreach._foreach_mul_(tensors, values)
 
 

@@ -47,16 +47,9 @@ def gradients(params: Tensors, process_group: ProcessGroup | None = None, *, zer
 def with_gradients(
     params: Sequence[Tensor], process_group: ProcessGroup | None = None, *, zeros_count: bool = False
 ) -> list[tuple[Tensor, Tensor]]:
-    """Those parameters that have a gradient, each with its gradient as `own_gradients` returns it.
-
-    Distributed parameters without a gradient have zeros in the list, because other processes may have a gradient, and
-    all processes have to send equally many numbers.
-
-    Args:
-        params: The parameters of the user. A parameter that is listed twice counts once.
-        process_group: The processes that hold other parameters, to be checked.
-        zeros_count: Zeros change the result, so parameters without a gradient on any process are not in the list.
-    """
+    """Those parameters that have a gradient, once each, with the gradient as `own_gradients` returns it."""
+    # A distributed parameter without a gradient has zeros here, because another process may have a gradient, and all
+    # send equally many numbers. If zeros change the result, those without a gradient on any process are left out.
     once = {id(param): param for param in params}
     check_group(process_group, list(once.values()))
     having = [param for param in once.values() if param.grad is not None]
@@ -73,11 +66,8 @@ def with_gradients(
 
 
 def own_gradients(params: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of parameters that have one, each laid out like its parameter and in memory of its own.
-
-    Four kinds of gradients are replaced, in ``.grad`` too: those with other placements than their parameter, those
-    whose conjugation or negation is pending, expanded ones (their elements share memory), and those of two parameters.
-    """
+    """The gradients of parameters that have one, each laid out like its parameter and in memory of its own."""
+    # replaced, in .grad too: those with other placements, pending conjugations or negations, expanded ones, shared ones
     found: list[Any] = [param.grad for param in params]
     strided = {torch.strided}.issuperset([grad.layout for grad in found])
     if strided and are_plain(found, 0) and all_contiguous(found) and len(set(map(id, found))) == len(found):
@@ -101,14 +91,7 @@ def own_gradients(params: Sequence[Tensor]) -> list[Tensor]:
 def opened(
     tensors: list[Tensor], values_suffice: Callable[[Tensor], bool], *, write: bool = True
 ) -> Generator[list[Tensor]]:
-    """Yield dense tensors in place of sparse ones, and write their values back to the sparse ones.
-
-    Args:
-        tensors: Dense and sparse tensors; dense ones are passed on as they are.
-        values_suffice: Returns True if the stored values of a sparse tensor are enough. Otherwise a dense copy is used,
-            with the zeros that are not stored.
-        write: Whether values are written back.
-    """
+    """Yield dense tensors in place of sparse ones, and write their values back to the sparse ones."""
     opened_ = [_Opened(tensor, values_suffice) if tensor.layout != torch.strided else None for tensor in tensors]
     yield [tensor if own is None else own.dense for tensor, own in zip(tensors, opened_, strict=True)]
     for own in opened_:
@@ -125,7 +108,7 @@ class _Opened:
         self._tensor = tensor
         self._summed = tensor.coalesce()
         values = self._summed.values()
-        self._has_values = values_suffice(values)
+        self._has_values = values_suffice(values)  # else a dense copy is used, with the zeros that are not stored
         self.dense = values if self._has_values else tensor.to_dense()
 
     def close(self) -> None:
@@ -144,10 +127,8 @@ def values_tell_all(slicing: Slicing) -> Callable[[Tensor], bool]:
 
 
 def as_reported(total: Tensor, grads: list[Tensor], process_group: ProcessGroup | None = None) -> Tensor:
-    """A joint metric as the functions return it: float32, or float64 if a gradient has that width.
-
-    With a process group it is float64, because all processes get the same number and not all know all dtypes.
-    """
+    """A joint metric as the functions return it: float32, or float64 if a gradient has that width."""
+    # with a process group float64: all processes get the same number, and not all know all dtypes
     if process_group is not None:
         return total
     dtype = torch.float32
@@ -164,15 +145,7 @@ def names_of_bad(
     values: Sequence[Tensor],
     process_group: ProcessGroup | None,
 ) -> str:
-    """The names of tensors with inf or NaN on all processes, as text. All processes have to call this.
-
-    Args:
-        kind: The word for a tensor without a name, such as ``"parameter"``.
-        named: The tensors of the user, with their names.
-        owners: The tensors among them that have values.
-        values: Their values or gradients, as dense tensors.
-        process_group: The processes that hold other tensors.
-    """
+    """Those ``owners`` whose ``values`` have inf or NaN on some process, as text. All processes have to call this."""
     names = labels(kind, named)
     parts = [part._replace(groups=()) for part in wholes(values)]  # the names of all ranks are joined afterwards
     norms = [norm.item() for norm in p_norms(parts, math.inf)]

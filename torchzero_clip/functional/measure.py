@@ -156,11 +156,7 @@ class Measured:
         return self._parts is not None and any(p.spread for p in self._parts)
 
     def numbers(self, count: int) -> Tensor:
-        """The numbers of this process from which `joint_root` finds the metric of several processes: a vector.
-
-        Args:
-            count: How many elements the tensors have.
-        """
+        """The numbers of this process, with so many elements, from which `joint_root` finds the metric of several."""
         if not count:
             return no_numbers(self.metric, self.total.device)
         if self.moments is not None:
@@ -283,15 +279,8 @@ def measure(
     *,
     each: bool = False,
 ) -> Measured:
-    """Measure every slice.
-
-    Args:
-        tensors: The tensors.
-        slicing: The metric and the slices.
-        dims_of: Returns the dimensions that one slice of a tensor spans, if they are not those of ``slicing``.
-        way: How to measure.
-        each: Compute `Measured.tensor_norms` also where slices are joined.
-    """
+    """Measure every slice; ``dims_of`` returns the dimensions of one, if they are not those of ``slicing``."""
+    # each: `Measured.tensor_norms` are computed also where slices are joined
     metric, joint = slicing.metric, slicing.dim == "global"
     whole_tensors = joint or (slicing.dim is None and not slicing.inverse_dims and dims_of is None)
     smallest = 1 if joint else max(slicing.min_size, 1)
@@ -323,15 +312,9 @@ def measure(
 def over_processes(
     measured: Measured, tensors: Sequence[Tensor], group: ProcessGroup | None, judged: Sequence[Tensor] | None = None
 ) -> Measured:
-    """The same measurement, with the joint metric of the tensors of all processes of a group.
-
-    Args:
-        measured: The tensors of this process.
-        tensors: These tensors; empty if they do not count.
-        group: The processes that hold other tensors; None for this one alone.
-        judged: Tensors. If given, a metric of inf or NaN on one process makes it inf or NaN on all processes of the
-            group and of the meshes of these tensors: plain tensors beside distributed ones may differ between ranks.
-    """
+    """The measurement of ``tensors`` with the joint metric of all processes of a group."""
+    # if tensors are judged, a metric of inf or NaN on one process makes it so on all processes of the group and of
+    # their meshes: plain tensors beside distributed ones may differ between ranks
     device = measured.total.device
     total = measured.total.view(1)
     # inf and NaN win a maximum, so that all processes find the same factor
@@ -477,14 +460,7 @@ def no_numbers(metric: Metric, device: torch.device) -> Tensor:
 
 
 def scale_(measured: Measured, factors: Tensor, scratch: Scratch | None = None, *, name: str = "") -> None:
-    """Multiply every slice by its factor, in place.
-
-    Args:
-        measured: What was measured.
-        factors: A vector with a number per slice. If it was expanded from a single number, all slices have that factor.
-        scratch: Memory with which this takes few launches on devices other than the CPU.
-        name: As in `rows.multiply_short_`.
-    """
+    """Multiply every slice by its factor, in place; with memory this takes few launches, see `rows.multiply_short_`."""
     if not measured.targets or all_ones(factors):
         return
     if measured.is_whole and not (factors.is_cpu and beyond_float32(factors)):
@@ -501,10 +477,7 @@ def scale_(measured: Measured, factors: Tensor, scratch: Scratch | None = None, 
 
 
 def effect(measured: Measured, factors: Tensor) -> dict[str, Tensor]:
-    """The metrics of a scaling, computed from the factors alone.
-
-    They are the joint norm before it, the mean factor (1 without slices), and the share of slices that changed.
-    """
+    """The joint norm before a scaling, its mean factor (1 without slices), and the share of slices that changed."""
     total = measured.total
     if not measured.is_whole and measured.spread:
         return effect_of(total, effect_numbers(measured, factors).unsqueeze(0))
@@ -539,12 +512,8 @@ def effect_of(total: Tensor, rows: Tensor) -> dict[str, Tensor]:
 
 
 def counted(tensors: Sequence[Tensor], counts: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """How many elements were counted over all tensors, a 0-d tensor equal on every rank, and how many there are.
-
-    Args:
-        tensors: The tensors; a complex number has two elements.
-        counts: How many elements of the local part of each were counted.
-    """
+    """How many elements were counted over all tensors, a 0-d tensor equal on every rank, and how many there are."""
+    # a complex number has two elements
     parts = wholes(tensors)
     elements = sum(p.size * (2 if p.tensor.is_complex() else 1) for p in parts)
     return pack(all_reduce(parts, list(counts), ReduceOp.SUM)).sum(), elements

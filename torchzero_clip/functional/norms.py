@@ -140,32 +140,17 @@ def slice_metrics(parts: Sequence[Part], metric: Metric, known: Moments | None =
     return [_deviation(spread, mean, p.size) for spread, mean, p in rows]
 
 
-def joint_metric(
-    parts: Sequence[Part], metric: Metric, norms: Tensor | None = None, known: Moments | None = None
-) -> Tensor:
-    """The root of the metric of whole tensors as one vector: a 0-d tensor.
-
-    Args:
-        parts: The tensors, each as one slice. If ``known`` is given, they may have any slices.
-        metric: What to measure.
-        norms: The p-norms of the tensors that have elements, if they are known.
-        known: The moments of the slices, if they are known.
-    """
+def joint_metric(parts: Sequence[Part], metric: Metric, norms: Tensor | None = None) -> Tensor:
+    """The root of the metric of whole tensors as one vector: 0-d; ``norms`` are the p-norms of those with elements."""
     if metric.is_power:
         kept = [p for p in parts if p.size]
         total = joint_norm_of_meshes(kept, metric.p)[0] if norms is None else combine(norms, metric.p)
         return metric.of_norm(total, sum(p.size for p in parts))
-    return root_of_moments(metric, joint_moments(parts, metric, known).unsqueeze(0))
+    return root_of_moments(metric, joint_moments(parts, metric).unsqueeze(0))
 
 
 def joint_norm_of_meshes(parts: Sequence[Part], p: float, *, beside: bool = False) -> tuple[Tensor, Tensor | None]:
-    """The p-norm of whole tensors together. Its collectives have one number for all tensors of a mesh.
-
-    Args:
-        parts: The tensors, each as one slice.
-        p: The order.
-        beside: Return the norm of each tensor too, in the same collectives. It changes no bit of the joint norm.
-    """
+    """The p-norm of whole tensors together, and ``beside`` it that of each, by one collective for each mesh."""
     # norms of local parts first, so that a collective has one number for all tensors of a mesh
     local = p_norms([part._replace(groups=()) for part in parts], p)
     indices_of: dict[tuple[ProcessGroup, ...], list[int]] = {}
@@ -184,25 +169,15 @@ def joint_norm_of_meshes(parts: Sequence[Part], p: float, *, beside: bool = Fals
 
 
 def mesh_norm(tensors: Sequence[Tensor], *, beside: bool) -> tuple[Tensor, Tensor | None] | None:
-    """The L2 norm of all tensors together, a 0-d tensor equal on all ranks; None if none of them is distributed.
-
-    Args:
-        tensors: The tensors.
-        beside: Return the norm of each tensor too.
-    """
+    """The result of `joint_norm_of_meshes` for the L2 norm of tensors; None if none of them is distributed."""
     return joint_norm_of_meshes(wholes(tensors), 2.0, beside=beside) if any_distributed(tensors) else None
 
 
 def joint_moments(parts: Sequence[Part], metric: Metric, known: Moments | None = None) -> Tensor:
-    """The numbers from which `root_of_moments` finds the metric of whole tensors as one vector: float64.
+    """The float64 numbers from which `root_of_moments` finds the metric, no power, of whole tensors as one vector.
 
     For 'sum' they are the real and the imaginary part of the sum. For 'std' and 'var' they are the number of elements,
     the real and the imaginary part of the mean, and the norm of the deviations from it.
-
-    Args:
-        parts: As in `joint_metric`.
-        metric: One that is not a power.
-        known: As in `joint_metric`.
     """
     known = known or moments(parts, metric)
     if known is not None:
@@ -290,12 +265,7 @@ def all_ones(factors: Tensor) -> bool:
 
 
 def beyond_float32(factors: Tensor, known: tuple[float, float] | None = None) -> bool:
-    """True if float32 cannot hold some factor. Always True on CUDA and under compile, where reading would wait.
-
-    Args:
-        factors: The factors.
-        known: Their `extent`, if the caller knows it.
-    """
+    """True if float32 cannot hold some factor. Always True on CUDA and under compile, where reading would wait."""
     if not may_look(factors):
         return True
     limits = torch.finfo(torch.float32)
@@ -327,11 +297,8 @@ def sums_over_ranks(parts: Sequence[Part], counts: Sequence[int], columns: Seque
 
 
 def whole_norms(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor:
-    """The L2 norm of each of some plain real tensors of one dtype on one device: a float64 vector.
-
-    They are those of `p_norms` up to rounding. On CPU short tensors are measured together, on CUDA all tensors in one
-    call, except in float64. With ``scratch``, short tensors are copied there, which is faster from the second call on.
-    """
+    """The L2 norm of each of some plain real tensors of one dtype on one device: a float64 vector."""
+    # as by p_norms up to rounding: on CPU short tensors are measured together, on CUDA all in one call
     first = tensors[0]
     if not may_look(first):
         if first.dtype == torch.float64:
@@ -370,11 +337,8 @@ def each_norm(tensors: Sequence[Tensor], scratch: Scratch | None = None) -> Tens
 
 
 def whole_norm(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor | None:
-    """The L2 norm of all tensors together, each as in `whole_norms`: a 0-d float64 tensor.
-
-    ``scratch`` makes it faster from the second call on. The result is None if each tensor has to be measured, because
-    the total is extreme or not finite, or if that is as fast.
-    """
+    """The L2 norm of all tensors together, each as in `whole_norms`: 0-d, float64."""
+    # None if each tensor has to be measured, because the total is extreme or not finite, or if that is as fast
     if not may_look(tensors[0]) or not foreach.is_real_and_wide(tensors[0].dtype):
         return None
     total = direct_joint_norm(tensors) if scratch is None else joint_norm(tensors, scratch)
@@ -390,10 +354,8 @@ def whole_norm_beside(tensors: Sequence[Tensor], scratch: Scratch) -> tuple[Tens
 
 
 def whole_sums(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
-    """The sum of each of some plain real tensors of one dtype on one device: a float64 vector.
-
-    They are those of `slice_sums` up to the rounding of sums of up to 1024 elements to the dtype.
-    """
+    """The sum of each of some plain real tensors of one dtype on one device: a float64 vector."""
+    # as by slice_sums up to the rounding of sums of up to 1024 elements to the dtype
     if not may_look(tensors[0]) or not foreach.is_real_and_wide(tensors[0].dtype):
         return pack(slice_sums(wholes(tensors)))
     sums = block_sums(tensors, scratch)

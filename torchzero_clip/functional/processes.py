@@ -13,12 +13,7 @@ from torchzero_clip.compat import is_distributed
 
 
 def check_group(group: object, tensors: Sequence[Tensor]) -> None:
-    """Raise unless the group is None, or its other processes hold no part of these tensors.
-
-    Args:
-        group: The argument ``process_group`` of a user.
-        tensors: The parameters of this process.
-    """
+    """Raise unless the argument ``process_group`` is None, or its other processes hold no part of these parameters."""
     if group is None:
         return
     if group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -70,14 +65,7 @@ def device_of(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> t
 
 
 def gathered(numbers: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The numbers of all processes of a group, one row for each process; without a group, one row.
-
-    The rows are the same on all processes, to the last bit.
-
-    Args:
-        numbers: A vector, of the same length on all processes.
-        group: The processes.
-    """
+    """The vectors of all processes of a group, as rows, to the last bit the same on all; one row without a group."""
     if group is None:
         return numbers.unsqueeze(0)
     rows = numbers.new_empty((group.size(), len(numbers)))
@@ -86,14 +74,8 @@ def gathered(numbers: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def gathered_texts(text: str, group: ProcessGroup, device: torch.device) -> list[str]:
-    """The texts of all processes of a group.
-
-    Args:
-        text: The text of this process.
-        group: The processes.
-        device: A device from which the group can send. `torch.distributed.all_gather_object` takes the current
-            device, which several processes may share.
-    """
+    """The texts of all processes of a group."""
+    # `all_gather_object` would send from the current device, which several processes may share
     own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
     lengths = gathered(torch.tensor([len(own)], device=device), group).flatten().tolist()
     rows = gathered(torch.cat([own, own.new_zeros(max(lengths) - len(own))]), group).cpu()

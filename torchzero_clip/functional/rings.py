@@ -5,14 +5,7 @@ from torch import Tensor
 
 
 def written(ring: Tensor, count: Tensor, value: Tensor, where: Tensor) -> Tensor:
-    """A ring buffer with one more value, in place of the oldest one, if ``where`` is true.
-
-    Args:
-        ring: The values, a vector.
-        count: How many values were written before.
-        value: The value.
-        where: A boolean.
-    """
+    """The last values, with one more in place of the oldest one if ``where`` is true; ``count`` were written before."""
     places = torch.arange(len(ring), device=ring.device)
     return torch.where((places == count % len(ring)) & where, value, ring)
 

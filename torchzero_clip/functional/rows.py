@@ -37,15 +37,8 @@ class _Chunk(NamedTuple):
 def multiply_short_(
     tensors: Sequence[Tensor], factors: Tensor, scratch: Scratch, most: int, *, name: str = ""
 ) -> list[int]:
-    """Multiply each tensor of at most ``most`` elements by its factor, in place. Return the indices of the others.
-
-    Args:
-        tensors: Plain tensors of one dtype on one device.
-        factors: A float64 vector with the factor of each tensor.
-        scratch: Memory for the rows.
-        most: Longer tensors are left unchanged.
-        name: The name of the plan for these tensors in ``scratch``. Other tensors of the same step need another name.
-    """
+    """Multiply each tensor of at most ``most`` elements by its factor, in place. Return the indices of the others."""
+    # plain tensors of one dtype on one device; other tensors of the same step need another name for their plan
     tensors = [tensor if tensor.ndim else tensor.view(1) for tensor in tensors]
     wide = foreach.wide_dtype(tensors[0].dtype)
     own = foreach.as_factors(factors, wide)

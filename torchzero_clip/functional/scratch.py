@@ -20,11 +20,9 @@ class _Plan(NamedTuple):
 
 
 class Scratch:
-    """Memory for intermediate results, and plans of how to use it.
+    """Memory for intermediate results, undefined after a call, and plans of how to use it."""
 
-    The contents are undefined after a call. Every optimizer has its own, because two threads that shared one would
-    overwrite each other's numbers.
-    """
+    # every optimizer has its own, because two threads that shared one would overwrite each other's numbers
 
     _known: Sequence[Tensor] = ()
     _layout: object = None
@@ -34,12 +32,7 @@ class Scratch:
         self._plans: dict[str, _Plan] = {}
 
     def knowing(self, tensors: Sequence[Tensor], layout: object) -> "Scratch":
-        """The same memory and plans, for as long as the layout of some tensors is known, so that `plan` need not check.
-
-        Args:
-            tensors: The tensors.
-            layout: An object that stands for their layout: the same one only for equal layouts.
-        """
+        """The same memory and plans, for tensors of a known layout: `plan` compares the object that stands for it."""
         knowing = object.__new__(Scratch)
         knowing._memory, knowing._plans = self._memory, self._plans
         knowing._known, knowing._layout = tensors, layout
@@ -54,14 +47,8 @@ class Scratch:
         return kept.narrow(0, 0, count)
 
     def plan(self, name: str, tensors: Sequence[Tensor], make: Callable[[], T], key: Hashable = None) -> T:
-        """What ``make`` returns. It is called only if the tensors or the key differ from the last call with this name.
-
-        Args:
-            name: The name of the plan.
-            tensors: The tensors, each listed once.
-            make: Called without arguments. The result may depend on the layout of the tensors and on ``key`` alone.
-            key: What else the result depends on.
-        """
+        """What ``make`` returns; called only if the tensors or the key differ from the last call with this name."""
+        # no tensor is listed twice, and the result depends on their layout and on the key alone
         kept = self._plans.get(name)
         is_known = len(tensors) == len(self._known) and all(map(operator.is_, tensors, self._known))
         layout = self._layout if is_known else None

@@ -13,18 +13,16 @@ from torchzero_clip.compat import any_distributed, dtensors, is_distributed
 
 
 class Part(NamedTuple):
-    """The part of a tensor that this process holds, cut into slices that are measured one by one.
-
-    A slice has a fixed index in the dimensions outside ``dims``. The processes of ``groups`` hold the rest of each
-    slice, those of ``spread`` hold other slices; both are empty for a tensor that is not sharded.
-    """
+    """The part of a tensor that this process holds, cut into slices, which span the dimensions ``dims``."""
 
     tensor: Tensor
     dims: tuple[int, ...]
     size: int
     """Elements of one whole slice, over all processes."""
     groups: tuple[ProcessGroup, ...] = ()
+    """The processes that hold the rest of each slice; none if the tensor is not sharded."""
     spread: tuple[ProcessGroup, ...] = ()
+    """The processes that hold other slices."""
 
     @property
     def slice_shape(self) -> list[int]:
@@ -183,14 +181,8 @@ def all_reduce(parts: Sequence[Part], values: list[Tensor], op: ReduceOp.RedOpTy
 
 
 def present_elsewhere(params: Sequence[Tensor], missing: Sequence[Tensor]) -> list[Tensor]:
-    """The ``missing`` ones that have a gradient on another process of their mesh.
-
-    All processes call it, and only those where a gradient is missing wait for the result.
-
-    Args:
-        params: All distributed parameters.
-        missing: Those without a gradient on this process.
-    """
+    """The ``missing`` ones of all distributed parameters that have a gradient on another process of their mesh."""
+    # all processes call it, and only those where a gradient is missing wait for the result
     parts: list[Part] = []
     flags: list[Tensor] = []
     for param in params:

@@ -61,13 +61,7 @@ class Slices(NamedTuple):
 
 
 def plan(tensors: Sequence[Tensor], dims: Sequence[tuple[int, ...]], scratch: Scratch) -> Slices:
-    """Plan how to measure contiguous tensors on CPU.
-
-    Args:
-        tensors: Plain tensors of one dtype, all with elements.
-        dims: The dimensions that a slice of each tensor spans; at least one.
-        scratch: Memory for copies of short tensors.
-    """
+    """Plan how to measure contiguous tensors of one dtype on CPU, all with elements, and each with slices."""
     like = tensors[0]
     shapes = [
         [1 if d in own else n for d, n in enumerate(tensor.shape)] for tensor, own in zip(tensors, dims, strict=True)
@@ -94,12 +88,7 @@ def plan(tensors: Sequence[Tensor], dims: Sequence[tuple[int, ...]], scratch: Sc
 
 
 def sliced_norms(tensors: Sequence[Tensor], slices: Slices) -> Tensor:
-    """The L2 norm of each slice: a float64 vector.
-
-    Args:
-        tensors: Plain tensors of float32 or float64 on CPU, of the shapes for which ``slices`` was planned.
-        slices: How they are cut.
-    """
+    """The L2 norm of each slice of tensors of the shapes for which ``slices`` was planned: a float64 vector."""
     found: list[Tensor] = []
     for chunk in slices.chunks:
         foreach.copy_plain_(chunk.views, [tensors[i] for i in chunk.own])

@@ -19,12 +19,8 @@ from torchzero_clip.modular.validation import idle_names
 def agree(
     nodes: Nodes, policy: StepPolicy, params: Sequence[NamedParam], has_schedules: bool, group: ProcessGroup | None
 ) -> tuple[dict[str, bool], bool]:
-    """Compare the chains of all processes of a group. All of them have to call this together.
-
-    Returns the warning about each pattern of a scope, with True if it matches no parameter of any process, and whether
-    any process has a setting that is a function of the step. Raises ValueError on all processes, if their chains would
-    not exchange the same numbers.
-    """
+    """The warning about each pattern, with True if it is idle on all processes; and if any process has schedules."""
+    # all processes of a group call this together, and all raise if their chains would not exchange the same numbers
     idle = idle_names(nodes, params)
     if group is None:
         return idle, has_schedules

@@ -31,11 +31,8 @@ class _Used:
         self._groups = groups
 
     def copy(self, transform: Transform, names: Iterator[str], prefix: str = "", *, is_unit: bool = False) -> Transform:
-        """A copy of a transform that was written, with the settings that param groups use.
-
-        ``names`` yields the names of the transforms in order, where plain chains are replaced by their transforms. A
-        chain that is the child of another composite is a unit.
-        """
+        """A copy of a transform that was written, with the settings that param groups use."""
+        # plain chains are replaced by their transforms, whose names come in order; the child of a composite is a unit
         used = copy.copy(transform)
         if isinstance(used, Chain) and not is_unit and used.target == "update":
             used.written = [self.copy(t, names, prefix) for t in used.written]

@@ -26,12 +26,7 @@ _WITHOUT: dict[str, Any] = {"params": []}
 
 
 class StepInBackward:
-    """Updates parameters while the backward runs, until `remove` is called. `step_in_backward` makes it.
-
-    Args:
-        optimizer: The optimizer.
-        bucket_bytes: As in `step_in_backward`.
-    """
+    """Updates parameters while the backward runs, until `remove` is called. `step_in_backward` makes it."""
 
     def __init__(self, optimizer: Modular, bucket_bytes: int) -> None:
         # weak, so that a deleted optimizer is freed at once, together with its hooks

@@ -17,16 +17,9 @@ Group = dict[str, Any]
 
 
 class Missing:
-    """Gives zeros to distributed parameters without a gradient, so that all processes send equally many numbers.
+    """Gives zeros to distributed parameters without a gradient, so that all processes send equally many numbers."""
 
-    The zeros count in norms, and the numbers of statistics change as they do on the other processes. `put_back` undoes
-    all other changes of these parameters and of their state.
-
-    Args:
-        nodes: The transforms.
-        groups: The param groups.
-        states: ``optimizer.state``.
-    """
+    # the zeros count in norms, and the numbers of statistics change as they do on the other processes
 
     def __init__(self, nodes: Nodes, groups: Sequence[Group], states: dict[Tensor, State]) -> None:
         self._nodes = nodes
@@ -45,11 +38,7 @@ class Missing:
             self._kept.append((param, param.detach().clone(), copies))
 
     def put_back(self, walk: Seen | None) -> None:
-        """Undo what a step has changed in these parameters and their state, except for the numbers of statistics.
-
-        Args:
-            walk: The step; None if it did not begin.
-        """
+        """Undo what a step has changed in these parameters and their state, except for the numbers of statistics."""
         if not self._kept:
             return
         norms = {} if walk is None else _known_norms(walk)

@@ -115,10 +115,7 @@ def _check_new(group: Mapping[str, Any], others: Sequence[dict[str, Any]]) -> No
 
 
 def split(group: Mapping[str, Any], nodes: Nodes) -> Iterator[dict[str, Any]]:
-    """Groups in which all parameters have the same overrides and learning rate, in the order of first parameters.
-
-    The first part of a group with a name keeps it, the others are ``"<name> (2)"`` and so on.
-    """
+    """Groups in which all parameters have the same overrides and learning rate, in the order of first parameters."""
     overrides = [
         (own["params"], {node.storage_keys[key]: value for key, value in own.items() if key != "params"})
         for node in nodes

@@ -54,10 +54,7 @@ def _check_params(nodes: Nodes, params: Sequence[NamedParam]) -> None:
 
 
 def _check_not_local(params: Sequence[NamedParam]) -> None:
-    """Raise if parameters are shards but not DTensors: norms and skipped steps would be those of one process.
-
-    FSDP1 flattens parameters and keeps a part of them; `ZeroRedundancyOptimizer` gives each process some of them.
-    """
+    """Raise if parameters are shards but not DTensors: norms and skipped steps would be those of one process."""
     for i, named in enumerate(params):
         if getattr(named.param, "_is_flat_param", False) or getattr(named.param, "_fsdp_flattened", False):
             raise ValueError(
@@ -140,10 +137,7 @@ def _warn_of_params(slip: str, found: Sequence[NamedParam], consequence: str) ->
 
 
 def check_shapes(nodes: Nodes, table: Table, known: dict[tuple[str, torch.Size], torch.Size]) -> None:
-    """Raise if the shape of a gradient or of state does not fit its parameter.
-
-    ``known`` is a cache: expected shapes of state that is not shaped like its parameter, by key and parameter shape.
-    """
+    """Raise if a gradient or state does not fit its parameter. ``known`` has expected shapes by key and shape."""
     for param, state, g in zip(table.params, table.states, table.group_of, strict=True):
         group, shape = table.groups[g], param.shape
         if param.grad is not None and param.grad.shape != shape:

@@ -8,10 +8,8 @@ _ATTRIBUTES = ("optimizer", "_optimizer")
 
 
 def unwrap(optimizer: Any) -> Any:
-    """Follow ``optimizer`` and ``_optimizer``, as the wrappers of Accelerate and Lightning have, to the last optimizer.
-
-    Lightning's wrapper is of a class that is derived from that of the optimizer, so that its type says nothing.
-    """
+    """Follow ``optimizer`` and ``_optimizer``, as wrappers of Accelerate and Lightning have, to the last optimizer."""
+    # a wrapper of Lightning has a class that is derived from that of the optimizer, so its type says nothing
     innermost, found, seen = optimizer, optimizer, set[int]()
     while found is not None and id(found) not in seen:
         seen.add(id(found))

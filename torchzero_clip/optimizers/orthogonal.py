@@ -7,17 +7,9 @@ from torchzero_clip.functional.shards import laid_out_as, replicated
 
 
 def orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """A matrix with the singular vectors of ``matrix`` and singular values near 1, in bfloat16.
-
-    The quintic iteration X ← a X + (b A + c A²) X with A = X Xᵀ, from X scaled to a norm of at most 1. With the
-    coefficients of Muon the singular values end between 0.5 and 1.5, which works as well for Muon as exactly 1.
-
-    Args:
-        matrix: A matrix, distributed or not; the result is laid out alike.
-        coefficients: a, b and c.
-        steps: How many iterations.
-        eps: The smallest norm to divide by.
-    """
+    """A matrix with the singular vectors of ``matrix`` and singular values near 1, in bfloat16, laid out alike."""
+    # The quintic iteration X <- a X + (b A + c A^2) X with A = X X^T, from X scaled to a norm of at most 1. With the
+    # coefficients of Muon singular values end between 0.5 and 1.5, which works as well for Muon as exactly 1.
     a, b, c = coefficients
     x = replicated(matrix).bfloat16()
     if not x.numel():
