@@ -29,9 +29,10 @@ from torchzero_clip.engine.judged import Judged, Judging
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.nonfinite import Nonfinite, StepPolicy
 from torchzero_clip.engine.others import Others
-from torchzero_clip.engine.parts import Parts
+from torchzero_clip.engine.parts import Parts, scaled_gradients
 from torchzero_clip.engine.readable import Readable
 from torchzero_clip.engine.reported_loss import Loss, ReportedLoss
+from torchzero_clip.engine.run import run
 from torchzero_clip.engine.table import Table, refuse_unusable
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.engine.walk import Walk
@@ -129,14 +130,11 @@ class Modular(Explained, Optimizer):
     parts: Parts | None = None
     """What the backward has updated since the last step, after `step_in_backward`. Copies and pickles have none."""
 
-    _has_meshes = False
-    """True if a parameter is distributed."""
-
+    _has_meshes = False  # if a parameter is distributed
     _module: weakref.ref[nn.Module] | None = None
     """The module that ``params`` was, to find the names of parameters that are added later. Copies have none."""
 
-    _lengths: Sequence[int] = ()
-    """How many keys each param group had in the last step."""
+    _lengths: Sequence[int] = ()  # how many keys each param group had in the last step
 
     def __init__(
         self,
@@ -159,12 +157,13 @@ class Modular(Explained, Optimizer):
         self._fast_way = FastWay()
         self.chain = Chain(*with_learning_rate(listed))
         self._written = list(as_written(transforms))
-        self._nodes = self.chain.nodes()
-        self._judging = Judging(self._nodes)
-        self.storage_keys = self._nodes.storage_keys
+        self.nodes: Nodes = self.chain.nodes()
+        """The transforms at their places in the chain."""
+        self._judging = Judging(self.nodes)
+        self.storage_keys = self.nodes.storage_keys
         self._policy = StepPolicy(nonfinite, max_consecutive_skips, self.transforms)
-        self._schedules = Schedules(self._nodes.schedules())
-        self._chain_state = new_chain_state(self._nodes, self._policy.counts())
+        self._schedules = Schedules(self.nodes.schedules())
+        self._chain_state = new_chain_state(self.nodes, self._policy.counts())
         self._metrics: dict[str, Tensor] = {}
         self._unread: Callable[[], dict[str, Tensor]] | None = None
         """Computes the metrics of the last step if it followed a plan; None once they were read."""
@@ -174,25 +173,20 @@ class Modular(Explained, Optimizer):
         check_group(process_group, [])
         self._process_group = process_group
         self._lost_group = False
-        super().__init__(as_groups(params, may_be_empty=process_group is not None), self._nodes.defaults())
+        super().__init__(as_groups(params, may_be_empty=process_group is not None), self.nodes.defaults())
         self._chain_state.move(self.param_groups)
         self._chain_state.start(self.param_groups, has_schedules=self._schedules.any)
         named = self._named_params()
-        check_places(self.chain, self._nodes, named)
-        idle, self._has_joint_schedules = agree(self._nodes, self._policy, named, self._schedules.any, process_group)
-        warn_of_slips(self._nodes, named, idle)
+        check_places(self.chain, self.nodes, named)
+        idle, self._has_joint_schedules = agree(self.nodes, self._policy, named, self._schedules.any, process_group)
+        warn_of_slips(self.nodes, named, idle)
         if isinstance(params, nn.Module):
             self._module = weakref.ref(params)
-            warn_of_no_rule(self._nodes, listed)
+            warn_of_no_rule(self.nodes, listed)
         self._is_complete = True
 
     def _named_params(self, first: int = 0) -> list[NamedParam]:
         return [named for group in self.param_groups[first:] for named in named_params(group)]
-
-    @property
-    def nodes(self) -> Nodes:
-        """The transforms at their places in the chain."""
-        return self._nodes
 
     @property
     def nonfinite(self) -> Nonfinite:
@@ -220,12 +214,7 @@ class Modular(Explained, Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """`torch.amp.GradScaler` asks for it before each step. Trainers must not find it, so it does not exist else."""
-        if self.parts is None:
-            raise AttributeError("_step_supports_amp_scaling")
-        raise RuntimeError(
-            "step_in_backward cannot be used with GradScaler: the backward has updated parameters by gradients that "
-            "the scaler multiplied. Use bfloat16, which needs no scaler, or take ordinary steps"
-        )
+        raise AttributeError("_step_supports_amp_scaling") if self.parts is None else scaled_gradients()
 
     @property
     def transforms(self) -> dict[str, Transform]:
@@ -246,7 +235,7 @@ class Modular(Explained, Optimizer):
     def process_group(self, group: ProcessGroup | None) -> None:
         named = self._named_params()
         check_group(group, [param for param, *_ in named])
-        _, self._has_joint_schedules = agree(self._nodes, self._policy, named, self._schedules.any, group)
+        _, self._has_joint_schedules = agree(self.nodes, self._policy, named, self._schedules.any, group)
         self._process_group, self._lost_group = group, False
 
     def is_scheduled(self, key: str) -> bool:
@@ -313,7 +302,7 @@ class Modular(Explained, Optimizer):
         try:
             if self._lost_group:
                 refuse_lost()
-            if closure is None and "closure" in self._nodes.targets:
+            if closure is None and "closure" in self.nodes.targets:
                 raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
             if closure is None and self._fast_way.plan is not None and self._repeat():
                 return None
@@ -324,11 +313,11 @@ class Modular(Explained, Optimizer):
                 with torch.enable_grad():
                     result = closure()
                 # the closure may have changed them, or added groups
-                settings = self._nodes.checked_settings(self.param_groups)
+                settings = self.nodes.checked_settings(self.param_groups)
 
             loss = Loss(result, 1) if result is not None else self._reported.loss()
             has_meshes = self._has_meshes and self.parts is None
-            missing = Missing(self._nodes, self.param_groups, self.state) if has_meshes else None
+            missing = Missing(self.nodes, self.param_groups, self.state) if has_meshes else None
             walk = None
             try:
                 walk = self._walk(self.param_groups, self._fast_way, settings, loss)
@@ -346,12 +335,12 @@ class Modular(Explained, Optimizer):
         state, parts = self._chain_state.values, self.parts
         if parts is not None:
             parts.refuse_second(walk.table.params)
-        takes_part = len(walk.table.params) > 0 or self._process_group is not None
-        takes_part = takes_part or (parts is not None and len(parts.updated) > 0)
+        has_updated = parts is not None and len(parts.updated) > 0
+        takes_part = len(walk.table.params) > 0 or self._process_group is not None or has_updated
         try:
-            if takes_part and (not self._policy.decides or self._policy.allows(walk, state)) and self._run(walk):
-                self._metrics.clear()
-                self._metrics.update(walk.metrics if parts is None else parts.end(self._nodes, self.param_groups))
+            is_taken = takes_part and (not self._policy.decides or self._policy.allows(walk, state))
+            if is_taken and run(walk, self.chain, states=self.state, listener=self.listener, parts=parts):
+                self._metrics = walk.metrics if parts is None else parts.end(self.nodes, self.param_groups)
                 self._unread = None
                 if not isinstance(walk.executor, Readable) and self._may_repeat() and not self._schedules.any:
                     self._fast_way.learn(walk, walk.executor)
@@ -385,11 +374,7 @@ class Modular(Explained, Optimizer):
         return metrics is not None
 
     def begin(self) -> dict[str, list[Setting]]:
-        """Take over what was written to the param groups since the last step, and return the settings by transform.
-
-        Raises:
-            ValueError: If a setting is out of range.
-        """
+        """Take over what was written to the param groups since the last step, and return the settings by transform."""
         state = self._chain_state.values
         if state:  # also if there are schedules
             if "lr" in self._schedules and hasattr(self.step, "_wrapped_by_lr_sched"):
@@ -399,8 +384,8 @@ class Modular(Explained, Optimizer):
         lengths = list(map(len, self.param_groups))
         if lengths != self._lengths and not torch.compiler.is_compiling():  # difflib breaks graphs
             self._lengths = lengths
-            warn_of_unread_keys(self.param_groups, self._nodes, self._chain_state.keys)
-        return self._nodes.checked_settings(self.param_groups)
+            warn_of_unread_keys(self.param_groups, self.nodes, self._chain_state.keys)
+        return self.nodes.checked_settings(self.param_groups)
 
     def report_loss(self, loss: Tensor | float) -> None:
         """Tell the loss of this step, for transforms that judge it, such as `SkipStep` with ``sigma``.
@@ -438,7 +423,7 @@ class Modular(Explained, Optimizer):
         columns = fast_way.columns(table) if is_fast else None
         if columns is None:  # else the fast way has checked these tensors already
             refuse_unusable(groups)
-            check_shapes(self._nodes, table, self._shapes)
+            check_shapes(self.nodes, table, self._shapes)
             table.grads = own_gradients(table.params)
         if state:
             self._chain_state.move(self.param_groups)
@@ -447,8 +432,8 @@ class Modular(Explained, Optimizer):
         is_fast = is_fast and not is_repeated
         executor = fast_way.executor(updates, columns) if is_fast else Readable(updates)
         judged = Judged(self._judging, table.grads, executor, listens=self.listener is not None)
-        end = Subtract(keep_grads=self.keep_grads or "grad" in self._nodes.targets or is_repeated)
-        walk = Walk(self._nodes, settings, table, state, executor, judged, end, loss)
+        end = Subtract(keep_grads=self.keep_grads or "grad" in self.nodes.targets or is_repeated)
+        walk = Walk(self.nodes, settings, table, state, executor, judged, end, loss)
         if self.parts is not None:
             walk.company = Part()
         if self._process_group is not None:
@@ -457,55 +442,17 @@ class Modular(Explained, Optimizer):
         return walk
 
     def _may_be_fast(self) -> bool:
-        """True if operations may wait and be combined.
-
-        The compiler combines operations itself. Memory that is made in inference mode cannot be used outside of it. A
-        transform with ``target="grad"`` would change gradients that waiting operations still have to read.
-        """
+        """True if operations may wait and be combined."""
+        # The compiler combines operations itself. Memory that is made in inference mode cannot be used outside of it. A
+        # transform with target="grad" would change gradients that waiting operations still have to read.
         usable = not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled())
-        return self.fast and usable and "grad" not in self._nodes.targets
-
-    def _run(self, walk: Walk) -> bool:
-        """Send the gradients down the chain, and subtract the result from the parameters.
-
-        Return False if no process has a gradient.
-        """
-        table, company = walk.table, walk.company
-        if self.listener is not None:
-            self.listener.begin(walk)
-        try:
-            if "closure" in self._nodes.targets:
-                walk.change_closure_gradients(self.chain)
-            walk.run(self.chain, "", list(range(len(table.params))), walk.end)
-            has_gradients = True
-            if isinstance(company, Others):
-                found = company.metrics(self._nodes, walk.metrics, len(table.params) > 0)
-                walk.metrics, has_gradients = found or {}, found is not None
-        except BaseException:
-            walk.refused_by.append("error")
-            walk.executor.abandon()
-            raise
-        finally:
-            for param, state in table.new_states.items():
-                if state:
-                    self.state[param] = state  # pyright: ignore[reportArgumentType]
-        # Also entries without a key: while optimizer.state is empty, or lacks a parameter, torch.distributed.checkpoint
-        # takes a step on zero gradients in a training that it saves, or raises when it loads
-        self.state.update(table.new_states)  # pyright: ignore[reportArgumentType]
-        if self.parts is not None and company is not None:
-            self.parts.add(company.numbers, walk.metrics, table.params)
-        return has_gradients
+        return self.fast and usable and "grad" not in self.nodes.targets
 
     @torch.no_grad()
     def take_part(self, groups: list[dict[str, Any]], settings: dict[str, list[Setting]], fast_way: FastWay) -> None:
-        """Take the step of some parameters, for `step_in_backward`; `step` ends it.
-
-        Args:
-            groups: The param groups, with these parameters only.
-            settings: What `begin` returned.
-            fast_way: The fast way of these parameters.
-        """
-        self._run(self._walk(groups, fast_way, settings, self._reported.loss()))
+        """Take the step of the parameters in these groups, for `step_in_backward`; `step` ends it."""
+        walk = self._walk(groups, fast_way, settings, self._reported.loss())
+        run(walk, self.chain, states=self.state, listener=self.listener, parts=self.parts)
 
     def new_fast_way(self) -> FastWay:
         """The fast way of some of the parameters, with the memory that this optimizer has for intermediate results."""
@@ -526,21 +473,21 @@ class Modular(Explained, Optimizer):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         others = self.param_groups if self._is_complete else []  # before, torch compares them
         module = None if self._module is None else self._module()
-        group = accepted(param_group, self._nodes, others, module=module, ignored=self._chain_state.keys)
+        group = accepted(param_group, self.nodes, others, module=module, ignored=self._chain_state.keys)
         if self._process_group is not None:
             let_names_decide(self.param_groups, group)
         before = len(self.param_groups)
         steps = self._chain_state.values.get(SCHEDULE_STEP, 0), param_group.get(SCHEDULE_STEP)
         with all_or_none(self.param_groups, self._schedules):
-            for part in split(group, self._nodes):
+            for part in split(group, self.nodes):
                 valued, schedules = self._schedules.split(part, *steps)
-                super().add_param_group(completed(valued, self.defaults, self._nodes, self.param_groups))
+                super().add_param_group(completed(valued, self.defaults, self.nodes, self.param_groups))
                 self._schedules.add(self.param_groups[-1], schedules)
                 added = self._named_params(before)
-                check_added(self._nodes, added, self._process_group)
+                check_added(self.nodes, added, self._process_group)
                 self._has_meshes = self._has_meshes or any_distributed([named.param for named in added])
             if self._is_complete:
-                check_places(self.chain, self._nodes, self._named_params())
+                check_places(self.chain, self.nodes, self._named_params())
                 self._chain_state.start(self.param_groups, has_schedules=self._schedules.any)
             if self.parts is not None:
                 self.parts.attach()
@@ -580,12 +527,12 @@ class Modular(Explained, Optimizer):
         """
         if self._lost_group:
             refuse_lost()
-        load = Load(self._nodes, self._schedules, self._chain_state, self._process_group, new, dropped)
+        load = Load(self.nodes, self._schedules, self._chain_state, self._process_group, new, dropped)
         with load.hooked(self):
             super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("maximize", "keep_grads", "fast", "chain", "storage_keys", "_written", "_nodes", "_judging", "_policy")
+        own = ("maximize", "keep_grads", "fast", "chain", "storage_keys", "_written", "nodes", "_judging", "_policy")
         own += ("_schedules", "_chain_state", "_reported", "_shapes", "_is_complete", "_has_meshes")
         own += ("_has_joint_schedules",)
         given = super().__getstate__()
@@ -603,7 +550,7 @@ class Modular(Explained, Optimizer):
         self._fast_way = FastWay()
 
     def __repr__(self) -> str:
-        lines = described(self._written, self._nodes, self.param_groups)
+        lines = described(self._written, self.nodes, self.param_groups)
         lines += [f"{flag}=True" for flag in ("maximize", "keep_grads") if getattr(self, flag)]
         lines += [] if self.fast else ["fast=False"]
         lines += self._policy.described()

@@ -1,0 +1,36 @@
+"""Takes a step that no gate has refused."""
+
+from typing import Any
+
+from torchzero_clip.core.chain import Chain
+from torchzero_clip.engine.listener import Listener
+from torchzero_clip.engine.others import Others
+from torchzero_clip.engine.parts import Parts
+from torchzero_clip.engine.walk import Walk
+
+
+def run(walk: Walk, chain: Chain, *, states: Any, listener: Listener | None, parts: Parts | None) -> bool:
+    """Send the gradients down the chain, and change parameters and states. Return False if no process has gradients."""
+    table, company = walk.table, walk.company
+    if listener is not None:
+        listener.begin(walk)
+    try:
+        if "closure" in walk.nodes.targets:
+            walk.change_closure_gradients(chain)
+        walk.run(chain, "", list(range(len(table.params))), walk.end)
+        has_gradients = True
+        if isinstance(company, Others):
+            found = company.metrics(walk.nodes, walk.metrics, len(table.params) > 0)
+            walk.metrics, has_gradients = found or {}, found is not None
+    except BaseException:
+        walk.refused_by.append("error")
+        walk.executor.abandon()
+        raise
+    finally:
+        states.update({param: state for param, state in table.new_states.items() if state})
+    # Also entries without a key: while optimizer.state is empty, or lacks a parameter, torch.distributed.checkpoint
+    # takes a step on zero gradients in a training that it saves, or raises when it loads
+    states.update(table.new_states)
+    if parts is not None and company is not None:
+        parts.add(company.numbers, walk.metrics, table.params)
+    return has_gradients
