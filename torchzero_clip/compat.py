@@ -99,15 +99,10 @@ def native_guard(tensors: Sequence[Tensor]) -> SameLayout | None:
 
 
 def _in_python(tensors: Sequence[Tensor]) -> SameLayout:
-    types, layouts, strides = list(map(type, tensors)), list(map(_LAYOUT, tensors)), list(map(Tensor.stride, tensors))
-    negated = list(map(Tensor.is_neg, tensors))
+    known = [(of, list(map(of, tensors))) for of in (type, _LAYOUT, Tensor.is_neg, Tensor.stride)]
 
     def fits(others: Sequence[Tensor]) -> bool:
-        if list(map(type, others)) != types or list(map(_LAYOUT, others)) != layouts:
-            return False
-        if list(map(Tensor.is_neg, others)) != negated:
-            return False
-        return list(map(Tensor.stride, others)) == strides and len(set(map(id, others))) == len(others)
+        return all(list(map(of, others)) == own for of, own in known) and len(set(map(id, others))) == len(others)
 
     return fits
 
@@ -123,12 +118,9 @@ def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def torch_loads() -> bool:
-    """True while torch.distributed.checkpoint loads an optimizer.
-
-    With ``full_state_dict=True`` it asks for the state dict of the optimizer that it loads, takes the device of the
-    first tensor with a dimension in it, and raises "Expected device to be set" if there is none. In torch 2.13 it also
-    does so for `torch.optim.SGD` without momentum.
-    """
+    """True while torch.distributed.checkpoint loads an optimizer."""
+    # With full_state_dict=True it asks for the state dict of the optimizer, takes the device of the first tensor with a
+    # dimension in it, and raises "Expected device to be set" without one; in torch 2.13 also for SGD without momentum.
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name != "_load_optim_state_dict":
         frame = frame.f_back

@@ -87,12 +87,8 @@ def direct_norms(tensors: Sequence[Tensor]) -> Tensor:
         rows = [torch.linalg.vector_norm(part, dim=1) for part in _rows_of(tensors[i])]
         found.append(torch.linalg.vector_norm(torch.cat(rows), dtype=torch.float64).view(1))
     norms = torch.cat(found)
-    return norms if not long else _placed(norms, [*short, *long])
-
-
-def _placed(values: Tensor, places: Sequence[int]) -> Tensor:
-    """The values of a vector, each at its place."""
-    return torch.empty_like(values).index_copy_(0, torch.tensor(places, device=values.device), values)
+    places = torch.tensor([*short, *long], device=norms.device) if long else None
+    return norms if places is None else torch.empty_like(norms).index_copy_(0, places, norms)
 
 
 def direct_joint_norm(tensors: Sequence[Tensor]) -> Tensor:

@@ -382,7 +382,8 @@ def _sliced(
 
     def planned() -> Slices | None:
         checked = [_checked_dims(tensor, own) for tensor, own in zip(tensors, dims, strict=True)]
-        sizes = [_size(tensor, own) for tensor, own in zip(tensors, checked, strict=True)]
+        shapes = [tensor.shape or (1,) for tensor in tensors]
+        sizes = [math.prod(shape[d] for d in own) for shape, own in zip(shapes, checked, strict=True)]
         if not all(checked) or min(sizes) < slicing.min_size:
             return None
         return plan(tensors, checked, scratch)
@@ -390,10 +391,6 @@ def _sliced(
     dims = [tuple(dims_of(tensor)) for tensor in tensors]
     # compared in each step, because an author's slice_dims may return others at any time
     return scratch.plan(f"slices {name}", tensors, planned, (slicing.min_size, *dims))
-
-
-def _size(tensor: Tensor, dims: Sequence[int]) -> int:
-    return math.prod((tensor.shape or (1,))[d] for d in dims)
 
 
 def _measure_slices(tensors: Sequence[Tensor], slices: Slices) -> Measured:

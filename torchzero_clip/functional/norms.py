@@ -369,7 +369,7 @@ def whole_sums(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
 def p_norms(parts: Sequence[Part], p: float) -> list[Tensor]:
     """The p-norm of every slice, float64: one tensor per part. Complex numbers count by their magnitude."""
     if any(part.tensor.is_complex() for part in parts):
-        parts = [part._replace(tensor=_magnitudes(part.tensor)) for part in parts]
+        parts = [p._replace(tensor=p.tensor.to(_wide(p.tensor)).abs()) if p.tensor.is_complex() else p for p in parts]
     norms = _local_norms(parts, p)
     if any(part.groups for part in parts):
         norms = _merged(parts, norms, p)
@@ -501,10 +501,6 @@ def _deviation(spread: Tensor, mean: Tensor, count: Tensor | int) -> Tensor:
         root, degrees = math.sqrt(count), math.sqrt(max(count - 1, 1))
     # the mean has an error of 1e-16 of itself, which is all that the elements of a constant tensor differ by
     return torch.where(spread <= mean.abs() * (root * 1e-15), 0.0, spread) / degrees
-
-
-def _magnitudes(x: Tensor) -> Tensor:
-    return x.to(torch.complex128).abs() if x.is_complex() else x
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -103,14 +103,8 @@ def laid_out_as(whole: Tensor, like: Tensor) -> Tensor:
     return replicas.redistribute(mesh, like.placements)
 
 
-def memory(tensor: Tensor) -> Tensor:
-    """The local part of ``tensor``, to be written to; a scalar as a vector of one element."""
-    data = tensor.to_local() if is_distributed(tensor) else tensor
-    return data if data.ndim else data.view(1)
-
-
 def memories(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The `memory` of each tensor."""
+    """The local part of each tensor, to be written to; a scalar as a vector of one element."""
     return [data if data.ndim else data.view(1) for data in locals_of(tensors)]
 
 
@@ -136,7 +130,7 @@ def part(tensor: Tensor, dims: Sequence[int]) -> Part:
             sharded = getattr(placement, "dim", None)
             if sharded is not None:
                 (groups if sharded in dims else spread).append(tensor.device_mesh.get_group(mesh_dim))
-    return Part(memory(tensor), tuple(dims), size, tuple(groups), tuple(spread))
+    return Part(*memories([tensor]), tuple(dims), size, tuple(groups), tuple(spread))
 
 
 def whole(tensor: Tensor) -> Part:

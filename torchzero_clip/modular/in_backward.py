@@ -45,7 +45,7 @@ class StepInBackward:
         self._ready = _weakly(self.take)
         self._attach()
         # parameters may be added or unfrozen between steps
-        self._after_steps = optimizer.register_step_post_hook(self._after_step)
+        self._after_steps = optimizer.register_step_post_hook(lambda *_: self._attach())
         optimizer.parts = self._parts
         _IN_USE.add(self)
 
@@ -82,9 +82,6 @@ class StepInBackward:
         self._after_steps.remove()
         if self._is_in_use:
             self._optimizer.parts = None
-
-    def _after_step(self, *_: Any) -> None:
-        self._attach()
 
     def _attach(self) -> None:
         """Find the parameters, hook those that have no hook yet, and drop the hooks of others."""

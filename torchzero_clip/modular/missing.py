@@ -47,24 +47,19 @@ class Missing:
             param.grad = None
             param.detach().copy_(value)
             state = self._states.pop(param, {})
-            if not norms.get(id(param), 0.0):  # perhaps no process has a gradient
-                moved: State = {}
-            elif copies is None:  # if the numbers of a statistic start, its elementwise state has to exist
-                first = {**self._first_state(param), **_numbers(state)}
+            moved: State = {}
+            if norms.get(id(param), 0.0):  # else perhaps no process has a gradient
+                # if the numbers of a statistic start, its elementwise state has to exist
+                first = {**(self._first_state(param) if copies is None else {}), **_numbers(state)}
                 moved = {key: value for key, value in first.items() if key.startswith(statistics)}
-            else:
-                moved = {key: value for key, value in _numbers(state).items() if key.startswith(statistics)}
             if copies is not None or moved:
                 self._states[param] = {**(copies or {}), **moved}
         self._kept.clear()
 
     def _first_state(self, param: Tensor) -> State:
         """The state that a parameter has before its first gradient."""
-        for group in self._groups:
-            for named in named_params(group):
-                if named.param is param:
-                    return self._nodes.possible_state(named, group)
-        return {}
+        pairs = ((named, group) for group in self._groups for named in named_params(group))
+        return next(self._nodes.possible_state(named, group) for named, group in pairs if named.param is param)
 
 
 def _numbers(state: State) -> State:

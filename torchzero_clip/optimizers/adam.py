@@ -135,17 +135,12 @@ class Adam(UpdateRule):
         foreach.scale_(updates, _bias_corrections(steps, beta1, -1.0))
         return foreach.cast(updates, tensors)
 
-    def _ends_as_torchs(self, rest: Sequence[Transform]) -> bool:
-        """True if this and the rest of the chain are `torch.optim.AdamW`."""
-        kinds = [type(transform) for transform in rest]
-        only_updates = all(t.target == "update" for t in (self, *rest))
-        return only_updates and kinds in ([LR], [WeightDecay, LR])
-
     @override
     def kernel(self, rest: Sequence[Transform], step: Step) -> Fused | None:
         """Return torch's fused kernel and its loop, if this and the rest of the chain are `torch.optim.AdamW`."""
-        dtype = step.params[0].dtype
-        if not self._ends_as_torchs(rest) or dtype not in TORCHS_DTYPES:
+        dtype, kinds = step.params[0].dtype, [type(transform) for transform in rest]
+        is_adamw = kinds in ([LR], [WeightDecay, LR]) and all(t.target == "update" for t in (self, *rest))
+        if not is_adamw or dtype not in TORCHS_DTYPES:
             return None
         may_fuse = self.fused is not False and dtype in KERNELS_DTYPES
         kernel = partial(self._torchs_step, foreach.fused_adamw_) if may_fuse else None

@@ -135,13 +135,11 @@ class Muon(UpdateRule):
                 ahead = foreach.clone(inputs)
                 foreach.lerp_(ahead, buffers, setting["momentum"])
             # one by one, so that only one matrix of the iteration is in memory
-            result += [self._orthogonalized(t).to(update.dtype) for t, update in zip(ahead, given, strict=True)]
+            matrices = (orthogonalized(t, self.ns_coefficients, self.ns_steps, self.eps) for t in ahead)
+            result += [matrix.to(update.dtype) for matrix, update in zip(matrices, given, strict=True)]
         for update in result:
             foreach.multiply_([update], self._scale(*update.shape))
         return result
-
-    def _orthogonalized(self, matrix: Tensor) -> Tensor:
-        return orthogonalized(matrix, self.ns_coefficients, self.ns_steps, self.eps)
 
     def _scale(self, rows: int, columns: int) -> float:
         if self.adjust_lr_fn == "match_rms_adamw":
