@@ -76,12 +76,8 @@ def joint_loss(
         return None
     value = 0.0 if loss is None else loss
     _check_loss(value)
-    mean = (
-        value.detach().reshape(())
-        if isinstance(value, Tensor)
-        else torch.tensor(float(value), dtype=torch.float64, device="cpu")
-    )
-    mean = mean.to(device, torch.float64)
+    given = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64, device="cpu")
+    mean = given.detach().reshape(()).to(device, torch.float64)
     total = torch.stack([mean * count, torch.full_like(mean, count)])
     if is_replicated:
         dist.all_reduce(total)

@@ -76,10 +76,11 @@ def bad_gradients(
     """The bad gradients of all processes, from the norms of own ones by label. All processes have to call this."""
     # a mesh holds parts of the same parameters, the group holds other parameters
     own = dict(norms)
-    for mesh in meshes:  # a plain gradient may be missing, or finite, on one rank only
+    for mesh in meshes:  # the largest: a plain gradient may be missing, or finite, on one rank only
         worst: dict[str, float] = {}
         for name, norm in (pair for part in _from_all(own, mesh) for pair in part.items()):
-            worst[name] = _worse(worst.get(name, norm), norm)
+            known = worst.get(name, norm)
+            worst[name] = known if math.isnan(known) or known > norm else norm
         own = worst
     parts = [own] if group is None else _from_all(own, group)
     times = Counter(name for part in parts for name in part)
@@ -92,11 +93,6 @@ def bad_gradients(
     # rounded, so that the order does not depend on how tensors are sharded
     finite = sorted((pair for pair in pairs if math.isfinite(pair[1])), key=lambda pair: -float(f"{pair[1]:.6g}"))
     return BadGradients(tuple(found[:MOST]), len(found), dict(finite[:BESIDE]))
-
-
-def _worse(a: float, b: float) -> float:
-    """The larger norm; NaN if either is NaN."""
-    return a if math.isnan(a) or a > b else b
 
 
 def _from_all(own: dict[str, float], group: ProcessGroup) -> list[dict[str, float]]:

@@ -111,14 +111,10 @@ class Moments(NamedTuple):
 
 def moments(parts: Sequence[Part], metric: Metric) -> Moments | None:
     """The moments of slices; None if ``metric`` does not need them, or if they cannot be taken directly in float64."""
+    here = all(p.tensor.numel() and not (p.groups or p.spread) for p in parts)
     # the squares of float64 may overflow; those of float32, at most 1e77, do not
     narrow = all(not (p.tensor.is_complex() or p.tensor.dtype == torch.float64) for p in parts)
-    if (
-        not parts
-        or metric.kind not in ("std", "var")
-        or not narrow
-        or any(p.groups or p.spread or not p.tensor.numel() for p in parts)
-    ):
+    if not parts or metric.kind not in ("std", "var") or not (here and narrow):
         return None
     found = [torch.var_mean(p.tensor.double(), p.dims, correction=min(p.size - 1, 1), keepdim=True) for p in parts]
     return Moments([variance for variance, _ in found], [mean for _, mean in found])

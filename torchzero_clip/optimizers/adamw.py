@@ -65,7 +65,6 @@ class AdamW(Chain):
         adam, decay = self.written
         arguments = list(adam._arguments())
         value = decay.schedules.get("weight_decay", decay.defaults["weight_decay"])
-        arguments += (
-            [] if value == inspect.signature(AdamW).parameters["weight_decay"].default else [f"weight_decay={value!r}"]
-        )
+        if value != inspect.signature(AdamW).parameters["weight_decay"].default:
+            arguments.append(f"weight_decay={value!r}")
         return f"AdamW({', '.join(arguments)}){self.scope}"

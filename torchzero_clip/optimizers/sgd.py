@@ -135,10 +135,8 @@ class SGD(UpdateRule):
         """Update the buffers and return them, or the given updates without momentum."""
         result: list[Tensor] = []
         for setting, own in step.by_setting():
-            given = updates[own]
-            result += (
-                self._momentum(given, step.params[own], step.states[own], setting) if setting["momentum"] else given
-            )
+            given, has_momentum = updates[own], setting["momentum"]
+            result += self._momentum(given, step.params[own], step.states[own], setting) if has_momentum else given
         return result
 
     def _momentum(

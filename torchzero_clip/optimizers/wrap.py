@@ -148,12 +148,10 @@ class Wrap(FinalRule):
         late = [other for other in after if not isinstance(other, LR)]
         early = [other for other in before if isinstance(other, LR)]
         if late or early:
-            advice = "put it before, or give the optimizer an argument for it"
-            if not late:
-                advice = "leave it out, and name the lr in the optimizer"
-            raise ValueError(
-                f"{self!r} takes the step by itself, so {[*late, *early][0]!r} would have no meaning: {advice}"
-            )
+            lr_advice = "leave it out, and name the lr in the optimizer"
+            advice = "put it before, or give the optimizer an argument for it" if late else lr_advice
+            other = [*late, *early][0]
+            raise ValueError(f"{self!r} takes the step by itself, so {other!r} would have no meaning: {advice}")
 
     @override
     @never_compiled
