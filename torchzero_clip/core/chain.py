@@ -21,14 +21,7 @@ Transforms: TypeAlias = "Transform | Sequence[Transforms]"
 
 
 class Composite(Transform):
-    """A transform that applies others, whose settings and state the optimizer stores under their names.
-
-    Args:
-        defaults: Its own settings.
-        transforms: The others, by name.
-        target: As in `Transform`.
-        name: As in `Transform`.
-    """
+    """A transform that applies others, whose settings and state the optimizer stores under their names."""
 
     def __init__(
         self,
@@ -45,11 +38,9 @@ class Composite(Transform):
         super().__init__(defaults, target=target, name=name)
 
     def nodes(self) -> Nodes:
-        """All transforms inside, at any depth, each composite before its children.
-
-        The first transform with a setting stores it under its bare name, later ones under their path. Gates, and the
-        children of composites other than chains, always use their path.
-        """
+        """All transforms inside, at any depth, each composite before its children."""
+        # The first transform with a setting stores it under its bare name, later ones under their path. Gates, and the
+        # children of composites other than chains, always use their path.
         found: list[Node] = []
         taken: set[str] = set()
 

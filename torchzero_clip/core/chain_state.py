@@ -18,15 +18,10 @@ COUNTERS = (SKIPPED, CONSECUTIVE, SCHEDULE_STEP)
 
 
 class ChainState:
-    """State of the whole chain, which every param group holds too.
+    """State of the whole chain, which every param group holds too: plain 0-d tensors and numbers, by qualified keys."""
 
-    Each group has all of it, because loaders reorder, drop and merge groups. It is written to the groups after each
-    step and each load, and whenever a checkpoint is made.
-
-    Args:
-        values: Plain 0-d tensors and numbers, by qualified keys.
-        identity: The description of the chain, which is written to the groups too, and never read back from them.
-    """
+    # Each group has all of it, because loaders reorder, drop and merge groups. It is written to the groups after each
+    # step and each load, and whenever a checkpoint is made. The description of the chain is never read back from them.
 
     def __init__(self, values: Mapping[str, Any], identity: Mapping[str, str]) -> None:
         self.values = dict(values)

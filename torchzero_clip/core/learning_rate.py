@@ -69,10 +69,8 @@ class LR(Transform):
 
 
 def with_learning_rate(transforms: Sequence[Transform]) -> list[Transform]:
-    """The same transforms with exactly one `LR`, appended if it is missing.
-
-    If several update rules name a learning rate, the appended `LR` has the first: see `rates_of`.
-    """
+    """The same transforms with exactly one `LR`, appended if it is missing."""
+    # if several update rules name a learning rate, the appended `LR` has the first: see `rates_of`
     leaves = list(_leaves(transforms))
     for transform in leaves:
         if "lr" in transform.defaults and not isinstance(transform, LR):
@@ -101,10 +99,7 @@ def with_learning_rate(transforms: Sequence[Transform]) -> list[Transform]:
 
 
 def rates_of(nodes: Nodes) -> list[tuple[Node, float | Tensor | Schedule | None]]:
-    """The learning rate of each update rule, if several of them name one; else an empty list.
-
-    The rate of a rule is None if it has neither a rate nor a default.
-    """
+    """The learning rate of each update rule, None without any, if several rules name one; else an empty list."""
     rules = update_rules(nodes)
     if sum(rule.lr is not None for _, rule in rules) < 2:
         return []

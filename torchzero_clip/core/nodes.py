@@ -15,25 +15,15 @@ from torchzero_clip.types import Schedule, Setting, State
 
 @dataclass(frozen=True)
 class Node:
-    """One transform at its place in a chain.
+    """One transform at its place in a chain."""
 
-    Args:
-        path: The names of the enclosing composites and its own, as in ``"chain/adam"``: the prefix of its keys.
-        transform: The transform.
-        outer: The composites that it is in, the outermost first.
-        storage_keys: The key of a param group under which each of its settings is stored.
-        global_keys: The keys of its state of the whole chain.
-        children: The names of its own children, if it is a composite.
-        has_state: Its parameters may have state.
-    """
-
-    path: str
+    path: str  # the names of the enclosing composites and its own, as in "chain/adam": the prefix of its keys
     transform: Transform
-    outer: tuple[Transform, ...]
-    storage_keys: Mapping[str, str]
-    global_keys: tuple[str, ...]
-    children: frozenset[str]
-    has_state: bool
+    outer: tuple[Transform, ...]  # the composites that it is in, the outermost first
+    storage_keys: Mapping[str, str]  # the key of a param group under which each of its settings is stored
+    global_keys: tuple[str, ...]  # the keys of its state of the whole chain
+    children: frozenset[str]  # the names of its own children, if it is a composite
+    has_state: bool  # its parameters may have state
 
     @property
     def scope(self) -> Scope:
@@ -78,11 +68,7 @@ class Node:
 
 
 class Nodes:
-    """All transforms of a chain, at any depth, each composite before its children.
-
-    Args:
-        nodes: The transforms at their places.
-    """
+    """All transforms of a chain, at any depth, each composite before its children."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.by_path = {node.path: node for node in nodes}

@@ -106,10 +106,8 @@ class Scope:
             )
 
     def idle_names(self, owner: object, params: Sequence[NamedParam]) -> dict[str, bool]:
-        """The warning about each pattern and each group name, with True if it matches no parameter or group.
-
-        Such a name is mistyped, or its parameters are added later.
-        """
+        """The warning about each pattern and each group name, with True if it matches no parameter or group."""
+        # such a name is mistyped, or its parameters are added later
         names = [named.name for named in params if named.name is not None]
         groups = {named.group for named in params}
         found: dict[str, bool] = {}

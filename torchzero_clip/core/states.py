@@ -13,14 +13,7 @@ from torchzero_clip.types import State
 
 
 class States(Sequence[State]):
-    """The state of one transform: a plain dict for each parameter, made when it is first read.
-
-    Args:
-        stored: The state of each parameter for all transforms, by qualified keys.
-        path: The prefix of the keys of this transform.
-        own: Returns the entries of this transform, without the prefix.
-        begin: Makes the state of a parameter that has none, from its index.
-    """
+    """The state of one transform: a plain dict for each parameter, made when it is first read."""
 
     touched: list[State] | None = None
     """The dicts, once they were read."""
@@ -29,10 +22,10 @@ class States(Sequence[State]):
     def __init__(
         self, stored: Sequence[State], path: str, own: Callable[[State], State], begin: Callable[[int], State]
     ) -> None:
-        self._stored = stored
-        self._path = path
-        self._own = own
-        self._begin = begin
+        self._stored = stored  # the state of each parameter for all transforms, by qualified keys
+        self._path = path  # the prefix of the keys of this transform
+        self._own = own  # returns the entries of this transform, without the prefix
+        self._begin = begin  # makes the state of a parameter that has none, from its index
         self.begun: dict[int, State] = {}
         """The state of parameters that had none, as it was before the transform changed it."""
 

@@ -71,16 +71,8 @@ class Tools:
         *,
         begins_with_update: bool,
     ) -> None:
-        """Move averages towards usable updates by ``1 - beta``, in place.
-
-        Args:
-            averages: The averages.
-            updates: What they move to.
-            settings: Settings with ``"beta"``, each with the range of averages that it applies to.
-            usable: Which averages move: a vector of booleans.
-            started: Which have moved before.
-            begins_with_update: Averages that have not moved before start at their update; else at 0.
-        """
+        """Move the averages that are usable towards updates by ``1 - beta``, each by its setting, in place."""
+        # averages that have not moved before start at their update with ``begins_with_update``, else at 0
         if begins_with_update:
             foreach.lerp_rows_(usable & started.logical_not(), averages, updates, 1.0)
         for setting, own in settings:

@@ -20,13 +20,7 @@ from torchzero_clip.types import State
 
 
 def applied(node: Node, updates: list[Tensor], step: Step) -> list[Tensor]:
-    """The result of a transform for updates.
-
-    Args:
-        node: The transform.
-        updates: The updates, to which it may write, unless it is an update rule.
-        step: What it sees of the step.
-    """
+    """The result of a transform for updates, to which it may write unless it is an update rule."""
     transform = node.transform
     check = _watched(node, step, updates if isinstance(transform, UpdateRule) else ()) if step.is_first else None
     try:
@@ -51,14 +45,7 @@ def applied(node: Node, updates: list[Tensor], step: Step) -> list[Tensor]:
 
 
 def factors_of(node: Node, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
-    """The factors that a scaling returns. Its state and its metrics are checked too.
-
-    Args:
-        node: The scaling.
-        measured: The norms.
-        updates: The updates.
-        step: What it sees of the step.
-    """
+    """The factors that a scaling returns. Its state and its metrics are checked too."""
     check = _watched(node, step, updates, {"the norms": [measured.vector, measured.total]}) if step.is_first else None
     try:
         factors: Any = cast(Scaling, node.transform).factors(measured, updates, step)

@@ -24,18 +24,7 @@ def find_factors(
     company: Company | None,
     chain_state: MutableMapping[str, Any],
 ) -> tuple[Measured, Tensor]:
-    """The norms of updates, and the factors that a scaling computes from them. Its state is stored, after errors too.
-
-    Args:
-        node: The place of the scaling.
-        transform: The scaling.
-        rows: The rows of the updates among the gradients.
-        updates: The updates.
-        step: What the scaling sees of the step.
-        judged: The gradients before the first transform.
-        company: Who else takes part in the step; None if nobody does.
-        chain_state: The state of the whole chain.
-    """
+    """The norms of updates, and the factors that a scaling computes from them. State is stored, after errors too."""
     try:
         measured = judged.measured(node, updates)
         if transform.keeps_statistics:

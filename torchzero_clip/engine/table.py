@@ -26,35 +26,23 @@ class Picked(NamedTuple):
 
 @dataclass(eq=False)
 class Table:
-    """The parameters that take part in a step. Lists have one entry, a row, per parameter that has a gradient.
-
-    Args:
-        groups: The param groups.
-        params: The parameters.
-        grads: Their gradients.
-        states: The state of each parameter, by qualified keys.
-        group_of: The index of the group of each parameter.
-        new_states: The states of parameters that had none. They enter the optimizer once the step was allowed.
-        acting: The paths of the transforms that act on the rows, instead of those whose scopes contain them.
-    """
+    """The parameters that take part in a step. Lists have one entry, a row, per parameter that has a gradient."""
 
     groups: list[Group]
     params: list[Tensor]
     grads: list[Tensor]
-    states: list[State]
+    states: list[State]  # by qualified keys
     group_of: list[int]
     new_states: dict[Tensor, State] = field(default_factory=dict)
+    """The states of parameters that had none. They enter the optimizer once the step was allowed."""
     acting: Set[str] | None = None
+    """The paths of the transforms that act on the rows, instead of those whose scopes contain them."""
     _scopes: dict[str, set[int]] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(cls, groups: list[Group], kept: Any) -> "Table":
-        """Gather the parameters of groups that have a gradient and are not frozen.
-
-        Args:
-            groups: The param groups.
-            kept: The state of each parameter, as in ``optimizer.state``. A parameter that is listed twice has one.
-        """
+        """Gather the parameters of groups that have a gradient and are not frozen, and their state as the optimizer has it."""
+        # a parameter that is listed twice has one state
         params, grads, group_of = taking_part(groups)
         new: dict[Tensor, State] = {}
         states: list[Any] = list(kept.values())

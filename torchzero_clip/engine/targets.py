@@ -20,16 +20,7 @@ def change_gradients(grads: list[Tensor], apply: Apply) -> None:
 def change(
     target: Target, executor: Executor, rows: list[int], params: list[Tensor], grads: list[Tensor], apply: Apply
 ) -> None:
-    """Apply a transform of any target but "update": the executor changes the updates itself.
-
-    Args:
-        target: The target.
-        executor: The updates.
-        rows: The rows of the parameters.
-        params: The parameters.
-        grads: Their gradients.
-        apply: The transform.
-    """
+    """Apply a transform of any target but "update": the executor changes the updates itself."""
     put = executor.memory.put
     match target:
         case "grad":

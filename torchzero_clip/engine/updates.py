@@ -10,13 +10,7 @@ from torchzero_clip.engine.table import Table
 
 
 class Updates:
-    """The update of each parameter, which is its gradient until a transform has returned another.
-
-    Args:
-        table: The parameters, their gradients and their state.
-        chain_state: The state of the whole chain.
-        maximize: Updates start as the negative gradients.
-    """
+    """The update of each parameter: its gradient (negated to maximize) until a transform has returned another."""
 
     def __init__(self, table: Table, chain_state: Mapping[str, Any], *, maximize: bool) -> None:
         self._table, self._grads = table, table.grads
@@ -28,11 +22,8 @@ class Updates:
         """True while all updates are the gradients or their negatives."""
 
     def current(self, rows: list[int], *, writable: bool = False, over_grads: bool = False) -> list[Tensor]:
-        """The updates of some rows.
-
-        With ``writable`` they share no memory with gradients, parameters or state, except that with ``over_grads`` they
-        may be the gradients themselves.
-        """
+        """The updates of some rows; if ``writable``, they share no memory with gradients, parameters or state."""
+        # with over_grads they may be the gradients themselves
         # the usual case first: a list of gradients needs no look at each row
         if self.untouched and not self._maximize and (over_grads or not writable):
             return list(self._grads) if len(rows) == len(self._grads) else [self._grads[i] for i in rows]
