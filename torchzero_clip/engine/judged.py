@@ -19,11 +19,7 @@ from torchzero_clip.functional.shards import elements_at, memories
 
 
 class Judging:
-    """What the transforms of a chain ask about the gradients before the first of them. It is found once for a chain.
-
-    Args:
-        nodes: The transforms.
-    """
+    """What the transforms of a chain ask about the gradients before the first of them. It is found once for a chain."""
 
     def __init__(self, nodes: Nodes) -> None:
         keepers = [node for node in nodes if node.transform.keeps_statistics]
@@ -67,18 +63,12 @@ class Judged:
 
     Statistics judge by them whether a gradient is usable, gates and ``nonfinite`` whether the step is taken, and a
     listener stores them.
-
-    Args:
-        judging: What is asked in this chain.
-        grads: The gradients.
-        measurer: Takes the norms.
-        listens: A `Listener` needs ``before``.
     """
 
     judging: Judging
     grads: list[Tensor]
     measurer: Measurer
-    listens: bool = False
+    listens: bool = False  # a `Listener` needs ``before``
     norms: Tensor | None = None
     """A norm of each gradient, or their joint norm, once it was measured."""
     joint_norm: Tensor | None = None
@@ -87,10 +77,7 @@ class Judged:
     """The L2 norm of each gradient, once it was measured for a listener."""
 
     def measure(self, *, jointly: bool = False) -> Tensor:
-        """The L2 norm of each gradient: a vector of float64, equal on all ranks.
-
-        With ``jointly`` it may be one number, the norm of all together, if the statistics of the chain need only that.
-        """
+        """The L2 norm of each gradient, equal on all ranks, in float64; ``jointly`` that of all, if this is enough."""
         if self.norms is None:
             # the joint norm of finite gradients is finite, and 0 only if all are 0: joint statistics ask no more
             jointly = jointly and self.judging.asks_jointly

@@ -41,14 +41,7 @@ class Undecided(Walking, Protocol):
 
 
 class StepPolicy:
-    """Decides whether a step is taken.
-
-    Args:
-        nonfinite: What happens if a gradient is not finite: "propagate" passes it on, "raise" raises, "skip" skips the
-            step.
-        max_consecutive_skips: How many steps in a row may be skipped; None for any number.
-        transforms: The transforms of the chain by name, some of which may be gates.
-    """
+    """Decides whether a step is taken, by the arguments of `Modular` and the gates among the transforms."""
 
     def __init__(
         self, nonfinite: Nonfinite, max_consecutive_skips: int | None, transforms: Mapping[str, Transform]
@@ -183,11 +176,8 @@ def _step_of_gate(walk: Undecided, node: Node) -> Step:
 
 
 def _joint_norms(walk: Undecided, scopes: Sequence[list[int]]) -> tuple[list[Tensor], list[Tensor]]:
-    """The numbers of `Judged.joined`, equal on all processes.
-
-    The second list says whether any gradient exists, and whether one exists in each scope. It is empty without other
-    processes.
-    """
+    """The numbers of `Judged.joined`, equal on all processes; and whether gradients exist, of all and of each scope."""
+    # the second list is empty without other processes
     found, table, (group, device) = walk.judged.joined(scopes), walk.table, _group_of(walk)
     flags = [] if group is None else [torch.full_like(found[0], len(own) > 0) for own in (table.rows, *scopes)]
     # a rank may have plain gradients beside sharded ones, and all would hang if it skipped the step alone

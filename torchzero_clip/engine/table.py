@@ -41,7 +41,7 @@ class Table:
 
     @classmethod
     def of(cls, groups: list[Group], kept: Any) -> "Table":
-        """Gather the parameters of groups that have a gradient and are not frozen, and their state as the optimizer has it."""
+        """Gather the parameters that have a gradient and are not frozen, with their state in an optimizer."""
         # a parameter that is listed twice has one state
         params, grads, group_of = taking_part(groups)
         new: dict[Tensor, State] = {}
