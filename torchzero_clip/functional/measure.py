@@ -17,7 +17,6 @@ from torchzero_clip.functional.norms import (
     all_ones,
     beyond_float32,
     combine,
-    joint_metric,
     joint_moments,
     joint_norm_of_meshes,
     may_look,
@@ -423,12 +422,13 @@ def _measure_jointly(tensors: Sequence[Tensor], metric: Metric, each: bool, besi
     if not metric.is_power:
         own = joint_moments(kept, metric)
         root = root_of_moments(metric, own.unsqueeze(0))
-    # without a mesh the norms of each tensor are found anyway; with one they need a collective of their own
-    elif each or not any(p.groups for p in kept):
-        norms = pack(p_norms(kept, metric.p))
-        root = joint_metric(kept, metric, norms)
     else:
-        total, norms = joint_norm_of_meshes(kept, metric.p, beside=beside)
+        # without a mesh the norms of each tensor are found anyway; with one they need a collective of their own
+        if each or not any(p.groups for p in kept):
+            norms = pack(p_norms(kept, metric.p))
+            total = combine(norms, metric.p)
+        else:
+            total, norms = joint_norm_of_meshes(kept, metric.p, beside=beside)
         root = metric.of_norm(total, sum(p.size for p in kept))
     targets = memories([tensors[i] for i in indices])
     tensor_norms = norms if norms is not None and metric.p > 0 and len(kept) == len(parts) else None

@@ -136,11 +136,10 @@ def slice_metrics(parts: Sequence[Part], metric: Metric, known: Moments | None =
     return [_deviation(spread, mean, p.size) for spread, mean, p in rows]
 
 
-def joint_metric(parts: Sequence[Part], metric: Metric, norms: Tensor | None = None) -> Tensor:
-    """The root of the metric of whole tensors as one vector: 0-d; ``norms`` are the p-norms of those with elements."""
+def joint_metric(parts: Sequence[Part], metric: Metric) -> Tensor:
+    """The root of the metric of whole tensors as one vector: a 0-d tensor."""
     if metric.is_power:
-        kept = [p for p in parts if p.size]
-        total = joint_norm_of_meshes(kept, metric.p)[0] if norms is None else combine(norms, metric.p)
+        total = joint_norm_of_meshes([p for p in parts if p.size], metric.p)[0]
         return metric.of_norm(total, sum(p.size for p in parts))
     return root_of_moments(metric, joint_moments(parts, metric).unsqueeze(0))
 
