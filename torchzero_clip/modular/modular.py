@@ -131,9 +131,7 @@ class Modular(Explained, Optimizer):
     """What the backward has updated since the last step, after `step_in_backward`. Copies and pickles have none."""
 
     _has_meshes = False  # if a parameter is distributed
-    _module: weakref.ref[nn.Module] | None = None
-    """The module that ``params`` was, to find the names of parameters that are added later. Copies have none."""
-
+    _module: weakref.ref[nn.Module] | None = None  # that ``params`` was, for the names of parameters added later
     _lengths: Sequence[int] = ()  # how many keys each param group had in the last step
 
     def __init__(
@@ -158,15 +156,13 @@ class Modular(Explained, Optimizer):
         self.chain = Chain(*with_learning_rate(listed))
         self._written = list(as_written(transforms))
         self.nodes: Nodes = self.chain.nodes()
-        """The transforms at their places in the chain."""
         self._judging = Judging(self.nodes)
         self.storage_keys = self.nodes.storage_keys
         self._policy = StepPolicy(nonfinite, max_consecutive_skips, self.transforms)
         self._schedules = Schedules(self.nodes.schedules())
         self._chain_state = new_chain_state(self.nodes, self._policy.counts())
         self._metrics: dict[str, Tensor] = {}
-        self._unread: Callable[[], dict[str, Tensor]] | None = None
-        """Computes the metrics of the last step if it followed a plan; None once they were read."""
+        self._unread: Callable[[], dict[str, Tensor]] | None = None  # computes the metrics of a planned step, once
         self._reported = ReportedLoss()
         self._shapes: dict[Any, Any] = {}  # see `check_shapes`
         self._is_complete = False
