@@ -130,7 +130,8 @@ def part(tensor: Tensor, dims: Sequence[int]) -> Part:
             sharded = getattr(placement, "dim", None)
             if sharded is not None:
                 (groups if sharded in dims else spread).append(tensor.device_mesh.get_group(mesh_dim))
-    return Part(*memories([tensor]), tuple(dims), size, tuple(groups), tuple(spread))
+    data = local(tensor)
+    return Part(data if data.ndim else data.view(1), tuple(dims), size, tuple(groups), tuple(spread))
 
 
 def whole(tensor: Tensor) -> Part:

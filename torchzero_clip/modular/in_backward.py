@@ -45,7 +45,7 @@ class StepInBackward:
         self._ready = _weakly(self.take)
         self._attach()
         # parameters may be added or unfrozen between steps
-        self._after_steps = optimizer.register_step_post_hook(lambda *_: self._attach())
+        self._after_steps = optimizer.register_step_post_hook(lambda *_: self._attach())  # pyright: ignore
         optimizer.parts = self._parts
         _IN_USE.add(self)
 

@@ -135,8 +135,8 @@ class Muon(UpdateRule):
                 ahead = foreach.clone(inputs)
                 foreach.lerp_(ahead, buffers, setting["momentum"])
             # one by one, so that only one matrix of the iteration is in memory
-            matrices = (orthogonalized(t, self.ns_coefficients, self.ns_steps, self.eps) for t in ahead)
-            result += [matrix.to(update.dtype) for matrix, update in zip(matrices, given, strict=True)]
+            how = self.ns_coefficients, self.ns_steps, self.eps
+            result += [orthogonalized(t, *how).to(update.dtype) for t, update in zip(ahead, given, strict=True)]
         for update in result:
             foreach.multiply_([update], self._scale(*update.shape))
         return result
