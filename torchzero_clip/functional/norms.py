@@ -157,7 +157,7 @@ def joint_norm_of_meshes(parts: Sequence[Part], p: float, *, beside: bool = Fals
     if p == 0:
         return combine(pack(slice_sums(rows)), p), None
     count = len(rows)
-    if beside:
+    if beside:  # in the same collectives, which changes no bit of the joint norm
         rows += [Part(pack([norm]), (0,), 1, part.groups) for norm, part in zip(local, parts, strict=True)]
     found = p_norms(rows, p)
     return combine(pack(found[:count]), p), pack(found[count:]) if beside else None
