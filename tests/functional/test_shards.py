@@ -11,7 +11,6 @@ from torchzero_clip.functional.shards import (
     laid_out_as,
     local,
     memories,
-    memory,
     pack,
     part,
     replicated,
@@ -43,8 +42,7 @@ def test_a_whole_tensor_is_one_slice_and_a_scalar_a_vector():
     tensors = [torch.zeros(2, 3), torch.tensor(5.0)]
     for found in (list(map(whole, tensors)), wholes(tensors)):
         assert [(p.dims, p.size, tuple(p.tensor.shape)) for p in found] == [((0, 1), 6, (2, 3)), ((0,), 1, (1,))]
-    memory(tensors[1]).add_(1.0)
-    memories(tensors)[1].add_(1.0)
+    memories(tensors)[1].add_(2.0)
     assert tensors[1].item() == 7.0
 
 
