@@ -10,8 +10,7 @@ from torchzero_clip.core.chain import Composite
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.transform import Transform, snake_case
 
-IDENTITY = "chain"
-"""The key of a checkpoint's param groups that says which chain wrote it."""
+IDENTITY = "chain"  # the key of a checkpoint's param groups that says which chain wrote it
 
 FORMAT = 1
 

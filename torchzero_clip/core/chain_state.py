@@ -8,8 +8,7 @@ from torch import Tensor
 
 from torchzero_clip.checks import count
 
-SCHEDULE_STEP = "schedule_step"
-"""How many steps were taken, in optimizers with schedules."""
+SCHEDULE_STEP = "schedule_step"  # how many steps were taken, in optimizers with schedules
 
 SKIPPED, CONSECUTIVE = "skipped_steps", "consecutive_skips"
 """How many steps were skipped, in all and in a row, in optimizers that may skip steps."""

@@ -33,8 +33,7 @@ class Elements:
         not wait for a device. False if any of this is not known."""
         self._finite, self._started, self._scratch, self._spread = finite, started, scratch, spread
         self._new: Tensor | None = None
-        self.without_statistics: object = None
-        """The transform, if it does not declare ``keeps_statistics``."""
+        self.without_statistics: object = None  # the transform, if it does not declare ``keeps_statistics``
 
     def memory(self, name: str, like: Tensor) -> Tensor:
         """Return memory of the shape and the dtype of ``like``, with any values.
@@ -164,10 +163,8 @@ class Elements:
 class Flags(NamedTuple):
     """What the elements of a tensor have in common in this step: vectors with one element for each parameter."""
 
-    usable: Tensor | None = None
-    """True if the update enters the statistic, which then limits it; None if all do."""
-    started: Tensor | None = None
-    """True if an earlier update has entered the statistic; None if that is so for all."""
+    usable: Tensor | None = None  # True if the update enters the statistic, which then limits it; None if all do
+    started: Tensor | None = None  # True if an earlier update has entered the statistic; None if that is so for all
     numbers: tuple[Tensor, ...] = ()
     """What else `Elementwise.change` and `formula` need to know of a tensor, such as a limit."""
     beside: tuple[Tensor, ...] = ()

@@ -12,8 +12,7 @@ Where: TypeAlias = str | Callable[[Tensor], bool]
 """A pattern for names of parameters, or a function of a parameter that returns True for those in the scope."""
 
 
-PART = re.compile(r"^ \(\d+\)$")
-"""The suffix in the names of the second and later parts of a group that was split."""
+PART = re.compile(r"^ \(\d+\)$")  # the suffix in the names of the second and later parts of a group that was split
 
 
 class NamedParam(NamedTuple):
@@ -21,8 +20,7 @@ class NamedParam(NamedTuple):
 
     param: Tensor
     name: str | None = None
-    group: str | None = None
-    """The ``"name"`` of its param group."""
+    group: str | None = None  # the ``"name"`` of its param group
 
     def __str__(self) -> str:
         return self.name or f"a parameter of shape {tuple(self.param.shape)}"

@@ -15,8 +15,7 @@ from torchzero_clip.types import State
 class States(Sequence[State]):
     """The state of one transform: a plain dict for each parameter, made when it is first read."""
 
-    touched: list[State] | None = None
-    """The dicts, once they were read."""
+    touched: list[State] | None = None  # the dicts, once they were read
     _has_begun = False
 
     def __init__(

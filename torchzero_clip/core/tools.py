@@ -16,8 +16,7 @@ from torchzero_clip.types import Setting
 class Tools:
     """Norms and averages of the tensors of a step. An optimizer may lend others, with the same results to rounding."""
 
-    process_group: ProcessGroup | None = None
-    """The processes that hold other parameters."""
+    process_group: ProcessGroup | None = None  # the processes that hold other parameters
     runs_formulas = False
     """An elementwise transform runs its formula where it also has a faster form: only in the readable way."""
     is_stand_in = False

@@ -44,14 +44,10 @@ class Absence(Protocol):
 class Company(ABC):
     """Who else takes part in a step. It collects the numbers behind the metrics, to join them with those of others."""
 
-    group: ProcessGroup | None = None
-    """The processes that hold other parameters."""
-    device: torch.device | None = None
-    """The device from which numbers are sent to them."""
-    stand_in: Walking | None = None
-    """Takes part in joint transforms and gates for which this process has no tensor."""
-    absence: Absence | None = None
-    """Set in the walk of a stand-in, whose row does not count."""
+    group: ProcessGroup | None = None  # the processes that hold other parameters
+    device: torch.device | None = None  # the device from which numbers are sent to them
+    stand_in: Walking | None = None  # takes part in joint transforms and gates for which this process has no tensor
+    absence: Absence | None = None  # set in the walk of a stand-in, whose row does not count
 
     def __init__(self) -> None:
         self.numbers = Numbers()

@@ -19,8 +19,7 @@ from torchzero_clip.functional import foreach
 class Ending(Host, Protocol):
     """What an end asks of the walk."""
 
-    executor: Executor
-    """The updates."""
+    executor: Executor  # the updates
 
 
 class End(ABC):
@@ -47,8 +46,7 @@ class End(ABC):
 class Subtract(End):
     """Subtracts the updates from the parameters."""
 
-    keep_grads: bool
-    """Scalings never write over gradients."""
+    keep_grads: bool  # scalings never write over gradients
 
     @override
     def take(self, walk: Ending, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:

@@ -19,10 +19,8 @@ from torchzero_clip.types import Setting, State
 class Host(Protocol):
     """What an executor asks of the walk."""
 
-    settings: Mapping[str, list[Setting]]
-    """The settings of each transform by path, one dict for each group."""
-    table: Table
-    """The parameters that take part in the step."""
+    settings: Mapping[str, list[Setting]]  # the settings of each transform by path, one dict for each group
+    table: Table  # the parameters that take part in the step
 
     def step_for(self, node: Node, rows: list[int], rest: Sequence[Node] = ()) -> Step:
         """What a transform sees of the step, with the settings of the ``rest`` of the chain beside its own."""
@@ -48,8 +46,7 @@ class Measurer(Tools):
 class Executor(Measurer):
     """Reads and changes the updates of one step."""
 
-    memory: Updates
-    """The updates, and the memory that they are in."""
+    memory: Updates  # the updates, and the memory that they are in
 
     @abstractmethod
     def read(self, rows: list[int], *, writable: bool = False) -> list[Tensor]:

@@ -23,8 +23,7 @@ class Judging:
 
     def __init__(self, nodes: Nodes) -> None:
         keepers = [node for node in nodes if node.transform.keeps_statistics]
-        self.is_asked = bool(keepers)
-        """True if a transform asks which gradients are finite and not zero."""
+        self.is_asked = bool(keepers)  # True if a transform asks which gradients are finite and not zero
         self.asks_jointly = all(getattr(n.transform, "joint", False) and not n.scope.limited for n in keepers)
         """True if it is enough to know whether the gradients are finite and not zero all together."""
         first = next((node for node in nodes if not node.outer and not isinstance(node.transform, Gate)), None)
@@ -45,10 +44,8 @@ class How(NamedTuple):
 
     dims_of: Callable[[Tensor], tuple[int, ...]] | None
     """Returns the dimensions of a slice; None if they follow from the arguments, which `measure` may cut faster."""
-    each: bool
-    """True if statistics need the norm of each tensor, even if slices are joined."""
-    jointly: bool
-    """True if statistics need only the joint norm, which is the norm of the only slice."""
+    each: bool  # True if statistics need the norm of each tensor, even if slices are joined
+    jointly: bool  # True if statistics need only the joint norm, which is the norm of the only slice
 
     def norms_for_statistics(self, measured: Measured) -> Tensor | None:
         """The norms of gradients that statistics need; None if they need none, or if the norms are unknown."""
@@ -69,12 +66,10 @@ class Judged:
     grads: list[Tensor]
     measurer: Measurer
     listens: bool = False  # a `Listener` needs ``before``
-    norms: Tensor | None = None
-    """A norm of each gradient, or their joint norm, once it was measured."""
+    norms: Tensor | None = None  # a norm of each gradient, or their joint norm, once it was measured
     joint_norm: Tensor | None = None
     """The joint L2 norm of the gradients of all processes, once gates have measured it: 0-d."""
-    before: Tensor | None = None
-    """The L2 norm of each gradient, once it was measured for a listener."""
+    before: Tensor | None = None  # the L2 norm of each gradient, once it was measured for a listener
 
     def measure(self, *, jointly: bool = False) -> Tensor:
         """The L2 norm of each gradient, equal on all ranks, in float64; ``jointly`` that of all, if this is enough."""

@@ -16,20 +16,13 @@ from torchzero_clip.types import Setting
 class Seen(Protocol):
     """What a listener sees of a step."""
 
-    nodes: Nodes
-    """The transforms."""
-    settings: Mapping[str, list[Setting]]
-    """The settings of each transform by path, one dict per group."""
-    table: Table
-    """The parameters that take part."""
-    judged: Judged
-    """The gradients before the first transform: ``judged.before`` are their L2 norms, if there were any."""
-    loss: Loss
-    """The loss of the step."""
-    metrics: dict[str, Tensor]
-    """What the transforms have measured."""
-    refused_by: list[str]
-    """Who has refused the step."""
+    nodes: Nodes  # the transforms
+    settings: Mapping[str, list[Setting]]  # the settings of each transform by path, one dict per group
+    table: Table  # the parameters that take part
+    judged: Judged  # the gradients before the first transform: ``judged.before`` are their L2 norms, if there were any
+    loss: Loss  # the loss of the step
+    metrics: dict[str, Tensor]  # what the transforms have measured
+    refused_by: list[str]  # who has refused the step
 
 
 class Listener(ABC):

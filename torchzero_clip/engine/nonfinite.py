@@ -32,12 +32,9 @@ REMEMBERED = 10  # norms that an error shows
 class Undecided(Walking, Protocol):
     """What the decision sees of a step."""
 
-    company: Company | None
-    """Who else takes part; None if nobody does."""
-    loss: Loss
-    """The loss of the step."""
-    refused_by: list[str]
-    """Who has refused the step."""
+    company: Company | None  # who else takes part; None if nobody does
+    loss: Loss  # the loss of the step
+    refused_by: list[str]  # who has refused the step
 
 
 class StepPolicy:
@@ -52,8 +49,7 @@ class StepPolicy:
         self.nonfinite: Nonfinite = nonfinite
         self.max_consecutive_skips = max_consecutive_skips
         self._gates = {name: transform for name, transform in transforms.items() if isinstance(transform, Gate)}
-        self.bad_gradients: BadGradients | None = None
-        """The gradients of the last step that ``nonfinite`` has refused."""
+        self.bad_gradients: BadGradients | None = None  # the gradients of the last step that ``nonfinite`` has refused
         self._norms: list[float] = []
         self.may_skip = nonfinite == "skip" or bool(self._gates)
         self.decides = self.may_skip or nonfinite == "raise"

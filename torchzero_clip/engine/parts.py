@@ -16,8 +16,7 @@ class Parts:
 
     def __init__(self, attach: Callable[[], None]) -> None:
         self.attach = attach
-        self.updated: dict[int, Tensor] = {}
-        """The parameters that were updated, in order, by id."""
+        self.updated: dict[int, Tensor] = {}  # the parameters that were updated, in order, by id
         self._numbers: list[Numbers] = []
         self._metrics: dict[str, Tensor] = {}
 

@@ -20,10 +20,8 @@ class Loss:
 
     value: Tensor | float | None = None
     """What the closure returned, or the mean of the losses that were reported; None without either."""
-    count: int = 0
-    """How many losses that are."""
-    exists: Tensor | None = None
-    """True if a process has a loss, once that was asked: 0-d."""
+    count: int = 0  # how many losses that are
+    exists: Tensor | None = None  # True if a process has a loss, once that was asked: 0-d
 
     def join(self, device: torch.device, params: Sequence[Tensor], process_group: ProcessGroup | None) -> None:
         """Replace the value by the mean over all processes, as in `joint_loss`."""
@@ -55,8 +53,7 @@ class ReportedLoss:
     def clear(self) -> None:
         """Forget all reports."""
         self._sum: Tensor | float = 0.0
-        self.count = 0
-        """How many losses were reported."""
+        self.count = 0  # how many losses were reported
         self._begins_anew = False
 
     def loss(self) -> Loss:

@@ -8,8 +8,7 @@ from torchzero_clip.engine.executor import Executor
 from torchzero_clip.functional import foreach
 from torchzero_clip.types import Target
 
-Apply = Callable[[list[Tensor]], list[Tensor]]
-"""Returns the result of a transform for tensors, to which it may write."""
+Apply = Callable[[list[Tensor]], list[Tensor]]  # returns the result of a transform for tensors, to which it may write
 
 
 def change_gradients(grads: list[Tensor], apply: Apply) -> None:

@@ -18,8 +18,7 @@ class Updates:
         self._updates: list[Tensor | None] = [None] * len(table.params)
         self._borrowed = [True] * len(table.params)
         """True for updates whose memory is that of a gradient, a parameter or state."""
-        self.untouched = True
-        """True while all updates are the gradients or their negatives."""
+        self.untouched = True  # True while all updates are the gradients or their negatives
 
     def current(self, rows: list[int], *, writable: bool = False, over_grads: bool = False) -> list[Tensor]:
         """The updates of some rows; if ``writable``, they share no memory with gradients, parameters or state."""

@@ -32,10 +32,8 @@ class FastWay:
         self._workspace = Workspace() if beside is None else beside._workspace.beside()
         self.columns = self._workspace.columns
         """Returns parameters, gradients and state by key, if the tensors need no further checks; else None."""
-        self.executor = partial(Fast, self._workspace)
-        """Makes the executor of a step, from its updates and `columns`."""
-        self.plan: Plan | None = None
-        """The plan; None if there is none yet, or if the last one did not fit."""
+        self.executor = partial(Fast, self._workspace)  # makes the executor of a step, from its updates and `columns`
+        self.plan: Plan | None = None  # the plan; None if there is none yet, or if the last one did not fit
         self._layout: object = None
         self._alike = self._uses = 0
         self._wait = self._FIRST_WAIT

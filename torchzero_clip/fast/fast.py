@@ -57,8 +57,7 @@ class Fast(Executor):
             self._scratch = workspace.scratch.knowing(columns["grads"], self._layout)
         self._queues = Queues()
         self._last_read: list[Tensor] = []
-        self.ended: Ended | None = None
-        """How the step ended, if a kernel has taken it for all parameters; else None."""
+        self.ended: Ended | None = None  # how the step ended, if a kernel has taken it for all parameters; else None
 
     @property
     def _has_layout(self) -> bool:

@@ -22,14 +22,12 @@ _LARGEST = torch.finfo(torch.float32).max
 class Ended(NamedTuple):
     """The end of a step in which a kernel did the work of a rule and of the rest of the chain, for all parameters."""
 
-    node: Node
-    """The rule."""
+    node: Node  # the rule
     rest: list[Node]
     fused: Fused
     kernel: Kernel
     layout: Layout
-    columns: dict[str, list[Tensor]]
-    """Parameters, gradients and state by key."""
+    columns: dict[str, list[Tensor]]  # parameters, gradients and state by key
 
     def keys(self) -> tuple[list[str], list[str]]:
         """The keys of state that is shaped like the parameters, and of state that is numbers."""

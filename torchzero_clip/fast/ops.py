@@ -23,8 +23,7 @@ class Scale:
 
     measured: Measured
     factors: Tensor
-    over_grads: bool
-    """It may write over the gradients."""
+    over_grads: bool  # it may write over the gradients
     _known: tuple[float, float] | None = field(default=None, init=False)
 
     @property
@@ -77,12 +76,9 @@ class Pointwise:
     settings: Sequence[Setting]
     state: list[list[Tensor]]
     flags: Flags
-    follows_finite: bool = False
-    """Its updates are known to be finite where gradients are."""
-    counts: list[Tensor] = field(default_factory=list)
-    """How many elements of each piece changed."""
-    done: Callable[[Tensor], None] | None = None
-    """Called at the end with the number of elements that changed."""
+    follows_finite: bool = False  # its updates are known to be finite where gradients are
+    counts: list[Tensor] = field(default_factory=list)  # how many elements of each piece changed
+    done: Callable[[Tensor], None] | None = None  # called at the end with the number of elements that changed
 
     @property
     def keeps_finite(self) -> bool:

@@ -25,8 +25,7 @@ ELSEWHERE = 2**24
 """Elements of a piece on other devices, 64 MiB of float32. Pieces are large, because each one takes launches. There,
 each tensor of a piece fills whole rows of `ROW` elements, so numbers are spread over rows, and not over elements."""
 
-ALONE = 2**19
-"""On other devices, longer tensors have pieces of their own, because they then need not be copied."""
+ALONE = 2**19  # on other devices, longer tensors have pieces of their own, because they then need not be copied
 
 Sink = Callable[[list[int], "slice | None", list[Tensor]], None]
 """Takes the updates of some parameters: their indices, which of their elements (None for all), and the updates."""
@@ -34,15 +33,12 @@ Sink = Callable[[list[int], "slice | None", list[Tensor]], None]
 
 class _Piece(NamedTuple):
     rows: list[int]
-    views: list[Tensor]
-    """Memory for whole tensors, in their shapes; or for a part of one tensor, as a vector."""
-    flat: Tensor
-    """The same memory as a vector."""
+    views: list[Tensor]  # memory for whole tensors, in their shapes; or for a part of one tensor, as a vector
+    flat: Tensor  # the same memory as a vector
     cut: slice | None
     owner: Tensor | None
     """On other devices, the place in ``rows`` that each row of elements belongs to; None for one tensor."""
-    pads: list[Tensor]
-    """The unused ends of rows."""
+    pads: list[Tensor]  # the unused ends of rows
     state: list[tuple[Tensor, list[Tensor]]]
     """Memory for the state of several tensors, and for numbers spread over their elements: vectors, with views of each
     in the shapes of the tensors."""

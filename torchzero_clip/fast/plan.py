@@ -51,8 +51,7 @@ from torchzero_clip.types import Setting, State
 
 Group: TypeAlias = dict[str, Any]
 Factor: TypeAlias = Callable[[float, Setting], float]
-Metrics: TypeAlias = Callable[[], dict[str, Tensor]]
-"""Computes the metrics of a step when they are read."""
+Metrics: TypeAlias = Callable[[], dict[str, Tensor]]  # computes the metrics of a step when they are read
 
 _FLOAT32 = torch.finfo(torch.float32)
 _IMMUTABLE = {float, int, bool, str, type(None)}
@@ -64,10 +63,8 @@ class _Found(NamedTuple):
     params: list[Tensor]
     grads: list[Tensor]
     states: list[State]
-    columns: dict[str, list[Tensor]]
-    """State by key."""
-    counters: list[Tensor]
-    """The step counts that the kernel reads: a vector for each key."""
+    columns: dict[str, list[Tensor]]  # state by key
+    counters: list[Tensor]  # the step counts that the kernel reads: a vector for each key
     workspace: Workspace
 
 

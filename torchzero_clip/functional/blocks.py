@@ -16,17 +16,14 @@ from torchzero_clip.compat import flatten
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.scratch import Scratch
 
-SHORT = 65536
-"""Tensors of at most this many elements are copied to be measured together."""
+SHORT = 65536  # tensors of at most this many elements are copied to be measured together
 
 BLOCK = 1024
 """Elements of a block of a long tensor. Blocks are reduced in the dtype of the tensor, and added up in float64."""
 
-ROW = 512
-"""Elements of a row in the memory for copies of short tensors."""
+ROW = 512  # elements of a row in the memory for copies of short tensors
 
-ROWS = 512
-"""Rows in the memory for copies: 1 MiB of float32, which stays in the cache."""
+ROWS = 512  # rows in the memory for copies: 1 MiB of float32, which stays in the cache
 
 SMALLEST, LARGEST = 1e-12, 1e30
 """Outside of these, squares in float32 may underflow or overflow."""
@@ -46,8 +43,7 @@ class _Plan(NamedTuple):
     short: list[int]
     long: list[int]
     chunks: list[_Chunk]
-    owner: Tensor
-    """The tensor that each measured block belongs to."""
+    owner: Tensor  # the tensor that each measured block belongs to
 
 
 def block_norms(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:

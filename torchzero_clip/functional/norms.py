@@ -35,8 +35,7 @@ from torchzero_clip.functional.shards import part as part_of
 from torchzero_clip.functional.shards import replicated as replicated
 from torchzero_clip.types import Ord
 
-SQUARABLE = 1e150
-"""The square of a larger norm, or a sum of such squares, may be infinite."""
+SQUARABLE = 1e150  # the square of a larger norm, or a sum of such squares, may be infinite
 
 BLOCK = 1024  # float32 sums of more elements are taken in two levels; a plain sum of 16M elements is off by 6e-4
 

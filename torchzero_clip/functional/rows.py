@@ -18,20 +18,16 @@ from torchzero_clip.functional.scratch import Scratch
 ROW = 256
 """Elements of a row. Shorter rows need more numbers, and longer ones leave more of their last row unused."""
 
-MOST = 2**24
-"""Elements of all rows together, 64 MiB of float32."""
+MOST = 2**24  # elements of all rows together, 64 MiB of float32
 
 
 class _Chunk(NamedTuple):
     """Some of the tensors, and memory in which each tensor has whole rows."""
 
     indices: list[int]
-    owner: Tensor
-    """The index of the tensor that each row belongs to."""
-    views: list[Tensor]
-    """Memory in the shape of each tensor."""
-    rows: Tensor
-    """The same memory as a matrix."""
+    owner: Tensor  # the index of the tensor that each row belongs to
+    views: list[Tensor]  # memory in the shape of each tensor
+    rows: Tensor  # the same memory as a matrix
 
 
 def multiply_short_(

@@ -17,12 +17,10 @@ class Part(NamedTuple):
 
     tensor: Tensor
     dims: tuple[int, ...]
-    size: int
-    """Elements of one whole slice, over all processes."""
+    size: int  # elements of one whole slice, over all processes
     groups: tuple[ProcessGroup, ...] = ()
     """The processes that hold the rest of each slice; none if the tensor is not sharded."""
-    spread: tuple[ProcessGroup, ...] = ()
-    """The processes that hold other slices."""
+    spread: tuple[ProcessGroup, ...] = ()  # the processes that hold other slices
 
     @property
     def slice_shape(self) -> list[int]:

@@ -27,19 +27,13 @@ class _Chunk(NamedTuple):
 class Slices(NamedTuple):
     """How plain tensors are cut, each of them into slices. It depends on their layouts alone."""
 
-    dims: list[tuple[int, ...]]
-    """The dimensions that a slice of each tensor spans."""
-    counts: list[int]
-    """How many slices each tensor has."""
-    owner: Tensor
-    """The tensor that each slice belongs to."""
-    templates: list[Tensor]
-    """Tensors of the shapes of one number per slice."""
+    dims: list[tuple[int, ...]]  # the dimensions that a slice of each tensor spans
+    counts: list[int]  # how many slices each tensor has
+    owner: Tensor  # the tensor that each slice belongs to
+    templates: list[Tensor]  # tensors of the shapes of one number per slice
     chunks: list[_Chunk]
-    others: list[int]
-    """The tensors that are measured one by one."""
-    order: Tensor
-    """Where each slice stands in the order in which they are measured."""
+    others: list[int]  # the tensors that are measured one by one
+    order: Tensor  # where each slice stands in the order in which they are measured
 
     def shaped(self, vector: Tensor) -> list[Tensor]:
         """A vector with a number per slice as one tensor for each, of the same dimensions."""

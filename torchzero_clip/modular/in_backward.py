@@ -19,8 +19,7 @@ from torchzero_clip.modular.refusals import refuse
 from torchzero_clip.modular.wrapped import unwrap
 from torchzero_clip.types import Setting
 
-SHOWN = 10
-"""Names of updated parameters that an error shows."""
+SHOWN = 10  # names of updated parameters that an error shows
 
 _WITHOUT: dict[str, Any] = {"params": []}
 

@@ -122,12 +122,10 @@ class Recorder(Readable):
             file = Log(Path(path), by, flush_every, keep)
             take_over(file.path)
             file.is_new = not FirstProcess() or not check(Path(path))
-        self.optimizer = found
-        """The optimizer that is recorded, without its wrappers."""
+        self.optimizer = found  # the optimizer that is recorded, without its wrappers
         self._run = Run(by, keep, ratios_every, model, Output(file, live, flush_every, keep))
         self._log = file
-        self.is_closed = False
-        """True after `close`."""
+        self.is_closed = False  # True after `close`
         self._hooks: Hooks | None = None
         if isinstance(found, Modular):
             found.listener = self._run
