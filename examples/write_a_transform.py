@@ -1,16 +1,36 @@
-"""A transform of one's own in a dozen lines: limit how far one step may move a tensor relative to its size.
+"""Two transforms of one's own: a formula that clips elements, and a limit of one step relative to the size of a tensor.
 
-Its setting is checked, may differ by param group, follows a schedule and is part of checkpoints without further code.
+Their settings may differ by param group, follow a schedule and are part of checkpoints without further code.
 """
 
 import io
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from torchzero_clip import LR, Adam, Modular, TensorwiseTransform, rms
+from torchzero_clip import LR, Adam, Elementwise, Modular, TensorwiseTransform, rms
 from torchzero_clip.checks import positive
 from torchzero_clip.types import Setting, State
+
+
+class ClipToUsual(Elementwise):
+    """Clips each element to ``factor`` times the average of its magnitudes. The first update passes."""
+
+    keys = ("average",)
+
+    def __init__(self, factor: float = 3.0, beta: float = 0.9) -> None:
+        super().__init__({"factor": factor, "beta": beta})
+
+    def start(self, x: Tensor, setting: Setting) -> tuple[Tensor]:
+        """The average after the first update."""
+        return (x.abs(),)
+
+    def formula(self, x: Tensor, state: Sequence[Tensor], setting: Setting) -> tuple[Tensor, tuple[Tensor]]:
+        """The clipped elements, and the new average."""
+        average = state[0].lerp(x.abs(), 1 - setting["beta"])
+        limit = setting["factor"] * average
+        return x.clamp(-limit, limit), (average,)
 
 
 class LimitRelativeStep(TensorwiseTransform):
@@ -33,7 +53,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "limit": 0.02}]
-    optimizer = Modular(groups, Adam(), LR(0.1), LimitRelativeStep(0.05))
+    optimizer = Modular(groups, ClipToUsual(), Adam(), LR(0.1), LimitRelativeStep(0.05))
     print(optimizer)
 
     inputs = torch.randn(256, 8)
@@ -46,7 +66,8 @@ def main() -> None:
         optimizer.step()
         moved = max(((p - b).norm() / b.norm()).item() for p, b in zip(model.parameters(), before, strict=True))
         if step % 50 == 0:
-            print(f"step {step:3}: loss {loss.item():.4f}, largest relative step of a tensor {moved:.3f}")
+            clipped = optimizer.metrics()["clip_to_usual/clipped"].item()
+            print(f"step {step:3}: loss {loss.item():.4f}, largest relative step {moved:.3f}, clipped {clipped:.1%}")
         for group in optimizer.param_groups:
             group["limit"] *= 0.99  # a schedule
 
