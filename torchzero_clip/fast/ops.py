@@ -96,7 +96,9 @@ class Pointwise:
 
     def elements(self, scratch: Scratch) -> Elements:
         """The elements of tensors that are known to take part."""
-        return Elements(finite=self.follows_finite, scratch=scratch)
+        # without statistics the step does not ask whether gradients are finite
+        is_judged = self.transform.keeps_statistics or not self.transform.keys
+        return Elements(finite=self.follows_finite and is_judged, scratch=scratch)
 
     def finish(self) -> None:
         """Report how many elements changed."""
