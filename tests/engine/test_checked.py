@@ -256,6 +256,11 @@ LATE = {
         gate(lambda norm, step: after(step.global_state["n"].add_(1), norm > 1e9), init_global_state=of_chain(n=zero)),
         "refuses changed step.global_state",
     ),
+    "a gate that writes to the norm": (gate(lambda norm, step: norm.mul_(2) > 1e9), "wrote to the norm, which it may"),
+    "a gate that writes to gradients": (
+        gate(lambda norm, step: norm > 1e9, lambda step: step.grads[0].mul_(2)),
+        "wrote to the gradients",
+    ),
     "factors that write to updates": (
         scaling(lambda measured, updates, step: after([u.mul_(2) for u in updates], ones(measured.vector))),
         "wrote to its updates, which it may only read: compute new tensors",
@@ -402,3 +407,11 @@ def test_tensors_and_numbers_are_state(value):
     params = parameters(shapes=SHAPES)
     make = tensorwise(lambda tensor, *_: tensor, init_state=lambda *_: {"window": value})
     train(Modular(params, make()), params, gradients(params, 1))
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_factors_of_half_precision_count_as_wider_ones(fast):
+    params = [torch.nn.Parameter(torch.zeros(2))]
+    half = scaling(lambda measured, *_: (1 / measured.vector).bfloat16())
+    train(Modular(params, half(), SGD(1.0), fast=fast), params, [[torch.tensor([0.0, 4.0])]])
+    assert params[0].tolist() == [0.0, -1.0]

@@ -63,7 +63,7 @@ def factors_of(node: Node, measured: Measured, updates: list[Tensor], step: Step
             "(limit / norms).clamp(max=1.0)"
         )
     check_state(node, step)
-    return factors
+    return factors if factors.dtype.itemsize >= 4 else factors.double()
 
 
 def slice_dims(scaling: Scaling, tensor: Tensor) -> tuple[int, ...]:
@@ -91,12 +91,15 @@ def refusal(node: Node, norm: Tensor, step: Step) -> Tensor:
     gate = cast(Gate, node.transform)
     if not gate.needs_loss:
         step.loss = None
+    check = _watched(node, step, (), {"the norm": [norm]}) if step.is_first else None
     before = dict(step.global_state)
     versions = _versions(before.values())
     try:
         refuses: Any = gate.refuses(norm, step)
     except Exception as error:
         _explain(error, node, step)
+    if check is not None:
+        check()
     now = step.global_state
     is_kept = len(now) == len(before) and all(now.get(key) is value for key, value in before.items())
     if not is_kept or _versions(before.values()) != versions:
@@ -114,10 +117,13 @@ def record(node: Node, norm: Tensor, step: Step, *, taken: bool) -> None:
     gate = cast(Gate, node.transform)
     if not gate.needs_loss:
         step.loss = None
+    check = _watched(node, step, (), {"the norm": [norm]}) if step.is_first else None
     try:
         (gate.accept if taken else gate.refused)(norm, step)
     except Exception as error:
         _explain(error, node, step)
+    if check is not None:
+        check()
     check_state(node, step)
 
 
