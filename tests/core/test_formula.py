@@ -234,6 +234,69 @@ def test_what_a_formula_has_to_return_is_said_before_parameters_and_state_change
     assert optimizer.state[weight].get("returns/average", torch.zeros(3)).tolist() == [0.0] * 3
 
 
+class DiffersFromLast(Formula):
+    keys = ("last",)
+    keeps_statistics = False
+
+    @override
+    def formula(self, x, state, setting):
+        return x - state[0], (x,)
+
+
+@both_ways
+def test_without_statistics_elements_that_are_not_finite_keep_their_state_too(fast):
+    results, optimizer = outputs(DiffersFromLast(), [[[1.0, 2.0]], [[3.0, math.inf]], [[4.0, 6.0]]], fast=fast)
+    assert results == [[[1.0, 2.0]], [[2.0, math.inf]], [[1.0, 4.0]]]
+    (state,) = optimizer.state.values()
+    assert state["differs_from_last/last"].tolist() == [4.0, 6.0]
+
+
+class InPlace(Formula):
+    keys = ("average",)
+
+    @override
+    def formula(self, x, state, setting):
+        average = state[0].lerp_(x.abs(), 0.5)
+        return x.clamp(-average, average), (average,)
+
+
+class Misspells(Formula):
+    @override
+    def formula(self, x, state, setting):
+        return x * setting["factr"], ()
+
+
+@both_ways
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (InPlace, r"^InPlace\(\)\.formula changes its arguments in place\. Compute new tensors"),
+        (Misspells, r"^Misspells\(\)\.formula looked up 'factr', which does not exist"),
+    ],
+)
+def test_a_mistake_in_a_formula_is_explained_before_parameters_and_state_change(kind, message, fast):
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = Modular([weight], kind(), SGD(0.1), fast=fast)
+    weight.grad = torch.ones(3)
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step()
+    assert weight.tolist() == [1.0] * 3
+    assert optimizer.state[weight].get("in_place/average", torch.zeros(3)).tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("keys", [("last", "last"), ("started",)])
+def test_keys_that_would_share_an_entry_are_refused(keys):
+    with pytest.raises(TypeError, match="they must differ, also from 'started'"):
+        type("Shares", (Formula,), {"keys": keys})
+
+
+def test_a_formula_with_other_arguments_is_refused_when_the_class_is_made():
+    with pytest.raises(
+        TypeError, match=r"Other\.formula takes \(self, x, state\): write def formula\(self, x, state, "
+    ):
+        type("Other", (Formula,), {"formula": lambda self, x, state: (x, ())})
+
+
 def test_a_class_with_neither_formula_nor_change_is_named_when_the_optimizer_is_made():
     with pytest.raises(TypeError, match=r"Formula\(\) changes no elements: its class has neither formula\(self"):
         Modular([nn.Parameter(torch.zeros(2))], Formula())

@@ -180,7 +180,41 @@ def test_the_trial_draws_no_random_numbers_of_the_step():
     assert torch.equal(weight, expected)
 
 
-def test_each_class_is_tried_once_for_each_optimizer_and_dtype(monkeypatch):
+class ForgetsSometimes(Elementwise):
+    """Forgets the result with some arguments, settings or dtypes."""
+
+    def __init__(self, mode="clips", limit=1.0):
+        super().__init__({"limit": limit})
+        self.mode = mode
+
+    @override
+    def change(self, x, result, state, setting, at):
+        if self.mode == "clips" and setting["limit"] is not None and x.dtype == torch.float32:
+            torch.clamp(x, -setting["limit"], setting["limit"], out=result)
+        return x.new_zeros(())
+
+
+@pytest.mark.parametrize(
+    ("transforms", "options"),
+    [
+        ([ForgetsSometimes(), ForgetsSometimes("forgets")], {}),
+        ([ForgetsSometimes().only("a"), ForgetsSometimes("forgets").only("b")], {}),
+        ([ForgetsSometimes()], {"limit": None}),
+        ([ForgetsSometimes()], {"dtype": torch.float64}),
+    ],
+    ids=["arguments", "scopes", "settings", "dtypes"],
+)
+def test_each_transform_is_tried_with_each_dtype_and_with_settings_of_none(transforms, options):
+    dtype = options.pop("dtype", torch.float32)
+    params = [nn.Parameter(torch.ones(200_000)), nn.Parameter(torch.ones(200_000, dtype=dtype))]
+    groups = [{"params": [("a", params[0])]}, {"params": [("b", params[1])], **options}]
+    optimizer = Modular(groups, *transforms, SGD(1.0))
+    with pytest.raises(RuntimeError, match=r"^ForgetsSometimes\(.*\.change gives NaN for finite elements"):
+        train(optimizer, params, [[torch.full_like(param, 3.0) for param in params]])
+    assert all(torch.equal(param, torch.ones_like(param)) for param in params)
+
+
+def test_each_transform_is_tried_once_for_each_optimizer_and_dtype(monkeypatch):
     tried = []
     monkeypatch.setattr(fast, "try_out", lambda transform, setting, dtype: tried.append((type(transform), dtype)))
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -188,7 +222,7 @@ def test_each_class_is_tried_once_for_each_optimizer_and_dtype(monkeypatch):
         optimizer = Modular(params, ClipNorm(1), ClipValue(1.0), Halves(), ClipValue(2.0), AdamW())
         train(optimizer, params, [[torch.ones(3, dtype=dtype)]] * 3)
     wide = [torch.float32, torch.float32, torch.float64]
-    assert tried == [(kind, dtype) for dtype in wide for kind in (ClipValue, Halves)]
+    assert tried == [(kind, dtype) for dtype in wide for kind in (ClipValue, Halves, ClipValue)]
     tried.clear()
     params = [nn.Parameter(torch.zeros(3))]
     optimizer = Modular(params, Halves(), SGD(0.1))

@@ -33,6 +33,7 @@ class Elements:
         not wait for a device. False if any of this is not known."""
         self._finite, self._started, self._scratch, self._spread = finite, started, scratch, spread
         self._new: Tensor | None = None
+        self.is_first = False  # True if the formula gets copies, to see whether it changes them
         self.without_statistics: object = None  # the transform, if it does not declare ``keeps_statistics``
 
     def memory(self, name: str, like: Tensor) -> Tensor:

@@ -91,6 +91,8 @@ class Elementwise(TensorwiseTransform):
         super().__init_subclass__(**kwargs)
         if isinstance(cls.keys, str):
             raise TypeError(f"keys of {cls.__name__} is a string: write keys = ({cls.keys!r},), with the comma")
+        if len({"started", *cls.keys}) <= len(cls.keys):
+            raise TypeError(f"keys of {cls.__name__} are {cls.keys}: they must differ, also from 'started'")
         is_written = cls.formula is not Elementwise.formula
         cls.has_formula = is_written and overridden_last(cls, *_WAYS) != "change"
         is_latest = overridden_last(cls, *_WAYS[::-1]) == "change"
@@ -140,7 +142,14 @@ class Elementwise(TensorwiseTransform):
             at: The elements that take part. Its methods leave the others unchanged.
         """
         own = state[: len(self.keys)]
-        new, *moved = self._tensors("formula", self.formula(x, state, setting), [x, *own])
+        given = [tensor.clone() for tensor in (x, *state)] if at.is_first else [x, *state]
+        found = self.formula(given[0], given[1:], setting)
+        if at.is_first and any(tensor._version for tensor in given if not tensor.is_inference()):
+            raise RuntimeError(
+                f"{self!r}.formula changes its arguments in place. Compute new tensors, for example by lerp instead of "
+                "lerp_"
+            )
+        new, *moved = self._tensors("formula", found, [x, *own])
         if own:
             at = at.only_finite(x.abs())
             first = self.start(x, setting) if at.may_start else None
@@ -289,6 +298,7 @@ class Elementwise(TensorwiseTransform):
             x, *state = own = _of_one_dtype(given)
             numbers = [vector.select(0, k).to(x.device, x.dtype) for vector in flags.numbers]
             at = flags.elements(k, x.device)
+            at.is_first = step.is_first and not torch.compiler.is_compiling()
             own[0] = torch.full_like(x, torch.nan)  # other memory than `x`, which shows what `change` does not write
             counts[i] = self.counted(x, own[0], [*state, *numbers], step.settings[i], at, by_formula=by_formula)
             changed = [(to, of) for to, of in zip(given, own, strict=True) if to is not of]

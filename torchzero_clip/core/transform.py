@@ -18,8 +18,8 @@ from torchzero_clip.hints import Explained, check_override, explained
 from torchzero_clip.types import Schedule, Setting, State, Target
 
 CALLED = {
-    *("apply_tensors", "apply_tensor", "factors", "change", "refuses", "accept", "refused", "take_step", "shifts"),
-    *("init_state", "possible_state", "init_global_state", "slice_dims"),
+    *("apply_tensors", "apply_tensor", "factors", "formula", "start", "change", "refuses", "accept", "refused"),
+    *("take_step", "shifts", "init_state", "possible_state", "init_global_state", "slice_dims"),
 }
 """Methods that the optimizer calls, with arguments without names."""
 

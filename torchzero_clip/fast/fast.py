@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, final
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -164,7 +163,7 @@ class Fast(Executor):
         """Let a shift or an elementwise transform wait, where updates have the layout."""
         transform = node.transform
         if isinstance(transform, Elementwise):
-            self._try_out(transform, host.settings[node.path], host.table.params[rows[0]].dtype)
+            self._try_out(transform, host.settings[node.path], host.table.params, rows)
         if self._layout is None or not self._layout.runs_in_pieces or not self.memory.untouched:
             return False
         if isinstance(transform, Shifting):
@@ -178,13 +177,19 @@ class Fast(Executor):
             self._queues.wait(rows, Shift(numbers))
         return numbers is not None
 
-    def _try_out(self, transform: Elementwise, settings: Sequence[Setting], dtype: torch.dtype) -> None:
-        """Try a transform out if this is the first step of its class with a dtype."""
-        key = type(transform), foreach.wide_dtype(dtype.to_real())
-        acting = [] if key in self._tried else [setting for setting in settings if transform.acts_with(setting)]
-        if acting:
-            try_out(transform, acting[0], key[1])
-            self._tried.add(key)
+    def _try_out(
+        self, transform: Elementwise, settings: Sequence[Setting], params: Sequence[Tensor], rows: Sequence[int]
+    ) -> None:
+        """Try a transform out in its first step with a dtype, once for each set of settings that are None."""
+        dtypes = {params[rows[0]].dtype} if self._layout is not None else {params[i].dtype for i in rows}
+        for dtype in dtypes:
+            key = id(transform), foreach.wide_dtype(dtype.to_real())
+            if key not in self._tried:
+                acting = [setting for setting in settings if transform.acts_with(setting)]
+                for setting in {tuple(v is None for v in own.values()): own for own in acting}.values():
+                    try_out(transform, setting, key[1])
+                if acting:
+                    self._tried.add(key)
 
     def _pointwise(self, host: Host, node: Node, transform: Elementwise, rows: list[int]) -> bool:
         if node.children or not transform.is_elementwise():

@@ -69,18 +69,10 @@ def _changed(
     transform: Elementwise, given: Sequence[Tensor], setting: Setting, at: Elements, by_formula: bool
 ) -> Tensor:
     """The new elements. Raise if a method writes to what it may only read, or leaves NaN."""
-    name, copies, result = "change", [tensor.clone() for tensor in given], torch.full_like(given[0], torch.nan)
-    if by_formula:
-        name = "formula"
-        with torch.random.fork_rng(devices=[]):
-            transform.formula(copies[0], copies[1:], setting)
-        if not all(map(torch.equal, copies, given)):
-            raise RuntimeError(
-                f"{transform!r}.formula changes its arguments in place. Compute new tensors, for example by lerp "
-                "instead of lerp_"
-            )
+    name, before, result = "formula" if by_formula else "change", given[0].clone(), torch.full_like(given[0], torch.nan)
+    at.is_first = True
     transform.counted(given[0], result, given[1:], setting, at, by_formula=by_formula)
-    if not torch.equal(copies[0], given[0]):
+    if not torch.equal(before, given[0]):
         raise RuntimeError(f"{transform!r}.{name} changes x in place. Write the new elements to result")
     if bool(result.isnan().any()):
         way_out = "" if by_formula else ". Write every element to result, for example by at.write(new, x, result)"

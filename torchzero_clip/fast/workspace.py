@@ -19,8 +19,8 @@ class Workspace:
         self.scratch = Scratch()
         self.vectors = Vectors()
         self.layout: Layout | None = None
-        self.tried: set[tuple[type, torch.dtype]] = set()
-        """The classes of elementwise transforms that were tried out, see `fast.trial`."""
+        self.tried: set[tuple[int, torch.dtype]] = set()
+        """The ids of elementwise transforms that were tried out, see `fast.trial`."""
 
     def beside(self) -> "Workspace":
         """A workspace with the same scratch memory, for other parameters that take their steps in turns with these."""
