@@ -298,7 +298,7 @@ class Elementwise(TensorwiseTransform):
             x, *state = own = _of_one_dtype(given)
             numbers = [vector.select(0, k).to(x.device, x.dtype) for vector in flags.numbers]
             at = flags.elements(k, x.device)
-            at.is_first = step.is_first and not torch.compiler.is_compiling()
+            at.is_first = step.is_first
             own[0] = torch.full_like(x, torch.nan)  # other memory than `x`, which shows what `change` does not write
             counts[i] = self.counted(x, own[0], [*state, *numbers], step.settings[i], at, by_formula=by_formula)
             changed = [(to, of) for to, of in zip(given, own, strict=True) if to is not of]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchzero_clip.core.chain import Chain
@@ -187,7 +188,8 @@ class Walk:
             has_loss=self.loss.exists,
         )
         # authors' methods are checked in the first step of a parameter only, because each check takes time
-        step.is_first = bool(table.new_states)
+        # what a first step compares, such as versions of tensors, torch.compile cannot trace
+        step.is_first = bool(table.new_states) and not torch.compiler.is_compiling()
         if self.company is not None and self.company.absence is not None:
             self.company.absence.begin(step)
         return step
