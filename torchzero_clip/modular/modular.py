@@ -336,7 +336,8 @@ class Modular(Explained, Optimizer):
         try:
             is_taken = takes_part and (not self._policy.decides or self._policy.allows(walk, state))
             if is_taken and run(walk, self.chain, states=self.state, listener=self.listener, parts=parts):
-                self._metrics = walk.metrics if parts is None else parts.end(self.nodes, self.param_groups)
+                self._metrics.clear()  # torch.compile loses a dict that is assigned
+                self._metrics.update(walk.metrics if parts is None else parts.end(self.nodes, self.param_groups))
                 self._unread = None
                 if not isinstance(walk.executor, Readable) and self._may_repeat() and not self._schedules.any:
                     self._fast_way.learn(walk, walk.executor)
