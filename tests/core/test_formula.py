@@ -218,7 +218,16 @@ class Returns(Formula):
     [
         (lambda: Returns(lambda x: x), r"\.formula returned a tensor of shape .*write `return new, \(new_average,\)`"),
         (lambda: Returns(lambda x: None), r"\.formula returned NoneType\. "),
-        (lambda: Returns(lambda x: (x, (x.sum(),))), r"\.formula returned a tensor of shape .* and .* shape \(\)\. "),
+        (lambda: Returns(lambda x: (x, (x.sum(),))), r"\.formula returned .* of torch\.float32 and .* shape \(\) of"),
+        (
+            lambda: Returns(lambda x: (x > 0, (x,))),
+            r"\.formula returned .* torch\.bool .* the shape and the dtype of x: ",
+        ),
+        (lambda: Returns(lambda x: (x.half(), (x,))), r"\.formula returned a tensor of shape .* of torch\.float16 and"),
+        (
+            lambda: Returns(lambda x: (x, (x.double(),))),
+            r"\.formula returned .* and a tensor of .* of torch\.float64\. ",
+        ),
         (lambda: Returns(lambda x: (x, ())), r"\.formula returned a tensor of shape"),
         (lambda: Returns(lambda x: (x, (x,)), lambda x: 0.0), r"\.start returned float\. .*`return \(new_average,\)`"),
         (lambda: Returns(lambda x: (x, (x,)), lambda x: ()), r"\.start returned nothing\. "),
