@@ -36,7 +36,7 @@ def update(optimizer, params, gradients):
 def test_they_are_short():
     for lines, names in (
         (15, "LimitRMS Average"),
-        (25, "ClipToLast ClipToLimit SkipJumps Lion"),
+        (25, "ClipToLimit SkipJumps Lion"),
         (35, "ClipToMedian ClipToUsualInPlace"),
     ):
         for name in names.split():
@@ -55,6 +55,22 @@ def test_a_gate_by_hand():
     assert optimizer.metrics()["skipped_steps"] == 1
     assert optimizer.metrics()["skip_jumps/norm"] == 4.0
     assert optimizer.param_groups[0]["skip_jumps/last"] == 1.0
+
+
+def test_a_gate_refuses_a_loss_that_is_not_finite():
+    gate, _ = shown("write_a_transform.md", "SkipJumps")
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = Modular([weight], gate(2.0))
+    moved = []
+    for loss in (math.nan, math.inf, 3.0, math.nan, math.inf, 7.0, 1e-9):
+        optimizer.report_loss(loss)
+        moved.append(update(optimizer, [weight], [[4.0]])[0][0])
+    assert moved == [0.0, 0.0, 4.0, 0.0, 0.0, 0.0, 4.0]
+    last = optimizer.param_groups[0]["skip_jumps/last"]
+    assert (last.dtype, last.item()) == (torch.float64, 1e-9)
+    other = Modular([weight], gate(2.0))
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["skip_jumps/last"] == 1e-9
 
 
 def test_the_limit_without_a_loop_is_clip_norm():

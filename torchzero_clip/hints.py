@@ -137,6 +137,8 @@ def check_override(kind: type, name: str) -> None:
     own, expected = inspect.signature(method), inspect.signature(base).parameters
     try:
         own.bind(*expected)
+        if list(own.parameters) != list(expected) and own.parameters.keys() == expected.keys():
+            raise TypeError("in another order")
     except TypeError:
         written = f"def {name}({', '.join(expected)})"
         raise TypeError(f"{kind.__name__}.{name} takes ({', '.join(own.parameters)}): write {written}") from None
@@ -149,14 +151,23 @@ def explanation(
     # ``known`` has the keys that it can look up, by what they are; ``loss`` says why there is none
     if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str):
         key, keys = error.args[0], {kind: list(names) for kind, names in known.items()}
+        if key == "lr" and key not in keys["settings"]:
+            return f"{who} looked up 'lr', by which the chain multiplies after the rule: return the step for lr = 1"
+        for kind, names in keys.items():
+            if key in names:
+                place = {"settings": "setting", "state of the whole chain": "step.global_state"}.get(kind, "state")
+                index = names.index(key) if kind == "keys of state" else repr(key)
+                return f"{who} looked up {key!r} in another place than its {kind}: write {place}[{index}]"
         meant = did_you_mean(key, [name for names in keys.values() for name in names], listed=False) or "."
         listed = "; ".join(f"{kind}: {', '.join(names) or 'none'}" for kind, names in keys.items())
         return f"{who} looked up {key!r}, which does not exist{meant} It has these {listed}"
     if isinstance(error, TypeError) and "indices must be integers or slices, not str" in str(error):
         return (
             f"{who} looked up a key in a list. step.settings and step.states have a dict for each parameter: zip them "
-            "with the updates. The state that Elementwise.change gets has a tensor for each of keys, in this order"
+            "with the updates. The state that formula and change get has a tensor for each of keys, in this order"
         )
+    if not known.get("keys of state", True) and str(error).endswith(("list index out of range", "got 0)")):
+        return f"{who} has no state, because its class has no keys: write keys = ('average',)"
     if loss is not None and "'NoneType'" in str(error) and _reads_loss(error):
         return f"{who} used the loss, which is None in this step: {loss}"
     return None

@@ -1,13 +1,14 @@
 """Elementwise transforms that are formulas: what the optimizer does around them, in both ways of a step."""
 
 import math
+import re
 
 import pytest
 import torch
 from clipping.statistics import outputs
 from contract.entries import ClipToUsual, ClipToUsualInPlace, Mul
 from contract.training import set_grads, train
-from test_pages_for_authors import shown
+from test_pages_for_authors import DOCS, shown
 from torch import nn
 from typing_extensions import override
 from versions import needs_compiler
@@ -73,9 +74,39 @@ def test_the_first_example_of_the_page_has_eight_lines_and_starts_from_zeros(fas
 
 
 @both_ways
+def test_with_the_start_of_the_page_the_first_update_passes(fast):
+    clip, _ = shown("write_a_transform.md", "ClipToUsual")
+    page = (DOCS / "write_a_transform.md").read_text()
+    (lines,) = re.findall(r"^```python\n(def start.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(lines.splitlines()) == 2
+    members = {}
+    exec(lines, members)
+    results, _ = outputs(type("Starts", (clip,), {"start": members["start"]})(0.5, 0.5), [[[4.0]], [[8.0]]], fast=fast)
+    assert results == [[[4.0]], [[3.0]]]
+
+
+class ClipToLast(Elementwise):
+    """Clips each element to ``factor`` times its last magnitude."""
+
+    keys = ("last",)
+
+    def __init__(self, factor):
+        super().__init__({"factor": factor})
+
+    @override
+    def start(self, x, setting):
+        return (x.abs(),)
+
+    @override
+    def formula(self, x, state, setting):
+        limit = setting["factor"] * state[0].clamp(min=1e-4)
+        new = x.clamp(-limit, limit)
+        return new, (new.abs(),)
+
+
+@both_ways
 def test_what_start_returns_is_the_state_after_the_first_update_which_passes(fast):
-    clip, _ = shown("write_a_transform.md", "ClipToLast")
-    results, optimizer = outputs(clip(1.5), [[[0.0], [4.0]], [[2.0], [-8.0]], [[4.0], [1.0]]], fast=fast)
+    results, optimizer = outputs(ClipToLast(1.5), [[[0.0], [4.0]], [[2.0], [-8.0]], [[4.0], [1.0]]], fast=fast)
     assert results == [[[0.0], [4.0]], [[2.0], [-6.0]], [[3.0], [1.0]]]
     assert [state["clip_to_last/last"].tolist() for state in optimizer.state.values()] == [[3.0], [1.0]]
 
@@ -218,7 +249,16 @@ class Returns(Formula):
     [
         (lambda: Returns(lambda x: x), r"\.formula returned a tensor of shape .*write `return new, \(new_average,\)`"),
         (lambda: Returns(lambda x: None), r"\.formula returned NoneType\. "),
-        (lambda: Returns(lambda x: (x, (x.sum(),))), r"\.formula returned a tensor of shape .* and .* shape \(\)\. "),
+        (lambda: Returns(lambda x: (x, (x.sum(),))), r"\.formula returned .* of torch\.float32 and .* shape \(\) of"),
+        (
+            lambda: Returns(lambda x: (x > 0, (x,))),
+            r"\.formula returned .* torch\.bool .* the shape and the dtype of x: ",
+        ),
+        (lambda: Returns(lambda x: (x.half(), (x,))), r"\.formula returned a tensor of shape .* of torch\.float16 and"),
+        (
+            lambda: Returns(lambda x: (x, (x.double(),))),
+            r"\.formula returned .* and a tensor of .* of torch\.float64\. ",
+        ),
         (lambda: Returns(lambda x: (x, ())), r"\.formula returned a tensor of shape"),
         (lambda: Returns(lambda x: (x, (x,)), lambda x: 0.0), r"\.start returned float\. .*`return \(new_average,\)`"),
         (lambda: Returns(lambda x: (x, (x,)), lambda x: ()), r"\.start returned nothing\. "),

@@ -16,6 +16,7 @@ from torchzero_clip import (
     ClipValueGrowth,
     Modular,
     SkipStep,
+    Step,
     TensorwiseTransform,
     Transform,
 )
@@ -97,3 +98,10 @@ def test_started_is_a_vector_of_booleans(started):
 
     with pytest.raises(ValueError, match="started must be booleans, 4 of them, got"):
         trained(Careless({}))
+
+
+def test_started_of_all_gradients_together_is_a_vector_too():
+    step = Step([], [], None, [], [], gradient_norms=torch.ones(3))
+    assert step.usable(torch.tensor([True]), joint=True).tolist() == [True]
+    with pytest.raises(ValueError, match=r"started must be booleans, 1 of them, got torch.bool of shape \(\)"):
+        step.usable(torch.tensor(True), joint=True)

@@ -42,6 +42,11 @@ def elementwise(body, **members):
     return own(Elementwise, change=change, **{"keys": ("average",), **members})
 
 
+def formula(body, **members):
+    members["formula"] = lambda self, x, state, setting: body(x, state, setting)
+    return own(Elementwise, **{"keys": ("average",), "keeps_statistics": False, **members})
+
+
 def scaling(body, **members):
     return own(Scaling, factors=lambda self, measured, updates, step: body(measured, updates, step), **members)
 
@@ -100,6 +105,13 @@ MISTAKES = {
         own(TensorwiseTransform, apply_tensor=lambda self, tensor, state: tensor),
         "Own.apply_tensor takes (self, tensor, state): write def apply_tensor(self, tensor, param, grad, loss",
     ),
+    "a start without settings": (
+        own(Elementwise, start=lambda self, x: (x,)), "Own.start takes (self, x): write def start(self, x, setting)"
+    ),
+    "exchanged arguments": (
+        own(Elementwise, formula=lambda self, x, setting, state: (x, ())),
+        "Own.formula takes (self, x, setting, state): write def formula(self, x, state, setting)",
+    ),
     "keys without a comma": (elementwise(ones, keys="average"), "keys of Own is a string: write keys = ('average',)"),
     "a setting instead of a dict": (joint(list, settings=2.0), "defaults must be a dict of settings, got 2.0: write"),
     "a check that answers": (
@@ -117,9 +129,37 @@ MISTAKES = {
         scaling(lambda measured, updates, step: step.settings[0]["lmit"]),
         "settings: limit; state of a parameter: none",
     ),
+    "a typo in a setting of a scaling with state": (
+        scaling(lambda measured, updates, step: step.settings[0]["lmit"], init_state=of_param(y=zero)),
+        "settings: limit; state of a parameter: y",
+    ),
     "a typo in a setting of elements": (
         elementwise(lambda x, result, state, setting, at: setting["limt"]),
         "Own({'limit': 2.0}).change looked up 'limt', which does not exist; did you mean 'limit'?",
+    ),
+    "a typo in a setting of a formula": (
+        formula(lambda x, state, setting: x * setting["limt"]),
+        "Own({'limit': 2.0}).formula looked up 'limt', which does not exist; did you mean 'limit'? It has these setti",
+    ),
+    "a setting in state": (
+        tensorwise(lambda tensor, *_: tensor * _[3]["limit"], init_state=of_param(average=zero)),
+        "Own({'limit': 2.0}) looked up 'limit' in another place than its settings: write setting['limit']",
+    ),
+    "state in settings": (
+        tensorwise(lambda tensor, *_: tensor * _[-1]["average"], init_state=of_param(average=zero)),
+        "looked up 'average' in another place than its state of a parameter: write state['average']",
+    ),
+    "state of the chain in state": (
+        joint(lambda updates, step: step.states[0]["first"], init_global_state=of_chain(first=zero)),
+        "another place than its state of the whole chain: write step.global_state['first']",
+    ),
+    "state of a formula in settings": (
+        formula(lambda x, state, setting: x * setting["two"], keys=("one", "two")),
+        "Own({'limit': 2.0}).formula looked up 'two' in another place than its keys of state: write state[1]",
+    ),
+    "a learning rate in a rule": (
+        joint(lambda updates, step: [u * step.settings[0]["lr"] for u in updates], UpdateRule),
+        "looked up 'lr', by which the chain multiplies after the rule: return the step for lr = 1",
     ),
     "a typo in a setting of a gate": (
         gate(lambda norm, step: norm > step.settings[0]["limt"]),
@@ -150,6 +190,19 @@ MISTAKES = {
         elementwise(lambda x, result, state, setting, at: state["average"]),
         "Own({'limit': 2.0}).change looked up a key in a list",
     ),
+    "state of a formula by name": (
+        formula(lambda x, state, setting: state["average"]),
+        ".formula looked up a key in a list. step.settings and step.states have a dict for each parameter: zip them wi"
+        "th the updates. The state that formula and change get has a tensor for each of keys, in this order",
+    ),
+    "a formula without keys": (
+        formula(lambda x, state, setting: state[0], keys=()),
+        "Own({'limit': 2.0}).formula has no state, because its class has no keys: write keys = ('average',)",
+    ),
+    "a change without keys": (
+        elementwise(lambda x, result, state, *_: min(*((a, a) for (a,) in [state])), keys=()),
+        "Own({'limit': 2.0}).change has no state, because its class has no keys: write keys = ('average',)",
+    ),
     "a loss that nobody reports": (
         tensorwise(lambda tensor, param, grad, loss, state, setting: tensor * (loss > 3)),
         "used the loss, which is None in this step: call optimizer.report_loss(loss) before step(), or pass step a clo",
@@ -166,9 +219,13 @@ MISTAKES = {
         "Own({'limit': 2.0}) calls begin_ or fill_new_, which do nothing without a statistic: write keeps_sta",
     ),
     # what is returned
-    "no list": (joint(lambda updates, step: None), "returned NoneType instead of a list of tensors"),
+    "no list": (joint(lambda updates, step: None), ".apply_tensors returned NoneType instead of a list of tensors"),
     "a shorter list": (joint(lambda updates, step: updates[:1]), "returned 1 tensors for 2"),
-    "no tensor": (tensorwise(lambda *_: None), "returned NoneType instead of a tensor"),
+    "no tensor": (
+        tensorwise(lambda *_: None),
+        "Own({'limit': 2.0}).apply_tensor returned NoneType instead of a tensor",
+    ),
+    "no tensors in a list": (joint(lambda updates, step: [None] * 2), ".apply_tensors returned NoneType ins"),
     "another shape": (
         tensorwise(lambda tensor, *_: tensor.sum()), "shape () of torch.float32 for one of shape (2,)"
     ),
@@ -183,12 +240,17 @@ MISTAKES = {
         elementwise(lambda x, result, state, setting, at: x > 1),
         "instead of the number of elements that changed, a 0-d tensor: return at.count(...)",
     ),
-    "a list of factors": (scaling(lambda measured, *_: measured.norms), "returned factors of list for 2 slices"),
+    "a list of factors": (scaling(lambda measured, *_: measured.norms), ".factors returned list instead of 2 numbers"),
+    "no factors": (
+        scaling(lambda *_: None),
+        "Own({'limit': 2.0}).factors returned NoneType instead of 2 numbers to multiply by, one for each slice: return "
+        "measured.by_setting(step.settings, rule), or measured.joined(factors) of a list like measured.norms",
+    ),
     "too many factors": (
-        scaling(lambda *_: torch.ones(3)), "returned factors of shape (3,) for 2 slices: see Measured.joined"
+        scaling(lambda *_: torch.ones(3)), "factors returned a tensor of shape (3,) of torch.float32 instead of 2 numb"
     ),
     "comparisons as factors": (
-        scaling(lambda measured, *_: measured.vector > 1), "returned factors of torch.bool: return numbers"
+        scaling(lambda measured, *_: measured.vector > 1), "returned a tensor of shape (2,) of torch.bool instead of 2"
     ),
     "a bool of a gate": (
         gate(lambda norm, step: bool(norm > 3)),

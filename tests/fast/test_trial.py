@@ -39,6 +39,7 @@ class Halves(Elementwise):
     @override
     def change(self, x, result, state, setting, at):
         (last,) = state
+        at = at.only_finite(x.abs())
         at.put(x, last)
         at.write(x / 2, x, result)
         return at.count(torch.ne(x, 0))
@@ -95,7 +96,7 @@ class Thirds(Halves):
 
     @override
     def change(self, x, result, state, setting, at):
-        at.put(x, state[0])
+        at.only_finite(x.abs()).put(x, state[0])
         at.write(x / 3, x, result)
         return at.count(torch.ne(x, 0))
 
@@ -119,7 +120,147 @@ class FormulaWithNaN(Halves):
         return x.sqrt(), (x,)
 
 
+class Usual(Elementwise):
+    """Limits elements to the average of their magnitudes."""
+
+    keys = ("average",)
+    keeps_statistics = True
+
+    def __init__(self, beta=0.9):
+        super().__init__({"beta": beta})
+
+    def moved(self, at, finite):
+        """The elements whose state changes."""
+        return finite
+
+    def put(self, average, size, setting, at):
+        at.lerp_(average, size, 1 - setting["beta"])
+
+    def hits(self, size, average):
+        return torch.gt(size, average, out=size)
+
+    @override
+    def change(self, x, result, state, setting, at):
+        (average,) = state
+        size = torch.abs(x, out=at.memory("size", x))
+        self.put(average, size, setting, self.moved(at, at.only_finite(size)))
+        finite = at.only_finite(size)
+        finite.clamp(x, -average, average, result)
+        return finite.count(self.hits(size, average))
+
+
+class WithFormula(Usual):
+    @override
+    def formula(self, x, state, setting):
+        average = state[0].lerp(x.abs(), 1 - setting["beta"])
+        return x.clamp(-average, average), (average,)
+
+    change = Usual.change
+
+
+class StoresInf(Usual):
+    """It moves the state of all elements of the tensor."""
+
+    @override
+    def moved(self, at, finite):
+        return at
+
+
+class StoresInfOfFormula(WithFormula, StoresInf):
+    change, formula = Usual.change, WithFormula.formula
+
+
+class StoresUnusable(Usual):
+    """It moves the state by torch itself, for tensors that are not usable too."""
+
+    @override
+    def put(self, average, size, setting, at):
+        average.lerp_(size.nan_to_num(posinf=0.0).where(size < torch.inf, average), 1 - setting["beta"])
+
+
+class StoresUnusableOfFormula(WithFormula, StoresUnusable):
+    change, formula = Usual.change, WithFormula.formula
+
+
+class ChangesOnly(WithFormula):
+    """A subclass that overrides only ``change``."""
+
+    @override
+    def change(self, x, result, state, setting, at):
+        state[0].lerp_(x.abs(), 1 - setting["beta"])
+        at.write(x, x, result)
+        return x.new_zeros(())
+
+
+class ForgetsResultInASubclass(WithFormula):
+    @override
+    def change(self, x, result, state, setting, at):
+        return x.new_zeros(())
+
+
+class CountsAll(WithFormula):
+    @override
+    def hits(self, size, average):
+        return torch.ones_like(size)
+
+
+class CountsNone(WithFormula):
+    @override
+    def hits(self, size, average):
+        return torch.zeros_like(size)
+
+
+class DiffersInOne(Halves):
+    formula = Halves.formula
+
+    @override
+    def change(self, x, result, state, setting, at):
+        count = super().change(x, result, state, setting, at)
+        result.clamp_(max=1.6)
+        return count
+
+
+class Centers(Halves):
+    """Its formula depends on the shape of the tensor."""
+
+    @override
+    def formula(self, x, state, setting):
+        return x - x.mean(), (x,)
+
+
+class StoresTheMean(Halves):
+    @override
+    def formula(self, x, state, setting):
+        return x.minimum(state[0]), (x.mean().expand_as(x),)
+
+
+class StartsAtTheMean(Halves):
+    """Its first state depends on the shape."""
+
+    formula = Halves.formula
+
+    @override
+    def start(self, x, setting):
+        return (x.abs().mean().expand_as(x),)
+
+
+REST = (
+    r"\.change changes the state 'average' of elements that do not take part, such as those .* at\.only_finite\(size\)"
+)
+SHAPE = r"\.formula computes other numbers from halves of a tensor than from the whole\. It must treat each element"
 WRONG = {
+    StoresInf: r"StoresInf\(\)" + REST,
+    StoresInfOfFormula: REST,
+    StoresUnusable: REST,
+    StoresUnusableOfFormula: REST,
+    ChangesOnly: r"ChangesOnly\(\)" + REST,
+    ForgetsResultInASubclass: r"ForgetsResultInASubclass\(\)\.change gives NaN for finite elements",
+    CountsAll: r"formula differ\. Change computes the count \[11\], and the formula \[\d\]\. Correct one",
+    CountsNone: r"formula differ\. Change computes the count \[0\], and the formula \[12\]\. Correct one",
+    DiffersInOne: r"Change computes elements \[1\.6\], and the formula \[1\.65\]\. Correct",
+    Centers: r"Centers\(\)" + SHAPE,
+    StoresTheMean: SHAPE,
+    StartsAtTheMean: SHAPE,
     ForgetsResult: r"ForgetsResult\(\)\.change gives NaN for finite elements\. Write every element to result, for",
     ForgetsResultWithoutFormula: r"WithoutFormula\(\)\.change gives NaN for finite elements\. Write every element",
     WritesPartOfResult: r"change gives NaN for finite elements\. Write every element to result",
@@ -146,6 +287,57 @@ def test_a_mistake_is_named_before_parameters_and_state_change(kind, dtype):
     assert all(torch.equal(param.grad, grad) for param, grad in zip(params, grads, strict=True))
     own = [v for s in optimizer.state.values() for k, v in s.items() if k.startswith(transform.name)]
     assert all(bool((value == 0).all()) for value in own)
+
+
+@pytest.mark.parametrize("make", [Usual, WithFormula, lambda: Usual(0.0), lambda: WithFormula(1.0)])
+def test_a_correct_change_passes_the_trial(make):
+    weight = nn.Parameter(torch.zeros(3))
+    train(Modular([weight], make(), SGD(1.0)), [weight], [[torch.ones(3)]] * 2)
+    assert weight.isfinite().all()
+
+
+def test_a_change_that_rounds_otherwise_than_the_formula_may_count_otherwise():
+    class Rounds(Elementwise):
+        def __init__(self):
+            super().__init__({})
+
+        @override
+        def formula(self, x, state, setting):
+            return x * (1 + 1e-6), ()
+
+        @override
+        def change(self, x, result, state, setting, at):
+            result.copy_(x)
+            return x.new_zeros(())
+
+    weight = nn.Parameter(torch.zeros(3))
+    train(Modular([weight], Rounds(), SGD(1.0)), [weight], [[-torch.ones(3)]])
+    assert weight.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "function",
+    [torch.tanh, torch.exp, torch.erf, nn.functional.gelu, nn.functional.dropout, torch.bernoulli, torch.randn_like],
+    ids=lambda function: function.__name__,
+)
+def test_a_formula_of_elements_passes_the_trial(function, dtype):
+    """Random formulas draw other numbers for halves of a tensor."""
+
+    class Applies(Elementwise):
+        def __init__(self):
+            super().__init__({})
+
+        @override
+        def formula(self, x, state, setting):
+            return function(x.sigmoid()), ()
+
+    weight = nn.Parameter(torch.zeros(3, dtype=dtype))
+    torch.manual_seed(0)
+    expected = -function(torch.full((3,), 0.5, dtype=dtype))
+    torch.manual_seed(0)
+    train(Modular([weight], Applies(), SGD(1.0)), [weight], [[torch.zeros(3, dtype=dtype)]])
+    torch.testing.assert_close(weight.data, expected)
 
 
 def test_the_readable_way_shows_a_forgotten_result_as_nan():

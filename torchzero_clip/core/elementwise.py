@@ -167,11 +167,12 @@ class Elementwise(TensorwiseTransform):
     def _tensors(self, name: str, found: Any, like: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that a method returned. Raise if they are others than it has to return."""
         tensors = list(_leaves(found))
-        if [getattr(tensor, "shape", None) for tensor in tensors] != [tensor.shape for tensor in like]:
+        kinds = [[(getattr(t, "shape", None), getattr(t, "dtype", None)) for t in group] for group in (tensors, like)]
+        if kinds[0] != kinds[1]:
             state = f"({''.join(f'new_{key}, ' for key in self.keys).strip()})"
             raise RuntimeError(
-                f"{self!r}.{name} returned {_described(found)}. Return tensors of the shape of x: write "
-                f"`return {f'new, {state}' if name == 'formula' else state}`"
+                f"{self!r}.{name} returned {_described(found)}. Return tensors of the shape and the dtype of x: "
+                f"write `return {f'new, {state}' if name == 'formula' else state}`"
             )
         return tensors
 
@@ -329,7 +330,8 @@ def _leaves(found: Any) -> Iterator[Any]:
 def _described(found: Any) -> str:
     """What a method returned, for an error."""
     names = [
-        f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in _leaves(found)
+        f"a tensor of shape {tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        for x in _leaves(found)
     ]
     return " and ".join(names) or "nothing"
 

@@ -158,7 +158,7 @@ class Step:
         if indices is not None:
             norms = elements_at(norms, indices)
         expected = 1 if joint else norms.numel()
-        if started.dtype != torch.bool or started.numel() != expected:
+        if started.dtype != torch.bool or started.shape != (expected,):
             got = f"{started.dtype} of shape {tuple(started.shape)}"
             raise ValueError(f"started must be booleans, {expected} of them, got {got}")
         finite, nonzero = norms < torch.inf, norms != 0  # also False for NaN

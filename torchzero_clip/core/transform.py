@@ -145,7 +145,7 @@ class Transform(Explained, ABC):
         return kind.init_state is not Transform.init_state or kind.possible_state is not Transform.possible_state
 
     def init_global_state(self) -> dict[str, Any]:
-        """Return the state of the whole chain before its first step: 0-d tensors and numbers."""
+        """Return the state of the whole chain before its first step: tensors and numbers."""
         return {}
 
     def structure(self) -> dict[str, str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.transform import storable
+from torchzero_clip.core.transform import Transform, overridden_last, storable
 from torchzero_clip.functional.measure import Measured
 from torchzero_clip.hints import explanation
 from torchzero_clip.types import State
@@ -28,20 +28,24 @@ def applied(node: Node, updates: list[Tensor], step: Step) -> list[Tensor]:
     except Exception as error:
         _explain(error, node, step)
     if not isinstance(result, list | tuple):
-        raise RuntimeError(f"{transform!r} returned {type(result).__name__} instead of a list of tensors")
+        raise RuntimeError(f"{_method(transform)} returned {type(result).__name__} instead of a list of tensors")
     if len(result) != len(updates):
-        raise RuntimeError(f"{transform!r} returned {len(result)} tensors for {len(updates)}")
+        raise RuntimeError(f"{_method(transform)} returned {len(result)} tensors for {len(updates)}")
     for new, old in zip(result, updates, strict=True):
         if not isinstance(new, Tensor):
-            raise RuntimeError(f"{transform!r} returned {type(new).__name__} instead of a tensor")
+            raise RuntimeError(f"{_method(transform)} returned {type(new).__name__} instead of a tensor")
         if new.shape != old.shape or new.dtype != old.dtype:
             got, expected = (f"{tuple(t.shape)} of {t.dtype}" for t in (new, old))
-            raise RuntimeError(f"{transform!r} returned a tensor of shape {got} for one of shape {expected}")
+            raise RuntimeError(f"{_method(transform)} returned a tensor of shape {got} for one of shape {expected}")
     if check is not None:
         check()
         _check_views(node, step, result)
     check_state(node, step)
     return list(result)
+
+
+def _method(transform: Transform) -> str:
+    return f"{transform!r}.{overridden_last(type(transform), 'apply_tensor', 'apply_tensors')}"
 
 
 def factors_of(node: Node, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
@@ -54,13 +58,11 @@ def factors_of(node: Node, measured: Measured, updates: list[Tensor], step: Step
     if check is not None:
         check()
     count = len(measured.vector)
-    if getattr(factors, "shape", None) != (count,):
-        got = f"shape {tuple(factors.shape)}" if isinstance(factors, Tensor) else type(factors).__name__
-        raise RuntimeError(f"{node.transform!r} returned factors of {got} for {count} slices: see Measured.joined")
-    if not factors.is_floating_point():
+    if getattr(factors, "shape", None) != (count,) or not factors.is_floating_point():
         raise RuntimeError(
-            f"{node.transform!r} returned factors of {factors.dtype}: return numbers by which to multiply, such as "
-            "(limit / norms).clamp(max=1.0)"
+            f"{node.transform!r}.factors returned {_described(factors)} instead of {count} numbers to multiply by, one "
+            "for each slice: return measured.by_setting(step.settings, rule), or measured.joined(factors) of a list "
+            "like measured.norms"
         )
     check_state(node, step)
     return factors if factors.dtype.itemsize >= 4 else factors.double()
@@ -231,7 +233,7 @@ def _check_views(node: Node, step: Step, result: Sequence[Tensor]) -> None:
 def _explain(error: Exception, node: Node, step: Step) -> NoReturn:
     """Raise an error in a method that an author wrote, explained where it does not explain itself."""
     transform = node.transform
-    states = step.touched_states()
+    states = step.touched_states() or step.states
     known = {
         "settings": node.storage_keys,
         "state of a parameter": states[0] if states else (),
