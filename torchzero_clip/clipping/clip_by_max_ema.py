@@ -108,9 +108,8 @@ class ClipByMaxEMA(Elementwise):
         """Scale down the elements above the limit, without tensors of booleans."""
         limit, ratio = state
         factor = torch.abs(x, out=at.memory("factor", x))
-        torch.maximum(
-            torch.le(factor, limit, out=factor), ratio, out=factor
-        )  # writing numbers is several times faster than booleans
+        within = torch.le(factor, limit, out=factor)  # writing numbers is several times faster than booleans
+        torch.maximum(within, ratio, out=factor)
         torch.mul(x, factor, out=result)
         return at.count(at.compare(torch.lt, factor, 1, factor))
 

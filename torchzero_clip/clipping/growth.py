@@ -91,9 +91,8 @@ class ClipValueGrowth(Elementwise):
         target: Target = "update",
         name: str | None = None,
     ) -> None:
-        super().__init__(
-            {"add": add, "mul": mul, "min_value": min_value, "max_decay": max_decay}, target=target, name=name
-        )
+        settings = {"add": add, "mul": mul, "min_value": min_value, "max_decay": max_decay}
+        super().__init__(settings, target=target, name=name)
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:

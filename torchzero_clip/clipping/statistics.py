@@ -53,11 +53,9 @@ class Tracked:
         self.norms = self.of(measured)
         started = self["started"]
         self._all_marked = False
-        self.is_usual = self._are_usual(started)
-        """True if all statistics are known to have started, and all norms to be usable and not 0."""
+        self.is_usual = self._are_usual(started)  # all are known to have started, and norms to be usable and not 0
         self.started = started > 0
-        self.usable = self.started
-        """True where gradient and norm are usable."""
+        self.usable = self.started  # True where gradient and norm are usable
         if not self.is_usual:  # an earlier transform may make an inf of a finite gradient
             usable = step.usable(self.started, indices=None if joint else self._rows, joint=joint)
             self.usable = usable & (self.norms < torch.inf)
