@@ -302,9 +302,8 @@ def begun(
     if found.optimizer is not unwrap(optimizer):
         raise ValueError("the recorder records another optimizer than the one that is trained")
     if found.is_closed:
-        raise ValueError(
-            'the recorder is closed. Pass a function that makes a recorder, such as partial(Recorder, path="...")'
-        )
+        advice = 'Pass a function that makes a recorder, such as partial(Recorder, path="...")'
+        raise ValueError(f"the recorder is closed. {advice}")
     if found._run.model is None:
         found._run.model = model
     found.log_to(log)
