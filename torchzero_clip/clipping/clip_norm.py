@@ -91,9 +91,7 @@ class ClipNorm(Scaling):
     @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
         """The factors that bring every slice to at most ``max_norm``."""
-        return measured.by_setting(
-            step.settings, lambda norms, own: clip_factors(measured.metric, norms, own["max_norm"])
-        )
+        return measured.by_setting(step.settings, lambda norms, s: clip_factors(measured.metric, norms, s["max_norm"]))
 
     def factor(self, norm: float, setting: Setting) -> float:
         """The factor of a joint norm that was read from the device, which equals that of `factors`."""
