@@ -28,11 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    purpose = "Read the file of a Recorder: suggest a limit for gradient clipping, or write a report of the run."
+    text = "Read the file of a Recorder: suggest a limit for gradient clipping, or write a report of the run."
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "python -m torchzero_clip", description=purpose, epilog=EXAMPLES, formatter_class=raw
-    )
+    parser = argparse.ArgumentParser("python -m torchzero_clip", description=text, epilog=EXAMPLES, formatter_class=raw)
     commands = parser.add_subparsers(title="commands", metavar="{suggest,report}", required=True)
     suggest = commands.add_parser("suggest", help="print a limit for ClipNorm, and how well the record determines it")
     suggest.add_argument("file", help="the file that a Recorder wrote, such as run.jsonl")

@@ -43,8 +43,7 @@ def accepted(
     ignored: Container[str],
 ) -> dict[str, Any]:
     """A group that is added, with every setting under the key that stores it, and names if the others have them."""
-    given = {key: value for key, value in group.items() if key not in ignored}
-    given = _with_names(given, others, module)
+    given = _with_names({key: value for key, value in group.items() if key not in ignored}, others, module)
     _check_new(given, others)
     return _normalized(given, nodes)
 

@@ -126,11 +126,9 @@ class Recorder(Readable):
         self._run = Run(by, keep, ratios_every, model, Output(file, live, flush_every, keep))
         self._log = file
         self.is_closed = False  # True after `close`
-        self._hooks: Hooks | None = None
+        self._hooks = None if isinstance(found, Modular) else Hooks(self._run, found)
         if isinstance(found, Modular):
             found.listener = self._run
-        else:
-            self._hooks = Hooks(self._run, found)
 
     @property
     def step(self) -> int:
