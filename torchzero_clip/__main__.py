@@ -28,29 +28,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m torchzero_clip",
-        description="Read the file of a Recorder: suggest a limit for gradient clipping, or write a report of the run.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    text = "Read the file of a Recorder: suggest a limit for gradient clipping, or write a report of the run."
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m torchzero_clip", description=text, epilog=EXAMPLES, formatter_class=raw)
     commands = parser.add_subparsers(title="commands", metavar="{suggest,report}", required=True)
     suggest = commands.add_parser("suggest", help="print a limit for ClipNorm, and how well the record determines it")
     suggest.add_argument("file", help="the file that a Recorder wrote, such as run.jsonl")
-    suggest.add_argument(
-        "--share-clipped",
-        type=float,
-        default=0.01,
-        metavar="SHARE",
-        help="the share of usual steps that the limit clips, above 0 and below 1 (default: %(default)s)",
-    )
+    share = "the share of usual steps that the limit clips, above 0 and below 1 (default: %(default)s)"
+    suggest.add_argument("--share-clipped", type=float, default=0.01, metavar="SHARE", help=share)
     suggest.add_argument("--plot", metavar="FILE", help="save a picture of the norms and the limit, such as limit.png")
     suggest.set_defaults(run=_suggest)
     report = commands.add_parser("report", help="write an HTML page with pictures, the worst steps and layers")
     report.add_argument("file", help="the file that a Recorder wrote, such as run.jsonl")
-    report.add_argument(
-        "-o", "--output", default="report.html", metavar="FILE", help="where to write the page (default: %(default)s)"
-    )
+    place = "where to write the page (default: %(default)s)"
+    report.add_argument("-o", "--output", default="report.html", metavar="FILE", help=place)
     report.set_defaults(run=_report)
     return parser
 

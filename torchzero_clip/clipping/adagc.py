@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import positive, same_in_all_groups, steps, unit_interval
-from torchzero_clip.clipping.statistics import NormStatistics, Tracked
+from torchzero_clip.clipping.statistics import NormStatistics, Tracked, averaged
 from torchzero_clip.core.states import zero_numbers
 from torchzero_clip.functional.norms import may_look
 from torchzero_clip.types import Schedule, Setting, Target
@@ -100,7 +100,7 @@ class AdaGC(NormStatistics):
         norms, usual = tracked.norms, tracked["usual"]
         limit = tracked.where_started(tracked.by_setting(_largest, usual), torch.inf)
         limited = torch.minimum(norms, limit)
-        moved = tracked.by_setting(_moved, usual, limited)
+        moved = tracked.by_setting(averaged, usual, limited)
         factors = limited / norms  # 1 where the norm is within its limit
         if not tracked.is_usual:
             moved = torch.where(tracked.started, moved, norms)
@@ -125,7 +125,3 @@ class AdaGC(NormStatistics):
 
 def _largest(setting: Setting, usual: Tensor) -> Tensor:
     return setting["ratio"] * usual
-
-
-def _moved(setting: Setting, usual: Tensor, norms: Tensor) -> Tensor:
-    return setting["beta"] * usual + (1 - setting["beta"]) * norms

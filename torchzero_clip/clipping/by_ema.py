@@ -90,9 +90,7 @@ class ClipNormByEMA(NormStatistics):
     pretraining](https://arxiv.org/abs/2502.11034), 2025, which averages norms instead of vectors.
     """
 
-    NORMALIZE: ClassVar[bool] = False
-    """Scale smaller updates up to the limit too."""
-
+    NORMALIZE: ClassVar[bool] = False  # True to scale smaller updates up to the limit too
     checks = {"beta": unit_interval, "eps": non_negative, "max_ema_growth": optional(positive)}
     each_alone = True
 
@@ -120,12 +118,8 @@ class ClipNormByEMA(NormStatistics):
         return ["eps", "max_ema_growth"]
 
     @override
-    def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
-        """The average, float32 or wider, and its norm in the step before."""
-        return self.possible_state(param, setting)
-
-    @override
     def possible_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
+        """The average, float32 or wider, and its norm in the step before."""
         ema = torch.zeros_like(param, dtype=wide_dtype(param.dtype))
         return {"ema": ema} | super().possible_state(param, setting)
 
@@ -149,13 +143,11 @@ class ClipNormByEMA(NormStatistics):
         """Keep the averages from growing too fast, and return their norms."""
         found = tracked.measure(averages, self.slicing)
         size = tracked.metric(tracked.of(found))
-        if all(setting["max_ema_growth"] is None for setting, _ in tracked.shared):
-            tracked.keep(prev=size)
-            return size
-        largest = tracked.where_started(tracked.by_setting(_largest, tracked["prev"]), torch.inf)
-        shrink = torch.where(size > largest, tracked.root(largest / size), 1.0)
-        scale_(found, tracked.factors(shrink), tracked.scratch_for(averages), name=f"averages {id(self)}")
-        size = torch.minimum(size, largest)
+        if any(setting["max_ema_growth"] is not None for setting, _ in tracked.shared):
+            largest = tracked.where_started(tracked.by_setting(_largest, tracked["prev"]), torch.inf)
+            shrink = torch.where(size > largest, tracked.root(largest / size), 1.0)
+            scale_(found, tracked.factors(shrink), tracked.scratch_for(averages), name=f"averages {id(self)}")
+            size = torch.minimum(size, largest)
         tracked.keep(prev=size)
         return size
 

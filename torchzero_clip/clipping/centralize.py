@@ -73,9 +73,7 @@ class Centralize(Shifting):
         name: str | None = None,
     ) -> None:
         super().__init__({}, target=target, name=name)
-        self.dim = dim
-        self.inverse_dims = inverse_dims
-        self.min_size = min_size
+        self.dim, self.inverse_dims, self.min_size = dim, inverse_dims, min_size
         self._slicing = Slicing.checked(1, dim, inverse_dims, min_size)
 
     @override

@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torchzero_clip.checks import decay_rate
-from torchzero_clip.clipping.statistics import Tracked
+from torchzero_clip.clipping.statistics import Tracked, averaged
 from torchzero_clip.core.elements import Elements, Flags
 from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.core.states import zero_numbers
@@ -90,7 +90,7 @@ class ClipByMaxEMA(Elementwise):
         updates = [torch.view_as_real(x) if x.is_complex() else x for x in updates]
         tracked = Tracked(step.tools.measure(updates, LARGEST), step, False, lambda _: True)
         count = tracked["started"] + 1
-        average = tracked.by_setting(_moved, tracked["largest"], tracked.norms)
+        average = tracked.by_setting(averaged, tracked["largest"], tracked.norms)
         tracked.keep(largest=average, started=count)
         limits = tracked.by_setting(_limit, average, count)
         exceed = tracked.usable & (tracked.norms > limits)
@@ -108,16 +108,11 @@ class ClipByMaxEMA(Elementwise):
         """Scale down the elements above the limit, without tensors of booleans."""
         limit, ratio = state
         factor = torch.abs(x, out=at.memory("factor", x))
-        torch.maximum(
-            torch.le(factor, limit, out=factor), ratio, out=factor
-        )  # writing numbers is several times faster than booleans
+        within = torch.le(factor, limit, out=factor)  # writing numbers is several times faster than booleans
+        torch.maximum(within, ratio, out=factor)
         torch.mul(x, factor, out=result)
         return at.count(at.compare(torch.lt, factor, 1, factor))
 
 
 def _limit(setting: Setting, average: Tensor, count: Tensor) -> Tensor:
     return average / (1 - setting["beta"] ** count)
-
-
-def _moved(setting: Setting, average: Tensor, largest: Tensor) -> Tensor:
-    return setting["beta"] * average + (1 - setting["beta"]) * largest

@@ -81,28 +81,17 @@ class ClipNorm(Scaling):
         name: str | None = None,
     ) -> None:
         if isinstance(max_norm, int | float) and not isinstance(max_norm, bool) and max_norm == 0:
-            warnings.warn(
-                "a max_norm of 0 makes every update 0, so the model does not learn; for no limit write math.inf",
-                stacklevel=2,
-            )
+            text = "a max_norm of 0 makes every update 0, so the model does not learn; for no limit write math.inf"
+            warnings.warn(text, stacklevel=2)
+        settings = {"max_norm": max_norm}
         super().__init__(
-            {"max_norm": max_norm},
-            ord=ord,
-            dim=dim,
-            inverse_dims=inverse_dims,
-            min_size=min_size,
-            target=target,
-            name=name,
+            settings, ord=ord, dim=dim, inverse_dims=inverse_dims, min_size=min_size, target=target, name=name
         )
 
     @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
         """The factors that bring every slice to at most ``max_norm``."""
-
-        def rule(norms: Tensor, setting: Setting) -> Tensor:
-            return clip_factors(measured.metric, norms, setting["max_norm"])
-
-        return measured.by_setting(step.settings, rule)
+        return measured.by_setting(step.settings, lambda norms, s: clip_factors(measured.metric, norms, s["max_norm"]))
 
     def factor(self, norm: float, setting: Setting) -> float:
         """The factor of a joint norm that was read from the device, which equals that of `factors`."""

@@ -9,7 +9,7 @@ from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional.clip import clip_factors
 from torchzero_clip.functional.measure import Measured
-from torchzero_clip.types import Schedule, Setting, Target
+from torchzero_clip.types import Schedule, Target
 
 
 class ClipRMS(Scaling):
@@ -69,8 +69,5 @@ class ClipRMS(Scaling):
         scratch = step.tools.scratch_for(updates)  # its memory lets later steps copy nothing to the device
         roots = made() if scratch is None else scratch.plan(f"roots {id(self)}", updates, made)
         measured.vector = measured.vector / roots
-
-        def rule(norms: Tensor, setting: Setting) -> Tensor:
-            return torch.where(norms < torch.inf, clip_factors(measured.metric, norms, setting["max_rms"]), 1.0)
-
-        return measured.by_setting(step.settings, rule)
+        own = measured.by_setting(step.settings, lambda norms, s: clip_factors(measured.metric, norms, s["max_rms"]))
+        return torch.where(measured.vector < torch.inf, own, 1.0)

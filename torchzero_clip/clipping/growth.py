@@ -13,7 +13,7 @@ from torchzero_clip.core.elements import Elements
 from torchzero_clip.core.elementwise import Elementwise
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional.measure import Measured
-from torchzero_clip.types import Ord, Schedule, Setting, State, Target
+from torchzero_clip.types import Ord, Schedule, Setting, Target
 
 CHECKS = {
     "add": optional(non_negative),
@@ -91,9 +91,8 @@ class ClipValueGrowth(Elementwise):
         target: Target = "update",
         name: str | None = None,
     ) -> None:
-        super().__init__(
-            {"add": add, "mul": mul, "min_value": min_value, "max_decay": max_decay}, target=target, name=name
-        )
+        settings = {"add": add, "mul": mul, "min_value": min_value, "max_decay": max_decay}
+        super().__init__(settings, target=target, name=name)
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
@@ -108,10 +107,7 @@ class ClipValueGrowth(Elementwise):
     @override
     def rows_of(self, step: Step) -> list[int] | None:
         """The indices of the parameters with a limit; None for all. The tracking of the others ends."""
-        for setting, own in step.by_setting():
-            if not _limits(setting):
-                for state in step.states[own]:
-                    _end(state)
+        _end_without_limit(step)
         return super().rows_of(step)
 
     @override
@@ -151,7 +147,10 @@ class ClipValueGrowth(Elementwise):
         else:  # what dropped below floor / decay is tracked at prev / decay
             slowest = torch.div(_floor(prev, low, other), decay, out=other)
             at.fill_new_(slowest, 0.0)
-            grown = size if add is None else _at_most(size, prev, add, at.memory("grown", prev))
+            grown = size
+            if add is not None:
+                most = torch.add(prev, add, out=at.memory("grown", prev))
+                grown = torch.minimum(size, most, out=most)
             is_tracked = torch.ge(grown, slowest, out=other)
             torch.minimum(size, limit, out=size)
             torch.lerp(torch.div(prev, decay, out=tracked), size, is_tracked, out=tracked)
@@ -162,11 +161,6 @@ class ClipValueGrowth(Elementwise):
 
 def _floor(prev: Tensor, low: float | None, out: Tensor) -> Tensor:
     return prev if low is None else torch.clamp(prev, min=low, out=out)
-
-
-def _at_most(size: Tensor, prev: Tensor, add: float, out: Tensor) -> Tensor:
-    """Magnitudes, but at most ``prev + add``."""
-    return torch.minimum(size, torch.add(prev, add, out=out), out=out)
 
 
 class ClipNormGrowth(NormStatistics):
@@ -259,10 +253,7 @@ class ClipNormGrowth(NormStatistics):
     @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
         """The factor of each tensor. Tensors without a limit are not tracked."""
-        for setting, own in step.by_setting():
-            if not _limits(setting):
-                for state in [step.global_state] if self.joint else step.states[own]:
-                    _end(state)
+        _end_without_limit(step, joint=self.joint)
         return super().factors(measured, updates, step)
 
     @override
@@ -280,10 +271,13 @@ def _limits(setting: Setting) -> bool:
     return setting["add"] is not None or setting["mul"] is not None
 
 
-def _end(state: State) -> None:
-    """End the tracking, so that it starts anew if the tensor gets a limit again."""
-    if state:
-        state["started"].zero_()
+def _end_without_limit(step: Step, *, joint: bool = False) -> None:
+    """End the tracking of tensors without a limit, so that it starts anew if they get one again."""
+    for setting, own in step.by_setting():
+        if not _limits(setting):
+            for state in [step.global_state] if joint else step.states[own]:
+                if state:
+                    state["started"].zero_()
 
 
 def _allowed(setting: Setting, prev: Tensor) -> Tensor:

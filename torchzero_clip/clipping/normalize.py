@@ -8,7 +8,7 @@ from torchzero_clip.core.kinds import Scaling
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional.clip import normalize_factors
 from torchzero_clip.functional.measure import Measured
-from torchzero_clip.types import Dim, Ord, Schedule, Setting, Target
+from torchzero_clip.types import Dim, Ord, Schedule, Target
 
 
 class Normalize(Scaling):
@@ -75,21 +75,13 @@ class Normalize(Scaling):
         target: Target = "update",
         name: str | None = None,
     ) -> None:
+        settings = {"norm_value": norm_value}
         super().__init__(
-            {"norm_value": norm_value},
-            ord=ord,
-            dim=dim,
-            inverse_dims=inverse_dims,
-            min_size=min_size,
-            target=target,
-            name=name,
+            settings, ord=ord, dim=dim, inverse_dims=inverse_dims, min_size=min_size, target=target, name=name
         )
 
     @override
     def factors(self, measured: Measured, updates: list[Tensor], step: Step) -> Tensor:
         """The factors that bring every slice to ``norm_value``."""
-
-        def rule(norms: Tensor, setting: Setting) -> Tensor:
-            return normalize_factors(measured.metric, norms, setting["norm_value"])
-
-        return measured.by_setting(step.settings, rule)
+        metric = measured.metric
+        return measured.by_setting(step.settings, lambda norms, s: normalize_factors(metric, norms, s["norm_value"]))

@@ -107,9 +107,8 @@ class SkipStep(Gate):
         if max_norm is None and max_ratio is None and sigma is None:
             raise ValueError("SkipStep needs max_norm, max_ratio or sigma")
         if target != "update":
-            raise ValueError(
-                f"SkipStep judges the gradients before any transform: target must be 'update', got {target!r}"
-            )
+            problem = f"target must be 'update', got {target!r}"
+            raise ValueError(f"SkipStep judges the gradients before any transform: {problem}")
         steps("window", window, 4)
         self.window = window
         self.needs_loss = sigma is not None

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.checks import positive, steps
+from torchzero_clip.checks import positive
+from torchzero_clip.checks import steps as check_steps
 from torchzero_clip.core.transform import TensorwiseTransform
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.norms import norm
@@ -61,7 +62,7 @@ class SoftSpectralClip(TensorwiseTransform):
     def __init__(
         self, limit: float | Schedule, *, steps: int = 10, target: Target = "update", name: str | None = None
     ) -> None:
-        _steps("steps", steps)
+        check_steps("steps", steps)
         self.steps = steps
         super().__init__({"limit": limit}, target=target, name=name)
 
@@ -80,9 +81,6 @@ class SoftSpectralClip(TensorwiseTransform):
         whole = replicated(tensor)
         result = _soft(whole.to(dtype).flatten(1), limit, self.steps).to(whole.dtype).view_as(whole)
         return laid_out_as(torch.where(whole.isfinite().all(), result, whole), tensor)
-
-
-_steps = steps
 
 
 def _soft(matrix: Tensor, limit: float, count: int) -> Tensor:

@@ -22,17 +22,11 @@ from torchzero_clip.types import Ord, Setting, State, Target
 
 
 class Tracked:
-    """The norms of a step, and numbers stored in earlier steps: one for each tensor, or one for all if ``joint``.
+    """The norms of a step, and numbers stored in earlier steps: one for each tensor, or one for all if ``joint``."""
 
-    A statistic starts with the first gradient that is finite and not all zero. From then on, a norm is `usable` if
-    it and its gradient are finite. Other updates pass unchanged and do not change the statistic.
-
-    Args:
-        measured: The norms of the tensors.
-        step: The step.
-        joint: All tensors have one norm, and the stored numbers are state of the whole chain.
-        takes_part: Returns True for settings with which a tensor has a statistic.
-    """
+    # A statistic starts with the first gradient that is finite and not all zero. From then on, a norm is `usable` if it
+    # and its gradient are finite. Other updates pass unchanged and do not change the statistic. Tensors have one if
+    # `takes_part` returns True for their settings. With `joint`, the stored numbers are state of the whole chain.
 
     def __init__(self, measured: Measured, step: Step, joint: bool, takes_part: Callable[[Setting], bool]) -> None:
         self.degree = measured.metric.degree
@@ -53,11 +47,9 @@ class Tracked:
         self.norms = self.of(measured)
         started = self["started"]
         self._all_marked = False
-        self.is_usual = self._are_usual(started)
-        """True if all statistics are known to have started, and all norms to be usable and not 0."""
+        self.is_usual = self._are_usual(started)  # all are known to have started, and norms to be usable and not 0
         self.started = started > 0
-        self.usable = self.started
-        """True where gradient and norm are usable."""
+        self.usable = self.started  # True where gradient and norm are usable
         if not self.is_usual:  # an earlier transform may make an inf of a finite gradient
             usable = step.usable(self.started, indices=None if joint else self._rows, joint=joint)
             self.usable = usable & (self.norms < torch.inf)
@@ -137,14 +129,8 @@ class Tracked:
             self._step.keep(key, value, self._rows)
 
     def remember(self, only: Tensor | None = None) -> Tensor:
-        """Write the norm over the oldest one in the ring of past norms, where it is usable.
-
-        Return the ring, with NaN where nothing was written yet. The statistic has to store the count of its norms under
-        ``"started"``.
-
-        Args:
-            only: Where to write; None for everywhere.
-        """
+        """Write usable norms over the oldest ones in the ring, and return it, with NaN where it is still empty."""
+        # the statistic stores the count of its norms under "started"
         ring, count = self._step.global_state["ring"], self["started"]
         chosen = self.usable if only is None else self.usable & only
         foreach.copy_([ring], [written(ring, count, self.norms, chosen)])
@@ -198,16 +184,12 @@ class Tracked:
         return torch.stack([own.get(k, one) for k in range(self._count)])
 
 
-class NormStatistics(Scaling):
-    """Stores norms, of each tensor or of all together, and scales updates by them: subclasses implement `limit`.
+def averaged(setting: Setting, average: Tensor, new: Tensor) -> Tensor:
+    return setting["beta"] * average + (1 - setting["beta"]) * new
 
-    Args:
-        defaults: As in `Transform`.
-        ord: The metric.
-        joint: All tensors have one norm.
-        target: As in `Transform`.
-        name: As in `Transform`.
-    """
+
+class NormStatistics(Scaling):
+    """Stores norms, of each tensor or, if ``joint``, of all together; `limit` of subclasses returns their factors."""
 
     keeps_statistics = True
 

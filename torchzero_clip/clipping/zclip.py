@@ -98,10 +98,8 @@ class ZClip(NormStatistics):
     @override
     def init_global_state(self) -> dict[str, Any]:
         """The norms of the warm-up, the mean, the variance, and how many norms were seen."""
-        return {
-            "ring": torch.zeros(self.warmup_steps, dtype=torch.float64),
-            **zero_numbers("mean", "variance", "started"),
-        }
+        ring = torch.zeros(self.warmup_steps, dtype=torch.float64)
+        return {"ring": ring, **zero_numbers("mean", "variance", "started")}
 
     @override
     def limit(self, tracked: Tracked, updates: list[Tensor]) -> Tensor:

@@ -116,10 +116,8 @@ class TrainerCallback(transformers.TrainerCallback):
             state.log_history[-1].update(named)
 
     def _come_first(self) -> None:
-        """Move to the front of the Trainer's callbacks, where `on_log` runs before those that write logs.
-
-        A callback gets neither the Trainer nor the other callbacks, so the caller's frames are searched.
-        """
+        """Move to the front of the Trainer's callbacks, where `on_log` runs before those that write logs."""
+        # a callback gets neither the Trainer nor the other callbacks, so the caller's frames are searched
         frame = inspect.currentframe()
         while frame is not None:
             handler = frame.f_locals.get("self")

@@ -78,9 +78,8 @@ class LightningCallback(Callback):
         chains: list[Any] = list(_chains(trainer.optimizers).values())
         if not chains and self._given is None:
             kinds = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
-            raise TypeError(
-                f"configure_optimizers must return a Modular, so that LightningCallback has metrics to log, got {kinds}"
-            )
+            expected = "a Modular, so that LightningCallback has metrics to log"
+            raise TypeError(f"configure_optimizers must return {expected}, got {kinds}")
         if self._given is None:
             return
         found = [*chains, *map(unwrap, trainer.optimizers)]

@@ -55,8 +55,7 @@ class _View(Optimizer):
 
     def __init__(self, optimizer: Optimizer, key: str) -> None:
         # the constructor of Optimizer is not called, because it needs parameters
-        self._optimizer = optimizer
-        self._key = key
+        self._optimizer, self._key = optimizer, key
         self._opt_called = True  # schedulers warn if they find no step before theirs
         self.defaults = {"lr": optimizer.param_groups[0][key]}
 
@@ -82,13 +81,11 @@ class _Group(MutableMapping[str, Any]):
     """A param group in which ``lr`` is another setting, and ``initial_lr`` and the like have qualified keys."""
 
     def __init__(self, group: dict[str, Any], key: str) -> None:
-        self._group = group
-        self._key = key
+        self._group, self._key = group, key
 
     def _stored(self, key: str) -> str:
-        if key == "lr":
-            return self._key
-        return f"{self._key}:{key}" if key.endswith("_lr") else key  # no setting has a colon in its name
+        # no setting has a colon in its name
+        return self._key if key == "lr" else f"{self._key}:{key}" if key.endswith("_lr") else key
 
     def __getitem__(self, key: str) -> Any:
         return self._group[self._stored(key)]

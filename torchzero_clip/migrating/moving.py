@@ -64,8 +64,7 @@ def from_torch_optim(state_dict: Mapping[str, Any], optimizer: Modular) -> dict[
     groups = [dict(group) for group in optimizer.state_dict()["param_groups"]]
     nodes = optimizer.chain.nodes()
     for group in groups:
-        group.update(nodes.init_global_state())
-        group.update({key: 0 for key in COUNTERS if key in group})
+        group |= nodes.init_global_state() | {key: 0 for key in COUNTERS if key in group}
     state: dict[Any, dict[str, Any]] = {}
     for old, new, group in zip(saved, groups, optimizer.param_groups, strict=True):
         known = named_params(group)

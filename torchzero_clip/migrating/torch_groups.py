@@ -27,22 +27,19 @@ Group = dict[str, Any]
 TORCHS: dict[type[Transform], type[Optimizer]] = {Adam: optim.Adam, SGD: optim.SGD, RMSprop: optim.RMSprop}
 TORCHS[Muon] = optim.Muon
 
-HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Keys of torch's groups that choose an implementation, and do not change the result of a step."""
+HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})  # keys that do not change the result of a step
 
-KNOWN = OPTIMIZER_KEYS | {
+KNOWN = OPTIMIZER_KEYS | {  # keys by which a checkpoint of torch's optimizers is recognized
     *("adjust_lr_fn", "alpha", "beta2_decay", "centered", "d", "decoupled_weight_decay", "etas", "lambd", "lr_decay"),
     *("initial_accumulator_value", "momentum_decay", "ns_coefficients", "ns_steps", "rho", "step_sizes", "t0"),
 }
-"""Keys by which a checkpoint of torch's optimizers is recognized."""
 
 
 def optimizer_of(optimizer: Modular, known: Sequence[NamedParam]) -> str:
     """The name of the one transform that stands for an optimizer of torch for these parameters."""
-    kinds = (*TORCHS, Wrap)
-    found = {
-        tuple(n for n, t in optimizer.transforms.items() if type(t) in kinds and t.scope.has(named)) for named in known
-    } or {()}
+    kinds, named_transforms = (*TORCHS, Wrap), optimizer.transforms.items()
+    rules = [(name, transform.scope) for name, transform in named_transforms if type(transform) in kinds]
+    found = {tuple(name for name, scope in rules if scope.has(named)) for named in known} or {()}
     if len(found) > 1 or len(names := found.pop()) != 1:
         raise ValueError(
             "torch.optim has one optimizer for all parameters of a group: the chain needs exactly one of "
@@ -91,14 +88,9 @@ def settings_to(group: Group, new: Group, optimizer: Modular, name: str, known: 
             result[key] = group[optimizer.storage_keys[f"{name}/{key}"]]
         else:
             _check_same(key, value, optimizer, transform)
-    ours = {
-        *optimizer.storage_keys.values(),
-        *optimizer.chain.nodes().init_global_state(),
-        *COUNTERS,
-        IDENTITY,
-        "param_names",
-    }
-    others = {k: v for k, v in group.items() if k not in ours and k != "params" and ":" not in k}
+    shared = optimizer.chain.nodes().init_global_state()
+    ours = {*optimizer.storage_keys.values(), *shared, *COUNTERS, IDENTITY, "param_names", "params"}
+    others = {k: v for k, v in group.items() if k not in ours and ":" not in k}
     return others | result | {"lr": copied(group["lr"])}
 
 
@@ -126,18 +118,16 @@ def _decays(optimizer: Modular, name: str, known: Sequence[NamedParam], group: G
     acting = [n for n, t in transforms.items() if isinstance(t, WeightDecay) and any(map(t.scope.has, known))]
     names = list(transforms)
     if any(isinstance(transforms[n], LR) for n in names[: max(map(names.index, (*acting, name)))]):
-        raise ValueError(
-            f"in torch's optimizers the learning rate comes last: put LR at the end of {optimizer.chain!r}"
-        )
+        advice = f"put LR at the end of {optimizer.chain!r}"
+        raise ValueError(f"in torch's optimizers the learning rate comes last: {advice}")
     before, after = ([n for n in acting if (names.index(n) < names.index(name)) == early] for early in (True, False))
     decoupled = group.get("decoupled_weight_decay")
     if isinstance(transforms[name], Wrap):
         return [], acting
-    if isinstance(transforms[name], Adam):
-        # checkpoints of older versions do not say which of the two it is
-        decoupled = not before if decoupled is None else decoupled
-    else:
+    if not isinstance(transforms[name], Adam):
         decoupled = isinstance(transforms[name], Muon)
+    elif decoupled is None:  # checkpoints of older versions do not say which of the two it is
+        decoupled = not before
     return (after, before) if decoupled else (before, after)
 
 

@@ -24,18 +24,14 @@ def agree(
     idle = idle_names(nodes, params)
     if group is None:
         return idle, has_schedules
-    said = json.dumps([_described(nodes, policy), idle, has_schedules])
+    # the arguments and transforms that decide which numbers a step exchanges, one line for each
+    arguments = [f"nonfinite={policy.nonfinite!r}", f"max_consecutive_skips={policy.max_consecutive_skips}"]
+    said = json.dumps([[*arguments, *map(_line, nodes)], idle, has_schedules])
     device = device_of([param for param, *_ in params], group)
     rows = [json.loads(text) for text in gathered_texts(said, group, device)]
     _compare([lines for lines, _, _ in rows], dist.get_process_group_ranks(group))
     everywhere = {text: all(theirs.get(text, True) for _, theirs, _ in rows) for text in idle}
     return everywhere, any(has_schedules for *_, has_schedules in rows)
-
-
-def _described(nodes: Nodes, policy: StepPolicy) -> list[str]:
-    """The arguments and transforms that decide which numbers a step exchanges, one line for each."""
-    arguments = [f"nonfinite={policy.nonfinite!r}", f"max_consecutive_skips={policy.max_consecutive_skips}"]
-    return [*arguments, *map(_line, nodes)]
 
 
 def _line(node: Node) -> str:

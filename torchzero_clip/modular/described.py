@@ -27,8 +27,7 @@ class _Used:
     """Copies of transforms, with the settings that param groups use."""
 
     def __init__(self, nodes: Nodes, groups: Sequence[dict[str, Any]]) -> None:
-        self._nodes = nodes
-        self._groups = groups
+        self._nodes, self._groups = nodes, groups
 
     def copy(self, transform: Transform, names: Iterator[str], prefix: str = "", *, is_unit: bool = False) -> Transform:
         """A copy of a transform that was written, with the settings that param groups use."""
@@ -47,9 +46,8 @@ class _Used:
             for key, child in used.transforms.items():
                 if (given := getattr(used, key, None)) is not None:
                     setattr(used, key, child if given is transform.transforms[key] else _like(given, child))
-        used.defaults = {
-            key: self._value(node, stored, used.defaults[key]) for key, stored in node.storage_keys.items()
-        }
+        keys = node.storage_keys.items()
+        used.defaults = {key: self._value(node, stored, used.defaults[key]) for key, stored in keys}
         if isinstance(used, UpdateRule) and used.lr is not None and not callable(used.lr):
             used.lr = self._value(node, "lr", used.lr)
         return used

@@ -34,8 +34,7 @@ class StepInBackward:
         self._parts = Parts(_weakly(self._attach))
         self._lock = RLock()  # backwards on several devices run hooks in several threads
         self._hooks: dict[int, Any] = {}
-        self._places: dict[int, tuple[int, int]] = {}
-        """By the id of each parameter: the index of its group, and its index in this group."""
+        self._places: dict[int, tuple[int, int]] = {}  # by id of parameter: the index of its group, and that in it
         self._task = -1
         self._settings: dict[str, list[Setting]] = {}
         self._waiting: dict[int, Tensor] = {}

@@ -22,11 +22,8 @@ class Missing:
     # the zeros count in norms, and the numbers of statistics change as they do on the other processes
 
     def __init__(self, nodes: Nodes, groups: Sequence[Group], states: dict[Tensor, State]) -> None:
-        self._nodes = nodes
-        self._groups = groups
-        self._states = states
-        self._kept: list[tuple[Tensor, Tensor, State | None]] = []
-        """Each of the parameters, with copies of it and of its state."""
+        self._nodes, self._groups, self._states = nodes, groups, states
+        self._kept: list[tuple[Tensor, Tensor, State | None]] = []  # each parameter, with copies of it and of its state
         params = [p for group in groups for p in group["params"] if is_distributed(p) and p.requires_grad]
         missing = [param for param in params if param.grad is None]
         if nodes.zeros_matter:

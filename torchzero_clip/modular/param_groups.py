@@ -43,8 +43,7 @@ def accepted(
     ignored: Container[str],
 ) -> dict[str, Any]:
     """A group that is added, with every setting under the key that stores it, and names if the others have them."""
-    given = {key: value for key, value in group.items() if key not in ignored}
-    given = _with_names(given, others, module)
+    given = _with_names({key: value for key, value in group.items() if key not in ignored}, others, module)
     _check_new(given, others)
     return _normalized(given, nodes)
 
@@ -116,11 +115,8 @@ def _check_new(group: Mapping[str, Any], others: Sequence[dict[str, Any]]) -> No
 
 def split(group: Mapping[str, Any], nodes: Nodes) -> Iterator[dict[str, Any]]:
     """Groups in which all parameters have the same overrides and learning rate, in the order of first parameters."""
-    overrides = [
-        (own["params"], {node.storage_keys[key]: value for key, value in own.items() if key != "params"})
-        for node in nodes
-        for own in node.transform.overrides
-    ]
+    given = [(own, node.storage_keys) for node in nodes for own in node.transform.overrides]
+    overrides = [(own["params"], {keys[k]: v for k, v in own.items() if k != "params"}) for own, keys in given]
     rates = [] if "lr" in group else rates_of(nodes)
     params = group["params"]
     if not (overrides or rates) or isinstance(params, set):
@@ -194,6 +190,5 @@ def _unknown_key_message(key: str, nodes: Nodes, stored: Iterable[str]) -> str:
                 f"Use one {type(transform).__name__} for each value"
             )
     hint = ". Put WeightDecay(...) after Adam for that of torch.optim.AdamW, before it for that of torch.optim.Adam"
-    return (
-        f"no transform has a setting {key!r}{did_you_mean(key, sorted(stored))}{hint if key == 'weight_decay' else ''}"
-    )
+    meant = did_you_mean(key, sorted(stored))
+    return f"no transform has a setting {key!r}{meant}{hint if key == 'weight_decay' else ''}"

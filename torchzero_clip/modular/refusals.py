@@ -38,9 +38,8 @@ def _refuse_transform(node: Node) -> None:
     transform = node.transform
     way_out = "use limits of single tensors, such as ClipNorm(1) or AdaptiveGradientClip(), or take ordinary steps"
     if isinstance(transform, Gate):
-        raise ValueError(
-            f"{transform!r} decides about whole steps, and step_in_backward takes them in parts: {way_out}"
-        )
+        problem = "decides about whole steps, and step_in_backward takes them in parts"
+        raise ValueError(f"{transform!r} {problem}: {way_out}")
     if transform.target == "closure":
         raise ValueError(f"{transform!r} with target='closure' acts on the gradients that a closure leaves: {way_out}")
     if not treats_each_alone(transform) or node.global_keys:

@@ -19,11 +19,9 @@ from torchzero_clip.functional.shards import pack
 from torchzero_clip.optimizers.weight_decay import WeightDecay
 from torchzero_clip.types import Schedule, Setting, Target
 
+# dtypes for which torch's own code computes the step; float16 is not among them, because `eps` rounds to 0
 TORCHS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128)
-"""Dtypes for which torch's own code computes the step. Float16 is not among them, because ``eps`` rounds to 0."""
-
-KERNELS_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-"""Dtypes for which torch's fused kernel computes right results."""
+KERNELS_DTYPES = (torch.float32, torch.float64, torch.bfloat16)  # torch's fused kernel computes right results for them
 
 
 class Adam(UpdateRule):
@@ -94,9 +92,7 @@ class Adam(UpdateRule):
         if state_dtype is not None:
             floating_dtype("state_dtype", state_dtype)
         super().__init__({"betas": betas, "eps": eps}, lr=lr, target=target, name=name)
-        self.amsgrad = amsgrad
-        self.fused = fused
-        self.state_dtype = state_dtype
+        self.amsgrad, self.fused, self.state_dtype = amsgrad, fused, state_dtype
         self._keys = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else []))
 
     @override
@@ -158,19 +154,9 @@ class Adam(UpdateRule):
         """A step of AdamW by one of torch's functions."""
         *averages, steps = state
         beta1, beta2 = setting["betas"]
-        torchs(
-            params,
-            updates,
-            averages,
-            steps,
-            scale=scale,
-            amsgrad=self.amsgrad,
-            beta1=beta1,
-            beta2=beta2,
-            lr=setting["lr"],
-            weight_decay=setting.get("weight_decay", 0.0),
-            eps=setting["eps"],
-        )
+        rates = {"lr": setting["lr"], "weight_decay": setting.get("weight_decay", 0.0)}
+        settings = {**rates, "beta1": beta1, "beta2": beta2, "eps": setting["eps"], "amsgrad": self.amsgrad}
+        torchs(params, updates, averages, steps, scale=scale, **settings)
 
 
 def _bias_corrections(steps: Sequence[Tensor], beta: float, power: float) -> list[Tensor]:

@@ -90,9 +90,7 @@ class Muon(UpdateRule):
             number(f"ns_coefficients[{i}]", coefficient)
         super().__init__({"momentum": momentum}, lr=lr, target=target, name=name)
         self.nesterov = nesterov
-        self.ns_coefficients = ns_coefficients
-        self.ns_steps = ns_steps
-        self.eps = eps
+        self.ns_coefficients, self.ns_steps, self.eps = ns_coefficients, ns_steps, eps
         self.adjust_lr_fn: AdjustLR | None = adjust_lr_fn
 
     @override
@@ -107,14 +105,13 @@ class Muon(UpdateRule):
     @override
     def check_chain(self, before: Sequence[Transform], after: Sequence[Transform]) -> None:
         """Warn of norm clips after this transform."""
-        for later in after:
-            if isinstance(later, Scaling):
-                warnings.warn(
-                    f"{later!r} comes after {self!r}, whose updates have norms that depend on their shape alone. "
-                    "There it acts on large matrices, not on large gradients. Put it before",
-                    stacklevel=4,
-                )
-                return
+        later = next((other for other in after if isinstance(other, Scaling)), None)
+        if later is not None:
+            warnings.warn(
+                f"{later!r} comes after {self!r}, whose updates have norms that depend on their shape alone. "
+                "There it acts on large matrices, not on large gradients. Put it before",
+                stacklevel=4,
+            )
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:

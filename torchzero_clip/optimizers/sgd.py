@@ -73,8 +73,7 @@ class SGD(UpdateRule):
     ) -> None:
         boolean("nesterov", nesterov)
         optional(boolean)("fused", fused)
-        self.fused = fused
-        self.nesterov = nesterov
+        self.fused, self.nesterov = fused, nesterov
         super().__init__({"momentum": momentum, "dampening": dampening}, lr=lr, target=target, name=name)
 
     @override
@@ -119,16 +118,9 @@ class SGD(UpdateRule):
     def _kernel(
         self, params: list[Tensor], updates: list[Tensor], state: list[list[Tensor]], setting: Setting, scale: Any
     ) -> None:
-        foreach.fused_sgd_(
-            params,
-            updates,
-            state[0] if state else [],
-            momentum=setting["momentum"],
-            dampening=setting["dampening"],
-            nesterov=self.nesterov,
-            lr=setting["lr"],
-            scale=scale,
-        )
+        buffers = state[0] if state else []
+        settings = {key: setting[key] for key in ("lr", "momentum", "dampening")}
+        foreach.fused_sgd_(params, updates, buffers, **settings, nesterov=self.nesterov, scale=scale)
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> Sequence[Tensor]:

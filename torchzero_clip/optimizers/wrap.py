@@ -60,10 +60,8 @@ class Wrap(FinalRule):
 
     def __init__(self, optimizer_class: type[Optimizer], *, name: str | None = None, **kwargs: Any) -> None:
         if isinstance(optimizer_class, Optimizer):
-            given = type(optimizer_class).__name__
-            raise TypeError(
-                f"optimizer_class must be the class, not an optimizer: write Wrap(torch.optim.{given}, ...)"
-            )
+            advice = f"write Wrap(torch.optim.{type(optimizer_class).__name__}, ...)"
+            raise TypeError(f"optimizer_class must be the class, not an optimizer: {advice}")
         if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"optimizer_class must be a subclass of torch.optim.Optimizer, got {optimizer_class!r}")
         class_name = optimizer_class.__name__
@@ -186,11 +184,8 @@ class Wrap(FinalRule):
     @override
     def structure(self) -> dict[str, str]:
         usual = inspect.signature(self.optimizer_class).parameters
-        texts = {
-            key: as_text(value)
-            for key, value in self.kwargs.items()
-            if key not in self._settings and key not in ("lr", "foreach", "fused", "maximize", "differentiable")
-        }
+        left_out = {*self._settings, "lr", "foreach", "fused", "maximize", "differentiable"}
+        texts = {key: as_text(value) for key, value in self.kwargs.items() if key not in left_out}
         others = {k: text for k, text in texts.items() if k not in usual or text != as_text(usual[k].default)}
         return {"optimizer_class": self.optimizer_class.__name__, **others}
 

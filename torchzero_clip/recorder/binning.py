@@ -33,15 +33,11 @@ class Events:
         def marked(steps: set[int]) -> Tensor:
             return torch.tensor([step in steps for step in record.steps], dtype=torch.bool, device="cpu")
 
-        return cls(
-            torch.tensor(record.steps, dtype=torch.float64, device="cpu"),
-            _drawn(record.norm),
-            record.share_clipped,
-            _drawn(record.limits()),
-            marked(record.norm_spikes()),
-            marked({sign.step for sign in record.early_signs()}),
-            torch.tensor([bool(reason) for reason in record.reasons], dtype=torch.bool, device="cpu"),
-        )
+        steps = torch.tensor(record.steps, dtype=torch.float64, device="cpu")
+        skipped = torch.tensor([bool(reason) for reason in record.reasons], dtype=torch.bool, device="cpu")
+        spikes, signs = marked(record.norm_spikes()), marked({sign.step for sign in record.early_signs()})
+        norm, limits = _drawn(record.norm), _drawn(record.limits())
+        return cls(steps, norm, record.share_clipped, limits, spikes, signs, skipped)
 
     def worst(self) -> tuple[dict[int, int], list[int]]:
         """The first row and the length of each series of bad rows without a norm; the other bad rows, worst first."""

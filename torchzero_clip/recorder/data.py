@@ -112,15 +112,10 @@ class Data:
         columns: dict[str, Any] = {name: getattr(self, name)[first:end] for name in own}
         since, until = (self.steps[first], self.steps[end - 1]) if columns["steps"] else (0, -1)
         whole = slice(bisect_left(self.layer_steps, since), bisect_right(self.layer_steps, until))
-        return replace(
-            self,
-            **columns,
-            metrics={name: values[first:end] for name, values in self.metrics.items()},
-            layer_steps=self.layer_steps[whole],
-            layer_norms=self.layer_norms[whole],
-            blocks=[],
-            ratios=[ratios for ratios in self.ratios if since <= ratios.step <= until],
-        )
+        columns |= {"layer_steps": self.layer_steps[whole], "layer_norms": self.layer_norms[whole]}
+        metrics = {name: values[first:end] for name, values in self.metrics.items()}
+        ratios = [ratios for ratios in self.ratios if since <= ratios.step <= until]
+        return replace(self, **columns, metrics=metrics, blocks=[], ratios=ratios)
 
     def index(self, step: int) -> int:
         """The row of a step; a ValueError if the record does not have the step."""
@@ -222,12 +217,10 @@ class Data:
             f"or NaN. In the order of the optimizer: {shown}."
         )
         norms, usual = self.layer_norms[row], self.usual(self.layer_steps[row])
-        order = [i for i in norms.argsort(descending=True).tolist() if norms[i].isfinite() and norms[i] >= 0][
-            :MOST_NAMED
-        ]
+        order = [i for i in norms.argsort(descending=True).tolist() if norms[i].isfinite() and norms[i] >= 0]
         if order:
             said = [f" (usual {number:.4g})" if number == number else "" for number in usual.tolist()]
-            near = ", ".join(f"{self.layers[i]} {norms[i]:.4g}{said[i]}" for i in order)
+            near = ", ".join(f"{self.layers[i]} {norms[i]:.4g}{said[i]}" for i in order[:MOST_NAMED])
             text += f" The largest finite norms of the other layers: {near}."
         return text
 

@@ -7,20 +7,10 @@ from typing import Any
 
 import torch
 
-from torchzero_clip.recorder import words
+from torchzero_clip.recorder import panels, words
 from torchzero_clip.recorder.binning import Events, Tiles
 from torchzero_clip.recorder.data import Data
 from torchzero_clip.recorder.files import not_a_record
-from torchzero_clip.recorder.panels import (
-    draw_norm_panel,
-    draw_series_row,
-    draw_thin_panels,
-    module,
-    printable,
-    say,
-    set_steps,
-    thin_panels,
-)
 from torchzero_clip.recorder.series import Series
 
 MOST_GROUPS = 6
@@ -29,12 +19,12 @@ MOST_GROUPS = 6
 def draw_record(record: Data, path: Any = None) -> Any:
     """Draw the norms, the loss if it is known, and the layers by step; save the figure if there is a path."""
     events, tiles = Events.of(record), Tiles.of(record)
-    thin = thin_panels(record, events)
+    thin = panels.thin_panels(record, events)
     heights = [3.2, *[0.8] * len(thin), 1.5 + 0.17 * len(tiles.names)]
     figure = _figure(sum(heights) + 0.8)
     norms, *others, heat = figure.subplots(len(heights), 1, height_ratios=heights)
-    draw_norm_panel(norms, events)
-    draw_thin_panels(others, thin, events)
+    panels.draw_norm_panel(norms, events)
+    panels.draw_thin_panels(others, thin, events)
     _draw_heat(figure, heat, tiles, events)
     for axes in (norms, *others):
         axes.tick_params(labelbottom=False)
@@ -48,8 +38,8 @@ def draw_series(series: Mapping[str, Series], limits: Mapping[str, float], path:
     figure = _figure(2.6 * len(shown) + 0.7)
     rows = figure.subplots(len(shown), 2, sharey="row", squeeze=False, width_ratios=[3, 1])
     for name, (axes, side) in zip(shown, rows, strict=True):
-        spikes = draw_series_row(axes, side, series[name], limits[name])
-        group = f"{printable(name, 60)}: " if len(series) > 1 else ""
+        spikes = panels.draw_series_row(axes, side, series[name], limits[name])
+        group = f"{panels.printable(name, 60)}: " if len(series) > 1 else ""
         title = f"{group}limit {words.number(limits[name])}, {words.counted(spikes, 'spike')}"
         axes.set_title(title, loc="left", fontsize="medium", parse_math=False)
     left_out = len(series) - len(shown)
@@ -67,7 +57,7 @@ def png_of(figure: Any) -> bytes:
 
 
 def _figure(height: float) -> Any:
-    return module("matplotlib.figure").Figure(figsize=(9, height), layout="constrained")
+    return panels.module("matplotlib.figure").Figure(figsize=(9, height), layout="constrained")
 
 
 def _saved(figure: Any, path: Any) -> Any:
@@ -85,18 +75,18 @@ def _legend(figure: Any, rows: Sequence[Any]) -> None:
 
 
 def _draw_heat(figure: Any, axes: Any, tiles: Tiles, events: Events) -> None:
-    set_steps(axes, events)
+    panels.set_steps(axes, events)
     axes.set_xlabel("step")
     some = f"{len(tiles.names)} of {tiles.count:,} layers that stood out most: "
     title = f"{some if tiles.count > len(tiles.names) > 0 else ''}largest norm / median norm of the run"
     axes.set_title(title, loc="left", fontsize="medium")
     if not tiles.names:
         axes.set_yticks([])
-        say(axes, "the norms of layers were not recorded")
+        panels.say(axes, "the norms of layers were not recorded")
         return
     _draw_tiles(figure, axes, tiles)
     axes.set_ylim(len(tiles.names) - 0.5, -0.5)
-    names = [printable(name, 40) for name in tiles.names]
+    names = [panels.printable(name, 40) for name in tiles.names]
     axes.set_yticks(range(len(names)), names, fontsize="x-small", parse_math=False)
     _explain(axes, tiles)
 
@@ -108,8 +98,8 @@ def _draw_tiles(figure: Any, axes: Any, tiles: Tiles) -> None:
     high = next((bound for bound in (3.0, 10.0, 100.0) if most <= bound), 1000.0)
     low = 1 / 3 if high == 3 else 0.1
     shades = torch.where(tiles.ratios.isinf(), 10 * high, tiles.ratios.clamp(low, high)).log10().tolist()
-    colors = module("matplotlib").colormaps["RdBu_r"].with_extremes(over="black", bad="0.8")
-    scale = module("matplotlib.colors").TwoSlopeNorm(0, math.log10(low), math.log10(high))
+    colors = panels.module("matplotlib").colormaps["RdBu_r"].with_extremes(over="black", bad="0.8")
+    scale = panels.module("matplotlib.colors").TwoSlopeNorm(0, math.log10(low), math.log10(high))
     edges = [k - 0.5 for k in range(len(tiles.names) + 1)]
     mesh = axes.pcolormesh(tiles.edges, edges, shades, cmap=colors, norm=scale, rasterized=True)
     bar = figure.colorbar(mesh, ax=axes, orientation="horizontal", shrink=0.6, aspect=40)
@@ -121,7 +111,7 @@ def _draw_tiles(figure: Any, axes: Any, tiles: Tiles) -> None:
 
 def _explain(axes: Any, tiles: Tiles) -> None:
     """A legend of the colors that are not on the color bar."""
-    patch = module("matplotlib.patches").Patch
+    patch = panels.module("matplotlib.patches").Patch
     shades = [
         ("black", "inf or NaN", tiles.ratios.isinf()),
         ("0.8", "no gradient, 0, or not recorded", tiles.ratios.isnan()),

@@ -25,7 +25,7 @@ from torchzero_clip.recorder.numbers import medians
 VERSION = 1
 BEGIN = '{"kind": "run"'  # how the first line of a file begins
 NUMBER = float | int | None
-KINDS: Mapping[str, Mapping[str, Any]] = {
+KINDS: Mapping[str, Mapping[str, Any]] = {  # the entries that lines must have; files of earlier releases have no ids
     "run": {"version": int, "start": int, "by": str, "joint": list, "layers": list},
     "step": {"step": int, "norm": NUMBER, "loss": NUMBER, "reason": str, "metrics": dict},
     "loss": {"step": int, "loss": NUMBER},
@@ -33,7 +33,6 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "block": {"first": int, "last": int, "median": list, "maximum": list},
     "ratios": {"step": int, "params": list, "updates": list},
 }
-"""The entries that each kind of line must have. Files of earlier releases have no ids."""
 
 Row: TypeAlias = dict[str, Any]
 Place: TypeAlias = str | Path
@@ -117,9 +116,8 @@ def not_a_record(path: Place) -> None:
     except OSError:  # there is no such file, or writing to it will raise a better error
         return
     if re.match(rb'\s*\{\s*"kind"\s*:\s*"run"', begin):
-        raise ValueError(
-            f"path={str(path)!r} is the file of a Recorder. Choose another path, so that it is not overwritten"
-        )
+        advice = "Choose another path, so that it is not overwritten"
+        raise ValueError(f"path={str(path)!r} is the file of a Recorder. {advice}")
 
 
 def _opened(path: Path) -> FileIO:

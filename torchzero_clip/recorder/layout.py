@@ -66,10 +66,8 @@ class Layout:
 
     def owners(self, by: By) -> list[str]:
         """The layer of each parameter."""
-        if by == "parameter":
-            return list(self.names)
-        if by == "group":
-            return list(self.groups)
+        if by != "module":
+            return list(self.names if by == "parameter" else self.groups)
         owners: list[str] = []
         renamed: dict[tuple[str, str], str] = {}
         for (begin, own), group in zip(self.parts, self.groups, strict=True):

@@ -62,10 +62,8 @@ class Output:
         return is_due or time.monotonic() - self._tried_at > SECONDS
 
     def flush(self, kept: Callable[[int], Record], *, warn: bool = False, is_end: bool = False) -> None:
-        """Write and send the steps that wait, which ``kept`` reads; at the end also incomplete blocks and points.
-
-        If the file cannot be written, the next flush tries again. With ``warn``, this is one warning and no error.
-        """
+        """Write and send the steps that wait, which ``kept`` reads; at the end also incomplete blocks and points."""
+        # if the file cannot be written, the next flush tries again; with `warn`, this is one warning and no error
         try:
             self._flush(kept, is_end)
             self._warned = False

@@ -46,10 +46,8 @@ def code(text: str) -> str:
 
 def picture(png: bytes, alt: str, caption: str) -> str:
     data = base64.b64encode(png).decode()
-    return (
-        f'<figure><img src="data:image/png;base64,{data}" alt="{escape(alt)}">'
-        f"<figcaption>{escape(caption)}</figcaption></figure>"
-    )
+    image = f'<img src="data:image/png;base64,{data}" alt="{escape(alt)}">'
+    return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -231,6 +231,5 @@ def _composed(path: str, run: _Run, size: int) -> Record:
 
 
 def _column(values: Iterable[float | None]) -> Tensor:
-    return torch.tensor(
-        [math.nan if value is None else float(value) for value in values], dtype=torch.float64, device="cpu"
-    )
+    numbers = [math.nan if value is None else float(value) for value in values]
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")

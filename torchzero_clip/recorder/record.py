@@ -155,9 +155,8 @@ class Readable(ABC):
             TypeError: If ``share_clipped`` is not a number.
         """
         if scope != "joint":
-            raise ValueError(
-                f"scope must be 'joint' for a Record, got {scope!r}: call suggest_max_norm of the Recorder"
-            )
+            advice = "call suggest_max_norm of the Recorder"
+            raise ValueError(f"scope must be 'joint' for a Record, got {scope!r}: {advice}")
         return suggested({"joint": self._whole().norms_of_gradients()}, share_clipped, "joint")
 
 
@@ -209,13 +208,10 @@ class Record(Data, Readable):
 
     def columns(self, *, transforms: bool = False) -> dict[str, list[Any]]:
         """The columns of `frame`, as lists."""
-        columns: dict[str, list[Any]] = {
-            "step": list(self.steps),
-            "norm": self.norm.tolist(),
-            "loss": self.loss.tolist(),
-            "share_clipped": self.share_clipped.tolist(),
-            "skipped": [bool(reason) for reason in self.reasons],
-        }
+        vectors = {"norm": self.norm, "loss": self.loss, "share_clipped": self.share_clipped}
+        columns: dict[str, list[Any]] = {"step": list(self.steps)}
+        columns |= {name: values.tolist() for name, values in vectors.items()}
+        columns["skipped"] = [bool(reason) for reason in self.reasons]
         if transforms:
             columns |= {"reason": list(self.reasons)}
             columns |= {name: values.tolist() for name, values in self.metrics.items()}

@@ -126,11 +126,9 @@ class Recorder(Readable):
         self._run = Run(by, keep, ratios_every, model, Output(file, live, flush_every, keep))
         self._log = file
         self.is_closed = False  # True after `close`
-        self._hooks: Hooks | None = None
+        self._hooks = None if isinstance(found, Modular) else Hooks(self._run, found)
         if isinstance(found, Modular):
             found.listener = self._run
-        else:
-            self._hooks = Hooks(self._run, found)
 
     @property
     def step(self) -> int:
@@ -302,9 +300,8 @@ def begun(
     if found.optimizer is not unwrap(optimizer):
         raise ValueError("the recorder records another optimizer than the one that is trained")
     if found.is_closed:
-        raise ValueError(
-            'the recorder is closed. Pass a function that makes a recorder, such as partial(Recorder, path="...")'
-        )
+        advice = 'Pass a function that makes a recorder, such as partial(Recorder, path="...")'
+        raise ValueError(f"the recorder is closed. {advice}")
     if found._run.model is None:
         found._run.model = model
     found.log_to(log)

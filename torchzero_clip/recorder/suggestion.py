@@ -138,17 +138,12 @@ def suggested(norms: Mapping[str, Tensor], share_clipped: float, scope: Scope) -
     for name, values in norms.items():
         usable = int((values.isfinite() & (values > 0)).sum())
         if usable < FEWEST:
-            found = f"{usable} of group {name!r}" if scope == "group" else str(usable)
-            raise ValueError(
-                f"a limit needs at least {FEWEST} norms that are finite and above 0, got {found}: record more steps"
-            )
+            found = f"{usable}{f' of group {name!r}' if scope == 'group' else ''}: record more steps"
+            raise ValueError(f"a limit needs at least {FEWEST} norms that are finite and above 0, got {found}")
         series[name] = Series.of(values)
     limits = {name: quantile(s.usual, 1 - share_clipped) for name, s in series.items()}
-    doubts = [
-        (f"{f'in {name!r} ' if len(series) > 1 else ''}{reason}", serious)
-        for name, s in series.items()
-        for reason, serious in s.doubts(limits[name], share_clipped)
-    ]
+    found = [(f"in {name!r} ", s.doubts(limits[name], share_clipped)) for name, s in series.items()]
+    doubts = [(f"{where if len(series) > 1 else ''}{why}", serious) for where, own in found for why, serious in own]
     shares = sorted({*SHARES, share_clipped})
     choices = tuple(Choice.of(name, s, share) for name, s in series.items() for share in shares)
     trends = {s.trend for s in series.values()}

@@ -125,16 +125,10 @@ class Tape:
 
     def state_dict(self) -> dict[str, Any]:
         norms, numbers, ratios = self._read(self.keep)
-        return {
-            "names": list(self.layout.names),
-            "steps": [note.step for note in self.notes],
-            "refused_by": [note.refused_by for note in self.notes],
-            "limits": [dict(note.limits) for note in self.notes],
-            "keys": list(self.keys),
-            "norms": norms,
-            "numbers": numbers,
-            "ratios": ratios,
-        }
+        steps, refused_by = [note.step for note in self.notes], [note.refused_by for note in self.notes]
+        notes = {"steps": steps, "refused_by": refused_by, "limits": [dict(note.limits) for note in self.notes]}
+        names, keys = list(self.layout.names), list(self.keys)
+        return {"names": names, **notes, "keys": keys, "norms": norms, "numbers": numbers, "ratios": ratios}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._add_columns(state["keys"])

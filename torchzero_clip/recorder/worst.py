@@ -60,8 +60,7 @@ class Worst:
 
     def _deeds(self, row: int) -> list[str]:
         """What each transform did in a step, or why the step was skipped."""
-        reason = self._record.reasons[row]
-        if reason:
+        if reason := self._record.reasons[row]:
             return [f"skipped{self._reason(name, row)}" for name in reason.split(" ")]
         deeds: list[str] = []
         for name in dict.fromkeys(key.rpartition("/")[0] for key in self._record.metrics):
