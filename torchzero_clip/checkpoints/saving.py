@@ -42,7 +42,7 @@ def complete(saved: dict[str, Any], groups: Sequence[Group], chain_state: ChainS
 
 
 def _with_device(states: Mapping[Any, State], device: torch.device) -> dict[Any, State]:
-    """The states with a tensor that has a dimension, of which `torch_loads` needs one."""
+    """Add a tensor that has a dimension if the states have none, because `torch_loads` needs one."""
     has_one = any(isinstance(value, Tensor) and value.ndim for state in states.values() for value in state.values())
     added: State = {} if has_one else {_DEVICE: torch.zeros(1, device=device)}
     return {i: {**state, **added} for i, state in states.items()}
@@ -78,7 +78,7 @@ class Load:
         try:
             yield
         except Exception:
-            if not self._was_checked:  # a hook of the caller failed, or this is no checkpoint: others wait in `check`
+            if not self._was_checked:  # a hook failed, or this is not a checkpoint. Others wait in `check`
                 self._fails_somewhere(True, optimizer.param_groups)
             raise
         finally:

@@ -28,7 +28,7 @@ class ChainState:
 
     @property
     def keys(self) -> set[str]:
-        """The keys of param groups that hold this state, or that of an optimizer with other counters."""
+        """The keys that hold this state in param groups, and the counters that only other optimizers have."""
         return {*self.values, *COUNTERS, *self.identity}
 
     def start(self, groups: Iterable[dict[str, Any]], *, has_schedules: bool) -> None:
@@ -61,7 +61,7 @@ class ChainState:
                 self.show(groups)
 
     def move(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Keep tensors on the device of the first parameter, because trainers move parameters after construction."""
+        """Move tensors to the device of the first parameter, because trainers move parameters after construction."""
         param = next((param for group in groups for param in group["params"]), None)
         if param is None or param.is_meta:  # meta parameters have no values
             return

@@ -74,7 +74,7 @@ class Elements:
         return [value if new is None else torch.where(new, own, value) for value, own in pairs]
 
     def chosen(self, new: Tensor, old: Tensor) -> Tensor:
-        """Return a tensor with the new elements where they take part, and the old ones elsewhere."""
+        """Return a tensor with ``new`` for elements that take part, and ``old`` for the others."""
         return new.clone() if self.mask is None else torch.where(self.mask, new, old)
 
     def begin_(self, state: Tensor, first: Tensor) -> None:
@@ -165,14 +165,14 @@ class Flags(NamedTuple):
     """What the elements of a tensor have in common in this step: vectors with one element for each parameter."""
 
     usable: Tensor | None = None  # True if the update enters the statistic, which then limits it; None if all do
-    started: Tensor | None = None  # True if an earlier update has entered the statistic; None if that is so for all
+    started: Tensor | None = None  # True if an earlier update has entered the statistic; None if all have
     numbers: tuple[Tensor, ...] = ()
     """What else `Elementwise.change` and `formula` need to know of a tensor, such as a limit."""
     beside: tuple[Tensor, ...] = ()
     """Further numbers for `formula`. Their effect in `change` comes from ``at``."""
 
     def of_formula(self) -> "Flags":
-        """The same, with all numbers that `formula` gets."""
+        """These flags with ``beside`` moved to ``numbers``, because `formula` gets them all."""
         return self._replace(numbers=(*self.numbers, *self.beside), beside=())
 
     def elements(self, row: int, device: torch.device, scratch: Scratch | None = None) -> Elements:

@@ -82,10 +82,10 @@ class Elementwise(TensorwiseTransform):
     """True if `flags` reads the updates, so that operations before this one cannot be postponed."""
 
     has_formula: ClassVar[bool] = False
-    """True if the formula says what the transform computes: no subclass overrides only `change`."""
+    """True if the formula computes what the transform does. False if a subclass overrides only `change`."""
 
     has_change: ClassVar[bool] = False
-    """True if `change` computes what the transform does: no subclass overrides only `formula` or `start`."""
+    """True if `change` computes what the transform does. False if a subclass overrides only `formula` or `start`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -97,7 +97,7 @@ class Elementwise(TensorwiseTransform):
         cls.has_formula = is_written and overridden_last(cls, *_WAYS) != "change"
         is_latest = overridden_last(cls, *_WAYS[::-1]) == "change"
         cls.has_change = is_latest and cls.change is not Elementwise.change
-        # state of a formula is a statistic, unless a class says otherwise
+        # the state of a formula is a statistic, unless a class sets ``keeps_statistics`` itself
         says = next(base for base in cls.__mro__ if "keeps_statistics" in vars(base))
         if says is Transform and is_written and cls.keys:
             cls.keeps_statistics = True
@@ -130,14 +130,14 @@ class Elementwise(TensorwiseTransform):
         """Write the changed elements to ``result``, change their state in place, and return how many changed.
 
         This is the faster form of `formula` and `start`, for the fast way. By default it runs the formula. It must not
-        raise: a part of the parameter may have moved already.
+        raise, because a part of the parameter may have changed already.
 
         Args:
-            x: Real elements of float32 or float64. They are not to be modified, except through ``result``.
-            result: Where the changed elements go: other memory, or ``x`` itself. All that is needed of ``x`` has to be
-                read before.
-            state: The state under each of ``keys``, shaped like ``x``. After it the numbers of `flags`: one for all
-                elements, or one for each.
+            x: Real elements of float32 or float64. Do not change them, except through ``result``.
+            result: Memory for the changed elements, which may be ``x`` itself. Read what you need of ``x`` before you
+                write to it.
+            state: The state under each of ``keys``, shaped like ``x``, and then the numbers of `flags`, one for all
+                elements or one for each.
             setting: The settings.
             at: The elements that take part. Its methods leave the others unchanged.
         """
@@ -165,7 +165,7 @@ class Elementwise(TensorwiseTransform):
         return count
 
     def _tensors(self, name: str, found: Any, like: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors that a method returned. Raise if they are others than it has to return."""
+        """The tensors that a method returned. Raise if their number, a shape or a dtype is wrong."""
         tensors = list(_leaves(found))
         kinds = [[(getattr(t, "shape", None), getattr(t, "dtype", None)) for t in group] for group in (tensors, like)]
         if kinds[0] != kinds[1]:
@@ -186,9 +186,9 @@ class Elementwise(TensorwiseTransform):
         *,
         by_formula: bool = False,
     ) -> Tensor:
-        """Call `change`, or with ``by_formula`` the formula where there is one.
+        """Call `change`, or the formula if ``by_formula`` is True and the class has one.
 
-        Raise if it does not return a number, before a kernel takes the elements.
+        If the result is not a number, raise before a kernel takes the elements.
         """
         is_change = self.has_change and not (by_formula and self.has_formula)
         change = self.change if is_change else partial(Elementwise.change, self)
@@ -237,7 +237,7 @@ class Elementwise(TensorwiseTransform):
         return says or self.keeps_statistics or len(self.keys) > 0
 
     def stays_finite(self) -> bool:
-        """True with ``keeps_finite``, but not for a subclass that overrides a method and does not declare it again."""
+        """True with ``keeps_finite``. False in a subclass that overrides a method and does not declare it again."""
         return self.keeps_finite and overridden_last(type(self), "keeps_finite", *_WAYS) == "keeps_finite"
 
     def may_wait(self, step: Step) -> bool:
@@ -300,7 +300,7 @@ class Elementwise(TensorwiseTransform):
             numbers = [vector.select(0, k).to(x.device, x.dtype) for vector in flags.numbers]
             at = flags.elements(k, x.device)
             at.is_first = step.is_first
-            own[0] = torch.full_like(x, torch.nan)  # other memory than `x`, which shows what `change` does not write
+            own[0] = torch.full_like(x, torch.nan)  # not the memory of `x`, so elements that `change` forgets stay NaN
             counts[i] = self.counted(x, own[0], [*state, *numbers], step.settings[i], at, by_formula=by_formula)
             changed = [(to, of) for to, of in zip(given, own, strict=True) if to is not of]
             foreach.copy_([to for to, _ in changed], [of for _, of in changed])

@@ -134,7 +134,7 @@ class Kernel(Protocol):
     def __call__(
         self, params: list[Tensor], updates: list[Tensor], state: list[list[Tensor]], setting: Setting, scale: Any
     ) -> None:
-        """Take the step of some parameters, or of parts of them, after a division of updates by ``scale``, in place."""
+        """Divide updates by ``scale``, and take the step of some parameters, or of parts of them, in place."""
         ...
 
 
@@ -260,7 +260,7 @@ class Gate(NeverApplied):
     """
 
     needs_loss: bool = False
-    """True if the gate reads ``step.loss``, which is then the mean over all processes. Else it is always None."""
+    """True if the gate reads ``step.loss``, which is then the mean over all processes. For other gates it is None."""
 
     @abstractmethod
     def refuses(self, norm: Tensor, step: Step) -> Tensor:

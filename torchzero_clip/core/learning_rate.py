@@ -99,7 +99,7 @@ def with_learning_rate(transforms: Sequence[Transform]) -> list[Transform]:
 
 
 def rates_of(nodes: Nodes) -> list[tuple[Node, float | Tensor | Schedule | None]]:
-    """The learning rate of each update rule, None without any, if several rules name one; else an empty list."""
+    """The learning rate of each update rule, or its default. Empty unless several rules name a learning rate."""
     rules = update_rules(nodes)
     if sum(rule.lr is not None for _, rule in rules) < 2:
         return []

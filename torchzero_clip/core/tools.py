@@ -18,7 +18,7 @@ class Tools:
 
     process_group: ProcessGroup | None = None  # the processes that hold other parameters
     runs_formulas = False
-    """An elementwise transform runs its formula where it also has a faster form: only in the readable way."""
+    """True in the readable way: an elementwise transform runs its formula, even if it also has a faster form."""
     is_stand_in = False
     """True if this process has no tensors for a joint transform: the tensors of the step are zeros that do not count.
     """

@@ -21,7 +21,7 @@ CALLED = {
     *("apply_tensors", "apply_tensor", "factors", "formula", "start", "change", "refuses", "accept", "refused"),
     *("take_step", "shifts", "init_state", "possible_state", "init_global_state", "slice_dims"),
 }
-"""Methods that the optimizer calls, with arguments without names."""
+"""Methods that the optimizer calls with positional arguments."""
 
 
 class Transform(Explained, ABC):
@@ -46,7 +46,7 @@ class Transform(Explained, ABC):
 
     Raises:
         ValueError: For an unknown target, a default that fails its check, or a check of an unknown setting.
-        TypeError: If ``defaults`` is no dict, or a check returns a bool.
+        TypeError: If ``defaults`` is not a dict, or a check returns a bool.
 
     Examples:
         A joint transform, with one number of state for the whole chain:
@@ -83,9 +83,8 @@ class Transform(Explained, ABC):
     each_alone: bool = False
     """True if the result for a tensor depends only on this tensor, its parameter, its state and settings.
 
-    `step_in_backward` takes only such transforms. The value holds for the methods of the class that sets it: a subclass
-    that overrides ``apply_tensors``, ``factors`` or a similar method has to set it again. With ``dim="global"`` it has
-    no effect.
+    `step_in_backward` takes only such transforms. A subclass that overrides ``apply_tensors``, ``factors`` or a similar
+    method has to set it again. With ``dim="global"`` it has no effect.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -363,7 +362,7 @@ def altered(transform: T, **attributes: Any) -> T:
     new = copy.copy(transform)
     if new is transform:
         raise TypeError(f"{type(transform).__name__}.__copy__ returns the transform itself, and has to return a copy")
-    # an author's class may copy itself by its constructor, which knows neither
+    # an author's class may copy itself by its constructor, which sets neither the scope nor the overrides
     new.scope, new.overrides = transform.scope, transform.overrides
     vars(new).update(attributes)
     return new

@@ -1,7 +1,7 @@
 """Calls of the methods that authors write, and checks of what these return, change and store.
 
-An error names the transform. What a method may not change is compared in the first step of a parameter only, by the
-versions that torch counts for each tensor, so that later steps do not pay for it.
+An error names the transform. The first step of a parameter compares what a method may not change, by the versions
+that torch counts for each tensor. Later steps do not spend time on this.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -69,7 +69,7 @@ def factors_of(node: Node, measured: Measured, updates: list[Tensor], step: Step
 
 
 def slice_dims(scaling: Scaling, tensor: Tensor) -> tuple[int, ...]:
-    """The dimensions of a slice, as a subclass says."""
+    """The dimensions of a slice, which a subclass returns."""
     dims: Any = scaling.slice_dims(tensor)
     if not isinstance(dims, tuple | list):
         raise TypeError(f"{scaling!r}.slice_dims returned {dims!r}: return a tuple, () to leave the tensor alone")
@@ -115,7 +115,7 @@ def refusal(node: Node, norm: Tensor, step: Step) -> Tensor:
 
 
 def record(node: Node, norm: Tensor, step: Step, *, taken: bool) -> None:
-    """Tell a gate what was decided."""
+    """Tell a gate whether the step is taken."""
     gate = cast(Gate, node.transform)
     if not gate.needs_loss:
         step.loss = None
@@ -130,7 +130,7 @@ def record(node: Node, norm: Tensor, step: Step, *, taken: bool) -> None:
 
 
 def check_state(node: Node, step: Step) -> None:
-    """Raise for a metric that is no 0-d tensor, and for state that was not declared or that checkpoints cannot hold."""
+    """Raise if a metric is not a 0-d tensor, or if state was not declared or checkpoints cannot hold it."""
     for key, value in step.metrics.items():
         if not isinstance(value, Tensor) or value.ndim:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RuntimeError(
@@ -156,7 +156,7 @@ def check_state(node: Node, step: Step) -> None:
 
 
 def _put_right(method: str, stored: State, declared: Mapping[str, Any]) -> list[str]:
-    """What is wrong about state: keys that are not declared, and other kinds of values. It is then as it was before."""
+    """Remove keys that state does not declare, restore values of another kind, and return what was wrong."""
     wrong: list[str] = []
     for key in [key for key, value in stored.items() if value is not declared.get(key)]:
         value = stored[key]
@@ -231,7 +231,7 @@ def _check_views(node: Node, step: Step, result: Sequence[Tensor]) -> None:
 
 
 def _explain(error: Exception, node: Node, step: Step) -> NoReturn:
-    """Raise an error in a method that an author wrote, explained where it does not explain itself."""
+    """Raise the error of a method that an author wrote, with an explanation if we have one."""
     transform = node.transform
     states = step.touched_states() or step.states
     known = {

@@ -19,7 +19,7 @@ from torchzero_clip.functional.shards import elements_at, memories
 
 
 class Judging:
-    """What the transforms of a chain ask about the gradients before the first of them. It is found once for a chain."""
+    """What the transforms of a chain ask about the gradients before the first of them. Found once for each chain."""
 
     def __init__(self, nodes: Nodes) -> None:
         keepers = [node for node in nodes if node.transform.keeps_statistics]
@@ -43,7 +43,7 @@ class How(NamedTuple):
     """How a scaling is measured."""
 
     dims_of: Callable[[Tensor], tuple[int, ...]] | None
-    """Returns the dimensions of a slice; None if they follow from the arguments, which `measure` may cut faster."""
+    """Returns the dimensions of a slice; None if they follow from the arguments, because `measure` is then faster."""
     each: bool  # True if statistics need the norm of each tensor, even if slices are joined
     jointly: bool  # True if statistics need only the joint norm, which is the norm of the only slice
 
@@ -58,7 +58,7 @@ class How(NamedTuple):
 class Judged:
     """The norms of the gradients before the first transform: each is measured once, and only if it is asked for.
 
-    Statistics judge by them whether a gradient is usable, gates and ``nonfinite`` whether the step is taken, and a
+    Statistics find the usable gradients by them. Gates and ``nonfinite`` decide by them whether the step is taken. A
     listener stores them.
     """
 
@@ -72,9 +72,9 @@ class Judged:
     before: Tensor | None = None  # the L2 norm of each gradient, once it was measured for a listener
 
     def measure(self, *, jointly: bool = False) -> Tensor:
-        """The L2 norm of each gradient, equal on all ranks, in float64; ``jointly`` that of all, if this is enough."""
+        """The L2 norm of each gradient, equal on all ranks, in float64. ``jointly``: the joint norm if it is enough."""
         if self.norms is None:
-            # the joint norm of finite gradients is finite, and 0 only if all are 0: joint statistics ask no more
+            # joint statistics only ask whether it is finite and not 0, which the joint norm of the gradients answers
             jointly = jointly and self.judging.asks_jointly
             joint = self.measurer.joint_norm(self.grads, beside=self.listens) if jointly else None
             if joint is None:

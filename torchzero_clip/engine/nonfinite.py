@@ -32,7 +32,7 @@ REMEMBERED = 10  # norms that an error shows
 class Undecided(Walking, Protocol):
     """What the decision sees of a step."""
 
-    company: Company | None  # who else takes part; None if nobody does
+    company: Company | None  # who else takes part; None without others
     loss: Loss  # the loss of the step
     refused_by: list[str]  # who has refused the step
 
@@ -82,7 +82,7 @@ class StepPolicy:
         if any(gate.needs_loss for gate in self._gates.values()):
             walk.loss.join(device or norms.device, walk.table.all_params(), group)
         scopes = {gate: walk.table.in_scope(walk.nodes.by_path[gate], walk.table.rows) for gate in self._gates}
-        # with other processes a gate without rows here is asked too: all have to send equally many numbers
+        # with other processes a gate without rows is asked too, because all have to send equally many numbers
         gates = [gate for gate, rows in scopes.items() if rows or group is not None]
         (total, lost, *of_gates), taking_part = _joint_norms(walk, [scopes[gate] for gate in gates])
         # a joint clip that comes first takes this norm of all processes instead of one more exchange
@@ -95,17 +95,17 @@ class StepPolicy:
         joint, nonfinite, *answers = numbers.tolist()
         refusals, flags = answers[: len(gates)], answers[len(gates) :]
         has_gradients, *asked = flags or [True] * (1 + len(gates))
-        # a step without gradients is no step on one process either: no state changes, and no skip is counted
+        # a step without gradients changes no state and does not count as a skip, as on one process
         if not has_gradients:
             return False
         self._norms = [*self._norms, joint][-REMEMBERED:]
-        # gates whose scope has no gradient on any process were asked, but have no say
+        # leave out the answers of gates whose scope has no gradient on any process
         judged = list(compress(judged, asked))
         walk.refused_by.extend(gate for gate, *said in zip(gates, refusals, asked, strict=True) if all(said))
         if nonfinite and self.nonfinite != "propagate":
             self._refuse(walk)
         if walk.refused_by:
-            # before the gates store anything: it raises after too many skips
+            # before the gates store anything, because it raises after too many skips
             self._count(counts, walk.refused_by)
             self._record(walk, judged, taken=False)
             return False

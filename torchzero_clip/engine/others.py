@@ -108,7 +108,7 @@ class Others(Company):
             return None
         found = joint_metrics(nodes, rows.narrow(1, len(ran), rows.shape[1] - len(ran)))
         acted = dict(zip(paths, ran[1:], strict=True))
-        # what a transform has shown for a stand-in says something only if a process has an element for it
+        # leave out what a transform has shown for a stand-in if no process has an element for the transform
         shown = {name: value for name, value in own.items() if acted.get(_path(name), 1.0) == 1}
         return shown | {name: value for name, value in found.items() if acted[_path(name)]}
 

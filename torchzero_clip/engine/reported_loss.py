@@ -20,8 +20,8 @@ class Loss:
 
     value: Tensor | float | None = None
     """What the closure returned, or the mean of the losses that were reported; None without either."""
-    count: int = 0  # how many losses that are
-    exists: Tensor | None = None  # True if a process has a loss, once that was asked: 0-d
+    count: int = 0  # of how many losses it is the mean
+    exists: Tensor | None = None  # 0-d: True if a process has a loss; None before `join`
 
     def join(self, device: torch.device, params: Sequence[Tensor], process_group: ProcessGroup | None) -> None:
         """Replace the value by the mean over all processes, as in `joint_loss`."""
@@ -64,8 +64,8 @@ class ReportedLoss:
 def joint_loss(
     loss: Any, count: int, device: torch.device, params: Sequence[Tensor], process_group: ProcessGroup | None
 ) -> tuple[Tensor, Tensor] | None:
-    """The mean of ``count`` losses of each process, and whether there is one: 0-d. None if nobody can have one."""
-    # Every process calls it, those of the meshes and of the process group; without either, those of the default group.
+    """The mean of ``count`` losses of each process, and whether there is one: 0-d. None if no process can have one."""
+    # All processes of the meshes and of the process group call it; without either, all of the default group do.
     meshes = mesh_groups(params)
     is_parallel = bool(meshes) or process_group is not None
     is_replicated = not is_parallel and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -39,7 +39,7 @@ class Walk:
         judged: The gradients before the first transform.
         end: What becomes of the updates that come out of the outermost chain.
         loss: The loss of the step.
-        company: Who else takes part in the step; None if nobody does.
+        company: Who else takes part in the step; None without others.
     """
 
     nodes: Nodes
@@ -63,7 +63,7 @@ class Walk:
                 self.judged.before_closure()
                 node = self.nodes.by_path[path]
                 rows = table.in_scope(node, table.rows)
-                # other processes wait in the exchange of a joint transform, so a stand-in acts where no tensor is here
+                # other processes wait in the exchange of a joint transform, so without a tensor here a stand-in acts
                 rows = rows if self.company is None else self.company.acting(self, node, rows)
                 if rows:
                     targets.change_gradients(table.picked(rows).grads, partial(self.apply, node, rows))
@@ -162,7 +162,7 @@ class Walk:
         own = self.settings[node.path]
         if not rest:
             return own
-        # a kernel takes the rest of the chain in one call, so it needs the settings of LR and others, below its own
+        # a kernel takes the rest of the chain in one call, so it needs the settings of LR too. Its own come first
         together = [*(self.settings[n.path] for n in rest[::-1]), own]
         return [{k: v for settings in together for k, v in settings[g].items()} for g in range(len(own))]
 
@@ -173,7 +173,7 @@ class Walk:
         params, grads, states, group_of = table.picked(rows)
         # one object for all parameters of a group: `by_setting` then finds a range without comparing
         settings = of_groups * len(rows) if len(of_groups) == 1 else [of_groups[g] for g in group_of]
-        # only statistics ask which gradients are usable. If nobody has measured them, a scaling does it first
+        # only statistics ask which gradients are usable. A scaling measures them if they are not known yet
         known = transform.keeps_statistics and judged.norms is not None
         step = Step(
             params,

@@ -7,15 +7,15 @@ optimizer takes an ordinary step. The results are the same, bit for bit.
 What a plan assumes, and what is compared in each step before anything changes:
 
 * On CPU, the chain is at most one scaling and then a rule of this package, without scopes and other targets. A second
-  scaling would be a second factor, and `WeightDecay` before the rule is no scaling.
+  scaling would be a second factor, and `WeightDecay` before the rule is not a scaling.
 * Types, dtypes, sizes, strides and ``requires_grad`` of parameters, gradients and state are compared by a guard that is
-  private to torch. Without it there is no plan: a check in Python takes ten times as long.
+  private to torch. Plans need this guard, because a check in Python takes ten times as long.
 * A parameter that moves to the next group keeps the order of all, so the groups of the parameters are compared too.
 * Attributes of transforms, which a user may set at any time, are compared by identity.
 * Immutable settings of our own classes are compared by identity and checked if they are new. All others are checked in
   every step, because a tensor may change in place, and an author's check may have effects.
-* Numbers of state have to be the views of the vectors that the last step made: a load or a user may replace them.
-* A statistic changes its state before the kernel runs. What comes later has no way back to an ordinary step.
+* Numbers of state have to be views of the vectors that the last step made, because a load or a user may replace them.
+* A statistic changes its state before the kernel runs. After that, an ordinary step can no longer be taken instead.
 * A plan has no tensor of a step, so that ``zero_grad()`` frees the gradients. Metrics are computed when they are read.
 """
 
@@ -283,7 +283,7 @@ class _Measurer(Measurer):
 
     @override
     def joint_norm(self, grads: list[Tensor], *, beside: bool) -> None:
-        """Statistics of a planned step take their norms from the scaling, or of each gradient."""
+        """None, because statistics of a planned step use the norms of the scaling or of each gradient."""
 
     @override
     def norm_of_each(self, grads: list[Tensor]) -> Tensor:
@@ -293,7 +293,7 @@ class _Measurer(Measurer):
 def _by_number(transform: Transform) -> Factor | None:
     """The method ``factor`` of a joint clip, which saves many operations on one element; None if it has none.
 
-    It must stand in the class that has ``factors``: a subclass that overrides only these has other factors.
+    The class that has ``factors`` must have it too, because a subclass that overrides only ``factors`` has others.
     """
     if not isinstance(transform, Scaling) or transform.slicing != Slicing(L2, "global") or "factors" in vars(transform):
         return None

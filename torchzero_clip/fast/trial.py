@@ -21,10 +21,10 @@ Found = tuple[str, Tensor, float]
 
 
 def try_out(transform: Elementwise, setting: Setting, dtype: torch.dtype) -> None:
-    """Take four steps of a small tensor. Raise if a method leaves elements as they were, or if two methods differ.
+    """Take four steps of a small tensor. Raise if a method does not write all elements, or if two methods differ.
 
     In the third step an element is inf, and in the fourth the gradient is not finite. A `change` that forgets
-    ``result`` would train on memory with any values. The tensor is on CPU, so that the trial waits for no device.
+    ``result`` would train on uninitialized memory. The tensor is on CPU, so the trial does not wait for a device.
 
     Args:
         transform: The transform.
