@@ -16,11 +16,11 @@ from torchzero_clip.types import State
 
 
 class FastWay:
-    """The fast way of the steps of one optimizer. It is never saved or copied, because a new one serves as well.
+    """The fast way of the steps of one optimizer. Saving and copying leave it out, because a new one serves as well.
 
-    It has the plan of the optimizer, if there is one, and decides when to make one: after a few steps in a row that
-    looked the same. Each plan that few steps followed doubles the number of such steps before the next plan. So plans
-    cost little where parameters get gradients only now and then.
+    It has the plan of the optimizer, and makes one after a few steps in a row that looked the same. If few steps follow
+    a plan, the next plan needs twice as many such steps. So plans cost little where parameters get gradients only now
+    and then.
 
     Args:
         beside: The fast way of other parameters, which take their steps in turns with these and lend their memory.
@@ -41,7 +41,7 @@ class FastWay:
     def repeat(
         self, groups: list[Group], kept: Mapping[Tensor, State], chain_state: dict[str, Any], loss: Any
     ) -> Metrics | None:
-        """Take a step by the plan. Return None if there is no plan or it does not fit; then nothing has changed.
+        """Take a step by the plan. Return None, before any change, if there is no plan or it does not fit.
 
         Args:
             groups: The param groups.

@@ -99,7 +99,7 @@ class Plan:
         self._settle(walk.settings, walk.table.groups)
         params = walk.table.params
         are_narrow = params[0].dtype == torch.float32 and all(map(Tensor.numel, params))
-        # the joint norm of other dtypes is taken in another way, and an empty tensor has no norm to join
+        # joint norms of other dtypes are computed in another way, and an empty tensor does not have a norm to join
         self._by_number = None if scaling is None or not are_narrow else _by_number(scaling.transform)
 
     @classmethod
@@ -148,7 +148,7 @@ class Plan:
     def _is_settled(self, groups: list[Group]) -> bool:
         """True if the rule takes the same kind of step with these settings. Raise if a setting is invalid."""
         arguments = self._current_arguments()
-        # by identity, because == of tensors compares elements, which waits and is no single answer
+        # by identity, because == compares the elements of tensors, which waits for the device and gives many answers
         if len(arguments) != len(self._arguments) or not all(map(operator.is_, arguments, self._arguments)):
             return False
         if list(map(len, groups)) != self._lengths:  # an ordinary step looks at a key that is new
@@ -185,8 +185,8 @@ class Plan:
         self._lengths = list(map(len, groups))
         values = [group[key] for group in groups for key in self._keys]
         parts = chain.from_iterable(value if type(value) is tuple else (value,) for value in values)
-        # values that can change in place, such as tensors, are checked in every step; so are those of other authors,
-        # whose checks may have effects
+        # every step checks values that can change in place, such as tensors, and values of other authors, whose checks
+        # may have effects
         self._values = values if self._are_ours and _IMMUTABLE.issuperset(map(type, parts)) else []
 
     def _gathered(self, groups: list[Group], kept: Mapping[Tensor, State], workspace: Workspace) -> _Found | None:
@@ -255,7 +255,7 @@ class Plan:
         measured, factors = find_factors(node, transform, rows, grads, step, judged, None, chain_state)
         waiting = Scale(measured, factors, over_grads=True)
         kept = None if waiting.does_nothing else waiting.factor
-        # a statistic has changed its state, so there is no way back: multiply here, and call the kernel without
+        # a statistic has changed its state, so an ordinary step is too late: multiply here, and call the kernel without
         if kept is not None and not waiting.fits_kernels:
             waiting.carry_out(grads, workspace.scratch, "")
             kept = None
