@@ -15,7 +15,7 @@ from torchzero_clip.types import Setting, State
 
 
 class ClipToUsual(Elementwise):
-    """Clips each element to ``factor`` times the average of its magnitudes. The first update passes."""
+    """Clips each element to a multiple of the average of its magnitudes."""
 
     keys = ("average",)
 

@@ -255,7 +255,7 @@ WRONG = {
     StoresUnusableOfFormula: REST,
     ChangesOnly: r"ChangesOnly\(\)" + REST,
     ForgetsResultInASubclass: r"ForgetsResultInASubclass\(\)\.change gives NaN for finite elements",
-    CountsAll: r"formula differ\. Change computes the count \[11\], and the formula \[\d\]\. Correct one",
+    CountsAll: r"formula differ\. Change computes the count \[11\], and the formula \[10\]\. Correct one",
     CountsNone: r"formula differ\. Change computes the count \[0\], and the formula \[12\]\. Correct one",
     DiffersInOne: r"Change computes elements \[1\.6\], and the formula \[1\.65\]\. Correct",
     Centers: r"Centers\(\)" + SHAPE,
