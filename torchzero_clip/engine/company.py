@@ -21,7 +21,6 @@ class Walking(Host, Protocol):
     """What the company asks of a walk."""
 
     nodes: Nodes
-
     judged: Judged
 
     def apply(self, node: Node, rows: list[int], updates: list[Tensor]) -> list[Tensor]:

@@ -17,7 +17,7 @@ def run(walk: Walk, chain: Chain, *, states: Any, listener: Listener | None, par
     try:
         if "closure" in walk.nodes.targets:
             walk.change_closure_gradients(chain)
-        walk.run(chain, "", list(range(len(table.params))), walk.end)
+        walk.run(chain, "", table.rows, walk.end)
         has_gradients = True
         if isinstance(company, Others):
             found = company.metrics(walk.nodes, walk.metrics, len(table.params) > 0)
