@@ -411,10 +411,10 @@ def test_each_transform_is_tried_once_for_each_optimizer_and_dtype(monkeypatch):
     monkeypatch.setattr(fast, "try_out", lambda transform, setting, dtype: tried.append((type(transform), dtype)))
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         params = [nn.Parameter(torch.zeros(3, dtype=dtype))]
-        optimizer = Modular(params, ClipNorm(1), ClipValue(1.0), Halves(), ClipValue(2.0), AdamW())
+        optimizer = Modular(params, ClipNorm(1), Usual(1.0), Halves(), ClipValue(2.0), Usual(2.0), AdamW())
         train(optimizer, params, [[torch.ones(3, dtype=dtype)]] * 3)
     wide = [torch.float32, torch.float32, torch.float64]
-    assert tried == [(kind, dtype) for dtype in wide for kind in (ClipValue, Halves, ClipValue)]
+    assert tried == [(kind, dtype) for dtype in wide for kind in (Usual, Halves, Usual)]
     tried.clear()
     params = [nn.Parameter(torch.zeros(3))]
     optimizer = Modular(params, Halves(), SGD(0.1))
@@ -440,14 +440,11 @@ def test_each_transform_is_tried_once_for_each_optimizer_and_dtype(monkeypatch):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_ours_pass_the_trial_at_the_ends_of_their_settings(transform, dtype):
-    params = [nn.Parameter(torch.zeros(3, dtype=dtype))]
-    optimizer = Modular(params, transform, SGD(1.0))
-    train(optimizer, params, [[torch.ones(3, dtype=dtype)]])
-    assert params[0].isfinite().all()
+    trial.try_out(transform, transform.defaults, dtype)
 
 
 def test_there_is_no_trial_on_fake_tensors(monkeypatch):
     monkeypatch.setattr(trial, "_steps", None)
     with FakeTensorMode():
         params = [nn.Parameter(torch.empty(3))]
-        train(Modular(params, ClipValue(1.0), AdamW()), params, [[torch.empty(3)]])
+        train(Modular(params, Usual(1.0), AdamW()), params, [[torch.empty(3)]])

@@ -401,6 +401,11 @@ def treats_each_alone(transform: Transform) -> bool:
     return transform.each_alone and said_by == "each_alone" and not joins
 
 
+def is_ours(transform: Transform) -> bool:
+    """True for a class of this package, whose methods depend on their arguments, attributes and settings only."""
+    return type(transform).__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
 def override_groups(param_groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:
     """The parameters and the settings of each group given to `set_param_groups`."""
     if isinstance(param_groups, Mapping):

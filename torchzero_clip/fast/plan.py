@@ -33,7 +33,7 @@ from torchzero_clip.compat import SameLayout, native_guard
 from torchzero_clip.core.kinds import Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.transform import Transform, overridden_last
+from torchzero_clip.core.transform import Transform, is_ours, overridden_last
 from torchzero_clip.engine.executor import Measurer
 from torchzero_clip.engine.judged import Judged
 from torchzero_clip.engine.listener import Seen
@@ -92,7 +92,7 @@ class Plan:
         self._state = [f"{rule.path}/{key}" for key in (*ended.fused.state, *ended.fused.counters)]
         self._attributes = [vars(node.transform) for node in walk.nodes]
         self._arguments = self._current_arguments()
-        self._are_ours = all(_is_ours(node.transform) for node in walk.nodes)
+        self._are_ours = all(is_ours(node.transform) for node in walk.nodes)
         self._keys = list(walk.nodes.storage_keys.values())
         self._values: list[Any] = []
         self._variants = self._variants_of(walk.settings[rule.path])
@@ -112,7 +112,7 @@ class Plan:
             return None
         if any(node.transform.scope.limited or node.transform.target != "update" for node in nodes):
             return None
-        if not all(_is_ours(node.transform) for node in (ended.node, *ended.rest)):
+        if not all(is_ours(node.transform) for node in (ended.node, *ended.rest)):
             return None
         like = chain.from_iterable(ended.columns[key] for key in ("params", "grads", *ended.keys()[0]))
         fits = native_guard(list(like)) if walk.table.params[0].is_cpu else None
@@ -299,11 +299,6 @@ def _by_number(transform: Transform) -> Factor | None:
         return None
     is_its_own = overridden_last(type(transform), "factor", "factors") == "factor"
     return getattr(transform, "factor", None) if is_its_own else None
-
-
-def _is_ours(transform: Transform) -> bool:
-    """True for a class of this package, whose checks and kernels depend on their arguments and attributes only."""
-    return type(transform).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _count(counters: Sequence[Tensor], number: int) -> None:
