@@ -7,7 +7,7 @@ which transformation, such as vmap, the forward of a module runs; torch has no p
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrap
 from torch._C._functorch import maybe_get_bdim as maybe_get_bdim
 from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch.optim import Optimizer
 from typing_extensions import TypeIs
 
 if TYPE_CHECKING:
@@ -115,6 +116,33 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """The inverse of `flatten`: views of the vector in the shapes of other tensors."""
     return torch._C._nn.unflatten_dense_tensors(vector, like)  # pyright: ignore
+
+
+_STEP: Any = Optimizer.profile_hook_step(Optimizer.step)  # what torch wraps around `step` of each class
+
+
+def steps_being_taken(optimizer: Optimizer) -> int:
+    """How many steps of an optimizer are being taken; 2 if `step` of a subclass calls that of its base class."""
+    # counted on the stack, because torch calls no hook after a step that raises
+    count, frame = 0, inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _STEP.__code__:
+            count += frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return count
+
+
+def is_template_step(groups: Sequence[Mapping[str, Any]], *, is_first: bool) -> bool:
+    """True for a step with rate 0 and zero gradients. torch.distributed.checkpoint takes it to make the state exist."""
+    rates = [group["lr"] for group in groups if "lr" in group]
+    if any([not isinstance(rate, Tensor) and rate != 0 for rate in rates]):
+        return False
+    if not rates and not is_first:  # to look at gradients waits for the device
+        return False
+    if any(not rate.is_cpu or rate.any() for rate in rates if isinstance(rate, Tensor)):
+        return False
+    grads = [param.grad for group in groups for param in group["params"] if param.grad is not None]
+    return len(grads) > 0 and not any(grad.any() for grad in grads)
 
 
 def torch_loads() -> bool:

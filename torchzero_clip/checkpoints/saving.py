@@ -87,7 +87,6 @@ class Load:
 
     def check(self, state_dict: Mapping[str, Any], groups: list[Group]) -> dict[str, Any]:
         """Return the checkpoint, converted and completed. Raises on all processes if it does not fit on one of them."""
-        self._was_checked = True
         error: Exception | None = None
         try:
             given = _without_device(state_dict) if torch_loads() else state_dict
@@ -98,10 +97,20 @@ class Load:
         except Exception as found:  # any kind, because schedules are functions of the user
             error = ValueError(f"the checkpoint does not fit: {found}")
             error.__cause__ = found
+        self.agree(error, groups)
+        return self._fitting
+
+    def agree(self, error: Exception | None, groups: Sequence[Group]) -> None:
+        """Raise on all processes if there is an error on one of them. All have to call this."""
+        self._was_checked = True
         if self._fails_somewhere(error is not None, groups):
             elsewhere = "the checkpoint does not fit on another rank, whose error says why. No rank has loaded it"
             raise error or ValueError(elsewhere)
-        return self._fitting
+
+    @property
+    def groups(self) -> list[Group]:
+        """The param groups of the checkpoint, converted and completed by `check`."""
+        return self._fitting["param_groups"]
 
     def restore(self, groups: Sequence[Group], state: MutableMapping[Tensor, Any]) -> None:
         """Put the state of the checkpoint in its place, after its groups were loaded."""

@@ -11,8 +11,9 @@ from typing_extensions import override
 from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, UpdateRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.nodes import Node
+from torchzero_clip.core.transform import is_ours
 from torchzero_clip.engine.checked import take_step
-from torchzero_clip.engine.executor import Executor, Host
+from torchzero_clip.engine.executor import DeliveredScale, Executor, Host
 from torchzero_clip.functional import foreach
 
 
@@ -75,6 +76,26 @@ class Subtract(End):
         acting = (n.transform for n in rest if n.transform.target == "update")
         following = next((t for t in acting if not isinstance(t, Scaling | Gate)), None)
         return not self.keep_grads and isinstance(following, UpdateRule) and not isinstance(following, FinalRule)
+
+
+@final
+@dataclass
+class Deliver(End):
+    """Writes the updates into the gradients, for another optimizer that takes the step."""
+
+    scale: DeliveredScale  # called instead if the updates are the gradients times one factor
+
+    @override
+    def take(self, walk: Ending, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
+        return set()
+
+    @override
+    def deliver(self, walk: Ending, rows: list[int]) -> None:
+        walk.executor.deliver(rows, self.scale)
+
+    @override
+    def may_write_grads(self, rest: Sequence[Node]) -> bool:
+        return all(is_ours(n.transform) for n in rest)  # the transforms of authors may read the gradients
 
 
 def _take_step(walk: Ending, node: Node, rows: list[int], rest: Sequence[Node]) -> None:

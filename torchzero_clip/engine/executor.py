@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -29,6 +29,10 @@ class Host(Protocol):
     def store(self, node: Node, step: Step) -> None:
         """Store the state and the metrics of a transform."""
         ...
+
+
+DeliveredScale: TypeAlias = Callable[[list[Tensor], Tensor | float], None]
+"""Multiplies gradients by one factor, now or in the step that follows."""
 
 
 class Measurer(Tools):
@@ -71,6 +75,10 @@ class Executor(Measurer):
     @abstractmethod
     def finish(self, host: Host, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
         """Change the parameters as an update rule and the ``rest`` of the chain would. Return the rows done."""
+
+    @abstractmethod
+    def deliver(self, rows: list[int], scale: "DeliveredScale") -> None:
+        """Write the updates of rows into their gradients. ``scale`` multiplies gradients that only one factor waits for."""
 
     @abstractmethod
     def states(self, node: Node, stored: list[State], begin: Callable[[int], State]) -> States:

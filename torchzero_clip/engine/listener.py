@@ -25,6 +25,12 @@ class Seen(Protocol):
     refused_by: list[str]  # who has refused the step
 
 
+class Attached(ABC):
+    """An object with hooks of an optimizer that is not a `Modular`. Transforms before its steps take the listener."""
+
+    listener: "Listener"
+
+
 class Listener(ABC):
     """Sees every step of a `Modular`. It must not change what it sees."""
 

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.states import States
-from torchzero_clip.engine.executor import Executor, Host
+from torchzero_clip.engine.executor import DeliveredScale, Executor, Host
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.functional.measure import Measured, scale_
 from torchzero_clip.functional.norms import all_ones, mesh_norm, p_norms
@@ -53,6 +53,10 @@ class Readable(Executor):
     @override
     def finish(self, host: Host, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
         return set()
+
+    @override
+    def deliver(self, rows: list[int], scale: DeliveredScale) -> None:
+        self.memory.write_back(rows)
 
     @override
     def joint_norm(self, grads: list[Tensor], *, beside: bool) -> tuple[Tensor, Tensor | None] | None:

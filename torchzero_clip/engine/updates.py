@@ -7,14 +7,18 @@ from typing import Any
 from torch import Tensor
 
 from torchzero_clip.engine.table import Table
+from torchzero_clip.functional import foreach
 
 
 class Updates:
     """The update of each parameter: its gradient (negated to maximize) until a transform has returned another."""
 
-    def __init__(self, table: Table, chain_state: Mapping[str, Any], *, maximize: bool) -> None:
+    def __init__(
+        self, table: Table, chain_state: Mapping[str, Any], *, maximize: bool, over_grads: bool = False
+    ) -> None:
         self._table, self._grads = table, table.grads
         self._chain_state, self._maximize = chain_state, maximize
+        self._over_grads = over_grads  # updates are always written over the gradients
         self._updates: list[Tensor | None] = [None] * len(table.params)
         self._borrowed = [True] * len(table.params)
         """True for updates whose memory is that of a gradient, a parameter or state."""
@@ -23,6 +27,7 @@ class Updates:
     def current(self, rows: list[int], *, writable: bool = False, over_grads: bool = False) -> list[Tensor]:
         """The updates of some rows; if ``writable``, they share no memory with gradients, parameters or state."""
         # with over_grads they may be the gradients themselves
+        over_grads = over_grads or self._over_grads
         # the usual case first: a list of gradients needs no look at each row
         if self.untouched and not self._maximize and (over_grads or not writable):
             return list(self._grads) if len(rows) == len(self._grads) else [self._grads[i] for i in rows]
@@ -37,6 +42,7 @@ class Updates:
 
     def own(self, rows: list[int], over_grads: bool) -> list[Tensor]:
         """Return the updates of some rows, copied where they may not be written to, and store the copies."""
+        over_grads = over_grads or self._over_grads
         updates = self.current(rows, writable=True, over_grads=over_grads)
         if not (over_grads and self.untouched and not self._maximize):
             pairs = zip(rows, updates, strict=True)
@@ -62,6 +68,13 @@ class Updates:
         # an update of None is read from .grad later, so it gets what a `target="grad"` transform writes
         shared = [i for i in rows if self._updates[i] is self._grads[i]]
         self._put_own(shared, [self._grads[i].clone() for i in shared])
+
+    def write_back(self, rows: list[int]) -> None:
+        """Write the updates of some rows into the gradients that they do not share a tensor with."""
+        grads, pairs = set(self._grads), zip([self._grads[i] for i in rows], self.current(rows), strict=True)
+        # an author's transform may return the gradient of another parameter, which is written over too
+        changed = [(grad, new.clone() if new in grads else new) for grad, new in pairs if new is not grad]
+        foreach.copy_([grad for grad, _ in changed], [new for _, new in changed])
 
     def _put_own(self, rows: Sequence[int], updates: Sequence[Tensor]) -> None:
         """Store updates in memory of their own."""

@@ -17,10 +17,10 @@ from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.states import States
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import is_ours, overridden_last
-from torchzero_clip.engine.executor import Executor, Host
+from torchzero_clip.engine.executor import DeliveredScale, Executor, Host
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.fast.averages import Average
-from torchzero_clip.fast.kernels import Ended, call_kernel, run_kernel
+from torchzero_clip.fast.kernels import Delivered, Ended, call_kernel, run_kernel
 from torchzero_clip.fast.ops import Op, Pointwise, Scale, Shift
 from torchzero_clip.fast.pieces import run_pieces
 from torchzero_clip.fast.queues import Queues
@@ -56,7 +56,8 @@ class Fast(Executor):
             self._scratch = workspace.scratch.knowing(columns["grads"], self._layout)
         self._queues = Queues()
         self._last_read: list[Tensor] = []
-        self.ended: Ended | None = None  # how the step ended, if a kernel has taken it for all parameters; else None
+        self.ended: Ended | Delivered | None = None
+        """How the step ended, if a kernel has taken it for all parameters, or all updates were delivered; else None."""
 
     @property
     def _has_layout(self) -> bool:
@@ -157,6 +158,20 @@ class Fast(Executor):
     @override
     def scale(self, rows: list[int], measured: Measured, factors: Tensor, over_grads: bool) -> None:
         self._queues.wait(rows, Scale(measured, factors, over_grads))
+
+    @override
+    def deliver(self, rows: list[int], scale: DeliveredScale) -> None:
+        queue, columns = self._queues.on(rows), self._columns
+        alone = queue.ops[0] if queue is not None and len(queue.ops) == 1 else None
+        if self._layout is not None and columns is not None and len(rows) == len(columns["params"]):
+            self.ended = Delivered(self._layout, columns, scale)
+            if queue is not None and isinstance(alone, Scale) and alone.is_one_number and alone.fits_kernels:
+                self._queues.remove(queue)
+                if not alone.does_nothing:
+                    scale(self.memory.current(rows), alone.factor)
+                return
+        self.settle(rows)
+        self.memory.write_back(rows)
 
     @override
     def take(self, host: Host, node: Node, rows: list[int]) -> bool:

@@ -8,15 +8,15 @@ from torch import Tensor
 
 from torchzero_clip.core.kinds import Fused, Kernel
 from torchzero_clip.core.nodes import Node
+from torchzero_clip.engine.executor import DeliveredScale
 from torchzero_clip.fast.layout import Layout
 from torchzero_clip.functional import foreach, rows
+from torchzero_clip.functional.divisors import inverse
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Setting
 
 LONG = 65536
 """Longer tensors are passed to a kernel one by one, with their factors; shorter ones are multiplied together before."""
-
-_LARGEST = torch.finfo(torch.float32).max
 
 
 class Ended(NamedTuple):
@@ -29,11 +29,13 @@ class Ended(NamedTuple):
     layout: Layout
     columns: dict[str, list[Tensor]]  # parameters, gradients and state by key
 
-    def keys(self) -> tuple[list[str], list[str]]:
-        """The keys of state that is shaped like the parameters, and of state that is numbers."""
-        found = [key for key in self.columns if key not in ("params", "grads")]
-        like = [key for key in found if self.layout.has([key])]
-        return like, [key for key in found if key not in like]
+
+class Delivered(NamedTuple):
+    """The end of a step in which the updates of all parameters were written into their gradients."""
+
+    layout: Layout
+    columns: dict[str, list[Tensor]]  # as in `Ended`
+    scale: DeliveredScale
 
 
 def run_kernel(
@@ -62,7 +64,7 @@ def run_kernel(
     alone: dict[int, Tensor] = {}
     scale = None
     if factors is not None and not isinstance(factors, Tensor):
-        scale = _inverse_of(factors)
+        scale = inverse(factors)
     elif factors is not None:
         if params[0].dtype == torch.float64 and factors.ndim and not factors.is_cpu:
             rows.multiply_each_(updates, factors, scratch, name=name)  # the kernels divide in float32
@@ -73,7 +75,7 @@ def run_kernel(
             inverses = inverse(factors) if long else factors
             alone = {i: inverses.select(0, i) for i in long}
         elif not factors.ndim:
-            scale = _inverse_of(factors.item()) if factors.is_cpu else inverse(factors)
+            scale = inverse(factors)
         else:
             alone = _multiply_short_(updates, factors)
     if len(settings) == 1 and not alone:
@@ -134,17 +136,3 @@ def _multiply_short_(updates: Sequence[Tensor], factors: Tensor) -> dict[int, Te
     elif short:
         foreach.multiply_each_([updates[i] for i in short], factors[torch.tensor(short, device=factors.device)])
     return {i: inverse(factors[i]) for i in long}
-
-
-def inverse(factors: Tensor) -> Tensor:
-    """The inverse factors, which the kernels divide by. For a factor of 0 it is inf, so that the quotient is 0."""
-    if factors.is_cpu and not factors.ndim:
-        return _inverse_of(factors.item())
-    exact = factors.reciprocal()
-    return torch.where(factors == 0, exact, exact.clamp(min=-_LARGEST, max=_LARGEST)).float()
-
-
-def _inverse_of(factor: float) -> Tensor:
-    """The same for one number, on CPU."""
-    exact = min(max(1 / factor, -_LARGEST), _LARGEST) if factor else torch.inf
-    return torch.tensor(exact, dtype=torch.float32, device="cpu")

@@ -27,10 +27,14 @@ class Scale:
     _known: tuple[float, float] | None = field(default=None, init=False)
 
     @property
+    def is_one_number(self) -> bool:
+        """True if there is one factor for all updates."""
+        return self.measured.joint and foreach.is_one_number(self.factors)
+
+    @property
     def factor(self) -> Tensor:
         """The factors, one for each update, or a 0-d tensor if there is one for all."""
-        one = self.measured.joint and foreach.is_one_number(self.factors)
-        return self.factors.select(0, 0) if one else self.factors
+        return self.factors.select(0, 0) if self.is_one_number else self.factors
 
     @property
     def _extent(self) -> tuple[float, float] | None:

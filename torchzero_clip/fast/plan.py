@@ -1,4 +1,4 @@
-"""A plan repeats a step of at most one scaling and then a rule, whose kernel does the rest of the chain.
+"""A plan repeats a step of at most one scaling and its end: a rule, whose kernel does the rest, or a delivery.
 
 In a small model, an ordinary step spends more time on deciding what to do than on doing it. After steps that looked the
 same, the next ones follow a plan while everything that decides the course of a step stays the same. Otherwise the
@@ -7,7 +7,8 @@ optimizer takes an ordinary step. The results are the same, bit for bit.
 What a plan assumes, and what is compared in each step before anything changes:
 
 * On CPU, the chain is at most one scaling and then a rule of this package, without scopes and other targets. A second
-  scaling would be a second factor, and `WeightDecay` before the rule is not a scaling.
+  scaling would be a second factor, and `WeightDecay` before the rule is not a scaling. A chain that delivers its
+  updates to another optimizer is one scaling.
 * Types, dtypes, sizes, strides and ``requires_grad`` of parameters, gradients and state are compared by a guard that is
   private to torch. Plans need this guard, because a check in Python takes ten times as long.
 * A parameter that moves to the next group keeps the order of all, so the groups of the parameters are compared too.
@@ -34,12 +35,12 @@ from torchzero_clip.core.kinds import Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform, is_ours, overridden_last
-from torchzero_clip.engine.executor import Measurer
+from torchzero_clip.engine.executor import DeliveredScale, Measurer
 from torchzero_clip.engine.judged import Judged
 from torchzero_clip.engine.listener import Seen
 from torchzero_clip.engine.scaling import find_factors
 from torchzero_clip.engine.table import taking_part
-from torchzero_clip.fast.kernels import Ended, run_kernel
+from torchzero_clip.fast.kernels import Delivered, Ended, run_kernel
 from torchzero_clip.fast.ops import Scale
 from torchzero_clip.fast.vectors import VectorStates
 from torchzero_clip.fast.workspace import Workspace
@@ -68,6 +69,64 @@ class _Found(NamedTuple):
     workspace: Workspace
 
 
+class _ByRule:
+    """A step ends by the kernel of a rule."""
+
+    def __init__(self, ended: Ended, group_of: list[int]) -> None:
+        self._rule, self._kernel, self._rest, self._group_of = ended.node, ended.kernel, ended.rest, group_of
+        self.counters = [f"{self._rule.path}/{key}" for key in ended.fused.counters]
+        self._state = [f"{self._rule.path}/{key}" for key in (*ended.fused.state, *ended.fused.counters)]
+
+    def variants(self, settings: Mapping[str, list[Setting]]) -> set[Any]:
+        """The kinds of step that the rule takes with these settings."""
+        rule = self._rule.transform
+        return set(map(rule.variant, settings[self._rule.path])) if isinstance(rule, UpdateRule) else set()
+
+    def settle(self, settings: Mapping[str, list[Setting]]) -> None:
+        """Take over checked settings."""
+        together = [*(settings[node.path] for node in self._rest[::-1]), settings[self._rule.path]]
+        count = len(together[0])
+        merged = [{key: value for own in together for key, value in own[g].items()} for g in range(count)]
+        self._runs = by_setting([merged[g] for g in self._group_of])
+
+    def takes(self, waiting: Scale) -> bool:
+        """True if the end may multiply by the factors of a scaling."""
+        return waiting.fits_kernels
+
+    def take(self, found: _Found, factor: Tensor | float | None) -> None:
+        """Multiply the updates by their factor, None for 1, and end the step."""
+        _count(found.counters, 1)  # before the kernel, which reads the counts
+        try:
+            state = [found.columns[key] for key in self._state]
+            scratch = found.workspace.scratch
+            run_kernel(self._kernel, found.params, found.grads, state, self._runs, factor, scratch, "")
+        except BaseException:
+            _count(found.counters, -1)
+            raise
+
+
+class _ByDelivery:
+    """A step ends with the updates in the gradients. The methods are those of `_ByRule`."""
+
+    counters: Sequence[str] = ()
+
+    def __init__(self, scale: DeliveredScale) -> None:
+        self._scale = scale
+
+    def variants(self, settings: Mapping[str, list[Setting]]) -> set[Any]:
+        return set()
+
+    def settle(self, settings: Mapping[str, list[Setting]]) -> None:
+        pass
+
+    def takes(self, waiting: Scale) -> bool:
+        return waiting.is_one_number and waiting.fits_kernels
+
+    def take(self, found: _Found, factor: Tensor | float | None) -> None:
+        if factor is not None:
+            self._scale(found.grads, factor)
+
+
 class Plan:
     """What a step did, without its tensors.
 
@@ -78,24 +137,23 @@ class Plan:
         fits: Returns True for tensors that are laid out as in this step.
     """
 
-    def __init__(self, walk: Seen, ended: Ended, scaling: Node | None, fits: SameLayout) -> None:
-        rule, self._kernel, self._layout, self._rest = ended.node, ended.kernel, ended.layout, ended.rest
-        self._nodes, self._rule, self._scaling, self._fits = walk.nodes, rule, scaling, fits
+    def __init__(self, walk: Seen, ended: Ended | Delivered, scaling: Node | None, fits: SameLayout) -> None:
+        self._nodes, self._scaling, self._fits, self._layout = walk.nodes, scaling, fits, ended.layout
         self._judging = walk.judged.judging
         self._sizes = [len(group["params"]) for group in walk.table.groups]
         self._group_of = walk.table.group_of
         self._all_take_part = sum(self._sizes) == len(walk.table.params)
-        self._like, numbers = ended.keys()
-        self._counters = [f"{rule.path}/{key}" for key in ended.fused.counters]
-        self._numbers = [key for key in numbers if key not in self._counters]
-        self._own_state = (*self._like, *numbers)
-        self._state = [f"{rule.path}/{key}" for key in (*ended.fused.state, *ended.fused.counters)]
+        is_rule = isinstance(ended, Ended)
+        self._end = _ByRule(ended, self._group_of) if is_rule else _ByDelivery(ended.scale)
+        self._own_state = [key for key in ended.columns if key not in ("params", "grads")]
+        self._like = _shaped(ended)
+        self._numbers = [key for key in self._own_state if key not in (*self._like, *self._end.counters)]
         self._attributes = [vars(node.transform) for node in walk.nodes]
         self._arguments = self._current_arguments()
         self._are_ours = all(is_ours(node.transform) for node in walk.nodes)
         self._keys = list(walk.nodes.storage_keys.values())
         self._values: list[Any] = []
-        self._variants = self._variants_of(walk.settings[rule.path])
+        self._variants = self._end.variants(walk.settings)
         self._settle(walk.settings, walk.table.groups)
         params = walk.table.params
         are_narrow = params[0].dtype == torch.float32 and all(map(Tensor.numel, params))
@@ -103,18 +161,19 @@ class Plan:
         self._by_number = None if scaling is None or not are_narrow else _by_number(scaling.transform)
 
     @classmethod
-    def of(cls, walk: Seen, ended: Ended) -> "Plan | None":
+    def of(cls, walk: Seen, ended: Ended | Delivered) -> "Plan | None":
         """A plan of a step; None if it cannot be repeated."""
         nodes = list(walk.nodes)
         first = nodes[0] if isinstance(nodes[0].transform, Scaling) else None
         # state that is new enters the optimizer after the step, so the next one gathers other tensors
-        if nodes != [*([] if first is None else [first]), ended.node, *ended.rest] or walk.table.new_states:
+        last = [ended.node, *ended.rest] if isinstance(ended, Ended) else []
+        if nodes != [*([] if first is None else [first]), *last] or walk.table.new_states:
             return None
         if any(node.transform.scope.limited or node.transform.target != "update" for node in nodes):
             return None
-        if not all(is_ours(node.transform) for node in (ended.node, *ended.rest)):
+        if not all(is_ours(node.transform) for node in last):
             return None
-        like = chain.from_iterable(ended.columns[key] for key in ("params", "grads", *ended.keys()[0]))
+        like = chain.from_iterable(ended.columns[key] for key in ("params", "grads", *_shaped(ended)))
         fits = native_guard(list(like)) if walk.table.params[0].is_cpu else None
         return None if fits is None else cls(walk, ended, first, fits)
 
@@ -136,13 +195,7 @@ class Plan:
         if node is not None and isinstance(node.transform, Scaling):
             known = None if self._by_number is None else self._clipped(node, self._by_number, found)
             factor, metrics = known or self._scaled(node, node.transform, found, chain_state, loss)
-        _count(found.counters, 1)  # before the kernel, which reads the counts
-        try:
-            state = [found.columns[key] for key in self._state]
-            run_kernel(self._kernel, found.params, found.grads, state, self._runs, factor, workspace.scratch, "")
-        except BaseException:
-            _count(found.counters, -1)
-            raise
+        self._end.take(found, factor)
         return metrics
 
     def _is_settled(self, groups: list[Group]) -> bool:
@@ -160,7 +213,7 @@ class Plan:
         if len(values) == len(self._values) and all(map(operator.is_, values, self._values)):
             return True
         settings = self._nodes.checked_settings(groups)
-        if len(groups) != len(self._sizes) or self._variants_of(settings[self._rule.path]) != self._variants:
+        if len(groups) != len(self._sizes) or self._end.variants(settings) != self._variants:
             return False
         self._settle(settings, groups)
         return True
@@ -170,15 +223,9 @@ class Plan:
         own = [value for attributes in self._attributes for value in attributes.values()]
         return own + [type(node.transform) for node in self._nodes]
 
-    def _variants_of(self, settings: Sequence[Setting]) -> set[Any]:
-        rule = self._rule.transform
-        return set(map(rule.variant, settings)) if isinstance(rule, UpdateRule) else set()
-
     def _settle(self, settings: Mapping[str, list[Setting]], groups: Sequence[Group]) -> None:
         """Take over checked settings."""
-        together = [*(settings[node.path] for node in self._rest[::-1]), settings[self._rule.path]]
-        merged = [{key: value for own in together for key, value in own[g].items()} for g in range(len(groups))]
-        self._runs = by_setting([merged[g] for g in self._group_of])
+        self._end.settle(settings)
         own = [] if self._scaling is None else settings[self._scaling.path]
         self._own = [own[g] for g in self._group_of] if own else []
         self._alone = self._own[0] if len(by_setting(self._own)) == 1 else None
@@ -214,7 +261,7 @@ class Plan:
             tensors += columns[key]
         if not self._fits(tensors) or not all(vectors.are_views(key, columns[key]) for key in self._numbers):
             return None
-        known = [vectors.known(key, columns[key]) for key in self._counters]
+        known = [vectors.known(key, columns[key]) for key in self._end.counters]
         counters = [counter for counter in known if counter is not None]
         return _Found(params, grads, states, columns, counters, workspace) if len(counters) == len(known) else None
 
@@ -256,7 +303,7 @@ class Plan:
         waiting = Scale(measured, factors, over_grads=True)
         kept = None if waiting.does_nothing else waiting.factor
         # a statistic has changed its state, so an ordinary step is too late: multiply here, and call the kernel without
-        if kept is not None and not waiting.fits_kernels:
+        if kept is not None and not self._end.takes(waiting):
             waiting.carry_out(grads, workspace.scratch, "")
             kept = None
         shown = step.metrics
@@ -299,6 +346,11 @@ def _by_number(transform: Transform) -> Factor | None:
         return None
     is_its_own = overridden_last(type(transform), "factor", "factors") == "factor"
     return getattr(transform, "factor", None) if is_its_own else None
+
+
+def _shaped(ended: Ended | Delivered) -> list[str]:
+    """The keys of state that is shaped like the parameters."""
+    return [key for key in ended.columns if key not in ("params", "grads") and ended.layout.has([key])]
 
 
 def _count(counters: Sequence[Tensor], number: int) -> None:

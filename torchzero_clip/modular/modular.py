@@ -24,7 +24,7 @@ from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.states import own_numbers
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.company import Part
-from torchzero_clip.engine.end import Subtract
+from torchzero_clip.engine.end import End, Subtract
 from torchzero_clip.engine.judged import Judged, Judging
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.nonfinite import Nonfinite, StepPolicy
@@ -130,6 +130,7 @@ class Modular(Explained, Optimizer):
     parts: Parts | None = None
     """What the backward has updated since the last step, after `step_in_backward`. Copies and pickles have none."""
 
+    _over_grads = False  # transforms may always write to the gradients
     _has_meshes = False  # if a parameter is distributed
     _module: weakref.ref[nn.Module] | None = None  # that ``params`` was, for the names of parameters added later
     _lengths: Sequence[int] = ()  # how many keys each param group had in the last step
@@ -153,7 +154,7 @@ class Modular(Explained, Optimizer):
         self.keep_grads = keep_grads
         self.fast = fast
         self._fast_way = FastWay()
-        self.chain = Chain(*with_learning_rate(listed))
+        self.chain = Chain(*self._completed(listed))
         self._written = list(as_written(transforms))
         self.nodes: Nodes = self.chain.nodes()
         self._judging = Judging(self.nodes)
@@ -180,6 +181,9 @@ class Modular(Explained, Optimizer):
             self._module = weakref.ref(params)
             warn_of_no_rule(self.nodes, listed)
         self._is_complete = True
+
+    def _completed(self, transforms: list[Transform]) -> list[Transform]:
+        return with_learning_rate(transforms)
 
     def _named_params(self, first: int = 0) -> list[NamedParam]:
         return [named for group in self.param_groups[first:] for named in named_params(group)]
@@ -311,20 +315,24 @@ class Modular(Explained, Optimizer):
                 # the closure may have changed them, or added groups
                 settings = self.nodes.checked_settings(self.param_groups)
 
-            loss = Loss(result, 1) if result is not None else self._reported.loss()
-            has_meshes = self._has_meshes and self.parts is None
-            missing = Missing(self.nodes, self.param_groups, self.state) if has_meshes else None
-            walk = None
-            try:
-                walk = self._walk(self.param_groups, self._fast_way, settings, loss)
-                self._take(walk)
-            finally:
-                if missing is not None:
-                    missing.put_back(walk)
+            self._advance(settings, result)
             return result
         finally:
             if self._reported.count:
                 self._reported.clear()
+
+    def _advance(self, settings: dict[str, list[Setting]], result: Any) -> None:
+        """Take or skip a step that is not planned. ``result`` is what a closure has returned."""
+        loss = Loss(result, 1) if result is not None else self._reported.loss()
+        has_meshes = self._has_meshes and self.parts is None
+        missing = Missing(self.nodes, self.param_groups, self.state) if has_meshes else None
+        walk = None
+        try:
+            walk = self._walk(self.param_groups, self._fast_way, settings, loss)
+            self._take(walk)
+        finally:
+            if missing is not None:
+                missing.put_back(walk)
 
     def _take(self, walk: Walk) -> None:
         """Take a step, or skip it."""
@@ -347,8 +355,12 @@ class Modular(Explained, Optimizer):
         finally:
             if state:
                 self._chain_state.show(self.param_groups)
-            if self.listener is not None:
-                self.listener.end(walk)
+            self._ended(walk)
+
+    def _ended(self, walk: Walk) -> None:
+        """Called at the end of each step that is not planned, also if it was refused or raised an error."""
+        if self.listener is not None:
+            self.listener.end(walk)
 
     def _may_repeat(self) -> bool:
         """True if a step of this optimizer does nothing that plans leave out."""
@@ -424,12 +436,12 @@ class Modular(Explained, Optimizer):
             table.grads = own_gradients(table.params)
         if state:
             self._chain_state.move(self.param_groups)
-        updates = Updates(table, state, maximize=self.maximize)
+        updates = Updates(table, state, maximize=self.maximize, over_grads=self._over_grads)
         is_repeated = columns is None and len(set(map(id, table.params))) < len(table.params)
         is_fast = is_fast and not is_repeated
         executor = fast_way.executor(updates, columns) if is_fast else Readable(updates)
         judged = Judged(self._judging, table.grads, executor, listens=self.listener is not None)
-        end = Subtract(keep_grads=self.keep_grads or "grad" in self.nodes.targets or is_repeated)
+        end = self._end(is_repeated=is_repeated)
         walk = Walk(self.nodes, settings, table, state, executor, judged, end, loss)
         if self.parts is not None:
             walk.company = Part()
@@ -437,6 +449,10 @@ class Modular(Explained, Optimizer):
             device = device_of(table.all_params(), self._process_group)
             Others(self._process_group, device, has_schedules=self._has_joint_schedules).join(walk)
         return walk
+
+    def _end(self, *, is_repeated: bool) -> End:
+        """What becomes of the updates. ``is_repeated``: a parameter is listed twice."""
+        return Subtract(keep_grads=self.keep_grads or "grad" in self.nodes.targets or is_repeated)
 
     def _may_be_fast(self) -> bool:
         """True if operations may wait and be combined."""

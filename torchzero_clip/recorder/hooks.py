@@ -1,6 +1,5 @@
 """Measures the gradients of optimizers that are not a `Modular`, by hooks of their steps."""
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,21 +8,23 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchzero_clip.compat import never_compiled
+from torchzero_clip.compat import never_compiled, steps_being_taken
+from torchzero_clip.engine.listener import Attached
 from torchzero_clip.engine.reported_loss import ReportedLoss
 from torchzero_clip.functional.norms import each_norm
 from torchzero_clip.functional.scratch import Scratch
+from torchzero_clip.modular.before_step import handle_of
 from torchzero_clip.recorder.run import FAILED, Run, nothing
 from torchzero_clip.recorder.tape import Note
 
 
-class Hooks:
+class Hooks(Attached):
     """Measures the gradients of an optimizer that is not a `Modular`, before its step."""
 
     def __init__(self, run: Run, optimizer: Optimizer) -> None:
         self.reported = ReportedLoss()
         self._handles = optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)
-        self._run = run
+        self._run = self.listener = run
         self._scratch = Scratch()
 
     def remove(self) -> None:
@@ -33,7 +34,8 @@ class Hooks:
     @never_compiled
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Measure the gradients, or wrap the closure that makes them."""
-        if _depth(optimizer) > 1:
+        # the transforms before the steps tell the listener what they have seen
+        if steps_being_taken(optimizer) > 1 or handle_of(optimizer) is not None:
             return None
         self._run.output.check()
         self._run.finish(FAILED)
@@ -66,13 +68,13 @@ class Hooks:
 
     @never_compiled
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _depth(optimizer) <= 1:
+        if steps_being_taken(optimizer) <= 1:
             self._run.finish("")
 
     @torch.no_grad()
     def _finish(self, optimizer: Optimizer, write: Callable[[Note], None], reason: str | None = None) -> None:
         """Write a step that was measured. Without a reason it has failed, unless it is still being taken."""
-        if reason is None and _depth(optimizer):
+        if reason is None and steps_being_taken(optimizer):
             return
         self._run.finish = nothing
         write(Note(self._run.step, FAILED if reason is None else reason))
@@ -89,17 +91,3 @@ def _measured(closure: Callable[[], Any], measure: Callable[[Any], None]) -> Cal
         return loss
 
     return call
-
-
-_STEP: Any = Optimizer.profile_hook_step(Optimizer.step)  # what torch wraps around `step` of each class
-
-
-def _depth(optimizer: Optimizer) -> int:
-    """How many steps of an optimizer are being taken; 2 if `step` of a subclass calls that of its base class."""
-    # counted on the stack, because torch calls no hook after a step that raises
-    count, frame = 0, inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is _STEP.__code__:
-            count += frame.f_locals.get("self") is optimizer
-        frame = frame.f_back
-    return count

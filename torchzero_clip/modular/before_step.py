@@ -1,0 +1,361 @@
+"""Transforms that change the gradients before each step of any optimizer."""
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from torchzero_clip.checks import instance
+from torchzero_clip.compat import is_template_step, never_compiled, steps_being_taken
+from torchzero_clip.core.chain import Transforms, flatten
+from torchzero_clip.engine.listener import Attached, Listener
+from torchzero_clip.engine.nonfinite import Nonfinite
+from torchzero_clip.functional import foreach
+from torchzero_clip.functional.bad import BadGradients
+from torchzero_clip.functional.divisors import inverse
+from torchzero_clip.modular.entries import KEY, Entries
+from torchzero_clip.modular.front import Front
+from torchzero_clip.modular.modular import Modular
+from torchzero_clip.modular.refused_step import RefusedStep
+from torchzero_clip.modular.wrapped import unwrap
+
+FOUND_INF = "found_inf"
+"""Who refuses a step whose gradients a gradient scaler has found to be not finite."""
+
+
+class BeforeStep:
+    """Transforms that act before the steps of an optimizer, until `remove` is called. `before_step` makes it."""
+
+    def __init__(self, optimizer: Optimizer, front: Callable[..., Front], entries: Callable[[Front], Entries]) -> None:
+        # weak, so that a deleted optimizer is freed at once, together with its hooks
+        self._found = weakref.ref(optimizer)
+        self._front = front(scale=self._scale)
+        self._entries = entries(self._front)
+        self._entries.look(optimizer.param_groups)
+        self._depth = 0  # 2 while `step` of a subclass calls that of its base class
+        self._refused: RefusedStep | None = None
+        self._has_scaled = False  # the optimizer multiplies the gradients by their factor
+        self._is_refused_by_scaler = False
+        self._hooks = [
+            optimizer.register_step_pre_hook(self.before),
+            optimizer.register_step_post_hook(self.after),
+            *self._entries.register(optimizer),
+        ]
+        self._wrapper = _finally(optimizer, self._finish)
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        found = self._found()
+        if found is None:
+            raise ReferenceError("the optimizer of this handle was deleted")
+        return found
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The settings of the transforms, which may be changed at any time: a dict for each group of the optimizer."""
+        self._front.sync(self._optimizer.param_groups)
+        return self._front.param_groups
+
+    @property
+    def bad_gradients(self) -> BadGradients | None:
+        """As `Modular.bad_gradients`."""
+        return self._front.bad_gradients
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps gates and ``nonfinite="skip"`` have refused."""
+        return self._front.skipped_steps
+
+    @property
+    def skipped_by(self) -> tuple[str, ...]:
+        """Who has refused the last call of ``optimizer.step()``; empty if the step was taken.
+
+        These are names of gates, "nonfinite", or "found_inf" if a gradient scaler has found gradients that are not
+        finite.
+        """
+        return (FOUND_INF,) if self._is_refused_by_scaler else self._front.refused_by
+
+    @property
+    def listener(self) -> Listener | None:
+        """What sees every step, such as a `Recorder`."""
+        return self._front.listener
+
+    @listener.setter
+    def listener(self, listener: Listener | None) -> None:
+        self._front.listener = listener
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Return what the transforms measured, as `Modular.metrics` does."""
+        return self._front.metrics()
+
+    def report_loss(self, loss: Tensor | float) -> None:
+        """Tell the loss of the next step, as `Modular.report_loss` does."""
+        self._front.report_loss(loss)
+
+    def remove(self) -> None:
+        """Let the optimizer take its steps with the gradients as they are. Its checkpoints have no entry any more."""
+        optimizer = self._found()
+        for hook in self._hooks:
+            hook.remove()
+        self._front.listener = None
+        if optimizer is None:
+            return
+        if vars(optimizer).get("step") is self._wrapper:  # else something has wrapped it since, and it does nothing
+            del optimizer.step
+        for group in optimizer.param_groups:
+            group.pop(KEY, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        chain = ", ".join(map(repr, self._front.transforms.values()))
+        found = self._found()
+        return f"before_step({'deleted' if found is None else type(found).__name__}, {chain})"
+
+    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Change the gradients, or wrap the closure that makes them."""
+        if torch.compiler.is_compiling():
+            return self._before_compiled(optimizer, args, kwargs)
+        if self._depth and steps_being_taken(optimizer) > 1:
+            self._depth += 1
+            return None
+        self._finish()  # a step may have raised an error without a call of `after`
+        self._depth = 1
+        closure = kwargs.get("closure") if len(args) < 2 else args[1]
+        if closure is None:
+            self._change(optimizer, None)
+            return None
+        closure = partial(self._evaluate, optimizer, closure, [])
+        if "closure" in kwargs:
+            return args, kwargs | {"closure": closure}
+        return (optimizer, closure, *args[2:]), kwargs
+
+    _before_compiled = never_compiled(before)
+
+    def _evaluate(self, optimizer: Optimizer, closure: Callable[[], Any], results: list[Any]) -> Any:
+        if results:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} evaluates its closure several times in one step, and transforms that keep "
+                f"statistics act once a step: call clip_grad_norm_ in the closure, {closure!r}"
+            )
+        results.append(closure())
+        self._change(optimizer, results[0])
+        return results[0]
+
+    @torch.no_grad()
+    def _change(self, optimizer: Optimizer, result: Any) -> None:
+        """Apply the transforms, and hide the gradients if the step is refused."""
+        front, groups = self._front, optimizer.param_groups
+        self._is_refused_by_scaler = False
+        self._entries.look(groups)
+        if getattr(optimizer, FOUND_INF, None) is not None and not self._unscale(optimizer):
+            return
+        if is_template_step(groups, is_first=front.steps_taken == 0):
+            self._entries.begin()
+            return
+        front.change_gradients(groups, result)
+        if front.refused_by:
+            self._refused = RefusedStep(optimizer)
+
+    def _unscale(self, optimizer: Any) -> bool:
+        """Undo what a gradient scaler has multiplied. Return False if it has found gradients that are not finite."""
+        if optimizer.found_inf.item():
+            self._is_refused_by_scaler = True
+            return False
+        scale = getattr(optimizer, "grad_scale", None)
+        if scale is not None:
+            grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
+            foreach.multiply_([grad for grad in grads if grad is not None], scale.double().reciprocal())
+            optimizer.grad_scale = None  # not deleted, because the scaler deletes it
+        return True
+
+    def _scale(self, grads: list[Tensor], factor: Tensor | float) -> None:
+        """Multiply gradients by one factor. The fused optimizers of torch do it in the step, which saves a pass."""
+        optimizer: Any = self._optimizer
+        if grads[0].dtype != torch.float64 and _takes_factor(optimizer, self._hooks[0].id):
+            optimizer.grad_scale = inverse(factor)
+            self._has_scaled = True
+        else:
+            foreach.multiply_(grads, factor)
+
+    def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Give the gradients back."""
+        self._depth -= 1
+        if self._depth <= 0:
+            self._finish()
+
+    def _finish(self) -> bool:
+        """End a step. Return True if it was refused."""
+        self._depth = 0
+        if self._has_scaled:
+            optimizer: Any = self._optimizer
+            optimizer.grad_scale, self._has_scaled = None, False
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            refused.undo()
+        self._front.let_listen()
+        return refused is not None
+
+
+def _takes_factor(optimizer: Any, hook: int) -> bool:
+    """True if the step of a fused optimizer of torch divides all gradients, and no later hook reads them."""
+    is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    if not is_fused or not type(optimizer).__module__.startswith("torch.optim."):
+        return False
+    is_last = next(reversed(optimizer._optimizer_step_pre_hooks)) == hook
+    return is_last and all([group.get("fused") for group in optimizer.param_groups])
+
+
+def _finally(optimizer: Optimizer, finish: Callable[[], bool]) -> Callable[..., Any]:
+    """Wrap ``step`` of one optimizer so that ``finish`` is called if it raises, when torch calls no hook."""
+    given: Any = vars(optimizer).get("step")
+    call: Any = type(optimizer).step if given is None else given
+    found = weakref.ref(optimizer)
+
+    def step(own: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(own, *args, **kwargs) if given is None else call(*args, **kwargs)
+        except Exception as error:
+            if finish():
+                raise RuntimeError(
+                    f"{type(own).__name__} cannot take a step without gradients, so transforms before it cannot refuse "
+                    'one: leave out gates and nonfinite="skip". Nothing was changed'
+                ) from error
+            raise
+        finally:
+            finish()
+
+    @functools.wraps(call)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return step(found(), *args, **kwargs)
+
+    wrapper.__func__ = step  # pyright: ignore[reportFunctionMemberAccess]  # schedulers look for it
+    optimizer.step = wrapper
+    return wrapper
+
+
+def before_step(
+    optimizer: Optimizer,
+    *transforms: Transforms,
+    module: nn.Module | None = None,
+    nonfinite: Nonfinite = "propagate",
+    max_consecutive_skips: int | None = None,
+    process_group: ProcessGroup | None = None,
+    fast: bool = True,
+    new: str | Iterable[str] = (),
+    dropped: str | Iterable[str] = (),
+) -> BeforeStep:
+    """Apply transforms to the gradients before each step of any optimizer.
+
+    The optimizer keeps its class, its groups, its state, its schedulers and its trainer. ``optimizer.step()`` first
+    changes ``.grad`` of its parameters by the transforms, and then takes its step:
+
+        g ← (tₙ ∘ … ∘ t₁)(g)
+
+    The state of the transforms is saved and loaded with that of the optimizer: ``optimizer.state_dict()`` has it in
+    each param group, under the key "before_step".
+
+    If a gate or ``nonfinite="skip"`` refuses a step, the optimizer takes it without gradients, and everything that it
+    counts is put back. Parameters, state and gradients are then as before.
+
+    Args:
+        optimizer: Any optimizer that evaluates a closure at most once in a step; also in a wrapper of Accelerate or
+            Lightning. Its parameters are those of its groups at each step.
+        *transforms: What to do with the gradients, in this order; nested lists are accepted. Update rules such as
+            `AdamW`, `LR`, and transforms whose target is parameters are refused, because the optimizer takes the step.
+        module: The module that has the names of the parameters, for ``only``, ``without`` and messages. Not needed if
+            the optimizer was made of named parameters.
+        nonfinite: As in `Modular`.
+        max_consecutive_skips: As in `Modular`.
+        process_group: As in `Modular`.
+        fast: As in `Modular`.
+        new: As in `Modular.load_state_dict`, for all loads of the optimizer.
+        dropped: As ``new``.
+
+    Returns:
+        A handle, which is a context manager too. It has the metrics and the settings of the transforms, and its
+        ``remove()`` ends their work.
+
+    Raises:
+        TypeError: If ``optimizer`` is no optimizer, a `Modular`, or one that evaluates its closure several times, such
+            as `torch.optim.LBFGS`, or that runs no hooks; for a transform that changes parameters.
+        ValueError: As in `Modular`; for a checkpoint of other transforms, which was loaded before this call.
+        RuntimeError: If the optimizer has transforms before its steps already.
+
+    Examples:
+        >>> import torch
+        >>> from torchzero_clip import ClipNorm, before_step
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = torch.optim.SGD([weight], lr=1.0)
+        >>> handle = before_step(optimizer, ClipNorm(1, dim="global"))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> optimizer.step()
+        >>> weight.data
+        tensor([-0.6000, -0.8000])
+        >>> round(handle.metrics()["clip_norm/norm"].item(), 4)
+        5.0
+    """
+    found = unwrap(optimizer)
+    listed = list(flatten(transforms))
+    _check(found, optimizer, listed)
+    if module is not None:
+        instance("module", module, nn.Module)
+    front = partial(
+        Front,
+        found.param_groups,
+        listed,
+        module=module,
+        nonfinite=nonfinite,
+        max_consecutive_skips=max_consecutive_skips,
+        process_group=process_group,
+        fast=fast,
+    )
+    handle = BeforeStep(found, front, partial(Entries, new=new, dropped=dropped))
+    handle.listener = next((own.listener for own in _attached(found) if isinstance(own, Attached)), None)
+    return handle
+
+
+def handle_of(optimizer: Optimizer) -> BeforeStep | None:
+    """The transforms before the steps of an optimizer; None if it has none."""
+    return next((own for own in _attached(optimizer) if isinstance(own, BeforeStep)), None)
+
+
+def _attached(optimizer: Optimizer) -> list[object]:
+    """The objects whose methods are hooks of the steps of an optimizer."""
+    hooks: Any = getattr(optimizer, "_optimizer_step_pre_hooks", {})
+    return [getattr(hook, "__self__", None) for hook in hooks.values()]
+
+
+def _check(found: Any, given: object, transforms: list[Any]) -> None:
+    """Raise if an optimizer cannot have transforms before its steps."""
+    shown = ", ".join(map(repr, transforms)) or "ClipNorm(1)"
+    if not isinstance(found, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(given).__name__}")
+    name = type(found).__name__
+    if isinstance(found, Modular):
+        raise TypeError(f"this optimizer is a chain, which takes the transforms: Modular(params, {shown}, ...)")
+    if not transforms:
+        raise ValueError("before_step needs at least one transform, as in before_step(optimizer, ClipNorm(1))")
+    if not hasattr(found, "_optimizer_step_pre_hooks"):
+        inside = [key for key, value in vars(found).items() if isinstance(value, Optimizer)]
+        way_out = f": call before_step on optimizer.{inside[0]}" if inside else ""
+        raise TypeError(f"{name} runs no hooks before its steps{way_out}")
+    closure = inspect.signature(type(found).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"{name} evaluates its closure several times in one step, and transforms that keep statistics act once a "
+            "step: call clip_grad_norm_ in the closure"
+        )
+    if handle_of(found) is not None:
+        raise RuntimeError("this optimizer has transforms before its steps already: call remove() of their handle first")

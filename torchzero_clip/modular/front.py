@@ -1,0 +1,196 @@
+"""A chain that changes the gradients of another optimizer, whose param groups it follows."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from typing_extensions import override
+
+from torchzero_clip.compat import any_distributed
+from torchzero_clip.core.chain import Composite
+from torchzero_clip.core.chain_state import SKIPPED, ChainState
+from torchzero_clip.core.kinds import UpdateRule
+from torchzero_clip.core.learning_rate import LR
+from torchzero_clip.core.schedules import Schedules
+from torchzero_clip.core.transform import Transform, is_ours
+from torchzero_clip.engine.end import Deliver, End
+from torchzero_clip.engine.executor import DeliveredScale
+from torchzero_clip.engine.nonfinite import Nonfinite
+from torchzero_clip.engine.walk import Walk
+from torchzero_clip.modular.modular import Modular
+from torchzero_clip.modular.validation import check_added, check_places
+
+Group = dict[str, Any]
+
+
+class Front(Modular):
+    """Transforms whose updates are written into the gradients. Its param groups have the settings of the transforms.
+
+    Args:
+        groups: The param groups of the other optimizer.
+        transforms: The transforms.
+        scale: As in `Deliver`.
+        module: The module that has the names of the parameters.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        transforms: Sequence[Transform],
+        scale: DeliveredScale,
+        *,
+        module: nn.Module | None,
+        nonfinite: Nonfinite,
+        max_consecutive_skips: int | None,
+        process_group: ProcessGroup | None,
+        fast: bool,
+    ) -> None:
+        self._deliver = Deliver(scale)
+        self._names_in = module
+        self.steps_taken = 0
+        self.refused_by: tuple[str, ...] = ()
+        self.waiting: Walk | None = None  # the last step, until the listener has seen its end
+        super().__init__(
+            [_named(group, module) for group in groups],
+            *transforms,
+            nonfinite=nonfinite,
+            max_consecutive_skips=max_consecutive_skips,
+            process_group=process_group,
+            fast=fast,
+        )
+        # an author's transform may read the gradients after they were changed
+        self._over_grads = all(is_ours(node.transform) and node.transform.target == "update" for node in self.nodes)
+        self._follow(groups)
+
+    @override
+    def _completed(self, transforms: list[Transform]) -> list[Transform]:
+        for transform in transforms:
+            _refuse(transform)
+        return transforms
+
+    @override
+    def _end(self, *, is_repeated: bool) -> End:
+        return self._deliver
+
+    @override
+    def _ended(self, walk: Walk) -> None:
+        self.refused_by = tuple(walk.refused_by)
+        self.steps_taken += not walk.refused_by
+        if self.listener is not None:
+            self.waiting = walk
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were refused."""
+        self.chain_state.take_counters(self.param_groups)
+        return self.chain_state.values.get(SKIPPED, 0)
+
+    @property
+    def chain_state(self) -> ChainState:
+        """The state of the whole chain."""
+        return self._chain_state
+
+    @property
+    def schedules(self) -> Schedules:
+        """The settings that are functions of the step."""
+        return self._schedules
+
+    def let_listen(self) -> None:
+        """Tell the listener that the step has ended, once the other optimizer has taken it."""
+        walk, self.waiting = self.waiting, None
+        if self.listener is not None and walk is not None:
+            self.listener.end(walk)
+
+    def change_gradients(self, groups: Sequence[Group], result: Any) -> None:
+        """Apply the transforms to the gradients of param groups. ``result`` is what a closure has returned.
+
+        If the step is refused, ``refused_by`` names who did it, and the gradients are as before.
+        """
+        try:
+            if not self._has_lists_of(groups):
+                self.follow(groups)
+            self.refused_by = ()
+            if result is None and self._fast_way.plan is not None and self._repeat():
+                self.steps_taken += 1
+                return
+            self.sync(groups)
+            self._advance(self.begin(), result)
+        finally:
+            if self._reported.count:
+                self._reported.clear()
+
+    def _has_lists_of(self, groups: Sequence[Group]) -> bool:
+        own = self.param_groups
+        return len(own) == len(groups) and all([a["params"] is b["params"] for a, b in zip(own, groups, strict=True)])
+
+    def sync(self, groups: Sequence[Group]) -> None:
+        """Follow the other optimizer if its parameters have changed."""
+        if not self._has_lists_of(groups) or [id(param) for g in groups for param in g["params"]] != self._ids:
+            self.follow(groups)
+
+    def follow(self, groups: Sequence[Group]) -> None:
+        """Take over which parameters the other optimizer has. Raise, without any change, if they do not fit."""
+        own = [dict(group) for group in self.param_groups]
+        try:
+            self._follow(groups)
+        except Exception:
+            self.param_groups[:] = own
+            raise
+        held = {param for group in groups for param in group["params"]}
+        for param in self.state.keys() - held:
+            del self.state[param]
+
+    def _follow(self, groups: Sequence[Group]) -> None:
+        known = list(self.param_groups)
+        found = [_successor(known, groups, g) for g in range(len(groups))]
+        named = [_named(group, self._names_in) for group in groups]
+        for own, group, new in zip(found, groups, named, strict=True):
+            if own is not None:
+                own["params"] = group["params"]
+                if "param_names" in own:
+                    own["param_names"] = [name for name, _ in new["params"]]
+        self.param_groups[:] = [own for own in found if own is not None]
+        for g, own in enumerate(found):
+            if own is None:
+                self.add_param_group(named[g])
+                found[g] = self.param_groups[-1]
+                found[g]["params"] = groups[g]["params"]  # pyright: ignore[reportOptionalSubscript]
+        self.param_groups[:] = found
+        params = self._named_params()
+        check_added(self.nodes, params, self.process_group)
+        check_places(self.chain, self.nodes, params)
+        self._has_meshes = any_distributed([named.param for named in params])
+        self._ids = [id(param) for group in groups for param in group["params"]]
+
+
+def _successor(known: Sequence[Group], groups: Sequence[Group], g: int) -> Group | None:
+    """The group with the settings for group ``g``: the one with its list of parameters, or else at its place."""
+    same = next((own for own in known if own["params"] is groups[g]["params"]), None)
+    if same is not None or len(known) != len(groups):
+        return same
+    return known[g]
+
+
+def _named(group: Group, module: nn.Module | None) -> Group:
+    """The parameters of a group with the names that the group or the module has for them, and the name of the group."""
+    params = list(group["params"])
+    names = group.get("param_names")
+    if names is None and module is not None:
+        known = {id(param): name for name, param in module.named_parameters()}
+        names = [known.get(id(param), f"parameter {i}") for i, param in enumerate(params)]
+    of_group = {"name": group["name"]} if "name" in group else {}
+    return {"params": params if names is None else list(zip(names, params, strict=True)), **of_group}
+
+
+def _refuse(transform: Transform) -> None:
+    """Raise if a transform changes parameters, or gives parameters settings of their own."""
+    for child in transform.transforms.values() if isinstance(transform, Composite) else ():
+        _refuse(child)
+    if isinstance(transform, UpdateRule | LR) or transform.target in ("params_direct", "params_difference"):
+        raise TypeError(f"the optimizer takes the step: leave out {transform!r}")
+    if transform.overrides:
+        raise ValueError(
+            f"{transform!r} has set_param_groups, and before_step has one group of settings for each group of the "
+            "optimizer: give these parameters a group of their own there, and set handle.param_groups[i]"
+        )
