@@ -37,6 +37,7 @@ from torchzero_clip import (
     SpikeAwareClip,
     Transform,
     ZClip,
+    before_step,
     clip_grad_norm_,
     clip_grad_value_,
     normalize_grads_,
@@ -281,6 +282,42 @@ def recorder_cases() -> list[Case]:
     ]
 
 
+def before_cases() -> list[Case]:
+    """Transforms before the step of an optimizer of torch, against torch's clip before the same optimizer."""
+
+    def before(made: Callable[[], Transform], *, fused: bool) -> Make:
+        def make(params: Params) -> Timed:
+            optimizer = torch.optim.AdamW(params, fused=fused, foreach=not fused)
+            before_step(optimizer, made())
+            return Timed(lambda: optimizer.step())
+
+        return make
+
+    jointly = partial(ClipNorm, 1, dim="global")
+    makes = [jointly, *TRANSFORMS, ZClip, partial(AdaGC, warmup_steps=1)]
+    return [
+        Case(CLIP_AND_FUSED, by_torch(clip_jointly, fused=True), (CLIP_AND_FUSED,)),
+        Case("four lines that set grad_scale, AdamW(fused=True)", four_lines, (CLIP_AND_FUSED,)),
+        *(Case(f"before_step(AdamW(fused=True), {written(m)})", before(m, fused=True), (CLIP_AND_FUSED,)) for m in makes),
+        Case(CLIP_AND_FOREACH, by_torch(clip_jointly, fused=False), (CLIP_AND_FOREACH,)),
+        Case(
+            f"before_step(AdamW(foreach=True), {written(jointly)})", before(jointly, fused=False), (CLIP_AND_FOREACH,)
+        ),
+    ]
+
+
+def four_lines(params: Params) -> Timed:
+    """A hook that lets the fused kernel clip, without a check of anything."""
+    optimizer: Any = torch.optim.AdamW(params, fused=True)
+
+    def clip(*_: object) -> None:
+        norms = _torch._foreach_norm(grads_of(params))
+        optimizer.grad_scale = torch.linalg.vector_norm(torch.stack(norms)).clamp_(min=1)
+
+    optimizer.register_step_pre_hook(clip)
+    return Timed(optimizer.step)
+
+
 def matrices_only(made: Callable[[], Transform]) -> Make:
     """Matrices of hidden layers; no token embeddings."""
     return lambda params: Timed(Modular(params, made().only(lambda p: p.ndim == 2 and len(p) < 10_000)).step)
@@ -292,4 +329,5 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "functions": function_cases,
     "adaptive": adaptive_cases,
     "recorder": recorder_cases,
+    "before": before_cases,
 }

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchzero_clip.checks import instance
 from torchzero_clip.compat import is_template_step, never_compiled, steps_being_taken
 from torchzero_clip.core.chain import Transforms, flatten
+from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.listener import Attached, Listener
 from torchzero_clip.engine.nonfinite import Nonfinite
 from torchzero_clip.functional import foreach
@@ -43,10 +46,11 @@ class BeforeStep:
         self._refused: RefusedStep | None = None
         self._has_scaled = False  # the optimizer multiplies the gradients by their factor
         self._is_refused_by_scaler = False
+        own = self._entries.register(optimizer)
         self._hooks = [
             optimizer.register_step_pre_hook(self.before),
             optimizer.register_step_post_hook(self.after),
-            *self._entries.register(optimizer),
+            *own,
         ]
         self._wrapper = _finally(optimizer, self._finish)
 
@@ -62,6 +66,11 @@ class BeforeStep:
         """The settings of the transforms, which may be changed at any time: a dict for each group of the optimizer."""
         self._front.sync(self._optimizer.param_groups)
         return self._front.param_groups
+
+    @property
+    def transforms(self) -> dict[str, Transform]:
+        """The transforms by name, in their order."""
+        return self._front.transforms
 
     @property
     def bad_gradients(self) -> BadGradients | None:
@@ -238,7 +247,10 @@ def _finally(optimizer: Optimizer, finish: Callable[[], bool]) -> Callable[..., 
 
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return step(found(), *args, **kwargs)
+        own = found()  # weak, as in the wrapper of torch's schedulers
+        if own is None:
+            raise ReferenceError("the optimizer of this step was deleted: keep the optimizer beside its step")
+        return step(own, *args, **kwargs)
 
     wrapper.__func__ = step  # pyright: ignore[reportFunctionMemberAccess]  # schedulers look for it
     optimizer.step = wrapper
@@ -322,6 +334,8 @@ def before_step(
         fast=fast,
     )
     handle = BeforeStep(found, front, partial(Entries, new=new, dropped=dropped))
+    if not _WATCHING:
+        _WATCHING.append(register_optimizer_step_pre_hook(_warn_of_copy))
     handle.listener = next((own.listener for own in _attached(found) if isinstance(own, Attached)), None)
     return handle
 
@@ -329,6 +343,23 @@ def before_step(
 def handle_of(optimizer: Optimizer) -> BeforeStep | None:
     """The transforms before the steps of an optimizer; None if it has none."""
     return next((own for own in _attached(optimizer) if isinstance(own, BeforeStep)), None)
+
+
+_WATCHING: list[Any] = []
+_WARNED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def _warn_of_copy(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Warn before the first step of an optimizer that has lost its transforms: copies and pickles have no hooks."""
+    if torch.compiler.is_compiling() or not optimizer.param_groups or KEY not in optimizer.param_groups[0]:
+        return
+    if handle_of(optimizer) is None and optimizer not in _WARNED:
+        _WARNED.add(optimizer)
+        warnings.warn(
+            f"transforms stood before the steps of the {type(optimizer).__name__} that this one was copied or loaded "
+            "from, and it has none: call before_step on it",
+            stacklevel=4,
+        )
 
 
 def _attached(optimizer: Optimizer) -> list[object]:

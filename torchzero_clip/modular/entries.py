@@ -47,6 +47,8 @@ class Entries:
         if not self._was_saved:
             for hook in hooks:
                 hook.remove()
+            for group in optimizer.param_groups:
+                group.pop(KEY)
             raise TypeError(
                 f"{type(optimizer).__name__}.state_dict runs no hooks of torch, so checkpoints would lack the state of "
                 "the transforms: call before_step on the optimizer inside it"

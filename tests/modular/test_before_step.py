@@ -1,0 +1,586 @@
+"""Transforms before the steps of any optimizer: what they do, what they leave alone, and what they refuse."""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from contract.training import gradients, parameters, set_grads, train, values
+from torch import nn
+
+from torchzero_clip import (
+    LR,
+    AdamW,
+    AutoClip,
+    ClipNorm,
+    ClipNormByEMA,
+    ClipValue,
+    Modular,
+    Recorder,
+    SkipStep,
+    Transform,
+    WeightDecay,
+    ZClip,
+    before_step,
+)
+
+JOINTLY = {"dim": "global"}
+
+
+def sgd(params, lr=1.0, **options):
+    return torch.optim.SGD(params, lr=lr, **options)
+
+
+def one(value=0.0):
+    return nn.Parameter(torch.full((2,), value))
+
+
+def stepped(optimizer, param, *grad):
+    param.grad = torch.tensor(grad)
+    optimizer.step()
+
+
+def test_the_worked_case():
+    weight = one()
+    optimizer = sgd([weight])
+    handle = before_step(optimizer, ClipNorm(1, dim="global"))
+    stepped(optimizer, weight, 3.0, 4.0)
+    assert weight.tolist() == pytest.approx([-0.6, -0.8])
+    assert weight.grad.tolist() == pytest.approx([0.6, 0.8])
+    assert {key: value.item() for key, value in handle.metrics().items()} == pytest.approx(
+        {"clip_norm/norm": 5.0, "clip_norm/factor": 0.2, "clip_norm/clipped": 1.0}
+    )
+    assert handle.skipped_by == () and handle.skipped_steps == 0
+
+
+@pytest.mark.parametrize("make", [lambda p: sgd(p, 0.1), lambda p: torch.optim.AdamW(p, 0.1, fused=True)])
+@pytest.mark.parametrize("transform", [ClipNorm(1e-3, dim="global"), ClipNorm(1e-3), ClipValue(1e-3)], ids=repr)
+def test_transforms_write_to_the_memory_of_the_gradients(make, transform):
+    params = parameters()
+    optimizer = make(params)
+    before_step(optimizer, transform)
+    for row in gradients(params, 8):
+        set_grads(params, row)
+        before = [(param.grad, param.grad.data_ptr()) for param in params]
+        optimizer.step()
+        assert [(param.grad, param.grad.data_ptr()) for param in params] == before
+        assert all(param.grad.abs().max() <= 1.001e-3 for param in params)
+
+
+def test_parameters_are_those_of_the_groups_at_each_step():
+    first, second, third = one(), one(), one()
+    optimizer = sgd([first])
+    handle = before_step(optimizer, ClipNormByEMA(0.5))
+    stepped(optimizer, first, 3.0, 4.0)
+    optimizer.add_param_group({"params": [second]})
+    handle.param_groups[1]["beta"] = 0.25
+    for param in (first, second):
+        param.grad = torch.tensor([3.0, 4.0])
+    optimizer.step()
+    assert [len(group["params"]) for group in handle.param_groups] == [1, 1]
+    assert handle.param_groups[1]["beta"] == 0.25
+    # a parameter that takes the place of another begins anew, in the settings of its group
+    optimizer.param_groups[1]["params"][0] = third
+    third.grad = torch.tensor([3.0, 4.0])
+    optimizer.step()
+    assert handle.param_groups[1]["beta"] == 0.25
+    saved = optimizer.state_dict()["param_groups"]
+    assert [group["before_step"]["states"] for group in saved] == [1, 1]
+    del optimizer.param_groups[0]
+    optimizer.step()
+    assert [group["beta"] for group in handle.param_groups] == [0.25]
+
+
+def test_a_group_that_does_not_fit_raises_before_a_step_and_changes_nothing():
+    weight, scalar = one(), nn.Parameter(torch.zeros(()))
+
+    class NoScalars(ClipNorm):
+        def check_parameter(self, name, param):
+            if param.ndim == 0:
+                raise ValueError(f"{name} is a scalar")
+
+    optimizer = sgd([weight])
+    handle = before_step(optimizer, NoScalars(1))
+    optimizer.add_param_group({"params": [scalar]})
+    weight.grad, scalar.grad = torch.tensor([3.0, 4.0]), torch.tensor(2.0)
+    with pytest.raises(ValueError, match="is a scalar"):
+        optimizer.step()
+    assert weight.tolist() == [0.0, 0.0] and weight.grad.tolist() == [3.0, 4.0]
+    del optimizer.param_groups[1]
+    optimizer.step()
+    assert weight.tolist() == pytest.approx([-0.6, -0.8]) and len(handle.param_groups) == 1
+
+
+class Twice(torch.optim.AdamW):
+    """A subclass whose step calls that of its base class, which runs the hooks once more."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("by_closure", [False, True])
+def test_transforms_act_once_in_a_step_that_calls_that_of_the_base_class(by_closure):
+    params, others = parameters(), parameters()
+    optimizer, plain = Twice(params, 0.1), torch.optim.AdamW(others, 0.1)
+    handles = [before_step(o, ClipNorm(lambda step: 1.0 / (1 + step), dim="global"), AutoClip(50)) for o in (optimizer, plain)]
+    torch.optim.AdamW([one()])  # hooks the base class too
+    for row in gradients(params, 6):
+        for group, chosen in ((params, optimizer), (others, plain)):
+            set_grads(group, row)
+            chosen.step(lambda: 1.0) if by_closure else chosen.step()
+    assert all(map(torch.equal, values(params), values(others)))
+    first, second = (handle.param_groups[0] for handle in handles)
+    assert first["schedule_step"] == second["schedule_step"] == 6
+    assert all(torch.equal(value, second[key]) for key, value in first.items() if isinstance(value, torch.Tensor))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [AdamW(), LR(0.1), ClipNorm(1, target="params_direct"), ClipNorm(1, target="params_difference"), WeightDecay(0.1)],
+    ids=repr,
+)
+def test_what_changes_parameters_is_refused(transform):
+    if isinstance(transform, WeightDecay):
+        before_step(sgd([one()]), transform)
+        return
+    with pytest.raises(TypeError, match=r"the optimizer takes the step: leave out \w+\("):
+        before_step(sgd([one()]), ClipNorm(1), transform)
+
+
+def test_refusals_of_optimizers():
+    weight = one()
+    with pytest.raises(TypeError, match=r"Modular\(params, ClipNorm\(1\), ...\)"):
+        before_step(Modular([weight], AdamW()), ClipNorm(1))
+    with pytest.raises(TypeError, match="LBFGS evaluates its closure several times"):
+        before_step(torch.optim.LBFGS([weight]), ClipNorm(1))
+    with pytest.raises(TypeError, match="got list"):
+        before_step([weight], ClipNorm(1))
+    optimizer = sgd([weight])
+    with pytest.raises(ValueError, match="at least one transform"):
+        before_step(optimizer)
+    handle = before_step(optimizer, ClipNorm(1))
+    with pytest.raises(RuntimeError, match="has transforms before its steps already"):
+        before_step(optimizer, ClipNorm(1))
+    handle.remove()
+    with before_step(optimizer, ClipNorm(1)):
+        stepped(optimizer, weight, 3.0, 4.0)
+    assert weight.tolist() == pytest.approx([-0.6, -0.8])
+    stepped(optimizer, weight, 3.0, 4.0)
+    assert weight.tolist() == pytest.approx([-3.6, -4.8])
+    assert "before_step" not in optimizer.param_groups[0] and "step" not in vars(optimizer)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As timm's: it does not call the constructor of Optimizer, and its state dict is that of the optimizer inside."""
+
+    def __init__(self, base):
+        self._base_optimizer = base
+        self.param_groups, self.defaults, self.state = base.param_groups, base.defaults, base.state
+
+    def step(self, closure=None):
+        return self._base_optimizer.step(closure)
+
+
+def test_an_optimizer_without_hooks_names_the_one_inside():
+    weight = one()
+    outer = Lookahead(sgd([weight]))
+    with pytest.raises(TypeError, match=r"Lookahead runs no hooks before its steps: call before_step on optimizer._base_optimizer"):
+        before_step(outer, ClipNorm(1))
+    before_step(outer._base_optimizer, ClipNorm(1))
+    stepped(outer, weight, 3.0, 4.0)
+    assert weight.tolist() == pytest.approx([-0.6, -0.8])
+
+
+class SavesAlone(torch.optim.SGD):
+    def state_dict(self):
+        return {"state": {}, "param_groups": []}
+
+
+def test_an_optimizer_that_saves_without_hooks_is_refused_and_left_as_it_was():
+    optimizer = SavesAlone([one()], 0.1)
+    with pytest.raises(TypeError, match=r"SavesAlone.state_dict runs no hooks"):
+        before_step(optimizer, ClipNorm(1))
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_load_state_dict_pre_hooks
+    assert "step" not in vars(optimizer) and "before_step" not in optimizer.param_groups[0]
+
+
+class Counts(torch.optim.Optimizer):
+    """Counts everywhere, whether or not there are gradients."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1.0, "k": 0, "history": [0], "step": torch.zeros(())})
+        self.steps, self.total, self.kept = 0, torch.zeros(3), {"deep": [torch.zeros(1), {1}]}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps += 1
+        self.total += 1
+        self.kept["deep"][0] += 1
+        self.kept["deep"][1].add(self.steps + 1)
+        self.new = self.steps
+        self.state["calls"] = self.state.get("calls", 0) + 1
+        for group in self.param_groups:
+            group["k"] += 1
+            group["history"].append(group["k"])
+            group["step"] += 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param -= group["lr"] * param.grad / self.steps
+        return "result"
+
+
+def counted(optimizer):
+    group = {key: copy.deepcopy(value) for key, value in optimizer.param_groups[0].items() if key != "params"}
+    own = {key: copy.deepcopy(getattr(optimizer, key, None)) for key in ("steps", "total", "kept", "new")}
+    return repr((group, own, {k: v for k, v in optimizer.state.items() if isinstance(k, str)}))
+
+
+@pytest.mark.parametrize("how", ["gate", "nonfinite"])
+def test_a_refused_step_changes_nothing(how):
+    weight = one()
+    optimizer = Counts([weight])
+    handle = before_step(optimizer, SkipStep(10.0), ZClip(), nonfinite="skip")
+    stepped(optimizer, weight, 3.0, 4.0)
+    before, state, at = counted(optimizer), handle.metrics(), weight.tolist()
+    bad = torch.tensor([300.0, 400.0] if how == "gate" else [torch.nan, 1.0])
+    weight.grad = bad
+    assert optimizer.step() == "result"
+    assert weight.grad is bad and weight.tolist() == at and counted(optimizer) == before
+    assert handle.skipped_by == (("skip_step",) if how == "gate" else ("skip_step", "nonfinite")) and handle.skipped_steps == 1
+    if how == "nonfinite":
+        assert handle.bad_gradients.total == 1
+    assert {k: v.item() for k, v in handle.metrics().items() if k != "skipped_steps"} == {
+        k: v.item() for k, v in state.items() if k != "skipped_steps"
+    }
+    stepped(optimizer, weight, 3.0, 4.0)
+    assert handle.skipped_by == () and optimizer.steps == 2 and weight.tolist() != at
+
+
+class NeedsGradients(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        max(param.grad.abs().max() for group in self.param_groups for param in group["params"] if param.grad is not None)
+        return super().step(closure)
+
+
+def test_an_optimizer_that_cannot_step_without_gradients_is_named_and_gets_its_gradients_back():
+    weight = one()
+    optimizer = NeedsGradients([weight], 1.0)
+    before_step(optimizer, SkipStep(10.0))
+    stepped(optimizer, weight, 3.0, 4.0)
+    with pytest.raises(RuntimeError, match="NeedsGradients cannot take a step without gradients"):
+        stepped(optimizer, weight, 30.0, 40.0)
+    assert weight.grad.tolist() == [30.0, 40.0] and weight.tolist() == [-3.0, -4.0]
+    stepped(optimizer, weight, 3.0, 4.0)
+    assert weight.tolist() == [-6.0, -8.0]
+
+
+def test_a_step_that_raises_is_followed_by_ordinary_steps():
+    weight = one()
+    optimizer = sgd([weight])
+    handle = before_step(optimizer, ClipNorm(1, dim="global"))
+    hook = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        stepped(optimizer, weight, 3.0, 4.0)
+    hook.remove()
+    stepped(optimizer, weight, 3.0, 4.0)
+    assert weight.tolist() == pytest.approx([-0.6, -0.8]) and handle.skipped_by == ()
+
+
+def test_a_step_that_is_called_around_the_wrapper_is_the_same_step():
+    """Accelerate calls a method that it kept from before."""
+    weight = one()
+    optimizer = sgd([weight])
+    kept = optimizer.step
+    handle = before_step(optimizer, SkipStep(10.0), ClipNorm(1, dim="global"))
+    for grad, expected in (((3.0, 4.0), [-0.6, -0.8]), ((30.0, 40.0), [-0.6, -0.8]), ((3.0, 4.0), [-1.2, -1.6])):
+        weight.grad = torch.tensor(grad)
+        kept()
+        assert weight.tolist() == pytest.approx(expected) and weight.grad is not None
+    assert handle.skipped_steps == 1
+
+
+def test_closures_are_evaluated_once_and_transforms_act_after_them():
+    weight = one()
+    optimizer = sgd([weight])
+    before_step(optimizer, ClipNorm(1, dim="global"))
+
+    def closure():
+        weight.grad = torch.tensor([3.0, 4.0])
+        return 7.0
+
+    assert optimizer.step(closure) == 7.0 and optimizer.step(closure=closure) == 7.0
+    assert weight.tolist() == pytest.approx([-1.2, -1.6])
+
+
+def test_a_second_evaluation_of_a_closure_raises_and_shows_the_function():
+    class Line(torch.optim.SGD):
+        def step(self, closure=None):
+            closure()
+            return closure()
+
+    weight = one()
+    optimizer = Line([weight], 1.0)
+    before_step(optimizer, ClipNorm(1))
+
+    def measured_loss():
+        weight.grad = torch.ones(2)
+        return 1.0
+
+    with pytest.raises(RuntimeError, match=r"Line evaluates its closure several times in one step.*measured_loss"):
+        optimizer.step(measured_loss)
+
+
+def through_file(saved):
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_the_checkpoint_of_the_optimizer_has_the_state_and_loads_into_the_same_transforms_only():
+    params, others = parameters(), parameters()
+    chain = lambda: [ZClip(warmup_steps=2), ClipNormByEMA(), AutoClip(50)]  # noqa: E731
+    optimizer, second = torch.optim.AdamW(params), torch.optim.AdamW(others)
+    first, other = before_step(optimizer, *chain()), before_step(second, *chain())
+    rows = gradients(params, 10)
+    train(optimizer, params, rows[:5])
+    saved = through_file(optimizer.state_dict())
+    assert set(saved["param_groups"][0]["before_step"]) == {"settings", "state", "states"}
+    with torch.no_grad():
+        for param, own in zip(others, params, strict=True):
+            param.copy_(own)
+    second.load_state_dict(saved)
+    assert "settings" in saved["param_groups"][0]["before_step"]  # the checkpoint of the caller is not changed
+    train(optimizer, params, rows[5:])
+    train(second, others, rows[5:])
+    assert all(map(torch.equal, values(params), values(others)))
+    assert [{k: v.item() for k, v in handle.metrics().items()} for handle in (first,)] == [
+        {k: v.item() for k, v in handle.metrics().items()} for handle in (other,)
+    ]
+    third = torch.optim.AdamW(parameters())
+    before_step(third, ZClip(warmup_steps=2))
+    before = copy.deepcopy(third.state_dict())
+    with pytest.raises(ValueError, match="the checkpoint belongs to another chain"):
+        third.load_state_dict(saved)
+    assert repr(third.state_dict()) == repr(before)
+    fourth = torch.optim.AdamW(parameters())
+    before_step(fourth, ZClip(warmup_steps=2), dropped=["clip_norm_by_ema", "auto_clip"])
+    fourth.load_state_dict(saved)
+    own, theirs = (o.state_dict()["param_groups"][0]["before_step"]["settings"] for o in (fourth, optimizer))
+    assert own["z_clip/started"] != 0 if "z_clip/started" in own else own.keys() < theirs.keys()
+
+
+def test_a_checkpoint_that_was_loaded_before_the_call_is_taken_over():
+    params, others = parameters(), parameters()
+    optimizer = torch.optim.AdamW(params)
+    before_step(optimizer, ClipNormByEMA())
+    rows = gradients(params, 10)
+    train(optimizer, params, rows[:5])
+    saved = through_file([optimizer.state_dict(), values(params)])
+    second = torch.optim.AdamW(others)
+    with torch.no_grad():
+        for param, own in zip(others, params, strict=True):
+            param.copy_(own)
+    second.load_state_dict(saved[0])
+    before_step(second, ClipNormByEMA())
+    train(optimizer, params, rows[5:])
+    train(second, others, rows[5:])
+    assert all(map(torch.equal, values(params), values(others)))
+
+
+def test_a_checkpoint_without_the_entry_loads_and_warns_once():
+    weight = one()
+    plain = torch.optim.AdamW([weight]).state_dict()
+    optimizer = torch.optim.AdamW([one()])
+    handle = before_step(optimizer, ZClip())
+    with pytest.warns(UserWarning, match="has no state of the transforms") as found:
+        optimizer.load_state_dict(plain)
+        optimizer.load_state_dict(plain)
+    assert len(found) == 1 and len(handle.param_groups) == 1
+    stepped(optimizer, optimizer.param_groups[0]["params"][0], 3.0, 4.0)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
+def test_a_copy_has_no_transforms_and_warns_once_by_name(copied):
+    optimizer = sgd([one()])
+    before_step(optimizer, ClipNorm(1, dim="global"))
+    other = copied(optimizer)
+    weight = other.param_groups[0]["params"][0]
+    with pytest.warns(UserWarning, match="before the steps of the SGD that this one was copied") as found:
+        stepped(other, weight, 3.0, 4.0)
+        stepped(other, weight, 3.0, 4.0)
+    assert len(found) == 1 and weight.tolist() == [-6.0, -8.0]
+    before_step(other, ClipNorm(1, dim="global"))
+    stepped(other, weight, 3.0, 4.0)
+    assert weight.tolist() == pytest.approx([-6.6, -8.8])
+
+
+def test_a_deleted_optimizer_is_freed_at_once():
+    weight = one()
+    optimizer = sgd([weight])
+    handle = before_step(optimizer, ClipNorm(1))
+    stepped(optimizer, weight, 3.0, 4.0)
+    found = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert found() is None
+    finally:
+        gc.enable()
+    with pytest.raises(ReferenceError):
+        handle.param_groups  # noqa: B018
+    handle.remove()
+
+
+def test_schedulers_of_torch_find_their_step():
+    weight = one()
+    optimizer = sgd([weight])
+    before_step(optimizer, ClipNorm(1, dim="global"))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for expected in ([-0.6, -0.8], [-0.9, -1.2]):
+        stepped(optimizer, weight, 3.0, 4.0)
+        scheduler.step()
+        assert weight.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("transform", [ClipNorm(0.01, dim="global"), ZClip(warmup_steps=2), ClipValue(1e-3)], ids=repr)
+def test_a_gradient_scaler_shows_unscaled_gradients(transform, fused, unscaled):
+    params, others = parameters(), parameters()
+    optimizer, plain = (torch.optim.AdamW(own, 0.01, fused=fused) for own in (params, others))
+    handle, other = before_step(optimizer, transform), before_step(plain, copy.deepcopy(transform))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    for k, row in enumerate(gradients(params, 8)):
+        set_grads(params, [grad * scaler.get_scale() for grad in row])
+        scaler.scale(torch.ones(()))  # as in a loop, makes the scale exist
+        if k == 4:
+            params[0].grad.view(-1)[0] = torch.inf
+        if unscaled:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        if k == 4:
+            assert handle.skipped_by == (("found_inf",) if fused else ())
+            continue
+        set_grads(others, row)
+        plain.step()
+    for own, theirs in zip(params, others, strict=True):
+        torch.testing.assert_close(own, theirs, rtol=0, atol=1e-6 if fused else 1e-7)
+    for key, value in other.metrics().items():
+        torch.testing.assert_close(handle.metrics()[key], value)
+
+
+def test_a_template_step_of_zeros_moves_nothing():
+    params = parameters()
+    optimizer = torch.optim.AdamW(params, lr=0.0)
+    handle = before_step(optimizer, AutoClip(50), ClipNorm(lambda step: 1.0 + step), ClipNormByEMA())
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert handle.param_groups[0]["schedule_step"] == 0 and handle.metrics() == {}
+    assert optimizer.state_dict()["param_groups"][0]["before_step"]["states"] == len(params)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_recorder_sees_the_norms_before_the_transforms_and_what_they_did(order):
+    weight = one()
+    optimizer = sgd([weight])
+    recorder = Recorder(optimizer, ratios_every=1) if order == "before" else None
+    handle = before_step(optimizer, SkipStep(100.0), ClipNorm(1, dim="global"))
+    recorder = recorder or Recorder(optimizer, ratios_every=1)
+    weight.data.fill_(1.0)
+    for grad in ((3.0, 4.0), (300.0, 400.0), (0.3, 0.4)):
+        stepped(optimizer, weight, *grad)
+    record = recorder.record()
+    assert record.norm.tolist() == pytest.approx([5.0, 500.0, 0.5])
+    assert list(record.reasons) == ["", "skip_step", ""]
+    assert record.share_clipped.tolist()[0] == 1.0
+    assert record.ratios[0].relative.tolist() == pytest.approx([1.0 / 2**0.5])
+    recorder.close()
+    handle.remove()
+
+
+def test_after_remove_a_recorder_goes_on_by_itself():
+    weight = one()
+    optimizer = sgd([weight])
+    recorder = Recorder(optimizer)
+    handle = before_step(optimizer, ClipNorm(1, dim="global"))
+    stepped(optimizer, weight, 3.0, 4.0)
+    handle.remove()
+    stepped(optimizer, weight, 6.0, 8.0)
+    assert recorder.record().norm.tolist() == pytest.approx([5.0, 10.0])
+
+
+class Reads(Transform):
+    """Returns the gradient, whatever came before."""
+
+    def __init__(self):
+        super().__init__({})
+
+    def apply_tensors(self, updates, step):
+        return [grad.clone() for grad in step.grads]
+
+
+def test_a_transform_of_an_author_sees_the_gradients_as_they_were():
+    weight = one()
+    optimizer = sgd([weight])
+    before_step(optimizer, ClipNorm(1), ClipValue(0.1), Reads())
+    stepped(optimizer, weight, 3.0, 4.0)
+    assert weight.tolist() == [-3.0, -4.0]
+
+
+def test_scopes_need_names_of_the_module_or_the_optimizer():
+    model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False))
+    optimizer = sgd(model.parameters())
+    with pytest.raises(ValueError, match="chooses parameters by name"):
+        before_step(optimizer, ClipNorm(1).only("0"))
+    before_step(optimizer, ClipNorm(1).only("0"), module=model)
+    for param in model.parameters():
+        param.data.zero_()
+        param.grad = torch.full_like(param, 5.0)
+    optimizer.step()
+    assert model[1].weight.tolist() == [[-5.0]] and model[0].weight.norm().item() == pytest.approx(1.0)
+
+
+def test_settings_of_groups_may_be_changed_and_are_saved():
+    first, second = one(), one()
+    optimizer = sgd([{"params": [first]}, {"params": [second]}])
+    handle = before_step(optimizer, ClipNorm(1))
+    handle.param_groups[1]["max_norm"] = 0.5
+    for param in (first, second):
+        param.grad = torch.tensor([3.0, 4.0])
+    optimizer.step()
+    assert second.tolist() == pytest.approx([-0.3, -0.4]) and first.tolist() == pytest.approx([-0.6, -0.8])
+    other = sgd([{"params": [one()]}, {"params": [one()]}])
+    fresh = before_step(other, ClipNorm(1))
+    other.load_state_dict(optimizer.state_dict())
+    assert [group["max_norm"] for group in fresh.param_groups] == [1, 0.5]
+
+
+def test_overrides_of_transforms_are_refused():
+    weight = one()
+    with pytest.raises(ValueError, match="set_param_groups"):
+        before_step(sgd([weight]), ClipNorm(1).set_param_groups([{"params": weight, "max_norm": 2}]))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_step_is_the_step():
+    params, others = parameters(), parameters()
+    optimizer, plain = torch.optim.AdamW(params), torch.optim.AdamW(others)
+    before_step(optimizer, ClipNorm(0.1, dim="global"))
+    before_step(plain, ClipNorm(0.1, dim="global"))
+    compiled = torch.compile(optimizer.step)
+    for row in gradients(params, 4):
+        set_grads(params, row)
+        compiled()
+        set_grads(others, row)
+        plain.step()
+    for own, theirs in zip(params, others, strict=True):
+        torch.testing.assert_close(own, theirs, rtol=0, atol=1e-7)
