@@ -298,7 +298,10 @@ def before_cases() -> list[Case]:
     return [
         Case(CLIP_AND_FUSED, by_torch(clip_jointly, fused=True), (CLIP_AND_FUSED,)),
         Case("four lines that set grad_scale, AdamW(fused=True)", four_lines, (CLIP_AND_FUSED,)),
-        *(Case(f"before_step(AdamW(fused=True), {written(m)})", before(m, fused=True), (CLIP_AND_FUSED,)) for m in makes),
+        *(
+            Case(f"before_step(AdamW(fused=True), {written(m)})", before(m, fused=True), (CLIP_AND_FUSED,))
+            for m in makes
+        ),
         Case(CLIP_AND_FOREACH, by_torch(clip_jointly, fused=False), (CLIP_AND_FOREACH,)),
         Case(
             f"before_step(AdamW(foreach=True), {written(jointly)})", before(jointly, fused=False), (CLIP_AND_FOREACH,)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from contract.training import gradients, parameters, set_grads, train, values
 from torch import nn
+from versions import needs_compiler
 
 from torchzero_clip import (
     LR,
@@ -126,7 +127,9 @@ class Twice(torch.optim.AdamW):
 def test_transforms_act_once_in_a_step_that_calls_that_of_the_base_class(by_closure):
     params, others = parameters(), parameters()
     optimizer, plain = Twice(params, 0.1), torch.optim.AdamW(others, 0.1)
-    handles = [before_step(o, ClipNorm(lambda step: 1.0 / (1 + step), dim="global"), AutoClip(50)) for o in (optimizer, plain)]
+    handles = [
+        before_step(o, ClipNorm(lambda step: 1.0 / (1 + step), dim="global"), AutoClip(50)) for o in (optimizer, plain)
+    ]
     torch.optim.AdamW([one()])  # hooks the base class too
     for row in gradients(params, 6):
         for group, chosen in ((params, optimizer), (others, plain)):
@@ -188,7 +191,9 @@ class Lookahead(torch.optim.Optimizer):
 def test_an_optimizer_without_hooks_names_the_one_inside():
     weight = one()
     outer = Lookahead(sgd([weight]))
-    with pytest.raises(TypeError, match=r"Lookahead runs no hooks before its steps: call before_step on optimizer._base_optimizer"):
+    with pytest.raises(
+        TypeError, match=r"Lookahead runs no hooks before its steps: call before_step on optimizer._base_optimizer"
+    ):
         before_step(outer, ClipNorm(1))
     before_step(outer._base_optimizer, ClipNorm(1))
     stepped(outer, weight, 3.0, 4.0)
@@ -250,7 +255,10 @@ def test_a_refused_step_changes_nothing(how):
     weight.grad = bad
     assert optimizer.step() == "result"
     assert weight.grad is bad and weight.tolist() == at and counted(optimizer) == before
-    assert handle.skipped_by == (("skip_step",) if how == "gate" else ("skip_step", "nonfinite")) and handle.skipped_steps == 1
+    assert (
+        handle.skipped_by == (("skip_step",) if how == "gate" else ("skip_step", "nonfinite"))
+        and handle.skipped_steps == 1
+    )
     if how == "nonfinite":
         assert handle.bad_gradients.total == 1
     assert {k: v.item() for k, v in handle.metrics().items() if k != "skipped_steps"} == {
@@ -263,7 +271,9 @@ def test_a_refused_step_changes_nothing(how):
 class NeedsGradients(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure=None):
-        max(param.grad.abs().max() for group in self.param_groups for param in group["params"] if param.grad is not None)
+        max(
+            param.grad.abs().max() for group in self.param_groups for param in group["params"] if param.grad is not None
+        )
         return super().step(closure)
 
 
@@ -569,18 +579,18 @@ def test_overrides_of_transforms_are_refused():
         before_step(sgd([weight]), ClipNorm(1).set_param_groups([{"params": weight, "max_norm": 2}]))
 
 
+@needs_compiler
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_step_is_the_step():
     params, others = parameters(), parameters()
     optimizer, plain = torch.optim.AdamW(params), torch.optim.AdamW(others)
     before_step(optimizer, ClipNorm(0.1, dim="global"))
     before_step(plain, ClipNorm(0.1, dim="global"))
-    compiled = torch.compile(optimizer.step)
+    compiled = torch.compile(optimizer.step, backend="eager")
     for row in gradients(params, 4):
         set_grads(params, row)
         compiled()
         set_grads(others, row)
         plain.step()
     for own, theirs in zip(params, others, strict=True):
-        torch.testing.assert_close(own, theirs, rtol=0, atol=1e-7)
+        torch.testing.assert_close(own, theirs, rtol=0, atol=1e-6)

@@ -127,7 +127,9 @@ def _refuse_meta(group: Group) -> None:
 
 def _refuse_sparse(own: Sequence[Tensor], group: Group) -> None:
     sparse = next(param for param in own if param.grad is not None and param.grad.layout != torch.strided)
-    raise RuntimeError(f"{_name(sparse, group)} has a sparse gradient, which transforms do not take: use clip_grad_norm_")
+    raise RuntimeError(
+        f"{_name(sparse, group)} has a sparse gradient, which transforms do not take: use clip_grad_norm_"
+    )
 
 
 def _name(param: Tensor, group: Group) -> str:

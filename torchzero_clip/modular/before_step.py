@@ -389,4 +389,6 @@ def _check(found: Any, given: object, transforms: list[Any]) -> None:
             "step: call clip_grad_norm_ in the closure"
         )
     if handle_of(found) is not None:
-        raise RuntimeError("this optimizer has transforms before its steps already: call remove() of their handle first")
+        raise RuntimeError(
+            "this optimizer has transforms before its steps already: call remove() of their handle first"
+        )
