@@ -289,7 +289,11 @@ def before_cases() -> list[Case]:
         def make(params: Params) -> Timed:
             optimizer = torch.optim.AdamW(params, fused=fused, foreach=not fused)
             before_step(optimizer, made())
-            return Timed(lambda: optimizer.step())
+
+            def step() -> None:
+                optimizer.step()
+
+            return Timed(step)
 
         return make
 

@@ -135,7 +135,7 @@ def steps_being_taken(optimizer: Optimizer) -> int:
 def is_template_step(groups: Sequence[Mapping[str, Any]], *, is_first: bool) -> bool:
     """True for a step with rate 0 and zero gradients. torch.distributed.checkpoint takes it to make the state exist."""
     rates = [group["lr"] for group in groups if "lr" in group]
-    if any([not isinstance(rate, Tensor) and rate != 0 for rate in rates]):
+    if any(not isinstance(rate, Tensor) and rate != 0 for rate in rates):
         return False
     if not rates and not is_first:  # to look at gradients waits for the device
         return False

@@ -77,8 +77,8 @@ class Executor(Measurer):
         """Change the parameters as an update rule and the ``rest`` of the chain would. Return the rows done."""
 
     @abstractmethod
-    def deliver(self, rows: list[int], scale: "DeliveredScale") -> None:
-        """Write the updates of rows into their gradients. ``scale`` multiplies gradients that only one factor waits for."""
+    def deliver(self, rows: list[int], scale: DeliveredScale) -> None:
+        """Write the updates of rows into their gradients. ``scale`` multiplies them if only one factor waits."""
 
     @abstractmethod
     def states(self, node: Node, stored: list[State], begin: Callable[[int], State]) -> States:

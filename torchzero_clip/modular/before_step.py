@@ -223,7 +223,7 @@ def _takes_factor(optimizer: Any, hook: int) -> bool:
     if not is_fused or not type(optimizer).__module__.startswith("torch.optim."):
         return False
     is_last = next(reversed(optimizer._optimizer_step_pre_hooks)) == hook
-    return is_last and all([group.get("fused") for group in optimizer.param_groups])
+    return is_last and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def _finally(optimizer: Optimizer, finish: Callable[[], bool]) -> Callable[..., Any]:
@@ -252,7 +252,7 @@ def _finally(optimizer: Optimizer, finish: Callable[[], bool]) -> Callable[..., 
             raise ReferenceError("the optimizer of this step was deleted: keep the optimizer beside its step")
         return step(own, *args, **kwargs)
 
-    wrapper.__func__ = step  # pyright: ignore[reportFunctionMemberAccess]  # schedulers look for it
+    vars(wrapper)["__func__"] = step  # of a bound method, where schedulers look for it
     optimizer.step = wrapper
     return wrapper
 

@@ -15,7 +15,7 @@ from torchzero_clip.modular.front import Front
 Group = dict[str, Any]
 
 KEY = "before_step"
-"""The key of the entry. Between saves, the groups hold the name of the chain there, so that flat checkpoints have it."""
+"""The key of the entry. The groups themselves hold the name of the chain there, so that flat checkpoints have it."""
 
 
 class Entries:

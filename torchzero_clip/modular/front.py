@@ -122,7 +122,7 @@ class Front(Modular):
 
     def _has_lists_of(self, groups: Sequence[Group]) -> bool:
         own = self.param_groups
-        return len(own) == len(groups) and all([a["params"] is b["params"] for a, b in zip(own, groups, strict=True)])
+        return len(own) == len(groups) and all(a["params"] is b["params"] for a, b in zip(own, groups, strict=True))
 
     def sync(self, groups: Sequence[Group]) -> None:
         """Follow the other optimizer if its parameters have changed."""
@@ -142,21 +142,21 @@ class Front(Modular):
             del self.state[param]
 
     def _follow(self, groups: Sequence[Group]) -> None:
-        known = list(self.param_groups)
+        known, given = list(self.param_groups), [_named(group, self._names_in) for group in groups]
         found = [_successor(known, groups, g) for g in range(len(groups))]
-        named = [_named(group, self._names_in) for group in groups]
-        for own, group, new in zip(found, groups, named, strict=True):
+        for own, group, new in zip(found, groups, given, strict=True):
             if own is not None:
                 own["params"] = group["params"]
                 if "param_names" in own:
                     own["param_names"] = [name for name, _ in new["params"]]
-        self.param_groups[:] = [own for own in found if own is not None]
-        for g, own in enumerate(found):
+        self.param_groups[:] = [own for own in found if own is not None]  # those that a new group is compared with
+        followed: list[Group] = []
+        for own, group, new in zip(found, groups, given, strict=True):
             if own is None:
-                self.add_param_group(named[g])
-                found[g] = self.param_groups[-1]
-                found[g]["params"] = groups[g]["params"]  # pyright: ignore[reportOptionalSubscript]
-        self.param_groups[:] = found
+                self.add_param_group(new)
+                self.param_groups[-1]["params"] = group["params"]
+            followed.append(self.param_groups[-1] if own is None else own)
+        self.param_groups[:] = followed
         params = self._named_params()
         check_added(self.nodes, params, self.process_group)
         check_places(self.chain, self.nodes, params)
