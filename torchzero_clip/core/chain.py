@@ -13,7 +13,7 @@ from torchzero_clip.core.kinds import Gate
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.schedules import at
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.transform import T, Transform, altered, override_groups
+from torchzero_clip.core.transform import T, Transform, altered, is_ours, override_groups
 from torchzero_clip.types import Setting, Target
 
 Transforms: TypeAlias = "Transform | Sequence[Transforms]"
@@ -51,8 +51,9 @@ class Composite(Transform):
                 keys = {key: key if may_be_bare and key not in taken else f"{path}/{key}" for key in transform.defaults}
                 taken.update(keys.values())
                 inside = transform.transforms if isinstance(transform, Composite) else ()
-                kept = (tuple(transform.init_global_state()), frozenset(inside), transform.has_state())
-                found.append(Node(path, transform, outer, keys, *kept))
+                global_keys = tuple(transform.init_global_state())
+                facts = frozenset(inside), transform.has_state(), is_ours(transform)
+                found.append(Node(path, transform, outer, keys, global_keys, *facts))
                 if isinstance(transform, Composite):
                     add(transform, f"{path}/", (*outer, transform), may_be_bare and isinstance(transform, Chain))
 

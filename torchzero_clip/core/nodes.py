@@ -24,6 +24,7 @@ class Node:
     global_keys: tuple[str, ...]  # the keys of its state of the whole chain
     children: frozenset[str]  # the names of its own children, if it is a composite
     has_state: bool  # its parameters may have state
+    is_ours: bool  # its class belongs to this package, whose tests make the checks that authors need
 
     @property
     def scope(self) -> Scope:

@@ -11,7 +11,6 @@ from typing_extensions import override
 from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, UpdateRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.nodes import Node
-from torchzero_clip.core.transform import is_ours
 from torchzero_clip.engine.checked import take_step
 from torchzero_clip.engine.executor import DeliveredScale, Executor, Host
 from torchzero_clip.functional import foreach
@@ -95,7 +94,7 @@ class Deliver(End):
 
     @override
     def may_write_grads(self, rest: Sequence[Node]) -> bool:
-        return all(is_ours(n.transform) for n in rest)  # the transforms of authors may read the gradients
+        return all(n.is_ours for n in rest)  # the transforms of authors may read the gradients
 
 
 def _take_step(walk: Ending, node: Node, rows: list[int], rest: Sequence[Node]) -> None:

@@ -16,7 +16,7 @@ from torchzero_clip.core.kinds import Fused, Kernel, Shifting, UpdateRule
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.states import States
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.transform import is_ours, overridden_last
+from torchzero_clip.core.transform import overridden_last
 from torchzero_clip.engine.executor import DeliveredScale, Executor, Host
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.fast.averages import Average
@@ -177,7 +177,7 @@ class Fast(Executor):
     def take(self, host: Host, node: Node, rows: list[int]) -> bool:
         """Let a shift or an elementwise transform wait, where updates have the layout."""
         transform = node.transform
-        if isinstance(transform, Elementwise) and not is_ours(transform):  # tests try out ours
+        if isinstance(transform, Elementwise) and not node.is_ours:  # tests try out ours
             self._try_out(transform, host.settings[node.path], host.table.params, rows)
         if self._layout is None or not self._layout.runs_in_pieces or not self.memory.untouched:
             return False

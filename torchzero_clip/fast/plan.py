@@ -34,7 +34,7 @@ from torchzero_clip.compat import SameLayout, native_guard
 from torchzero_clip.core.kinds import Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.core.step import Step
-from torchzero_clip.core.transform import Transform, is_ours, overridden_last
+from torchzero_clip.core.transform import Transform, overridden_last
 from torchzero_clip.engine.executor import DeliveredScale, Measurer
 from torchzero_clip.engine.judged import Judged
 from torchzero_clip.engine.listener import Seen
@@ -150,7 +150,7 @@ class Plan:
         self._numbers = [key for key in self._own_state if key not in (*self._like, *self._end.counters)]
         self._attributes = [vars(node.transform) for node in walk.nodes]
         self._arguments = self._current_arguments()
-        self._are_ours = all(is_ours(node.transform) for node in walk.nodes)
+        self._are_ours = all(node.is_ours for node in walk.nodes)
         self._keys = list(walk.nodes.storage_keys.values())
         self._values: list[Any] = []
         self._variants = self._end.variants(walk.settings)
@@ -171,7 +171,7 @@ class Plan:
             return None
         if any(node.transform.scope.limited or node.transform.target != "update" for node in nodes):
             return None
-        if not all(is_ours(node.transform) for node in last):
+        if not all(node.is_ours for node in last):
             return None
         like = chain.from_iterable(ended.columns[key] for key in ("params", "grads", *_shaped(ended)))
         fits = native_guard(list(like)) if walk.table.params[0].is_cpu else None

@@ -13,7 +13,7 @@ from torchzero_clip.core.chain_state import SKIPPED, ChainState
 from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.schedules import Schedules
-from torchzero_clip.core.transform import Transform, is_ours
+from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.end import Deliver, End
 from torchzero_clip.engine.executor import DeliveredScale
 from torchzero_clip.engine.nonfinite import Nonfinite
@@ -60,7 +60,7 @@ class Front(Modular):
             fast=fast,
         )
         # an author's transform may read the gradients after they were changed
-        self._over_grads = all(is_ours(node.transform) and node.transform.target == "update" for node in self.nodes)
+        self._over_grads = all(node.is_ours and node.transform.target == "update" for node in self.nodes)
         self._follow(groups)
 
     @override
