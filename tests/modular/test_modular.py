@@ -79,14 +79,6 @@ def test_a_step_says_who_refused_it_and_how_many_were_taken(fast):
     ]
 
 
-def test_planned_steps_count():
-    params = parameters()
-    optimizer = Modular(params, ClipNorm(1), AdamW())
-    said = steps_of(optimizer, params, scaled(params, *[1.0] * 12))
-    assert optimizer._fast_way.plan is None or optimizer._fast_way._uses > 0
-    assert said == [((), count) for count in range(1, 13)]
-
-
 def test_steps_without_gradients_are_not_taken():
     params = parameters()
     optimizer = Modular(params, ClipNorm(1), SGD(0.1))
