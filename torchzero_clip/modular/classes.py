@@ -107,7 +107,7 @@ def _reduced(cls: Ready) -> Any:
 copyreg.pickle(Ready, _reduced)  # pickle does not ask a class itself how it is stored
 
 
-def _constructor(base: type[Any], transforms: tuple[Transform, ...], options: dict[str, Any]) -> Callable[..., None]:
+def _constructor(base: Any, transforms: tuple[Transform, ...], options: dict[str, Any]) -> Callable[..., None]:
     """The method ``__init__`` of a class. Its signature has the settings, because some frameworks read it."""
     nodes = Chain(*with_learning_rate(list(flatten(transforms)))).nodes()
 
