@@ -75,7 +75,7 @@ def explained(function: Callable[P, T]) -> Callable[P, T]:
         try:
             return function(*args, **kwargs)
         except TypeError:
-            _check_call(function, args, kwargs)
+            check_call(function, args, kwargs)
             raise
 
     return call
@@ -86,11 +86,11 @@ class Explained:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if args or kwargs:  # copies and pickles give none
-            _check_call(cls, args, kwargs)
+            check_call(cls, args, kwargs)
         return super().__new__(cls)
 
 
-def _check_call(kind: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def check_call(kind: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise a TypeError with the way out for a call that does not fit. It leaves rare cases to Python's own error."""
     signature = inspect.signature(kind)
     try:
@@ -99,16 +99,20 @@ def _check_call(kind: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
     except TypeError:
         pass
     name, parameters = kind.__qualname__.rpartition("<locals>.")[2], signature.parameters
+    name = kind.__name__ if inspect.isclass(kind) else name
     if args and are_parameters(args[0]) and parameters.keys().isdisjoint(("params", "module")):
-        raise TypeError(f"{name} takes no parameters. Write Modular(model.parameters(), ..., {name}(...))")
+        raise TypeError(
+            f"{name} takes no parameters. Write Modular(model.parameters(), ..., {name}(...)). A framework that needs "
+            f"a class takes Modular.of(..., {name}(...))"
+        )
     plain = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     missing = next((key for key in plain[len(args) :] if key in NEEDED and key not in kwargs), None)
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for key in kwargs:
         if key not in parameters and not takes_any:
-            owner = next((type(value) for value in args if key in _arguments_of(value)), None)
-            if owner is not None:
-                way_out = f"; write {owner.__name__}({key}=...)"
+            owner = next((type(value).__name__ for value in args if key in _arguments_of(value)), None)
+            if owner is not None or (key == "lr" and "transforms" in parameters):
+                way_out = f"; write {owner or 'AdamW'}({key}=...){_class_for_frameworks(kind, key, args)}"
             elif nearest(key, {*parameters, "weight_decay"}) == "weight_decay" and "weight_decay" not in parameters:
                 way_out = "; write WeightDecay(0.1) in the chain, or AdamW(weight_decay=...)"
             else:
@@ -123,6 +127,14 @@ def _check_call(kind: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
             f"{name} takes at most {len(plain)} arguments without a name ({', '.join(plain)}), got {len(args)}.{pair} "
             f"Write the names of these arguments: {', '.join(named)}"
         )
+
+
+def _class_for_frameworks(kind: Callable[..., Any], key: str, args: Iterable[object]) -> str:
+    """The end of a message about an argument that the caller of `Modular` may be a framework for."""
+    if not hasattr(kind, "of"):
+        return ""
+    chain = ", ".join(repr(value) for value in args if isinstance(value, Explained)) or "ClipNorm(1), AdamW()"
+    return f". A framework that passes {key!r} takes the class Modular.of({chain})"
 
 
 def _arguments_of(value: object) -> Iterable[str]:

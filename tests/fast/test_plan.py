@@ -582,3 +582,12 @@ def test_calls_of_a_planned_step():
     optimizer = Modular(params, ClipNorm(1.0, dim="global"), AdamW())
     train(optimizer, params, gradients(params, 5))
     assert 10 < len(calls_of(optimizer.step)) <= 30
+
+
+def test_planned_steps_count():
+    params = parameters()
+    optimizer = Modular(params, ClipNorm(1), AdamW())
+    for count, row in enumerate(gradients(params, 12), 1):
+        train(optimizer, params, [row])
+        assert (optimizer.skipped_by, optimizer.steps_taken) == ((), count)
+    assert optimizer._fast_way._uses >= 4

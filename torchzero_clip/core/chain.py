@@ -1,7 +1,7 @@
 """Transforms that are made of transforms."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Self, TypeAlias
 
 from torch import Tensor
@@ -117,7 +117,7 @@ class Chain(Composite):
                 node, own = owners[key]
                 node.transform.check({own: at(value, 0)})
                 added[f"/{node.path}"].append({"params": params, own: value})
-        return _with_overrides(self, added)
+        return rebuilt(self, lambda transform, path: {"overrides": [*transform.overrides, *added.get(path, ())]})
 
     @override
     def apply_tensors(self, updates: list[Tensor], step: Step) -> NoReturn:
@@ -162,12 +162,12 @@ def as_written(transforms: Iterable[Transforms]) -> Iterator[Transform]:
             yield from as_written(item)
 
 
-def _with_overrides(transform: T, added: Mapping[str, Sequence[dict[str, Any]]], path: str = "") -> T:
-    """A copy with more overrides, for the transform and for those inside it, by their paths."""
-    changed: dict[str, Any] = {"overrides": [*transform.overrides, *added.get(path, ())]}
+def rebuilt(transform: T, change: Callable[[Transform, str], dict[str, Any]], path: str = "") -> T:
+    """A copy with other attributes, for the transform and for those inside it, by their paths."""
+    changed = change(transform, path)
     if isinstance(transform, Composite):
         children = transform.transforms.items()
-        changed["transforms"] = {name: _with_overrides(child, added, f"{path}/{name}") for name, child in children}
+        changed["transforms"] = {name: rebuilt(child, change, f"{path}/{name}") for name, child in children}
     return altered(transform, **changed)
 
 

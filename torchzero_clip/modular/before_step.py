@@ -89,7 +89,12 @@ class BeforeStep:
         These are names of gates, "nonfinite", or "found_inf" if a gradient scaler has found gradients that are not
         finite.
         """
-        return (FOUND_INF,) if self._is_refused_by_scaler else self._front.refused_by
+        return (FOUND_INF,) if self._is_refused_by_scaler else self._front.skipped_by
+
+    @property
+    def steps_taken(self) -> int:
+        """How many steps the transforms have let pass, as `Modular.steps_taken`."""
+        return self._front.steps_taken
 
     @property
     def listener(self) -> Listener | None:
@@ -174,7 +179,7 @@ class BeforeStep:
             self._entries.begin()
             return
         front.change_gradients(groups, result)
-        if front.refused_by:
+        if front.skipped_by:
             self._refused = RefusedStep(optimizer)
 
     def _unscale(self, optimizer: Any) -> bool:

@@ -19,7 +19,7 @@ def described(written: Sequence[Transform], nodes: Nodes, groups: Sequence[dict[
     shown = used.settings()
     rules = [node.transform for node in nodes if isinstance(node.transform, UpdateRule)]
     if not any(isinstance(leaf, LR) for leaf in flatten(written)) and all(rule.lr is None for rule in rules):
-        shown["lr"] = next(node.transform.defaults["lr"] for node in nodes if isinstance(node.transform, LR))
+        shown["lr"] = next((rule.default_lr for rule in rules if rule.default_lr is not None), 1.0)
     return [_groups_line(groups, shown), *(repr(used.copy(transform, names)) for transform in written)]
 
 

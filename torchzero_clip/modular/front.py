@@ -48,8 +48,6 @@ class Front(Modular):
     ) -> None:
         self._deliver = Deliver(scale)
         self._names_in = module
-        self.steps_taken = 0
-        self.refused_by: tuple[str, ...] = ()
         self.waiting: Walk | None = None  # the last step, until the listener has seen its end
         super().__init__(
             [_named(group, module) for group in groups],
@@ -75,8 +73,6 @@ class Front(Modular):
 
     @override
     def _ended(self, walk: Walk) -> None:
-        self.refused_by = tuple(walk.refused_by)
-        self.steps_taken += not walk.refused_by
         if self.listener is not None:
             self.waiting = walk
 
@@ -105,14 +101,13 @@ class Front(Modular):
     def change_gradients(self, groups: Sequence[Group], result: Any) -> None:
         """Apply the transforms to the gradients of param groups. ``result`` is what a closure has returned.
 
-        If the step is refused, ``refused_by`` names who did it, and the gradients are as before.
+        If the step is refused, ``skipped_by`` names who did it, and the gradients are as before.
         """
         try:
             if not self._has_lists_of(groups):
                 self.follow(groups)
-            self.refused_by = ()
+            self.skipped_by = ()
             if result is None and self._fast_way.plan is not None and self._repeat():
-                self.steps_taken += 1
                 return
             self.sync(groups)
             self._advance(self.begin(), result)

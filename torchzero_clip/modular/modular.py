@@ -42,6 +42,7 @@ from torchzero_clip.functional.gradients import own_gradients
 from torchzero_clip.functional.processes import SharedGroup, check_group, device_of, refuse_lost
 from torchzero_clip.hints import Explained, Named
 from torchzero_clip.modular.agreement import agree
+from torchzero_clip.modular.classes import ClassMaker, configured
 from torchzero_clip.modular.described import described
 from torchzero_clip.modular.missing import Missing
 from torchzero_clip.modular.param_groups import accepted, all_or_none, as_groups, completed, let_names_decide, split
@@ -60,7 +61,7 @@ from torchzero_clip.types import Setting
 T = TypeVar("T")
 
 
-class Modular(Explained, Optimizer):
+class Modular(Explained, ClassMaker, Optimizer):
     """Chains transforms into an optimizer, which subtracts the result of the last one from the parameters.
 
         p ← p - (tₙ ∘ … ∘ t₁)(g)
@@ -130,6 +131,12 @@ class Modular(Explained, Optimizer):
     parts: Parts | None = None
     """What the backward has updated since the last step, after `step_in_backward`. Copies and pickles have none."""
 
+    skipped_by: tuple[str, ...] = ()
+    """Who refused the last call of `step`: the names of gates, and "nonfinite". Empty if the step was not refused."""
+
+    steps_taken: int = 0
+    """How many steps this object has taken. Steps that were refused or had no gradients do not count."""
+
     _over_grads = False  # transforms may always write to the gradients
     _has_meshes = False  # if a parameter is distributed
     _module: weakref.ref[nn.Module] | None = None  # that ``params`` was, for the names of parameters added later
@@ -146,15 +153,12 @@ class Modular(Explained, Optimizer):
         fast: bool = True,
         process_group: ProcessGroup | None = None,
     ) -> None:
-        boolean("maximize", maximize)
-        boolean("fast", fast)
-        boolean("keep_grads", keep_grads)
+        for name, flag in (("maximize", maximize), ("fast", fast), ("keep_grads", keep_grads)):
+            boolean(name, flag)
         listed = listed_transforms(params, transforms)
-        self.maximize = maximize
-        self.keep_grads = keep_grads
-        self.fast = fast
+        self.maximize, self.keep_grads, self.fast = maximize, keep_grads, fast
         self._fast_way = FastWay()
-        self.chain = Chain(*self._completed(listed))
+        self.chain = configured(Chain(*self._completed(listed)), self.given)
         self._written = list(as_written(transforms))
         self.nodes: Nodes = self.chain.nodes()
         self._judging = Judging(self.nodes)
@@ -166,10 +170,8 @@ class Modular(Explained, Optimizer):
         self._unread: Callable[[], dict[str, Tensor]] | None = None  # computes the metrics of a planned step, once
         self._reported = ReportedLoss()
         self._shapes: dict[Any, Any] = {}  # see `check_shapes`
-        self._is_complete = False
         check_group(process_group, [])
-        self._process_group = process_group
-        self._lost_group = False
+        self._process_group, self._lost_group, self._is_complete = process_group, False, False
         super().__init__(as_groups(params, may_be_empty=process_group is not None), self.nodes.defaults())
         self._chain_state.move(self.param_groups)
         self._chain_state.start(self.param_groups, has_schedules=self._schedules.any)
@@ -300,12 +302,13 @@ class Modular(Explained, Optimizer):
         These errors leave parameters, gradients and state unchanged, except that skipped steps are counted.
         """
         try:
+            if closure is None and self._fast_way.plan is not None and self._repeat():
+                return None
+            self.skipped_by = ()
             if self._lost_group:
                 refuse_lost()
             if closure is None and "closure" in self.nodes.targets:
                 raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
-            if closure is None and self._fast_way.plan is not None and self._repeat():
-                return None
             settings = self.begin()
 
             result = None
@@ -344,6 +347,8 @@ class Modular(Explained, Optimizer):
         try:
             is_taken = takes_part and (not self._policy.decides or self._policy.allows(walk, state))
             if is_taken and run(walk, self.chain, states=self.state, listener=self.listener, parts=parts):
+                if not torch.compiler.is_compiling():  # which would compile the step anew for each number
+                    self.steps_taken += 1
                 self._metrics.clear()  # torch.compile loses a dict that is assigned
                 self._metrics.update(walk.metrics if parts is None else parts.end(self.nodes, self.param_groups))
                 self._unread = None
@@ -353,6 +358,7 @@ class Modular(Explained, Optimizer):
                     state[SCHEDULE_STEP] += 1
                     self._schedules.advance(self.param_groups, state[SCHEDULE_STEP])
         finally:
+            self.skipped_by = tuple(name for name in walk.refused_by if name != "error")
             if state:
                 self._chain_state.show(self.param_groups)
             self._ended(walk)
@@ -380,6 +386,7 @@ class Modular(Explained, Optimizer):
         if state and metrics is not None:
             self._chain_state.show(self.param_groups)
         self._unread = metrics or self._unread
+        self.steps_taken += metrics is not None
         return metrics is not None
 
     def begin(self) -> dict[str, list[Setting]]:
@@ -547,12 +554,11 @@ class Modular(Explained, Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         own = ("maximize", "keep_grads", "fast", "chain", "storage_keys", "_written", "nodes", "_judging", "_policy")
         own += ("_schedules", "_chain_state", "_reported", "_shapes", "_is_complete", "_has_meshes")
-        own += ("_has_joint_schedules",)
-        given = super().__getstate__()
+        own += ("_has_joint_schedules", "skipped_by", "steps_taken")
         state: Any = defaultdict(dict, {param: own_numbers(state) for param, state in self.state.items()})
         others = {"_shared_group": SharedGroup(self._process_group, self._lost_group)}
         others |= {"_metrics": self._known_metrics(), "_unread": None}
-        return given | {"state": state} | {name: getattr(self, name) for name in own} | others
+        return super().__getstate__() | {"state": state} | {name: getattr(self, name) for name in own} | others
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

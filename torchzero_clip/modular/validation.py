@@ -27,7 +27,8 @@ Group: TypeAlias = dict[str, Any]
 def listed_transforms(params: object, transforms: Iterable[Transforms]) -> list[Transform]:
     """The transforms in a list. Raises if there are none, or if ``params`` is a transform or a method."""
     if isinstance(params, Transform):
-        raise TypeError(f"params come first, as in Modular(model.parameters(), {params!r}, ...)")
+        way_out = f"A framework that passes params takes the class Modular.of({params!r}, ...)"
+        raise TypeError(f"params come first, as in Modular(model.parameters(), {params!r}, ...). {way_out}")
     if inspect.isroutine(params):
         raise TypeError(f"params is a function: call it, as in Modular(model.{params.__name__}(), ...)")
     listed = list(flatten(transforms))

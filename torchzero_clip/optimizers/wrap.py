@@ -92,7 +92,7 @@ class Wrap(FinalRule):
         super().__init__({**self._settings, **schedules}, lr=kwargs.get("lr"), name=name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_built": None}  # torch's own copying loses attributes of subclasses
+        return {**self.__dict__, "_built": None, "_checked": []}  # torch's own copying loses attributes of subclasses
 
     @property
     def template(self) -> Optimizer:
