@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack  # pyright: ignore[reportPrivateImportUsage]
 from typing_extensions import override
 
 from torchzero_clip.compat import FakeTensor
@@ -58,12 +59,17 @@ class Vectors:
         if len(set(map(id, column))) < len(column):  # a parameter that is listed twice
             return None
         vector = torch.stack(column)
-        views = list(vector.unbind())
+        views = list(map(_alone, vector.unbind()))
         for row, view in zip(rows, views, strict=True):
             row[name] = view
         column[:] = views
         self._kept[name] = _Kept(vector, views, pointers(views))
         return vector
+
+
+def _alone(view: Tensor) -> Tensor:
+    """The same memory as a tensor with a storage of its own: pickles and broadcasts of a view send the whole vector."""
+    return from_dlpack(to_dlpack(view)) if type(view) is Tensor and (view.is_cpu or view.is_cuda) else view
 
 
 def pointers(tensors: Sequence[Tensor]) -> list[int]:
