@@ -39,7 +39,6 @@ def test_a_state_that_was_handed_out_is_that_of_the_optimizer():
     assert numbers == {0: 1.0, 1: 1.0}
     assert [float(optimizer.state[p]["adam/step"]) for p in params] == [10.0, 2.0]
     assert [float(state["adam/step"]) for state in saved.values()] == [10.0, 2.0]
-    assert float(saved[1]["adam/step"]) == 1.0
 
 
 @pytest.mark.parametrize("clip", [ClipValueByEMA(), ClipValueGrowth()], ids=repr)

@@ -108,7 +108,7 @@ def test_the_optimizer_does_not_keep_the_module_alive():
     backward(module)
     params = list(module.parameters())
     del module
-    assert optimizer._origin.module is None
+    assert optimizer._origin.module() is None
     optimizer.step()
     optimizer.zero_grad()
     assert [param.grad for param in params] == [None] * 4

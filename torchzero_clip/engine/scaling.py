@@ -42,13 +42,12 @@ def store_state(node: Node, step: Step, chain_state: MutableMapping[str, Any], c
         step.store_states()
     if company is not None:
         company.store(node, step, chain_state)
-    if step.global_state:
-        _replace(chain_state, node.qualified(step.global_state))
+    if new := {key: value for key, value in step.global_state.items() if value is not step.given.get(key)}:
+        _replace(chain_state, node.qualified(new))
 
 
-def _replace(kept: MutableMapping[str, Any], values: dict[str, Any]) -> None:
+def _replace(kept: MutableMapping[str, Any], new: dict[str, Any]) -> None:
     """Write values into the tensors that are kept, which the param groups of checkpoints in memory share."""
-    new = {key: value for key, value in values.items() if value is not kept.get(key)}
     # copies first, because a transform may have exchanged two tensors
     copies = {key: value.clone() for key, value in new.items() if isinstance(value, Tensor)}
     for key, value in copies.items():

@@ -129,7 +129,7 @@ class Modular(Explained, Optimizer):
     """What the backward has updated since the last step, after `step_in_backward`. Copies and pickles have none."""
 
     _has_meshes = False  # if a parameter is distributed
-    _origin = Origin()  # the module that ``params`` was. Copies and pickles have none
+    _origin: Origin | None = None  # the module that ``params`` was. Copies and pickles have none
     _lengths: Sequence[int] = ()  # how many keys each param group had in the last step
 
     def __init__(
@@ -376,12 +376,12 @@ class Modular(Explained, Optimizer):
                 raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
             self._chain_state.take_counters(self.param_groups)
             self._schedules.catch_up(self.param_groups, state.get(SCHEDULE_STEP, 0))
-        if not torch.compiler.is_compiling():  # warnings break graphs
+        if self._origin is not None and not torch.compiler.is_compiling():
             self._origin.look(self.param_groups)
-            lengths = list(map(len, self.param_groups))
-            if lengths != self._lengths:
-                self._lengths = lengths
-                warn_of_unread_keys(self.param_groups, self.nodes, self._chain_state.keys)
+        lengths = list(map(len, self.param_groups))
+        if lengths != self._lengths and not torch.compiler.is_compiling():  # difflib breaks graphs
+            self._lengths = lengths
+            warn_of_unread_keys(self.param_groups, self.nodes, self._chain_state.keys)
         return self.nodes.checked_settings(self.param_groups)
 
     def report_loss(self, loss: Tensor | float) -> None:
@@ -409,7 +409,8 @@ class Modular(Explained, Optimizer):
         Losses that were reported before do not belong to the next step.
         """
         self._reported.zeroed()
-        self._origin.look(self.param_groups)  # here too, because planned steps do not
+        if self._origin is not None:  # planned steps do not look
+            self._origin.look(self.param_groups)
         super().zero_grad(set_to_none)
 
     def _walk(
@@ -470,7 +471,8 @@ class Modular(Explained, Optimizer):
         if not isinstance(param_group, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         others = self.param_groups if self._is_complete else []  # before, torch compares them
-        group = accepted(param_group, self.nodes, others, module=self._origin.module, ignored=self._chain_state.keys)
+        module = None if self._origin is None else self._origin.module()
+        group = accepted(param_group, self.nodes, others, module=module, ignored=self._chain_state.keys)
         if self._process_group is not None:
             let_names_decide(self.param_groups, group)
         before = len(self.param_groups)
@@ -490,7 +492,7 @@ class Modular(Explained, Optimizer):
                 self.parts.attach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the settings and the state, as `torch.optim.Optimizer.state_dict` does."""
+        """Return the settings and the state. As in torch, the tensors are the optimizer's own: later steps change them."""
         hook = self.register_state_dict_post_hook(
             lambda _, saved: complete(saved, self.param_groups, self._chain_state), prepend=True
         )
@@ -527,7 +529,8 @@ class Modular(Explained, Optimizer):
         load = Load(self.nodes, self._schedules, self._chain_state, self._process_group, new, dropped)
         with load.hooked(self):
             super().load_state_dict(state_dict)
-        self._origin.looks = 0
+        if self._origin is not None:
+            self._origin.looks = 0
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("maximize", "keep_grads", "fast", "chain", "storage_keys", "_written", "nodes", "_judging", "_policy")

@@ -9,22 +9,17 @@ from torch import nn
 
 
 class Origin:
-    """The module whose parameters an optimizer was given, if it was given a module."""
+    """The module whose parameters an optimizer was given."""
 
-    def __init__(self, module: nn.Module | None = None) -> None:
-        self._module = None if module is None else weakref.ref(module)
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
         self._has_warned = False
         self.looks = 0
         """How often `look` was called since the optimizer was built or has loaded a checkpoint."""
 
-    @property
-    def module(self) -> nn.Module | None:
-        """The module; None if there is none, or not any more."""
-        return None if self._module is None else self._module()
-
     def look(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Warn once of parameters of the module that have gradients and are in no group: in calls 1, 2, 4, 8, ..."""
-        module = self.module
+        module = self.module()
         if module is None or self._has_warned:
             return
         self.looks += 1
