@@ -492,7 +492,7 @@ class Modular(Explained, Optimizer):
                 self.parts.attach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the settings and the state. As in torch, the tensors are the optimizer's own: later steps change them."""
+        """Return settings and state. As in torch, the tensors are the optimizer's own, and later steps change them."""
         hook = self.register_state_dict_post_hook(
             lambda _, saved: complete(saved, self.param_groups, self._chain_state), prepend=True
         )
