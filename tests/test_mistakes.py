@@ -98,8 +98,7 @@ REFUSED = {
     ),
     "groups of another chain": (
         lambda: grouped(Modular(params(), SGD()), Modular(params(), SGD())),
-        "these are param groups of another Modular. A function that builds an optimizer from groups alone, such as "
-        "group_optimizers of torchrl, needs optimizers of a class with transforms, as Modular.of makes it",
+        "Code that passes parameters alone, such as group_optimizers of torchrl, needs a class of Modular.of",
     ),
     "a rule that keeps its rate": (
         lambda: Modular(params(), KeepsRate(0.5)),

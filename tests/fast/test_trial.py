@@ -346,6 +346,7 @@ def test_the_readable_way_names_a_forgotten_result():
     with pytest.raises(RuntimeError, match=r"change gives NaN for finite elements. Write every element to result"):
         train(optimizer, [weight], [[torch.ones(3)]])
     assert weight.tolist() == [1.0, 1.0, 1.0]
+    train(Modular([weight], ForgetsResult(), SGD(1.0), fast=False), [weight], [[torch.ones(3)]])  # by its formula
 
 
 class Random(Elementwise):

@@ -32,8 +32,7 @@ def new_chain_state(nodes: Nodes, counts: Mapping[str, int]) -> ChainState:
 
 def complete(saved: dict[str, Any], groups: Sequence[Group], chain_state: ChainState) -> None:
     """Add the state of the whole chain to the checkpoint that torch has made of these groups."""
-    # all tensors are those of the optimizer, as in torch: if some were copies, a checkpoint that a program keeps in
-    # memory would be half of the step in which it was made, and half of the last one
+    # no copies, as in torch: with some, a checkpoint that is kept in memory would be half of its step, half of the last
     chain_state.take_counters(groups)
     chain_state.show(saved["param_groups"])
     if torch_loads():

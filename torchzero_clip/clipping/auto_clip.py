@@ -74,11 +74,8 @@ class AutoClip(NormStatistics):
     ) -> None:
         steps("window", window)
         if isinstance(percentile, float) and 0 < percentile < 1:
-            warnings.warn(
-                f"percentile={percentile} is below 1 percent, which clips nearly every step: write "
-                f"AutoClip({100 * percentile:g})",
-                stacklevel=2,
-            )
+            way_out = f"which clips nearly every step: write AutoClip({100 * percentile:g})"
+            warnings.warn(f"percentile={percentile} is below 1 percent, {way_out}", stacklevel=2)
         self.window = window
         super().__init__({"percentile": percentile}, ord=2, joint=True, target=target, name=name)
 

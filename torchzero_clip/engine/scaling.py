@@ -43,15 +43,11 @@ def store_state(node: Node, step: Step, chain_state: MutableMapping[str, Any], c
     if company is not None:
         company.store(node, step, chain_state)
     if new := {key: value for key, value in step.global_state.items() if value is not step.given.get(key)}:
-        _replace(chain_state, node.qualified(new))
-
-
-def _replace(kept: MutableMapping[str, Any], new: dict[str, Any]) -> None:
-    """Write values into the tensors that are kept, which the param groups of checkpoints in memory share."""
-    # copies first, because a transform may have exchanged two tensors
-    copies = {key: value.clone() for key, value in new.items() if isinstance(value, Tensor)}
-    for key, value in copies.items():
-        old = kept.get(key)
-        if isinstance(old, Tensor) and (old.shape, old.dtype) == (value.shape, value.dtype):
-            new[key] = old.copy_(value)
-    kept.update(new)
+        # into the tensors that checkpoints in memory share; copies first, because two tensors may have changed places
+        for key, value in node.qualified(
+            {k: v.clone() if isinstance(v, Tensor) else v for k, v in new.items()}
+        ).items():
+            old = chain_state.get(key)
+            if isinstance(old, Tensor) and isinstance(value, Tensor) and old.shape == value.shape:
+                value = old.copy_(value)
+            chain_state[key] = value

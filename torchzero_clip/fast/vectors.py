@@ -59,17 +59,15 @@ class Vectors:
         if len(set(map(id, column))) < len(column):  # a parameter that is listed twice
             return None
         vector = torch.stack(column)
-        views = list(map(_alone, vector.unbind()))
+        views = list(vector.unbind())
+        if type(vector) is Tensor and (vector.is_cpu or vector.is_cuda):
+            # the same memory with a storage for each: a pickle of a view would contain the whole vector
+            views = [from_dlpack(to_dlpack(view)) for view in views]
         for row, view in zip(rows, views, strict=True):
             row[name] = view
         column[:] = views
         self._kept[name] = _Kept(vector, views, pointers(views))
         return vector
-
-
-def _alone(view: Tensor) -> Tensor:
-    """The same memory as a tensor with a storage of its own: pickles and broadcasts of a view send the whole vector."""
-    return from_dlpack(to_dlpack(view)) if type(view) is Tensor and (view.is_cpu or view.is_cuda) else view
 
 
 def pointers(tensors: Sequence[Tensor]) -> list[int]:

@@ -14,23 +14,19 @@ class Origin:
     def __init__(self, module: nn.Module) -> None:
         self.module = weakref.ref(module)
         self._has_warned = False
-        self.looks = 0
-        """How often `look` was called since the optimizer was built or has loaded a checkpoint."""
+        self.looks = 0  # since the optimizer was built or has loaded a checkpoint
 
     def look(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Warn once of parameters of the module that have gradients and are in no group: in calls 1, 2, 4, 8, ..."""
-        module = self.module()
-        if module is None or self._has_warned:
-            return
-        self.looks += 1
-        if self.looks & (self.looks - 1):  # not a power of two
+        module, self.looks = self.module(), self.looks + 1
+        if module is None or self._has_warned or self.looks & (self.looks - 1):
             return
         params = [param for group in groups for param in group["params"]]
         if any(param.is_meta for param in params):  # the step raises, and says why
             return
         held = set(map(id, params))
-        trained = {n: id(p) for n, p in module.named_parameters() if p.grad is not None and p.requires_grad}
-        lost = [name for name, key in trained.items() if key not in held]
+        named = [(n, p) for n, p in module.named_parameters() if p.grad is not None and p.requires_grad]
+        lost = [name for name, param in named if id(param) not in held]
         if lost:
             self._has_warned = True
             others = f" and of {len(lost) - 1} more parameters" if len(lost) > 1 else ""

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchzero_clip.checkpoints.identity import IDENTITY
 from torchzero_clip.core.chain import Chain, Transforms, flatten
 from torchzero_clip.core.kinds import FinalRule, Gate
 from torchzero_clip.core.learning_rate import LR, update_rules
@@ -33,14 +32,9 @@ def listed_transforms(params: object, transforms: Iterable[Transforms]) -> list[
         raise TypeError(f"params is a function: call it, as in Modular(model.{params.__name__}(), ...)")
     listed = list(flatten(transforms))
     if not listed:
-        given: Any = params if isinstance(params, list) else []
-        of_chain = any(isinstance(group, dict) and IDENTITY in group for group in given)
-        way_out = (
-            "; these are param groups of another Modular. A function that builds an optimizer from groups alone, such "
-            "as group_optimizers of torchrl, needs optimizers of a class with transforms, as Modular.of makes it"
-        )
+        way_out = "Code that passes parameters alone, such as group_optimizers of torchrl, needs a class of Modular.of"
         example = "Modular(model.parameters(), ClipNorm(1), Adam())"
-        raise ValueError(f"Modular needs at least one transform, as in {example}{way_out if of_chain else ''}")
+        raise ValueError(f"Modular needs at least one transform, as in {example}. {way_out}")
     return listed
 
 
