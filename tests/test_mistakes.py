@@ -60,6 +60,20 @@ class WithoutDefaults(WithoutSuper):
         super(WithoutSuper, self).__init__()
 
 
+class KeepsRate(tz.UpdateRule):
+    def __init__(self, lr=1e-3):
+        super().__init__({})
+
+    def apply_tensors(self, updates, step):
+        return updates
+
+
+def grouped(*optimizers):
+    """One optimizer of the class and the groups of several, as torchrl makes it."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return type(optimizers[0])(groups)
+
+
 REFUSED = {
     "a rate in Modular": (lambda: Modular(model(), ClipNorm(1), AdamW(), lr=1e-3), "write AdamW(lr=...)"),
     "an unknown argument of Modular": (lambda: Modular(model(), SGD(), nonfinit="skip"), "did you mean 'nonfinite'?"),
@@ -73,6 +87,22 @@ REFUSED = {
     "listed parameters for a rule": (
         lambda: AdamW(list(params()), lr=1e-3),
         "AdamW takes no parameters. Write Modular(model.parameters(), ..., AdamW(...))",
+    ),
+    "groups for a rule": (
+        lambda: AdamW([{"params": params()}], lr=1e-3),
+        "AdamW takes no parameters. Write Modular(model.parameters(), ..., AdamW(...))",
+    ),
+    "groups alone for a rule": (
+        lambda: AdamW([{"params": params(), "lr": 0.1}], weight_decay=0.1),
+        "lr must be a number, got parameters (list). They are the first argument of Modular",
+    ),
+    "groups of another chain": (
+        lambda: grouped(Modular(params(), SGD()), Modular(params(), SGD())),
+        "Code that passes parameters alone, such as group_optimizers of torchrl, needs a class of Modular.of",
+    ),
+    "a rule that keeps its rate": (
+        lambda: Modular(params(), KeepsRate(0.5)),
+        "KeepsRate(lr=None) has not passed its lr on: write super().__init__(..., lr=lr) in its class",
     ),
     "two betas": (lambda: AdamW(1e-3, 0.9, 0.999), "Write both betas as one pair, as in betas=(0.9, 0.999)"),
     "a function of parameters": (
@@ -171,6 +201,10 @@ def weights():
 
 
 WARNED = {
+    "a share as a percentile": (
+        lambda: tz.AutoClip(0.95),
+        "percentile=0.95 is below 1 percent, which clips nearly every step: write AutoClip(95)",
+    ),
     "a limit of 0": (lambda: ClipNorm(0), "for no limit write math.inf"),
     "two decays": (lambda: Modular(model(), tz.WeightDecay(0.1), AdamW(1e-3)), "write AdamW(weight_decay=0)"),
     "no optimizer": (lambda: Modular(model(), ClipNorm(1)), "Put an optimizer at its end"),
@@ -197,6 +231,8 @@ def test_what_is_meant_gives_no_warning():
         warnings.simplefilter("error")
         Modular(module, ClipNorm(1), AdamW(1e-3, weight_decay=0), tz.WeightDecay(0.1))
         Modular(module, ClipNorm(1), tz.LR(0.1))
+        Modular(module, KeepsRate(), tz.LR(0.1))  # the chain has a rate
+        tz.AutoClip(0), tz.AutoClip(1.0), tz.AutoClip(99.5)  # pyright: ignore
         Modular(module.parameters(), ClipNorm(1))
         optimizer = Modular([{"params": params(), "max_norm": 0.0}], ClipNorm(1), SGD())
         optimizer.param_groups[0]["max_norm"] = 0.0

@@ -32,7 +32,8 @@ def are_parameters(value: Any) -> bool:
     """True for a module, and for what may hold or yield its parameters."""
     if isinstance(value, nn.Module) or inspect.isgenerator(value):
         return True
-    return isinstance(value, list | tuple) and bool(value) and all(isinstance(item, Tensor) for item in value)  # pyright: ignore[reportUnknownVariableType]
+    items: list[Any] = list(value) if isinstance(value, list | tuple) else []  # pyright: ignore[reportUnknownArgumentType]
+    return bool(items) and all(isinstance(i, Tensor) or (isinstance(i, dict) and "params" in i) for i in items)
 
 
 def setting_name(key: str) -> None:

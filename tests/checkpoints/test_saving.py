@@ -1,14 +1,37 @@
 """Saving and loading param groups, state and state of the whole chain, whoever holds them."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from contract.entries import TrackJointNorm
-from contract.training import parameters, stepped, trained
+from contract.training import (
+    assert_equal,
+    assert_same_checkpoint,
+    gradients,
+    parameters,
+    set_grads,
+    stepped,
+    train,
+    trained,
+    values,
+)
 from torch import nn
 
-from torchzero_clip import SGD, Chain, ClipNorm, ClipNormByEMA, Modular, SkipStep
+from torchzero_clip import (
+    SGD,
+    AdamW,
+    AutoClip,
+    Chain,
+    ClipNorm,
+    ClipNormByEMA,
+    ClipValueByEMA,
+    Modular,
+    SkipStep,
+    Transform,
+    ZClip,
+)
 from torchzero_clip.checkpoints.saving import Load, complete, new_chain_state
 from torchzero_clip.core.learning_rate import with_learning_rate
 from torchzero_clip.core.schedules import Schedules
@@ -94,20 +117,83 @@ def test_an_error_of_any_kind_is_a_checkpoint_that_does_not_fit():
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_a_checkpoint_shares_no_memory_with_the_optimizer_nor_among_its_groups():
+class Swaps(Transform):
+    """State of the whole chain that is replaced by new tensors and exchanged, and a number."""
+
+    def __init__(self):
+        super().__init__({})
+
+    def init_global_state(self):
+        return {"now": torch.ones(()), "before": torch.zeros(()), "calls": 0}
+
+    def apply_tensors(self, updates, step):
+        state = step.global_state
+        state["now"], state["before"] = state["before"], state["now"] + 1
+        state["calls"] += 1
+        return updates
+
+
+def everything():
+    """State of each parameter and of the whole chain: numbers, tensors, rings and counts."""
+    joint = [ZClip(max_norm=None, warmup_steps=2), AutoClip(50.0, window=4)]
+    return [SkipStep(max_ratio=500.0), Swaps(), *joint, ClipNormByEMA(0.5), ClipValueByEMA(0.5), AdamW(0.1)]
+
+
+def tensors_of(saved):
+    """All tensors of a checkpoint, by where they are."""
+    places = [("state", saved["state"].items()), ("group", enumerate(saved["param_groups"]))]
+    rows = [((what, i, key), value) for what, own in places for i, values in own for key, value in values.items()]
+    return {place: value for place, value in rows if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.parametrize("missing", [False, True], ids=["all", "some"])
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_state_dict_that_is_kept_shows_the_last_step_in_every_tensor(fast, missing):
+    """As that of torch's optimizers. If it were half of an older step, loading it would mix two steps."""
     params = parameters()
     groups = [{"params": params[:1]}, {"params": params[1:]}]
-    optimizer = Modular(groups, SkipStep(max_ratio=500.0), ClipNormByEMA(), SGD(0.1))
-    for param in params:
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    saved = optimizer.state_dict()
-    tensors = [group["skip_step/mean"] for group in (*saved["param_groups"], optimizer.param_groups[0])]
-    assert len({tensor.data_ptr() for tensor in tensors}) == 3
-    numbers = [state["clip_norm_by_ema/prev"] for state in (*saved["state"].values(), *optimizer.state.values())]
-    assert [number.item() for number in numbers[:4]] == [number.item() for number in numbers[4:]]
-    assert all(number.untyped_storage().nbytes() == 8 for number in numbers[:4])
-    assert len({number.data_ptr() for number in numbers}) == 8
+    optimizer = Modular(groups, everything(), fast=fast)
+    rows = gradients(params, 12)
+    train(optimizer, params, rows[:2])
+    kept, copied = optimizer.state_dict(), copy.deepcopy(optimizer.state_dict())
+    before = tensors_of(copied)
+    assert tensors_of(kept).keys() == before.keys()
+    assert {key.rpartition("/")[2] for _, _, key in before} >= {"now", "before", "mean", "ring", "prev", "ema", "step"}
+    for i, row in enumerate(rows[2:]):
+        set_grads(params, row)
+        if missing and i % 2:
+            params[0].grad = None
+        optimizer.step()
+    shown, live = tensors_of(kept), tensors_of(optimizer.state_dict())
+    assert shown.keys() == live.keys()
+    assert all(torch.equal(shown[place], live[place]) for place in live)
+    constant = {place for place in live if place[2].endswith(("started", "z_clip/ring"))}
+    assert not [place for place in live.keys() - constant if torch.equal(live[place], before[place])]
+
+    current, weights = copy.deepcopy(optimizer.state_dict()), values(params)
+    for group, own in zip(kept["param_groups"], optimizer.param_groups, strict=True):  # numbers of groups are of then
+        assert (group["swaps/calls"], own["swaps/calls"]) == (2, 12)
+        group["swaps/calls"] = 12
+    optimizer.load_state_dict(kept)
+    assert_same_checkpoint(optimizer.state_dict(), current)
+    optimizer.load_state_dict(copied)
+    assert_same_checkpoint(optimizer.state_dict(), copied)
+    assert_equal(params, weights)
+
+
+@pytest.mark.parametrize("save", [lambda optimizer: optimizer.state_dict(), lambda optimizer: optimizer])
+def test_numbers_that_are_elements_of_a_vector_are_pickled_alone(save):
+    params = [nn.Parameter(torch.zeros(1)) for _ in range(400)]
+    optimizer = Modular(params, ClipNormByEMA(), AdamW())
+    train(optimizer, params, [[torch.ones(1)] * 400] * 2)
+    numbers = [v for state in optimizer.state.values() for v in state.values() if not v.ndim]
+    assert len(numbers) == 1200
+    assert all(number.untyped_storage().nbytes() == number.nbytes for number in numbers)
+    steps = [v for state in optimizer.state.values() for key, v in state.items() if key.endswith("/step")]
+    assert steps[1].data_ptr() - steps[0].data_ptr() == steps[0].nbytes  # elements of one vector
+    small = Modular([nn.Parameter(torch.zeros(1)) for _ in range(40)], ClipNormByEMA(), AdamW())
+    train(small, small.param_groups[0]["params"], [[torch.ones(1)] * 40] * 2)
+    assert len(pickle.dumps(save(optimizer))) < 11 * len(pickle.dumps(save(small)))
 
 
 def test_a_counter_that_was_set_by_hand_is_saved_in_every_group():

@@ -66,7 +66,7 @@ CHAINS: dict[str, Callable[[], Any]] = {
     "gradients before": lambda: [ClipValue(0.3), ClipNormByEMA(0.9, tensorwise=False), ClipNorm(1.0), Adam(0.1)],
     "statistics of one process": lambda: [
         SkipStep(max_ratio=2.0, beta=0.5).only("0"),
-        AutoClip(0.5).only("0"),
+        AutoClip(50.0).only("0"),
         AdaGC(warmup_steps=3).only("0"),
         NormalizeByEMA(0.9, tensorwise=False).only("0"),
         Chain(ClipNormGrowth(parameterwise=False), target="update_difference").only("0"),
@@ -78,7 +78,7 @@ CHAINS: dict[str, Callable[[], Any]] = {
         AdaGC(warmup_steps=2),
         ClipNormGrowth(parameterwise=False),
         Chain(Adam(), ZClip(warmup_steps=2), target="update_difference"),
-        AutoClip(0.5),
+        AutoClip(50.0),
         ClipValueByEMA(0.5, ema_tfm=NormalizeByEMA(0.9, tensorwise=False)),
         LR(1),
     ],
@@ -396,7 +396,7 @@ ON_A_MESH: dict[str, Callable[[], Any]] = {
     "of parameters": lambda: [ClipNorm(1.0, dim="global", target="params_direct"), SGD(0.1)],
     "a scope without gradients": lambda: [
         SkipStep(max_ratio=1.0001, beta=0.5).only(is_the_third),
-        AutoClip(0.5).only(is_the_third),
+        AutoClip(50.0).only(is_the_third),
         SGD(0.1),
     ],
     "both": lambda: [ClipNormByEMA(tensorwise=False), ClipNormByEMA(), AdamW(0.01, amsgrad=True)],

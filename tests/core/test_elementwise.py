@@ -190,6 +190,66 @@ def test_a_change_that_returns_no_number_is_named_before_the_parameters_change(f
     assert weight.tolist() == [1.0, 1.0, 1.0]
 
 
+class Forgets(Elementwise):
+    """An author's mistake: ``change`` writes some elements only."""
+
+    keys = ("average",)
+    keeps_statistics = True
+
+    def __init__(self, written):
+        super().__init__({})
+        self.written = written
+
+    @override
+    def change(self, x, result, state, setting, at):
+        result.view(-1)[: self.written].copy_(x.view(-1)[: self.written])
+        return x.new_zeros(())
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("written", [0, 2])
+def test_a_change_that_forgets_elements_is_named_before_the_parameters_change(fast, written):
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = Modular([weight], Forgets(written), AdamW(0.1), fast=fast)
+    weight.grad = torch.ones(3)
+    with pytest.raises(RuntimeError, match=r"change gives NaN for finite elements. Write every element to result, for"):
+        optimizer.step()
+    assert weight.tolist() == [1.0, 1.0, 1.0]
+    assert {key: value.tolist() for key, value in optimizer.state[weight].items()} in (
+        {},
+        {"forgets/average": [0.0] * 3, "forgets/started": 0.0},
+    )
+
+
+class Raises(Elementwise):
+    """A formula that raises for tensors of one size."""
+
+    keys = ("average",)
+
+    def __init__(self, size):
+        super().__init__({})
+        self.size = size
+
+    @override
+    def formula(self, x, state, setting):
+        if x.numel() == self.size:
+            raise ValueError("no such size")
+        return x * 2, (state[0] + x,)
+
+
+def test_a_formula_that_raises_starts_only_the_statistics_that_have_a_value():
+    weights = [nn.Parameter(torch.zeros(size)) for size in (2, 3, 4)]
+    transform = Raises(3)
+    optimizer = Modular(weights, transform, SGD(1.0), fast=False)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    with pytest.raises(ValueError, match="no such size"):
+        optimizer.step()
+    assert [optimizer.state[weight]["raises/started"].item() for weight in weights] == [1.0, 0.0, 0.0]
+    assert [optimizer.state[weight]["raises/average"][0].item() for weight in weights] == [1.0, 0.0, 0.0]
+    assert not any(weight.any() for weight in weights)
+
+
 class Numbered(Elementwise):
     """Its state is one number, which the fast way cannot cut into pieces."""
 

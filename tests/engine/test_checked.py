@@ -403,6 +403,20 @@ def test_the_mistakes_are_seen_where_they_first_happen():
         train(optimizer, params, gradients(params, 1))
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_metric_that_is_state_does_not_change_in_later_steps(fast):
+    def count(updates, step):
+        step.metrics["count"] = step.global_state["count"].add_(1)
+        return updates
+
+    params = parameters(shapes=SHAPES)
+    optimizer = Modular(params, joint(count, init_global_state=of_chain(count=zero))(), SGD(0.1), fast=fast)
+    train(optimizer, params, gradients(params, 1))
+    first = optimizer.metrics()
+    train(optimizer, params, gradients(params, 1))
+    assert (first["own/count"].item(), optimizer.metrics()["own/count"].item()) == (1.0, 2.0)
+
+
 def test_an_error_that_explains_itself_is_the_authors():
     def divide(tensor, *_):
         return 1 / len([])

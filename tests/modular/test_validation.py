@@ -146,3 +146,20 @@ def test_a_number_replaced_by_a_vector_is_refused_and_nothing_changes(number):
     with pytest.raises(RuntimeError, match="the state 'adam/step' of a parameter has shape"):
         train(optimizer, params, [[torch.ones(3)] * 2])
     assert optimizer.state[params[1]]["adam/step"] == 2
+
+
+class Clipped(Modular):
+    """A class that builds itself from parameters and rates, as functions of other packages expect it."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, ClipNorm(1.0), SGD(lr))
+
+
+def test_groups_of_several_optimizers_of_a_class_make_one_as_in_torchrl():
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    first, second = Clipped(params[:1], 0.5), Clipped(params[1:], 0.25)
+    both = type(first)([*first.param_groups, *second.param_groups])
+    for param in params:
+        param.grad = torch.tensor([3.0, 4.0])
+    both.step()
+    torch.testing.assert_close(params, [nn.Parameter(lr * torch.tensor([-0.6, -0.8])) for lr in (0.5, 0.25)])

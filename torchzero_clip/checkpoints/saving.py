@@ -17,7 +17,6 @@ from torchzero_clip.compat import torch_loads
 from torchzero_clip.core.chain_state import ChainState
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.schedules import Schedules
-from torchzero_clip.core.states import own_numbers
 from torchzero_clip.functional.processes import device_of, gathered
 from torchzero_clip.functional.shards import largest_on_all_ranks
 from torchzero_clip.types import State
@@ -33,10 +32,9 @@ def new_chain_state(nodes: Nodes, counts: Mapping[str, int]) -> ChainState:
 
 def complete(saved: dict[str, Any], groups: Sequence[Group], chain_state: ChainState) -> None:
     """Add the state of the whole chain to the checkpoint that torch has made of these groups."""
-    # every group gets its own copy, because torch.distributed.checkpoint loads into them, and may then step on zeros
+    # no copies, as in torch: with some, a checkpoint that is kept in memory would be half of its step, half of the last
     chain_state.take_counters(groups)
-    chain_state.show_copies(saved["param_groups"])
-    saved["state"] = {i: own_numbers(state) for i, state in saved["state"].items()}
+    chain_state.show(saved["param_groups"])
     if torch_loads():
         saved["state"] = _with_device(saved["state"], device_of([p for group in groups for p in group["params"]]))
 

@@ -1,5 +1,6 @@
 """A limit at a percentile of past norms."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -72,6 +73,9 @@ class AutoClip(NormStatistics):
         name: str | None = None,
     ) -> None:
         steps("window", window)
+        if isinstance(percentile, float) and 0 < percentile < 1:
+            way_out = f"which clips nearly every step: write AutoClip({100 * percentile:g})"
+            warnings.warn(f"percentile={percentile} is below 1 percent, {way_out}", stacklevel=2)
         self.window = window
         super().__init__({"percentile": percentile}, ord=2, joint=True, target=target, name=name)
 

@@ -42,12 +42,6 @@ class ChainState:
         for group in groups:
             group.update({**self.values, **self.identity})
 
-    def show_copies(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Write copies of the tensors to the param groups of a checkpoint, because loaders may write to them."""
-        for group in groups:
-            copies = {key: v.clone() if isinstance(v, Tensor) else v for key, v in self.values.items()}
-            group.update({**copies, **self.identity})
-
     def take_counters(self, groups: Sequence[dict[str, Any]]) -> None:
         """Adopt a number that a user has written to a param group."""
         for key, value in self.values.items():

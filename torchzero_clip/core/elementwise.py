@@ -16,8 +16,11 @@ from torchzero_clip.core.transform import TensorwiseTransform, Transform, overri
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.foreach import reals, wide_dtype
 from torchzero_clip.functional.measure import counted
+from torchzero_clip.functional.norms import may_look
 from torchzero_clip.hints import explanation
 from torchzero_clip.types import Setting, State
+
+WRITE_ALL = ". Write every element to result, for example by at.write(new, x, result)"
 
 _WAYS = ("formula", "start", "change")
 """The methods that say what happens to elements."""
@@ -294,16 +297,26 @@ class Elementwise(TensorwiseTransform):
         flags = flags.of_formula() if by_formula else flags
         columns = [step.column(key, rows) for key in self.keys]
         counts: dict[int, Tensor] = {}
-        for k, i in enumerate(indices):
-            given = [reals(tensor) for tensor in (updates[i], *(column[k] for column in columns))]
-            x, *state = own = _of_one_dtype(given)
-            numbers = [vector.select(0, k).to(x.device, x.dtype) for vector in flags.numbers]
-            at = flags.elements(k, x.device)
-            at.is_first = step.is_first
-            own[0] = torch.full_like(x, torch.nan)  # not the memory of `x`, so elements that `change` forgets stay NaN
-            counts[i] = self.counted(x, own[0], [*state, *numbers], step.settings[i], at, by_formula=by_formula)
-            changed = [(to, of) for to, of in zip(given, own, strict=True) if to is not of]
-            foreach.copy_([to for to, _ in changed], [of for _, of in changed])
+        try:
+            for k, i in enumerate(indices):
+                given = [reals(tensor) for tensor in (updates[i], *(column[k] for column in columns))]
+                x, *state = own = _of_one_dtype(given)
+                numbers = [vector.select(0, k).to(x.device, x.dtype) for vector in flags.numbers]
+                at = flags.elements(k, x.device)
+                at.is_first = step.is_first
+                own[0] = torch.full_like(x, torch.nan)  # not the memory of `x`: elements that `change` forgets stay NaN
+                count = self.counted(x, own[0], [*state, *numbers], step.settings[i], at, by_formula=by_formula)
+                if at.is_first and not by_formula and may_look(x) and bool((own[0].isnan() & x.isfinite()).any()):
+                    raise RuntimeError(f"{self!r}.change gives NaN for finite elements{WRITE_ALL}")
+                changed = [(to, of) for to, of in zip(given, own, strict=True) if to is not of]
+                foreach.copy_([to for to, _ in changed], [of for _, of in changed])
+                counts[i] = count
+        except BaseException:
+            if flags.started is not None:  # the other statistics have not started in this step
+                now = step.numbers("started", rows)
+                now[len(counts) :] = flags.started[len(counts) :]
+                step.keep("started", now, rows)
+            raise
         zeros = ((i, u) for i, u in enumerate(updates) if i not in counts)
         counts |= {i: torch.zeros((), dtype=torch.int64, device=u.device) for i, u in zeros}
         step.show_share("clipped", *counted(updates, [counts[i] for i in range(len(updates))]))

@@ -1,5 +1,6 @@
 """The one learning rate of a chain."""
 
+import inspect
 from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
@@ -80,6 +81,9 @@ def with_learning_rate(transforms: Sequence[Transform]) -> list[Transform]:
             )
     owners = [t for t in leaves if isinstance(t, LR)]
     rules = [t for t in leaves if isinstance(t, UpdateRule)]
+    for rule in rules if not owners else []:
+        if rule.lr is None and getattr(inspect.signature(type(rule)).parameters.get("lr"), "default", None) is not None:
+            raise ValueError(f"{rule!r} has not passed its lr on: write super().__init__(..., lr=lr) in its class")
     named = [t for t in rules if t.lr is not None]
     if len(owners) > 1 or (owners and named):
         given = ", ".join(map(repr, [*named, *owners]))

@@ -1,6 +1,6 @@
 """The state of one transform in one step: by parameter, or by key as columns and vectors of numbers."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 import torch
@@ -116,11 +116,6 @@ class States(Sequence[State]):
     def add(self, key: str, number: float) -> None:
         """Add to the numbers of one key."""
         foreach.add_number_(self.column(key), number)
-
-
-def own_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a parameter, with copies of numbers that are elements of a vector, so that they are saved alone."""
-    return {key: v.clone() if isinstance(v, Tensor) and not v.ndim else v for key, v in state.items()}
 
 
 def zero_numbers(*keys: str, device: torch.device | None = None) -> dict[str, Tensor]:

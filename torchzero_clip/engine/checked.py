@@ -138,6 +138,8 @@ def check_state(node: Node, step: Step) -> None:
                 f"{node.transform!r} has {_described(value)} as metric {key!r}: a metric is a 0-d tensor, such as "
                 "norms.mean()"
             )
+        if id(value) in set(map(id, step.global_state.values())):  # later steps change it
+            step.metrics[key] = value.clone()
     wrong = _put_right("init_global_state", step.global_state, step.given) if step.global_state else []
     touched = step.touched_states()
     for state in touched:

@@ -42,5 +42,12 @@ def store_state(node: Node, step: Step, chain_state: MutableMapping[str, Any], c
         step.store_states()
     if company is not None:
         company.store(node, step, chain_state)
-    if step.global_state:
-        chain_state.update(node.qualified(step.global_state))
+    if new := {key: value for key, value in step.global_state.items() if value is not step.given.get(key)}:
+        # into the tensors that checkpoints in memory share; copies first, because two tensors may have changed places
+        for key, value in node.qualified(
+            {k: v.clone() if isinstance(v, Tensor) else v for k, v in new.items()}
+        ).items():
+            old = chain_state.get(key)
+            if isinstance(old, Tensor) and isinstance(value, Tensor) and old.shape == value.shape:
+                value = old.copy_(value)
+            chain_state[key] = value

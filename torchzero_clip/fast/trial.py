@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchzero_clip.compat import FakeTensor
 from torchzero_clip.core.elements import Elements
-from torchzero_clip.core.elementwise import Elementwise
+from torchzero_clip.core.elementwise import WRITE_ALL, Elementwise
 from torchzero_clip.core.step import Step
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Setting
@@ -87,8 +87,7 @@ def _changed(
     if not torch.equal(copies[0], x):
         raise RuntimeError(f"{method} changes x in place. Write the new elements to result")
     if bool(result[x.isfinite()].isnan().any()):
-        way_out = "" if by_formula else ". Write every element to result, for example by at.write(new, x, result)"
-        raise RuntimeError(f"{method} gives NaN for finite elements{way_out}")
+        raise RuntimeError(f"{method} gives NaN for finite elements{'' if by_formula else WRITE_ALL}")
     for key, new, old in zip(transform.keys, given[1:], copies[1:], strict=False):
         if transform.keeps_statistics and not torch.equal(new[rest], old[rest]):
             raise RuntimeError(

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack  # pyright: ignore[reportPrivateImportUsage]
 from typing_extensions import override
 
 from torchzero_clip.compat import FakeTensor
@@ -59,6 +60,9 @@ class Vectors:
             return None
         vector = torch.stack(column)
         views = list(vector.unbind())
+        if type(vector) is Tensor and (vector.is_cpu or vector.is_cuda):
+            # the same memory with a storage for each: a pickle of a view would contain the whole vector
+            views = [from_dlpack(to_dlpack(view)) for view in views]
         for row, view in zip(rows, views, strict=True):
             row[name] = view
         column[:] = views

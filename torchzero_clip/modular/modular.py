@@ -1,7 +1,5 @@
 """The optimizer: a chain of transforms between the gradients and the parameters."""
 
-import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
@@ -21,7 +19,6 @@ from torchzero_clip.core.learning_rate import with_learning_rate
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
-from torchzero_clip.core.states import own_numbers
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.company import Part
 from torchzero_clip.engine.end import End, Subtract
@@ -45,6 +42,7 @@ from torchzero_clip.modular.agreement import agree
 from torchzero_clip.modular.classes import ClassMaker, configured
 from torchzero_clip.modular.described import described
 from torchzero_clip.modular.missing import Missing
+from torchzero_clip.modular.origin import Origin
 from torchzero_clip.modular.param_groups import accepted, all_or_none, as_groups, completed, let_names_decide, split
 from torchzero_clip.modular.validation import (
     check_added,
@@ -139,7 +137,7 @@ class Modular(Explained, ClassMaker, Optimizer):
 
     _over_grads = False  # transforms may always write to the gradients
     _has_meshes = False  # if a parameter is distributed
-    _module: weakref.ref[nn.Module] | None = None  # that ``params`` was, for the names of parameters added later
+    _origin: Origin | None = None  # the module that ``params`` was. Copies and pickles have none
     _lengths: Sequence[int] = ()  # how many keys each param group had in the last step
 
     def __init__(
@@ -180,7 +178,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         idle, self._has_joint_schedules = agree(self.nodes, self._policy, named, self._schedules.any, process_group)
         warn_of_slips(self.nodes, named, idle)
         if isinstance(params, nn.Module):
-            self._module = weakref.ref(params)
+            self._origin = Origin(params)
             warn_of_no_rule(self.nodes, listed)
         self._is_complete = True
 
@@ -397,6 +395,8 @@ class Modular(Explained, ClassMaker, Optimizer):
                 raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
             self._chain_state.take_counters(self.param_groups)
             self._schedules.catch_up(self.param_groups, state.get(SCHEDULE_STEP, 0))
+        if self._origin is not None and not torch.compiler.is_compiling():
+            self._origin.look(self.param_groups)
         lengths = list(map(len, self.param_groups))
         if lengths != self._lengths and not torch.compiler.is_compiling():  # difflib breaks graphs
             self._lengths = lengths
@@ -428,6 +428,8 @@ class Modular(Explained, ClassMaker, Optimizer):
         Losses that were reported before do not belong to the next step.
         """
         self._reported.zeroed()
+        if self._origin is not None:  # planned steps do not look
+            self._origin.look(self.param_groups)
         super().zero_grad(set_to_none)
 
     def _walk(
@@ -492,7 +494,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         if not isinstance(param_group, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         others = self.param_groups if self._is_complete else []  # before, torch compares them
-        module = None if self._module is None else self._module()
+        module = None if self._origin is None else self._origin.module()
         group = accepted(param_group, self.nodes, others, module=module, ignored=self._chain_state.keys)
         if self._process_group is not None:
             let_names_decide(self.param_groups, group)
@@ -513,7 +515,7 @@ class Modular(Explained, ClassMaker, Optimizer):
                 self.parts.attach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the settings and the state, as `torch.optim.Optimizer.state_dict` does."""
+        """Return settings and state. As in torch, the tensors are the optimizer's own, and later steps change them."""
         hook = self.register_state_dict_post_hook(
             lambda _, saved: complete(saved, self.param_groups, self._chain_state), prepend=True
         )
@@ -550,15 +552,16 @@ class Modular(Explained, ClassMaker, Optimizer):
         load = Load(self.nodes, self._schedules, self._chain_state, self._process_group, new, dropped)
         with load.hooked(self):
             super().load_state_dict(state_dict)
+        if self._origin is not None:
+            self._origin.looks = 0
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("maximize", "keep_grads", "fast", "chain", "storage_keys", "_written", "nodes", "_judging", "_policy")
         own += ("_schedules", "_chain_state", "_reported", "_shapes", "_is_complete", "_has_meshes")
         own += ("_has_joint_schedules", "skipped_by", "steps_taken")
-        state: Any = defaultdict(dict, {param: own_numbers(state) for param, state in self.state.items()})
         others = {"_shared_group": SharedGroup(self._process_group, self._lost_group)}
         others |= {"_metrics": self._known_metrics(), "_unread": None}
-        return super().__getstate__() | {"state": state} | {name: getattr(self, name) for name in own} | others
+        return super().__getstate__() | {name: getattr(self, name) for name in own} | others
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

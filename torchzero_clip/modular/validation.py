@@ -33,7 +33,9 @@ def listed_transforms(params: object, transforms: Iterable[Transforms]) -> list[
         raise TypeError(f"params is a function: call it, as in Modular(model.{params.__name__}(), ...)")
     listed = list(flatten(transforms))
     if not listed:
-        raise ValueError("Modular needs at least one transform, as in Modular(model.parameters(), ClipNorm(1), Adam())")
+        way_out = "Code that passes parameters alone, such as group_optimizers of torchrl, needs a class of Modular.of"
+        example = "Modular(model.parameters(), ClipNorm(1), Adam())"
+        raise ValueError(f"Modular needs at least one transform, as in {example}. {way_out}")
     return listed
 
 

@@ -1,0 +1,38 @@
+"""The module that an optimizer was built for, which may get other parameters later."""
+
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+
+class Origin:
+    """The module whose parameters an optimizer was given."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+        self._has_warned = False
+        self.looks = 0  # since the optimizer was built or has loaded a checkpoint
+
+    def look(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Warn once of parameters of the module that have gradients and are in no group: in calls 1, 2, 4, 8, ..."""
+        module, self.looks = self.module(), self.looks + 1
+        if module is None or self._has_warned or self.looks & (self.looks - 1):
+            return
+        params = [param for group in groups for param in group["params"]]
+        if any(param.is_meta for param in params):  # the step raises, and says why
+            return
+        held = set(map(id, params))
+        named = [(n, p) for n, p in module.named_parameters() if p.grad is not None and p.requires_grad]
+        lost = [name for name, param in named if id(param) not in held]
+        if lost:
+            self._has_warned = True
+            others = f" and of {len(lost) - 1} more parameters" if len(lost) > 1 else ""
+            warnings.warn(
+                f"the module has a gradient of {lost[0]!r}{others}, which this optimizer does not have, so that no "
+                "step changes them. Build the optimizer after calls that replace parameters, such as fully_shard and "
+                "load_state_dict(assign=True), and pass parameters of a new layer to add_param_group",
+                stacklevel=4,
+            )
