@@ -191,8 +191,9 @@ def _check_finite(statistics: Mapping[str, tuple[Tensor, torch.dtype]]) -> None:
 def _check_value(what: str, value: Any, expected: Any) -> None:
     if not isinstance(expected, Tensor):
         # True is an int
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{what} is a number in this chain, got {type(value).__name__}")
+        if isinstance(value, bool) is not isinstance(expected, bool) or not isinstance(value, int | float):
+            kind = "a bool" if isinstance(expected, bool) else "a number"
+            raise ValueError(f"{what} is {kind} in this chain, got {type(value).__name__}")
         return
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         raise ValueError(f"{what} is a dense tensor in this chain, got {_describe(value)}")
