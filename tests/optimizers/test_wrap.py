@@ -241,7 +241,11 @@ def second(optimizer):
 GROUP, ATTRIBUTE, STATE = "optimizer.param_groups[0]['k']", "optimizer.k", "optimizer.state['k']"
 CHANGES = {
     "number": (lambda o: o.param_groups[0].update(k=o.param_groups[0]["k"] + 1), {"group": {"k": 0}}, GROUP),
-    "tensor": (lambda o: o.param_groups[0].update(k=o.param_groups[0]["k"] + 1), {"group": {"k": torch.zeros(())}}, GROUP),
+    "tensor": (
+        lambda o: o.param_groups[0].update(k=o.param_groups[0]["k"] + 1),
+        {"group": {"k": torch.zeros(())}},
+        GROUP,
+    ),
     "a small change of a tensor": (lambda o: o.k.add_(1e-6), {"k": torch.ones(2000)}, ATTRIBUTE),
     "tensor in a tuple": (lambda o: o.k[1][0].neg_(), {"k": (0, (torch.ones(2),))}, ATTRIBUTE),
     "dtype": (lambda o: vars(o).update(k=o.k.double()), {"k": torch.ones(2)}, ATTRIBUTE),
@@ -323,7 +327,7 @@ def test_fused_ones_are_taken(name):
 
 
 class Routed(optim.Optimizer):
-    """Has a bool in its state, as the Muon of timm."""
+    """Has a bool in its state, as the Muon of timm, and None, as its SGDW."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
@@ -332,11 +336,11 @@ class Routed(optim.Optimizer):
         for param in self.param_groups[0]["params"]:
             state = self.state[param]
             if not state:
-                state["is_matrix"], state["mask"] = param.ndim == 2, param > 0
+                state["is_matrix"], state["mask"], state["none"] = param.ndim == 2, param > 0, None
             param.sub_(param.grad * state["mask"] if state["is_matrix"] else param.grad, alpha=0.1)
 
 
-def test_state_that_is_a_bool_is_saved_and_loads():
+def test_state_that_is_a_bool_or_none_is_saved_and_loads():
     params, others = parameters(), parameters()
     rows = gradients(params, 4)
     optimizer, other = (Modular(own, Wrap(Routed)) for own in (params, others))
@@ -350,7 +354,7 @@ def test_state_that_is_a_bool_is_saved_and_loads():
     train(other, others, rows[2:])
     assert_equal(others, params)
     saved["state"][0]["wrap/is_matrix"] = 1
-    with pytest.raises(ValueError, match="'wrap/is_matrix' of parameter 0 is a bool in this chain, got int"):
+    with pytest.raises(ValueError, match="'wrap/is_matrix' of parameter 0 is of type bool in this chain, got int"):
         other.load_state_dict(saved)
 
 
@@ -410,7 +414,11 @@ class OfModel(optim.Optimizer):
     ("construct", "error", "message"),
     [
         (lambda: Wrap(optim.LBFGS), ValueError, "LBFGS, whose step .*without a closure, raises .*'closure'"),
-        (lambda: Wrap(optim.SparseAdam), ValueError, "SparseAdam, whose step on a dense gradient.*does not support dense"),
+        (
+            lambda: Wrap(optim.SparseAdam),
+            ValueError,
+            "SparseAdam, whose step on a dense gradient.*does not support dense",
+        ),
         (lambda: Wrap(OfNamed), ValueError, r"OfNamed, ...\): it needs named parameters, .*before_step\("),
         (lambda: Wrap(OfModel), ValueError, r"OfModel, ...\): AttributeError.*'list' object has no attribute"),
         (lambda: Wrap(Adam), TypeError, "subclass of torch.optim.Optimizer, got <class 'torchzero_clip"),

@@ -22,7 +22,6 @@ from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform, as_text
 from torchzero_clip.types import Setting
 
-REMEMBERED = 16  # settings that the optimizer has accepted
 INSTEAD = "before_step(optimizer, ClipNorm(1)) puts transforms before the step of an optimizer that you have built"
 NO_STATE = {"state", "param_groups", "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured"}
 
@@ -32,8 +31,8 @@ class Wrap(FinalRule):
 
     It ends the chain: for its parameters only the chain's `LR` may follow. Numbers among the arguments (``betas``,
     ``weight_decay``) become settings of the param groups. The learning rate is that of the groups. Checkpoints have the
-    state of the optimizer under ``"wrap/<key>"``. A step leaves ``.grad`` unchanged, and step hooks run once, around
-    the step of `Modular`. `before_step` puts transforms before optimizers that ``Wrap`` refuses.
+    state of the optimizer under ``"wrap/<key>"``. A step leaves ``.grad`` unchanged. Step hooks run once, around the
+    step of `Modular`. For all optimizers that ``Wrap`` refuses there is `before_step`.
 
     Args:
         optimizer_class: A subclass of `torch.optim.Optimizer`. Its step is tried on a small parameter.
@@ -70,7 +69,8 @@ class Wrap(FinalRule):
         self.optimizer_class = optimizer_class
         self.each_alone = optimizer_class.__module__.startswith("torch.optim.")  # what other optimizers do is not known
         self.kwargs = {key: as_builtin(at(value, 0) if key in schedules else value) for key, value in kwargs.items()}
-        _check_steps(optimizer_class, self.kwargs)
+        if problem := _problem(optimizer_class, self.kwargs):
+            raise ValueError(f"Wrap takes no {optimizer_class.__name__}, whose step {problem}. {INSTEAD}")
         defaults = dict(self.template.defaults)
         self.default_lr = defaults.pop("lr", None)
         self._settings = {key: as_builtin(value) for key, value in defaults.items() if is_numeric(value)}
@@ -99,7 +99,7 @@ class Wrap(FinalRule):
         arguments = self._with(setting)
         if arguments not in self._checked:  # every group is checked in every step
             constructed(self.optimizer_class, arguments)
-            self._checked = [*self._checked[1 - REMEMBERED :], arguments]
+            self._checked = [*self._checked[-15:], arguments]
 
     @override
     def check_parameter(self, name: str, param: Tensor) -> None:
@@ -137,18 +137,17 @@ class Wrap(FinalRule):
     @never_compiled
     def take_step(self, updates: list[Tensor], step: Step) -> None:
         """Take a step of the optimizer on the parameters, with the updates as their gradients."""
-        template = self.template
         optimizer = object.__new__(self.optimizer_class)
-        optimizer.__dict__.update(template.__dict__)
+        optimizer.__dict__.update(self.template.__dict__)
         # detached tensors share the memory of the parameters; setting their .grad leaves that of the parameters alone
         params = [param.detach() for param in step.params]
         optimizer.param_groups = [
-            {**template.param_groups[0], **{k: setting[k] for k in ("lr", *self._settings)}, "params": params[own]}
+            {**self.template.param_groups[0], **{k: setting[k] for k in ("lr", *self._settings)}, "params": params[own]}
             for setting, own in step.by_setting()
         ]
         optimizer.state = defaultdict(dict)
         for param, update, state, setting in zip(params, updates, step.states, step.settings, strict=True):
-            if template.state and not state:  # Adagrad has state before its first step
+            if self.template.state and not state:  # Adagrad has state before its first step
                 state.update(constructed(self.optimizer_class, self._with(setting), param).state[param])
             optimizer.state[param] = state  # pyright: ignore[reportArgumentType]
             param.grad = update.to(param.dtype)
@@ -186,8 +185,8 @@ def constructed(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any], par
         raise kind(f"Wrap({optimizer_class.__name__}, ...): {text}") from error
 
 
-def _check_steps(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any], device: Any = "cpu") -> None:
-    """Raise if a step raises, or if it changes something besides parameters and their state."""
+def _problem(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any], device: Any = "cpu") -> str:
+    """What a step does that Wrap cannot take: it raises, or changes something besides parameters and their state."""
     param = nn.Parameter(torch.ones(4, 4, dtype=torch.float32, device=device))
     optimizer = constructed(optimizer_class, kwargs, param)
     contents = [_content(optimizer, param)]
@@ -196,24 +195,20 @@ def _check_steps(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any], de
             param.grad = torch.ones_like(param)
             _step(optimizer)
             contents.append(_content(optimizer, param))
-        first, *later = contents
-        changed = sorted({key for found in later for key in first | found if first.get(key) != found.get(key)})
-        problem = changed and f"changes {', '.join(changed)}, which checkpoints of a chain do not have"
     except Exception as error:
-        other = torch.accelerator.current_accelerator(check_available=True)
-        if device == "cpu" and other is not None:
-            return _check_steps(optimizer_class, kwargs, other)
-        problem = f"on a dense gradient, without a closure, raises {error!r}"
-    if problem:
-        raise ValueError(f"Wrap takes no {optimizer_class.__name__}, whose step {problem}. {INSTEAD}")
+        if device == "cpu" and (other := torch.accelerator.current_accelerator(check_available=True)):
+            return _problem(optimizer_class, kwargs, other)
+        return f"on a dense gradient, without a closure, raises {error!r}"
+    changed = sorted({k for found in contents for k in contents[0] | found if contents[0].get(k) != found.get(k)})
+    return f"changes {', '.join(changed)}, which checkpoints of a chain do not have" if changed else ""
 
 
 def _content(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
     """What an optimizer holds besides a parameter and its state."""
     found = {f"optimizer.{key}": value for key, value in vars(optimizer).items() if key not in NO_STATE}
     found |= {f"optimizer.state[{key!r}]": value for key, value in optimizer.state.items() if key is not param}
-    for i, group in enumerate(optimizer.param_groups):
-        found |= {f"optimizer.param_groups[{i}][{key!r}]": value for key, value in group.items()}
+    groups = enumerate(optimizer.param_groups)
+    found |= {f"optimizer.param_groups[{i}][{key!r}]": value for i, group in groups for key, value in group.items()}
     known = frozenset(map(id, (optimizer, optimizer.state, param)))
     return {key: _held(value, known) for key, value in found.items()}
 
