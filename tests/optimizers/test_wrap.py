@@ -420,7 +420,7 @@ class OfModel(optim.Optimizer):
             "SparseAdam, whose step on a dense gradient.*does not support dense",
         ),
         (lambda: Wrap(OfNamed), ValueError, r"OfNamed, ...\): it needs named parameters, .*before_step\("),
-        (lambda: Wrap(OfModel), ValueError, r"OfModel, ...\): AttributeError.* for a list of parameters. before_step"),
+        (lambda: Wrap(OfModel), ValueError, r"OfModel, ...\): AttributeError.*no attribute 'parameters'.*before_step"),
         (lambda: Wrap(Adam), TypeError, "subclass of torch.optim.Optimizer, got <class 'torchzero_clip"),
         (
             lambda: Wrap(optim.Adam(parameters())),

@@ -177,11 +177,7 @@ def constructed(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any], par
         with cpu_by_default():
             return optimizer_class([param], **kwargs)
     except Exception as error:
-        text = (
-            str(error)
-            if isinstance(error, TypeError | ValueError)
-            else f"{error!r} for a list of parameters. {INSTEAD}"
-        )
+        text = str(error) if isinstance(error, TypeError | ValueError) else f"{error!r}. {INSTEAD}"
         with suppress(Exception):
             optimizer_class([("weight", param)], **kwargs)
             text = f"it needs named parameters, which Wrap does not have. {INSTEAD}"
