@@ -1,8 +1,12 @@
 """Optimizers of torch.optim at the end of a chain do what they do alone."""
 
+import collections
 import copy
 import inspect
 import pickle
+import random
+import re
+import threading
 
 import pytest
 import torch
@@ -22,7 +26,7 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from versions import needs_grad_dtype
 
-from torchzero_clip import LR, Adam, Chain, ClipNorm, Modular, Muon, WeightDecay, Wrap
+from torchzero_clip import LR, Adam, Chain, ClipNorm, ClipNormByEMA, Modular, Muon, WeightDecay, Wrap
 
 MATRICES = [(4, 3), (2, 5)]
 ARGUMENTS = {
@@ -158,7 +162,7 @@ def test_scopes_share_one_checkpoint():
         (lambda: [Wrap(optim.Adam), Wrap(optim.SGD), LR(0.1)], "put it before"),
         (lambda: Chain(Wrap(optim.Adam), target="update_difference"), "cannot stand inside another transform"),
         (lambda: [Wrap(optim.Adam, lr=0.1), LR(0.1)], "one learning rate"),
-        (lambda: Wrap(optim.Muon), r"Muon cannot take parameter 1 of its group: Muon only supports 2D"),
+        (lambda: Wrap(optim.Muon), r"parameter 1 of its group does not fit: Wrap\(Muon, ...\): Muon only supports 2D"),
     ],
 )
 def test_what_cannot_be_is_refused(chain, message):
@@ -201,36 +205,227 @@ def test_a_class_that_replaces_its_state_is_followed():
     assert [state["wrap/count"] for state in optimizer.state.values()] == [3] * len(params)
 
 
-class GroupCounter(optim.Optimizer):
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr, "k": 0})
+class Other:
+    """An object with an attribute, as an optimizer may hold."""
 
-    def step(self, closure=None):
+    def __init__(self, value):
+        self.value = value
+
+
+class Keeping(optim.Optimizer):
+    """Keeps something outside of the state of its parameters, which `change` changes in each step."""
+
+    def __init__(self, params, change="", group=None, **attributes):
+        super().__init__(params, {"lr": 0.1, **(group or {})})
+        vars(self).update(copy.deepcopy(attributes))
+        self.change = change
+
+    def step(self):
         for group in self.param_groups:
-            group["k"] += 1
+            for param in group["params"]:
+                self.state[param]["seen"] = 1
+                param.sub_(group["lr"])
+        self.change(self)
 
 
-class AttributeCounter(GroupCounter):
+def set_in_group(value):
+    return lambda o: o.param_groups[0].update(k=value)
+
+
+def second(optimizer):
+    state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+    state["steps"] = state.get("steps", 0) + 1
+    optimizer.k.value = state["steps"] // 2
+
+
+GROUP, ATTRIBUTE, STATE = "optimizer.param_groups[0]['k']", "optimizer.k", "optimizer.state['k']"
+CHANGES = {
+    "number": (lambda o: o.param_groups[0].update(k=o.param_groups[0]["k"] + 1), {"group": {"k": 0}}, GROUP),
+    "tensor": (
+        lambda o: o.param_groups[0].update(k=o.param_groups[0]["k"] + 1),
+        {"group": {"k": torch.zeros(())}},
+        GROUP,
+    ),
+    "a small change of a tensor": (lambda o: o.k.add_(1e-6), {"k": torch.ones(2000)}, ATTRIBUTE),
+    "tensor in a tuple": (lambda o: o.k[1][0].neg_(), {"k": (0, (torch.ones(2),))}, ATTRIBUTE),
+    "dtype": (lambda o: vars(o).update(k=o.k.double()), {"k": torch.ones(2)}, ATTRIBUTE),
+    "bool": (set_in_group(True), {"group": {"k": False}}, GROUP),
+    "None": (set_in_group(None), {"group": {"k": False}}, GROUP),
+    "from None": (set_in_group(1), {"group": {"k": None}}, GROUP),
+    "new key": (set_in_group(1), {}, GROUP),
+    "tuple": (set_in_group((0.1, 0.3)), {"group": {"k": (0.1, 0.2)}}, GROUP),
+    "set": (lambda o: o.k.add(len(o.k)), {"k": set()}, ATTRIBUTE),
+    "dict": (lambda o: o.k.update({len(o.k): 1}), {"k": {}}, ATTRIBUTE),
+    "deque": (lambda o: o.k.append(1), {"k": collections.deque()}, ATTRIBUTE),
+    "object": (lambda o: vars(o.k).update(value=o.k.value + 1), {"k": Other(1)}, ATTRIBUTE),
+    "object in an object": (lambda o: o.k.value[0].value.mul_(2), {"k": Other([Other(torch.ones(1))])}, ATTRIBUTE),
+    "generator": (lambda o: torch.rand(1, generator=o.k), {"k": torch.Generator()}, ATTRIBUTE),
+    "random": (lambda o: o.k.random(), {"k": random.Random(0)}, ATTRIBUTE),
+    "new attribute": (lambda o: vars(o).update(k=1), {}, ATTRIBUTE),
+    "attribute that goes": (lambda o: vars(o).pop("k", None), {"k": 1}, ATTRIBUTE),
+    "defaults": (lambda o: o.defaults.update(k=1), {}, "optimizer.defaults"),
+    "state of no parameter": (lambda o: o.state["k"].update(a=torch.ones(1)), {}, STATE),
+    "only in the second step": (second, {"k": Other(0)}, ATTRIBUTE),
+    "new group": (lambda o: o.param_groups.append({"params": []}), {}, "optimizer.param_groups[1]['params']"),
+}
+
+
+@pytest.mark.quick_cases(len(CHANGES))
+@pytest.mark.parametrize("kind", CHANGES)
+def test_what_a_step_changes_elsewhere_is_named(kind):
+    change, arguments, name = CHANGES[kind]
+    with pytest.raises(ValueError, match=rf"Keeping, whose step changes {re.escape(name)}, .*before_step\("):
+        Wrap(Keeping, change=change, **arguments)
+
+
+def test_what_stays_equal_is_no_change():
+    def rebuild(optimizer):
+        group = optimizer.param_groups[0]
+        group.update(k=group["k"].clone(), betas=tuple(group["betas"]))
+        optimizer.params = list(optimizer.param_groups[0]["params"])
+        optimizer.nan = torch.full((1,), torch.nan)
+        optimizer.itself = optimizer
+        optimizer.all_state = optimizer.state
+        optimizer.rows = [list(row) for row in optimizer.rows]
+
+    group = {"k": torch.ones(2), "betas": (0.1, 0.2)}
+    held = {"rows": [[1], [2]], "lock": None, "nan": torch.full((1,), torch.nan)}
+    params = parameters()
+    before = values(params)
+
+    class Same(Keeping):
+        def __init__(self, params, change="", **kwargs):
+            super().__init__(params, change, **kwargs)
+            self.lock, self.itself, self.all_state = threading.Lock(), self, self.state
+            self.params = list(self.param_groups[0]["params"])
+
+    train(Modular(params, Wrap(Same, change=rebuild, group=group, **held)), params, gradients(params, 2))
+    torch.testing.assert_close(params, [value - 0.2 for value in before])
+
+
+def test_a_class_whose_step_fails_is_refused_with_its_error():
+    class NeedsDevice(optim.SGD):
+        def step(self, closure=None):
+            if not self.param_groups[0]["params"][0].is_cuda:
+                raise AssertionError("a kernel for CUDA only")
+
+    if not torch.cuda.is_available():
+        message = r"NeedsDevice, whose step .* raises AssertionError\('a kernel for CUDA only'\). before_step\("
+        with pytest.raises(ValueError, match=message):
+            Wrap(NeedsDevice, lr=0.1)
+    else:  # it is tried on the device
+        assert Wrap(NeedsDevice, lr=0.1).default_lr == 0.1
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adam"])
+def test_fused_ones_are_taken(name):
+    params, optimizer, other, reference = pair(name, fused=True)
+    rows = gradients(params, 2)
+    train(optimizer, params, rows)
+    train(reference, other, rows)
+    assert_equal(params, other)
+
+
+class Routed(optim.Optimizer):
+    """Has a bool in its state, as the Muon of timm, and None, as its SGDW."""
+
     def __init__(self, params, lr=0.1):
-        super().__init__(params, lr)
-        self.buffers = {}
+        super().__init__(params, {"lr": lr})
 
-    def step(self, closure=None):
-        self.buffers[len(self.buffers)] = 1
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            if not state:
+                state["is_matrix"], state["mask"], state["none"] = param.ndim == 2, param > 0, None
+            param.sub_(param.grad * state["mask"] if state["is_matrix"] else param.grad, alpha=0.1)
+
+
+def test_state_that_is_a_bool_or_none_is_saved_and_loads():
+    params, others = parameters(), parameters()
+    rows = gradients(params, 4)
+    optimizer, other = (Modular(own, Wrap(Routed)) for own in (params, others))
+    train(optimizer, params, rows[:2])
+    train(other, others, rows[:2])
+    saved = through_file(optimizer.state_dict())
+    other.state.clear()
+    other.load_state_dict(saved)
+    assert [state["wrap/is_matrix"] for state in other.state.values()] == [p.ndim == 2 for p in params]
+    train(optimizer, params, rows[2:])
+    train(other, others, rows[2:])
+    assert_equal(others, params)
+    saved["state"][0]["wrap/is_matrix"] = 1
+    with pytest.raises(ValueError, match="'wrap/is_matrix' of parameter 0 is of type bool in this chain, got int"):
+        other.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("name", ["Adam", "NAdam", "SGD"])
+def test_state_of_another_dtype_raises_before_anything_changes(name, fast):
+    extra = {"momentum": 0.9} if name == "SGD" else {}
+    params = parameters()
+    optimizer = Modular(params, ClipNormByEMA(), Wrap(CLASSES[name], lr=0.1, **extra), fast=fast)
+    rows = gradients(params, 2)
+    train(optimizer, params, rows[:1])
+    params[-1].data = params[-1].data.double()
+    set_grads(params[:-1], rows[1][:-1])
+    params[-1].grad = rows[1][-1].double()
+    before, state = values(params), copy.deepcopy(optimizer.state_dict())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"is of torch.float32, and the parameter of torch.float64"):
+            optimizer.step()
+        assert_equal(params, before)
+        assert_same_checkpoint(optimizer.state_dict(), state)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    assert all(not torch.equal(p, b) for p, b in zip(params, before, strict=True) if p.numel())
+
+
+def test_state_that_is_always_wider_than_its_parameter_is_taken():
+    class Wide(optim.Optimizer):
+        def __init__(self, params, lr=0.1):
+            super().__init__(params, {"lr": lr})
+
+        def step(self):
+            for param in self.param_groups[0]["params"]:
+                state = self.state[param]
+                if not state:
+                    state["master"] = param.float()
+                param.copy_(state["master"].sub_(param.grad, alpha=0.1))
+
+    params, other = (parameters(torch.bfloat16) for _ in range(2))
+    rows = gradients(params, 3)
+    train(Modular(params, Wrap(Wide)), params, rows)
+    with torch.no_grad():
+        train(Wide(other), other, rows)
+    assert_equal(params, other)
+
+
+class OfNamed(optim.Optimizer):
+    def __init__(self, named_parameters, lr=0.1):
+        super().__init__([{"params": [param], "name": name} for name, param in named_parameters], {"lr": lr})
+
+
+class OfModel(optim.Optimizer):
+    def __init__(self, model, lr=0.1):
+        super().__init__(model.parameters(), {"lr": lr})
 
 
 @pytest.mark.parametrize(
     ("construct", "error", "message"),
     [
-        (lambda: Wrap(optim.LBFGS), ValueError, "LBFGS, which evaluates the closure itself"),
-        (lambda: Wrap(optim.SparseAdam), ValueError, "sparse gradients only"),
-        (lambda: Wrap(GroupCounter), ValueError, "keeps k outside of the state of its parameters"),
-        (lambda: Wrap(AttributeCounter), ValueError, "keeps buffers outside of the state of its parameters"),
+        (lambda: Wrap(optim.LBFGS), ValueError, "LBFGS, whose step .*without a closure, raises .*'closure'"),
+        (
+            lambda: Wrap(optim.SparseAdam),
+            ValueError,
+            "SparseAdam, whose step on a dense gradient.*does not support dense",
+        ),
+        (lambda: Wrap(OfNamed), ValueError, r"OfNamed, ...\): it needs named parameters, .*before_step\("),
+        (lambda: Wrap(OfModel), ValueError, r"OfModel, ...\): AttributeError.*no attribute 'parameters'.*before_step"),
         (lambda: Wrap(Adam), TypeError, "subclass of torch.optim.Optimizer, got <class 'torchzero_clip"),
         (
             lambda: Wrap(optim.Adam(parameters())),
             TypeError,
-            r"the class, not an optimizer: write Wrap\(torch.optim.Adam",
+            r"the class, not an optimizer. before_step\(",
         ),
         (lambda: Wrap(optim.Adam, lr=-1), ValueError, r"Wrap\(Adam, ...\): Invalid learning rate: -1"),
         (lambda: Wrap(optim.Adam, beta=0.1), TypeError, r"Wrap\(Adam, ...\): .*'beta'"),

@@ -190,9 +190,11 @@ def _check_finite(statistics: Mapping[str, tuple[Tensor, torch.dtype]]) -> None:
 
 def _check_value(what: str, value: Any, expected: Any) -> None:
     if not isinstance(expected, Tensor):
-        # True is an int
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{what} is a number in this chain, got {type(value).__name__}")
+        # a wrapped optimizer may have a bool or None as state. True is an int
+        numbers = [isinstance(v, int | float) and not isinstance(v, bool) for v in (value, expected)]
+        if not all(numbers) and type(value) is not type(expected):
+            kind = "a number" if numbers[1] else f"of type {type(expected).__name__}"
+            raise ValueError(f"{what} is {kind} in this chain, got {type(value).__name__}")
         return
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         raise ValueError(f"{what} is a dense tensor in this chain, got {_describe(value)}")

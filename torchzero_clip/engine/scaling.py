@@ -11,6 +11,7 @@ from torchzero_clip.core.step import Step
 from torchzero_clip.engine.checked import factors_of
 from torchzero_clip.engine.company import Company
 from torchzero_clip.engine.judged import Judged
+from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Measured
 
 
@@ -42,12 +43,15 @@ def store_state(node: Node, step: Step, chain_state: MutableMapping[str, Any], c
         step.store_states()
     if company is not None:
         company.store(node, step, chain_state)
-    if new := {key: value for key, value in step.global_state.items() if value is not step.given.get(key)}:
-        # into the tensors that checkpoints in memory share; copies first, because two tensors may have changed places
-        for key, value in node.qualified(
-            {k: v.clone() if isinstance(v, Tensor) else v for k, v in new.items()}
-        ).items():
-            old = chain_state.get(key)
-            if isinstance(old, Tensor) and isinstance(value, Tensor) and old.shape == value.shape:
-                value = old.copy_(value)
-            chain_state[key] = value
+    changed = [(key, value) for key, value in step.global_state.items() if value is not step.given.get(key)]
+    kept: list[Tensor] = []
+    new: list[Tensor] = []
+    for key, value in changed:
+        old = step.given.get(key)
+        if isinstance(old, Tensor) and isinstance(value, Tensor) and old.shape == value.shape:
+            kept.append(old)
+            # two tensors may have changed places
+            new.append(value.clone() if any(value is own for own in step.given.values()) else value)
+        else:
+            chain_state[f"{node.path}/{key}"] = value
+    foreach.copy_(kept, new)  # into the tensors that checkpoints in memory share

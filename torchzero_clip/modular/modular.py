@@ -47,7 +47,7 @@ from torchzero_clip.modular.param_groups import accepted, all_or_none, as_groups
 from torchzero_clip.modular.validation import (
     check_added,
     check_places,
-    check_shapes,
+    check_tensors,
     listed_transforms,
     warn_of_no_rule,
     warn_of_slips,
@@ -167,7 +167,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         self._metrics: dict[str, Tensor] = {}
         self._unread: Callable[[], dict[str, Tensor]] | None = None  # computes the metrics of a planned step, once
         self._reported = ReportedLoss()
-        self._shapes: dict[Any, Any] = {}  # see `check_shapes`
+        self._fitting: set[object] = set()  # see `check_tensors`
         check_group(process_group, [])
         self._process_group, self._lost_group, self._is_complete = process_group, False, False
         super().__init__(as_groups(params, may_be_empty=process_group is not None), self.nodes.defaults())
@@ -441,7 +441,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         columns = fast_way.columns(table) if is_fast else None
         if columns is None:  # else the fast way has checked these tensors already
             refuse_unusable(groups)
-            check_shapes(self.nodes, table, self._shapes)
+            check_tensors(self.nodes, table, self._fitting)
             table.grads = own_gradients(table.params)
         if state:
             self._chain_state.move(self.param_groups)
@@ -557,7 +557,7 @@ class Modular(Explained, ClassMaker, Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("maximize", "keep_grads", "fast", "chain", "storage_keys", "_written", "nodes", "_judging", "_policy")
-        own += ("_schedules", "_chain_state", "_reported", "_shapes", "_is_complete", "_has_meshes")
+        own += ("_schedules", "_chain_state", "_reported", "_fitting", "_is_complete", "_has_meshes")
         own += ("_has_joint_schedules", "skipped_by", "steps_taken")
         others = {"_shared_group": SharedGroup(self._process_group, self._lost_group)}
         others |= {"_metrics": self._known_metrics(), "_unread": None}

@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -139,20 +138,36 @@ def _warn_of_params(slip: str, found: Sequence[NamedParam], consequence: str) ->
         warnings.warn(f"{slip} {found[0]}{others}: {consequence}. See only and without", stacklevel=4)
 
 
-def check_shapes(nodes: Nodes, table: Table, known: dict[tuple[str, torch.Size], torch.Size]) -> None:
-    """Raise if a gradient or state does not fit its parameter. ``known`` has expected shapes by key and shape."""
+def check_tensors(nodes: Nodes, table: Table, known: set[object]) -> None:
+    """Raise if a gradient or state does not fit its parameter. ``known`` has what was found to fit."""
+    # other transforms than these convert state of another dtype
+    strict = tuple(f"{node.path}/" for node in nodes if isinstance(node.transform, FinalRule))
     for param, state, g in zip(table.params, table.states, table.group_of, strict=True):
-        group, shape = table.groups[g], param.shape
+        group, shape, dtype = table.groups[g], param.shape, param.dtype
         if param.grad is not None and param.grad.shape != shape:
             raise RuntimeError(_shape_message("gradient", param.grad, param, group))
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.ndim and value.shape != shape:
-                place = (key, shape)
-                if known.get(place) != value.shape:  # not in the cache, or different from it
-                    expected = nodes.possible_state(_named(param, group), group).get(key)
-                    known[place] = expected.shape if isinstance(expected, Tensor) else value.shape
-                if known[place] != value.shape:
-                    raise RuntimeError(_shape_message(f"state {key!r}", value, param, group))
+            if not isinstance(value, Tensor):
+                continue
+            is_strict = key.startswith(strict)
+            found = (key, shape, dtype, value.shape, value.dtype)
+            is_usual = value.shape == shape and value.dtype == dtype
+            if is_usual or found in known or not (is_strict or value.ndim):
+                continue
+            expected = nodes.possible_state(_named(param, group), group).get(key, value)
+            if value.ndim and value.shape != expected.shape:
+                raise RuntimeError(_shape_message(f"state {key!r}", value, param, group))
+            if is_strict and value.dtype != expected.dtype:
+                raise RuntimeError(_dtype_message(key, value, param, group))
+            known.add(found)
+
+
+def _dtype_message(key: str, value: Tensor, param: Tensor, group: Group) -> str:
+    name = _named(param, group).name or "a parameter"
+    return (
+        f"the state {key!r} of {name} is of {value.dtype}, and the parameter of {param.dtype}. After changing its "
+        "dtype, reload the state: optimizer.load_state_dict(optimizer.state_dict())"
+    )
 
 
 def _named(param: Tensor, group: Group) -> NamedParam:

@@ -1,14 +1,16 @@
 """Any optimizer of torch.optim at the end of a chain."""
 
-import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer, SparseAdam
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from torchzero_clip.checks import as_builtin, is_numeric
@@ -20,7 +22,8 @@ from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform, as_text
 from torchzero_clip.types import Setting
 
-REMEMBERED = 16  # settings that the optimizer has accepted
+INSTEAD = "before_step(optimizer, ClipNorm(1)) puts transforms before the step of an optimizer that you have built"
+NO_STATE = {"state", "param_groups", "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured"}
 
 
 class Wrap(FinalRule):
@@ -28,20 +31,18 @@ class Wrap(FinalRule):
 
     It ends the chain: for its parameters only the chain's `LR` may follow. Numbers among the arguments (``betas``,
     ``weight_decay``) become settings of the param groups. The learning rate is that of the groups. Checkpoints have the
-    state of the optimizer under ``"wrap/<key>"``. `Adam`, `SGD`, `RMSprop` and `Muon` are transforms, which can stand
-    anywhere and are part of compiled steps. ``Wrap`` is for all other optimizers.
+    state of the optimizer under ``"wrap/<key>"``. A step leaves ``.grad`` unchanged. Step hooks run once, around the
+    step of `Modular`. For all optimizers that ``Wrap`` refuses there is `before_step`.
 
     Args:
-        optimizer_class: A subclass of `torch.optim.Optimizer` that steps on dense gradients without a closure.
+        optimizer_class: A subclass of `torch.optim.Optimizer`. Its step is tried on a small parameter.
         name: The name in the chain and in checkpoints; the class name in snake case if None.
         **kwargs: The arguments of the optimizer except the parameters. Missing ones get the defaults of the optimizer.
 
     Raises:
         TypeError: If ``optimizer_class`` is not such a class, or does not take an argument.
-        ValueError: If the optimizer raises for an argument, needs a closure (``LBFGS``) or sparse gradients
-            (``SparseAdam``), or changes anything in a step besides parameters and their state.
-
-    A step leaves ``.grad`` unchanged. Step hooks run once, around the step of `Modular`.
+        ValueError: If the optimizer raises for an argument, if its step needs a closure (``LBFGS``) or sparse gradients
+            (``SparseAdam``), or if its step changes anything besides parameters and their state.
 
     Examples:
         >>> import torch
@@ -52,24 +53,15 @@ class Wrap(FinalRule):
         >>> optimizer.step()
         >>> weight.data
         tensor([-0.1000, -0.1000])
-        >>> optimizer.state[weight]["wrap/sum"]
-        tensor([0.3600, 0.6400])
     """
 
     each_alone = False
 
     def __init__(self, optimizer_class: type[Optimizer], *, name: str | None = None, **kwargs: Any) -> None:
         if isinstance(optimizer_class, Optimizer):
-            advice = f"write Wrap(torch.optim.{type(optimizer_class).__name__}, ...)"
-            raise TypeError(f"optimizer_class must be the class, not an optimizer: {advice}")
+            raise TypeError(f"optimizer_class must be the class, not an optimizer. {INSTEAD}")
         if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"optimizer_class must be a subclass of torch.optim.Optimizer, got {optimizer_class!r}")
-        class_name = optimizer_class.__name__
-        if optimizer_class is SparseAdam:
-            raise ValueError("Wrap takes no SparseAdam, which steps on sparse gradients only: Modular takes dense ones")
-        closure = inspect.signature(optimizer_class.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise ValueError(f"Wrap takes no {class_name}, which evaluates the closure itself, several times a step")
         if kwargs.get("maximize") or kwargs.get("differentiable"):
             raise ValueError("maximize is an argument of Modular, and differentiable steps are not possible in a chain")
         usual = {key: argument.default for key, argument in inspect.signature(optimizer_class).parameters.items()}
@@ -77,29 +69,23 @@ class Wrap(FinalRule):
         self.optimizer_class = optimizer_class
         self.each_alone = optimizer_class.__module__.startswith("torch.optim.")  # what other optimizers do is not known
         self.kwargs = {key: as_builtin(at(value, 0) if key in schedules else value) for key, value in kwargs.items()}
-        template = constructed(optimizer_class, self.kwargs)
-        if elsewhere := _state_elsewhere(constructed(optimizer_class, self.kwargs)):
-            raise ValueError(
-                f"Wrap takes no {class_name}, which keeps {', '.join(elsewhere)} outside of the state of its "
-                "parameters, where checkpoints would lose it"
-            )
-        defaults = dict(template.defaults)
+        if problem := _problem(optimizer_class, self.kwargs):
+            raise ValueError(f"Wrap takes no {optimizer_class.__name__}, whose step {problem}. {INSTEAD}")
+        defaults = dict(self.template.defaults)
         self.default_lr = defaults.pop("lr", None)
         self._settings = {key: as_builtin(value) for key, value in defaults.items() if is_numeric(value)}
         self._checked: list[Setting] = []
-        self._built: Optimizer | None = template
         schedules.pop("lr", None)  # the chain's
         super().__init__({**self._settings, **schedules}, lr=kwargs.get("lr"), name=name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_built": None, "_checked": []}  # torch's own copying loses attributes of subclasses
+        # torch's own copying loses attributes of subclasses; `_checked` is a cache
+        return {k: v for k, v in vars(self).items() if k != "template"} | {"_checked": []}
 
-    @property
+    @cached_property
     def template(self) -> Optimizer:
         """An optimizer of the class, on a parameter of its own."""
-        if self._built is None:
-            self._built = constructed(self.optimizer_class, self.kwargs)
-        return self._built
+        return constructed(self.optimizer_class, self.kwargs)
 
     def _with(self, settings: Setting) -> dict[str, Any]:
         """The arguments of the constructor, with the settings that differ from them."""
@@ -109,27 +95,26 @@ class Wrap(FinalRule):
     @override
     def check(self, setting: Setting) -> None:
         """Raise if the optimizer raises for a setting."""
-        for key in self._settings:
-            if isinstance(setting.get(key), Tensor):
-                raise TypeError(f"{key} must be a number, got a tensor")
+        if tensors := [key for key in self._settings if isinstance(setting.get(key), Tensor)]:
+            raise TypeError(f"{tensors[0]} must be a number, got a tensor")
         arguments = self._with(setting)
         if arguments not in self._checked:  # every group is checked in every step
             constructed(self.optimizer_class, arguments)
-            self._checked = [*self._checked[1 - REMEMBERED :], arguments]
+            self._checked = [*self._checked[-15:], arguments]
 
     @override
     def check_parameter(self, name: str, param: Tensor) -> None:
         """Raise if the optimizer raises for the parameter."""
         try:
-            self._on(param, {})
+            constructed(self.optimizer_class, self.kwargs, param)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{self.optimizer_class.__name__} cannot take {name}: {error}") from error
+            raise ValueError(f"{name} does not fit: {error}") from error
 
     @override
     def init_state(self, param: Tensor, setting: Setting) -> dict[str, Any]:
         """The state of the optimizer after a step on a gradient of zeros."""
         twin = nn.Parameter(param.detach().clone())
-        optimizer = self._on(twin, setting)
+        optimizer = constructed(self.optimizer_class, self._with(setting), twin)
         twin.grad = torch.zeros_like(twin)
         _step(optimizer)
         return dict(optimizer.state[twin])
@@ -144,42 +129,32 @@ class Wrap(FinalRule):
     def check_chain(self, before: Sequence[Transform], after: Sequence[Transform]) -> None:
         """Raise if a transform other than `LR` comes after it, or if an `LR` comes before it."""
         late = [other for other in after if not isinstance(other, LR)]
-        early = [other for other in before if isinstance(other, LR)]
-        if late or early:
+        if others := [*late, *(other for other in before if isinstance(other, LR))]:
             lr_advice = "leave it out, and name the lr in the optimizer"
             advice = "put it before, or give the optimizer an argument for it" if late else lr_advice
-            other = [*late, *early][0]
-            raise ValueError(f"{self!r} takes the step by itself, so {other!r} would have no meaning: {advice}")
+            raise ValueError(f"{self!r} takes the step by itself, so {others[0]!r} would have no meaning: {advice}")
 
     @override
     @never_compiled
     def take_step(self, updates: list[Tensor], step: Step) -> None:
         """Take a step of the optimizer on the parameters, with the updates as their gradients."""
-        template = self.template
         optimizer = object.__new__(self.optimizer_class)
-        optimizer.__dict__.update(template.__dict__)
+        optimizer.__dict__.update(self.template.__dict__)
         # detached tensors share the memory of the parameters; setting their .grad leaves that of the parameters alone
         params = [param.detach() for param in step.params]
-        keys = ("lr", *self._settings)
         optimizer.param_groups = [
-            {**template.param_groups[0], **{key: setting[key] for key in keys}, "params": params[own]}
+            {**self.template.param_groups[0], **{k: setting[k] for k in ("lr", *self._settings)}, "params": params[own]}
             for setting, own in step.by_setting()
         ]
         optimizer.state = defaultdict(dict)
-        for param, state, setting in zip(params, step.states, step.settings, strict=True):
-            if template.state and not state:  # Adagrad has state before its first step
-                state.update(self._on(param, setting).state[param])
+        for param, update, state, setting in zip(params, updates, step.states, step.settings, strict=True):
+            if self.template.state and not state:  # Adagrad has state before its first step
+                state.update(constructed(self.optimizer_class, self._with(setting), param).state[param])
             optimizer.state[param] = state  # pyright: ignore[reportArgumentType]
-        for param, update in zip(params, updates, strict=True):
             param.grad = update.to(param.dtype)
         _step(optimizer)
         for param, state in zip(params, step.states, strict=True):
-            if (kept := optimizer.state[param]) is not state:  # some optimizers replace it
-                state.update(kept)
-
-    def _on(self, param: Tensor, setting: Setting) -> Optimizer:
-        with cpu_by_default():
-            return self.optimizer_class([param], **self._with(setting))
+            state.update(optimizer.state[param])  # some optimizers replace it
 
     @override
     def structure(self) -> dict[str, str]:
@@ -196,37 +171,62 @@ class Wrap(FinalRule):
             yield f"{key}={self.lr if key == 'lr' else self.schedules.get(key, self.defaults.get(key, value))!r}"
 
 
-def constructed(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any]) -> Optimizer:
-    """An optimizer on a parameter of its own. Raises if the optimizer raises for the arguments."""
+def constructed(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any], param: Tensor | None = None) -> Optimizer:
+    """An optimizer on one parameter. Raises if the optimizer raises for it or for the arguments."""
+    param = nn.Parameter(torch.zeros(4, 4, dtype=torch.float32, device="cpu")) if param is None else param
     try:
         with cpu_by_default():
-            return optimizer_class([nn.Parameter(torch.zeros(1, 1, dtype=torch.float32))], **kwargs)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"Wrap({optimizer_class.__name__}, ...): {error}") from error
-    except (LookupError, RuntimeError, ArithmeticError) as error:
-        raise ValueError(f"Wrap({optimizer_class.__name__}, ...): {type(error).__name__}: {error}") from error
+            return optimizer_class([param], **kwargs)
+    except Exception as error:
+        text = str(error) if isinstance(error, TypeError | ValueError) else f"{error!r}. {INSTEAD}"
+        with suppress(Exception):
+            optimizer_class([("weight", param)], **kwargs)
+            text = f"it needs named parameters, which Wrap does not have. {INSTEAD}"
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"Wrap({optimizer_class.__name__}, ...): {text}") from error
 
 
-def _state_elsewhere(optimizer: Optimizer) -> list[str]:
-    """The keys that a step changes besides the state of parameters: counters in groups, attributes."""
-    before = [copy.deepcopy(kept) for kept in _kept(optimizer)]
-    param = optimizer.param_groups[0]["params"][0]
-    param.grad = torch.ones_like(param)
+def _problem(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any], device: Any = "cpu") -> str:
+    """What a step does that Wrap cannot take: it raises, or changes something besides parameters and their state."""
+    param = nn.Parameter(torch.ones(4, 4, dtype=torch.float32, device=device))
+    optimizer = constructed(optimizer_class, kwargs, param)
+    contents = [_content(optimizer, param)]
     try:
-        with torch.no_grad():
+        for _ in range(2):
+            param.grad = torch.ones_like(param)
             _step(optimizer)
-    except Exception:  # it may need a device, for example
-        return []
-    pairs = zip(before, _kept(optimizer), strict=True)
-    return sorted(key for old, new in pairs for key in new if repr(old.get(key)) != repr(new[key]))
+            contents.append(_content(optimizer, param))
+    except Exception as error:
+        if device == "cpu" and (other := torch.accelerator.current_accelerator(check_available=True)):
+            return _problem(optimizer_class, kwargs, other)
+        return f"on a dense gradient, without a closure, raises {error!r}"
+    changed = sorted({k for found in contents for k in contents[0] | found if contents[0].get(k) != found.get(k)})
+    return f"changes {', '.join(changed)}, which checkpoints of a chain do not have" if changed else ""
 
 
-def _kept(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The values of the param group, and the attributes that only this kind of optimizer has."""
-    group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    base = {"state", "param_groups", "defaults", *vars(SGD([torch.zeros(1, device="cpu")]))}
-    own = {key: value for key, value in vars(optimizer).items() if key not in base}
-    return [{k: v for k, v in kept.items() if isinstance(v, (int, float, str, list, dict))} for kept in (group, own)]
+def _content(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
+    """What an optimizer holds besides a parameter and its state."""
+    found = {f"optimizer.{key}": value for key, value in vars(optimizer).items() if key not in NO_STATE}
+    found |= {f"optimizer.state[{key!r}]": value for key, value in optimizer.state.items() if key is not param}
+    groups = enumerate(optimizer.param_groups)
+    found |= {f"optimizer.param_groups[{i}][{key!r}]": value for i, group in groups for key, value in group.items()}
+    known = frozenset(map(id, (optimizer, optimizer.state, param)))
+    return {key: _held(value, known) for key, value in found.items()}
+
+
+def _held(value: Any, known: frozenset[int]) -> Any:
+    """What an object holds, as text that can be compared. Objects whose ids are ``known`` are left out."""
+    if value is None or isinstance(value, int | float | complex | str | bytes | type | FunctionType):
+        return repr(value)
+    if id(value) in known:
+        return ""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {value.shape} {value.tolist()}"
+    try:  # what a pickle would have of an object that is no collection
+        parts = value if isinstance(value, Collection) else value.__reduce_ex__(4)[1:3]
+    except Exception:
+        return id(value)
+    return [_held(part, known | {id(value)}) for part in (value.items() if isinstance(value, Mapping) else parts)]
 
 
 def _is_schedule(value: Any, usual: Any) -> bool:
@@ -239,5 +239,5 @@ def _step(optimizer: Optimizer) -> None:
     """Take a step without the hooks, which run around the step of `Modular`."""
     step = type(optimizer).step
     unhooked = step.__wrapped__ if getattr(step, "hooked", False) else step  # pyright: ignore[reportFunctionMemberAccess]
-    with cpu_by_default():
+    with cpu_by_default(), torch.no_grad():
         unhooked(optimizer)
