@@ -159,7 +159,7 @@ class Modular(Explained, Optimizer):
         self._judging = Judging(self.nodes)
         self.storage_keys = self.nodes.storage_keys
         self._policy = StepPolicy(nonfinite, max_consecutive_skips, self.transforms)
-        self._schedules = Schedules(self.nodes.schedules())
+        self._schedules = Schedules(self.nodes.schedules(), self.storage_keys.values())
         self._chain_state = new_chain_state(self.nodes, self._policy.counts())
         self._metrics: dict[str, Tensor] = {}
         self._unread: Callable[[], dict[str, Tensor]] | None = None  # computes the metrics of a planned step, once
