@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from contract.training import (
     assert_equal,
     assert_same_checkpoint,
@@ -16,7 +17,7 @@ from contract.training import (
     values,
 )
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from torchzero_clip import SGD, Adam, AdamW, ClipNorm, ClipNormByEMA, Modular, RMSprop
 
@@ -207,3 +208,28 @@ def test_a_chain_with_another_transform_takes_the_state_of_others_along(steps):
     assert changed.state[twins[0]]["slow"].tolist() == [7.0] * 3
     assert ("clip_norm_by_ema/ema" in changed.state[twins[0]]) == (steps > 0)
     train(changed, twins, gradients(twins, 1))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("flatten", [False, True], ids=["plain", "flattened"])
+def test_torchs_distributed_checkpoint_restores_what_the_optimizer_has(flatten, tmp_path):
+    """It reads the keys of the optimizer that loads."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+
+    def made(value):
+        params = parameters()
+        optimizer = Modular(params, ClipNorm(1), Adam())
+        train(optimizer, params, gradients(params, 1))
+        for param in params if value else []:
+            optimizer.state[param]["slow"] = torch.full_like(param, value)
+        return optimizer, params
+
+    optimizer, params = made(7.0)
+    dcp.save({"o": get_optimizer_state_dict(Holder(params), optimizer, options=options)}, checkpoint_id=tmp_path)
+    for value, found in ((3.0, 7.0), (None, None)):
+        resumed, copies = made(value)
+        state = get_optimizer_state_dict(Holder(copies), resumed, options=options)
+        dcp.load({"o": state}, checkpoint_id=tmp_path)
+        set_optimizer_state_dict(Holder(copies), resumed, state, options=options)
+        slow = resumed.state[copies[0]].get("slow")
+        assert (None if slow is None else slow.unique().tolist()) == (None if found is None else [found])

@@ -15,9 +15,8 @@ from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.transform import Transform, as_text
 from torchzero_clip.hints import did_you_mean, nearest
 
-HOW = frozenset(
-    {"foreach", "fused", "capturable", "differentiable"}
-)  # arguments that do not change the result of a step
+# arguments of torch's optimizers that do not change the result of a step
+HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 _HINTS = {
     "decoupled_weight_decay": ". If it is True, put WeightDecay(...) after the optimizer, and else before it",
@@ -87,7 +86,7 @@ def _structural(transform: Transform, key: str) -> str | None:
 
 
 def _decays_elsewhere(is_decoupled: bool, nodes: Nodes) -> bool:
-    """True if weights decay before the optimizer of the chain, and are decoupled in a group, or the other way round."""
+    """True if weights do not decay after the optimizer of the chain although they are decoupled, or the reverse."""
     has_rule = False
     for transform in [node.transform for node in nodes]:
         has_rule = has_rule or isinstance(transform, UpdateRule)

@@ -460,10 +460,11 @@ class Modular(Explained, Optimizer):
 
         Args:
             param_group: ``"params"`` and any settings of the chain. Missing settings get the values of the chain.
+                Keys of other packages are stored with the group.
 
         Raises:
-            ValueError: For a key that is not a setting of the chain, a value out of range, or a parameter that is in a
-                group already. Then no group is added.
+            ValueError: For an argument of another optimizer or transform, which the steps would ignore, a value out of
+                range, or a parameter that is in a group already. Then no group is added.
             TypeError: If ``param_group`` is not a dict.
         """
         if not isinstance(param_group, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
