@@ -176,6 +176,14 @@ WRONG_TYPES = [
     (lambda: Modular([WEIGHT], torch.optim.Adam), r"got Adam of torch: write Wrap\(torch.optim.Adam, ...\)"),
     (lambda: Modular(WEIGHT, ClipNorm(1)), r"should be an iterable"),
     (lambda: Modular([WEIGHT], ClipNorm(1), maximize=1), r"maximize must be True or False"),
+    (
+        lambda: Modular(torch.optim.AdamW([WEIGHT]), ClipNorm(1), [SkipStep()]),
+        r"params is an optimizer, AdamW: write before_step\(optimizer, ClipNorm\(1\), SkipStep\(\)\)",
+    ),
+    (
+        lambda: Modular(torch.optim.AdamW([WEIGHT]), ClipNorm(1), AdamW()),
+        r"write Modular\(optimizer.param_groups, ClipNorm\(1\), AdamW\(\)\)",
+    ),
     (lambda: Modular(ClipNorm(1), Adam()), r"params come first, as in Modular\(model.parameters\(\), ClipNorm"),
     (lambda: Modular([WEIGHT], ClipNorm(1)).add_param_group(3), r"param_group must be a dict"),
     (lambda: Modular([WEIGHT], ClipNorm(1)).add_param_group([OTHER]), r"param_group must be a dict"),

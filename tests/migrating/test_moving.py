@@ -132,10 +132,11 @@ def test_checkpoints_of_older_versions():
 def test_keys_of_schedulers_and_trainers_and_names_come_along():
     model = nn.Linear(3, 2)
     old = optim.AdamW(model.named_parameters(), 0.1)
-    old.param_groups[0].update(name="all", initial_lr=0.5, my_tag="x")
+    old.param_groups[0].update(name="all", initial_lr=0.5, my_tag="x", rho=0.05)  # SAM's, not Adadelta's
     optimizer = Modular(model, ClipNorm(1), AdamW())
     converted = from_torch_optim(old.state_dict(), optimizer)["param_groups"][0]
     assert (converted["name"], converted["initial_lr"], converted["my_tag"]) == ("all", 0.5, "x")
+    assert converted["rho"] == 0.05
     assert converted["param_names"] == ["weight", "bias"]
     optimizer.load_state_dict(from_torch_optim(old.state_dict(), optimizer))
     assert to_torch_optim(optimizer, old)["param_groups"][0]["initial_lr"] == 0.5

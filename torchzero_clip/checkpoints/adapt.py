@@ -36,7 +36,7 @@ def adapted(
     state = dict(state_dict["state"])
     params = [(named, ours) for ours in groups for named in named_params(ours)]
     for i, (named, ours) in zip([i for group in saved_ones for i in group["params"]], params, strict=True):
-        if isinstance(kept := state.get(i), Mapping) and kept:
+        if isinstance(kept := state.get(i), Mapping) and any("/" in str(key) for key in kept):
             begun = [node for node in fresh if not isinstance(node.transform, FinalRule)]
             added = {key: v for node in begun for key, v in node.init_state(named, node.settings(ours)).items()}
             state[i] = {**keys.of_state(kept), **added}

@@ -1,5 +1,6 @@
 """Checks a checkpoint before an optimizer loads any part of it."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,8 @@ from torchzero_clip.checkpoints.identity import IDENTITY
 from torchzero_clip.checks import count
 from torchzero_clip.compat import is_distributed
 from torchzero_clip.core.chain_state import CONSECUTIVE, COUNTERS, SCHEDULE_STEP, saved_chain_state
-from torchzero_clip.core.kinds import FinalRule
+from torchzero_clip.core.group_keys import why_refused
+from torchzero_clip.core.kinds import FinalRule, UpdateRule
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
@@ -18,11 +20,6 @@ from torchzero_clip.core.transform import Transform
 from torchzero_clip.functional.shards import local
 
 Group = dict[str, Any]
-
-# settings by which a checkpoint of a torch.optim optimizer is recognized, even if it has no state yet
-OPTIMIZER_KEYS = frozenset(
-    {"amsgrad", "betas", "dampening", "eps", "foreach", "fused", "maximize", "momentum", "nesterov", "weight_decay"}
-)
 
 
 def fitted(
@@ -72,7 +69,8 @@ def fitted(
     _check_finite(statistics)
     # last, because the errors above say more precisely what does not fit
     for saved in all_saved:
-        _check_keys(saved, {*nodes.storage_keys.values(), *own, IDENTITY})
+        if message := why_refused(saved, nodes, {*own, *COUNTERS, IDENTITY}):
+            raise ValueError(message)
     return {**state_dict, "state": placed, "param_groups": merged}, chain_state
 
 
@@ -99,7 +97,8 @@ def _merged(group: Group, saved: Group) -> Group:
 def _like(value: Any, fresh: Any) -> Any:
     """A copy of a saved value, on the device and in the dtype of a fresh one."""
     # torch's optimizers count steps on the CPU; ``model.double()`` changes dtypes
-    return value.detach().to(fresh.device, fresh.dtype, copy=True) if isinstance(value, Tensor) else value
+    is_tensor = isinstance(value, Tensor)
+    return value.detach().to(fresh.device, fresh.dtype, copy=True) if is_tensor else copy.deepcopy(value)
 
 
 def saved_groups(state_dict: Any, groups: list[Group]) -> list[Group]:
@@ -126,18 +125,6 @@ def saved_groups(state_dict: Any, groups: list[Group]) -> list[Group]:
     return [dict(g) for g in saved]
 
 
-def _check_keys(saved: Group, known: set[str]) -> None:
-    """Raise for settings of another optimizer, which would have no effect. Keys of schedulers and trainers may stay."""
-    # as_lr lets schedulers keep "clip_norm_2/max_norm:initial_lr"
-    others = [key for key in saved if key not in known and key.partition(":")[0] not in known]
-    foreign = [key for key in others if key in OPTIMIZER_KEYS or "/" in key]
-    if foreign:
-        raise ValueError(
-            f"the checkpoint has settings that no transform of this chain has: {', '.join(foreign)}. "
-            f"It comes from another chain or optimizer; this one has: {', '.join(sorted(known))}"
-        )
-
-
 def _check_state(
     number: Any,
     saved: Any,
@@ -152,6 +139,10 @@ def _check_state(
     # the keys of state may depend on settings, which may have changed since the last step
     now, at_first = nodes.init_state(named, group), nodes.init_state(named)
     expected = {**nodes.possible_state(named, group), **at_first, **now}
+    rules = [node.path for node in nodes if isinstance(node.transform, UpdateRule)]
+    # a bare key belongs to another package, unless torch's optimizer has it
+    others = {k: v for k, v in saved.items() if "/" not in k and not any(f"{rule}/{k}" in expected for rule in rules)}
+    saved = {key: value for key, value in saved.items() if key not in others}
     # the state of these may be missing as a whole, but not in part
     later = [f"{node.path}/" for node in nodes if _may_begin_later(node.transform)]
     not_begun = tuple(prefix for prefix in later if not any(str(key).startswith(prefix) for key in saved))
@@ -167,7 +158,7 @@ def _check_state(
         _check_value(what, value, expected[key])
         if key.startswith(of_statistics) and isinstance(value, Tensor):
             statistics[what] = value, expected[key].dtype
-    return expected
+    return expected | {k: v.to(named.param.device) if isinstance(v, Tensor) else v for k, v in others.items()}
 
 
 def _may_begin_later(transform: Transform) -> bool:

@@ -1,7 +1,7 @@
 """Settings that are functions of the number of steps taken."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,8 +17,9 @@ class Schedules:
 
     # a function may have no value for the step after the last one; its error is raised only if that step is taken
 
-    def __init__(self, defaults: Mapping[str, Schedule]) -> None:
+    def __init__(self, defaults: Mapping[str, Schedule], settings: Iterable[str]) -> None:
         self._defaults = dict(defaults)
+        self._settings = set(settings)  # functions under other keys belong to other packages
         self._of_groups: list[tuple[list[Any], dict[str, Schedule]]] = []  # by the list of parameters of each group
         self._behind = False
 
@@ -30,7 +31,7 @@ class Schedules:
     def split(self, group: Group, step: int, was_at: int | None) -> tuple[Group, dict[str, Schedule]]:
         """A group with values in the place of functions, and these functions."""
         # a group of another optimizer with schedules comes from a step of that one, ``was_at``
-        own = {key: value for key, value in group.items() if key != "params" and callable(value)}
+        own = {key: value for key, value in group.items() if key in self._settings and callable(value)}
         own |= {key: schedule for key, schedule in self._defaults.items() if key not in group}
         if was_at is not None:
             own |= _in_use({**self._defaults, **(self._find(group) or {})}, group, was_at)

@@ -68,7 +68,8 @@ def columns_of(params: list[Tensor], grads: list[Tensor], states: Sequence[State
     if len(set(map(len, states))) > 1:
         return None
     try:
-        return {"params": params, "grads": grads, **{key: [state[key] for state in states] for key in states[0]}}
+        own = [key for key in states[0] if "/" in key]  # bare keys belong to other packages
+        return {"params": params, "grads": grads, **{key: [state[key] for state in states] for key in own}}
     except KeyError:
         return None
 

@@ -6,15 +6,14 @@ from typing import Any
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from torchzero_clip.checkpoints.fitting import OPTIMIZER_KEYS
 from torchzero_clip.checkpoints.identity import IDENTITY
 from torchzero_clip.checks import as_builtin
 from torchzero_clip.core.chain_state import COUNTERS
+from torchzero_clip.core.group_keys import HOW, torchs_arguments
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.scope import NamedParam
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.modular.modular import Modular
-from torchzero_clip.modular.param_groups import HOST_KEYS
 from torchzero_clip.optimizers.adam import Adam
 from torchzero_clip.optimizers.muon import Muon
 from torchzero_clip.optimizers.rmsprop import RMSprop
@@ -26,13 +25,6 @@ Group = dict[str, Any]
 
 TORCHS: dict[type[Transform], type[Optimizer]] = {Adam: optim.Adam, SGD: optim.SGD, RMSprop: optim.RMSprop}
 TORCHS[Muon] = optim.Muon
-
-HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})  # keys that do not change the result of a step
-
-KNOWN = OPTIMIZER_KEYS | {  # keys by which a checkpoint of torch's optimizers is recognized
-    *("adjust_lr_fn", "alpha", "beta2_decay", "centered", "d", "decoupled_weight_decay", "etas", "lambd", "lr_decay"),
-    *("initial_accumulator_value", "momentum_decay", "ns_coefficients", "ns_steps", "rho", "step_sizes", "t0"),
-}
 
 
 def optimizer_of(optimizer: Modular, known: Sequence[NamedParam]) -> str:
@@ -59,7 +51,7 @@ def settings_from(old: Group, optimizer: Modular, name: str, known: Sequence[Nam
     template = _template(transform)
     usual = template.param_groups[0].keys()
     lacks = usual - old.keys() - HOW - {"maximize", "decoupled_weight_decay"}  # versions differ in these
-    has = (old.keys() & KNOWN) - usual - HOW - {"maximize"}
+    has = torchs_arguments(old) - usual - HOW - {"maximize"}
     if lacks or has:
         found = [f"{verb} {', '.join(sorted(keys))}" for verb, keys in (("lacks", lacks), ("has", has)) if keys]
         raise ValueError(
@@ -99,7 +91,7 @@ def _check_same(key: str, theirs: Any, optimizer: Modular, transform: Transform)
     usual = _template(transform).param_groups[0]
     if key == "maximize":
         ours, owner = optimizer.maximize, "Modular"
-    elif key in HOW or key in HOST_KEYS or key in ("lr", "weight_decay") or key not in usual:
+    elif key in HOW or key in ("params", "lr", "weight_decay") or key not in usual:
         return
     elif isinstance(transform, Wrap):
         ours, owner = usual[key], repr(transform)

@@ -162,7 +162,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         self._judging = Judging(self.nodes)
         self.storage_keys = self.nodes.storage_keys
         self._policy = StepPolicy(nonfinite, max_consecutive_skips, self.transforms)
-        self._schedules = Schedules(self.nodes.schedules())
+        self._schedules = Schedules(self.nodes.schedules(), self.storage_keys.values())
         self._chain_state = new_chain_state(self.nodes, self._policy.counts())
         self._metrics: dict[str, Tensor] = {}
         self._unread: Callable[[], dict[str, Tensor]] | None = None  # computes the metrics of a planned step, once
@@ -485,10 +485,11 @@ class Modular(Explained, ClassMaker, Optimizer):
 
         Args:
             param_group: ``"params"`` and any settings of the chain. Missing settings get the values of the chain.
+                Keys of other packages are stored with the group.
 
         Raises:
-            ValueError: For a key that is not a setting of the chain, a value out of range, or a parameter that is in a
-                group already. Then no group is added.
+            ValueError: For an argument of another optimizer or transform, which the steps would ignore, a value out of
+                range, or a parameter that is in a group already. Then no group is added.
             TypeError: If ``param_group`` is not a dict.
         """
         if not isinstance(param_group, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -1,7 +1,7 @@
 """Settings in param groups: where each is stored, which keys are accepted, and how overrides split a group."""
 
 import inspect
-from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,16 +9,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from torchzero_clip.checks import as_builtin
+from torchzero_clip.core.group_keys import keys_of_rules, torchs_arguments, why_refused
 from torchzero_clip.core.learning_rate import rates_of
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam
-from torchzero_clip.hints import did_you_mean
-
-# keys that torch's optimizers and schedulers, and trainers, keep beside the settings
-HOST_KEYS = frozenset(
-    {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
-)
 
 
 def as_groups(params: ParamsT | nn.Module, *, may_be_empty: bool) -> Any:
@@ -50,13 +45,17 @@ def accepted(
 
 def _normalized(group: Mapping[str, Any], nodes: Nodes) -> dict[str, Any]:
     """The group with every setting under the key that stores it."""
+    if message := why_refused(group, nodes, nodes.storage_keys):
+        raise ValueError(message)
     result: dict[str, Any] = {}
     stored = set(nodes.storage_keys.values())
+    # in a group of torch's optimizer, "eps" is not that of a clip which comes first in the chain
+    keys = {**nodes.storage_keys, **keys_of_rules(group, nodes)}
+    without_effect = torchs_arguments(group) - stored
     for key, value in group.items():
-        # "max_norm:initial_lr" is what as_lr lets schedulers keep
-        target = key if key in HOST_KEYS or key.partition(":")[0] in stored else nodes.storage_keys.get(key)
-        if target is None:
-            raise ValueError(_unknown_key_message(key, nodes, stored))
+        if key in without_effect:
+            continue
+        target = keys.get(key, key)
         if target in result:
             raise ValueError(f"the setting {target!r} is given twice, also as {key!r}")
         result[target] = as_builtin(value) if target in stored else value
@@ -177,18 +176,3 @@ def _rate(named: NamedParam, rates: Sequence[tuple[Node, Any]]) -> int | None:
                 "or give its param group an lr"
             )
     return acting[0] if acting else None
-
-
-def _unknown_key_message(key: str, nodes: Nodes, stored: Iterable[str]) -> str:
-    for node in nodes:
-        transform = node.transform
-        if f"{node.path}/{key}" in stored:
-            return f"no transform has a setting {key!r} under this bare name: write {f'{node.path}/{key}'!r}"
-        if key in inspect.signature(type(transform)).parameters:
-            return (
-                f"{key!r} of {transform!r} cannot differ between param groups: it is part of the transform. "
-                f"Use one {type(transform).__name__} for each value"
-            )
-    hint = ". Put WeightDecay(...) after Adam for that of torch.optim.AdamW, before it for that of torch.optim.Adam"
-    meant = did_you_mean(key, sorted(stored))
-    return f"no transform has a setting {key!r}{meant}{hint if key == 'weight_decay' else ''}"

@@ -8,29 +8,34 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
 
-from torchzero_clip.core.chain import Chain, Transforms, flatten
-from torchzero_clip.core.kinds import FinalRule, Gate
+from torchzero_clip.core.chain import Chain, Transforms, as_written, flatten
+from torchzero_clip.core.group_keys import why_refused
+from torchzero_clip.core.kinds import FinalRule, Gate, UpdateRule
 from torchzero_clip.core.learning_rate import LR, update_rules
 from torchzero_clip.core.nodes import Nodes
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.table import Table
 from torchzero_clip.functional.processes import check_group
-from torchzero_clip.hints import nearest
-from torchzero_clip.modular.param_groups import HOST_KEYS
 
 Group: TypeAlias = dict[str, Any]
 
 
-def listed_transforms(params: object, transforms: Iterable[Transforms]) -> list[Transform]:
-    """The transforms in a list. Raises if there are none, or if ``params`` is a transform or a method."""
+def listed_transforms(params: object, transforms: Sequence[Transforms]) -> list[Transform]:
+    """The transforms in a list. Raises if there are none, or if ``params`` is a transform, a method or an optimizer."""
     if isinstance(params, Transform):
         way_out = f"A framework that passes params takes the class Modular.of({params!r}, ...)"
         raise TypeError(f"params come first, as in Modular(model.parameters(), {params!r}, ...). {way_out}")
     if inspect.isroutine(params):
         raise TypeError(f"params is a function: call it, as in Modular(model.{params.__name__}(), ...)")
     listed = list(flatten(transforms))
+    if isinstance(params, Optimizer):
+        has_rule = any(isinstance(transform, UpdateRule) for transform in listed)
+        call, given = ("Modular", "optimizer.param_groups") if has_rule else ("before_step", "optimizer")
+        arguments = ", ".join([given, *map(repr, as_written(transforms))])
+        raise TypeError(f"params is an optimizer, {type(params).__name__}: write {call}({arguments})")
     if not listed:
         way_out = "Code that passes parameters alone, such as group_optimizers of torchrl, needs a class of Modular.of"
         example = "Modular(model.parameters(), ClipNorm(1), Adam())"
@@ -123,13 +128,10 @@ def warn_of_no_rule(nodes: Nodes, given: Sequence[Transform]) -> None:
 
 
 def warn_of_unread_keys(groups: Sequence[Group], nodes: Nodes, shown: Iterable[str]) -> None:
-    """Warn of a key in a param group that is almost a setting. The optimizer itself writes those in ``shown``."""
-    stored = set(nodes.storage_keys.values())
-    for key in {key for group in groups for key in group} - stored - HOST_KEYS - set(shown):
-        # keys with a colon are what a scheduler stores about a setting, see `as_lr`
-        meant = nodes.storage_keys.get(key) or nearest(key, stored, likeness=0.85)
-        if ":" not in key and meant:
-            warnings.warn(f"no transform reads {key!r} in param_groups; did you mean {meant!r}?", stacklevel=4)
+    """Warn of keys that were written to param groups and would be refused in a group that is added."""
+    for message in dict.fromkeys(why_refused(group, nodes, shown) for group in groups):
+        if message is not None:
+            warnings.warn(message, stacklevel=4)
 
 
 def _warn_of_params(slip: str, found: Sequence[NamedParam], consequence: str) -> None:

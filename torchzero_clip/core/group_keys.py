@@ -1,0 +1,102 @@
+"""The keys of param groups that a chain does not read: those of other packages, and mistakes."""
+
+import functools
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+from torch.optim import Optimizer
+
+from torchzero_clip.core.kinds import FinalRule, UpdateRule
+from torchzero_clip.core.nodes import Nodes
+from torchzero_clip.core.transform import Transform, as_text
+from torchzero_clip.hints import did_you_mean, nearest
+
+# arguments of torch's optimizers that do not change the result of a step
+HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
+_HINTS = {
+    "decoupled_weight_decay": ". If it is True, put WeightDecay(...) after the optimizer, and else before it",
+    "maximize": ". It is an argument of Modular",
+    "weight_decay": ". Put WeightDecay(...) after Adam for that of torch.optim.AdamW, before it for that of "
+    "torch.optim.Adam",
+}
+
+
+def why_refused(group: Mapping[str, Any], nodes: Nodes, shown: Iterable[str] = ()) -> str | None:
+    """The error for a param group with keys that the chain does not read; None if they can be stored.
+
+    Keys of other packages can be stored, and those in ``shown``. Arguments of torch's optimizers and of transforms that
+    have an effect cannot, because the steps would ignore them.
+    """
+    stored = set(nodes.storage_keys.values())
+    known = {*stored, *shown, *HOW, "params", "param_names", "name"}
+    # as_lr lets schedulers store "max_norm:initial_lr"
+    unread = {key: value for key, value in group.items() if key.partition(":")[0] not in known}
+    torchs, unknown = torchs_arguments(group) if unread else set[str](), list[str]()
+    for key, value in unread.items():
+        has_effect = value is not None and not (isinstance(value, int | float) and value == 0)
+        inner = [f"{node.path}/{key}" for node in nodes if f"{node.path}/{key}" in stored]
+        owners = [node.transform for node in nodes if _structural(node.transform, key)]
+        if inner and (has_effect or key not in torchs):
+            return f"no transform has a setting {key!r} under this bare name: write {inner[0]!r}"
+        if owners and as_text(value) not in [_structural(owner, key) for owner in owners]:
+            return (
+                f"{key!r} of {owners[0]!r} cannot differ between param groups: it is part of the transform. "
+                f"Use one {type(owners[0]).__name__} for each value"
+            )
+        if key == "decoupled_weight_decay":
+            is_lost = bool(group.get("weight_decay")) and _decays_elsewhere(bool(value), nodes)
+        elif key in torchs or any(key in own for own in _signatures("torchzero_clip", Transform)):
+            is_lost = has_effect
+        else:
+            is_lost = "/" in key or nearest(key, stored, likeness=0.85) is not None
+        unknown += [key] if is_lost and not owners else []
+    if not unknown:
+        return None
+    meant = did_you_mean(nodes.storage_keys.get(unknown[0], unknown[0]), sorted(stored))
+    return f"no transform has a setting {' or '.join(map(repr, unknown))}{meant}{_HINTS.get(unknown[0], '')}"
+
+
+def torchs_arguments(group: Iterable[str]) -> set[str]:
+    """The keys of a param group that are arguments of optimizers of torch."""
+    keys, signatures = set(group), _signatures("torch.optim", Optimizer)
+    # one that a single optimizer has counts only if this optimizer has made the group, because SAM has a "rho" too
+    makers = [own for own in signatures if own <= keys]
+    largest = [own for own in makers if all(other <= own for other in makers)]
+    counts = Counter(chain.from_iterable([*signatures, *largest]))
+    return {key for key in keys if counts[key] > 1}
+
+
+def keys_of_rules(group: Mapping[str, Any], nodes: Nodes) -> dict[str, str]:
+    """The keys that store the settings of the chain's optimizers, if an optimizer of torch has made the group."""
+    is_built = any(own <= group.keys() for own in _signatures("torch.optim", Optimizer))
+    rules = [node for node in nodes if is_built and isinstance(node.transform, UpdateRule)]
+    return {key: stored for node in reversed(rules) for key, stored in node.storage_keys.items()}
+
+
+def _structural(transform: Transform, key: str) -> str | None:
+    """The text of an argument that is no setting of a transform; None if the transform does not have it."""
+    parameter = inspect.signature(type(transform)).parameters.get(key)
+    usual = None if parameter is None or key in transform.defaults else as_text(parameter.default)
+    return transform.structure().get(key, usual)
+
+
+def _decays_elsewhere(is_decoupled: bool, nodes: Nodes) -> bool:
+    """True if weights do not decay after the optimizer of the chain although they are decoupled, or the reverse."""
+    has_rule = False
+    for transform in [node.transform for node in nodes]:
+        has_rule = has_rule or isinstance(transform, UpdateRule)
+        if "weight_decay" in transform.defaults:
+            return has_rule is not is_decoupled and not isinstance(transform, FinalRule)
+    return False
+
+
+@functools.cache
+def _signatures(module: str, base: type) -> list[frozenset[str]]:
+    """The arguments of the classes of a module that are derived from this one."""
+    kinds = [kind for kind in vars(sys.modules[module]).values() if isinstance(kind, type) and issubclass(kind, base)]
+    return [frozenset(inspect.signature(kind).parameters) - {"params"} for kind in kinds if kind is not base]
