@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from torchzero_clip.compat import cpu_by_default
-from torchzero_clip.core.kinds import Gate, Scaling, UpdateRule
+from torchzero_clip.core.kinds import FinalRule, Gate, Scaling, UpdateRule
 from torchzero_clip.core.scope import NamedParam, Scope
 from torchzero_clip.core.transform import Transform, storable, treats_each_alone
 from torchzero_clip.types import Schedule, Setting, State
@@ -80,6 +80,8 @@ class Nodes:
         """The paths of transforms whose result for a tensor may depend on others."""
         self.joint = {node.path for node in nodes if any(_is_in(path, node.path) for path in self.joining)}
         """The paths in ``joining``, and those of composites around such a transform."""
+        self.of_final_rules = tuple(f"{node.path}/" for node in nodes if isinstance(node.transform, FinalRule))
+        """The prefixes of the state of rules that do not convert state of another dtype than its parameter."""
         self.zeros_matter = _zeros_matter(nodes)
         """True if a gradient of zeros may change the results for other tensors, or state that several tensors share."""
 

@@ -54,4 +54,5 @@ def store_state(node: Node, step: Step, chain_state: MutableMapping[str, Any], c
             new.append(value.clone() if any(value is own for own in step.given.values()) else value)
         else:
             chain_state[f"{node.path}/{key}"] = value
-    foreach.copy_(kept, new)  # into the tensors that checkpoints in memory share
+    if kept:
+        foreach.copy_(kept, new)  # into the tensors that checkpoints in memory share

@@ -11,7 +11,7 @@ from torchzero_clip.core.nodes import Node
 from torchzero_clip.engine.executor import DeliveredScale
 from torchzero_clip.fast.layout import Layout
 from torchzero_clip.functional import foreach, rows
-from torchzero_clip.functional.divisors import inverse
+from torchzero_clip.functional.clip import inverse
 from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Setting
 

@@ -12,7 +12,7 @@ from torchzero_clip.core.elements import Elements
 from torchzero_clip.fast.kernels import LONG
 from torchzero_clip.fast.ops import Op, Pointwise, Scale, Shift
 from torchzero_clip.functional import foreach
-from torchzero_clip.functional.divisors import inverse
+from torchzero_clip.functional.clip import inverse
 from torchzero_clip.functional.measure import by_setting
 from torchzero_clip.functional.rows import ROW
 from torchzero_clip.functional.scratch import Scratch

@@ -95,13 +95,15 @@ class _ByRule:
 
     def take(self, found: _Found, factor: Tensor | float | None) -> None:
         """Multiply the updates by their factor, None for 1, and end the step."""
-        _count(found.counters, 1)  # before the kernel, which reads the counts
+        for counter in found.counters:  # before the kernel, which reads the counts
+            counter.add_(1)
         try:
             state = [found.columns[key] for key in self._state]
             scratch = found.workspace.scratch
             run_kernel(self._kernel, found.params, found.grads, state, self._runs, factor, scratch, "")
         except BaseException:
-            _count(found.counters, -1)
+            for counter in found.counters:
+                counter.add_(-1)
             raise
 
 
@@ -351,8 +353,3 @@ def _by_number(transform: Transform) -> Factor | None:
 def _shaped(ended: Ended | Delivered) -> list[str]:
     """The keys of state that is shaped like the parameters."""
     return [key for key in ended.columns if key not in ("params", "grads") and ended.layout.has([key])]
-
-
-def _count(counters: Sequence[Tensor], number: int) -> None:
-    for counter in counters:
-        counter.add_(number)

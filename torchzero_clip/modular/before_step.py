@@ -13,16 +13,17 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from typing_extensions import override
 
 from torchzero_clip.checks import instance
 from torchzero_clip.compat import is_template_step, never_compiled, steps_being_taken
 from torchzero_clip.core.chain import Transforms, flatten
 from torchzero_clip.core.transform import Transform
-from torchzero_clip.engine.listener import Attached, Listener
+from torchzero_clip.engine.listener import Attached, Listener, Seen
 from torchzero_clip.engine.nonfinite import Nonfinite
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.bad import BadGradients
-from torchzero_clip.functional.divisors import inverse
+from torchzero_clip.functional.clip import inverse
 from torchzero_clip.modular.entries import KEY, Entries
 from torchzero_clip.modular.front import Front
 from torchzero_clip.modular.modular import Modular
@@ -46,6 +47,7 @@ class BeforeStep:
         self._refused: RefusedStep | None = None
         self._has_scaled = False  # the optimizer multiplies the gradients by their factor
         self._is_refused_by_scaler = False
+        self._patient: _Patient | None = None
         own = self._entries.register(optimizer)
         self._hooks = [
             optimizer.register_step_pre_hook(self.before),
@@ -99,11 +101,11 @@ class BeforeStep:
     @property
     def listener(self) -> Listener | None:
         """What sees every step, such as a `Recorder`."""
-        return self._front.listener
+        return None if self._patient is None else self._patient.listener
 
     @listener.setter
     def listener(self, listener: Listener | None) -> None:
-        self._front.listener = listener
+        self._front.listener = self._patient = None if listener is None else _Patient(listener)
 
     def metrics(self) -> dict[str, Tensor]:
         """Return what the transforms measured, as `Modular.metrics` does."""
@@ -118,7 +120,7 @@ class BeforeStep:
         optimizer = self._found()
         for hook in self._hooks:
             hook.remove()
-        self._front.listener = None
+        self.listener = None
         if optimizer is None:
             return
         if vars(optimizer).get("step") is self._wrapper:  # else something has wrapped it since, and it does nothing
@@ -218,8 +220,31 @@ class BeforeStep:
         refused, self._refused = self._refused, None
         if refused is not None:
             refused.undo()
-        self._front.let_listen()
+        if self._patient is not None:
+            self._patient.tell()
         return refused is not None
+
+
+class _Patient(Listener):
+    """Tells a listener of the end of a step once the optimizer has taken it."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener = listener
+        self._ended: Seen | None = None
+
+    @override
+    def begin(self, step: Seen) -> None:
+        self.listener.begin(step)
+
+    @override
+    def end(self, step: Seen) -> None:
+        self._ended = step
+
+    def tell(self) -> None:
+        """Tell the listener, if a step has ended."""
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            self.listener.end(ended)
 
 
 def _takes_factor(optimizer: Any, hook: int) -> bool:

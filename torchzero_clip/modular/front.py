@@ -14,12 +14,12 @@ from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.transform import Transform
-from torchzero_clip.engine.end import Deliver, End
+from torchzero_clip.engine.end import Deliver
 from torchzero_clip.engine.executor import DeliveredScale
 from torchzero_clip.engine.nonfinite import Nonfinite
-from torchzero_clip.engine.walk import Walk
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.validation import check_added, check_places
+from torchzero_clip.types import Setting
 
 Group = dict[str, Any]
 
@@ -46,9 +46,9 @@ class Front(Modular):
         process_group: ProcessGroup | None,
         fast: bool,
     ) -> None:
-        self._deliver = Deliver(scale)
+        self._delivery = Deliver(scale)
         self._names_in = module
-        self.waiting: Walk | None = None  # the last step, until the listener has seen its end
+        self._followed = groups
         super().__init__(
             [_named(group, module) for group in groups],
             *transforms,
@@ -67,15 +67,6 @@ class Front(Modular):
             _refuse(transform)
         return transforms
 
-    @override
-    def _end(self, *, is_repeated: bool) -> End:
-        return self._deliver
-
-    @override
-    def _ended(self, walk: Walk) -> None:
-        if self.listener is not None:
-            self.waiting = walk
-
     @property
     def skipped_steps(self) -> int:
         """How many steps were refused."""
@@ -92,28 +83,22 @@ class Front(Modular):
         """The settings that are functions of the step."""
         return self._schedules
 
-    def let_listen(self) -> None:
-        """Tell the listener that the step has ended, once the other optimizer has taken it."""
-        walk, self.waiting = self.waiting, None
-        if self.listener is not None and walk is not None:
-            self.listener.end(walk)
-
     def change_gradients(self, groups: Sequence[Group], result: Any) -> None:
         """Apply the transforms to the gradients of param groups. ``result`` is what a closure has returned.
 
         If the step is refused, ``skipped_by`` names who did it, and the gradients are as before.
         """
-        try:
-            if not self._has_lists_of(groups):
-                self.follow(groups)
-            self.skipped_by = ()
-            if result is None and self._fast_way.plan is not None and self._repeat():
-                return
-            self.sync(groups)
-            self._advance(self.begin(), result)
-        finally:
-            if self._reported.count:
-                self._reported.clear()
+        if not self._has_lists_of(groups):
+            self.follow(groups)
+        self._followed = groups
+        self._step(None if result is None else lambda: result)
+
+    _step = Modular.step  # without hooks, which Optimizer adds when the first optimizer is made
+
+    @override
+    def begin(self) -> dict[str, list[Setting]]:
+        self.sync(self._followed)
+        return super().begin()
 
     def _has_lists_of(self, groups: Sequence[Group]) -> bool:
         own = self.param_groups

@@ -21,7 +21,7 @@ from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.scope import NamedParam, named_params
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.company import Part
-from torchzero_clip.engine.end import End, Subtract
+from torchzero_clip.engine.end import Deliver, Subtract
 from torchzero_clip.engine.judged import Judged, Judging
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.nonfinite import Nonfinite, StepPolicy
@@ -135,6 +135,7 @@ class Modular(Explained, ClassMaker, Optimizer):
     steps_taken: int = 0
     """How many steps this object has taken. Steps that were refused or had no gradients do not count."""
 
+    _delivery: Deliver | None = None  # the end of a step; None to subtract the updates from the parameters
     _over_grads = False  # transforms may always write to the gradients
     _has_meshes = False  # if a parameter is distributed
     _origin: Origin | None = None  # the module that ``params`` was. Copies and pickles have none
@@ -316,24 +317,20 @@ class Modular(Explained, ClassMaker, Optimizer):
                 # the closure may have changed them, or added groups
                 settings = self.nodes.checked_settings(self.param_groups)
 
-            self._advance(settings, result)
+            loss = Loss(result, 1) if result is not None else self._reported.loss()
+            has_meshes = self._has_meshes and self.parts is None
+            missing = Missing(self.nodes, self.param_groups, self.state) if has_meshes else None
+            walk = None
+            try:
+                walk = self._walk(self.param_groups, self._fast_way, settings, loss)
+                self._take(walk)
+            finally:
+                if missing is not None:
+                    missing.put_back(walk)
             return result
         finally:
             if self._reported.count:
                 self._reported.clear()
-
-    def _advance(self, settings: dict[str, list[Setting]], result: Any) -> None:
-        """Take or skip a step that is not planned. ``result`` is what a closure has returned."""
-        loss = Loss(result, 1) if result is not None else self._reported.loss()
-        has_meshes = self._has_meshes and self.parts is None
-        missing = Missing(self.nodes, self.param_groups, self.state) if has_meshes else None
-        walk = None
-        try:
-            walk = self._walk(self.param_groups, self._fast_way, settings, loss)
-            self._take(walk)
-        finally:
-            if missing is not None:
-                missing.put_back(walk)
 
     def _take(self, walk: Walk) -> None:
         """Take a step, or skip it."""
@@ -356,15 +353,11 @@ class Modular(Explained, ClassMaker, Optimizer):
                     state[SCHEDULE_STEP] += 1
                     self._schedules.advance(self.param_groups, state[SCHEDULE_STEP])
         finally:
-            self.skipped_by = tuple(name for name in walk.refused_by if name != "error")
+            self.skipped_by = () if "error" in walk.refused_by else tuple(walk.refused_by)
             if state:
                 self._chain_state.show(self.param_groups)
-            self._ended(walk)
-
-    def _ended(self, walk: Walk) -> None:
-        """Called at the end of each step that is not planned, also if it was refused or raised an error."""
-        if self.listener is not None:
-            self.listener.end(walk)
+            if self.listener is not None:
+                self.listener.end(walk)
 
     def _may_repeat(self) -> bool:
         """True if a step of this optimizer does nothing that plans leave out."""
@@ -450,7 +443,8 @@ class Modular(Explained, ClassMaker, Optimizer):
         is_fast = is_fast and not is_repeated
         executor = fast_way.executor(updates, columns) if is_fast else Readable(updates)
         judged = Judged(self._judging, table.grads, executor, listens=self.listener is not None)
-        end = self._end(is_repeated=is_repeated)
+        end = Subtract(keep_grads=self.keep_grads or "grad" in self.nodes.targets or is_repeated)
+        end = self._delivery or end
         walk = Walk(self.nodes, settings, table, state, executor, judged, end, loss)
         if self.parts is not None:
             walk.company = Part()
@@ -458,10 +452,6 @@ class Modular(Explained, ClassMaker, Optimizer):
             device = device_of(table.all_params(), self._process_group)
             Others(self._process_group, device, has_schedules=self._has_joint_schedules).join(walk)
         return walk
-
-    def _end(self, *, is_repeated: bool) -> End:
-        """What becomes of the updates. ``is_repeated``: a parameter is listed twice."""
-        return Subtract(keep_grads=self.keep_grads or "grad" in self.nodes.targets or is_repeated)
 
     def _may_be_fast(self) -> bool:
         """True if operations may wait and be combined."""

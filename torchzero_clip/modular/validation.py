@@ -142,8 +142,6 @@ def _warn_of_params(slip: str, found: Sequence[NamedParam], consequence: str) ->
 
 def check_tensors(nodes: Nodes, table: Table, known: set[object]) -> None:
     """Raise if a gradient or state does not fit its parameter. ``known`` has what was found to fit."""
-    # other transforms than these convert state of another dtype
-    strict = tuple(f"{node.path}/" for node in nodes if isinstance(node.transform, FinalRule))
     for param, state, g in zip(table.params, table.states, table.group_of, strict=True):
         group, shape, dtype = table.groups[g], param.shape, param.dtype
         if param.grad is not None and param.grad.shape != shape:
@@ -151,7 +149,7 @@ def check_tensors(nodes: Nodes, table: Table, known: set[object]) -> None:
         for key, value in state.items():
             if not isinstance(value, Tensor):
                 continue
-            is_strict = key.startswith(strict)
+            is_strict = key.startswith(nodes.of_final_rules)
             found = (key, shape, dtype, value.shape, value.dtype)
             is_usual = value.shape == shape and value.dtype == dtype
             if is_usual or found in known or not (is_strict or value.ndim):
