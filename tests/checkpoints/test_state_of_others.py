@@ -163,7 +163,7 @@ def test_values_stay_as_they_are_and_share_no_memory():
 
 
 def with_own(optimizer, param, **state):
-    saved = optimizer.state_dict()
+    saved = copy.deepcopy(optimizer.state_dict())
     saved["state"].setdefault(0, {}).update(state)
     return saved
 
