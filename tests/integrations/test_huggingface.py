@@ -19,7 +19,9 @@ from torchzero_clip import (
     Modular,
     Recorder,
     SkipStep,
+    ZClip,
     adapt_state_dict,
+    before_step,
     from_torch_optim,
     integrations,
     read_record,
@@ -336,3 +338,107 @@ def test_a_disk_that_is_full_when_training_ends_gives_a_warning(tmp_path, monkey
         recorder, norms, _ = adamw_trained(tmp_path, 6, save_strategy="no")
     assert recorder.is_closed
     torch.testing.assert_close(recorder.record().layer_norms, norms, rtol=1e-6, atol=0)
+
+
+def own_trained(directory, steps, resume=None, model=None, optimizer=None, own=None, others=(), **given):
+    """Train with the Trainer's own AdamW, before whose steps transforms stand."""
+    usual = {"report_to": [], "save_steps": 4, "max_steps": steps, "learning_rate": 0.05, "logging_steps": 1}
+    usual["lr_scheduler_type"] = "constant"
+    arguments = transformers.TrainingArguments(
+        str(directory),
+        per_device_train_batch_size=8,
+        use_cpu=True,
+        disable_tqdm=True,
+        **({"max_grad_norm": 0} | usual | given),
+    )
+    callbacks = [*([own] if own else []), *others]
+    model, both = model or Net(), (optimizer, None)
+    trainer = transformers.Trainer(model, arguments, train_dataset=Data(), optimizers=both, callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def bits(trainer):
+    return torch.cat([param.detach().reshape(-1) for param in trainer.model.parameters()])
+
+
+def test_transforms_limit_as_the_trainer_does(tmp_path):
+    own = TrainerCallback(transforms=[ClipNorm(0.1, dim="global")])
+    ours = own_trained(tmp_path, 8, own=own)
+    theirs = own_trained(tmp_path, 8, max_grad_norm=0.1)
+    torch.testing.assert_close(bits(ours), bits(theirs), rtol=0, atol=1e-5)
+    logs = [[log for log in trainer.state.log_history if "loss" in log] for trainer in (ours, theirs)]
+    assert [log["clip_norm/norm"] for log in logs[0]] == pytest.approx([log["grad_norm"] for log in logs[1]], rel=1e-4)
+    assert all(log["clip_norm/factor"] == pytest.approx(0.1 / log["clip_norm/norm"]) for log in logs[0])
+    assert type(ours.optimizer.optimizer) is torch.optim.AdamW
+
+
+@pytest.mark.parametrize("where", ["own AdamW", "SGD that is given", "the same trainer"])
+def test_transforms_resume_from_the_trainers_checkpoints(tmp_path, where):
+    def run(directory, steps, resume=None):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9) if where == "SGD that is given" else None
+        # 6 steps of warm-up, so that the checkpoint of step 4 has a part of it
+        own = TrainerCallback(transforms=[SkipStep(max_norm=0.9), ZClip(warmup_steps=6, max_norm=0.5)])
+        return own_trained(directory, steps, resume, model, optimizer, own), own
+
+    whole, expected = run(tmp_path / "whole", 12)
+    trainer, first = run(tmp_path / "parts", 5)
+    checkpoint = os.fspath(tmp_path / "parts" / "checkpoint-4")
+    if where == "the same trainer":
+        trainer.args.max_steps = 12
+        trainer.train(resume_from_checkpoint=checkpoint)
+        found = first
+    else:
+        trainer, found = run(tmp_path / "parts", 12, checkpoint)
+    assert torch.equal(bits(trainer), bits(whole))
+    assert integrations.numbers(found.handle) == integrations.numbers(expected.handle)
+    assert 0 < expected.handle.skipped_steps < 12
+    assert found.handle.skipped_steps == expected.handle.skipped_steps
+    own, theirs = (
+        [{k: v for k, v in log.items() if "/" in k} for log in run.state.log_history if "loss" in log]
+        for run in (trainer, whole)
+    )
+    assert own[-7:] == theirs[-7:]
+
+
+def test_a_checkpoint_that_is_saved_after_training_has_the_transforms(tmp_path):
+    own = TrainerCallback(transforms=[ZClip()])
+    trainer = own_trained(tmp_path, 3, own=own)
+    saved = trainer.optimizer.state_dict()["param_groups"]
+    assert [group["before_step"]["settings"]["z_clip/started"].item() for group in saved] == [3, 3]
+    own.handle.remove()
+    assert "before_step" not in trainer.optimizer.state_dict()["param_groups"][0]
+
+
+def test_transforms_and_a_trainer_that_clips_as_well_are_refused(tmp_path):
+    for own in (TrainerCallback(transforms=[ZClip()]), TrainerCallback(Recorder, transforms=[ZClip()])):
+        with pytest.raises(ValueError, match=r"max_grad_norm=1\.0 before .*transforms="):
+            own_trained(tmp_path, 1, own=own, max_grad_norm=1.0)
+        assert own.handle is None
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before_step(optimizer, ZClip())
+    with pytest.raises(ValueError, match=r"max_grad_norm=1\.0 before"):
+        own_trained(tmp_path, 1, None, model, optimizer, TrainerCallback(Recorder), max_grad_norm=1.0)
+
+
+def test_an_optimizer_of_another_model_is_refused(tmp_path):
+    """As with peft_config= and an optimizer of the bare model, whose parameters are frozen."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model.requires_grad_(False)
+    model.layers.append(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match=r"none of the 2 trainable parameters of the model \('layers.3.weight'"):
+        own_trained(tmp_path, 1, None, model, optimizer, TrainerCallback(transforms=[ZClip()]))
+    model.layers[0].requires_grad_(True)
+    with pytest.warns(UserWarning, match="does not have 2 of the 4 trainable parameters"):
+        own_trained(tmp_path, 1, None, model, optimizer, TrainerCallback(transforms=[ZClip()]))
+
+
+def test_a_record_beside_transforms_has_the_norms_before_them(tmp_path):
+    own = TrainerCallback(Recorder, transforms=[SkipStep(max_norm=0.9), ClipNorm(0.1, dim="global")])
+    trainer = own_trained(tmp_path, 6, own=own)
+    logs, record = [log for log in trainer.state.log_history if "loss" in log], own.recorder.record()
+    assert record.norm.tolist() == pytest.approx([log["grad_norm"] for log in logs], rel=1e-5)
+    assert [bool(reason) for reason in record.reasons] == [norm > 0.9 for norm in record.norm.tolist()]

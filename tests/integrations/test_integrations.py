@@ -7,7 +7,7 @@ import torch
 from ranks import run_program
 from torch import nn
 
-from torchzero_clip import Centralize, ClipNorm, Modular, integrations
+from torchzero_clip import Centralize, ClipNorm, Modular, before_step, integrations
 from torchzero_clip.integrations import metrics, numbers, unwrapped
 
 
@@ -47,6 +47,24 @@ def test_a_wrapper_that_passes_for_a_modular_is_opened():
     fake = object.__new__(type("LightningModular", (Modular,), {}))
     vars(fake)["_optimizer"] = optimizer
     assert unwrapped(fake) is optimizer
+
+
+def test_an_optimizer_with_transforms_before_its_steps_has_their_metrics():
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], 1.0)
+    handle = before_step(optimizer, ClipNorm(1))
+    weight.grad = torch.tensor([3.0, 4.0])
+    optimizer.step()
+    wrapped = Wrapper(Wrapper(optimizer, "_optimizer"), "optimizer")
+    expected = {"clip_norm/norm": 5.0, "clip_norm/factor": pytest.approx(0.2), "clip_norm/clipped": 1.0}
+    for given in (wrapped, optimizer, handle):
+        assert unwrapped(given) is handle
+        assert numbers(given) == expected
+        assert metrics(given).keys() == expected.keys()
+    handle.remove()
+    assert numbers(handle) == expected
+    with pytest.raises(TypeError, match=r"got SGD, which has no transforms: call before_step on it"):
+        numbers(wrapped)
 
 
 class Slots:

@@ -8,7 +8,18 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from torchzero_clip import AdamW, ClipNorm, ClipNormGrowth, Modular, Recorder, integrations, read_record
+from torchzero_clip import (
+    AdamW,
+    ClipNorm,
+    ClipNormGrowth,
+    Modular,
+    Recorder,
+    SkipStep,
+    ZClip,
+    before_step,
+    integrations,
+    read_record,
+)
 
 lightning = pytest.importorskip("lightning", reason="lightning is not installed")
 LightningCallback = integrations.LightningCallback
@@ -228,3 +239,103 @@ def test_a_disk_that_is_full_when_training_ends_gives_a_warning(tmp_path, monkey
         fitted(tmp_path, 1, Watched, own=own, enable_checkpointing=False)
     assert own.recorder.is_closed
     assert own.recorder.record().steps == list(range(4))
+
+
+def transforms():
+    return LightningCallback(transforms=[SkipStep(max_norm=0.9), ZClip(warmup_steps=6, max_norm=0.5)])
+
+
+def values(module):
+    return torch.cat([param.detach().reshape(-1) for param in module.parameters()])
+
+
+def test_transforms_limit_as_the_trainer_does(tmp_path):
+    ours, trainer = fitted(tmp_path, 2, Watched, own=LightningCallback(transforms=[ClipNorm(0.1, dim="global")]))
+    theirs, _ = fitted(tmp_path, 2, Plain, own=LightningCallback(Recorder), gradient_clip_val=0.1)
+    torch.testing.assert_close(values(ours), values(theirs), rtol=0, atol=1e-5)
+    norm = torch.tensor(ours.norms[-1]).norm().item()
+    assert trainer.callback_metrics["clip_norm/norm"].item() == pytest.approx(norm, rel=1e-5)
+    assert trainer.callback_metrics["clip_norm/factor"].item() == pytest.approx(0.1 / norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("saved", ["after the fit", "by save_last"])
+def test_transforms_resume_from_the_trainers_checkpoints(tmp_path, saved):
+    expected, own = transforms(), transforms()
+    whole, _ = fitted(tmp_path, 3, Plain, own=expected)
+    _, trainer = fitted(tmp_path, 1, Plain, own=transforms(), enable_checkpointing=True)
+    path = tmp_path / "half.ckpt"
+    if saved == "after the fit":
+        trainer.save_checkpoint(path)
+    else:
+        path = trainer.checkpoint_callback.best_model_path
+    resumed, _ = fitted(tmp_path, 3, Plain, own=own, resume=path)
+    assert torch.equal(values(resumed), values(whole))
+    assert integrations.numbers(own.handles[0]) == integrations.numbers(expected.handles[0])
+    assert 0 < expected.handles[0].skipped_steps == own.handles[0].skipped_steps < 12
+
+
+class TwoPlain(Two):
+    def configure_optimizers(self):
+        return [torch.optim.AdamW(self.net[i].parameters(), 0.1) for i in (0, 2)]
+
+
+def test_transforms_stand_before_each_of_several_optimizers(tmp_path):
+    own = LightningCallback(transforms=[ClipNorm(0.01, dim="global")])
+    module, trainer = fitted(tmp_path, 1, TwoPlain, own=own)
+    assert [handle.metrics()["clip_norm/factor"].item() < 1 for handle in own.handles] == [True, True]
+    names = {f"{i}/clip_norm/{name}" for i in (0, 1) for name in ("norm", "factor", "clipped")}
+    assert names == set(trainer.callback_metrics)
+    joint = torch.cat([param.grad.reshape(-1) for param in module.net[2].parameters()])
+    assert joint.norm().item() == pytest.approx(0.01, rel=1e-5)
+
+
+def test_transforms_beside_a_modular_are_refused(tmp_path):
+    with pytest.raises(TypeError, match="takes the transforms"):
+        fitted(tmp_path, 1, Two, own=transforms())
+
+
+def test_transforms_that_the_module_puts_before_its_optimizer_are_logged_and_resume(tmp_path):
+    class Own(Plain):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            before_step(optimizer, SkipStep(max_norm=0.9), ZClip(warmup_steps=6), module=self)
+            return optimizer
+
+    whole, trainer = fitted(tmp_path, 3, Own)
+    assert {"z_clip/norm", "z_clip/limit", "skipped_steps"} <= set(trainer.callback_metrics)
+    _, half = fitted(tmp_path, 1, Own)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    resumed, _ = fitted(tmp_path, 3, Own, resume=tmp_path / "half.ckpt")
+    assert torch.equal(values(resumed), values(whole))
+
+
+def test_transforms_and_a_trainer_that_clips_as_well_are_refused(tmp_path):
+    own = LightningCallback(Recorder, transforms=[ZClip()])
+    with pytest.raises(ValueError, match=r"gradient_clip_val=0\.5 before .*transforms="):
+        fitted(tmp_path, 1, Plain, own=own, gradient_clip_val=0.5)
+    assert own.handles == []
+
+
+def test_parameters_that_the_optimizers_do_not_have_are_named(tmp_path):
+    class Half(Plain):
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.net[0].parameters())
+
+    with pytest.warns(UserWarning, match="does not have 2 of the 4 .*'net.2.weight', 'net.2.bias'"):
+        fitted(tmp_path, 1, Half, own=transforms())
+
+
+def test_a_callback_with_transforms_serves_two_fits_of_one_optimizer(tmp_path):
+    class Once(Plain):
+        optimizer = None
+
+        def configure_optimizers(self):
+            self.optimizer = self.optimizer or super().configure_optimizers()
+            return self.optimizer
+
+    module, own = Once(), LightningCallback(transforms=[ZClip()])
+    fitted(tmp_path, 1, lambda: module, own=own)
+    first = own.handles
+    fitted(tmp_path, 1, lambda: module, own=own)
+    assert own.handles == first
+    assert module.optimizer.state_dict()["param_groups"][0]["before_step"]["settings"]["z_clip/started"].item() == 8

@@ -10,7 +10,7 @@ from contract.training import gradients, parameters, through_file, train
 from torch.optim import lr_scheduler
 from versions import TORCH
 
-from torchzero_clip import SGD, Adam, ClipNorm, ClipNormGrowth, ClipValue, Modular, WeightDecay, as_lr
+from torchzero_clip import SGD, Adam, ClipNorm, ClipNormGrowth, ClipValue, Modular, WeightDecay, as_lr, before_step
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -43,6 +43,32 @@ def test_torchs_schedulers_take_any_setting(name):
         advance(expected)
     assert [group["max_norm"] for group in optimizer.param_groups] == [9.0, 9.0]
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+
+
+def test_schedulers_change_settings_of_transforms_before_the_steps_of_an_optimizer_and_resume():
+    def build():
+        params = parameters()
+        optimizer = torch.optim.SGD([{"params": params[:2]}, {"params": params[2:]}], lr=1.0)
+        handle = before_step(optimizer, ClipNorm(8.0), ClipNorm(2.0))
+        handle.param_groups[1]["clip_norm_2/max_norm"] = 4.0
+        return params, optimizer, handle, lr_scheduler.StepLR(as_lr(handle, "clip_norm_2/max_norm"), 1, 0.5)
+
+    params, optimizer, handle, scheduler = build()
+    for k, row in enumerate(gradients(params, 4)):
+        if k == 2:
+            saved = through_file((optimizer.state_dict(), scheduler.state_dict()))
+            params, optimizer, handle, scheduler = build()
+            optimizer.load_state_dict(saved[0])
+            scheduler.load_state_dict(saved[1])
+        assert [group["clip_norm_2/max_norm"] for group in handle.param_groups] == [2.0 * 0.5**k, 4.0 * 0.5**k]
+        train(optimizer, params, [row])
+        for param, limit in zip(params, [2.0, 2.0, *[4.0] * len(params)], strict=False):
+            assert param.grad.norm().item() <= 1.001 * limit * 0.5**k
+        scheduler.step()
+    assert [group["max_norm"] for group in handle.param_groups] == [8.0, 8.0]
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 1.0]
+    with pytest.raises(ValueError, match="has no setting 'lr'; it has: "):
+        as_lr(handle, "lr")
 
 
 def test_views_work_for_other_optimizers_and_beside_a_schedule_of_the_learning_rate():

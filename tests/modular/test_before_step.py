@@ -572,6 +572,22 @@ def test_scopes_need_names_of_the_module_or_the_optimizer():
     assert model[0].weight.norm().item() == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_group_may_be_empty(order):
+    """As the group without weight decay of the Trainer of Hugging Face, if only matrices are trained."""
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = sgd([{"params": list(model.parameters())}, {"params": []}][::order])
+    handle = before_step(optimizer, ClipNorm(1).only("weight"), module=model)
+    model.weight.data.zero_()
+    stepped(optimizer, model.weight, [3.0, 4.0])
+    assert model.weight.tolist() == [pytest.approx([-0.6, -0.8])]
+    saved = through_file(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    optimizer.add_param_group({"params": []})
+    stepped(optimizer, model.weight, [0.0, 0.0])
+    assert [len(group["params"]) for group in handle.param_groups] == [*[1, 0][::order], 0]
+
+
 def test_settings_of_groups_may_be_changed_and_are_saved():
     first, second = one(), one()
     optimizer = sgd([{"params": [first]}, {"params": [second]}])

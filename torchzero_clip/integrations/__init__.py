@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from torchzero_clip.integrations.attaching import chain_of
+from torchzero_clip.modular.before_step import BeforeStep
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrapped import unwrap
 
@@ -16,26 +18,30 @@ if TYPE_CHECKING:
 _PLACES = {"TrainerCallback": ("huggingface", "transformers"), "LightningCallback": ("lightning", "lightning")}
 
 
-def unwrapped(optimizer: Any) -> Modular:
+def unwrapped(optimizer: Any) -> Modular | BeforeStep:
     """Return the `Modular` inside the wrappers of trainers, such as those of Accelerate and Lightning.
 
+    If the optimizer inside is of another class, return the handle of `before_step`.
+
     Args:
-        optimizer: A `Modular`, or an object that has one as its ``optimizer`` or ``_optimizer``, at any depth.
+        optimizer: A `Modular`, an optimizer with transforms before its steps, or their handle; or an object that has
+            such an optimizer as its ``optimizer`` or ``_optimizer``, at any depth.
 
     Raises:
         TypeError: If there is none.
     """
-    found = unwrap(optimizer)
-    if not isinstance(found, Modular):
+    found = chain_of(optimizer)
+    if found is None:
         raise TypeError(
-            f"optimizer must be a Modular or a wrapper of one, got {type(found).__name__}. Train with a Modular, or "
-            "pass the class Recorder to the callback of the trainer, because a Recorder takes any optimizer"
+            f"optimizer must be a Modular or a wrapper of one, got {type(unwrap(optimizer)).__name__}, which has no "
+            "transforms: call before_step on it. A callback of a trainer does it with transforms=[...]. Or pass it the "
+            "class Recorder, because a Recorder takes any optimizer"
         )
     return found
 
 
 def metrics(optimizer: Any) -> dict[str, Tensor]:
-    """Return `Modular.metrics` of an optimizer that a trainer may have wrapped.
+    """Return `Modular.metrics` of an optimizer that a trainer may have wrapped, or of its transforms before each step.
 
     Args:
         optimizer: As in `unwrapped`, for example what ``accelerator.prepare`` or ``self.optimizers()`` returns.

@@ -13,62 +13,72 @@ from transformers.trainer_callback import CallbackHandler
 from typing_extensions import override
 
 from torchzero_clip.integrations import numbers, unwrapped
-from torchzero_clip.modular.modular import Modular
-from torchzero_clip.modular.wrapped import unwrap
+from torchzero_clip.integrations.attaching import Given, attached, chain_of, check_trained, check_transforms
+from torchzero_clip.modular.before_step import BeforeStep
 from torchzero_clip.recorder.recorder import Recorder, begun, check_given
 
 SAVED = "recorder.pt"
 
 
 class TrainerCallback(transformers.TrainerCallback):
-    """Logs the metrics of a `Modular` and the numbers of a `Recorder`, and raises if the Trainer would clip too.
+    """Puts transforms before the steps of the Trainer's optimizer, logs their metrics, and checks that only they clip.
 
-    Every ``logging_steps`` steps, the metrics of the last step that was taken are added to the logs. If the recorder
+    Every ``logging_steps`` steps, the metrics of the last step that was taken are added to the logs: those of
+    ``transforms``, or of the optimizer if it is a `Modular` or has transforms before its steps already. If the recorder
     has no ``log=``, its numbers are added too.
 
-    ``TrainingArguments.max_grad_norm`` is 1.0 by default. The Trainer then scales the gradients before the optimizer
-    gets them, so that a limit above 1 never acts and statistics store clipped norms.
+    ``TrainingArguments.max_grad_norm`` is 1.0 by default. The Trainer then scales the gradients before the transforms
+    get them, so that a limit above 1 never acts and statistics store clipped norms.
 
     Args:
         recorder: A `Recorder` of the optimizer, or a function that makes one when training starts, such as
             ``functools.partial(Recorder, path="run.jsonl")``, for any optimizer. Each checkpoint saves the steps in
             ``recorder.pt``, and a run that is resumed from ``output_dir`` loads them. With ``logging_steps=1``, the
             losses of the logs are recorded. Otherwise call ``recorder.report_loss`` where the loss is computed.
+        transforms: Transforms for `before_step`, such as ``[ZClip(), SkipStep(10.0)]``, which act on the Trainer's own
+            optimizer, or a function of the optimizer that returns a handle, for other arguments of `before_step`.
+            Checkpoints of the optimizer contain their state. They stay there after training: `handle` removes them.
 
     Raises:
-        ValueError: When training starts, if the optimizer is a `Modular` and ``max_grad_norm`` is above 0, or the
-            recorder is closed or records another optimizer.
-        TypeError: If ``recorder`` is neither a `Recorder` nor a function. When training starts, if the optimizer is not
-            a `Modular`, and there is no recorder.
+        ValueError: When training starts with transforms, if ``max_grad_norm`` is above 0, or the optimizer has none of
+            the trainable parameters of the model. If the recorder is closed or records another optimizer.
+        TypeError: If ``recorder`` or ``transforms`` has another type. When training starts, if there is neither a
+            recorder nor a transform.
     """
 
-    def __init__(self, recorder: Recorder | Callable[[Any], Recorder] | None = None) -> None:
+    def __init__(self, recorder: Recorder | Callable[[Any], Recorder] | None = None, *, transforms: Given = ()) -> None:
         check_given(recorder)
-        self._given = recorder
+        check_transforms(transforms)
+        self._given, self._transforms = recorder, transforms
         self.recorder = recorder if isinstance(recorder, Recorder) else None
         """The recorder. None if there is none, or before training if a function makes it."""
+        self.handle: BeforeStep | None = None
+        """The handle of ``transforms``; None before training."""
         self._live: dict[str, float] = {}  # numbers for the next log
         self._logged = -1  # the step of the last loss
 
     @override
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check that only one side clips, and begin or continue the record."""
-        optimizer = kwargs["optimizer"]
-        own = isinstance(unwrap(optimizer), Modular) or self._given is None
-        if own:
+        """Check that only one side clips, put the transforms in place, and begin or continue the record."""
+        optimizer, model = kwargs["optimizer"], kwargs["model"]
+        own = bool(self._transforms) or chain_of(optimizer) is not None or self._given is None
+        if own and not self._transforms:
             unwrapped(optimizer)
         if args.max_grad_norm is not None and args.max_grad_norm > 0:
             clips = f"the Trainer clips gradients to max_grad_norm={args.max_grad_norm} before"
             if own:
                 raise ValueError(
                     f"{clips} the optimizer gets them. Write TrainingArguments(max_grad_norm=0). For the same limit, "
-                    'put ClipNorm(1.0, dim="global") into the chain'
+                    'put ClipNorm(1.0, dim="global") into the chain or into transforms='
                 )
             warnings.warn(f"{clips} they are recorded. For the norms before, set max_grad_norm=0", stacklevel=2)
+        check_trained([optimizer], model, raises=own)
+        if self._transforms:
+            self.handle = attached(self._transforms, [self.handle], optimizer, model)
         self._come_first()
         self._live, self._logged = {}, -1
         if self._given is not None:
-            path, model, step = _checkpoint(args, state) / SAVED, kwargs["model"], state.global_step
+            path, step = _checkpoint(args, state) / SAVED, state.global_step
             saved = path if path.exists() else None
             self.recorder = begun(self._given, self.recorder, optimizer, model, log=self._keep, saved=saved, step=step)
 
@@ -99,7 +109,7 @@ class TrainerCallback(transformers.TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs is None or "loss" not in logs or kwargs.get("optimizer") is None:
             return
-        named = numbers(kwargs["optimizer"]) if isinstance(unwrap(kwargs["optimizer"]), Modular) else {}
+        named = {} if chain_of(kwargs["optimizer"]) is None else numbers(kwargs["optimizer"])
         if self.recorder is not None:
             last = self.recorder.step - 1
             is_of_step = args.logging_strategy == "steps" and args.logging_steps == 1

@@ -4,13 +4,13 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from torchzero_clip.integrations import unwrapped
+from torchzero_clip.integrations.attaching import Given, attached, chain_of, check_trained, check_transforms
+from torchzero_clip.modular.before_step import BeforeStep
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrapped import unwrap
 from torchzero_clip.recorder.recorder import Recorder, begun, check_given
@@ -25,64 +25,81 @@ else:  # one library under two names
 
 
 class LightningCallback(Callback):
-    """Logs the metrics of a `Modular` and the numbers of a `Recorder`, and raises if the Trainer would clip too.
+    """Puts transforms before the steps of the optimizers, logs their metrics, and checks that only they clip.
 
-    The metrics are logged as by ``self.log`` in the module. With several optimizers, their names begin with the index
-    of the optimizer, as in ``"1/clip_norm/norm"``. If the recorder has no ``log=``, it sends its numbers to the loggers
-    of the Trainer.
+    The metrics are those of ``transforms``, of each `Modular`, and of each optimizer that has transforms before its
+    steps already. They are logged as by ``self.log`` in the module. With several optimizers, their names begin with the
+    index of the optimizer, as in ``"1/clip_norm/norm"``. If the recorder has no ``log=``, it sends its numbers to the
+    loggers of the Trainer.
 
     Args:
         recorder: A `Recorder` of an optimizer of the module, or a function that makes one when training starts, such as
             ``functools.partial(Recorder, path="run.jsonl")``. With several optimizers, this function gets the first
-            `Modular`, or the first optimizer if none is a `Modular`. The checkpoints of the Trainer contain the steps.
-            In automatic optimization, the recorder also gets the loss, except with ``precision="16-mixed"``.
+            one with transforms, or the first optimizer if none has them. The checkpoints of the Trainer contain the
+            steps. In automatic optimization, the recorder also gets the loss, except with ``precision="16-mixed"``.
+        transforms: Transforms for `before_step`, such as ``[ZClip(), SkipStep(10.0)]``, or a function of the optimizer
+            that returns a handle, for other arguments of `before_step`. With several optimizers, they act before the
+            steps of each, and each has a state of its own. Checkpoints of the optimizers contain it. They stay there
+            after training: `handles` remove them.
 
     Raises:
-        ValueError: When fitting starts with a `Modular`, if ``Trainer(gradient_clip_val=...)`` is above 0, or the
-            module overrides ``configure_gradient_clipping``, because either may clip the gradients before the optimizer
-            gets them. When training starts, if the recorder is closed or records another optimizer.
-        TypeError: If ``recorder`` is neither a `Recorder` nor a function. When training starts, if none of the
-            optimizers is a `Modular`, and there is no recorder.
+        ValueError: When fitting starts with transforms, if ``Trainer(gradient_clip_val=...)`` is above 0, or the module
+            overrides ``configure_gradient_clipping``, because either may clip the gradients before the transforms get
+            them. If the optimizers have none of the trainable parameters of the module. When training starts, if the
+            recorder is closed or records another optimizer.
+        TypeError: If ``recorder`` or ``transforms`` has another type. When training starts, if there is neither a
+            recorder nor a transform.
     """
 
-    def __init__(self, recorder: Recorder | Callable[[Any], Recorder] | None = None) -> None:
+    def __init__(self, recorder: Recorder | Callable[[Any], Recorder] | None = None, *, transforms: Given = ()) -> None:
         check_given(recorder)
-        self._given = recorder
+        check_transforms(transforms)
+        self._given, self._transforms = recorder, transforms
         self.recorder = recorder if isinstance(recorder, Recorder) else None
         """The recorder. None if there is none, or before training if a function makes it."""
+        self.handles: list[BeforeStep] = []
+        """The handles of ``transforms``, one for each optimizer; empty before fitting."""
         self._loaded: dict[str, Any] | None = None
 
     @override
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check that only one side clips."""
+        """Check that only one side clips, and put the transforms in place before a checkpoint is loaded."""
         limit = trainer.gradient_clip_val
         clips = f"the Trainer clips gradients by gradient_clip_val={limit} before" if limit and limit > 0 else ""
-        if self._given is not None and not _chains(trainer.optimizers):
+        own = bool(self._transforms) or bool(_chains(trainer.optimizers))
+        if self._given is not None and not own:
             if clips:  # the Trainer has to clip for other optimizers
                 warnings.warn(f"{clips} they are recorded. For the norms before, set it to None", stacklevel=2)
             return
         if clips:
             raise ValueError(
                 f"{clips} the optimizer gets them. Write Trainer(gradient_clip_val=None). For a limit, put "
-                'ClipNorm(1.0, dim="global") into the chain'
+                'ClipNorm(1.0, dim="global") into the chain or into transforms='
             )
         if pl_module.automatic_optimization and not _is_lightnings(pl_module.configure_gradient_clipping):
             raise ValueError(
                 f"{type(pl_module).__name__}.configure_gradient_clipping may change gradients before the optimizer "
-                "gets them. Remove the method, and do the same by transforms of the chain"
+                "gets them. Remove the method, and do the same by transforms"
             )
+        check_trained(trainer.optimizers, pl_module, raises=own)
+        if self._transforms:
+            current = self.handles
+            self.handles = [attached(self._transforms, current, each, pl_module) for each in trainer.optimizers]
 
     @override
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Check that there is something to log, and begin the record."""
-        chains: list[Any] = list(_chains(trainer.optimizers).values())
+        chains = _chains(trainer.optimizers)
         if not chains and self._given is None:
             kinds = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
             expected = "a Modular, so that LightningCallback has metrics to log"
-            raise TypeError(f"configure_optimizers must return {expected}, got {kinds}")
+            raise TypeError(
+                f"configure_optimizers must return {expected}, got {kinds}. For an optimizer of another class, write "
+                "LightningCallback(transforms=[...])"
+            )
         if self._given is None:
             return
-        found = [*chains, *map(unwrap, trainer.optimizers)]
+        found = [*map(unwrap, chains.values()), *map(unwrap, trainer.optimizers)]
         given = self._given.optimizer if isinstance(self._given, Recorder) else found[0]
         optimizer = next((own for own in found if own is given), found[0])
         log, step = partial(_log, trainer.loggers), trainer.global_step if len(trainer.optimizers) == 1 else 0
@@ -108,8 +125,8 @@ class LightningCallback(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        for prefix, optimizer in _chains(trainer.optimizers).items():
-            pl_module.log_dict({f"{prefix}{name}": value.float() for name, value in optimizer.metrics().items()})
+        for prefix, chain in _chains(trainer.optimizers).items():
+            pl_module.log_dict({f"{prefix}{name}": value.float() for name, value in chain.metrics().items()})
 
 
 def _log(loggers: Sequence[Any], step: int, values: dict[str, float]) -> None:
@@ -124,10 +141,7 @@ def _is_lightnings(hook: Any) -> bool:
     return getattr(hook, "__func__", None) in own
 
 
-def _chains(optimizers: Sequence[Any]) -> dict[str, Modular]:
-    """Each `Modular` by the prefix of its metrics; other optimizers are left out."""
-    found: dict[str, Modular] = {}
-    for i, optimizer in enumerate(optimizers):
-        with suppress(TypeError):
-            found[f"{i}/" if len(optimizers) > 1 else ""] = unwrapped(optimizer)
-    return found
+def _chains(optimizers: Sequence[Any]) -> dict[str, Modular | BeforeStep]:
+    """The transforms of each optimizer by the prefix of their metrics; optimizers without them are left out."""
+    found = {f"{i}/" if len(optimizers) > 1 else "": chain_of(each) for i, each in enumerate(optimizers)}
+    return {prefix: chain for prefix, chain in found.items() if chain is not None}

@@ -6,10 +6,11 @@ from typing import Any, NoReturn
 from torch.optim import Optimizer
 
 from torchzero_clip.checks import instance, is_numeric
+from torchzero_clip.modular.before_step import BeforeStep
 from torchzero_clip.modular.modular import Modular
 
 
-def as_lr(optimizer: Optimizer, key: str) -> Optimizer:
+def as_lr(optimizer: Optimizer | BeforeStep, key: str) -> Optimizer:
     """Return a view of the optimizer for torch's schedulers, in which another setting takes the place of ``lr``.
 
     The schedulers of `torch.optim.lr_scheduler` take the view (`OneCycleLR` and `CyclicLR` with
@@ -17,7 +18,7 @@ def as_lr(optimizer: Optimizer, key: str) -> Optimizer:
     saved like any other scheduler. Chained schedulers must share one view: call this function once for each setting.
 
     Args:
-        optimizer: A `Modular`, or any other optimizer.
+        optimizer: A `Modular`, the handle of `before_step`, or any other optimizer.
         key: A setting that is a number in every param group, such as ``"max_norm"``.
 
     Returns:
@@ -36,6 +37,7 @@ def as_lr(optimizer: Optimizer, key: str) -> Optimizer:
         >>> optimizer.param_groups[0]["max_norm"]
         0.1
     """
+    optimizer = optimizer._front if isinstance(optimizer, BeforeStep) else optimizer
     instance("optimizer", optimizer, Optimizer)
     instance("key", key, str)
     key = optimizer.storage_keys.get(key, key) if isinstance(optimizer, Modular) else key

@@ -159,7 +159,9 @@ def _named(group: Group, module: nn.Module | None) -> Group:
     if names is None and module is not None:
         known = {id(param): name for name, param in module.named_parameters()}
         names = [known.get(id(param), f"parameter {i}") for i, param in enumerate(params)]
-    of_group = {"name": group["name"]} if "name" in group else {}
+    of_group: Group = {"name": group["name"]} if "name" in group else {}
+    if names is not None and not names:
+        of_group["param_names"] = []  # an empty group does not show that parameters have names
     return {"params": params if names is None else list(zip(names, params, strict=True)), **of_group}
 
 

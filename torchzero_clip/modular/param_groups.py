@@ -65,7 +65,7 @@ def _normalized(group: Mapping[str, Any], nodes: Nodes) -> dict[str, Any]:
     if params is not None and (names := result.get("param_names")) is not None:  # as in groups of an optimizer
         if len(names) != len(params):
             raise ValueError(f"'param_names' has {len(names)} names for {len(params)} parameters")
-        if not any(isinstance(item, tuple) for item in params):
+        if params and not any(isinstance(item, tuple) for item in params):
             result["params"] = list(zip(names, params, strict=True))
             del result["param_names"]
     return result

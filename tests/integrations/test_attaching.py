@@ -1,0 +1,65 @@
+"""What the callbacks of trainers do when training starts."""
+
+import pytest
+import torch
+from torch import nn
+
+from torchzero_clip import AdamW, ClipNorm, Modular, ZClip, before_step
+from torchzero_clip.integrations.attaching import attached, chain_of, check_trained, check_transforms
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=1.0)
+
+
+def test_transforms_of_an_earlier_training_stay_and_those_of_others_are_refused():
+    model = nn.Linear(2, 1)
+    optimizer = sgd(model.parameters())
+    handle = attached([ClipNorm(1).only("weight")], [None], optimizer, model)
+    assert chain_of(optimizer) is chain_of(handle) is handle
+    assert attached([ZClip()], [handle], optimizer, model) is handle
+    with pytest.raises(RuntimeError, match="has transforms before its steps already"):
+        attached([ZClip()], [None], optimizer, model)
+    handle.remove()
+    assert chain_of(optimizer) is None
+    assert attached(ZClip(), [handle], optimizer, model) is not handle
+
+
+def test_a_function_makes_the_handle():
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = sgd([weight])
+    handle = attached(lambda o: before_step(o, ClipNorm(1), nonfinite="skip"), [], optimizer, nn.Module())
+    weight.grad = torch.tensor([torch.inf, 1.0])
+    optimizer.step()
+    assert handle.skipped_by == ("nonfinite",)
+    with pytest.raises(TypeError, match=r"the function transforms= returns must be of class BeforeStep, got None"):
+        attached(lambda o: None, [], sgd([weight]), nn.Module())
+
+
+def test_what_a_callback_is_given_is_checked_before_training():
+    check_transforms([ClipNorm(1), [ZClip()]])
+    with pytest.raises(TypeError, match="AdamW"):
+        check_transforms([ClipNorm(1), torch.optim.AdamW])
+    model = nn.Linear(2, 1)
+    with pytest.raises(TypeError, match="takes the transforms"):
+        attached([ZClip()], [], Modular(model, AdamW()), model)
+
+
+def test_parameters_that_no_optimizer_has_are_named():
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)])
+    first, rest = sgd(model[0].parameters()), sgd([*model[1].parameters(), *model[2].parameters()])
+    check_trained([first, rest], model, raises=True)  # a warning would raise
+    with pytest.warns(
+        UserWarning, match=r"does not have 4 of the 6 .* not trained: '1.weight', '1.bias', '2.weight', "
+    ):
+        check_trained([first], model, raises=True)
+    model[1].requires_grad_(False)
+    with pytest.warns(UserWarning, match=r"does not have 2 of the 4 .* not trained: '2.weight', '2.bias'$"):
+        check_trained([first], model, raises=True)
+    model[0].requires_grad_(False)
+    with pytest.raises(
+        ValueError, match=r"has none of the 2 trainable parameters of the model \('2.weight', '2.bias'\)"
+    ):
+        check_trained([first], model, raises=True)
+    with pytest.warns(UserWarning, match="does not have 2 of the 2"):
+        check_trained([first], model, raises=False)
