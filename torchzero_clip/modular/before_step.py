@@ -4,7 +4,7 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from torchzero_clip.checks import instance
-from torchzero_clip.compat import is_template_step, never_compiled, steps_being_taken
+from torchzero_clip.compat import may_be_template, never_compiled, steps_being_taken
 from torchzero_clip.core.chain import Transforms, flatten
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.listener import Attached, Listener, Seen
@@ -54,7 +54,7 @@ class BeforeStep:
             optimizer.register_step_post_hook(self.after),
             *own,
         ]
-        self._wrapper = _finally(optimizer, self._finish)
+        self._wrapper = _finally(optimizer, self)
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -62,6 +62,11 @@ class BeforeStep:
         if found is None:
             raise ReferenceError("the optimizer of this handle was deleted")
         return found
+
+    @property
+    def is_in_step(self) -> bool:
+        """True between `before` and `after`."""
+        return self._depth > 0
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -143,10 +148,11 @@ class BeforeStep:
         """Change the gradients, or wrap the closure that makes them."""
         if torch.compiler.is_compiling():
             return self._before_compiled(optimizer, args, kwargs)
-        if self._depth and steps_being_taken(optimizer) > 1:
-            self._depth += 1
-            return None
-        self._finish()  # a step may have raised an error without a call of `after`
+        if self._depth:
+            if steps_being_taken(optimizer) > 1:
+                self._depth += 1
+                return None
+            self.finish()  # the step before was called around the wrapper, and raised an error
         self._depth = 1
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
         if closure is None:
@@ -169,7 +175,6 @@ class BeforeStep:
         self._change(optimizer, results[0])
         return results[0]
 
-    @torch.no_grad()
     def _change(self, optimizer: Optimizer, result: Any) -> None:
         """Apply the transforms, and hide the gradients if the step is refused."""
         front, groups = self._front, optimizer.param_groups
@@ -177,13 +182,14 @@ class BeforeStep:
         self._entries.look(groups)
         if getattr(optimizer, FOUND_INF, None) is not None and not self._unscale(optimizer):
             return
-        if is_template_step(groups, is_first=front.steps_taken == 0):
+        if may_be_template(groups, is_first=front.steps_taken == 0) and _are_zero(groups):
             self._entries.begin()
             return
         front.change_gradients(groups, result)
         if front.skipped_by:
             self._refused = RefusedStep(optimizer)
 
+    @torch.no_grad()
     def _unscale(self, optimizer: Any) -> bool:
         """Undo what a gradient scaler has multiplied. Return False if it has found gradients that are not finite."""
         if optimizer.found_inf.item():
@@ -209,10 +215,10 @@ class BeforeStep:
         """Give the gradients back."""
         self._depth -= 1
         if self._depth <= 0:
-            self._finish()
+            self.finish()
 
-    def _finish(self) -> bool:
-        """End a step. Return True if it was refused."""
+    def finish(self) -> bool:
+        """End the step that has begun. Return True if it was refused. `after` does so, unless the step raises."""
         self._depth = 0
         if self._has_scaled:
             optimizer: Any = self._optimizer
@@ -247,17 +253,25 @@ class _Patient(Listener):
             self.listener.end(ended)
 
 
+def _are_zero(groups: Sequence[dict[str, Any]]) -> bool:
+    """True if there are gradients, and all of them are 0."""
+    grads = [param.grad for group in groups for param in group["params"] if param.grad is not None]
+    return bool(grads) and not any(bool(grad.any()) for grad in grads)
+
+
 def _takes_factor(optimizer: Any, hook: int) -> bool:
     """True if the step of a fused optimizer of torch divides all gradients, and no later hook reads them."""
     is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
     if not is_fused or not type(optimizer).__module__.startswith("torch.optim."):
         return False
-    is_last = next(reversed(optimizer._optimizer_step_pre_hooks)) == hook
-    return is_last and all(group.get("fused") for group in optimizer.param_groups)
+    for group in optimizer.param_groups:
+        if not group.get("fused"):
+            return False
+    return next(reversed(optimizer._optimizer_step_pre_hooks)) == hook
 
 
-def _finally(optimizer: Optimizer, finish: Callable[[], bool]) -> Callable[..., Any]:
-    """Wrap ``step`` of one optimizer so that ``finish`` is called if it raises, when torch calls no hook."""
+def _finally(optimizer: Optimizer, handle: BeforeStep) -> Callable[..., Any]:
+    """Wrap ``step`` of one optimizer so that a step ends also if it raises, when torch calls no hook."""
     given: Any = vars(optimizer).get("step")
     call: Any = type(optimizer).step if given is None else given
     found = weakref.ref(optimizer)
@@ -266,14 +280,15 @@ def _finally(optimizer: Optimizer, finish: Callable[[], bool]) -> Callable[..., 
         try:
             return call(own, *args, **kwargs) if given is None else call(*args, **kwargs)
         except Exception as error:
-            if finish():
+            if handle.finish():
                 raise RuntimeError(
                     f"{type(own).__name__} cannot take a step without gradients, so transforms before it cannot refuse "
                     'one: leave out gates and nonfinite="skip". Nothing was changed'
                 ) from error
             raise
         finally:
-            finish()
+            if handle.is_in_step:
+                handle.finish()
 
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -57,9 +57,9 @@ class Entries:
 
     def look(self, groups: Sequence[Group]) -> None:
         """Take over entries that a load has left in the groups, and name the chain there."""
-        if not [group for group in groups if group.get(KEY) is not self._name]:
-            return
         found = [group.get(KEY) for group in groups]
+        if found == [self._name] * len(groups):
+            return
         if any(isinstance(entry, Mapping) for entry in found):
             self._check(groups, found)
             self._put()

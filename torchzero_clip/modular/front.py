@@ -102,7 +102,9 @@ class Front(Modular):
 
     def _has_lists_of(self, groups: Sequence[Group]) -> bool:
         own = self.param_groups
-        return len(own) == len(groups) and all(a["params"] is b["params"] for a, b in zip(own, groups, strict=True))
+        if len(own) != len(groups):
+            return False
+        return all(mine["params"] is theirs["params"] for mine, theirs in zip(own, groups, strict=True))
 
     def sync(self, groups: Sequence[Group]) -> None:
         """Follow the other optimizer if its parameters have changed."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
-from torchzero_clip.compat import never_compiled
+from torchzero_clip.compat import may_be_template, never_compiled
 from torchzero_clip.core.kinds import Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node
 from torchzero_clip.engine.listener import Listener, Seen
@@ -93,7 +93,7 @@ class Run(Listener):
     ) -> None:
         """Write one step: the norms of the gradients of ``params``, if they were measured, and numbers by name."""
         before, self._before = self._before, None
-        if self._is_template(groups, norms):
+        if norms is not None and may_be_template(groups, is_first=not self._taken) and not bool(norms.any()):
             return
         tape = self._tape_for(groups, norms)
         places = _places(groups, params) if norms is not None and len(params) != len(tape.layout.names) else None
@@ -109,15 +109,6 @@ class Run(Listener):
             self._recorded(tape)
         if self.output.add():
             self.flush(warn=True)
-
-    def _is_template(self, groups: Groups, norms: Tensor | None) -> bool:
-        """True for a step with rate 0 and zero gradients, as DCP takes it to find out which state an optimizer has."""
-        rates = [group["lr"] for group in groups if "lr" in group]
-        known = [rate for rate in rates if not isinstance(rate, Tensor) or rate.is_cpu]
-        if norms is None or len(known) < len(rates) or any(map(float, known)):
-            return False
-        # reading the norms waits for the device, so without rates only the first step is looked at
-        return (len(rates) > 0 or not self._taken) and not bool(norms.any())
 
     def _judge_loss(self, has_loss: bool) -> None:
         if self._taken == 1 and has_loss and self._began_without_loss:
