@@ -133,7 +133,7 @@ def steps_being_taken(optimizer: Optimizer) -> int:
 
 
 def may_be_template(groups: Sequence[Mapping[str, Any]], *, is_first: bool) -> bool:
-    """True for a step with rate 0. If its gradients are 0, torch.distributed.checkpoint takes it to make state exist."""
+    """True for a step with rate 0. torch.distributed.checkpoint takes one with gradients of 0, to make state exist."""
     has_rates = False
     for group in groups:
         rate = group.get("lr")

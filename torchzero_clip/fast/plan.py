@@ -278,9 +278,9 @@ class Plan:
         # the kernel divides by the inverse in float32: a factor beyond its range is left to `_scaled`
         if not (factor == 0 or _FLOAT32.tiny <= factor <= _FLOAT32.max):
             return None
-        measured = Measured(L2, [0], total.view(1), total, [total])
 
         def metrics() -> dict[str, Tensor]:
+            measured = Measured(L2, [0], total.view(1), total, [total])
             # not torch.tensor(factor), which would be on the default device of the user
             return node.qualified(effect(measured, torch.full_like(measured.vector, factor)))
 

@@ -136,7 +136,7 @@ def _reduced(tensors: Sequence[Tensor], scratch: Scratch, reduce: Callable[[Tens
         found.append(reduce(chunk.rows))
     for i in plan.long:
         found += [reduce(rows) for rows in _rows_of(tensors[i])]
-    return torch.cat(found).double(), plan.owner
+    return (found[0] if len(found) == 1 else torch.cat(found)).double(), plan.owner
 
 
 def _planned(tensors: Sequence[Tensor], scratch: Scratch) -> _Plan:

@@ -63,6 +63,6 @@ def inverse(factors: Tensor | float) -> Tensor:
     if not isinstance(factors, Tensor) or (factors.is_cpu and not factors.ndim):
         factor = float(factors)
         exact = min(max(1 / factor, -_LARGEST), _LARGEST) if factor else torch.inf
-        return torch.tensor(exact, dtype=torch.float32, device="cpu")
+        return torch.full((), exact, dtype=torch.float32, device="cpu")
     exact = factors.reciprocal()
     return torch.where(factors == 0, exact, exact.clamp(min=-_LARGEST, max=_LARGEST)).float()
