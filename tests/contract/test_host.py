@@ -205,7 +205,7 @@ def test_optimizer_in_backward(entry):
 
 @pytest.fixture
 def no_collections():
-    """The compiler makes objects by the million, and Python looks through them again and again for a sixth of its time."""
+    """The compiler makes objects by the million, and looking through them takes a sixth of its time."""
     gc.disable()
     yield
     gc.enable()
