@@ -19,7 +19,7 @@ settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=20)
 
-QUICK_CASES = 8
+QUICK_CASES = int(os.environ.get("QUICK_CASES", "8"))
 SLOW_MODULE = re.compile(r"^pytestmark = .*pytest\.mark\.slow", re.MULTILINE)
 
 
