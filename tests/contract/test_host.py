@@ -18,7 +18,6 @@ from contract.training import (
     train,
     values,
 )
-from table import SHAPES
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 from versions import needs_compiler
@@ -216,8 +215,8 @@ def no_collections():
 @pytest.mark.usefixtures("no_collections")
 @each_entry
 def test_compiled_step(entry):
-    """On two tensors for those that vary, because each tensor costs time."""
-    shapes = SHAPES[:2] if entry.varies else SHAPES[:3]
+    """On two tensors for entries that vary, and on three for others, because each tensor costs time."""
+    shapes = [(4, 3), ()] if entry.varies else [(4, 3), (3,), ()]
     params, plain = parameters(torch.float64, shapes), parameters(torch.float64, shapes)
     grads = gradients(params, 3)
     optimizer, reference = Modular(params, entry.make()), Modular(plain, entry.make())
