@@ -19,7 +19,8 @@ settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=20)
 
-QUICK_CASES = 8
+QUICK_CASES = int(os.environ.get("QUICK_CASES", "8"))
+LONG = ("test_pretended", "test_process_group", "test_recipes", "test_examples", "test_without_fast")
 SLOW_MODULE = re.compile(r"^pytestmark = .*pytest\.mark\.slow", re.MULTILINE)
 
 
@@ -54,7 +55,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Cases are slow if their entry only varies another one, or if their test has enough others.
 
     A checksum chooses the cases, so that each test takes other entries, dtypes and layers, in every run the same ones.
+    Files with tests of many seconds come first, because at the end one core would wait for the last of them.
     """
+    items.sort(key=lambda item: not item.path.stem.endswith(LONG))
     cases = defaultdict(list)
     for item in items:
         callspec = getattr(item, "callspec", None)

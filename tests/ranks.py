@@ -3,6 +3,7 @@
 import faulthandler
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -22,15 +23,14 @@ import torch.distributed as dist
 LIMIT = 480.0
 """Seconds. A busy machine needs many times what a quiet one needs, and a test that hangs ends within ten minutes."""
 CONTEXT = multiprocessing.get_context("forkserver")  # what takes seconds to import is imported once
-CONTEXT.set_forkserver_preload(
-    [
-        "torchzero_clip",
-        "torch._dynamo",  # the first optimizer of a process imports it
-        "torch.distributed.fsdp",
-        "torch.distributed.checkpoint.state_dict",
-        "pytest",  # for functions in test modules
-    ]
-)
+PRELOADED = [
+    "torchzero_clip",
+    "torch._dynamo",  # the first optimizer of a process imports it
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "pytest",  # for functions in test modules
+]
+CONTEXT.set_forkserver_preload(PRELOADED)
 
 
 def run(program: Callable[..., Any], ranks: int, *args: Any, limit: float = LIMIT, **options: Any) -> list[Any]:
@@ -119,6 +119,47 @@ def run_program(
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def run_script(script: Path, *args: str, limit: float = LIMIT) -> str:
+    """Run a Python program that starts no processes, and return what it printed. It finds torch already imported.
+
+    Raises:
+        AssertionError: The program has failed, or still runs at the limit. The message has what it has printed.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        process = CONTEXT.Process(target=_script, args=(folder, script, args))
+        process.start()
+        try:
+            process.join(limit)
+            if process.exitcode is None:
+                show_where_they_wait([process])
+            assert process.exitcode == 0, f"{script} ended with {process.exitcode} in {limit} s\n{_output(folder)}"
+        finally:
+            process.kill()
+            process.join()
+        return (folder / "out.txt").read_text()
+
+
+def run_script_of_processes(script: Path, *args: str) -> str:
+    """Run a Python program that starts processes with a forkserver, which imports torch once for all of them."""
+    code = f"import multiprocessing, runpy, sys; multiprocessing.set_forkserver_preload({PRELOADED}); del sys.argv[0]; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    done = run_program([sys.executable, "-W", "ignore", "-c", code, script, *args])
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _script(folder: Path, script: Path, args: tuple[str, ...]) -> None:
+    """What the process of a program does."""
+    for name, stream in (("out", sys.stdout), ("errors", sys.stderr)):
+        file = os.open(folder / f"{name}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, stream.fileno())
+    shows_where_it_waits(file)
+    warnings.simplefilter("ignore")
+    sys.argv = [str(script), *args]
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def shows_where_it_waits(file: Any) -> None:

@@ -2,12 +2,11 @@
 
 import importlib.util
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_program
+from ranks import run_script_of_processes
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -211,9 +210,7 @@ def test_a_limit_that_adapts_survives_corrupted_batches_that_harm_without_one():
 
 def printed(name, *args):
     """The lines that an example of several processes prints."""
-    done = run_program([sys.executable, "-W", "ignore", EXAMPLES / f"{name}.py", *args])
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return run_script_of_processes(EXAMPLES / f"{name}.py", *args).splitlines()
 
 
 def rows(lines):

@@ -49,6 +49,7 @@ OWN = (slice(0, 2), slice(2, 4), slice(4, 4))
 """The parameters of each process. The last one has none."""
 EMPTY = {"empty": 2, "all empty": 0}
 """How many tensors have elements: those of the first process, or none."""
+EVENTS = ("", "inf", "none", "nobody", "zero", "range")
 STEPS = 5
 ORDS = ("std", "var", "mad", "sum", "l0", "l3", "linf")
 CHAINS: dict[str, Callable[[], Any]] = {
@@ -154,10 +155,11 @@ def train_group(name: str, event: str, **options: Any) -> dict[str, Any]:
     }
 
 
-def train_all(event: str, options: dict[str, Any]) -> dict[str, Any]:
+def train_all(fast: bool) -> dict[tuple[str, str], Any]:
+    """What every training finds, by event and name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {name: train_group(name, event, **options) for name in names(event)}
+        return {(event, name): train_group(name, event, fast=fast) for event in EVENTS for name in names(event)}
 
 
 def train_some(names: list[str], event: str) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """What torch itself does with an optimizer: schedulers, GradScaler, hooks, closures, groups, averaging."""
 
+import gc
 import math
 import warnings
 
@@ -201,12 +202,22 @@ def test_optimizer_in_backward(entry):
     assert_equal(params, plain)
 
 
+@pytest.fixture
+def no_collections():
+    """The compiler makes objects by the million, and looking through them takes a sixth of its time."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+@pytest.mark.usefixtures("no_collections")
+@each_entry
 def test_compiled_step(entry):
-    params, plain = parameters(torch.float64), parameters(torch.float64)
-    grads = gradients(params, 4)
+    shapes = [(4, 3), ()]  # each tensor costs time
+    params, plain = parameters(torch.float64, shapes), parameters(torch.float64, shapes)
+    grads = gradients(params, 3)
     optimizer, reference = Modular(params, entry.make()), Modular(plain, entry.make())
     train(reference, plain, grads)
     torch._dynamo.reset()

@@ -30,17 +30,15 @@ def check(found, expected, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("event", ["", "inf", "none", "nobody", "zero", "range"])
-def test_chains_equal_one_process(event, fast):
-    options = {"fast": fast}
-    expected = programs.train_all(event, options)
-    found = ranks.run(programs.train_all, 3, event, options)
+def test_chains_equal_one_process(fast):
+    """The same processes see all events, because they start slowly."""
+    expected, found = programs.train_all(fast), ranks.run(programs.train_all, 3, fast)
     failures = []
-    for name in programs.names(event):
+    for event, name in expected:
         try:
-            check([own[name] for own in found], expected[name], name)
+            check([own[event, name] for own in found], expected[event, name], name)
         except AssertionError as error:
-            failures.append(f"{name}: {error}")
+            failures.append(f"{event} {name}: {error}")
     assert not failures, "\n".join(failures)
 
 
@@ -61,7 +59,7 @@ def test_a_few_chains_equal_one_process(event, names):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "seeds"), [(2, range(60)), (3, range(60, 120))], ids=["2", "3"])
+@pytest.mark.parametrize(("processes", "seeds"), [(2, range(30)), (3, range(30, 70))], ids=["2", "3"])
 def test_random_chains_equal_one_process(processes, seeds):
     for found in ranks.run(random_groups.all_differences, processes, seeds):
         assert not found, "\n\n".join(found)

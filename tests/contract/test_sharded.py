@@ -3,7 +3,6 @@
 import pytest
 import ranks
 from contract import sharded
-from contract.entries import ENTRIES
 
 pytestmark = pytest.mark.slow
 GROUPS = {check: pytest.mark.xdist_group(f"sharded, {check}") for check in sharded.PER_ENTRY}
@@ -28,8 +27,14 @@ def failures():
     return of
 
 
-@pytest.mark.parametrize("check", [pytest.param(check, marks=group) for check, group in GROUPS.items()])
-@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+@pytest.mark.parametrize(
+    ("entry", "check"),
+    [
+        pytest.param(entry, check, marks=group, id=f"{entry}-{check}")
+        for check, group in GROUPS.items()
+        for entry in sharded.entries_of(check)
+    ],
+)
 def test_entry(failures, entry, check):
     assert failures(sharded.run_for_each_entry, check)[entry.name] == ""
 

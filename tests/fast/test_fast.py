@@ -98,7 +98,7 @@ def test_fast_equals_readable(**case):
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(**cases)
 def test_fast_equals_readable_in_many_cases(**case):
     compare(**case)

@@ -5,7 +5,8 @@ import ranks
 from per_sample import several
 
 QUICK = ["backward_equals_one_process gpt unequal mean", "classic_equals_one_process frozen empty mean"]
-KINDS = [(kind, count) for kind in several.WRAPS for count in several.SHARES]
+KINDS = [*((kind, 2) for kind in several.WRAPS), ("replicated", 3), ("sharded", 3)]
+"""Three processes hold shards of different sizes; blocks that are sharded by themselves have them in no other way."""
 
 
 @pytest.fixture(scope="module")

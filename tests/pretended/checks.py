@@ -1,5 +1,6 @@
 """What holds on the pretended CUDA device. `test_pretended` runs each check in a process of its own."""
 
+import gc
 import json
 import sys
 import traceback
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 
 from torchzero_clip import LR, AdamW, ClipNorm, Modular, SkipStep
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16]
+"""Of the entries. The worked cases have float64."""
 PLACES = {CPU: torch.Tensor.clone, CUDA: on_cuda}
 Chain = Callable[[], Any]
 
@@ -42,8 +44,9 @@ def agree(actual: list[Tensor], expected: list[Tensor], what: object, dtype: tor
         torch.testing.assert_close(a, e, rtol=tolerance, atol=atol, equal_nan=True, msg=lambda m: f"{what}: {m}")
 
 
-def worked_cases(dtype: torch.dtype) -> None:
+def worked_cases() -> None:
     """Those of ``vectors.json`` for transforms and functions."""
+    dtype = torch.float64
     for case in CASES:
         shapes = [shape or () for shape in case.get("shapes", [])]
         if case["kind"] == "transform":
@@ -58,8 +61,6 @@ def worked_cases(dtype: torch.dtype) -> None:
             if case["kind"] == "function":
                 params = params_of([torch.zeros(shape, dtype=dtype) for shape in shapes], CUDA)
             grads = [None if g is None else tensor(g, s).to(dtype) for g, s in zip(given, shapes, strict=True)]
-            if any(fits_no_more(x, dtype) for x in (*grads, *wanted)):
-                break
             for param, grad in zip(params, grads, strict=True):
                 param.grad = None if grad is None else on_cuda(grad)
                 nn.init.zeros_(param)
@@ -71,15 +72,6 @@ def worked_cases(dtype: torch.dtype) -> None:
                 found = [-param.detach() for param in params]
             pairs = [(f, w) for f, w in zip(found, wanted, strict=True) if w is not None]
             agree([f for f, _ in pairs], [w for _, w in pairs], case["id"], dtype)
-
-
-def fits_no_more(value: Tensor | None, dtype: torch.dtype) -> bool:
-    """True if a number is beyond the range of a dtype, so that the case is another one."""
-    if value is None or dtype == torch.float64:
-        return False
-    sizes = value.double().abs()
-    info = torch.finfo(dtype)
-    return bool(((sizes > info.max / 1e6) | ((sizes > 0) & (sizes < info.tiny * 1e6))).any() and value.isfinite().all())
 
 
 def adaptive_cases(fast: bool) -> None:
@@ -207,7 +199,7 @@ def captures_are_refused_where_a_step_waits() -> None:
 
 
 CHECKS: dict[str, Callable[[], None]] = {
-    **{f"worked cases, {dtype}": lambda dtype=dtype: worked_cases(dtype) for dtype in DTYPES[:2]},
+    "worked cases": worked_cases,
     "adaptive cases": lambda: adaptive_cases(True),
     "adaptive cases, readable": lambda: adaptive_cases(False),
     **{f"entries, {dtype}": lambda dtype=dtype: entries_agree(dtype) for dtype in DTYPES},
@@ -240,5 +232,6 @@ def failure(check: str) -> str:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     install()
+    gc.freeze()  # what is imported is left out when all tensors on the device are looked for
     for _name in GROUPS[sys.argv[1]]:
         print(json.dumps([_name, failure(_name)]), flush=True)  # noqa: T201

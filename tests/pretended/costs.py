@@ -70,10 +70,10 @@ def cost(name: str, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> Cost:
 
     before = memory_in_use()
     params = [nn.Parameter(value) for value in fresh()]
+    for param, grad in zip(params, fresh(), strict=True):
+        param.grad = grad
     optimizer = Modular(params, *chain(name))
     for _ in range(4):
-        for param, grad in zip(params, fresh(), strict=True):
-            param.grad = grad
         DEVICE.counts.clear()
         optimizer.step()
     launches, moved = DEVICE.counts.launches.total(), sum(DEVICE.counts.bytes.values())

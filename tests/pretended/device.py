@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils import _foreach_utils, _pytree
+from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchzero_clip import compat
@@ -137,8 +137,7 @@ class Device:
 
     def dispatch(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         name = function.overloadpacket.__name__
-        leaves = _pytree.tree_leaves((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = _tensors((args, kwargs))
         here = [tensor for tensor in tensors if isinstance(tensor, OnCuda)]
         asked = kwargs.get("device")
         goes_here = torch.device(asked).type == "cuda" if asked is not None else bool(here)
@@ -157,8 +156,15 @@ class Device:
         self, name: str, function: Any, args: Any, kwargs: dict[str, Any], launches: int, goes_here: bool = True
     ) -> Any:
         """Call a function with the numbers of tensors, and put its results on the device."""
-        owner = {id(t.kept): t for t in _pytree.tree_leaves((args, kwargs)) if isinstance(t, OnCuda)}
-        own_args, own_kwargs = _pytree.tree_map_only(OnCuda, lambda t: t.kept, (args, kwargs))
+        owner: dict[int, OnCuda] = {}
+
+        def on_the_host(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, OnCuda):
+                return tensor
+            owner[id(tensor.kept)] = tensor
+            return tensor.kept
+
+        own_args, own_kwargs = _mapped(on_the_host, args), _mapped(on_the_host, kwargs)
         if own_kwargs.get("device") is not None:
             own_kwargs = {**own_kwargs, "device": CPU}
         if name == "_fused_sgd_":
@@ -167,7 +173,7 @@ class Device:
         is_silent = name in VIEWS | ALLOCATIONS
         if not is_silent:
             self.counts.launches[name] += launches
-            fresh = [t for t in _pytree.tree_leaves(found) if isinstance(t, Tensor) and id(t) not in owner]
+            fresh = [t for t in _tensors(found) if id(t) not in owner]
             if goes_here and name not in WAITING:
                 self.counts.bytes[name] += sum(map(_size, fresh))
         if self.tape is not None and not is_silent:
@@ -178,7 +184,7 @@ class Device:
                 return tensor
             return owner[id(tensor)] if id(tensor) in owner else OnCuda(tensor)
 
-        return _pytree.tree_map_only(Tensor, placed, found)
+        return _mapped(placed, found)
 
     def _check_devices(self, name: str, args: Any, tensors: Sequence[Tensor], here: Sequence[Tensor]) -> None:
         others = [tensor for tensor in tensors if not isinstance(tensor, OnCuda)]
@@ -223,7 +229,7 @@ class _Names(TorchFunctionMode):
     """Means ``cuda:0`` where a device is called "cuda": torch would ask a driver for the index."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        args, kwargs = _pytree.tree_map_only((str, torch.device), _named, (args, kwargs or {}))
+        args, kwargs = tuple(map(_named, args)), {key: _named(value) for key, value in (kwargs or {}).items()}
         if function is Tensor.cuda:
             return args[0].to(CUDA)
         if function in QUANTILES and isinstance(args[0], OnCuda):
@@ -231,9 +237,9 @@ class _Names(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def _named(device: str | torch.device) -> str | torch.device:
-    is_cuda = device == "cuda" or (isinstance(device, torch.device) and device.type == "cuda")
-    return CUDA if is_cuda else device
+def _named(value: Any) -> Any:
+    is_cuda = (isinstance(value, str) and value == "cuda") or (isinstance(value, torch.device) and value.type == "cuda")
+    return CUDA if is_cuda else value
 
 
 def install() -> None:
@@ -290,9 +296,32 @@ class Graph:
     def replay(self) -> None:
         for function, args, kwargs, results in self._tape:
             found = function(*args, **kwargs)
-            for old, new in zip(_pytree.tree_leaves(results), _pytree.tree_leaves(found), strict=True):
-                if isinstance(old, Tensor) and new is not old:
+            for old, new in zip(_tensors(results), _tensors(found), strict=True):
+                if new is not old:
                     old.copy_(new)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Those in nested lists, tuples and dicts. `torch.utils._pytree` takes several times as long."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [tensor for item in value for tensor in _tensors(item)]
+
+
+def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The same lists, tuples and dicts with the results for their tensors."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _mapped(function, item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_mapped(function, item) for item in value]
+        return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
+    return value
 
 
 def memory_in_use() -> int:
@@ -322,7 +351,7 @@ def _bytes(function: Any, name: str, args: Any, kwargs: dict[str, Any]) -> int:
     total = 0
     for i, argument in enumerate(function._schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(argument.name)
-        size = sum(_size(t) for t in _pytree.tree_leaves(value) if isinstance(t, Tensor))
+        size = sum(map(_size, _tensors(value)))
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         if name.startswith("_fused") and argument.name == "grads":
             is_written = kwargs.get("grad_scale") is not None

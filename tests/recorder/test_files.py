@@ -383,7 +383,7 @@ def records(path, barrier, index):
 def test_processes_on_one_fresh_path(tmp_path, has_ranks, monkeypatch):
     context = multiprocessing.get_context("fork")
     start(tmp_path / "first.jsonl")  # the first optimizer of a process imports a lot
-    for k in range(50):
+    for k in range(20):
         path, barrier = tmp_path / f"{k}.jsonl", context.Barrier(4)
         processes = []
         for index in range(4):

@@ -10,7 +10,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from ranks import CONTEXT, run_program
+from ranks import CONTEXT, PRELOADED, run_program
 from recorder import trainings
 from recorder.launches import launch
 from recorder.trainings import KILLED, SAVED, STEPS
@@ -18,17 +18,7 @@ from recorder.trainings import KILLED, SAVED, STEPS
 from torchzero_clip import read_record
 
 pytestmark = pytest.mark.slow
-CONTEXT.set_forkserver_preload(  # what takes seconds to import is imported once
-    [
-        "torchzero_clip",
-        "torch._dynamo",  # the first optimizer of a process imports it
-        "torch.distributed.fsdp",
-        "torch.distributed.checkpoint",
-        "transformers.trainer",
-        "lightning.pytorch",
-        "accelerate",
-    ]
-)
+CONTEXT.set_forkserver_preload([*PRELOADED, "transformers.trainer", "lightning.pytorch", "accelerate"])
 
 
 one_server = pytest.mark.xdist_group("processes")  # of pytest-xdist's processes, only one imports the trainers
