@@ -118,6 +118,36 @@ def test_a_group_that_does_not_fit_raises_before_a_step_and_changes_nothing():
     assert len(handle.param_groups) == 1
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_settings_stay_with_their_parameters_when_groups_are_exchanged(copied):
+    params = [one() for _ in range(4)]
+    optimizer = sgd([{"params": [param]} for param in params[:3]])
+    handle = before_step(optimizer, ClipNorm(1))
+    for group, limit in zip(handle.param_groups, (1.0, 2.0, 3.0), strict=True):
+        group["max_norm"] = limit
+    del optimizer.param_groups[0]
+    optimizer.add_param_group({"params": [params[3]]})  # as many groups as before
+    if copied:
+        optimizer.param_groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups[::-1]]
+    for param in params:
+        param.grad = torch.tensor([30.0, 40.0])
+    optimizer.step()
+    assert [group["max_norm"] for group in handle.param_groups] == ([1.0, 3.0, 2.0] if copied else [2.0, 3.0, 1.0])
+    assert [param.norm().item() for param in params] == pytest.approx([0.0, 2.0, 3.0, 1.0])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_gradient_of_a_frozen_parameter_is_left_alone(fused):
+    """The optimizers of torch step with it too."""
+    weight, frozen = one(), one().requires_grad_(False)
+    optimizer = sgd([weight, frozen], fused=fused)
+    before_step(optimizer, ClipNorm(1, dim="global"))
+    for k in range(1, 7):
+        frozen.grad = torch.tensor([3.0, 4.0])
+        stepped(optimizer, weight, 3.0, 4.0)
+        assert weight.norm().item() == pytest.approx(k) and frozen.tolist() == [-3.0 * k, -4.0 * k]
+
+
 class Twice(torch.optim.AdamW):
     """A subclass whose step calls that of its base class, which runs the hooks once more."""
 
@@ -217,6 +247,19 @@ def test_an_optimizer_that_saves_without_hooks_is_refused_and_left_as_it_was():
     assert not optimizer._optimizer_load_state_dict_pre_hooks
     assert "step" not in vars(optimizer)
     assert "before_step" not in optimizer.param_groups[0]
+
+
+class NotGathered(torch.optim.SGD):
+    def state_dict(self):
+        raise RuntimeError("the state was not gathered")
+
+
+def test_an_optimizer_that_cannot_save_is_left_as_it_was():
+    optimizer = NotGathered([one()], 0.1)
+    with pytest.raises(RuntimeError, match="was not gathered"):
+        before_step(optimizer, ClipNorm(1))
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_load_state_dict_pre_hooks
+    assert "step" not in vars(optimizer) and "before_step" not in optimizer.param_groups[0]
 
 
 class Counts(torch.optim.Optimizer):
