@@ -191,7 +191,7 @@ def test_refusals_of_optimizers():
     weight = one()
     with pytest.raises(TypeError, match=r"Modular\(params, ClipNorm\(1\), ...\)"):
         before_step(Modular([weight], AdamW()), ClipNorm(1))
-    with pytest.raises(TypeError, match="LBFGS evaluates its closure several times"):
+    with pytest.raises(TypeError, match="LBFGS takes no step without a closure"):
         before_step(torch.optim.LBFGS([weight]), ClipNorm(1))
     with pytest.raises(TypeError, match="got list"):
         before_step([weight], ClipNorm(1))
@@ -216,22 +216,57 @@ class Lookahead(torch.optim.Optimizer):
 
     def __init__(self, base):
         self._base_optimizer = base
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
         self.param_groups, self.defaults, self.state = base.param_groups, base.defaults, base.state
 
     def step(self, closure=None):
         return self._base_optimizer.step(closure)
 
 
-def test_an_optimizer_without_hooks_names_the_one_inside():
+class Sharpness(torch.optim.Optimizer):
+    """As SAM: it moves parameters before the closure, so that a step cannot be refused after it."""
+
+    def __init__(self, base):
+        self.base_optimizer = base
+        super().__init__(base.param_groups, {})
+
+    def step(self, closure=None):
+        return self.base_optimizer.step(closure)
+
+
+class Scaler:
+    """A wrapper that is no optimizer, and may change gradients."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Lookahead, "Lookahead takes its steps by another optimizer: call before_step on optimizer._base_optimizer"),
+        (Sharpness, "Sharpness takes its steps by another optimizer: call before_step on optimizer.base_optimizer"),
+        (Scaler, "optimizer must be a torch.optim.Optimizer, got Scaler: call before_step on optimizer.optimizer"),
+    ],
+)
+def test_what_wraps_another_optimizer_names_it(kind, message):
     weight = one()
-    outer = Lookahead(sgd([weight]))
-    with pytest.raises(
-        TypeError, match=r"Lookahead runs no hooks before its steps: call before_step on optimizer._base_optimizer"
-    ):
-        before_step(outer, ClipNorm(1))
-    before_step(outer._base_optimizer, ClipNorm(1))
-    stepped(outer, weight, 3.0, 4.0)
+    inside = sgd([weight])
+    with pytest.raises(TypeError, match=message):
+        before_step(kind(inside), ClipNorm(1))
+    before_step(inside, ClipNorm(1))
+    stepped(kind(inside) if kind is not Scaler else inside, weight, 3.0, 4.0)
     assert weight.tolist() == pytest.approx([-0.6, -0.8])
+
+
+class Bare(torch.optim.Optimizer):
+    def __init__(self, params):
+        self.param_groups, self.defaults, self.state = [{"params": params}], {}, {}
+
+
+def test_an_optimizer_without_hooks_is_refused():
+    with pytest.raises(TypeError, match="Bare lacks hooks"):
+        before_step(Bare([one()]), ClipNorm(1))
 
 
 class SavesAlone(torch.optim.SGD):
@@ -564,12 +599,29 @@ def test_a_recorder_sees_the_norms_before_the_transforms_and_what_they_did(order
     for grad in ((3.0, 4.0), (300.0, 400.0), (0.3, 0.4)):
         stepped(optimizer, weight, *grad)
     record = recorder.record()
-    assert record.norm.tolist() == pytest.approx([5.0, 500.0, 0.5])
+    assert record.norm.tolist() == pytest.approx([5.0, 500.0, 0.5]) and not record.norm.requires_grad
     assert list(record.reasons) == ["", "skip_step", ""]
     assert record.share_clipped.tolist()[0] == 1.0
     assert record.ratios[0].relative.tolist() == pytest.approx([1.0 / 2**0.5])
     recorder.close()
     handle.remove()
+
+
+@pytest.mark.parametrize("order", ["none", "before", "after"])
+def test_a_recorder_leaves_the_factor_to_a_fused_optimizer(order, monkeypatch):
+    """So that it changes no bit."""
+    params = parameters()
+    optimizer = torch.optim.AdamW(params, 0.01, fused=True)
+    recorder = Recorder(optimizer) if order == "before" else None
+    handle = before_step(optimizer, ClipNorm(0.1, dim="global"))
+    recorder = Recorder(optimizer) if order == "after" else recorder
+    scaled, own = [], handle._scale
+    monkeypatch.setattr(handle._front._deliver, "scale", lambda *args: (own(*args), scaled.append(optimizer.grad_scale)))
+    train(optimizer, params, gradients(params, 6))
+    assert len(scaled) == 6 and None not in scaled
+    assert recorder is None or recorder.record().norm.tolist() == pytest.approx(
+        [torch.stack([grad.norm() for grad in row]).norm().item() for row in gradients(params, 6)]
+    )
 
 
 def test_after_remove_a_recorder_goes_on_by_itself():

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from typing_extensions import override
@@ -96,6 +97,7 @@ class Front(Modular):
         """The settings that are functions of the step."""
         return self._schedules
 
+    @torch.no_grad()  # as in a step, outside of which this is called
     def let_listen(self) -> None:
         """Tell the listener that the step has ended, once the other optimizer has taken it."""
         walk, self.waiting = self.waiting, None
