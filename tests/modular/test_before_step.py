@@ -27,6 +27,7 @@ from torchzero_clip import (
     ZClip,
     before_step,
 )
+from torchzero_clip.engine.listener import Listener
 
 JOINTLY = {"dim": "global"}
 
@@ -146,6 +147,19 @@ def test_the_gradient_of_a_frozen_parameter_is_left_alone(fused):
         frozen.grad = torch.tensor([3.0, 4.0])
         stepped(optimizer, weight, 3.0, 4.0)
         assert weight.norm().item() == pytest.approx(k) and frozen.tolist() == [-3.0 * k, -4.0 * k]
+
+
+class Seer(Listener):
+    """Notes the loss of each step."""
+
+    def __init__(self, seen):
+        self.seen = seen
+
+    def begin(self, step):
+        pass
+
+    def end(self, step):
+        self.seen.append(float(step.loss.value))
 
 
 class Twice(torch.optim.AdamW):
@@ -520,6 +534,46 @@ def test_a_copy_has_no_transforms_and_warns_once_by_name(copied):
     assert weight.tolist() == pytest.approx([-6.6, -8.8])
 
 
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"])
+def test_a_handle_cannot_be_copied(copied):
+    """A copy would belong to the optimizer of the original, and its remove() to the hooks of that one."""
+    handle = before_step(sgd([one()]), ClipNorm(1))
+    with pytest.raises(TypeError, match="call before_step on the copy of the optimizer"):
+        copied({"handle": handle} if copied is not copy.copy else handle)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_that_is_listed_twice_is_refused():
+    weight = one()
+    with pytest.raises(ValueError, match="listed twice"):
+        before_step(sgd([weight, weight]), ClipNorm(1))
+    optimizer = sgd([weight])
+    before_step(optimizer, ClipNorm(1))
+    optimizer.param_groups[0]["params"].append(weight)
+    with pytest.raises(ValueError, match="listed twice"):
+        stepped(optimizer, weight, 3.0, 4.0)
+    assert weight.tolist() == [0.0, 0.0] and weight.grad.tolist() == [3.0, 4.0]
+    optimizer.param_groups[0]["params"].pop()
+    stepped(optimizer, weight, 3.0, 4.0)
+    assert weight.tolist() == pytest.approx([-0.6, -0.8])
+
+
+def test_the_loss_of_a_step_that_a_scaler_refuses_is_forgotten():
+    weight = one()
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    handle = before_step(optimizer, SkipStep(sigma=3.0, window=4))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    seen = []
+    handle._front.listener = Seer(seen)
+    for loss, size in ((1.0, 1.0), (1e6, torch.inf), (2.0, 1.0)):
+        handle.report_loss(loss)
+        weight.grad = torch.full((2,), size) * scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+    assert seen == [1.0, 2.0]
+
+
 def test_a_deleted_optimizer_is_freed_at_once():
     weight = one()
     optimizer = sgd([weight])
@@ -616,7 +670,9 @@ def test_a_recorder_leaves_the_factor_to_a_fused_optimizer(order, monkeypatch):
     handle = before_step(optimizer, ClipNorm(0.1, dim="global"))
     recorder = Recorder(optimizer) if order == "after" else recorder
     scaled, own = [], handle._scale
-    monkeypatch.setattr(handle._front._deliver, "scale", lambda *args: (own(*args), scaled.append(optimizer.grad_scale)))
+    monkeypatch.setattr(
+        handle._front._deliver, "scale", lambda *args: (own(*args), scaled.append(optimizer.grad_scale))
+    )
     train(optimizer, params, gradients(params, 6))
     assert len(scaled) == 6 and None not in scaled
     assert recorder is None or recorder.record().norm.tolist() == pytest.approx(

@@ -132,6 +132,9 @@ class BeforeStep:
     def __exit__(self, *error: object) -> None:
         self.remove()
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a handle cannot be copied or pickled: call before_step on the copy of the optimizer")
+
     def __repr__(self) -> str:
         chain = ", ".join(map(repr, self._front.transforms.values()))
         found = self._found()
@@ -186,6 +189,7 @@ class BeforeStep:
         """Undo what a gradient scaler has multiplied. Return False if it has found gradients that are not finite."""
         if optimizer.found_inf.item():
             self._is_refused_by_scaler = True
+            self._front.forget_loss()
             return False
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:
@@ -317,7 +321,7 @@ def before_step(
     Raises:
         TypeError: If ``optimizer`` is no optimizer, a `Modular`, one that takes its steps by another optimizer, lacks
             hooks, or needs a closure, such as `torch.optim.LBFGS`; for a transform that changes parameters.
-        ValueError: As in `Modular`; for a checkpoint of other transforms, which was loaded before this call.
+        ValueError: As in `Modular`; for a parameter that is listed twice; for a checkpoint of other transforms, which was loaded before this call.
         RuntimeError: If the optimizer has transforms before its steps already.
 
     Examples:

@@ -104,6 +104,10 @@ class Front(Modular):
         if self.listener is not None and walk is not None:
             self.listener.end(walk)
 
+    def forget_loss(self) -> None:
+        """Forget what was reported for a step that is not taken."""
+        self._reported.clear()
+
     def change_gradients(self, groups: Sequence[Group], result: Any) -> None:
         """Apply the transforms to the gradients of param groups. ``result`` is what a closure has returned.
 
@@ -164,6 +168,8 @@ class Front(Modular):
         check_places(self.chain, self.nodes, params)
         self._has_meshes = any_distributed([named.param for named in params])
         self._ids = [id(param) for group in groups for param in group["params"]]
+        if len(set(self._ids)) < len(self._ids):
+            raise ValueError("a parameter is listed twice in the groups of the optimizer: list it once")
 
 
 def _successors(known: Sequence[Group], groups: Sequence[Group]) -> list[Group | None]:
