@@ -146,7 +146,8 @@ def test_the_gradient_of_a_frozen_parameter_is_left_alone(fused):
     for k in range(1, 7):
         frozen.grad = torch.tensor([3.0, 4.0])
         stepped(optimizer, weight, 3.0, 4.0)
-        assert weight.norm().item() == pytest.approx(k) and frozen.tolist() == [-3.0 * k, -4.0 * k]
+        assert weight.norm().item() == pytest.approx(k)
+        assert frozen.tolist() == [-3.0 * k, -4.0 * k]
 
 
 class Seer(Listener):
@@ -307,8 +308,10 @@ def test_an_optimizer_that_cannot_save_is_left_as_it_was():
     optimizer = NotGathered([one()], 0.1)
     with pytest.raises(RuntimeError, match="was not gathered"):
         before_step(optimizer, ClipNorm(1))
-    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_load_state_dict_pre_hooks
-    assert "step" not in vars(optimizer) and "before_step" not in optimizer.param_groups[0]
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_load_state_dict_pre_hooks
+    assert "step" not in vars(optimizer)
+    assert "before_step" not in optimizer.param_groups[0]
 
 
 class Counts(torch.optim.Optimizer):
@@ -552,7 +555,8 @@ def test_a_parameter_that_is_listed_twice_is_refused():
     optimizer.param_groups[0]["params"].append(weight)
     with pytest.raises(ValueError, match="listed twice"):
         stepped(optimizer, weight, 3.0, 4.0)
-    assert weight.tolist() == [0.0, 0.0] and weight.grad.tolist() == [3.0, 4.0]
+    assert weight.tolist() == [0.0, 0.0]
+    assert weight.grad.tolist() == [3.0, 4.0]
     optimizer.param_groups[0]["params"].pop()
     stepped(optimizer, weight, 3.0, 4.0)
     assert weight.tolist() == pytest.approx([-0.6, -0.8])
@@ -653,7 +657,8 @@ def test_a_recorder_sees_the_norms_before_the_transforms_and_what_they_did(order
     for grad in ((3.0, 4.0), (300.0, 400.0), (0.3, 0.4)):
         stepped(optimizer, weight, *grad)
     record = recorder.record()
-    assert record.norm.tolist() == pytest.approx([5.0, 500.0, 0.5]) and not record.norm.requires_grad
+    assert record.norm.tolist() == pytest.approx([5.0, 500.0, 0.5])
+    assert not record.norm.requires_grad
     assert list(record.reasons) == ["", "skip_step", ""]
     assert record.share_clipped.tolist()[0] == 1.0
     assert record.ratios[0].relative.tolist() == pytest.approx([1.0 / 2**0.5])
@@ -674,7 +679,8 @@ def test_a_recorder_leaves_the_factor_to_a_fused_optimizer(order, monkeypatch):
         handle._front._deliver, "scale", lambda *args: (own(*args), scaled.append(optimizer.grad_scale))
     )
     train(optimizer, params, gradients(params, 6))
-    assert len(scaled) == 6 and None not in scaled
+    assert len(scaled) == 6
+    assert None not in scaled
     assert recorder is None or recorder.record().norm.tolist() == pytest.approx(
         [torch.stack([grad.norm() for grad in row]).norm().item() for row in gradients(params, 6)]
     )
