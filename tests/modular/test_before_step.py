@@ -27,6 +27,7 @@ from torchzero_clip import (
     ZClip,
     before_step,
 )
+from torchzero_clip.engine.listener import Listener
 
 JOINTLY = {"dim": "global"}
 
@@ -118,6 +119,50 @@ def test_a_group_that_does_not_fit_raises_before_a_step_and_changes_nothing():
     assert len(handle.param_groups) == 1
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_settings_stay_with_their_parameters_when_groups_are_exchanged(copied):
+    params = [one() for _ in range(4)]
+    optimizer = sgd([{"params": [param]} for param in params[:3]])
+    handle = before_step(optimizer, ClipNorm(1))
+    for group, limit in zip(handle.param_groups, (1.0, 2.0, 3.0), strict=True):
+        group["max_norm"] = limit
+    del optimizer.param_groups[0]
+    optimizer.add_param_group({"params": [params[3]]})  # as many groups as before
+    if copied:
+        optimizer.param_groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups[::-1]]
+    for param in params:
+        param.grad = torch.tensor([30.0, 40.0])
+    optimizer.step()
+    assert [group["max_norm"] for group in handle.param_groups] == ([1.0, 3.0, 2.0] if copied else [2.0, 3.0, 1.0])
+    assert [param.norm().item() for param in params] == pytest.approx([0.0, 2.0, 3.0, 1.0])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_gradient_of_a_frozen_parameter_is_left_alone(fused):
+    """The optimizers of torch step with it too."""
+    weight, frozen = one(), one().requires_grad_(False)
+    optimizer = sgd([weight, frozen], fused=fused)
+    before_step(optimizer, ClipNorm(1, dim="global"))
+    for k in range(1, 7):
+        frozen.grad = torch.tensor([3.0, 4.0])
+        stepped(optimizer, weight, 3.0, 4.0)
+        assert weight.norm().item() == pytest.approx(k)
+        assert frozen.tolist() == [-3.0 * k, -4.0 * k]
+
+
+class Seer(Listener):
+    """Notes the loss of each step."""
+
+    def __init__(self, seen):
+        self.seen = seen
+
+    def begin(self, step):
+        pass
+
+    def end(self, step):
+        self.seen.append(float(step.loss.value))
+
+
 class Twice(torch.optim.AdamW):
     """A subclass whose step calls that of its base class, which runs the hooks once more."""
 
@@ -161,7 +206,7 @@ def test_refusals_of_optimizers():
     weight = one()
     with pytest.raises(TypeError, match=r"Modular\(params, ClipNorm\(1\), ...\)"):
         before_step(Modular([weight], AdamW()), ClipNorm(1))
-    with pytest.raises(TypeError, match="LBFGS evaluates its closure several times"):
+    with pytest.raises(TypeError, match="LBFGS takes no step without a closure"):
         before_step(torch.optim.LBFGS([weight]), ClipNorm(1))
     with pytest.raises(TypeError, match="got list"):
         before_step([weight], ClipNorm(1))
@@ -186,22 +231,57 @@ class Lookahead(torch.optim.Optimizer):
 
     def __init__(self, base):
         self._base_optimizer = base
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
         self.param_groups, self.defaults, self.state = base.param_groups, base.defaults, base.state
 
     def step(self, closure=None):
         return self._base_optimizer.step(closure)
 
 
-def test_an_optimizer_without_hooks_names_the_one_inside():
+class Sharpness(torch.optim.Optimizer):
+    """As SAM: it moves parameters before the closure, so that a step cannot be refused after it."""
+
+    def __init__(self, base):
+        self.base_optimizer = base
+        super().__init__(base.param_groups, {})
+
+    def step(self, closure=None):
+        return self.base_optimizer.step(closure)
+
+
+class Scaler:
+    """A wrapper that is no optimizer, and may change gradients."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Lookahead, "Lookahead takes its steps by another optimizer: call before_step on optimizer._base_optimizer"),
+        (Sharpness, "Sharpness takes its steps by another optimizer: call before_step on optimizer.base_optimizer"),
+        (Scaler, "optimizer must be a torch.optim.Optimizer, got Scaler: call before_step on optimizer.optimizer"),
+    ],
+)
+def test_what_wraps_another_optimizer_names_it(kind, message):
     weight = one()
-    outer = Lookahead(sgd([weight]))
-    with pytest.raises(
-        TypeError, match=r"Lookahead runs no hooks before its steps: call before_step on optimizer._base_optimizer"
-    ):
-        before_step(outer, ClipNorm(1))
-    before_step(outer._base_optimizer, ClipNorm(1))
-    stepped(outer, weight, 3.0, 4.0)
+    inside = sgd([weight])
+    with pytest.raises(TypeError, match=message):
+        before_step(kind(inside), ClipNorm(1))
+    before_step(inside, ClipNorm(1))
+    stepped(kind(inside) if kind is not Scaler else inside, weight, 3.0, 4.0)
     assert weight.tolist() == pytest.approx([-0.6, -0.8])
+
+
+class Bare(torch.optim.Optimizer):
+    def __init__(self, params):
+        self.param_groups, self.defaults, self.state = [{"params": params}], {}, {}
+
+
+def test_an_optimizer_without_hooks_is_refused():
+    with pytest.raises(TypeError, match="Bare lacks hooks"):
+        before_step(Bare([one()]), ClipNorm(1))
 
 
 class SavesAlone(torch.optim.SGD):
@@ -212,6 +292,21 @@ class SavesAlone(torch.optim.SGD):
 def test_an_optimizer_that_saves_without_hooks_is_refused_and_left_as_it_was():
     optimizer = SavesAlone([one()], 0.1)
     with pytest.raises(TypeError, match=r"SavesAlone.state_dict runs no hooks"):
+        before_step(optimizer, ClipNorm(1))
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_load_state_dict_pre_hooks
+    assert "step" not in vars(optimizer)
+    assert "before_step" not in optimizer.param_groups[0]
+
+
+class NotGathered(torch.optim.SGD):
+    def state_dict(self):
+        raise RuntimeError("the state was not gathered")
+
+
+def test_an_optimizer_that_cannot_save_is_left_as_it_was():
+    optimizer = NotGathered([one()], 0.1)
+    with pytest.raises(RuntimeError, match="was not gathered"):
         before_step(optimizer, ClipNorm(1))
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_load_state_dict_pre_hooks
@@ -442,6 +537,47 @@ def test_a_copy_has_no_transforms_and_warns_once_by_name(copied):
     assert weight.tolist() == pytest.approx([-6.6, -8.8])
 
 
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"])
+def test_a_handle_cannot_be_copied(copied):
+    """A copy would belong to the optimizer of the original, and its remove() to the hooks of that one."""
+    handle = before_step(sgd([one()]), ClipNorm(1))
+    with pytest.raises(TypeError, match="call before_step on the copy of the optimizer"):
+        copied({"handle": handle} if copied is not copy.copy else handle)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_that_is_listed_twice_is_refused():
+    weight = one()
+    with pytest.raises(ValueError, match="listed twice"):
+        before_step(sgd([weight, weight]), ClipNorm(1))
+    optimizer = sgd([weight])
+    before_step(optimizer, ClipNorm(1))
+    optimizer.param_groups[0]["params"].append(weight)
+    with pytest.raises(ValueError, match="listed twice"):
+        stepped(optimizer, weight, 3.0, 4.0)
+    assert weight.tolist() == [0.0, 0.0]
+    assert weight.grad.tolist() == [3.0, 4.0]
+    optimizer.param_groups[0]["params"].pop()
+    stepped(optimizer, weight, 3.0, 4.0)
+    assert weight.tolist() == pytest.approx([-0.6, -0.8])
+
+
+def test_the_loss_of_a_step_that_a_scaler_refuses_is_forgotten():
+    weight = one()
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    handle = before_step(optimizer, SkipStep(sigma=3.0, window=4))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    seen = []
+    handle._front.listener = Seer(seen)
+    for loss, size in ((1.0, 1.0), (1e6, torch.inf), (2.0, 1.0)):
+        handle.report_loss(loss)
+        weight.grad = torch.full((2,), size) * scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+    assert seen == [1.0, 2.0]
+
+
 def test_a_deleted_optimizer_is_freed_at_once():
     weight = one()
     optimizer = sgd([weight])
@@ -522,11 +658,32 @@ def test_a_recorder_sees_the_norms_before_the_transforms_and_what_they_did(order
         stepped(optimizer, weight, *grad)
     record = recorder.record()
     assert record.norm.tolist() == pytest.approx([5.0, 500.0, 0.5])
+    assert not record.norm.requires_grad
     assert list(record.reasons) == ["", "skip_step", ""]
     assert record.share_clipped.tolist()[0] == 1.0
     assert record.ratios[0].relative.tolist() == pytest.approx([1.0 / 2**0.5])
     recorder.close()
     handle.remove()
+
+
+@pytest.mark.parametrize("order", ["none", "before", "after"])
+def test_a_recorder_leaves_the_factor_to_a_fused_optimizer(order, monkeypatch):
+    """So that it changes no bit."""
+    params = parameters()
+    optimizer = torch.optim.AdamW(params, 0.01, fused=True)
+    recorder = Recorder(optimizer) if order == "before" else None
+    handle = before_step(optimizer, ClipNorm(0.1, dim="global"))
+    recorder = Recorder(optimizer) if order == "after" else recorder
+    scaled, own = [], handle._scale
+    monkeypatch.setattr(
+        handle._front._delivery, "scale", lambda *args: (own(*args), scaled.append(optimizer.grad_scale))
+    )
+    train(optimizer, params, gradients(params, 6))
+    assert len(scaled) == 6
+    assert None not in scaled
+    assert recorder is None or recorder.record().norm.tolist() == pytest.approx(
+        [torch.stack([grad.norm() for grad in row]).norm().item() for row in gradients(params, 6)]
+    )
 
 
 def test_after_remove_a_recorder_goes_on_by_itself():

@@ -22,7 +22,8 @@ from torchzero_clip.types import State
 def applied(node: Node, updates: list[Tensor], step: Step) -> list[Tensor]:
     """The result of a transform for updates, to which it may write unless it is an update rule."""
     transform = node.transform
-    check = _watched(node, step, updates if isinstance(transform, UpdateRule) else ()) if step.is_first else None
+    read, written = (updates, ()) if isinstance(transform, UpdateRule) else ((), updates)
+    check = _watched(node, step, read, written=written) if step.is_first else None
     try:
         result: Any = transform.apply_tensors(list(updates), step)  # an author may change the list
     except Exception as error:
@@ -193,11 +194,17 @@ def _versions(values: Iterable[Any]) -> list[int | None]:
 
 
 def _watched(
-    node: Node, step: Step, updates: Sequence[Tensor], others: Mapping[str, list[Tensor]] | None = None
+    node: Node,
+    step: Step,
+    updates: Sequence[Tensor],
+    others: Mapping[str, list[Tensor]] | None = None,
+    written: Sequence[Tensor] = (),
 ) -> Callable[[], None]:
     """Note what a transform may not change. Return a function that raises if it was changed."""
     transform = node.transform
-    watched = {"its updates": updates, "the parameters": step.params, "the gradients": step.grads, **(others or {})}
+    may_write = set(map(id, written))  # before another optimizer, updates may be the gradients themselves
+    grads = [grad for grad in step.grads if id(grad) not in may_write]
+    watched = {"its updates": updates, "the parameters": step.params, "the gradients": grads, **(others or {})}
     versions = {what: _versions(tensors) for what, tensors in watched.items()}
     attributes = dict(vars(transform))
 

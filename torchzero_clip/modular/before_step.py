@@ -28,7 +28,6 @@ from torchzero_clip.modular.entries import KEY, Entries
 from torchzero_clip.modular.front import Front
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.refused_step import RefusedStep
-from torchzero_clip.modular.wrapped import unwrap
 
 FOUND_INF = "found_inf"
 """Who refuses a step whose gradients a gradient scaler has found to be not finite."""
@@ -112,6 +111,11 @@ class BeforeStep:
     def listener(self, listener: Listener | None) -> None:
         self._front.listener = self._patient = None if listener is None else _Patient(listener)
 
+    def has(self, group: dict[str, Any]) -> bool:
+        """True if a param group is one of the optimizer's."""
+        found = self._found()
+        return found is not None and any(own is group for own in found.param_groups)
+
     def metrics(self) -> dict[str, Tensor]:
         """Return what the transforms measured, as `Modular.metrics` does."""
         return self._front.metrics()
@@ -138,6 +142,9 @@ class BeforeStep:
 
     def __exit__(self, *error: object) -> None:
         self.remove()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a handle cannot be copied or pickled: call before_step on the copy of the optimizer")
 
     def __repr__(self) -> str:
         chain = ", ".join(map(repr, self._front.transforms.values()))
@@ -194,6 +201,7 @@ class BeforeStep:
         """Undo what a gradient scaler has multiplied. Return False if it has found gradients that are not finite."""
         if optimizer.found_inf.item():
             self._is_refused_by_scaler = True
+            self._front.forget_loss()
             return False
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:
@@ -205,7 +213,7 @@ class BeforeStep:
     def _scale(self, grads: list[Tensor], factor: Tensor | float) -> None:
         """Multiply gradients by one factor. The fused optimizers of torch do it in the step, which saves a pass."""
         optimizer: Any = self._optimizer
-        if grads[0].dtype != torch.float64 and _takes_factor(optimizer, self._hooks[0].id):
+        if grads[0].dtype != torch.float64 and _takes_factor(optimizer, self._hooks[0].id, len(grads)):
             optimizer.grad_scale = inverse(factor)
             self._has_scaled = True
         else:
@@ -246,8 +254,9 @@ class _Patient(Listener):
     def end(self, step: Seen) -> None:
         self._ended = step
 
+    @torch.no_grad()  # as in a step, outside of which this is called
     def tell(self) -> None:
-        """Tell the listener, if a step has ended."""
+        """Tell the listener that a step has ended."""
         ended, self._ended = self._ended, None
         if ended is not None:
             self.listener.end(ended)
@@ -259,15 +268,26 @@ def _are_zero(groups: Sequence[dict[str, Any]]) -> bool:
     return bool(grads) and not any(bool(grad.any()) for grad in grads)
 
 
-def _takes_factor(optimizer: Any, hook: int) -> bool:
-    """True if the step of a fused optimizer of torch divides all gradients, and no later hook reads them."""
+def _takes_factor(optimizer: Any, hook: int, count: int) -> bool:
+    """True if the step of a fused optimizer of torch divides ``count`` gradients, and no later hook reads them."""
     is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
     if not is_fused or not type(optimizer).__module__.startswith("torch.optim."):
         return False
+    held: list[Tensor] = []
     for group in optimizer.param_groups:
         if not group.get("fused"):
             return False
-    return next(reversed(optimizer._optimizer_step_pre_hooks)) == hook
+        held += group["params"]
+    # the step would also divide the gradients of frozen parameters, which transforms leave alone
+    if count < len(held) and any(param.grad is not None and not param.requires_grad for param in held):
+        return False
+    hooks = optimizer._optimizer_step_pre_hooks
+    for key in reversed(hooks):
+        if key == hook:
+            break
+        if not isinstance(getattr(hooks[key], "__self__", None), Attached):  # the recorder reads no gradients here
+            return False
+    return True
 
 
 def _finally(optimizer: Optimizer, handle: BeforeStep) -> Callable[..., Any]:
@@ -345,9 +365,10 @@ def before_step(
         ``remove()`` ends their work.
 
     Raises:
-        TypeError: If ``optimizer`` is no optimizer, a `Modular`, or one that evaluates its closure several times, such
-            as `torch.optim.LBFGS`, or that runs no hooks; for a transform that changes parameters.
-        ValueError: As in `Modular`; for a checkpoint of other transforms, which was loaded before this call.
+        TypeError: If ``optimizer`` is no optimizer, a `Modular`, one that takes its steps by another optimizer, lacks
+            hooks, or needs a closure, such as `torch.optim.LBFGS`; for a transform that changes parameters.
+        ValueError: As in `Modular`; for a parameter that is listed twice; for a checkpoint of other transforms, which
+            was loaded before this call.
         RuntimeError: If the optimizer has transforms before its steps already.
 
     Examples:
@@ -363,9 +384,9 @@ def before_step(
         >>> round(handle.metrics()["clip_norm/norm"].item(), 4)
         5.0
     """
-    found = unwrap(optimizer)
+    found = _unwrapped(optimizer)
     listed = list(flatten(transforms))
-    _check(found, optimizer, listed)
+    _check(found, listed)
     if module is not None:
         instance("module", module, nn.Module)
     front = partial(
@@ -379,6 +400,7 @@ def before_step(
         fast=fast,
     )
     handle = BeforeStep(found, front, partial(Entries, new=new, dropped=dropped))
+    _HANDLES.add(handle)
     if not _WATCHING:
         _WATCHING.append(register_optimizer_step_pre_hook(_warn_of_copy))
     handle.listener = next((own.listener for own in _attached(found) if isinstance(own, Attached)), None)
@@ -391,6 +413,7 @@ def handle_of(optimizer: Optimizer) -> BeforeStep | None:
 
 
 _WATCHING: list[Any] = []
+_HANDLES: weakref.WeakSet[BeforeStep] = weakref.WeakSet()
 _WARNED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
@@ -398,7 +421,7 @@ def _warn_of_copy(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Warn before the first step of an optimizer that has lost its transforms: copies and pickles have no hooks."""
     if torch.compiler.is_compiling() or not optimizer.param_groups or KEY not in optimizer.param_groups[0]:
         return
-    if handle_of(optimizer) is None and optimizer not in _WARNED:
+    if handle_of(optimizer) is None and optimizer not in _WARNED and not _shares_groups(optimizer):
         _WARNED.add(optimizer)
         warnings.warn(
             f"transforms stood before the steps of the {type(optimizer).__name__} that this one was copied or loaded "
@@ -407,31 +430,44 @@ def _warn_of_copy(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
 
 
+def _shares_groups(optimizer: Optimizer) -> bool:
+    """True if the groups are those of an optimizer that has its transforms, as the groups of SAM are."""
+    return any(handle.has(optimizer.param_groups[0]) for handle in _HANDLES)
+
+
 def _attached(optimizer: Optimizer) -> list[object]:
     """The objects whose methods are hooks of the steps of an optimizer."""
     hooks: Any = getattr(optimizer, "_optimizer_step_pre_hooks", {})
     return [getattr(hook, "__self__", None) for hook in hooks.values()]
 
 
-def _check(found: Any, given: object, transforms: list[Any]) -> None:
+def _unwrapped(optimizer: Any) -> Any:
+    """The optimizer in wrappers of Accelerate and Lightning. Other wrappers may change gradients or count steps."""
+    while type(optimizer).__module__.partition(".")[0] in ("accelerate", "lightning", "pytorch_lightning"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _check(found: Any, transforms: list[Any]) -> None:
     """Raise if an optimizer cannot have transforms before its steps."""
-    shown = ", ".join(map(repr, transforms)) or "ClipNorm(1)"
+    shown, name = ", ".join(map(repr, transforms)) or "ClipNorm(1)", type(found).__name__
+    inside = [key for key, value in getattr(found, "__dict__", {}).items() if isinstance(value, Optimizer)]
+    way_out = f": call before_step on optimizer.{inside[0]}" if inside else ""
     if not isinstance(found, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(given).__name__}")
-    name = type(found).__name__
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {name}{way_out}")
     if isinstance(found, Modular):
         raise TypeError(f"this optimizer is a chain, which takes the transforms: Modular(params, {shown}, ...)")
     if not transforms:
         raise ValueError("before_step needs at least one transform, as in before_step(optimizer, ClipNorm(1))")
-    if not hasattr(found, "_optimizer_step_pre_hooks"):
-        inside = [key for key, value in vars(found).items() if isinstance(value, Optimizer)]
-        way_out = f": call before_step on optimizer.{inside[0]}" if inside else ""
-        raise TypeError(f"{name} runs no hooks before its steps{way_out}")
+    if inside:
+        raise TypeError(f"{name} takes its steps by another optimizer{way_out}")
+    if not all(hasattr(found, f"_optimizer_{kind}_hooks") for kind in ("step_pre", "state_dict_post")):
+        raise TypeError(f"{name} lacks hooks that optimizers of torch have: let it call Optimizer.__init__")
     closure = inspect.signature(type(found).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(
-            f"{name} evaluates its closure several times in one step, and transforms that keep statistics act once a "
-            "step: call clip_grad_norm_ in the closure"
+            f"{name} takes no step without a closure and may evaluate it several times in one step, but transforms "
+            "that keep statistics act once a step: call clip_grad_norm_ in the closure"
         )
     if handle_of(found) is not None:
         raise RuntimeError(

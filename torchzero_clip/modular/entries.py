@@ -43,16 +43,19 @@ class Entries:
             optimizer.register_load_state_dict_pre_hook(self.check),
             optimizer.register_load_state_dict_post_hook(self.restore, prepend=True),
         ]
-        optimizer.state_dict()
-        if not self._was_saved:
+        try:
+            optimizer.state_dict()
+            if not self._was_saved:
+                raise TypeError(
+                    f"{type(optimizer).__name__}.state_dict runs no hooks of torch, so checkpoints would lack the "
+                    "state of the transforms: call before_step on the optimizer inside it"
+                )
+        except Exception:
             for hook in hooks:
                 hook.remove()
             for group in optimizer.param_groups:
                 group.pop(KEY)
-            raise TypeError(
-                f"{type(optimizer).__name__}.state_dict runs no hooks of torch, so checkpoints would lack the state of "
-                "the transforms: call before_step on the optimizer inside it"
-            )
+            raise
         return hooks
 
     def look(self, groups: Sequence[Group]) -> None:

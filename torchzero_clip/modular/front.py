@@ -1,6 +1,6 @@
 """A chain that changes the gradients of another optimizer, whose param groups it follows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -83,6 +83,10 @@ class Front(Modular):
         """The settings that are functions of the step."""
         return self._schedules
 
+    def forget_loss(self) -> None:
+        """Forget what was reported for a step that is not taken."""
+        self._reported.clear()
+
     def change_gradients(self, groups: Sequence[Group], result: Any) -> None:
         """Apply the transforms to the gradients of param groups. ``result`` is what a closure has returned.
 
@@ -125,7 +129,7 @@ class Front(Modular):
 
     def _follow(self, groups: Sequence[Group]) -> None:
         known, given = list(self.param_groups), [_named(group, self._names_in) for group in groups]
-        found = [_successor(known, groups, g) for g in range(len(groups))]
+        found = _successors(known, groups)
         for own, group, new in zip(found, groups, given, strict=True):
             if own is not None:
                 own["params"] = group["params"]
@@ -144,14 +148,25 @@ class Front(Modular):
         check_places(self.chain, self.nodes, params)
         self._has_meshes = any_distributed([named.param for named in params])
         self._ids = [id(param) for group in groups for param in group["params"]]
+        if len(set(self._ids)) < len(self._ids):
+            raise ValueError("a parameter is listed twice in the groups of the optimizer: list it once")
 
 
-def _successor(known: Sequence[Group], groups: Sequence[Group], g: int) -> Group | None:
-    """The group with the settings for group ``g``: the one with its list of parameters, or else at its place."""
-    same = next((own for own in known if own["params"] is groups[g]["params"]), None)
-    if same is not None or len(known) != len(groups):
-        return same
-    return known[g]
+def _successors(known: Sequence[Group], groups: Sequence[Group]) -> list[Group | None]:
+    """The settings of each group: of the group with its list of parameters, with one of them, or at its place."""
+    found: dict[int, Group] = {}
+    ways: list[Callable[[Group, int], bool]] = [
+        lambda own, g: own["params"] is groups[g]["params"],
+        lambda own, g: not set(own["params"]).isdisjoint(groups[g]["params"]),
+        lambda own, g: len(known) == len(groups) and own is known[g],
+    ]
+    left = list(known)  # a group has the settings of one group only
+    for fits in ways:
+        for g in [g for g in range(len(groups)) if g not in found]:
+            place = next((k for k, own in enumerate(left) if fits(own, g)), None)
+            if place is not None:
+                found[g] = left.pop(place)
+    return [found.get(g) for g in range(len(groups))]
 
 
 def _named(group: Group, module: nn.Module | None) -> Group:
