@@ -42,10 +42,10 @@ class Kept(Run):
         optimizer = torch.optim.AdamW(model.parameters(), 0.1)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         if when == "before":
-            before_step(optimizer, SkipStep(max_norm=0.6), ZClip(warmup_steps=4, max_norm=0.5))
+            before_step(optimizer, SkipStep(max_norm=1.0), ZClip(warmup_steps=4, max_norm=0.5))
         self.model, self.optimizer, self.schedule = self.accelerator.prepare(model, optimizer, schedule)
         if when == "after":
-            before_step(self.optimizer, SkipStep(max_norm=0.6), ZClip(warmup_steps=4, max_norm=0.5))
+            before_step(self.optimizer, SkipStep(max_norm=1.0), ZClip(warmup_steps=4, max_norm=0.5))
 
 
 def test_transforms_before_the_steps_of_an_optimizer_resume(tmp_path):

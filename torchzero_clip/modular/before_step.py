@@ -341,8 +341,7 @@ def before_step(
         dropped: As ``new``.
 
     Returns:
-        A handle, which is a context manager too. It has the metrics and the settings of the transforms, and its
-        ``remove()`` ends their work.
+        A handle, and a context manager: metrics and settings of the transforms, and ``remove()``, which ends their work.
 
     Raises:
         TypeError: If ``optimizer`` is no optimizer, a `Modular`, or one that evaluates its closure several times, such
