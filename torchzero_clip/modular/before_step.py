@@ -341,7 +341,7 @@ def before_step(
         dropped: As ``new``.
 
     Returns:
-        A handle, and a context manager: metrics and settings of the transforms, and ``remove()``, which ends their work.
+        A handle and context manager, with the metrics and settings of the transforms. ``remove()`` ends their work.
 
     Raises:
         TypeError: If ``optimizer`` is no optimizer, a `Modular`, or one that evaluates its closure several times, such
