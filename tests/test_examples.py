@@ -55,6 +55,15 @@ def test_mixed_precision_with_accumulation_is_like_whole_batches():
 
 
 @pytest.mark.slow
+def test_an_optimizer_of_torch_skips_corrupted_batches_and_resumes_bit_for_bit():
+    results, same = example("keep_your_optimizer").run(200)
+    bare, limited = results.values()
+    assert same
+    assert (bare.skipped, limited.skipped) == (0, 200 // 40)
+    assert limited.loss < bare.loss - 0.3
+
+
+@pytest.mark.slow
 def test_two_calls_and_a_chain_train_alike():
     results = example("from_two_calls_to_a_chain").train(10)
     assert results["chain"][0] == pytest.approx(results["two calls"][0], rel=1e-4)

@@ -35,9 +35,9 @@ class TrainerCallback(transformers.TrainerCallback):
             ``functools.partial(Recorder, path="run.jsonl")``, for any optimizer. Each checkpoint saves the steps in
             ``recorder.pt``, and a run that is resumed from ``output_dir`` loads them. With ``logging_steps=1``, the
             losses of the logs are recorded. Otherwise call ``recorder.report_loss`` where the loss is computed.
-        transforms: Transforms for `before_step`, such as ``[ZClip(), SkipStep(10.0)]``, which act on the Trainer's own
-            optimizer, or a function of the optimizer that returns a handle, for other arguments of `before_step`.
-            Checkpoints of the optimizer contain their state. They stay there after training: `handle` removes them.
+        transforms: Transforms for `before_step`, such as ``[SkipStep(max_ratio=10.0), ZClip()]``, for the optimizer of
+            the Trainer; or a function of the optimizer that returns a handle, for other arguments of `before_step`.
+            Checkpoints of the optimizer contain their state. They stay after training: ``handle.remove()`` ends them.
 
     Raises:
         ValueError: When training starts with transforms, if ``max_grad_norm`` is above 0, or the optimizer has none of

@@ -37,10 +37,10 @@ class LightningCallback(Callback):
             ``functools.partial(Recorder, path="run.jsonl")``. With several optimizers, this function gets the first
             one with transforms, or the first optimizer if none has them. The checkpoints of the Trainer contain the
             steps. In automatic optimization, the recorder also gets the loss, except with ``precision="16-mixed"``.
-        transforms: Transforms for `before_step`, such as ``[ZClip(), SkipStep(10.0)]``, or a function of the optimizer
-            that returns a handle, for other arguments of `before_step`. With several optimizers, they act before the
-            steps of each, and each has a state of its own. Checkpoints of the optimizers contain it. They stay there
-            after training: `handles` remove them.
+        transforms: Transforms for `before_step`, such as ``[SkipStep(max_ratio=10.0), ZClip()]``; or a function of the
+            optimizer that returns a handle, for other arguments of `before_step`. With several optimizers, they act
+            before the steps of each, and each has a state of its own. Checkpoints of the optimizers contain the state.
+            They stay after training: ``remove()`` of each of ``handles`` ends them.
 
     Raises:
         ValueError: When fitting starts with transforms, if ``Trainer(gradient_clip_val=...)`` is above 0, or the module

@@ -361,8 +361,7 @@ def before_step(
         dropped: As ``new``.
 
     Returns:
-        A handle, which is a context manager too. It has the metrics and the settings of the transforms, and its
-        ``remove()`` ends their work.
+        A handle and context manager, with the metrics and settings of the transforms. ``remove()`` ends their work.
 
     Raises:
         TypeError: If ``optimizer`` is no optimizer, a `Modular`, one that takes its steps by another optimizer, lacks
