@@ -10,6 +10,7 @@ import pytest
 import torch
 from contract.training import gradients, parameters, set_grads, train, values
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from versions import needs_compiler
 
 from torchzero_clip import (
@@ -71,6 +72,48 @@ def test_transforms_write_to_the_memory_of_the_gradients(make, transform):
         optimizer.step()
         assert [(param.grad, param.grad.data_ptr()) for param in params] == before
         assert all(param.grad.abs().max() <= 1.001e-3 for param in params)
+
+
+class Allocations(TorchDispatchMode):
+    """Notes operations that return a large tensor in new memory."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.known, self.found = known, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, list | tuple) else [out]:
+            is_large = isinstance(tensor, torch.Tensor) and tensor.numel() >= 300_000
+            if is_large and tensor.untyped_storage().data_ptr() not in self.known:
+                self.found.append(str(func))
+        return out
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    "chain",
+    [
+        [ClipNorm(0.5, dim="global")],
+        [ClipNorm(0.5), ClipValue(0.1), ClipNorm(0.1, dim="global")],
+        [ZClip(), ClipNormByEMA(), AutoClip(50.0)],
+        [SkipStep(1e-9), ClipNorm(1)],
+    ],
+    ids=["joint", "three clips", "statistics", "refused"],
+)
+def test_nothing_of_the_size_of_a_parameter_is_copied(chain, fused):
+    params = [nn.Parameter(torch.randn(500, 600)) for _ in range(3)]
+    optimizer = torch.optim.SGD(params, 0.1, fused=fused)
+    handle = before_step(optimizer, *chain)
+    for k in range(6):
+        for param in params:
+            param.grad = torch.randn(500, 600)
+        states = [value for state in handle._front.state.values() for value in state.values()]
+        own = [tensor for param in params for tensor in (param, param.grad)] + states
+        with Allocations({tensor.untyped_storage().data_ptr() for tensor in own}) as seen:
+            optimizer.step()
+        assert k < 2 or seen.found == []  # before, memory for pieces is allocated once
+    assert handle.skipped_steps == (6 if isinstance(chain[0], SkipStep) else 0)
 
 
 def test_parameters_are_those_of_the_groups_at_each_step():

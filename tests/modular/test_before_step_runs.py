@@ -304,7 +304,9 @@ CALM = {
 def is_before(kind, name, seed, steps=16):
     """Transforms before AdamW are the chain, up to rounding."""
     seed, only = f"{name} {seed}", {"dtypes": [torch.float64]}
-    compare(seed, [Before(seed, name, KINDS[kind], **only), Whole(seed, name, KINDS[kind], **only)], steps, near)
+    happens = {event: of for event, of in HAPPENS.items() if kind != "foreach" or event != "tensor_rate"}
+    runs = [kind_of(seed, name, KINDS[kind], **only) for kind_of in (Before, Whole)]
+    compare(seed, runs, steps, near, happens)  # torch has no foreach AdamW with a tensor as its rate
 
 
 @pytest.fixture
@@ -322,7 +324,8 @@ def scaled(monkeypatch):
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:a max_norm of 0"),
-    pytest.mark.filterwarnings("ignore:the checkpoint of the optimizer has no state"),
+    pytest.mark.filterwarnings("ignore:the chain decays weights twice"),
+    pytest.mark.filterwarnings(r"ignore:step \d+. the gradients of"),
 ]
 
 

@@ -46,7 +46,7 @@ def _with_device(states: Mapping[Any, State], device: torch.device) -> dict[Any,
     return {i: {**state, **added} for i, state in states.items()}
 
 
-def _without_device(saved: Mapping[str, Any]) -> dict[str, Any]:
+def without_device(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Remove what `_with_device` has added."""
     states = saved.get("state", {}).items()
     return {**saved, "state": {i: {k: v for k, v in state.items() if k != _DEVICE} for i, state in states}}
@@ -87,7 +87,7 @@ class Load:
         """Return the checkpoint, converted and completed. Raises on all processes if it does not fit on one of them."""
         error: Exception | None = None
         try:
-            given = _without_device(state_dict) if torch_loads() else state_dict
+            given = without_device(state_dict) if torch_loads() else state_dict
             adjusted = adapted(given, groups, self.nodes, self.new, self.dropped)
             self._fitting, self._values = fitted(adjusted, groups, self.nodes, self.schedules, self.chain_state.values)
         except ValueError as found:

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torchzero_clip.checkpoints.identity import IDENTITY
-from torchzero_clip.checkpoints.saving import Load
+from torchzero_clip.checkpoints.saving import Load, without_device
 from torchzero_clip.core.scope import named_params
 from torchzero_clip.modular.front import Front
 
@@ -73,7 +73,7 @@ class Entries:
         """Write the entries to a checkpoint."""
         self._was_saved = True
         self._front.sync(optimizer.param_groups)
-        own = self._front.state_dict()
+        own = without_device(self._front.state_dict())
         for mine, group in zip(own["param_groups"], saved["param_groups"], strict=True):
             states = {k: own["state"][i] for k, i in enumerate(mine["params"]) if own["state"].get(i)}
             settings = {key: value for key, value in mine.items() if key not in ("params", "name")}
@@ -108,7 +108,7 @@ class Entries:
                     stacklevel=5,
                 )
             return
-        if not all(isinstance(entry, Mapping) and len(entry["state"]) == entry["states"] for entry in entries):
+        if not all(isinstance(entry, Mapping) and len(_states(entry)) == entry["states"] for entry in entries):
             load.agree(_incomplete(), front.param_groups)
         try:
             load.check(_as_checkpoint(groups, entries), front.param_groups)
@@ -141,8 +141,12 @@ def _as_checkpoint(groups: Sequence[Group], entries: Sequence[Mapping[str, Any]]
         first = sum(len(before["params"]) for before in own)
         numbers = list(range(first, first + len(group["params"])))
         own.append({**entry["settings"], "params": numbers})
-        state |= {numbers[int(k)]: values for k, values in entry["state"].items()}
+        state |= {numbers[int(k)]: values for k, values in _states(entry).items()}
     return {"state": state, "param_groups": own}
+
+
+def _states(entry: Mapping[str, Any]) -> Mapping[Any, Any]:
+    return entry.get("state", {})  # torch.distributed.checkpoint drops it if it is empty
 
 
 def _incomplete() -> ValueError:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchzero_clip.compat import never_compiled
+
 COUNTERS = 1024
 """Tensors of more elements are no counters. An optimizer does not change them without gradients."""
 
@@ -30,6 +32,7 @@ class RefusedStep:
             param.grad = None
 
     @torch.no_grad()
+    @never_compiled
     def undo(self) -> None:
         """Put everything back as it was."""
         for param, grad in self._grads:
