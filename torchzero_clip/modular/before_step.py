@@ -1,10 +1,8 @@
 """Transforms that change the gradients before each step of any optimizer."""
 
-import functools
-import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Self
 
@@ -13,20 +11,19 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from typing_extensions import override
 
 from torchzero_clip.checks import instance
 from torchzero_clip.compat import may_be_template, never_compiled, steps_being_taken
 from torchzero_clip.core.chain import Transforms, flatten
 from torchzero_clip.core.transform import Transform
-from torchzero_clip.engine.listener import Attached, Listener, Seen
+from torchzero_clip.engine.listener import Attached, Listener
 from torchzero_clip.engine.nonfinite import Nonfinite
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.bad import BadGradients
 from torchzero_clip.functional.clip import inverse
 from torchzero_clip.modular.entries import KEY, Entries
 from torchzero_clip.modular.front import Front
-from torchzero_clip.modular.modular import Modular
+from torchzero_clip.modular.host import Patient, are_zero, check_host, end_surely, takes_factor, unwrapped_host
 from torchzero_clip.modular.refused_step import RefusedStep
 
 FOUND_INF = "found_inf"
@@ -46,14 +43,14 @@ class BeforeStep:
         self._refused: RefusedStep | None = None
         self._has_scaled = False  # the optimizer multiplies the gradients by their factor
         self._is_refused_by_scaler = False
-        self._patient: _Patient | None = None
+        self._patient: Patient | None = None
         own = self._entries.register(optimizer)
         self._hooks = [
             optimizer.register_step_pre_hook(self.before),
             optimizer.register_step_post_hook(self.after),
             *own,
         ]
-        self._wrapper = _finally(optimizer, self)
+        self._wrapper = end_surely(optimizer, self)
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -109,7 +106,7 @@ class BeforeStep:
 
     @listener.setter
     def listener(self, listener: Listener | None) -> None:
-        self._front.listener = self._patient = None if listener is None else _Patient(listener)
+        self._front.listener = self._patient = None if listener is None else Patient(listener)
 
     def has(self, group: dict[str, Any]) -> bool:
         """True if a param group is one of the optimizer's."""
@@ -189,7 +186,7 @@ class BeforeStep:
         self._entries.look(groups)
         if getattr(optimizer, FOUND_INF, None) is not None and not self._unscale(optimizer):
             return
-        if may_be_template(groups, is_first=front.steps_taken == 0) and _are_zero(groups):
+        if may_be_template(groups, is_first=front.steps_taken == 0) and are_zero(groups):
             self._entries.begin()
             return
         front.change_gradients(groups, result)
@@ -213,7 +210,7 @@ class BeforeStep:
     def _scale(self, grads: list[Tensor], factor: Tensor | float) -> None:
         """Multiply gradients by one factor. The fused optimizers of torch do it in the step, which saves a pass."""
         optimizer: Any = self._optimizer
-        if grads[0].dtype != torch.float64 and _takes_factor(optimizer, self._hooks[0].id, len(grads)):
+        if grads[0].dtype != torch.float64 and takes_factor(optimizer, self._hooks[0].id, len(grads)):
             optimizer.grad_scale = inverse(factor)
             self._has_scaled = True
         else:
@@ -237,89 +234,6 @@ class BeforeStep:
         if self._patient is not None:
             self._patient.tell()
         return refused is not None
-
-
-class _Patient(Listener):
-    """Tells a listener of the end of a step once the optimizer has taken it."""
-
-    def __init__(self, listener: Listener) -> None:
-        self.listener = listener
-        self._ended: Seen | None = None
-
-    @override
-    def begin(self, step: Seen) -> None:
-        self.listener.begin(step)
-
-    @override
-    def end(self, step: Seen) -> None:
-        self._ended = step
-
-    @torch.no_grad()  # as in a step, outside of which this is called
-    def tell(self) -> None:
-        """Tell the listener that a step has ended."""
-        ended, self._ended = self._ended, None
-        if ended is not None:
-            self.listener.end(ended)
-
-
-def _are_zero(groups: Sequence[dict[str, Any]]) -> bool:
-    """True if there are gradients, and all of them are 0."""
-    grads = [param.grad for group in groups for param in group["params"] if param.grad is not None]
-    return bool(grads) and not any(bool(grad.any()) for grad in grads)
-
-
-def _takes_factor(optimizer: Any, hook: int, count: int) -> bool:
-    """True if the step of a fused optimizer of torch divides ``count`` gradients, and no later hook reads them."""
-    is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-    if not is_fused or not type(optimizer).__module__.startswith("torch.optim."):
-        return False
-    held: list[Tensor] = []
-    for group in optimizer.param_groups:
-        if not group.get("fused"):
-            return False
-        held += group["params"]
-    # the step would also divide the gradients of frozen parameters, which transforms leave alone
-    if count < len(held) and any(param.grad is not None and not param.requires_grad for param in held):
-        return False
-    hooks = optimizer._optimizer_step_pre_hooks
-    for key in reversed(hooks):
-        if key == hook:
-            break
-        if not isinstance(getattr(hooks[key], "__self__", None), Attached):  # the recorder reads no gradients here
-            return False
-    return True
-
-
-def _finally(optimizer: Optimizer, handle: BeforeStep) -> Callable[..., Any]:
-    """Wrap ``step`` of one optimizer so that a step ends also if it raises, when torch calls no hook."""
-    given: Any = vars(optimizer).get("step")
-    call: Any = type(optimizer).step if given is None else given
-    found = weakref.ref(optimizer)
-
-    def step(own: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return call(own, *args, **kwargs) if given is None else call(*args, **kwargs)
-        except Exception as error:
-            if handle.finish():
-                raise RuntimeError(
-                    f"{type(own).__name__} cannot take a step without gradients, so transforms before it cannot refuse "
-                    'one: leave out gates and nonfinite="skip". Nothing was changed'
-                ) from error
-            raise
-        finally:
-            if handle.is_in_step:
-                handle.finish()
-
-    @functools.wraps(call)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        own = found()  # weak, as in the wrapper of torch's schedulers
-        if own is None:
-            raise ReferenceError("the optimizer of this step was deleted: keep the optimizer beside its step")
-        return step(own, *args, **kwargs)
-
-    vars(wrapper)["__func__"] = step  # of a bound method, where schedulers look for it
-    optimizer.step = wrapper
-    return wrapper
 
 
 def before_step(
@@ -383,9 +297,13 @@ def before_step(
         >>> round(handle.metrics()["clip_norm/norm"].item(), 4)
         5.0
     """
-    found = _unwrapped(optimizer)
+    found = unwrapped_host(optimizer)
     listed = list(flatten(transforms))
-    _check(found, listed)
+    check_host(found, listed)
+    if handle_of(found) is not None:
+        raise RuntimeError(
+            "this optimizer has transforms before its steps already: call remove() of their handle first"
+        )
     if module is not None:
         instance("module", module, nn.Module)
     front = partial(
@@ -438,37 +356,3 @@ def _attached(optimizer: Optimizer) -> list[object]:
     """The objects whose methods are hooks of the steps of an optimizer."""
     hooks: Any = getattr(optimizer, "_optimizer_step_pre_hooks", {})
     return [getattr(hook, "__self__", None) for hook in hooks.values()]
-
-
-def _unwrapped(optimizer: Any) -> Any:
-    """The optimizer in wrappers of Accelerate and Lightning. Other wrappers may change gradients or count steps."""
-    while type(optimizer).__module__.partition(".")[0] in ("accelerate", "lightning", "pytorch_lightning"):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-def _check(found: Any, transforms: list[Any]) -> None:
-    """Raise if an optimizer cannot have transforms before its steps."""
-    shown, name = ", ".join(map(repr, transforms)) or "ClipNorm(1)", type(found).__name__
-    inside = [key for key, value in getattr(found, "__dict__", {}).items() if isinstance(value, Optimizer)]
-    way_out = f": call before_step on optimizer.{inside[0]}" if inside else ""
-    if not isinstance(found, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {name}{way_out}")
-    if isinstance(found, Modular):
-        raise TypeError(f"this optimizer is a chain, which takes the transforms: Modular(params, {shown}, ...)")
-    if not transforms:
-        raise ValueError("before_step needs at least one transform, as in before_step(optimizer, ClipNorm(1))")
-    if inside:
-        raise TypeError(f"{name} takes its steps by another optimizer{way_out}")
-    if not all(hasattr(found, f"_optimizer_{kind}_hooks") for kind in ("step_pre", "state_dict_post")):
-        raise TypeError(f"{name} lacks hooks that optimizers of torch have: let it call Optimizer.__init__")
-    closure = inspect.signature(type(found).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise TypeError(
-            f"{name} takes no step without a closure and may evaluate it several times in one step, but transforms "
-            "that keep statistics act once a step: call clip_grad_norm_ in the closure"
-        )
-    if handle_of(found) is not None:
-        raise RuntimeError(
-            "this optimizer has transforms before its steps already: call remove() of their handle first"
-        )

@@ -1,0 +1,141 @@
+"""What transforms ask of the optimizer that they stand before."""
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from torchzero_clip.engine.listener import Attached, Listener, Seen
+from torchzero_clip.modular.modular import Modular
+
+
+class Ending(Protocol):
+    """What ends a step."""
+
+    @property
+    def is_in_step(self) -> bool:
+        """True while a step is taken."""
+        ...
+
+    def finish(self) -> bool:
+        """End the step. Return True if it was refused."""
+        ...
+
+
+class Patient(Listener):
+    """Tells a listener of the end of a step once the optimizer has taken it."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener = listener
+        self._ended: Seen | None = None
+
+    @override
+    def begin(self, step: Seen) -> None:
+        self.listener.begin(step)
+
+    @override
+    def end(self, step: Seen) -> None:
+        self._ended = step
+
+    @torch.no_grad()  # as in a step, outside of which this is called
+    def tell(self) -> None:
+        """Tell the listener that a step has ended."""
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            self.listener.end(ended)
+
+
+def unwrapped_host(optimizer: Any) -> Any:
+    """The optimizer in wrappers of Accelerate and Lightning. Other wrappers may change gradients or count steps."""
+    while type(optimizer).__module__.partition(".")[0] in ("accelerate", "lightning", "pytorch_lightning"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def check_host(found: Any, transforms: list[Any]) -> None:
+    """Raise if an optimizer cannot have transforms before its steps."""
+    shown, name = ", ".join(map(repr, transforms)) or "ClipNorm(1)", type(found).__name__
+    inside = [key for key, value in getattr(found, "__dict__", {}).items() if isinstance(value, Optimizer)]
+    way_out = f": call before_step on optimizer.{inside[0]}" if inside else ""
+    if not isinstance(found, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {name}{way_out}")
+    if isinstance(found, Modular):
+        raise TypeError(f"this optimizer is a chain, which takes the transforms: Modular(params, {shown}, ...)")
+    if not transforms:
+        raise ValueError("before_step needs at least one transform, as in before_step(optimizer, ClipNorm(1))")
+    if inside:
+        raise TypeError(f"{name} takes its steps by another optimizer{way_out}")
+    if not all(hasattr(found, f"_optimizer_{kind}_hooks") for kind in ("step_pre", "state_dict_post")):
+        raise TypeError(f"{name} lacks hooks that optimizers of torch have: let it call Optimizer.__init__")
+    closure = inspect.signature(type(found).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"{name} takes no step without a closure and may evaluate it several times in one step, but transforms "
+            "that keep statistics act once a step: call clip_grad_norm_ in the closure"
+        )
+
+
+def are_zero(groups: Sequence[dict[str, Any]]) -> bool:
+    """True if there are gradients, and all of them are 0."""
+    grads = [param.grad for group in groups for param in group["params"] if param.grad is not None]
+    return bool(grads) and not any(bool(grad.any()) for grad in grads)
+
+
+def takes_factor(optimizer: Any, hook: int, count: int) -> bool:
+    """True if the step of a fused optimizer of torch divides ``count`` gradients, and no later hook reads them."""
+    is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    if not is_fused or not type(optimizer).__module__.startswith("torch.optim."):
+        return False
+    held: list[Tensor] = []
+    for group in optimizer.param_groups:
+        if not group.get("fused"):
+            return False
+        held += group["params"]
+    # the step would also divide the gradients of frozen parameters, which transforms leave alone
+    if count < len(held) and any(param.grad is not None and not param.requires_grad for param in held):
+        return False
+    hooks = optimizer._optimizer_step_pre_hooks
+    for key in reversed(hooks):
+        if key == hook:
+            break
+        if not isinstance(getattr(hooks[key], "__self__", None), Attached):  # the recorder reads no gradients here
+            return False
+    return True
+
+
+def end_surely(optimizer: Optimizer, handle: Ending) -> Callable[..., Any]:
+    """Wrap ``step`` of one optimizer so that a step ends also if it raises, when torch calls no hook."""
+    given: Any = vars(optimizer).get("step")
+    call: Any = type(optimizer).step if given is None else given
+    found = weakref.ref(optimizer)
+
+    def step(own: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(own, *args, **kwargs) if given is None else call(*args, **kwargs)
+        except Exception as error:
+            if handle.finish():
+                raise RuntimeError(
+                    f"{type(own).__name__} cannot take a step without gradients, so transforms before it cannot refuse "
+                    'one: leave out gates and nonfinite="skip". Nothing was changed'
+                ) from error
+            raise
+        finally:
+            if handle.is_in_step:
+                handle.finish()
+
+    @functools.wraps(call)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        own = found()  # weak, as in the wrapper of torch's schedulers
+        if own is None:
+            raise ReferenceError("the optimizer of this step was deleted: keep the optimizer beside its step")
+        return step(own, *args, **kwargs)
+
+    vars(wrapper)["__func__"] = step  # of a bound method, where schedulers look for it
+    optimizer.step = wrapper
+    return wrapper
