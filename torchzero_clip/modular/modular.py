@@ -89,9 +89,8 @@ class Modular(Explained, ClassMaker, Optimizer):
             equally on all ranks of a mesh and of the ``process_group``.
         max_consecutive_skips: Raise if more steps than this in a row were skipped; None for any number.
         fast: Combine transforms into few passes over memory. Pass False to check a result: each transform is then
-            applied in its turn by the method that its author wrote, and ``fused=True`` has an effect only in a `Wrap`.
-            The results differ by rounding, so `Adam` and `SGD` may then differ from torch in the last bits. A step
-            takes four to ten times as long.
+            applied in its turn by the method that its author wrote. The results differ by rounding, and a step takes
+            four to ten times as long.
         process_group: The processes that hold *other* parameters of the model, such as the stages of a pipeline:
             ``mesh["pp"].get_group()``. Joint norms, joint statistics, gates, ``nonfinite`` and metrics then cover the
             parameters of all of them. All processes need the same chain, which is checked here; settings and the
@@ -199,16 +198,6 @@ class Modular(Explained, ClassMaker, Optimizer):
         """The gradients of the last step that ``nonfinite="skip"`` or ``"raise"`` refused; None before the first.
 
         They are those of all processes of the meshes and of the ``process_group``, and equal on all of them.
-
-        Examples:
-            >>> import torch
-            >>> from torchzero_clip import SGD, Modular
-            >>> model = torch.nn.Linear(2, 1)
-            >>> optimizer = Modular(model, SGD(0.1), nonfinite="skip")
-            >>> model.weight.grad, model.bias.grad = torch.tensor([[torch.nan, 1.0]]), torch.tensor([2.0])
-            >>> optimizer.step()
-            >>> optimizer.bad_gradients
-            BadGradients(names=('weight',), total=1, largest={'bias': 2.0})
         """
         return self._policy.bad_gradients
 
@@ -246,8 +235,7 @@ class Modular(Explained, ClassMaker, Optimizer):
     def metrics(self) -> dict[str, Tensor]:
         """Return what the transforms measured, as 0-d tensors on the device. Reading a value waits for the device.
 
-        The metrics are those of the last step that was taken. A step that was skipped, or in which no parameter of any
-        process had a gradient, does not change them.
+        The metrics are those of the last step that was taken.
 
         Returns:
             For example ``"clip_norm/norm"`` (before clipping), ``"clip_norm/factor"`` (mean over tensors or slices) and
