@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from contract.training import gradients, parameters, set_grads, train, values
+from contract.training import assert_same_checkpoint, gradients, parameters, set_grads, train, values
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from versions import needs_compiler
@@ -461,6 +461,67 @@ def test_a_step_that_is_called_around_the_wrapper_is_the_same_step():
         assert weight.tolist() == pytest.approx(expected)
         assert weight.grad is not None
     assert handle.skipped_steps == 1
+
+
+def test_what_happens_after_a_refused_step_that_raised_around_the_wrapper_stays():
+    """The gradients, and the settings of the groups."""
+    weight, other = one(), one()
+    optimizer = NeedsGradients([weight, other], 1.0)
+    kept = optimizer.step
+    before_step(optimizer, SkipStep(10.0), ClipNorm(1, dim="global"))
+    weight.grad, other.grad = torch.tensor([30.0, 40.0]), torch.zeros(2)
+    with pytest.raises(ValueError, match="empty"):
+        kept()
+    weight.grad = torch.tensor([3.0, 4.0])
+    optimizer.param_groups[0]["lr"] = 0.5
+    kept()
+    assert weight.tolist() == pytest.approx([-0.3, -0.4])
+    assert weight.grad.tolist() == pytest.approx([0.6, 0.8])
+    assert other.grad.tolist() == [0.0, 0.0]
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def _shorter(saved):
+    saved["param_groups"][0]["params"].pop()
+
+
+def _another_group(saved):
+    saved["param_groups"].append(copy.deepcopy(saved["param_groups"][0]))
+
+
+def _another_shape(saved):
+    saved["param_groups"][0]["before_step"]["state"][0]["clip_norm_by_ema/ema"] = torch.zeros(7)
+
+
+def _another_value(saved):
+    saved["param_groups"][0]["before_step"]["settings"]["beta"] = 7.0
+
+
+def _less_state(saved):
+    del saved["param_groups"][0]["before_step"]["state"][0]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_shorter, "param groups of"),
+        (_another_group, "param groups of"),
+        (_another_shape, "has shape"),
+        (_another_value, "beta must be in"),
+        (_less_state, "lacks state of the transforms"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_changes_nothing(spoil, message):
+    params = parameters()
+    optimizer = torch.optim.AdamW(params)
+    before_step(optimizer, ClipNormByEMA(), AutoClip(50))
+    train(optimizer, params, gradients(params, 3))
+    saved = copy.deepcopy(optimizer.state_dict())
+    spoil(saved)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved)
+    assert_same_checkpoint(optimizer.state_dict(), before)
 
 
 def test_closures_are_evaluated_once_and_transforms_act_after_them():

@@ -156,7 +156,11 @@ class BeforeStep:
             if steps_being_taken(optimizer) > 1:
                 self._depth += 1
                 return None
-            self.finish()  # the step before was called around the wrapper, and raised an error
+            # the step before was called around the wrapper, and raised an error. What has happened since stays
+            refused, self._refused = self._refused, None
+            if refused is not None:
+                refused.give_back()
+            self.finish()
         self._depth = 1
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
         if closure is None:

@@ -141,7 +141,8 @@ def _as_checkpoint(groups: Sequence[Group], entries: Sequence[Mapping[str, Any]]
         first = sum(len(before["params"]) for before in own)
         numbers = list(range(first, first + len(group["params"])))
         own.append({**entry["settings"], "params": numbers})
-        state |= {numbers[int(k)]: values for k, values in _states(entry).items()}
+        known = dict(enumerate(numbers))  # if parameters are missing, `Load.check` says so
+        state |= {known[int(k)]: values for k, values in _states(entry).items() if int(k) in known}
     return {"state": state, "param_groups": own}
 
 

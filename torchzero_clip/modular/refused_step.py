@@ -31,12 +31,17 @@ class RefusedStep:
         for param, _ in self._grads:
             param.grad = None
 
+    def give_back(self) -> None:
+        """Give the gradients back, where there are no new ones."""
+        for param, grad in self._grads:
+            if param.grad is None:
+                param.grad = grad
+
     @torch.no_grad()
     @never_compiled
     def undo(self) -> None:
         """Put everything back as it was."""
-        for param, grad in self._grads:
-            param.grad = grad
+        self.give_back()
         for group, restore in self._groups:
             _replace(group, restore(), keep=("params",))
         _replace(self._optimizer.state, self._state())
