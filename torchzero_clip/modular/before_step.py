@@ -330,7 +330,12 @@ def before_step(
 
 def handle_of(optimizer: Optimizer) -> BeforeStep | None:
     """The transforms before the steps of an optimizer; None if it has none."""
-    return next((own for own in _attached(optimizer) if isinstance(own, BeforeStep)), None)
+    hooks: Any = getattr(optimizer, "_optimizer_step_pre_hooks", {})
+    for hook in hooks.values():
+        own = getattr(hook, "__self__", None)
+        if isinstance(own, BeforeStep):
+            return own
+    return None
 
 
 _WATCHING: list[Any] = []

@@ -95,7 +95,12 @@ class Front(Modular):
         if not self._has_lists_of(groups):
             self.follow(groups)
         self._followed = groups
-        self._step(None if result is None else lambda: result)
+        # a plan needs no `no_grad`, because the gradients that fit it require none
+        if result is None and self._fast_way.plan is not None and self._repeat():
+            if self._reported.count:
+                self._reported.clear()
+        else:
+            self._step(None if result is None else lambda: result)
 
     _step = Modular.step  # without hooks, which Optimizer adds when the first optimizer is made
 
