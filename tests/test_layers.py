@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "torchzero_clip"
 FILES = sorted(PACKAGE.rglob("*.py"))
 EVERYWHERE = {"functional", "checks", "hints", "types", "compat"}
 BELOW = {
-    "integrations": {"integrations", "recorder", "modular", "core", "checks"},
+    "integrations": {"integrations", "recorder", "modular", "core"},
     "__main__": {"recorder"},
     "recorder": {"recorder", "modular", "engine", "clipping", "core", "private_losses", *EVERYWHERE},
     "migrating": {"migrating", "optimizers", "modular", "checkpoints", "core", *EVERYWHERE},

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from torchzero_clip import AdamW, ClipNorm, Modular, ZClip, before_step
-from torchzero_clip.integrations.attaching import attached, chain_of, check_trained, check_transforms
+from torchzero_clip.integrations.attaching import attached, check_trained
+from torchzero_clip.modular.before_step import chain_of
 
 
 def sgd(params):
@@ -32,17 +33,14 @@ def test_a_function_makes_the_handle():
     weight.grad = torch.tensor([torch.inf, 1.0])
     optimizer.step()
     assert handle.skipped_by == ("nonfinite",)
-    with pytest.raises(TypeError, match=r"the function transforms= returns must be of class BeforeStep, got None"):
-        attached(lambda o: None, [], sgd([weight]), nn.Module())
 
 
-def test_what_a_callback_is_given_is_checked_before_training():
-    check_transforms([ClipNorm(1), [ZClip()]])
-    with pytest.raises(TypeError, match="AdamW"):
-        check_transforms([ClipNorm(1), torch.optim.AdamW])
+def test_transforms_beside_a_chain_and_other_optimizers_are_refused():
     model = nn.Linear(2, 1)
     with pytest.raises(TypeError, match="takes the transforms"):
         attached([ZClip()], [], Modular(model, AdamW()), model)
+    with pytest.raises(TypeError, match="AdamW"):
+        attached([ZClip(), torch.optim.AdamW], [], sgd(model.parameters()), model)
 
 
 def test_parameters_that_no_optimizer_has_are_named():

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchzero_clip.integrations.attaching import chain_of
-from torchzero_clip.modular.before_step import BeforeStep
+from torchzero_clip.modular.before_step import BeforeStep, chain_of
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrapped import unwrap
 
@@ -19,9 +18,7 @@ _PLACES = {"TrainerCallback": ("huggingface", "transformers"), "LightningCallbac
 
 
 def unwrapped(optimizer: Any) -> Modular | BeforeStep:
-    """Return the `Modular` inside the wrappers of trainers, such as those of Accelerate and Lightning.
-
-    If the optimizer inside is of another class, return the handle of `before_step`.
+    """Return the `Modular`, or the handle of `before_step`, inside wrappers such as those of Accelerate and Lightning.
 
     Args:
         optimizer: A `Modular`, an optimizer with transforms before its steps, or their handle; or an object that has
@@ -34,8 +31,7 @@ def unwrapped(optimizer: Any) -> Modular | BeforeStep:
     if found is None:
         raise TypeError(
             f"optimizer must be a Modular or a wrapper of one, got {type(unwrap(optimizer)).__name__}, which has no "
-            "transforms: call before_step on it. A callback of a trainer does it with transforms=[...]. Or pass it the "
-            "class Recorder, because a Recorder takes any optimizer"
+            "transforms: call before_step on it, or give the callback of the trainer transforms=[...] or a Recorder"
         )
     return found
 

@@ -13,8 +13,8 @@ from transformers.trainer_callback import CallbackHandler
 from typing_extensions import override
 
 from torchzero_clip.integrations import numbers, unwrapped
-from torchzero_clip.integrations.attaching import Given, attached, chain_of, check_trained, check_transforms
-from torchzero_clip.modular.before_step import BeforeStep
+from torchzero_clip.integrations.attaching import Given, attached, check_trained
+from torchzero_clip.modular.before_step import BeforeStep, chain_of
 from torchzero_clip.recorder.recorder import Recorder, begun, check_given
 
 SAVED = "recorder.pt"
@@ -23,9 +23,8 @@ SAVED = "recorder.pt"
 class TrainerCallback(transformers.TrainerCallback):
     """Puts transforms before the steps of the Trainer's optimizer, logs their metrics, and checks that only they clip.
 
-    Every ``logging_steps`` steps, the metrics of the last step that was taken are added to the logs: those of
-    ``transforms``, or of the optimizer if it is a `Modular` or has transforms before its steps already. If the recorder
-    has no ``log=``, its numbers are added too.
+    The optimizer may also be a `Modular`, or have transforms already. Every ``logging_steps`` steps, the metrics of the
+    last step that was taken are added to the logs. If the recorder has no ``log=``, its numbers are added too.
 
     ``TrainingArguments.max_grad_norm`` is 1.0 by default. The Trainer then scales the gradients before the transforms
     get them, so that a limit above 1 never acts and statistics store clipped norms.
@@ -35,20 +34,17 @@ class TrainerCallback(transformers.TrainerCallback):
             ``functools.partial(Recorder, path="run.jsonl")``, for any optimizer. Each checkpoint saves the steps in
             ``recorder.pt``, and a run that is resumed from ``output_dir`` loads them. With ``logging_steps=1``, the
             losses of the logs are recorded. Otherwise call ``recorder.report_loss`` where the loss is computed.
-        transforms: Transforms for `before_step`, such as ``[SkipStep(max_ratio=10.0), ZClip()]``, for the optimizer of
-            the Trainer; or a function of the optimizer that returns a handle, for other arguments of `before_step`.
-            Checkpoints of the optimizer contain their state. They stay after training: ``handle.remove()`` ends them.
+        transforms: Transforms for `before_step`, such as ``[SkipStep(max_ratio=10.0), ZClip()]``, or a function of the
+            optimizer that returns its handle. They stay after training: ``handle.remove()`` ends them.
 
     Raises:
         ValueError: When training starts with transforms, if ``max_grad_norm`` is above 0, or the optimizer has none of
             the trainable parameters of the model. If the recorder is closed or records another optimizer.
-        TypeError: If ``recorder`` or ``transforms`` has another type. When training starts, if there is neither a
-            recorder nor a transform.
+        TypeError: For an argument of another type. When training starts, if there is neither recorder nor transform.
     """
 
     def __init__(self, recorder: Recorder | Callable[[Any], Recorder] | None = None, *, transforms: Given = ()) -> None:
         check_given(recorder)
-        check_transforms(transforms)
         self._given, self._transforms = recorder, transforms
         self.recorder = recorder if isinstance(recorder, Recorder) else None
         """The recorder. None if there is none, or before training if a function makes it."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from torchzero_clip.integrations.attaching import Given, attached, chain_of, check_trained, check_transforms
-from torchzero_clip.modular.before_step import BeforeStep
+from torchzero_clip.integrations.attaching import Given, attached, check_trained
+from torchzero_clip.modular.before_step import BeforeStep, chain_of
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrapped import unwrap
 from torchzero_clip.recorder.recorder import Recorder, begun, check_given
@@ -27,33 +27,29 @@ else:  # one library under two names
 class LightningCallback(Callback):
     """Puts transforms before the steps of the optimizers, logs their metrics, and checks that only they clip.
 
-    The metrics are those of ``transforms``, of each `Modular`, and of each optimizer that has transforms before its
-    steps already. They are logged as by ``self.log`` in the module. With several optimizers, their names begin with the
-    index of the optimizer, as in ``"1/clip_norm/norm"``. If the recorder has no ``log=``, it sends its numbers to the
-    loggers of the Trainer.
+    Optimizers may also be a `Modular`, or have transforms already. The metrics are logged as by ``self.log`` in the
+    module. With several optimizers, their names begin with the index of the optimizer, as in ``"1/clip_norm/norm"``. If
+    the recorder has no ``log=``, it sends its numbers to the loggers of the Trainer.
 
     Args:
         recorder: A `Recorder` of an optimizer of the module, or a function that makes one when training starts, such as
             ``functools.partial(Recorder, path="run.jsonl")``. With several optimizers, this function gets the first
             one with transforms, or the first optimizer if none has them. The checkpoints of the Trainer contain the
             steps. In automatic optimization, the recorder also gets the loss, except with ``precision="16-mixed"``.
-        transforms: Transforms for `before_step`, such as ``[SkipStep(max_ratio=10.0), ZClip()]``; or a function of the
-            optimizer that returns a handle, for other arguments of `before_step`. With several optimizers, they act
-            before the steps of each, and each has a state of its own. Checkpoints of the optimizers contain the state.
-            They stay after training: ``remove()`` of each of ``handles`` ends them.
+        transforms: Transforms for `before_step`, such as ``[SkipStep(max_ratio=10.0), ZClip()]``, or a function of the
+            optimizer that returns its handle. With several optimizers, they stand before each, and each has a state of
+            its own. They stay after training: ``remove()`` of each of ``handles`` ends them.
 
     Raises:
         ValueError: When fitting starts with transforms, if ``Trainer(gradient_clip_val=...)`` is above 0, or the module
             overrides ``configure_gradient_clipping``, because either may clip the gradients before the transforms get
             them. If the optimizers have none of the trainable parameters of the module. When training starts, if the
             recorder is closed or records another optimizer.
-        TypeError: If ``recorder`` or ``transforms`` has another type. When training starts, if there is neither a
-            recorder nor a transform.
+        TypeError: For an argument of another type. When training starts, if there is neither recorder nor transform.
     """
 
     def __init__(self, recorder: Recorder | Callable[[Any], Recorder] | None = None, *, transforms: Given = ()) -> None:
         check_given(recorder)
-        check_transforms(transforms)
         self._given, self._transforms = recorder, transforms
         self.recorder = recorder if isinstance(recorder, Recorder) else None
         """The recorder. None if there is none, or before training if a function makes it."""
@@ -66,8 +62,7 @@ class LightningCallback(Callback):
         """Check that only one side clips, and put the transforms in place before a checkpoint is loaded."""
         limit = trainer.gradient_clip_val
         clips = f"the Trainer clips gradients by gradient_clip_val={limit} before" if limit and limit > 0 else ""
-        own = bool(self._transforms) or bool(_chains(trainer.optimizers))
-        if self._given is not None and not own:
+        if self._given is not None and not self._transforms and not _chains(trainer.optimizers):
             if clips:  # the Trainer has to clip for other optimizers
                 warnings.warn(f"{clips} they are recorded. For the norms before, set it to None", stacklevel=2)
             return
@@ -81,10 +76,9 @@ class LightningCallback(Callback):
                 f"{type(pl_module).__name__}.configure_gradient_clipping may change gradients before the optimizer "
                 "gets them. Remove the method, and do the same by transforms"
             )
-        check_trained(trainer.optimizers, pl_module, raises=own)
         if self._transforms:
-            current = self.handles
-            self.handles = [attached(self._transforms, current, each, pl_module) for each in trainer.optimizers]
+            own = self.handles
+            self.handles = [attached(self._transforms, own, each, pl_module) for each in trainer.optimizers]
 
     @override
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -93,10 +87,8 @@ class LightningCallback(Callback):
         if not chains and self._given is None:
             kinds = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
             expected = "a Modular, so that LightningCallback has metrics to log"
-            raise TypeError(
-                f"configure_optimizers must return {expected}, got {kinds}. For an optimizer of another class, write "
-                "LightningCallback(transforms=[...])"
-            )
+            raise TypeError(f"configure_optimizers must return {expected}, got {kinds}: or pass transforms=[...]")
+        check_trained(trainer.optimizers, pl_module, raises=bool(chains))
         if self._given is None:
             return
         found = [*map(unwrap, chains.values()), *map(unwrap, trainer.optimizers)]

@@ -328,6 +328,12 @@ def before_step(
     return handle
 
 
+def chain_of(optimizer: Any) -> Modular | BeforeStep | None:
+    """The transforms of an optimizer, which may have wrappers, or of a handle; None if there are none."""
+    found = optimizer if isinstance(optimizer, BeforeStep) else unwrap(optimizer)
+    return found if isinstance(found, Modular | BeforeStep) else handle_of(found)
+
+
 def handle_of(optimizer: Optimizer) -> BeforeStep | None:
     """The transforms before the steps of an optimizer; None if it has none."""
     hooks: Any = getattr(optimizer, "_optimizer_step_pre_hooks", {})

@@ -13,7 +13,7 @@ from typing_extensions import override
 from torchzero_clip.checks import count, instance, one_of, steps
 from torchzero_clip.core.kinds import Gate
 from torchzero_clip.engine.reported_loss import ReportedLoss
-from torchzero_clip.modular.before_step import BeforeStep, handle_of
+from torchzero_clip.modular.before_step import chain_of
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.wrapped import unwrap
 from torchzero_clip.private_losses import refuse_loss
@@ -128,7 +128,7 @@ class Recorder(Readable):
         self._log = file
         self.is_closed = False  # True after `close`
         self._hooks = None if isinstance(found, Modular) else Hooks(self._run, found)
-        chain = _chain(found)
+        chain = chain_of(found)
         if chain is not None:
             chain.listener = self._run
 
@@ -157,7 +157,7 @@ class Recorder(Readable):
         if step is not None and self._is_late(step):
             ReportedLoss().add(loss)  # checks it
             self._run.report_late(loss, step)
-        elif (chain := _chain(self.optimizer)) is not None:
+        elif (chain := chain_of(self.optimizer)) is not None:
             chain.report_loss(loss)
         elif self._hooks is not None:
             self._hooks.reported.add(loss)
@@ -167,7 +167,7 @@ class Recorder(Readable):
         count("step", step)
         if step > self.step:
             raise ValueError(f"step must be at most {self.step}, the number of the next step, got {step}")
-        chain = _chain(self.optimizer)
+        chain = chain_of(self.optimizer)
         transforms = {} if chain is None else chain.transforms
         gates = [name for name, t in transforms.items() if isinstance(t, Gate) and t.needs_loss]
         if step < self.step and gates:
@@ -237,7 +237,7 @@ class Recorder(Readable):
         self._run.finish()
         if self._hooks is not None:
             self._hooks.remove()
-        chain = _chain(self.optimizer)
+        chain = chain_of(self.optimizer)
         if chain is not None and chain.listener is self._run:
             chain.listener = None
         self.is_closed = True
@@ -319,11 +319,6 @@ def begun(
     if step > found.step:
         found.load_state_dict({"step": step, "tape": None})
     return found
-
-
-def _chain(optimizer: Optimizer) -> Modular | BeforeStep | None:
-    """The transforms that change the gradients in the steps of an optimizer."""
-    return optimizer if isinstance(optimizer, Modular) else handle_of(optimizer)
 
 
 def _is_recorded(optimizer: Optimizer) -> bool:
