@@ -24,7 +24,9 @@ from torchzero_clip.functional.clip import inverse
 from torchzero_clip.modular.entries import KEY, Entries
 from torchzero_clip.modular.front import Front
 from torchzero_clip.modular.host import Patient, are_zero, check_host, end_surely, takes_factor, unwrapped_host
+from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.refused_step import RefusedStep
+from torchzero_clip.modular.wrapped import unwrap
 
 FOUND_INF = "found_inf"
 """Who refuses a step whose gradients a gradient scaler has found to be not finite."""
