@@ -887,3 +887,11 @@ def test_a_compiled_step_is_the_step():
         plain.step()
     for own, theirs in zip(params, others, strict=True):
         torch.testing.assert_close(own, theirs, rtol=0, atol=1e-6)
+
+
+def test_an_optimizer_of_parts_of_the_parameters_is_refused_without_naming_the_one_inside():
+    kind = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})
+    outer = kind([one()], 0.1)
+    outer.optim = sgd([one()])
+    with pytest.raises(TypeError, match=r"norms would be those of one process: use fully_shard"):
+        before_step(outer, ClipNorm(1, dim="global"))

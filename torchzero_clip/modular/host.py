@@ -69,6 +69,11 @@ def check_host(found: Any, transforms: list[Any]) -> None:
         raise TypeError(f"this optimizer is a chain, which takes the transforms: Modular(params, {shown}, ...)")
     if not transforms:
         raise ValueError("before_step needs at least one transform, as in before_step(optimizer, ClipNorm(1))")
+    if name == "ZeroRedundancyOptimizer":
+        raise TypeError(
+            f"{name} gives each process some of the parameters, so norms would be those of one process: use "
+            "fully_shard (FSDP2), which shards the state of the optimizer too"
+        )
     if inside:
         raise TypeError(f"{name} takes its steps by another optimizer{way_out}")
     if not all(hasattr(found, f"_optimizer_{kind}_hooks") for kind in ("step_pre", "state_dict_post")):
