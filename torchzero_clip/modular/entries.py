@@ -152,7 +152,7 @@ def _states(entry: Mapping[str, Any]) -> Mapping[Any, Any]:
 
 def _incomplete() -> ValueError:
     return ValueError(
-        "the checkpoint lacks state of the transforms that stand before the steps of the optimizer. It was saved by a "
-        "method that drops it, such as torch.distributed.checkpoint with flatten_optimizer_state_dict=True: save "
-        "without that option, or leave before_step out until the checkpoint is loaded"
+        "the checkpoint lacks state of the transforms that stand before the steps of the optimizer. What saved or loaded "
+        "it has dropped a part. torch.distributed.checkpoint loads into the state that exists: call before_step before "
+        "the first step of the optimizer, and then load"
     )
