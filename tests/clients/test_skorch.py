@@ -8,7 +8,7 @@ import torch
 from clients.runs import weights
 from torch import nn
 
-from torchzero_clip import AdamW, ClipNorm, Modular, Recorder, SkipStep, ZClip, before_step
+from torchzero_clip import AdamW, ClipNorm, ClipNormByEMA, Modular, Recorder, SkipStep, ZClip, before_step
 
 skorch = pytest.importorskip("skorch", reason="skorch is not installed")
 from sklearn.base import clone  # noqa: E402
@@ -22,7 +22,7 @@ Y = (X[:, 0] > 0).astype("int64")
 X[60] *= 1e3  # a large gradient in the last batch of each epoch
 Y[60] = 1 - Y[60]
 CHAIN = Modular.of(ClipNorm(0.1, dim="global"), AdamW(weight_decay=0.0))
-GATED = Modular.of(SkipStep(max_ratio=20.0), ZClip(warmup_steps=4), AdamW(weight_decay=0.0))
+GATED = Modular.of(SkipStep(max_ratio=20.0), ZClip(warmup_steps=4), ClipNormByEMA(), AdamW(weight_decay=0.0))
 
 
 class Net(skorch.NeuralNetClassifier):
@@ -52,7 +52,7 @@ WAYS = {
 }
 GATES = {
     "chain": lambda: net(optimizer=GATED),
-    "handle": lambda: net(Net, transforms=[SkipStep(max_ratio=20.0), ZClip(warmup_steps=4)]),
+    "handle": lambda: net(Net, transforms=[SkipStep(max_ratio=20.0), ZClip(warmup_steps=4), ClipNormByEMA()]),
 }
 
 
@@ -88,3 +88,9 @@ def test_settings_of_a_chain_are_parameters_of_the_net():
     assert type(pickle.loads(pickle.dumps(found)).optimizer_) is CHAIN
     search = GridSearchCV(found, {"optimizer__max_norm": [1e-6, 1.0]}, cv=2).fit(X, Y)
     assert search.best_params_ == {"optimizer__max_norm": 1.0}
+
+
+def test_a_pickle_has_no_transforms_before_its_optimizer():
+    copied = pickle.loads(pickle.dumps(WAYS["handle"]()))
+    with pytest.warns(UserWarning, match="call before_step on it"):
+        copied.partial_fit(X, Y)

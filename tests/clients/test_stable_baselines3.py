@@ -8,7 +8,7 @@ from clients.runs import weights
 from torchzero_clip import Adam, ClipNorm, Modular, Recorder, SkipStep, ZClip, before_step
 
 pytest.importorskip("stable_baselines3", reason="stable-baselines3 is not installed")
-from stable_baselines3 import PPO  # noqa: E402
+from stable_baselines3 import A2C, PPO
 
 pytestmark = [pytest.mark.clients, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -88,3 +88,22 @@ def test_a_recorder_beside_the_transforms_of_ppo():
     record = recorder.record()
     assert len(record.steps) == 16
     assert record.reasons.count("skip_step") == handles[1].skipped_steps > 0
+
+
+def test_a_limit_is_the_clip_of_a2c():
+    def a2c(max_grad_norm):
+        return A2C(
+            "MlpPolicy",
+            "CartPole-v1",
+            policy_kwargs={"net_arch": [8]},
+            seed=0,
+            device="cpu",
+            max_grad_norm=max_grad_norm,
+        )
+
+    expected, found = a2c(0.5), a2c(OFF)
+    handle = before_step(found.policy.optimizer, ClipNorm(0.5, dim="global"))
+    for model in (expected, found):
+        learn(model, 1)
+    torch.testing.assert_close(weights(found.policy), weights(expected.policy), rtol=1e-5, atol=1e-6)
+    assert handle.metrics()["clip_norm/factor"].item() < 1

@@ -1,4 +1,4 @@
-"""pytorch-tabnet: `optimizer_fn=` takes a chain, or a function that puts transforms before the steps of any optimizer."""
+"""pytorch-tabnet: `optimizer_fn=` takes a chain, or a function that puts transforms before each step."""
 
 import numpy
 import pytest
@@ -8,7 +8,7 @@ from clients.runs import weights
 from torchzero_clip import AdamW, ClipNorm, Modular, Recorder, before_step
 
 pytest.importorskip("pytorch_tabnet", reason="pytorch-tabnet is not installed")
-from pytorch_tabnet.tab_model import TabNetRegressor  # noqa: E402
+from pytorch_tabnet.tab_model import TabNetRegressor
 
 pytestmark = [pytest.mark.clients, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

@@ -4,7 +4,17 @@ import pytest
 import torch
 from clients.runs import SPIKE, weights
 
-from torchzero_clip import AdamW, AdaptiveGradientClip, ClipNorm, Modular, Recorder, SkipStep, ZClip, before_step
+from torchzero_clip import (
+    AdamW,
+    AdaptiveGradientClip,
+    ClipNorm,
+    ClipNormByEMA,
+    Modular,
+    Recorder,
+    SkipStep,
+    ZClip,
+    before_step,
+)
 
 timm = pytest.importorskip("timm", reason="timm is not installed")
 from timm.optim import OptimInfo, create_optimizer_v2  # noqa: E402
@@ -15,6 +25,7 @@ from timm.utils import CheckpointSaver, dispatch_clip_grad  # noqa: E402
 pytestmark = [pytest.mark.clients, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 LIMIT = 0.1
+GATES = [SkipStep(max_ratio=20.0), ZClip(warmup_steps=4), ClipNormByEMA()]
 DECAYS = {"weight_decay": 0.05, "layer_decay": 0.7}
 default_registry.register(OptimInfo("clipped", Modular.of(ClipNorm(LIMIT, dim="global"), AdamW()), has_betas=True))
 
@@ -31,10 +42,10 @@ OPTIMIZERS = {
     ),
     "registry": lambda model: create_optimizer_v2(model, "clipped", lr=1e-2, **DECAYS),
     "handle": lambda model: with_transforms(OPTIMIZERS["timm"](model), ClipNorm(LIMIT, dim="global")),
-    "gate": lambda model: with_transforms(OPTIMIZERS["timm"](model), SkipStep(max_ratio=20.0), ZClip(warmup_steps=4)),
-    "chain with a gate": lambda model: Modular(
-        OPTIMIZERS["timm"](model).param_groups, SkipStep(max_ratio=20.0), ZClip(warmup_steps=4), AdamW(lr=1e-2)
+    "gate": lambda model: with_transforms(
+        OPTIMIZERS["timm"](model), SkipStep(max_ratio=20.0), ZClip(warmup_steps=4), ClipNormByEMA()
     ),
+    "chain with a gate": lambda model: Modular(OPTIMIZERS["timm"](model).param_groups, GATES, AdamW(lr=1e-2)),
 }
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from clients.runs import STEPS, small_model, through_a_file, train, weights
 
-from torchzero_clip import SGD, AdamW, ClipNorm, Modular, SkipStep, ZClip, before_step
+from torchzero_clip import SGD, AdamW, ClipNorm, ClipNormByEMA, Modular, SkipStep, ZClip, before_step
 
 pytestmark = [pytest.mark.clients, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -23,7 +23,7 @@ RULES = {
     "schedulefree.ScheduleFreeWrapper": (torch.optim.SGD, SGD),
 }
 LIMITS = [ClipNorm(LIMIT, dim="global")]
-GATES = [SkipStep(max_ratio=20.0), ZClip(warmup_steps=4)]
+GATES = [SkipStep(max_ratio=20.0), ZClip(warmup_steps=4), ClipNormByEMA()]
 
 
 class Run:
