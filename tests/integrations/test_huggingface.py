@@ -442,3 +442,16 @@ def test_a_record_beside_transforms_has_the_norms_before_them(tmp_path):
     logs, record = [log for log in trainer.state.log_history if "loss" in log], own.recorder.record()
     assert record.norm.tolist() == pytest.approx([log["grad_norm"] for log in logs], rel=1e-5)
     assert [bool(reason) for reason in record.reasons] == [norm > 0.9 for norm in record.norm.tolist()]
+
+
+def test_the_trainer_constructs_a_chain_as_its_own_optimizer(tmp_path):
+    def weights(limit, **given):
+        usual = {"max_steps": 8, "learning_rate": 0.1, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+        arguments = transformers.TrainingArguments(str(tmp_path), max_grad_norm=limit, **usual)
+        trainer = transformers.Trainer(Net(), arguments, train_dataset=Data(), **given)
+        trainer.train()
+        return nn.utils.parameters_to_vector(trainer.model.parameters())
+
+    Clipped = Modular.of(ClipNorm(0.1, dim="global"), AdamW(weight_decay=0.0))  # noqa: N806
+    found = weights(0, optimizer_cls_and_kwargs=(Clipped, {"lr": 0.1}))
+    torch.testing.assert_close(found, weights(0.1), rtol=1e-5, atol=1e-6)
