@@ -15,7 +15,9 @@ from versions import needs_compiler
 
 from torchzero_clip import (
     LR,
+    SGD,
     AdamW,
+    AdaptiveGradientClip,
     AutoClip,
     ClipNorm,
     ClipNormByEMA,
@@ -895,3 +897,28 @@ def test_an_optimizer_of_parts_of_the_parameters_is_refused_without_naming_the_o
     outer.optim = sgd([one()])
     with pytest.raises(TypeError, match=r"norms would be those of one process: use fully_shard"):
         before_step(outer, ClipNorm(1, dim="global"))
+
+
+def test_a_limit_that_reads_parameters_is_that_of_a_chain():
+    """Parameters require a gradient, also in steps that are planned."""
+
+    def trained(make):
+        params = [nn.Parameter(torch.linspace(-1, 1, 24).view(shape)) for shape in [(6, 4), (2, 3, 4), (24,)] * 2]
+        optimizer = make(params)
+        for row in gradients(params, 6):
+            set_grads(params, row)
+            optimizer.step()
+        return params, optimizer
+
+    def with_transform(params):
+        optimizer = sgd(params, 0.1)
+        handles.append(before_step(optimizer, AdaptiveGradientClip(0.01)))
+        return optimizer
+
+    handles = []
+    found, _ = trained(with_transform)
+    expected, _ = trained(lambda params: Modular(params, AdaptiveGradientClip(0.01), SGD(lr=0.1)))
+    torch.testing.assert_close(values(found), values(expected))
+    metrics = handles[0].metrics()
+    assert metrics["adaptive_gradient_clip/clipped"].item() > 0
+    assert not [key for key, value in metrics.items() if value.requires_grad]

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from torchzero_clip.compat import any_distributed
+from torchzero_clip.compat import any_distributed, set_grad_enabled
 from torchzero_clip.core.chain import Composite
 from torchzero_clip.core.chain_state import SKIPPED, ChainState
 from torchzero_clip.core.kinds import UpdateRule
@@ -95,12 +96,20 @@ class Front(Modular):
         if not self._has_lists_of(groups):
             self.follow(groups)
         self._followed = groups
-        # a plan needs no `no_grad`, because the gradients that fit it require none
-        if result is None and self._fast_way.plan is not None and self._repeat():
+        if result is None and self._fast_way.plan is not None and self._repeat_without_grad():
             if self._reported.count:
                 self._reported.clear()
         else:
             self._step(None if result is None else lambda: result)
+
+    def _repeat_without_grad(self) -> bool:
+        """The gradients that fit a plan require none, but transforms may read parameters."""
+        was_enabled = torch.is_grad_enabled()
+        set_grad_enabled(False)
+        try:
+            return self._repeat()
+        finally:
+            set_grad_enabled(was_enabled)
 
     _step = Modular.step  # without hooks, which Optimizer adds when the first optimizer is made
 
