@@ -152,7 +152,7 @@ def _states(entry: Mapping[str, Any]) -> Mapping[Any, Any]:
 
 def _incomplete() -> ValueError:
     return ValueError(
-        "the checkpoint lacks state of the transforms that stand before the steps of the optimizer. What saved or loaded "
-        "it has dropped a part. torch.distributed.checkpoint loads into the state that exists: call before_step before "
-        "the first step of the optimizer, and then load"
+        "the checkpoint lacks state of the transforms that stand before the steps of the optimizer. What saved or "
+        "loaded it has dropped a part. torch.distributed.checkpoint loads into the state that exists: call before_step "
+        "before the first step of the optimizer, and then load"
     )
