@@ -220,7 +220,7 @@ LOST = [
     (lambda p: optim.Adadelta(p), [AdamW()], "no transform has a setting 'rho'"),
     (lambda p: optim.RMSprop(p), [SGD()], "no transform has a setting 'alpha' or 'eps'"),
     (lambda p: optim.Rprop(p), [SGD()], "no transform has a setting 'etas' or 'step_sizes'"),
-    (lambda p: optim.Adam(p, weight_decay=0.1), [AdamW()], "'decoupled_weight_decay'.* and else before it"),
+    (lambda p: optim.Adam(p, weight_decay=0.1), [AdamW()], "'decoupled_weight_decay'.* otherwise before it"),
     (lambda p: optim.AdamW(p), [WeightDecay(0.1), Adam()], "'decoupled_weight_decay'.* after the optimizer"),
     (lambda p: optim.RAdam(p), [Wrap(optim.RAdam, decoupled_weight_decay=True)], "cannot differ between param groups"),
 ]

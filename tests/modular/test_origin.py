@@ -9,7 +9,7 @@ from torch import nn
 
 from torchzero_clip import Adam, ClipNorm, Modular
 
-MESSAGE = r"the module has a gradient of '(\w+\.?\w+)'.*, which this optimizer does not have, so that no step"
+MESSAGE = r"the module has a gradient of '(\w+\.?\w+)'.*, which this optimizer does not have, so its steps"
 
 
 def model():

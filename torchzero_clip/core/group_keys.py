@@ -19,7 +19,7 @@ from torchzero_clip.hints import did_you_mean, nearest
 HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 _HINTS = {
-    "decoupled_weight_decay": ". If it is True, put WeightDecay(...) after the optimizer, and else before it",
+    "decoupled_weight_decay": ". If it is True, put WeightDecay(...) after the optimizer, otherwise before it",
     "maximize": ". It is an argument of Modular",
     "weight_decay": ". Put WeightDecay(...) after Adam for that of torch.optim.AdamW, before it for that of "
     "torch.optim.Adam",
@@ -29,8 +29,8 @@ _HINTS = {
 def why_refused(group: Mapping[str, Any], nodes: Nodes, shown: Iterable[str] = ()) -> str | None:
     """The error for a param group with keys that the chain does not read; None if they can be stored.
 
-    Keys of other packages can be stored, and those in ``shown``. Arguments of torch's optimizers and of transforms that
-    have an effect cannot, because the steps would ignore them.
+    Keys of other packages and those in ``shown`` can be stored. Arguments of torch's optimizers and of transforms cannot
+    if they have an effect, because the steps would ignore them.
     """
     stored = set(nodes.storage_keys.values())
     known = {*stored, *shown, *HOW, "params", "param_names", "name"}
@@ -64,7 +64,7 @@ def why_refused(group: Mapping[str, Any], nodes: Nodes, shown: Iterable[str] = (
 def torchs_arguments(group: Iterable[str]) -> set[str]:
     """The keys of a param group that are arguments of optimizers of torch."""
     keys, signatures = set(group), _signatures("torch.optim", Optimizer)
-    # one that a single optimizer has counts only if this optimizer has made the group, because SAM has a "rho" too
+    # a key of only one optimizer counts if this optimizer has made the group: "rho" may be Adadelta's or SAM's
     makers = [own for own in signatures if own <= keys]
     largest = [own for own in makers if all(other <= own for other in makers)]
     counts = Counter(chain.from_iterable([*signatures, *largest]))
@@ -79,14 +79,14 @@ def keys_of_rules(group: Mapping[str, Any], nodes: Nodes) -> dict[str, str]:
 
 
 def _structural(transform: Transform, key: str) -> str | None:
-    """The text of an argument that is no setting of a transform; None if the transform does not have it."""
+    """The text of an argument that is not a setting; None if the transform does not have the argument."""
     parameter = inspect.signature(type(transform)).parameters.get(key)
     usual = None if parameter is None or key in transform.defaults else as_text(parameter.default)
     return transform.structure().get(key, usual)
 
 
 def _decays_elsewhere(is_decoupled: bool, nodes: Nodes) -> bool:
-    """True if weights do not decay after the optimizer of the chain although they are decoupled, or the reverse."""
+    """True if the chain decays weights before its optimizer although the decay is decoupled, or after if it is not."""
     has_rule = False
     for transform in [node.transform for node in nodes]:
         has_rule = has_rule or isinstance(transform, UpdateRule)

@@ -24,7 +24,7 @@ class Node:
     global_keys: tuple[str, ...]  # the keys of its state of the whole chain
     children: frozenset[str]  # the names of its own children, if it is a composite
     has_state: bool  # its parameters may have state
-    is_ours: bool  # its class belongs to this package, whose tests make the checks that authors need
+    is_ours: bool  # its class is of this package, so it needs no checks: tests make them
 
     @property
     def scope(self) -> Scope:
@@ -81,7 +81,7 @@ class Nodes:
         self.joint = {node.path for node in nodes if any(_is_in(path, node.path) for path in self.joining)}
         """The paths in ``joining``, and those of composites around such a transform."""
         self.of_final_rules = tuple(f"{node.path}/" for node in nodes if isinstance(node.transform, FinalRule))
-        """The prefixes of the state of rules that do not convert state of another dtype than its parameter."""
+        """The prefixes of the state of final rules, which do not convert state of another dtype than the parameter."""
         self.zeros_matter = _zeros_matter(nodes)
         """True if a gradient of zeros may change the results for other tensors, or state that several tensors share."""
 

@@ -78,7 +78,7 @@ class Executor(Measurer):
 
     @abstractmethod
     def deliver(self, rows: list[int], scale: DeliveredScale) -> None:
-        """Write the updates of rows into their gradients. ``scale`` multiplies them if only one factor waits."""
+        """Write the updates of rows into their gradients. ``scale`` does it if one factor is all that is left to do."""
 
     @abstractmethod
     def states(self, node: Node, stored: list[State], begin: Callable[[int], State]) -> States:

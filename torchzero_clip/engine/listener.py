@@ -26,7 +26,7 @@ class Seen(Protocol):
 
 
 class Attached(ABC):
-    """An object with hooks of an optimizer that is not a `Modular`. Transforms before its steps take the listener."""
+    """An object with hooks of an optimizer that is not a `Modular`. `before_step` takes over its listener."""
 
     listener: "Listener"
 

@@ -70,7 +70,7 @@ class Updates:
         self._put_own(shared, [self._grads[i].clone() for i in shared])
 
     def write_back(self, rows: list[int]) -> None:
-        """Write the updates of some rows into the gradients that they do not share a tensor with."""
+        """Write the updates of some rows into their gradients. An update that is the gradient itself is left out."""
         grads, pairs = set(self._grads), zip([self._grads[i] for i in rows], self.current(rows), strict=True)
         # an author's transform may return the gradient of another parameter, which is written over too
         changed = [(grad, new.clone() if new in grads else new) for grad, new in pairs if new is not grad]

@@ -14,7 +14,7 @@ Given: TypeAlias = "Transforms | Callable[[Any], BeforeStep]"
 
 
 def attached(given: Given, current: Collection[BeforeStep | None], optimizer: Any, model: nn.Module) -> BeforeStep:
-    """Put transforms before the steps of an optimizer. It keeps those that the callback gave it for an earlier run."""
+    """Put transforms before the steps of an optimizer, unless the callback has done so for an earlier run."""
     found = chain_of(optimizer)
     if isinstance(found, BeforeStep) and found in current:
         return found
@@ -22,7 +22,7 @@ def attached(given: Given, current: Collection[BeforeStep | None], optimizer: An
 
 
 def check_trained(optimizers: Sequence[Any], model: nn.Module, *, raises: bool) -> None:
-    """Name trainable parameters of a model that the optimizers do not have; if they have none, raise if asked to."""
+    """Warn of trainable parameters that the optimizers lack. With ``raises``, raise if they lack all of them."""
     held = {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
     trainable = {name: id(param) for name, param in model.named_parameters() if param.requires_grad}
     left = [name for name, param in trainable.items() if param not in held]

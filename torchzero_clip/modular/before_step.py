@@ -89,7 +89,7 @@ class BeforeStep:
 
     @property
     def skipped_by(self) -> tuple[str, ...]:
-        """Who has refused the last call of ``optimizer.step()``; empty if the step was taken.
+        """Who has refused the last call of ``optimizer.step()``; empty if the step was not refused.
 
         These are names of gates, "nonfinite", or "found_inf" if a gradient scaler has found gradients that are not
         finite.
@@ -131,7 +131,7 @@ class BeforeStep:
         self.listener = None
         if optimizer is None:
             return
-        if vars(optimizer).get("step") is self._wrapper:  # else something has wrapped it since, and it does nothing
+        if vars(optimizer).get("step") is self._wrapper:  # a wrapper that was put around it later stays
             del optimizer.step
         for group in optimizer.param_groups:
             group.pop(KEY, None)
@@ -158,7 +158,7 @@ class BeforeStep:
             if steps_being_taken(optimizer) > 1:
                 self._depth += 1
                 return None
-            # the step before was called around the wrapper, and raised an error. What has happened since stays
+            # the step before raised an error and was called without the wrapper. What has happened since stays
             refused, self._refused = self._refused, None
             if refused is not None:
                 refused.give_back()
@@ -201,7 +201,7 @@ class BeforeStep:
 
     @torch.no_grad()
     def _unscale(self, optimizer: Any) -> bool:
-        """Undo what a gradient scaler has multiplied. Return False if it has found gradients that are not finite."""
+        """Divide by the scale of a gradient scaler. Return False if it has found gradients that are not finite."""
         if optimizer.found_inf.item():
             self._is_refused_by_scaler = True
             self._front.forget_loss()
@@ -284,8 +284,8 @@ def before_step(
         A handle and context manager, with the metrics and settings of the transforms. ``remove()`` ends their work.
 
     Raises:
-        TypeError: If ``optimizer`` is no optimizer, a `Modular`, one that takes its steps by another optimizer, lacks
-            hooks, or needs a closure, such as `torch.optim.LBFGS`; for a transform that changes parameters.
+        TypeError: If ``optimizer`` is not an optimizer, is a `Modular`, takes its steps by another optimizer, lacks
+            hooks, or needs a closure, as `torch.optim.LBFGS` does; for a transform that changes parameters.
         ValueError: As in `Modular`; for a parameter that is listed twice; for a checkpoint of other transforms, which
             was loaded before this call.
         RuntimeError: If the optimizer has transforms before its steps already.
@@ -352,14 +352,14 @@ _WARNED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def _warn_of_copy(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Warn before the first step of an optimizer that has lost its transforms: copies and pickles have no hooks."""
+    """Warn before the first step of an optimizer that has lost its transforms, as copies and pickles lose hooks."""
     if torch.compiler.is_compiling() or not optimizer.param_groups or KEY not in optimizer.param_groups[0]:
         return
     if handle_of(optimizer) is None and optimizer not in _WARNED and not _shares_groups(optimizer):
         _WARNED.add(optimizer)
         warnings.warn(
-            f"transforms stood before the steps of the {type(optimizer).__name__} that this one was copied or loaded "
-            "from, and it has none: call before_step on it",
+            f"the {type(optimizer).__name__} that this one was copied or loaded from had transforms before its steps. "
+            "This one has none: call before_step on it",
             stacklevel=4,
         )
 

@@ -153,7 +153,7 @@ def configured(chain: Chain, given: Mapping[str, Any]) -> Chain:
 
 
 def _key(value: Any) -> Hashable:
-    """What equal values have in common, and no others: True is not 1."""
+    """A key that only equal values of the same type share: True and 1 have different keys."""
     if isinstance(value, Transform):
         return type(value), _key(value.__getstate__())
     if isinstance(value, Mapping):

@@ -21,8 +21,8 @@ KEY = "before_step"
 class Entries:
     """Saves and loads the state of a `Front` with the optimizer that it stands before.
 
-    An entry of a group has the settings and the state of its parameters. Loaders drop other keys of a checkpoint, and
-    tensors in ``optimizer.state`` would keep some optimizers from starting their own state.
+    An entry of a group has the settings and the state of its parameters. It is in the groups because loaders drop other
+    keys of a checkpoint, and because tensors in ``optimizer.state`` would keep some optimizers from starting their own.
 
     Args:
         front: The transforms.
@@ -103,8 +103,8 @@ class Entries:
             if not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
-                    "the checkpoint of the optimizer has no state of the transforms before its steps, which go on with "
-                    "what they have",
+                    "the checkpoint of the optimizer has no state of the transforms before its steps. They continue "
+                    "with the state that they have",
                     stacklevel=5,
                 )
             return
@@ -113,7 +113,7 @@ class Entries:
         try:
             load.check(_as_checkpoint(groups, entries), front.param_groups)
         except ValueError as error:
-            error.add_note("before_step takes new and dropped, where load_state_dict is named")
+            error.add_note("pass new= and dropped= to before_step instead of load_state_dict")
             raise
         self._load = load
 

@@ -103,7 +103,7 @@ class Front(Modular):
             self._step(None if result is None else lambda: result)
 
     def _repeat_without_grad(self) -> bool:
-        """The gradients that fit a plan require none, but transforms may read parameters."""
+        """Repeat a step without autograd, because transforms may read parameters."""
         was_enabled = torch.is_grad_enabled()
         set_grad_enabled(False)
         try:
@@ -167,7 +167,7 @@ class Front(Modular):
 
 
 def _successors(known: Sequence[Group], groups: Sequence[Group]) -> list[Group | None]:
-    """The settings of each group: of the group with its list of parameters, with one of them, or at its place."""
+    """The settings of each group: from the group with its list, or with one of its parameters, or at its place."""
     found: dict[int, Group] = {}
     ways: list[Callable[[Group, int], bool]] = [
         lambda own, g: own["params"] is groups[g]["params"],

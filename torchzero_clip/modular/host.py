@@ -115,7 +115,7 @@ def takes_factor(optimizer: Any, hook: int, count: int) -> bool:
 
 
 def end_surely(optimizer: Optimizer, handle: Ending) -> Callable[..., Any]:
-    """Wrap ``step`` of one optimizer so that a step ends also if it raises, when torch calls no hook."""
+    """Wrap ``step`` of one optimizer, so that a step ends even if it raises. torch calls no hook then."""
     given: Any = vars(optimizer).get("step")
     call: Any = type(optimizer).step if given is None else given
     found = weakref.ref(optimizer)

@@ -17,7 +17,7 @@ class Origin:
         self.looks = 0  # since the optimizer was built or has loaded a checkpoint
 
     def look(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Warn once of parameters of the module that have gradients and are in no group: in calls 1, 2, 4, 8, ..."""
+        """Warn once of parameters with gradients that are in no group. Only calls 1, 2, 4, 8, ... look."""
         module, self.looks = self.module(), self.looks + 1
         if module is None or self._has_warned or self.looks & (self.looks - 1):
             return
@@ -31,8 +31,8 @@ class Origin:
             self._has_warned = True
             others = f" and of {len(lost) - 1} more parameters" if len(lost) > 1 else ""
             warnings.warn(
-                f"the module has a gradient of {lost[0]!r}{others}, which this optimizer does not have, so that no "
-                "step changes them. Build the optimizer after calls that replace parameters, such as fully_shard and "
-                "load_state_dict(assign=True), and pass parameters of a new layer to add_param_group",
+                f"the module has a gradient of {lost[0]!r}{others}, which this optimizer does not have, so its "
+                "steps do not change them. Build the optimizer after calls that replace parameters, such as fully_shard "
+                "and load_state_dict(assign=True), and pass parameters of a new layer to add_param_group",
                 stacklevel=4,
             )

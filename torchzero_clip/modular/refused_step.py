@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torchzero_clip.compat import never_compiled
 
 COUNTERS = 1024
-"""Tensors of more elements are no counters. An optimizer does not change them without gradients."""
+"""Tensors of more elements are not counters. An optimizer does not change them without gradients."""
 
 Restore = Callable[[], Any]
 """Returns a value with what it contained when it was noted."""

@@ -32,7 +32,7 @@ class Wrap(FinalRule):
     It ends the chain: for its parameters only the chain's `LR` may follow. Numbers among the arguments (``betas``,
     ``weight_decay``) become settings of the param groups. The learning rate is that of the groups. Checkpoints have the
     state of the optimizer under ``"wrap/<key>"``. A step leaves ``.grad`` unchanged. Step hooks run once, around the
-    step of `Modular`. For all optimizers that ``Wrap`` refuses there is `before_step`.
+    step of `Modular`. `before_step` takes most optimizers that ``Wrap`` refuses.
 
     Args:
         optimizer_class: A subclass of `torch.optim.Optimizer`. Its step is tried on a small parameter.
