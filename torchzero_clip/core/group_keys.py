@@ -29,8 +29,8 @@ _HINTS = {
 def why_refused(group: Mapping[str, Any], nodes: Nodes, shown: Iterable[str] = ()) -> str | None:
     """The error for a param group with keys that the chain does not read; None if they can be stored.
 
-    Keys of other packages and those in ``shown`` can be stored. Arguments of torch's optimizers and of transforms cannot
-    if they have an effect, because the steps would ignore them.
+    Keys of other packages and those in ``shown`` can be stored. Arguments of torch's optimizers and of transforms
+    cannot if they have an effect, because the steps would ignore them.
     """
     stored = set(nodes.storage_keys.values())
     known = {*stored, *shown, *HOW, "params", "param_names", "name"}

@@ -32,7 +32,7 @@ class Origin:
             others = f" and of {len(lost) - 1} more parameters" if len(lost) > 1 else ""
             warnings.warn(
                 f"the module has a gradient of {lost[0]!r}{others}, which this optimizer does not have, so its "
-                "steps do not change them. Build the optimizer after calls that replace parameters, such as fully_shard "
-                "and load_state_dict(assign=True), and pass parameters of a new layer to add_param_group",
+                "steps do not change them. Build the optimizer after calls that replace parameters, such as "
+                "fully_shard and load_state_dict(assign=True), and pass parameters of a new layer to add_param_group",
                 stacklevel=4,
             )
