@@ -634,7 +634,7 @@ def test_a_copy_has_no_transforms_and_warns_once_by_name(copied):
     before_step(optimizer, ClipNorm(1, dim="global"))
     other = copied(optimizer)
     weight = other.param_groups[0]["params"][0]
-    with pytest.warns(UserWarning, match="before the steps of the SGD that this one was copied"):
+    with pytest.warns(UserWarning, match="the SGD that this one was copied or loaded from had transforms"):
         stepped(other, weight, 3.0, 4.0)
     stepped(other, weight, 3.0, 4.0)  # a warning would raise
     assert weight.tolist() == [-6.0, -8.0]
