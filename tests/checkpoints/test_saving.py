@@ -1,7 +1,6 @@
 """Saving and loading param groups, state and state of the whole chain, whoever holds them."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -179,21 +178,6 @@ def test_a_state_dict_that_is_kept_shows_the_last_step_in_every_tensor(fast, mis
     optimizer.load_state_dict(copied)
     assert_same_checkpoint(optimizer.state_dict(), copied)
     assert_equal(params, weights)
-
-
-@pytest.mark.parametrize("save", [lambda optimizer: optimizer.state_dict(), lambda optimizer: optimizer])
-def test_numbers_that_are_elements_of_a_vector_are_pickled_alone(save):
-    params = [nn.Parameter(torch.zeros(1)) for _ in range(400)]
-    optimizer = Modular(params, ClipNormByEMA(), AdamW())
-    train(optimizer, params, [[torch.ones(1)] * 400] * 2)
-    numbers = [v for state in optimizer.state.values() for v in state.values() if not v.ndim]
-    assert len(numbers) == 1200
-    assert all(number.untyped_storage().nbytes() == number.nbytes for number in numbers)
-    steps = [v for state in optimizer.state.values() for key, v in state.items() if key.endswith("/step")]
-    assert steps[1].data_ptr() - steps[0].data_ptr() == steps[0].nbytes  # elements of one vector
-    small = Modular([nn.Parameter(torch.zeros(1)) for _ in range(40)], ClipNormByEMA(), AdamW())
-    train(small, small.param_groups[0]["params"], [[torch.ones(1)] * 40] * 2)
-    assert len(pickle.dumps(save(optimizer))) < 11 * len(pickle.dumps(save(small)))
 
 
 def test_a_counter_that_was_set_by_hand_is_saved_in_every_group():

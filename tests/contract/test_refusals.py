@@ -177,8 +177,8 @@ WRONG_TYPES = [
     (lambda: Modular(WEIGHT, ClipNorm(1)), r"should be an iterable"),
     (lambda: Modular([WEIGHT], ClipNorm(1), maximize=1), r"maximize must be True or False"),
     (
-        lambda: Modular(torch.optim.AdamW([WEIGHT]), ClipNorm(1), [SkipStep()]),
-        r"params is an optimizer, AdamW: write before_step\(optimizer, ClipNorm\(1\), SkipStep\(\)\)",
+        lambda: Modular(torch.optim.AdamW([WEIGHT]), ClipNorm(1), [SkipStep(10.0)]),
+        r"params is an optimizer, AdamW: write before_step\(optimizer, ClipNorm\(1\), SkipStep\(max_norm=10.0\)\)",
     ),
     (
         lambda: Modular(torch.optim.AdamW([WEIGHT]), ClipNorm(1), AdamW()),

@@ -11,7 +11,7 @@ from contract.training import train
 from fast.comparison import both
 from torch import nn
 
-from torchzero_clip import AdamW, ClipNormGrowth, ClipValueByEMA, ClipValueGrowth, Modular
+from torchzero_clip import AdamW, ClipNormByEMA, ClipNormGrowth, ClipValueByEMA, ClipValueGrowth, Modular
 
 
 @pytest.mark.parametrize("save", [torch.save, pickle.dump], ids=["torch.save", "pickle"])
@@ -62,3 +62,18 @@ def test_state_that_is_moved_away_frees_its_memory():
         optimizer.state[param]["adam/exp_avg"] = optimizer.state[param]["adam/exp_avg"].clone()
     gc.collect()
     assert [reference() for reference in kept] == [None] * 3
+
+
+@pytest.mark.parametrize("save", [lambda optimizer: optimizer.state_dict(), lambda optimizer: optimizer])
+def test_numbers_that_are_elements_of_a_vector_are_pickled_alone(save):
+    params = [nn.Parameter(torch.zeros(1)) for _ in range(400)]
+    optimizer = Modular(params, ClipNormByEMA(), AdamW())
+    train(optimizer, params, [[torch.ones(1)] * 400] * 2)
+    numbers = [v for state in optimizer.state.values() for v in state.values() if not v.ndim]
+    assert len(numbers) == 1200
+    assert all(number.untyped_storage().nbytes() == number.nbytes for number in numbers)
+    steps = [v for state in optimizer.state.values() for key, v in state.items() if key.endswith("/step")]
+    assert steps[1].data_ptr() - steps[0].data_ptr() == steps[0].nbytes  # elements of one vector
+    small = Modular([nn.Parameter(torch.zeros(1)) for _ in range(40)], ClipNormByEMA(), AdamW())
+    train(small, small.param_groups[0]["params"], [[torch.ones(1)] * 40] * 2)
+    assert len(pickle.dumps(save(optimizer))) < 11 * len(pickle.dumps(save(small)))

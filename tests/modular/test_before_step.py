@@ -772,26 +772,6 @@ def test_a_recorder_sees_the_norms_before_the_transforms_and_what_they_did(order
     handle.remove()
 
 
-@pytest.mark.parametrize("order", ["none", "before", "after"])
-def test_a_recorder_leaves_the_factor_to_a_fused_optimizer(order, monkeypatch):
-    """So that it changes no bit."""
-    params = parameters()
-    optimizer = torch.optim.AdamW(params, 0.01, fused=True)
-    recorder = Recorder(optimizer) if order == "before" else None
-    handle = before_step(optimizer, ClipNorm(0.1, dim="global"))
-    recorder = Recorder(optimizer) if order == "after" else recorder
-    scaled, own = [], handle._scale
-    monkeypatch.setattr(
-        handle._front._delivery, "scale", lambda *args: (own(*args), scaled.append(optimizer.grad_scale))
-    )
-    train(optimizer, params, gradients(params, 6))
-    assert len(scaled) == 6
-    assert None not in scaled
-    assert recorder is None or recorder.record().norm.tolist() == pytest.approx(
-        [torch.stack([grad.norm() for grad in row]).norm().item() for row in gradients(params, 6)]
-    )
-
-
 def test_after_remove_a_recorder_goes_on_by_itself():
     weight = one()
     optimizer = sgd([weight])

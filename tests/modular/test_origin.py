@@ -61,19 +61,6 @@ def test_parameters_that_were_replaced_are_named_once(change, named, steps):
     assert found(lambda: step(module, optimizer)) == []
 
 
-@pytest.mark.parametrize("steps", [1, 7, 20, 40])
-def test_planned_steps_leave_the_search_to_zero_grad(steps):
-    module = model()
-    optimizer = Modular(module, ClipNorm(1, dim="global"), Adam())
-    for _ in range(steps):
-        step(module, optimizer, Modular.zero_grad)
-    assert (optimizer._fast_way.plan is not None) == (steps > 3)
-    module.append(nn.Linear(1, 1))
-    texts = found(lambda: [step(module, optimizer, Modular.zero_grad) for _ in range(2 * steps + 2)])
-    assert len(texts) == 1
-    assert "the module has a gradient of '2.weight' and of 1 more parameters" in texts[0]
-
-
 def test_a_load_starts_the_search_anew():
     module = model()
     optimizer = Modular(module, ClipNorm(1), Adam(), fast=False)

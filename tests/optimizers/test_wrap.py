@@ -468,7 +468,7 @@ def test_settings_of_groups_are_checked_once_and_not_in_every_step():
     params = parameters()
     groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0}]
     optimizer = Modular(groups, Wrap(Counted, weight_decay=0.1))
-    train(optimizer, params, gradients(params, 1))
+    train(optimizer, params, gradients(params, 2))  # the second one finds state, whose dtype is compared
     before = len(made)
     train(optimizer, params, gradients(params, 5))
     assert len(made) == before

@@ -7,7 +7,7 @@ from collections import ChainMap
 import pytest
 import torch
 from contract.entries import ENTRIES
-from contract.training import through_file
+from contract.training import gradients, parameters, through_file, train
 from fast.runs import CLIPS, DTYPES, EVENTS, SHAPES, Run, same, setting
 from torch import nn
 
@@ -367,3 +367,23 @@ def test_the_fast_way_is_the_readable_one(name):
     seed = f"{name} fast"
     runs = [Before(seed, name, {}, dtypes=[torch.float64], fast=fast) for fast in (True, False)]
     compare(seed, runs, 12, near)
+
+
+@pytest.mark.parametrize("order", ["none", "before", "after"])
+def test_a_recorder_leaves_the_factor_to_a_fused_optimizer(order, monkeypatch):
+    """So that it changes no bit."""
+    params = parameters()
+    optimizer = torch.optim.AdamW(params, 0.01, fused=True)
+    recorder = Recorder(optimizer) if order == "before" else None
+    handle = before_step(optimizer, ClipNorm(0.1, dim="global"))
+    recorder = Recorder(optimizer) if order == "after" else recorder
+    scaled, own = [], handle._scale
+    monkeypatch.setattr(
+        handle._front._delivery, "scale", lambda *args: (own(*args), scaled.append(optimizer.grad_scale))
+    )
+    train(optimizer, params, gradients(params, 6))
+    assert len(scaled) == 6
+    assert None not in scaled
+    assert recorder is None or recorder.record().norm.tolist() == pytest.approx(
+        [torch.stack([grad.norm() for grad in row]).norm().item() for row in gradients(params, 6)]
+    )
