@@ -4,7 +4,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ from torchzero_clip.modular.host import Patient, are_zero, check_host, end_surel
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.refused_step import RefusedStep
 from torchzero_clip.modular.wrapped import unwrap
+
+T = TypeVar("T")
 
 FOUND_INF = "found_inf"
 """Who refuses a step whose gradients a gradient scaler has found to be not finite."""
@@ -326,7 +328,8 @@ def before_step(
     _HANDLES.add(handle)
     if not _WATCHING:
         _WATCHING.append(register_optimizer_step_pre_hook(_warn_of_copy))
-    handle.listener = next((own.listener for own in _attached(found) if isinstance(own, Attached)), None)
+    recorder = _attached(found, Attached)
+    handle.listener = None if recorder is None else recorder.listener
     return handle
 
 
@@ -338,12 +341,7 @@ def chain_of(optimizer: Any) -> Modular | BeforeStep | None:
 
 def handle_of(optimizer: Optimizer) -> BeforeStep | None:
     """The transforms before the steps of an optimizer; None if it has none."""
-    hooks: Any = getattr(optimizer, "_optimizer_step_pre_hooks", {})
-    for hook in hooks.values():
-        own = getattr(hook, "__self__", None)
-        if isinstance(own, BeforeStep):
-            return own
-    return None
+    return _attached(optimizer, BeforeStep)
 
 
 _WATCHING: list[Any] = []
@@ -369,7 +367,11 @@ def _shares_groups(optimizer: Optimizer) -> bool:
     return any(handle.has(optimizer.param_groups[0]) for handle in _HANDLES)
 
 
-def _attached(optimizer: Optimizer) -> list[object]:
-    """The objects whose methods are hooks of the steps of an optimizer."""
+def _attached(optimizer: Optimizer, kind: type[T]) -> T | None:
+    """The object of a kind whose method is a hook of the steps of an optimizer; None if it has none."""
     hooks: Any = getattr(optimizer, "_optimizer_step_pre_hooks", {})
-    return [getattr(hook, "__self__", None) for hook in hooks.values()]
+    for hook in hooks.values():
+        own = getattr(hook, "__self__", None)
+        if isinstance(own, kind):
+            return own
+    return None

@@ -97,7 +97,7 @@ class Entries:
 
     def _check(self, groups: Sequence[Group], entries: Sequence[Any]) -> None:
         front = self._front
-        load = Load(front.nodes, front.schedules, front.chain_state, front.process_group, self._new, self._dropped)
+        load = front.new_load(self._new, self._dropped)
         if not any(entries):
             load.agree(None, front.param_groups)
             if not self._has_warned:

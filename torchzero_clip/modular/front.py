@@ -1,6 +1,6 @@
 """A chain that changes the gradients of another optimizer, whose param groups it follows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,9 @@ from typing_extensions import override
 
 from torchzero_clip.compat import any_distributed, set_grad_enabled
 from torchzero_clip.core.chain import Composite
-from torchzero_clip.core.chain_state import SKIPPED, ChainState
+from torchzero_clip.core.chain_state import SKIPPED
 from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.learning_rate import LR
-from torchzero_clip.core.schedules import Schedules
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.end import Deliver
 from torchzero_clip.engine.executor import DeliveredScale
@@ -51,7 +50,7 @@ class Front(Modular):
         self._names_in = module
         self._followed = groups
         super().__init__(
-            [_named(group, module) for group in groups],
+            _named(groups, module),
             *transforms,
             nonfinite=nonfinite,
             max_consecutive_skips=max_consecutive_skips,
@@ -71,18 +70,8 @@ class Front(Modular):
     @property
     def skipped_steps(self) -> int:
         """How many steps were refused."""
-        self.chain_state.take_counters(self.param_groups)
-        return self.chain_state.values.get(SKIPPED, 0)
-
-    @property
-    def chain_state(self) -> ChainState:
-        """The state of the whole chain."""
-        return self._chain_state
-
-    @property
-    def schedules(self) -> Schedules:
-        """The settings that are functions of the step."""
-        return self._schedules
+        self._chain_state.take_counters(self.param_groups)
+        return self._chain_state.values.get(SKIPPED, 0)
 
     def forget_loss(self) -> None:
         """Forget what was reported for a step that is not taken."""
@@ -142,7 +131,7 @@ class Front(Modular):
             del self.state[param]
 
     def _follow(self, groups: Sequence[Group]) -> None:
-        known, given = list(self.param_groups), [_named(group, self._names_in) for group in groups]
+        known, given = list(self.param_groups), _named(groups, self._names_in)
         found = _successors(known, groups)
         for own, group, new in zip(found, groups, given, strict=True):
             if own is not None:
@@ -183,12 +172,16 @@ def _successors(known: Sequence[Group], groups: Sequence[Group]) -> list[Group |
     return [found.get(g) for g in range(len(groups))]
 
 
-def _named(group: Group, module: nn.Module | None) -> Group:
-    """The parameters of a group with the names that the group or the module has for them, and the name of the group."""
+def _named(groups: Sequence[Group], module: nn.Module | None) -> list[Group]:
+    """The parameters of groups with the names that groups or the module have for them, and the names of the groups."""
+    known = None if module is None else {id(param): name for name, param in module.named_parameters()}
+    return [_with_names(group, known) for group in groups]
+
+
+def _with_names(group: Group, known: Mapping[int, str] | None) -> Group:
     params = list(group["params"])
     names = group.get("param_names")
-    if names is None and module is not None:
-        known = {id(param): name for name, param in module.named_parameters()}
+    if names is None and known is not None:
         names = [known.get(id(param), f"parameter {i}") for i, param in enumerate(params)]
     of_group: Group = {"name": group["name"]} if "name" in group else {}
     if names is not None and not names:

@@ -431,8 +431,7 @@ class Modular(Explained, ClassMaker, Optimizer):
         is_fast = is_fast and not is_repeated
         executor = fast_way.executor(updates, columns) if is_fast else Readable(updates)
         judged = Judged(self._judging, table.grads, executor, listens=self.listener is not None)
-        end = Subtract(keep_grads=self.keep_grads or "grad" in self.nodes.targets or is_repeated)
-        end = self._delivery or end
+        end = self._delivery or Subtract(self.keep_grads or "grad" in self.nodes.targets or is_repeated)
         walk = Walk(self.nodes, settings, table, state, executor, judged, end, loss)
         if self.parts is not None:
             walk.company = Part()
@@ -528,11 +527,14 @@ class Modular(Explained, ClassMaker, Optimizer):
         """
         if self._lost_group:
             refuse_lost()
-        load = Load(self.nodes, self._schedules, self._chain_state, self._process_group, new, dropped)
-        with load.hooked(self):
+        with self.new_load(new, dropped).hooked(self):
             super().load_state_dict(state_dict)
         if self._origin is not None:
             self._origin.looks = 0
+
+    def new_load(self, new: str | Iterable[str], dropped: str | Iterable[str]) -> Load:
+        """A load of one checkpoint, with the arguments of `load_state_dict`."""
+        return Load(self.nodes, self._schedules, self._chain_state, self._process_group, new, dropped)
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("maximize", "keep_grads", "fast", "chain", "storage_keys", "_written", "nodes", "_judging", "_policy")

@@ -1,4 +1,4 @@
-"""A step that an optimizer takes without gradients, because it was refused, and that changes nothing."""
+"""A refused step: the optimizer takes it without gradients, and what it has changed is put back."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping

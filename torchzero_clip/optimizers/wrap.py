@@ -187,7 +187,7 @@ def constructed(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any], par
 
 
 def _problem(optimizer_class: type[Optimizer], kwargs: Mapping[str, Any], device: Any = "cpu") -> str:
-    """What a step does that Wrap cannot take: it raises, or changes something besides parameters and their state."""
+    """Why Wrap cannot take an optimizer: a step raises, or changes more than parameters and their state; else empty."""
     param = nn.Parameter(torch.ones(4, 4, dtype=torch.float32, device=device))
     optimizer = constructed(optimizer_class, kwargs, param)
     contents = [_content(optimizer, param)]
