@@ -14,7 +14,8 @@ from typing_extensions import override
 from torchzero_clip.compat import get_interpreter_stack, never_compiled
 from torchzero_clip.per_sample.broadcast_row import BroadcastRow, is_row, row_of
 from torchzero_clip.per_sample.contributions import Contribution, Dense
-from torchzero_clip.per_sample.labels import LOST, Labels
+from torchzero_clip.per_sample.labels import LOST, Labels, wider
+from torchzero_clip.per_sample.layout import place_of, step_at
 from torchzero_clip.per_sample.modes import WithoutOwnModes
 from torchzero_clip.per_sample.row_products import regrouped
 from torchzero_clip.per_sample.rules.whole import whole_line, written
@@ -121,7 +122,7 @@ class CapturedLayer:
         elif forward.provenance is None:
             found = Samples(input, dim)
         else:
-            labels = forward.provenance.of(input)
+            labels = self.labels(input)
             if labels is None and input.shape[dim] == 1 != count:
                 found = Samples(input.expand(*input.shape[:dim], count, *input.shape[dim + 1 :]), dim, True)
             else:
@@ -169,7 +170,7 @@ class CapturedLayer:
         provenance = self.engine.forward.provenance
         if provenance is None:
             return None
-        labels = provenance.of(input)
+        labels = self.labels(input)
         if labels is None and is_same(input, dim, provenance.count):
             return None
         if isinstance(labels, int) and labels == dim:
@@ -203,14 +204,24 @@ class CapturedLayer:
     def is_constant(self, input: Tensor, *, of_batch: bool = True) -> bool:
         """True for values that depend on no sample, and are not such as zeros for each of them."""
         dim, provenance = self.engine.batch_dim, self.engine.forward.provenance
-        if provenance is None or provenance.of(input) is not None:
+        if provenance is None or self.labels(input) is not None:
             return False
         return not is_same(input, dim, input.shape[dim], of_batch=of_batch or input.ndim > 2)
 
     def labels(self, input: Tensor) -> Labels:
-        """The samples of an input, None if it does not depend on them or if their number is not known."""
+        """The dimension of an input that has the samples in order, or the sample of each entry, as in `labels`.
+
+        None if it does not depend on samples, or if their number is not known.
+        """
         provenance = self.engine.forward.provenance
-        return None if provenance is None else provenance.of(input)
+        labels = None if provenance is None else provenance.of(input, self)
+        if provenance is None or not isinstance(labels, int) or labels is LOST:
+            return labels
+        shape, count, dim = tuple(input.shape), provenance.count, self.engine.batch_dim
+        if count == 1 and input.ndim > dim and shape[dim] == 1:
+            return dim
+        place = place_of(labels, shape, count) if count > 1 else None
+        return place[0] if place is not None and shape[place[0]] == count * place[1] == count else wider(labels, shape, count)
 
     def watch_params(
         self,
@@ -262,9 +273,12 @@ class CapturedLayer:
         return row_of(self, each.unsqueeze(samples.dim + 1) if samples.kept else each)
 
     def mark(self, output: Tensor, labels: Labels) -> None:
-        """Note the samples of an output."""
-        if self.engine.forward.provenance is not None:
-            self.engine.forward.provenance.note(output, labels)
+        """Note the samples of an output, as in `labels`."""
+        provenance = self.engine.forward.provenance
+        if provenance is not None and output.ndim:
+            if isinstance(labels, int) and labels is not LOST:
+                labels = step_at(labels, output.shape) if output.shape[labels] == provenance.count else LOST
+            provenance.note(output, labels)
 
     def refuse_row(self) -> None:
         """Raise for a gradient that is summed over samples."""

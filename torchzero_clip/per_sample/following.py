@@ -1,220 +1,330 @@
-"""Follows tensors without a graph, such as indices of words, which a forward computes from its arguments."""
+"""Follows the functions that a forward calls, and notes whose samples their outputs have.
+
+Functions that move entries run once more, on the labels of what they move. Functions of no list are looked into: the
+operations that they consist of are followed instead.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from torchzero_clip.compat import get_interpreter_stack
 from torchzero_clip.per_sample.arguments import Rebuild, flattened
-from torchzero_clip.per_sample.labels import LOST, Known, Labels, padded, simplest, wider
+from torchzero_clip.per_sample.labels import LOST, Known, Labels, simplest, wider
 from torchzero_clip.per_sample.modes import OwnMode
-from torchzero_clip.per_sample.operations import ALONG, COUNTED, ELEMENTS, Part, unmoved
+from torchzero_clip.per_sample.operations import NEW, Part, beside, dims_of, is_listed, unmoved
 from torchzero_clip.per_sample.provenance import Provenance
 
-MOVES = {  # functions that move elements of their first argument
-    *("chunk", "diagonal", "expand", "expand_as", "flatten", "flip", "fliplr", "flipud", "gather", "getitem"),
-    *("index_select", "masked_select", "movedim", "mT", "narrow", "permute", "ravel", "repeat", "repeat_interleave"),
-    *("reshape", "roll", "rot90", "select", "split", "squeeze", "swapaxes", "swapdims", "t", "T", "take"),
-    *("take_along_dim", "tensor_split", "tile", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view"),
+MOVES = {  # functions that move entries of their first argument, by their names without underscores
+    *("channelshuffle", "diag", "diagembed", "diagonal", "expand", "flip", "fliplr", "flipud", "gather", "getitem"),
+    *("index", "indexselect", "maskedselect", "movedim", "narrow", "packpaddedsequence", "padpackedsequence", "permute"),
+    *("pixelshuffle", "pixelunshuffle", "repeat", "repeatinterleave", "roll", "rot90", "select", "swapaxes", "swapdims"),
+    *("take", "takealongdim", "tile", "transpose", "trilindices", "view"),
 }
-JOINS = {"cat", "concat", "concatenate", "hstack", "pad_sequence", "stack", "vstack"}
-PACKS = {"pack_padded_sequence", "pad_packed_sequence", "pad_sequence"}
-"""Functions that are followed in the graph too, where they are many operations."""
-PLACES = {
-    *("index_add", "index_copy", "index_put", "masked_scatter", "scatter", "scatter_add", "scatter_reduce"),
+SAME = {"flatten", "ravel", "reshape", "reshapeas", "squeeze", "unflatten", "unsafeview", "unsqueeze", "viewas", "viewcopy"}
+"""Functions that keep the order of entries."""
+JOINS = {
+    *("cat", "columnstack", "concat", "concatenate", "dstack", "hstack", "padsequence", "rowstack", "stack", "vstack"),
 }
-"""Functions that put elements into their first argument."""
-SHAPES = {"as_strided", "resize", "resize_as", "set", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze"}
-"""Functions that may change the shape or the memory of a tensor in place."""
-REPLACES = {"index_copy", "index_put", "masked_scatter", "scatter"}
-"""Functions that put elements in place of others."""
+"""Functions that move the entries of all arguments."""
+PLACES = {"indexcopy", "indexput", "maskedscatter", "scatter", "setitem"}
+"""Functions that put the entries of their last argument into their first one, in place of others."""
+SUMS = {"indexadd", "scatteradd"}
+"""Functions that add the entries of their last argument to their first one."""
+PADS = {"pad", "constantpadnd"}
+ALONG = {"cat": 1, "concat": 1, "concatenate": 1, "gather": 1, "indexadd": 1, "indexcopy": 1, "indexselect": 1}
+ALONG |= {"scatter": 1, "scatteradd": 1, "scatterreduce": 1, "repeatinterleave": 2, "roll": 2, "takealongdim": 2}
+"""The place of the dimension among the arguments of functions that move entries along one."""
+SHAPES = {"resize", "resizeas", "set"}
+KEEPS = {"asstrided", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze", "requiresgrad"}
+"""Functions that change only the form of a tensor in place."""
 
 
 class Following(OwnMode):
-    """Notes the labels of what functions return without a graph. Compiled functions are not seen."""
+    """Notes the labels of what functions return. Compiled functions are not seen."""
 
     def __init__(self, provenance: Provenance) -> None:
         super().__init__()
-        self._provenance = provenance
+        self._functions = Functions(provenance)
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output, kwargs = func(*args, **(kwargs or {})), kwargs or {}
-        if torch.compiler.is_compiling():
-            return output
-        sets = output is None and getattr(func, "__name__", "") in ("__setitem__", "__set__")
-        changed = args[0] if sets else output
-        first = changed[0] if isinstance(changed, list | tuple) and changed else changed
-        if not isinstance(first, Tensor) or not first.ndim:  # most are sizes and dtypes, which need no name
-            return output
-        name = getattr(func, "__name__", "").strip("_")
-        if (first.grad_fn is None or name in PACKS) and not get_interpreter_stack():
-            if name == "setitem":
-                self._set(*args)
-            elif name == "set" and func.__name__ == "__set__":
-                if func.__self__.__name__ == "data":
-                    self._lose(first, LOST)
-            elif args and output is args[0]:
-                if func.__name__.endswith("_"):
-                    self._changed(name, args, kwargs)
-            else:
-                self._note(func, func.__self__.__name__ if name == "get" else name, args, kwargs, output)
+        if torch.compiler.is_compiling() or get_interpreter_stack():
+            return func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        name = func.__self__.__name__ if name in ("__get__", "__set__") else name
+        return self._functions.call(func, _key(name), args, kwargs or {})
+
+
+class _Inside(TorchDispatchMode):
+    """Notes the labels of the operations that a function consists of."""
+
+    def __init__(self, functions: "Functions") -> None:
+        super().__init__()
+        self._functions = functions
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = _key(func._schema.name.partition("::")[2])
+        return self._functions.call(func, name, args, kwargs or {}, inside=True)
+
+
+class Functions:
+    """Calls functions, and notes the labels of their outputs."""
+
+    def __init__(self, provenance: Provenance) -> None:
+        self._provenance = provenance
+
+    def call(self, func: Any, name: str, args: Any, kwargs: Any, *, inside: bool = False) -> Any:
+        """Return the output of a function."""
+        target = args[0] if args and isinstance(args[0], Tensor) and not args[0].is_inference() else None
+        version = -1 if target is None else target._version
+        if inside or not self._is_composite(name, args, kwargs):
+            output = func(*args, **kwargs)
+        else:
+            with _Inside(self):
+                output = func(*args, **kwargs)
+            name = "composite"
+        if target is not None and target._version != version:
+            self._changed(func, name, target, version, args, kwargs)
+        outputs = [x for x in output if isinstance(x, Tensor)] if isinstance(output, list | tuple) else [output]
+        if outputs and isinstance(outputs[0], Tensor) and outputs[0].ndim and name != "grad":
+            self._returned(func, name, args, kwargs, outputs)
+        if "out" in kwargs and isinstance(kwargs["out"], Tensor):
+            self._provenance.note_change(kwargs["out"], LOST)
         return output
 
-    def _set(self, tensor: Tensor, index: Any, value: Any) -> None:
-        values = self._provenance.of(value) if isinstance(value, Tensor) and value.ndim else None
-        if values is None:
-            return
-        try:
-            labels = self._full(tensor, self._provenance.of(tensor)).clone()
-            labels[index] = self._full(value, values)
-        except RuntimeError:  # such as after a change of the shape in place
-            self._lose(tensor, LOST)
-            return
-        before, found = self._provenance.of(tensor), simplest(labels, self._provenance.count)
-        if tensor._base is not None and not (isinstance(found, int) and found == before):
-            self._lose(tensor, LOST)
-        self._provenance.note(tensor, found)
+    def _is_composite(self, name: str, args: Any, kwargs: Any) -> bool:
+        """True for a function of no list that gets values of samples."""
+        if name in LISTED or is_listed(name):
+            return False
+        leaves, _ = flattened(args, kwargs)
+        tensors = [x for x in leaves if isinstance(x, Tensor) and x.ndim]
+        return len(tensors) > 0 and any(self._provenance.of(x) is not None for x in tensors)
 
-    def _changed(self, name: str, args: Any, kwargs: Any) -> None:
-        """Note the labels of a tensor that a function has changed in place."""
-        tensor, given = args[0], (*args[1:], *kwargs.values())
-        if name == "copy":
-            self._set(tensor, ..., given[0])
-        elif name in SHAPES:
-            if self._provenance.of(tensor) is not None:
-                self._lose(tensor, LOST)
-        elif name in PLACES:
-            self._lose(tensor, self._placed(tensor, args, kwargs))
-        else:
-            name = name.removeprefix("i") if key(name.removeprefix("i")) in ELEMENTS else name
-            tensors = [x for x in (tensor, *given) if isinstance(x, Tensor) and x.ndim]
-            known = [(x, found, 0) for x in tensors if (found := self._provenance.of(x)) is not None]
-            if any(x is not tensor for x, *_ in known):
-                self._lose(tensor, self._unmoved(name, tensor, known) if key(name) in ELEMENTS else LOST)
+    def _returned(self, func: Any, name: str, args: Any, kwargs: Any, outputs: Sequence[Tensor]) -> None:
+        new = [x for x in outputs if x.ndim and not self._provenance.is_view(x)]
+        if new:
+            leaves, rebuilt = flattened(args, kwargs)
+            tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.ndim}
+            sources = {0: leaves[0]} if name in ("to", "typeas") and 0 in tensors else tensors
+            known = {i: found for i, x in sources.items() if (found := self._provenance.of(x)) is not None}
+            call = _Call(func, name, args, kwargs, leaves, rebuilt, known)
+            results = self._after(call, new) if known and name != "composite" else [None] * len(new)
+            for x, found in zip(new, results, strict=True):
+                self._provenance.note(x, found)
+        for x in outputs:
+            if x.grad_fn is not None and x.ndim and self._provenance.is_view(x):
+                self._provenance.note_node(x, self._provenance.of(x))
 
-    def _placed(self, tensor: Tensor, args: Any, kwargs: Any) -> Labels:
-        """The labels of a tensor into which a function puts elements: the same if it does so within each sample."""
-        given = [x for x in (*args[1:], *kwargs.values()) if isinstance(x, Tensor) and x.ndim]
-        found = [labels for x in given if (labels := self._provenance.of(x)) is not None]
-        own = self._provenance.of(tensor)
-        if not found:
-            return own
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        dim = dim % tensor.ndim if isinstance(dim, int) else None
-        first = found[0] if own is None else own
-        within = isinstance(first, int) and first is not LOST and dim not in (None, first)
-        within = within and all(isinstance(x, int) and x == first for x in found)
-        return first if within and tensor.shape[first] == self._provenance.count else LOST
+    def _after(self, call: "_Call", outputs: Sequence[Tensor]) -> Sequence[Labels]:
+        """The labels of new outputs of a function that got labels."""
+        name, labels, count = call.name, call.labels, self._provenance.count
+        if "out" in call.kwargs:
+            return [LOST] * len(outputs)
+        if name in SAME:
+            return [labels.get(0, LOST)] * len(outputs)
+        if name in PADS:
+            return [self._padded(call, outputs[0])]
+        moves = [*labels] if name in JOINS else [0] if name in MOVES and 0 in labels else []
+        if moves:
+            if any(labels[i] is LOST for i in moves):
+                return [LOST] * len(outputs)
+            return self._moved(call, outputs)
+        if name in PLACES or name in SUMS or name == "scatterreduce":
+            return [self._placed(call, outputs[0])]
+        if name in MOVES:
+            return [self._looked_up(call, x) for x in outputs]
+        if name == "where" and len(call.tensors) == 1:
+            return [LOST] * len(outputs)
+        parts = [Part(found, call.leaves[i].shape, i) for i, found in labels.items()]
+        dims = dims_of(name, len(parts[0].shape), call.args, call.kwargs)
+        return [unmoved(name, parts, x.shape, count, dims) for x in outputs] if name not in NEW else [None]
 
-    def _lose(self, tensor: Tensor, labels: Labels) -> None:
-        """Note the labels of a tensor, and that those of the tensor that it is a view of are lost if they changed."""
-        if tensor._base is not None and tensor._base.grad_fn is None and labels is LOST:
-            self._provenance.note(tensor._base, LOST)
-        self._provenance.note(tensor, labels)
+    def _moved(self, call: "_Call", outputs: Sequence[Tensor]) -> Sequence[Labels]:
+        """The labels after a function that moves entries, which moves their labels too."""
+        count, dims = self._provenance.count, call.along
+        if dims is not None and len(outputs) == 1:
+            parts = [Part(found, call.leaves[i].shape) for i, found in call.labels.items() if i in call.moved]
+            found = [beside(part, outputs[0].shape, count, dims) for part in parts if isinstance(part.labels, int)]
+            if found and len(found) == len(parts) and LOST not in found and len({*found}) == 1:
+                return found[:1]
+        result = call.run({i: self._full(call.leaves[i], call.labels.get(i)) for i in call.moved})
+        results = [x.long() for x in result if x.is_floating_point()]
+        if not results:
+            return [LOST] * len(outputs)
+        found = [simplest(x, y.shape, count) for x, y in zip(results, outputs, strict=False)]
+        return [*found, *[None] * (len(outputs) - len(found))]  # lengths or sizes come second
 
-    def _note(self, func: Any, name: str, args: Any, kwargs: Any, output: Any) -> None:
-        leaves, rebuilt = flattened(args, kwargs)
-        if name == "grad" or self._provenance.knows_base(output):
-            return
-        tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.ndim}
-        sources = {0: leaves[0]} if name in ("to", "type_as") and 0 in tensors else tensors
-        labels = {i: found for i, x in sources.items() if (found := self._provenance.of(x)) is not None}
-        if not labels:
-            return
-        outputs = [x for x in (output if isinstance(output, list | tuple) else [output]) if isinstance(x, Tensor)]
-        results: Sequence[Labels] = [LOST] * len(outputs)
-        moved = [*tensors] if name in JOINS else [0] if name in MOVES | PACKS | PLACES and 0 in labels else []
-        if any(labels[i] is LOST for i in moved or labels if i in labels) or "out" in kwargs:
-            pass
-        elif moved and name not in PLACES:
-            results = self._moved(func, name, leaves, rebuilt, {i: labels.get(i) for i in moved}) or results
-        elif (
-            moved and len(tensors) > 2 and name in REPLACES and not any(x is True or isinstance(x, str) for x in leaves)
-        ):
-            results = self._moved(func, name, leaves, rebuilt, {i: labels.get(i) for i in (0, max(tensors))}) or results
-        elif moved:
-            results = [self._placed(leaves[0], args, kwargs)]
-        elif name == "pad":
-            pads = args[1] if len(args) > 1 else kwargs["pad"]
-            found = padded(labels[0], leaves[0].shape, pads, self._provenance.count)
-            constant = {"reflect", "replicate", "circular"}.isdisjoint(x for x in leaves if isinstance(x, str))
-            results = [found if constant or found is labels[0] else LOST]
-        elif name in MOVES and 0 in tensors:
-            results = [self._looked_up(name, x, leaves) for x in outputs]
-        elif name not in PLACES and not (name == "where" and len(tensors) == 1):
-            known = [(leaves[i], found, i) for i, found in labels.items()]
-            results = [self._unmoved(name, x, known, args, kwargs) for x in outputs]
-        for x, found in zip(outputs, results, strict=True):
-            self._provenance.note(x, found)
+    def _padded(self, call: "_Call", output: Tensor) -> Known:
+        """The labels after padding, which belongs to no sample."""
+        labels, count, tensor = call.labels[0], self._provenance.count, call.leaves[0]
+        pads = call.args[1] if len(call.args) > 1 else call.kwargs["pad"]
+        dims = {tensor.ndim - 1 - i // 2 for i, n in enumerate(pads) if n}
+        found = LOST if labels is LOST else beside(Part(labels, tensor.shape), output.shape, count, dims)
+        if found is not LOST or labels is LOST:
+            return found
+        full = self._full(tensor, labels)
+        mode = next((x for x in call.leaves if isinstance(x, str)), "constant")
+        full = F.pad(full, list(pads), value=LOST) if mode == "constant" else F.pad(full, list(pads), mode)
+        found = simplest(full.long(), output.shape, count)
+        return LOST if found is None else found
 
-    def _moved(
-        self, func: Any, name: str, leaves: Sequence[Any], rebuilt: Rebuild, labels: dict[int, Labels]
-    ) -> list[Labels]:
-        """The labels of the outputs of a function that moves elements, which moves their labels too."""
-        leaves = list(leaves)
-        for i, found in labels.items():
-            leaves[i] = self._full(leaves[i], found).contiguous()
-        if name in PACKS:
-            leaves = [-1 if isinstance(x, float) else x for x in leaves]  # the value of padding
-        args, kwargs = rebuilt(leaves)
-        try:
-            output = func(*args, **kwargs)
-        except RuntimeError:  # it is not for integers, or not for labels of one element
-            return []
-        outputs = output if isinstance(output, list | tuple) else [output]
-        results = [simplest(x, self._provenance.count) for x in outputs]
-        return [results[0], None] if name in PACKS - JOINS else results  # lengths or sizes come second
+    def _placed(self, call: "_Call", output: Tensor) -> Labels:
+        """The labels of a tensor into which a function has put entries, or added them."""
+        into, last, count = call.labels.get(0), max(call.tensors), self._provenance.count
+        values = call.labels.get(last) if last > 1 or len(call.tensors) > 1 else None
+        if values is None or into is LOST or values is LOST:
+            return into if values is None else LOST
+        if call.along is not None and isinstance(values, int) and into in (None, values):
+            found = beside(Part(values, call.leaves[last].shape), output.shape, count, call.along)
+            if found is not LOST and (into is None or found == into):
+                return found
+        before, given = self._full(output, into), self._full(call.leaves[last], values)
+        if call.name in PLACES and not any(x is True or isinstance(x, str) for x in call.leaves):
+            result = call.run({0: before.clone(), last: given})
+            return simplest(result[0].long(), output.shape, count) if result else LOST
+        added = self._added(call, before, {last: given})
+        return LOST if added is None else simplest(added, output.shape, count)
 
-    def _looked_up(self, name: str, output: Tensor, leaves: Sequence[Any]) -> Labels:
+    def _added(self, call: "_Call", before: Tensor, given: Mapping[int, Tensor]) -> Tensor | None:
+        """The labels where a function adds entries; None if different samples are added up.
+
+        It adds ones, labels and their squares: where all labels are n, it finds k, k n and k n ** 2.
+        """
+        if "reduce" in call.kwargs or call.name == "scatterreduce":
+            return None
+        zeros = torch.zeros_like(before, dtype=torch.float64)
+        sums = [
+            call.run({0: zeros.clone(), **{i: x.double() ** power for i, x in given.items()}}) for power in range(3)
+        ]
+        if not all(sums):
+            return None
+        times, once, squares = (x[0] for x in sums)
+        owner = torch.where(times > 0, (once / times.clamp(min=1)).round(), before.double())
+        clean = torch.equal(owner * times, torch.where(times > 0, once, 0 * owner)) and torch.equal(
+            torch.where(times > 0, times * squares, 0 * owner), torch.where(times > 0, once * once, 0 * owner)
+        )
+        clash = (times > 0) & (before >= 0) & (owner != before)
+        return owner.long() if clean and not bool(clash.any()) else None
+
+    def _looked_up(self, call: "_Call", output: Tensor) -> Labels:
         """The labels of entries that an index selects from a tensor without samples: those of the index."""
-        indices = [x for x in leaves[1:] if isinstance(x, Tensor) and x.ndim]
-        if name in ("gather", "take", "take_along_dim") and indices[0].shape == output.shape:
-            return self._provenance.of(indices[0])
-        by_index = name in ("getitem", "masked_select") and len(indices) == len(leaves) - 1
-        if not (by_index or (name == "index_select" and leaves[1] == 0)):
+        count, leaves, name = self._provenance.count, call.leaves, call.name
+        if name in ("gather", "take", "takealongdim"):
+            index = next(x for i, x in call.tensors.items() if i)
+            return self._provenance.of(index) if index.shape == output.shape else LOST
+        indices = {i: x for i, x in call.tensors.items() if i}
+        by_index = name in ("getitem", "index", "maskedselect") and len(indices) == len(leaves) - 1
+        if not (by_index or (name == "indexselect" and leaves[1] == 0)) or any(
+            call.labels.get(i) is LOST for i in indices
+        ):
             return LOST  # such as table[:, index], where the samples are in another dimension than in the index
-        known = [(x, labels) for x in indices if (labels := self._provenance.of(x)) is not None]
-        if indices[0].dtype in (torch.bool, torch.uint8):
-            if len(indices) > 1 or leaves[0].shape[: indices[0].ndim] != indices[0].shape:
+        first = next(iter(indices.values()))
+        if first.dtype in (torch.bool, torch.uint8):
+            if len(indices) > 1 or leaves[0].shape[: first.ndim] != first.shape:
                 return LOST
-            labels = self._full(indices[0], known[0][1])[indices[0]]
+            labels = self._full(first, call.labels[next(iter(indices))])[first]
         else:
-            first = torch.broadcast_tensors(*indices)[0]
-            labels = self._unmoved("where", first, [(x, found, 0) for x, found in known])
-            if labels is None or isinstance(labels, int):
-                return labels
-            labels = labels.expand(first.shape)
-        return simplest(labels.view(*labels.shape, *[1] * (output.ndim - labels.ndim)), self._provenance.count)
-
-    def _unmoved(
-        self, name: str, output: Tensor, known: Sequence[tuple[Tensor, Known, int]], args: Any = (), kwargs: Any = None
-    ) -> Labels:
-        """The labels of an output whose elements are where those of the arguments were."""
-        if any(labels is LOST for _, labels, _ in known):
+            shape = torch.broadcast_shapes(*(x.shape for x in indices.values()))
+            parts = [Part(found, leaves[i].shape) for i, found in call.labels.items()]
+            found = unmoved("where", parts, shape, count, ())
+            labels = wider(found, shape, count).expand(shape) if found is not LOST else None
+        if labels is None:
             return LOST
-        parts = [Part(labels, x.shape, place) for x, labels, place in known]
-        dims = dims_of(key(name), parts[0], args, kwargs or {})
-        return unmoved(key(name), parts, output.shape, self._provenance.count, dims)
+        return simplest(labels.reshape(*labels.shape, *[1] * (output.ndim - labels.ndim)).long(), output.shape, count)
+
+    def _changed(self, func: Any, name: str, tensor: Tensor, version: int, args: Any, kwargs: Any) -> None:
+        """Note the labels of a tensor that a function has changed in place."""
+        leaves, rebuilt = flattened(args, kwargs)
+        tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.ndim}
+        before = self._provenance.of_version(tensor, version)
+        known = {i: found for i, x in tensors.items() if i and (found := self._provenance.of(x)) is not None}
+        if name in KEEPS or (not known and name not in SHAPES):
+            self._provenance.refresh(tensor, version)
+            return
+        call = _Call(func, name, args, kwargs, leaves, rebuilt, known if before is None else {0: before, **known})
+        last, count = max(tensors), self._provenance.count
+        if name == "setitem" and not any(isinstance(x, Tensor | bool | list) for x in leaves[1:-1]):
+            tensor, name = tensor.detach()[args[1]], "copy"  # a view, whose place in the memory says it all
+            before = self._provenance.of_version(tensor, version)
+        if name == "copy":
+            found = beside(Part(known[last], leaves[last].shape), tensor.shape, count, ()) if last in known else before
+        elif name in PLACES or name in SUMS:
+            found = self._placed(call, tensor)
+        elif name in SHAPES or not is_listed(name.removeprefix("i")):
+            found = LOST
+        else:
+            parts = [Part(labels, leaves[i].shape, i) for i, labels in call.labels.items()]
+            dims = dims_of(name, tensor.ndim, args, kwargs)
+            found = unmoved(name if is_listed(name) else name[1:], parts, tensor.shape, count, dims)
+        same = isinstance(found, int) and isinstance(before, int) and found == before
+        if same and found is not LOST:
+            self._provenance.refresh(tensor, version)
+        else:
+            self._provenance.note_change(tensor, found)
 
     def _full(self, tensor: Tensor, labels: Labels) -> Tensor:
-        """The label of each element of a tensor."""
-        return wider(labels, tensor.ndim, self._provenance.count).to(tensor.device).expand(tensor.shape)
+        """The label of each entry of a tensor, as a number that all functions take."""
+        return wider(labels, tensor.shape, self._provenance.count).to(tensor.device, torch.float32).expand(tensor.shape)
 
 
-def key(name: str) -> str:
-    """The name of a function as in the tables of operations."""
+class _Call:
+    """A call of a function whose arguments have labels, by their places among the leaves."""
+
+    def __init__(
+        self,
+        func: Any,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        leaves: list[Any],
+        rebuilt: Rebuild,
+        labels: dict[int, Known],
+    ) -> None:
+        self.func, self.name, self.args, self.kwargs = func, name, args, kwargs
+        self.leaves, self._rebuilt, self.labels = leaves, rebuilt, labels
+        self.tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.ndim}
+
+    @property
+    def moved(self) -> list[int]:
+        """The arguments whose entries are moved."""
+        return [*self.tensors] if self.name in JOINS else [0]
+
+    @property
+    def along(self) -> set[int] | None:
+        """The dimensions along which entries are moved; None if that is not known."""
+        if self.name not in ALONG or self.name == "flip":
+            return None
+        place, first = ALONG[self.name], self.tensors[min(self.tensors)]
+        dims = next((self.kwargs[key] for key in ("dim", "dims", "axis") if key in self.kwargs), None)
+        if dims is None:
+            dims = self.args[place] if len(self.args) > place else 0 if self.name.startswith("c") else None
+        dims = [dims] if isinstance(dims, int) else dims
+        return {dim % first.ndim for dim in dims} if isinstance(dims, list | tuple) and dims else None
+
+    def run(self, labels: Mapping[int, Tensor]) -> list[Tensor]:
+        """The outputs of the function for labels in place of values; none if it does not take them."""
+        leaves = [labels.get(i, x) for i, x in enumerate(self.leaves)]
+        if self.name.startswith("pad"):
+            leaves = [float(LOST) if isinstance(x, float) else x for x in leaves]  # the value of padding
+        args, kwargs = self._rebuilt(leaves)
+        try:
+            output = self.func(*args, **kwargs)
+        except RuntimeError:  # such as a view of labels of one entry
+            return []
+        output = args[0] if output is None else output
+        return [x for x in (output if isinstance(output, list | tuple) else [output]) if isinstance(x, Tensor)]
+
+
+def _key(name: str) -> str:
+    """The name of a function as in the lists."""
     return name.replace("_", "")
 
 
-def dims_of(name: str, part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
-    """The dimensions along which a function works; none if it works along all, or if they are not known."""
-    given = args[2 if name in COUNTED else 1 :]
-    dims = kwargs.get("dim", kwargs.get("axis", given[0] if given else None))
-    if name in ALONG and not isinstance(dims, int):
-        dims = 0 if name == "msort" else -1
-    dims = [dims] if isinstance(dims, int) and not isinstance(dims, bool) else dims
-    return {dim % len(part.shape) for dim in dims} if isinstance(dims, list | tuple) else set()
+LISTED = MOVES | SAME | JOINS | PLACES | SUMS | PADS | SHAPES | KEEPS | {"scatterreduce", "grad", "data", "T", "mT", "H"}

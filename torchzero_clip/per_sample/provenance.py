@@ -1,23 +1,34 @@
-"""Tells which sample each entry of a tensor belongs to, from the graph that autograd has recorded.
+"""Tells which sample each entry of a tensor belongs to.
 
-The graph is followed back to the nearest tensors whose labels are known, such as outputs of layers. Tensors without a
-graph are arguments, views of them, or noted by `Following`.
+What is known is kept by the memory of tensors, so that views need no rule of their own: see `memory`. A tensor that
+was changed by code that is not seen has another version than was noted, and its labels are lost.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.weak import WeakIdKeyDictionary
 
 from torchzero_clip.compat import current_graph_task_id
-from torchzero_clip.per_sample.labels import LOST, Labels, simplest, wider
-from torchzero_clip.per_sample.operations import Part
-from torchzero_clip.per_sample.row_moves import Step, after
+from torchzero_clip.per_sample.labels import LOST, Labels, simplest
+from torchzero_clip.per_sample.layout import place_of, step_at
+from torchzero_clip.per_sample.memory import Layout, Owners, owned, seen, written
 
-_UNKNOWN: Any = object()
+
+class _Memory(NamedTuple):
+    """What is known of a memory, from entry ``first`` to ``end``: its owners, None if they are lost."""
+
+    alive: StorageWeakRef  # while it exists, no other memory has this address
+    owners: Owners | None
+    first: int
+    end: int
+    version: int
+    """The version of its tensors, which changes with every change in place."""
+    size: int
+    """Bytes of an entry."""
 
 
 class Provenance:
@@ -28,100 +39,207 @@ class Provenance:
 
     def __init__(self, count: int, dim: int, arguments: Sequence[Tensor], given: Mapping[int, Tensor]) -> None:
         self.count = count
-        self._dim = dim
         self.given = given
-        self._known: Any = WeakIdKeyDictionary()  # the labels of tensors without a graph
+        self._memories: dict[int, _Memory] = {}
+        self._simple: dict[tuple[Owners, Layout], Labels] = {}
+        self._asked: dict[tuple[int, tuple[int, ...]], Labels] = {}  # by layers in the forward
         for x in arguments:
             if x.ndim:
                 place = min(dim, x.ndim - 1)
                 labels = self._of_given(x.shape)
-                if labels is None and x.shape[place] == count:
-                    labels = place
-                self.note(x, labels)
+                if labels is None and x.shape[place] == count and x.stride(place):
+                    labels = 1 if count == 1 else step_at(place, x.shape)
+                if labels is not None:
+                    self.note(x, labels)
 
     def note(self, tensor: Tensor, labels: Labels) -> None:
-        """Store the labels of a tensor."""
-        if tensor.grad_fn is None:
-            self._known[tensor] = labels
-        else:
-            self._memory(tensor.grad_fn)[tensor.output_nr] = labels
+        """Store the labels of a new tensor, and so those of its memory."""
+        key = _memory_of(tensor)
+        if isinstance(labels, Tensor):
+            labels = simplest(labels, tensor.shape, self.count)
+        if key in self._memories:
+            self.note_change(tensor, labels)
+        elif key is not None and labels is not None:
+            layout = Layout.of(tensor)
+            owners = None if labels is LOST else owned(labels, layout, self.count)
+            self._store(key, tensor, owners, layout.offset, layout.end)
+        self.note_node(tensor, labels)
 
-    def knows_base(self, value: object) -> bool:
-        """True for a view of a tensor with known labels."""
-        return isinstance(value, Tensor) and value._base is not None and value._base in self._known
+    def note_node(self, tensor: Tensor, labels: Labels) -> None:
+        """Store what a function that is not seen may ask of its input."""
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.metadata.setdefault(self, {})[tensor.output_nr] = labels
+
+    def note_change(self, tensor: Tensor, labels: Labels) -> None:
+        """Store the labels of a tensor that was changed in place, and so those of its part of the memory."""
+        key = _memory_of(tensor)
+        if key is None or (labels is None and key not in self._memories):
+            return
+        before = self._memories.get(key)
+        base = tensor if tensor._base is None else tensor._base
+        layout, whole = Layout.of(tensor), Layout.of(base)
+        first, end = min(layout.offset, whole.offset), max(layout.end, whole.end)
+        if before is not None:
+            first, end = min(first, before.first), max(end, before.end)
+        covers = layout.end == whole.end and layout.offset == whole.offset and tensor.numel() == base.numel()
+        if labels is LOST:
+            owners = None
+        elif covers and labels is not None:
+            owners = owned(labels, layout, self.count)
+        elif before is not None and before.owners is None:
+            owners = None
+        else:
+            owners = self._part(None if before is None else before.owners, labels, layout, whole)
+        self._store(key, tensor, owners, first, end)
+
+    def _store(self, key: int, tensor: Tensor, owners: Owners | None, first: int, end: int) -> None:
+        alive = StorageWeakRef(tensor.untyped_storage())
+        self._memories[key] = _Memory(alive, owners, first, end, _version(tensor), tensor.element_size())
+
+    def _part(self, owners: Owners | None, labels: Labels, layout: Layout, whole: Layout) -> Owners | None:
+        """The owners of a memory in which a part gets labels."""
+        if isinstance(labels, int):
+            if owners is not None and _same(seen(owners, layout, self.count), labels):
+                return owners
+            if owners is None and (fits := self._of_all(labels, layout, whole)):
+                return fits
+        owners = written(owners, labels, layout, max(layout.end, whole.end), self.count)
+        if owners is None:
+            return None
+        found = self._simplest(owners, whole)
+        return (owned(found, whole, self.count) if isinstance(found, int) else None) or owners
+
+    def _of_all(self, labels: int, layout: Layout, whole: Layout) -> Owners | None:
+        """The owners of a memory of which a part is regular, if all of it then has the samples in one dimension."""
+        owners = owned(labels, layout, self.count)
+        found = None if owners is None or owners.of is not None else seen(owners, whole, self.count)
+        place = place_of(found, whole.shape, self.count) if isinstance(found, int) else None
+        return owners if place is not None and place[1] == 1 and whole.shape[place[0]] == self.count else None
+
+    def _simplest(self, owners: Owners, layout: Layout) -> Labels:
+        if (owners, layout) not in self._simple:
+            labels = seen(owners, layout, self.count)
+            if isinstance(labels, Tensor):
+                labels = simplest(labels, layout.shape, self.count)
+            self._simple[owners, layout] = labels
+        return self._simple[owners, layout]
 
     def note_packed(self, packed: PackedSequence) -> None:
         """Store the labels of the rows of a packed sequence of all samples."""
         first = torch.arange(self.count, device="cpu") if packed.sorted_indices is None else packed.sorted_indices.cpu()
         rows = torch.cat([first[:size] for size in packed.batch_sizes.tolist()]).to(packed.data.device)
-        self.note(packed.data, simplest(rows.view(-1, *[1] * (packed.data.ndim - 1)), self.count))
+        rows = rows.view(-1, *[1] * (packed.data.ndim - 1))
+        self.note(packed.data, simplest(rows, packed.data.shape, self.count))
 
-    def of(self, tensor: Tensor) -> Labels:
-        """The labels of a tensor."""
-        if tensor.grad_fn is not None:
-            return self._of_node(tensor.grad_fn, tensor.output_nr)
-        if tensor in self._known:
-            return self._known[tensor]
-        base = tensor._base
-        if base is not None and base in self._known:
-            return self._of_view(tensor, base, self._known[base])
-        dim = self._dim
-        if (
-            tensor.requires_grad
-            and current_graph_task_id() != -1
-            and tensor.ndim > dim
-            and tensor.shape[dim] == self.count
-        ):
-            return dim  # an input of a checkpoint with use_reentrant=True
-        return self._of_given(tensor.shape)
+    def is_view(self, tensor: Tensor) -> bool:
+        """True for a tensor in a memory that is known."""
+        return _memory_of(tensor) in self._memories
+
+    def of(self, tensor: Tensor, layer: object = None) -> Labels:
+        """The labels of a tensor, which a layer may ask for.
+
+        In a backward, where a checkpoint runs functions that are not seen, a layer gets what it got in the forward.
+        """
+        asked, again = (id(layer), tuple(tensor.shape)), current_graph_task_id() != -1
+        memory = self._memory(tensor)
+        if memory is not None:
+            labels = self._seen(memory, tensor)
+        elif again and asked in self._asked:
+            return self._asked[asked]
+        elif tensor.grad_fn is not None:
+            labels = self._of_node(tensor.grad_fn, tensor.output_nr)
+        else:
+            labels = self._of_given(tensor.shape)
+        labels = 1 if labels is LOST and self.count == 1 else labels
+        if layer is not None and not again:
+            self._asked[asked] = labels if asked not in self._asked or _same(self._asked[asked], labels) else LOST
+        return labels
 
     def _of_given(self, shape: Sequence[int]) -> Labels:
         rows = self.given.get(shape[0]) if shape else None
-        return None if rows is None else simplest(rows.view(-1, *[1] * (len(shape) - 1)), self.count)
+        return None if rows is None else simplest(rows.view(-1, *[1] * (len(shape) - 1)), shape, self.count)
 
-    def _of_view(self, view: Tensor, base: Tensor, labels: Labels) -> Labels:
-        """The labels of a view of a tensor without a graph, from the places of its elements in memory."""
-        offset = view.storage_offset() - base.storage_offset()
-        if labels is None or labels is LOST:
-            return labels
-        if view.element_size() != base.element_size():  # complex numbers as real ones, and back
-            kept = isinstance(labels, int) and view.ndim > labels and view.shape[labels] == self.count
-            return labels if kept else LOST
-        if isinstance(labels, int) and labels == 0 and view.ndim and view.numel() and view.shape[0] == self.count:
-            row = offset + sum((size - 1) * step for size, step in zip(view.shape[1:], view.stride()[1:], strict=True))
-            if view.stride(0) == base.stride(0) > row:
-                return 0
-        places = torch.empty_strided(base.shape, base.stride(), dtype=torch.int64, device=base.device)
-        places.copy_(wider(labels, base.ndim, self.count))
-        return simplest(places.as_strided(view.shape, view.stride(), offset), self.count)
+    def _memory(self, tensor: Tensor) -> _Memory | None:
+        """What is known of the memory of a tensor; None if that is another part of the memory."""
+        memory = self._memories.get(_memory_of(tensor) or 0)
+        if memory is None or not tensor.numel():
+            return memory
+        apart = tensor.storage_offset() >= memory.end or Layout.of(tensor).end <= memory.first
+        return None if apart else memory
 
-    def _memory(self, node: Any) -> dict[int, Labels]:
-        return node.metadata.setdefault(self, {})
+    def of_version(self, tensor: Tensor, version: int) -> Labels:
+        """The labels that a tensor had before it was changed in place."""
+        memory = self._memory(tensor)
+        return None if memory is None else self._seen(memory, tensor, version)
+
+    def refresh(self, tensor: Tensor, version: int) -> None:
+        """Note that a tensor was changed in place, and that its labels are as before."""
+        memory = self._memory(tensor)
+        if memory is not None and memory.version == version:
+            self._memories[_memory_of(tensor) or 0] = memory._replace(version=_version(tensor))
+        self.note_node(tensor, self.of(tensor))
+
+    def _seen(self, memory: _Memory, tensor: Tensor, version: int | None = None) -> Labels:
+        owners, layout, size = memory.owners, Layout.of(tensor), tensor.element_size()
+        if owners is None or memory.version != (_version(tensor) if version is None else version):
+            return LOST
+        if size != memory.size:  # complex numbers as real ones, and back
+            if owners.step * memory.size % size or owners.start * memory.size % size:
+                return LOST
+            owners = Owners(owners.step * memory.size // size, owners.start * memory.size // size, owners.of)
+        elif tensor.numel() and (layout.offset < memory.first or layout.end > memory.end):
+            return LOST
+        return self._simplest(owners, layout)
 
     def _of_node(self, node: Any, number: int) -> Labels:
+        """The labels of an output of a function that was not seen, such as a `torch.autograd.Function`.
+
+        It is taken to run on each sample alone, and to keep their dimension: the check of gradients sees if it mixes.
+        """
         rest = [(node, number)]
         while rest:  # without recursion, because graphs may be deep
             node, number = rest[-1]
-            memory = self._memory(node)
-            if number in memory:
+            known: dict[int, Labels] = node.metadata.setdefault(self, {})
+            if number in known:
                 rest.pop()
                 continue
-            before = len(rest)
-            parts: list[Part] = []
-            for place, item in enumerate(node.next_functions):
-                if item[0] is None:
-                    continue
-                labels = self._memory(item[0]).get(item[1], _UNKNOWN)
-                if labels is _UNKNOWN:
-                    rest.append(item)
-                else:
-                    parts.append(Part(labels, item[0]._input_metadata[item[1]].shape, place))
-            if len(rest) > before:
+            inputs = [item for item in node.next_functions if item[0] is not None]
+            if missing := [item for item in inputs if item[1] not in item[0].metadata.setdefault(self, {})]:
+                rest += missing
                 continue
             rest.pop()
-            if hasattr(node, "variable"):
-                memory[number] = self.of(node.variable)
-                continue
-            labels = after(Step(node, number, node._input_metadata[number].shape, self.count), parts)
-            memory[number] = simplest(labels, self.count) if isinstance(labels, Tensor) else labels
-        return self._memory(node)[number]
+            parts = [(item[0].metadata[self][item[1]], item[0]._input_metadata[item[1]].shape) for item in inputs]
+            variable = getattr(node, "variable", None)
+            shape = node._input_metadata[number].shape
+            known[number] = self._kept(parts, shape) if variable is None else self.of(variable)
+        return known[number]
+
+    def _kept(self, parts: Sequence[tuple[Labels, Sequence[int]]], shape: Sequence[int]) -> Labels:
+        known = [(labels, before) for labels, before in parts if labels is not None]
+        if not known:
+            return None
+        found: set[int] = set()
+        for labels, before in known:
+            place = place_of(labels, tuple(before), self.count) if isinstance(labels, int) and labels != LOST else None
+            dim = -1 if place is None or place[1] > 1 else place[0]
+            kept = 0 <= dim < len(shape) and tuple(shape[: dim + 1]) == tuple(before[: dim + 1])
+            found.add(step_at(dim, shape) if kept else LOST)
+        return found.pop() if len(found) == 1 else LOST
+
+
+def _memory_of(tensor: Tensor) -> int | None:
+    """The address of the memory of a tensor; None if it has none, as sparse tensors."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:
+        return None
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _same(labels: Labels, other: Labels) -> bool:
+    if isinstance(labels, Tensor) and isinstance(other, Tensor):
+        return labels.shape == other.shape and torch.equal(labels, other)
+    return labels is other or (isinstance(labels, int) and isinstance(other, int) and labels == other)

@@ -34,7 +34,8 @@ class BareRule(Rule):
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
         count = layer.count_in(flattened(args, kwargs)[0])
         if WHOLE in layer.known or count is None:
-            return GENERIC.run(layer.known.get(WHOLE, layer), *args, **kwargs)
+            with WithoutOwnModes():
+                return GENERIC.run(layer.known.get(WHOLE, layer), *args, **kwargs)
         if TRIED not in layer.known:
             return self._tried(layer, count, args, kwargs)
         try:

@@ -94,7 +94,7 @@ def _owners(layer: CapturedLayer, input: Tensor, offsets: Tensor, bags: Tensor) 
         return None
     if labels is LOST:
         raise layer.unknown_rows()
-    of_index = wider(labels, 1, count).to(bags.device).expand(len(input))
+    of_index = wider(labels if isinstance(labels, Tensor) else 1, input.shape, count).to(bags.device).expand(len(input))
     rows = bags.new_full((len(offsets),), -1).index_copy(0, bags, of_index)
     if not torch.equal(rows[bags], of_index) or bool((rows < 0).any()):
         raise layer.unknown_rows()
@@ -115,7 +115,7 @@ def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
     elif forward.is_argument(input):
         shared = torch.equal(input, torch.arange(len(input)).to(input))
     else:  # as many equal indices as samples may be either
-        shared = provenance.of(input) is None and (len(input) != count or bool((input != input[0]).any()))
+        shared = layer.labels(input) is None and (len(input) != count or bool((input != input[0]).any()))
     if not shared:
         return None
     layer.note("positions", dim)

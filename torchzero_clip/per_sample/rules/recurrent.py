@@ -13,7 +13,6 @@ from torchzero_clip.per_sample.broadcast_row import BroadcastRow
 from torchzero_clip.per_sample.captured_gradients import Forward
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, saved_tensors
 from torchzero_clip.per_sample.contributions import Contribution, Dense
-from torchzero_clip.per_sample.labels import simplest
 from torchzero_clip.per_sample.products import Products
 from torchzero_clip.per_sample.row_products import regrouped
 from torchzero_clip.per_sample.rules.recurrences import Recurrence, Times, Weights, recurrence_of
@@ -137,13 +136,13 @@ class _Sequences:
             return
         samples = torch.arange(self.count, device=output.device) if self._samples is None else self._samples
         for state in states:
-            layer.mark(state, simplest(samples.view(1, -1, 1), count))
+            layer.mark(state, samples.view(1, -1, 1))
         if self._batch_sizes is None:
             shape = (-1, 1, 1) if self._batch_first else (1, -1, 1)
         else:
             samples, shape = samples if self._order is None else samples[self._order], (-1, 1)
             samples = torch.cat([samples[:size] for size in self.sizes])
-        layer.mark(output, simplest(samples.view(shape), count))
+        layer.mark(output, samples.view(shape))
 
     def regrouped(self, part: Contribution, count: int | None) -> Contribution:
         """A contribution of sequences as one of samples."""

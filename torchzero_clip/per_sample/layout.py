@@ -1,0 +1,88 @@
+"""Where the samples are in regular tensors, as one integer.
+
+Entry k of the flattened tensor belongs to sample (k // step) % count. Views keep it, and so does a memory: the place
+of an entry in it says to which sample it belongs, whatever views there are.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+
+def strides_of(shape: Sequence[int]) -> list[int]:
+    """The strides of a contiguous tensor. Dimensions of size 0 count as 1."""
+    strides, along = [1] * len(shape), 1
+    for dim in range(len(shape) - 1, -1, -1):
+        strides[dim] = along
+        along *= max(shape[dim], 1)
+    return strides
+
+
+@functools.lru_cache(1024)
+def place_of(step: int, shape: tuple[int, ...], count: int) -> tuple[int, int] | None:
+    """The dimension along which the samples change, and how many entries of it one sample has in a row.
+
+    None if the samples change along several dimensions.
+    """
+    for dim, along in reversed([*enumerate(strides_of(shape))]):
+        reach = along * shape[dim]
+        alone = math.prod(shape[:dim]) == 1 and reach > step  # it may end before the last sample
+        if step % along == 0 and (alone or reach % (step * count) == 0):
+            return dim, step // along
+    return None
+
+
+def step_at(dim: int, shape: Sequence[int], run: int = 1) -> int:
+    """The step of a tensor whose samples change along a dimension, where each has ``run`` entries in a row."""
+    return run * strides_of(shape)[dim]
+
+
+def moved(
+    step: int, before: Sequence[int], after: Sequence[int], count: int, to: Callable[[int], int | None]
+) -> int | None:
+    """The step after an operation that takes each dimension to another place; None if the samples are lost."""
+    place = place_of(step, tuple(before), count)
+    dim = None if place is None else to(place[0])
+    if place is None or dim is None or not 0 <= dim < len(after) or after[dim] != before[place[0]]:
+        return None
+    return step_at(dim, after, place[1])
+
+
+@functools.lru_cache(4096)
+def seen_from(
+    step: int, start: int, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, count: int
+) -> int | None:
+    """The step of a tensor in a memory whose entry a belongs to sample ((a - start) // step) % count.
+
+    None if the samples do not lie in the tensor as one integer says.
+    """
+    if count == 1:
+        return 1
+    first, inner = divmod(offset - start, step)
+    found = [dim for dim in merged(shape, strides) if dim[1] % (step * count)]  # others go around all samples
+    if not found or first % count:
+        return None
+    carries = max(found, key=lambda dim: (dim[0] - 1) * dim[1])
+    size, stride, behind = carries
+    inner += sum((dim[0] - 1) * dim[1] for dim in found if dim is not carries)  # within the run of a sample
+    unit = min(stride, step)  # the entries that the dimension leaves to the others
+    whole = (size * stride) % (step * count) == 0 or math.prod(shape) <= size * behind
+    if inner >= unit or step % unit or stride % unit or stride // unit % count != 1:
+        return None
+    return step // unit * behind if whole and (size - 1) * stride >= step else None
+
+
+def merged(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int, int]]:
+    """The dimensions with more than one entry, and how many entries of the tensor lie behind each.
+
+    Neighbors through which a memory goes as through one dimension are one.
+    """
+    found: list[tuple[int, int, int]] = []
+    behind = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and found and stride == found[-1][0] * found[-1][1]:
+            found[-1] = found[-1][0] * size, found[-1][1], found[-1][2]
+        elif size != 1:
+            found.append((size, stride, behind))
+        behind *= size
+    return found

@@ -1,0 +1,117 @@
+"""Which sample the entries of a memory belong to, so that every view of it knows."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.per_sample.labels import LOST, Known, Labels, wider
+from torchzero_clip.per_sample.layout import place_of, seen_from
+
+
+@dataclass(frozen=True, eq=False)
+class Owners:
+    """The sample of each run of ``step`` entries from ``start`` on; None for all samples in order, again and again."""
+
+    step: int
+    start: int = 0
+    of: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor lies in its memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Layout":
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+
+    @property
+    def end(self) -> int:
+        """The number of entries of the memory up to the last one of the tensor."""
+        if 0 in self.shape:
+            return self.offset
+        return self.offset + 1 + sum((n - 1) * along for n, along in zip(self.shape, self.strides, strict=True))
+
+
+def seen(owners: Owners, layout: Layout, count: int) -> Known:
+    """The labels of a tensor in a memory."""
+    if owners.of is None:
+        step = seen_from(owners.step, owners.start, layout.shape, layout.strides, layout.offset, count)
+        if step is not None:
+            return step
+    device = torch.device("cpu") if owners.of is None else owners.of.device
+    places = torch.full((1,) * len(layout.shape), layout.offset - owners.start, device=device)
+    for dim in _told_apart(owners, layout):
+        behind = [1] * (len(layout.shape) - dim - 1)
+        places = places + torch.arange(layout.shape[dim], device=device).view(-1, *behind) * layout.strides[dim]
+    places = places.div(owners.step, rounding_mode="floor")
+    return places % count if owners.of is None else owners.of[places]
+
+
+def _told_apart(owners: Owners, layout: Layout) -> list[int]:
+    """The dimensions along which entries may belong to different samples."""
+    if 0 in layout.shape:
+        return [dim for dim, size in enumerate(layout.shape) if not size]
+    dims = [dim for dim, size in enumerate(layout.shape) if size != 1 and layout.strides[dim]]
+    inner, rest = (layout.offset - owners.start) % owners.step, []
+    for dim in sorted(dims, key=lambda dim: layout.strides[dim]):
+        reach = (layout.shape[dim] - 1) * layout.strides[dim]
+        if not rest and inner + reach < owners.step:
+            inner += reach
+        else:
+            rest.append(dim)
+    return dims if any(layout.strides[dim] % owners.step for dim in rest) else rest
+
+
+def owned(labels: Known, layout: Layout, count: int) -> Owners | None:
+    """The owners of the memory of a tensor with these labels; None if different samples have one place in it."""
+    if 0 in layout.shape:
+        return Owners(1, layout.offset, torch.empty(0, dtype=torch.int64, device="cpu"))
+    if isinstance(labels, int) and (place := place_of(labels, layout.shape, count)) is not None:
+        step = place[1] * layout.strides[place[0]]
+        if step and seen_from(step, layout.offset, layout.shape, layout.strides, layout.offset, count) == labels:
+            return Owners(step, layout.offset)
+    return written(None, labels, layout, layout.end, count)
+
+
+def written(owners: Owners | None, labels: Labels, layout: Layout, end: int, count: int) -> Owners | None:
+    """The owners of the first ``end`` entries of a memory after values with labels were written into a tensor in it.
+
+    None if different samples have one place in it.
+    """
+    values = wider(labels, layout.shape, count)
+    run, dims = 1, [dim for dim, size in enumerate(layout.shape) if size != 1]
+    while dims and values.shape[dims[-1]] == 1 and layout.strides[dims[-1]] == run:
+        run *= layout.shape[dims.pop()]
+    dims = [dim for dim in dims if layout.strides[dim] or values.shape[dim] != 1]
+    strides = [layout.strides[dim] for dim in dims]
+    if 0 in layout.shape or 0 in strides:
+        return owners if 0 in layout.shape else None
+    before = () if owners is None else (owners.step, owners.start)
+    unit = math.gcd(run, layout.offset, *strides, *before)
+    of = _in_units(owners, unit, -(-end // unit), count).to(values.device)
+    sizes = [layout.shape[dim] for dim in dims]
+    part = of.as_strided((*sizes, run // unit), (*(n // unit for n in strides), 1), layout.offset // unit)
+    part.copy_(values.reshape([values.shape[dim] for dim in dims] + [1]))
+    return Owners(unit, 0, of)
+
+
+def _in_units(owners: Owners | None, unit: int, size: int, count: int) -> Tensor:
+    """The sample of each run of ``unit`` entries."""
+    if owners is None:
+        return torch.full((size,), LOST, device="cpu")
+    device = torch.device("cpu") if owners.of is None else owners.of.device
+    places = (torch.arange(size, device=device) * unit - owners.start).div(owners.step, rounding_mode="floor")
+    if owners.of is None:
+        return places % count
+    inside = (places >= 0) & (places < len(owners.of))
+    return torch.where(inside, owners.of[places.clamp(0, max(len(owners.of) - 1, 0))], LOST)
+
+
