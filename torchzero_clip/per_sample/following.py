@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from torchzero_clip.compat import get_interpreter_stack
+from torchzero_clip.compat import DisableTorchFunctionSubclass, get_interpreter_stack
 from torchzero_clip.per_sample.arguments import Rebuild, flattened
+from torchzero_clip.per_sample.broadcast_row import BroadcastRow
 from torchzero_clip.per_sample.labels import LOST, Known, Labels, simplest, wider
 from torchzero_clip.per_sample.modes import OwnMode
 from torchzero_clip.per_sample.operations import NEW, Part, beside, dims_of, is_listed, unmoved
@@ -90,13 +91,14 @@ class Functions:
             with _Inside(self):
                 output = func(*args, **kwargs)
             name = "composite"
-        if target is not None and target._version != version:
-            self._changed(func, name, target, version, args, kwargs)
-        outputs = [x for x in output if isinstance(x, Tensor)] if isinstance(output, list | tuple) else [output]
-        if outputs and isinstance(outputs[0], Tensor) and outputs[0].ndim and name != "grad":
-            self._returned(func, name, args, kwargs, outputs)
-        if "out" in kwargs and isinstance(kwargs["out"], Tensor):
-            self._provenance.note_change(kwargs["out"], LOST)
+        with DisableTorchFunctionSubclass():  # the argument may be a `BroadcastRow`
+            if target is not None and target._version != version:
+                self._changed(func, name, target, version, args, kwargs)
+            outputs = [x for x in output if isinstance(x, Tensor)] if isinstance(output, list | tuple) else [output]
+            if outputs and isinstance(outputs[0], Tensor) and name != "grad":
+                self._returned(func, name, args, kwargs, outputs)
+            if "out" in kwargs and isinstance(kwargs["out"], Tensor):
+                self._provenance.note_change(kwargs["out"], LOST)
         return output
 
     def _is_composite(self, name: str, args: Any, kwargs: Any) -> bool:
@@ -104,22 +106,24 @@ class Functions:
         if name in LISTED or is_listed(name):
             return False
         leaves, _ = flattened(args, kwargs)
-        tensors = [x for x in leaves if isinstance(x, Tensor) and x.ndim]
-        return len(tensors) > 0 and any(self._provenance.of(x) is not None for x in tensors)
+        with DisableTorchFunctionSubclass():
+            return any(isinstance(x, Tensor) and self._provenance.of(x) is not None for x in leaves)
 
     def _returned(self, func: Any, name: str, args: Any, kwargs: Any, outputs: Sequence[Tensor]) -> None:
-        new = [x for x in outputs if x.ndim and not self._provenance.is_view(x)]
+        new = [x for x in outputs if not self._provenance.is_view(x)]
         if new:
             leaves, rebuilt = flattened(args, kwargs)
-            tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.ndim}
+            tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
             sources = {0: leaves[0]} if name in ("to", "typeas") and 0 in tensors else tensors
             known = {i: found for i, x in sources.items() if (found := self._provenance.of(x)) is not None}
+            if not known and any(type(x) is BroadcastRow for x in sources.values()):
+                return  # copies for each sample, of which the graph knows
             call = _Call(func, name, args, kwargs, leaves, rebuilt, known)
             results = self._after(call, new) if known and name != "composite" else [None] * len(new)
             for x, found in zip(new, results, strict=True):
                 self._provenance.note(x, found)
         for x in outputs:
-            if x.grad_fn is not None and x.ndim and self._provenance.is_view(x):
+            if x.grad_fn is not None and self._provenance.is_view(x):
                 self._provenance.note_node(x, self._provenance.of(x))
 
     def _after(self, call: "_Call", outputs: Sequence[Tensor]) -> Sequence[Labels]:
@@ -127,11 +131,11 @@ class Functions:
         name, labels, count = call.name, call.labels, self._provenance.count
         if "out" in call.kwargs:
             return [LOST] * len(outputs)
-        if name in SAME:
-            return [labels.get(0, LOST)] * len(outputs)
+        if name in SAME and isinstance(labels.get(0), int):
+            return [labels[0]]
         if name in PADS:
             return [self._padded(call, outputs[0])]
-        moves = [*labels] if name in JOINS else [0] if name in MOVES and 0 in labels else []
+        moves = [*labels] if name in JOINS else [0] if name in MOVES | SAME and 0 in labels else []
         if moves:
             if any(labels[i] is LOST for i in moves):
                 return [LOST] * len(outputs)
@@ -142,7 +146,7 @@ class Functions:
             return [self._looked_up(call, x) for x in outputs]
         if name == "where" and len(call.tensors) == 1:
             return [LOST] * len(outputs)
-        parts = [Part(found, call.leaves[i].shape, i) for i, found in labels.items()]
+        parts = call.parts
         dims = dims_of(name, len(parts[0].shape), call.args, call.kwargs)
         return [unmoved(name, parts, x.shape, count, dims) for x in outputs] if name not in NEW else [None]
 
@@ -242,7 +246,7 @@ class Functions:
     def _changed(self, func: Any, name: str, tensor: Tensor, version: int, args: Any, kwargs: Any) -> None:
         """Note the labels of a tensor that a function has changed in place."""
         leaves, rebuilt = flattened(args, kwargs)
-        tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.ndim}
+        tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
         before = self._provenance.of_version(tensor, version)
         known = {i: found for i, x in tensors.items() if i and (found := self._provenance.of(x)) is not None}
         if name in KEEPS or (not known and name not in SHAPES):
@@ -260,9 +264,8 @@ class Functions:
         elif name in SHAPES or not is_listed(name.removeprefix("i")):
             found = LOST
         else:
-            parts = [Part(labels, leaves[i].shape, i) for i, labels in call.labels.items()]
             dims = dims_of(name, tensor.ndim, args, kwargs)
-            found = unmoved(name if is_listed(name) else name[1:], parts, tensor.shape, count, dims)
+            found = unmoved(name if is_listed(name) else name[1:], call.parts, tensor.shape, count, dims)
         same = isinstance(found, int) and isinstance(before, int) and found == before
         if same and found is not LOST:
             self._provenance.refresh(tensor, version)
@@ -289,7 +292,13 @@ class _Call:
     ) -> None:
         self.func, self.name, self.args, self.kwargs = func, name, args, kwargs
         self.leaves, self._rebuilt, self.labels = leaves, rebuilt, labels
-        self.tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.ndim}
+        self.tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+
+    @property
+    def parts(self) -> list[Part]:
+        """The arguments with labels. Single numbers count only alone: others are scaled by them."""
+        parts = [Part(found, self.leaves[i].shape, i) for i, found in self.labels.items()]
+        return [part for part in parts if part.shape] or parts
 
     @property
     def moved(self) -> list[int]:
@@ -306,7 +315,7 @@ class _Call:
         if dims is None:
             dims = self.args[place] if len(self.args) > place else 0 if self.name.startswith("c") else None
         dims = [dims] if isinstance(dims, int) else dims
-        return {dim % first.ndim for dim in dims} if isinstance(dims, list | tuple) and dims else None
+        return {dim % max(first.ndim, 1) for dim in dims} if isinstance(dims, list | tuple) and dims else None
 
     def run(self, labels: Mapping[int, Tensor]) -> list[Tensor]:
         """The outputs of the function for labels in place of values; none if it does not take them."""

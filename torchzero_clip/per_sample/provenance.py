@@ -62,7 +62,8 @@ class Provenance:
         elif key is not None and labels is not None:
             layout = Layout.of(tensor)
             owners = None if labels is LOST else owned(labels, layout, self.count)
-            self._store(key, tensor, owners, layout.offset, layout.end)
+            if owners is not None or labels is LOST:  # else all samples have one place, as if expanded
+                self._store(key, tensor, owners, layout.offset, layout.end)
         self.note_node(tensor, labels)
 
     def note_node(self, tensor: Tensor, labels: Labels) -> None:
@@ -229,10 +230,7 @@ class Provenance:
 
 def _memory_of(tensor: Tensor) -> int | None:
     """The address of the memory of a tensor; None if it has none, as sparse tensors."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except NotImplementedError:
-        return None
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided and not tensor.is_nested else None
 
 
 def _version(tensor: Tensor) -> int:
