@@ -4,6 +4,7 @@ Functions that move entries run once more, on the labels of what they move. Func
 operations that they consist of are followed instead.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from torchzero_clip.per_sample.arguments import Rebuild, flattened
 from torchzero_clip.per_sample.broadcast_row import BroadcastRow
 from torchzero_clip.per_sample.labels import LOST, Known, Labels, simplest, wider
 from torchzero_clip.per_sample.modes import OwnMode
-from torchzero_clip.per_sample.operations import NEW, Part, beside, dims_of, is_listed, unmoved
+from torchzero_clip.per_sample.operations import ELEMENTS, NEW, Part, beside, dims_of, is_listed, unmoved
 from torchzero_clip.per_sample.provenance import Provenance
 
 MOVES = {  # functions that move entries of their first argument, by their names without underscores
@@ -46,6 +47,10 @@ KEEPS = {"asstrided", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unsq
 """Functions that change only the form of a tensor in place."""
 
 
+TENSORS = {"T", "mT", "H", "mH", "data", "real", "imag", "grad"}
+"""Attributes that are tensors."""
+
+
 class Following(OwnMode):
     """Notes the labels of what functions return. Compiled functions are not seen."""
 
@@ -55,10 +60,13 @@ class Following(OwnMode):
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = func.__self__.__name__
+            if name not in TENSORS:  # a size, a dtype, a device
+                return func(*args)
         if torch.compiler.is_compiling() or get_interpreter_stack():
             return func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        name = func.__self__.__name__ if name in ("__get__", "__set__") else name
         return self._functions.call(func, _key(name), args, kwargs or {})
 
 
@@ -110,25 +118,32 @@ class Functions:
             return any(isinstance(x, Tensor) and self._provenance.of(x) is not None for x in leaves)
 
     def _returned(self, func: Any, name: str, args: Any, kwargs: Any, outputs: Sequence[Tensor]) -> None:
-        new = [x for x in outputs if not self._provenance.is_view(x)]
-        if new:
-            leaves, rebuilt = flattened(args, kwargs)
-            tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
-            sources = {0: leaves[0]} if name in ("to", "typeas") and 0 in tensors else tensors
-            known = {i: found for i, x in sources.items() if (found := self._provenance.of(x)) is not None}
-            if not known and any(type(x) is BroadcastRow for x in sources.values()):
-                return  # copies for each sample, of which the graph knows
-            call = _Call(func, name, args, kwargs, leaves, rebuilt, known)
-            results = self._after(call, new) if known and name != "composite" else [None] * len(new)
-            for x, found in zip(new, results, strict=True):
-                self._provenance.note(x, found)
+        new: list[Tensor] = []
         for x in outputs:
-            if x.grad_fn is not None and self._provenance.is_view(x):
+            if not self._provenance.is_view(x):
+                new.append(x)
+            elif x.grad_fn is not None:
                 self._provenance.note_node(x, self._provenance.of(x))
+        if not new:
+            return
+        leaves, rebuilt = flattened(args, kwargs)
+        sources = leaves[:1] if name in ("to", "typeas") else leaves
+        of = self._provenance.of
+        known = {i: found for i, x in enumerate(sources) if isinstance(x, Tensor) and (found := of(x)) is not None}
+        if not known and any(type(x) is BroadcastRow for x in leaves):
+            return  # copies for each sample, of which the graph knows
+        results: Sequence[Labels] = [None] * len(new)
+        if known and name != "composite":
+            results = self._after(_Call(func, name, args, kwargs, leaves, rebuilt, known), new)
+        for x, found in zip(new, results, strict=True):
+            self._provenance.note(x, found)
 
     def _after(self, call: "_Call", outputs: Sequence[Tensor]) -> Sequence[Labels]:
         """The labels of new outputs of a function that got labels."""
         name, labels, count = call.name, call.labels, self._provenance.count
+        if name in ELEMENTS and len(labels) == 1 and isinstance(labels.get(0), int) and labels[0] is not LOST:
+            if call.leaves[0].shape == outputs[0].shape:  # most functions
+                return [labels[0]] * len(outputs)
         if "out" in call.kwargs:
             return [LOST] * len(outputs)
         if name in SAME and isinstance(labels.get(0), int):
@@ -292,7 +307,11 @@ class _Call:
     ) -> None:
         self.func, self.name, self.args, self.kwargs = func, name, args, kwargs
         self.leaves, self._rebuilt, self.labels = leaves, rebuilt, labels
-        self.tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+
+    @functools.cached_property
+    def tensors(self) -> dict[int, Tensor]:
+        """The arguments that are tensors."""
+        return {i: x for i, x in enumerate(self.leaves) if isinstance(x, Tensor)}
 
     @property
     def parts(self) -> list[Part]:
@@ -331,9 +350,10 @@ class _Call:
         return [x for x in (output if isinstance(output, list | tuple) else [output]) if isinstance(x, Tensor)]
 
 
+@functools.cache
 def _key(name: str) -> str:
     """The name of a function as in the lists."""
     return name.replace("_", "")
 
 
-LISTED = MOVES | SAME | JOINS | PLACES | SUMS | PADS | SHAPES | KEEPS | {"scatterreduce", "grad", "data", "T", "mT", "H"}
+LISTED = MOVES | SAME | JOINS | PLACES | SUMS | PADS | SHAPES | KEEPS | TENSORS | {"scatterreduce"}

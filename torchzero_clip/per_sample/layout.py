@@ -18,7 +18,7 @@ def strides_of(shape: Sequence[int]) -> list[int]:
     return strides
 
 
-@functools.lru_cache(1024)
+@functools.lru_cache(4096)
 def place_of(step: int, shape: tuple[int, ...], count: int) -> tuple[int, int] | None:
     """The dimension along which the samples change, and how many entries of it one sample has in a row.
 

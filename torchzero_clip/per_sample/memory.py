@@ -1,8 +1,9 @@
 """Which sample the entries of a memory belong to, so that every view of it knows."""
 
+import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +21,7 @@ class Owners:
     of: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """How a tensor lies in its memory."""
 
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class Layout:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Layout":
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        return cls(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     @property
     def end(self) -> int:
@@ -42,10 +42,12 @@ class Layout:
 
 def seen(owners: Owners, layout: Layout, count: int) -> Known:
     """The labels of a tensor in a memory."""
-    if owners.of is None:
-        step = seen_from(owners.step, owners.start, layout.shape, layout.strides, layout.offset, count)
-        if step is not None:
-            return step
+    step = None if owners.of is not None else seen_from(owners.step, owners.start, *layout, count)
+    return spread(owners, layout, count) if step is None else step
+
+
+def spread(owners: Owners, layout: Layout, count: int) -> Tensor:
+    """The sample of each entry of a tensor in a memory."""
     device = torch.device("cpu") if owners.of is None else owners.of.device
     places = torch.full((1,) * len(layout.shape), layout.offset - owners.start, device=device)
     for dim in _told_apart(owners, layout):
@@ -74,11 +76,18 @@ def owned(labels: Known, layout: Layout, count: int) -> Owners | None:
     """The owners of the memory of a tensor with these labels; None if different samples have one place in it."""
     if 0 in layout.shape:
         return Owners(1, layout.offset, torch.empty(0, dtype=torch.int64, device="cpu"))
-    if isinstance(labels, int) and (place := place_of(labels, layout.shape, count)) is not None:
-        step = place[1] * layout.strides[place[0]]
-        if step and seen_from(step, layout.offset, layout.shape, layout.strides, layout.offset, count) == labels:
-            return Owners(step, layout.offset)
+    if isinstance(labels, int) and (step := step_in(labels, layout, count)):
+        return Owners(step, layout.offset)
     return written(None, labels, layout, layout.end, count)
+
+
+@functools.lru_cache(4096)
+def step_in(labels: int, layout: Layout, count: int) -> int | None:
+    """The step of the memory of a regular tensor; None if that is not regular."""
+    place = place_of(labels, layout.shape, count)
+    step = 0 if place is None else place[1] * layout.strides[place[0]]
+    fits = step and seen_from(step, layout.offset, layout.shape, layout.strides, layout.offset, count) == labels
+    return step if fits else None
 
 
 def written(owners: Owners | None, labels: Labels, layout: Layout, end: int, count: int) -> Owners | None:

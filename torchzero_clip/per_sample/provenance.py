@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torchzero_clip.compat import current_graph_task_id
 from torchzero_clip.per_sample.labels import LOST, Labels, simplest
-from torchzero_clip.per_sample.layout import place_of, step_at
-from torchzero_clip.per_sample.memory import Layout, Owners, owned, seen, written
+from torchzero_clip.per_sample.layout import place_of, seen_from, step_at
+from torchzero_clip.per_sample.memory import Layout, Owners, owned, seen, spread, written
 
 
 class _Memory(NamedTuple):
@@ -29,6 +29,8 @@ class _Memory(NamedTuple):
     """The version of its tensors, which changes with every change in place."""
     size: int
     """Bytes of an entry."""
+    whole: bool
+    """True if nothing of the memory lies outside of what is known."""
 
 
 class Provenance:
@@ -94,8 +96,9 @@ class Provenance:
         self._store(key, tensor, owners, first, end)
 
     def _store(self, key: int, tensor: Tensor, owners: Owners | None, first: int, end: int) -> None:
-        alive = StorageWeakRef(tensor.untyped_storage())
-        self._memories[key] = _Memory(alive, owners, first, end, _version(tensor), tensor.element_size())
+        storage, size = tensor.untyped_storage(), tensor.element_size()
+        whole = first == 0 and end * size == storage.nbytes()
+        self._memories[key] = _Memory(StorageWeakRef(storage), owners, first, end, _version(tensor), size, whole)
 
     def _part(self, owners: Owners | None, labels: Labels, layout: Layout, whole: Layout) -> Owners | None:
         """The owners of a memory in which a part gets labels."""
@@ -118,12 +121,14 @@ class Provenance:
         return owners if place is not None and place[1] == 1 and whole.shape[place[0]] == self.count else None
 
     def _simplest(self, owners: Owners, layout: Layout) -> Labels:
-        if (owners, layout) not in self._simple:
-            labels = seen(owners, layout, self.count)
-            if isinstance(labels, Tensor):
-                labels = simplest(labels, layout.shape, self.count)
-            self._simple[owners, layout] = labels
-        return self._simple[owners, layout]
+        if owners.of is None:
+            step = seen_from(owners.step, owners.start, *layout, self.count)
+            if step is not None:
+                return step
+        key = owners, layout  # labels that are no step take more time
+        if key not in self._simple:
+            self._simple[key] = simplest(spread(owners, layout, self.count), layout.shape, self.count)
+        return self._simple[key]
 
     def note_packed(self, packed: PackedSequence) -> None:
         """Store the labels of the rows of a packed sequence of all samples."""
@@ -141,18 +146,18 @@ class Provenance:
 
         In a backward, where a checkpoint runs functions that are not seen, a layer gets what it got in the forward.
         """
-        asked, again = (id(layer), tuple(tensor.shape)), current_graph_task_id() != -1
         memory = self._memory(tensor)
         if memory is not None:
             labels = self._seen(memory, tensor)
-        elif again and asked in self._asked:
-            return self._asked[asked]
+        elif current_graph_task_id() != -1 and (id(layer), tensor.shape) in self._asked:
+            return self._asked[id(layer), tensor.shape]
         elif tensor.grad_fn is not None:
             labels = self._of_node(tensor.grad_fn, tensor.output_nr)
         else:
-            labels = self._of_given(tensor.shape)
+            labels = self._of_given(tensor.shape) if self.given else None
         labels = 1 if labels is LOST and self.count == 1 else labels
-        if layer is not None and not again:
+        if layer is not None and current_graph_task_id() == -1:
+            asked = id(layer), tensor.shape
             self._asked[asked] = labels if asked not in self._asked or _same(self._asked[asked], labels) else LOST
         return labels
 
@@ -163,7 +168,7 @@ class Provenance:
     def _memory(self, tensor: Tensor) -> _Memory | None:
         """What is known of the memory of a tensor; None if that is another part of the memory."""
         memory = self._memories.get(_memory_of(tensor) or 0)
-        if memory is None or not tensor.numel():
+        if memory is None or memory.whole or not tensor.numel():
             return memory
         apart = tensor.storage_offset() >= memory.end or Layout.of(tensor).end <= memory.first
         return None if apart else memory
@@ -184,7 +189,9 @@ class Provenance:
         owners, layout, size = memory.owners, Layout.of(tensor), tensor.element_size()
         if owners is None or memory.version != (_version(tensor) if version is None else version):
             return LOST
-        if size != memory.size:  # complex numbers as real ones, and back
+        if memory.whole and size == memory.size:
+            pass
+        elif size != memory.size:  # complex numbers as real ones, and back
             if owners.step * memory.size % size or owners.start * memory.size % size:
                 return LOST
             owners = Owners(owners.step * memory.size // size, owners.start * memory.size // size, owners.of)
