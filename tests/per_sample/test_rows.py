@@ -256,7 +256,9 @@ UNKNOWN = {
     "distinct words": lambda net, ids, x, mask: net.emb(ids.unique()).sum() + net.lin(x).sum(1),
     "noise": lambda net, ids, x, mask: net.lin(torch.randn(len(x), W, dtype=x.dtype)),
     "numbers": lambda net, ids, x, mask: net.lin(torch.tensor(x[:, 0].tolist(), dtype=x.dtype)),
-    "a function of the user": lambda net, ids, x, mask: net.lin(Reversed.apply(net.lin(x).flatten(0, 1))).sum() + x.sum(1),
+    "a function of the user": lambda net, ids, x, mask: (
+        net.lin(Reversed.apply(net.lin(x).flatten(0, 1))).sum() + x.sum(1)
+    ),
 }
 
 

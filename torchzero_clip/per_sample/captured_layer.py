@@ -221,7 +221,11 @@ class CapturedLayer:
         if count == 1 and input.ndim > dim and shape[dim] == 1:
             return dim
         place = place_of(labels, shape, count) if count > 1 else None
-        return place[0] if place is not None and shape[place[0]] == count * place[1] == count else wider(labels, shape, count)
+        return (
+            place[0]
+            if place is not None and shape[place[0]] == count * place[1] == count
+            else wider(labels, shape, count)
+        )
 
     def watch_params(
         self,

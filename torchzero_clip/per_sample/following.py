@@ -24,11 +24,41 @@ from torchzero_clip.per_sample.provenance import Provenance
 
 MOVES = {  # functions that move entries of their first argument, by their names without underscores
     *("channelshuffle", "diag", "diagembed", "diagonal", "expand", "flip", "fliplr", "flipud", "gather", "getitem"),
-    *("index", "indexselect", "maskedselect", "movedim", "narrow", "packpaddedsequence", "padpackedsequence", "permute"),
-    *("pixelshuffle", "pixelunshuffle", "repeat", "repeatinterleave", "roll", "rot90", "select", "swapaxes", "swapdims"),
+    *(
+        "index",
+        "indexselect",
+        "maskedselect",
+        "movedim",
+        "narrow",
+        "packpaddedsequence",
+        "padpackedsequence",
+        "permute",
+    ),
+    *(
+        "pixelshuffle",
+        "pixelunshuffle",
+        "repeat",
+        "repeatinterleave",
+        "roll",
+        "rot90",
+        "select",
+        "swapaxes",
+        "swapdims",
+    ),
     *("take", "takealongdim", "tile", "transpose", "trilindices", "view"),
 }
-SAME = {"flatten", "ravel", "reshape", "reshapeas", "squeeze", "unflatten", "unsafeview", "unsqueeze", "viewas", "viewcopy"}
+SAME = {
+    "flatten",
+    "ravel",
+    "reshape",
+    "reshapeas",
+    "squeeze",
+    "unflatten",
+    "unsafeview",
+    "unsqueeze",
+    "viewas",
+    "viewcopy",
+}
 """Functions that keep the order of entries."""
 JOINS = {
     *("cat", "columnstack", "concat", "concatenate", "dstack", "hstack", "padsequence", "rowstack", "stack", "vstack"),

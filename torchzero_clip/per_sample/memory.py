@@ -122,5 +122,3 @@ def _in_units(owners: Owners | None, unit: int, size: int, count: int) -> Tensor
         return places % count
     inside = (places >= 0) & (places < len(owners.of))
     return torch.where(inside, owners.of[places.clamp(0, max(len(owners.of) - 1, 0))], LOST)
-
-

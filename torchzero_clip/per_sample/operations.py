@@ -17,7 +17,7 @@ def _names(text: str) -> frozenset[str]:
 ELEMENTS = _names("""
     abs acos add addcdiv addcmul alias and atan2 bernoulli bfloat16 bool ceil celu clamp clamp_max clamp_min clip clone
     contiguous copy copysign cos cpu cuda data detach div double dropout elu empty_like eq erf exp expm1 fill float
-    floor floor_divide floordiv full_like ge gelu gt half hardsigmoid hardswish hardtanh int invert isfinite isinf isnan
+    floor floor_divide floordiv full_like ge gelu gt half hardsigmoid hardswish hardtanh index_fill int invert isfinite isinf isnan
     le leaky_relu lerp log log1p log_sigmoid logical_and logical_not logical_or logsigmoid long lt masked_fill maximum
     minimum mish mod mul multiply nan_to_num native_dropout ne neg negative ones_like or pow prelu radd rand_like
     randn_like reciprocal relu relu6 remainder rmul round rpow rsqrt rsub rtruediv selu sigmoid sign silu sin softplus
@@ -47,7 +47,18 @@ ROWS = _names("embedding one_hot")
 LAST = _names("fused_rms_norm layer_norm native_layer_norm rms_norm")
 """Functions of the last dimensions, as many as their second argument has."""
 BATCHED = (
-    *("adaptive", "affinegrid", "avgpool", "bilinear", "conv", "fold", "fractional", "gridsample", "groupnorm", "im2col"),
+    *(
+        "adaptive",
+        "affinegrid",
+        "avgpool",
+        "bilinear",
+        "conv",
+        "fold",
+        "fractional",
+        "gridsample",
+        "groupnorm",
+        "im2col",
+    ),
     *("instancenorm", "interpolate", "localresponse", "lppool", "maxpool", "nativegroupnorm", "pixel", "upsample"),
     *("channelshuffle", "col2im", "gridsampler", "unfold"),
 )
