@@ -203,7 +203,7 @@ class Functions:
             found = [beside(part, outputs[0].shape, count, dims) for part in parts if isinstance(part.labels, int)]
             if found and len(found) == len(parts) and LOST not in found and len({*found}) == 1:
                 return found[:1]
-        result = call.run({i: self._full(call.leaves[i], call.labels.get(i)) for i in call.moved})
+        result = call.run(self._numbers(call, call.moved))
         results = [x.long() for x in result if x.is_floating_point()]
         if not results:
             return [LOST] * len(outputs)
@@ -234,33 +234,29 @@ class Functions:
             found = beside(Part(values, call.leaves[last].shape), output.shape, count, call.along)
             if found is not LOST and (into is None or found == into):
                 return found
-        before, given = self._full(output, into), self._full(call.leaves[last], values)
+        numbers = self._numbers(call, [0, last])
         if call.name in PLACES and not any(x is True or isinstance(x, str) for x in call.leaves):
-            result = call.run({0: before.clone(), last: given})
+            result = call.run({0: numbers[0].clone(), last: numbers[last]})
             return simplest(result[0].long(), output.shape, count) if result else LOST
-        added = self._added(call, before, {last: given})
+        added = self._added(call, numbers[0], numbers[last], last)
         return LOST if added is None else simplest(added, output.shape, count)
 
-    def _added(self, call: "_Call", before: Tensor, given: Mapping[int, Tensor]) -> Tensor | None:
+    def _added(self, call: "_Call", before: Tensor, given: Tensor, place: int) -> Tensor | None:
         """The labels where a function adds entries; None if different samples are added up.
 
-        It adds ones, labels and their squares: where all labels are n, it finds k, k n and k n ** 2.
+        It adds ones, labels and their squares: where all k labels are n, it finds k, k n and k n ** 2.
         """
         if "reduce" in call.kwargs or call.name == "scatterreduce":
             return None
         zeros = torch.zeros_like(before, dtype=torch.float64)
-        sums = [
-            call.run({0: zeros.clone(), **{i: x.double() ** power for i, x in given.items()}}) for power in range(3)
-        ]
-        if not all(sums):
+        found = [call.run({0: zeros.clone(), place: given.double() ** power}) for power in range(3)]
+        if not all(found):
             return None
-        times, once, squares = (x[0] for x in sums)
-        owner = torch.where(times > 0, (once / times.clamp(min=1)).round(), before.double())
-        clean = torch.equal(owner * times, torch.where(times > 0, once, 0 * owner)) and torch.equal(
-            torch.where(times > 0, times * squares, 0 * owner), torch.where(times > 0, once * once, 0 * owner)
-        )
-        clash = (times > 0) & (before >= 0) & (owner != before)
-        return owner.long() if clean and not bool(clash.any()) else None
+        times, once, squares = (x[0] for x in found)
+        got, owner = times > 0, once / times.clamp(min=1)
+        alike = torch.equal(times * squares, once * once) and torch.equal(owner, owner.round())
+        clash = got & (before >= 0) & (owner != before)
+        return torch.where(got, owner, before.double()).long() if alike and not bool(clash.any()) else None
 
     def _looked_up(self, call: "_Call", output: Tensor) -> Labels:
         """The labels of entries that an index selects from a tensor without samples: those of the index."""
@@ -317,6 +313,18 @@ class Functions:
         else:
             self._provenance.note_change(tensor, found)
 
+    def _numbers(self, call: "_Call", places: Sequence[int]) -> dict[int, Tensor]:
+        """The labels of arguments as numbers, with size 1 where the function does not look and none of them varies."""
+        count, free, leaves = self._provenance.count, call.free, call.leaves
+        found = {
+            i: wider(call.labels.get(i), leaves[i].shape, count).to(leaves[i].device, torch.float32) for i in places
+        }
+        sizes = {dim: max(x.shape[dim] for x in found.values() if x.ndim >= -dim) for dim in free}
+        return {
+            i: x.expand([sizes.get(place - x.ndim, size) for place, size in enumerate(leaves[i].shape)])
+            for i, x in found.items()
+        }
+
     def _full(self, tensor: Tensor, labels: Labels) -> Tensor:
         """The label of each entry of a tensor, as a number that all functions take."""
         return wider(labels, tensor.shape, self._provenance.count).to(tensor.device, torch.float32).expand(tensor.shape)
@@ -357,7 +365,7 @@ class _Call:
     @property
     def along(self) -> set[int] | None:
         """The dimensions along which entries are moved; None if that is not known."""
-        if self.name not in ALONG or self.name == "flip":
+        if self.name not in ALONG:
             return None
         place, first = ALONG[self.name], self.tensors[min(self.tensors)]
         dims = next((self.kwargs[key] for key in ("dim", "dims", "axis") if key in self.kwargs), None)
@@ -365,6 +373,22 @@ class _Call:
             dims = self.args[place] if len(self.args) > place else 0 if self.name.startswith("c") else None
         dims = [dims] if isinstance(dims, int) else dims
         return {dim % max(first.ndim, 1) for dim in dims} if isinstance(dims, list | tuple) and dims else None
+
+    @property
+    def free(self) -> set[int]:
+        """The dimensions in which the function does not look where entries are, counted from the last."""
+        ndim = self.tensors[min(self.tensors)].ndim
+        if (along := self.along) is not None:
+            return {dim - ndim for dim in range(ndim) if dim not in along}
+        if self.name not in ("getitem", "index", "indexput", "setitem"):
+            return set()
+        last = max(self.tensors) if self.name in PLACES else len(self.leaves)
+        whole = None if self.name in ("index", "indexput") else 0
+        index = [slice(None) if x is whole else x for x in self.leaves[1:last]]
+        if not all(isinstance(x, Tensor | slice) or type(x) is int for x in index):
+            return set()  # the index has `None` or `...`
+        taken = sum(x.ndim if isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) else 1 for x in index)
+        return {*range(taken - ndim, 0)}
 
     def run(self, labels: Mapping[int, Tensor]) -> list[Tensor]:
         """The outputs of the function for labels in place of values; none if it does not take them."""

@@ -45,7 +45,8 @@ def moved(
     dim = None if place is None else to(place[0])
     if place is None or dim is None or not 0 <= dim < len(after) or after[dim] != before[place[0]]:
         return None
-    return step_at(dim, after, place[1])
+    now = step_at(dim, after, place[1])
+    return now if place_of(now, tuple(after), count) == (dim, place[1]) else None
 
 
 @functools.lru_cache(4096)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchzero_clip.per_sample.labels import LOST, Known, Labels, agree
-from torchzero_clip.per_sample.layout import moved, place_of, step_at
+from torchzero_clip.per_sample.layout import moved
 
 
 def _names(text: str) -> frozenset[str]:
@@ -181,11 +181,10 @@ def _multiplied(name: str, part: Part, shape: Sequence[int], count: int) -> Know
     if place == 1 and (name == "linear" or name in DISTANCES):
         return LOST
     if isinstance(labels, int):
-        found = place_of(labels, tuple(before), count)
-        if found is None or (found[0] == summed and name not in DISTANCES):
-            return LOST
-        dim = found[0] + (wider if name in ("matmul", "rmatmul") and wider > 0 else 0)
-        return step_at(dim, shape, found[1]) if dim < len(shape) and shape[dim] == before[found[0]] else LOST
+        more = wider if name in ("matmul", "rmatmul") and wider > 0 else 0
+        stays = name in DISTANCES
+        found = moved(labels, before, shape, count, lambda dim: dim + more if dim != summed or stays else None)
+        return LOST if found is None else found
     if labels.shape[summed] != 1 or place == 1:
         return LOST
     depth = max((dim + 1 for dim, size in enumerate(labels.shape) if size != 1), default=0)
