@@ -18,7 +18,7 @@ from torchzero_clip.per_sample.labels import LOST, Labels
 from torchzero_clip.per_sample.modes import WithoutOwnModes
 from torchzero_clip.per_sample.row_products import regrouped
 from torchzero_clip.per_sample.rules.whole import whole_line, written
-from torchzero_clip.per_sample.sharding import stands_for
+from torchzero_clip.per_sample.sharding import memory_of, stands_for
 from torchzero_clip.per_sample.squared_norms import wide, without_autocast
 
 
@@ -251,7 +251,7 @@ class CapturedLayer:
         rows = None if samples is None else samples.rows
         if rows is not None:
             contribute = _regrouping(contribute, rows.flatten(), self.engine.forward.batch_size)
-        watched: Any = _Watched.apply(anchor, before, [output.detach()], inputs, self, contribute)
+        watched: Any = _Watched.apply(anchor, before, [output.detach()], self.kept(inputs), self, contribute)
         if rows is not None:
             self.mark(watched, rows.view(*rows.shape, *[1] * (watched.ndim - rows.ndim)))
         else:
@@ -260,6 +260,13 @@ class CapturedLayer:
             return watched
         each = watched.movedim(samples.dim, 0)
         return row_of(self, each.unsqueeze(samples.dim + 1) if samples.kept else each)
+
+    def kept(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Inputs to keep until the end of the step: copies of those in a parameter that `fully_shard` frees before."""
+        if not self.engine.processes.sharded:
+            return inputs
+        shown = memory_of(self.engine.attachment.model.parameters())
+        return [x.clone() if memory_of((x,)) & shown else x for x in inputs]
 
     def mark(self, output: Tensor, labels: Labels) -> None:
         """Note the samples of an output."""
