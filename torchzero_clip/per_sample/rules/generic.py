@@ -31,6 +31,7 @@ LOOP = (  # in errors of vmap after which a loop over samples may do
     "data-dependent control flow",
     "dynamic shape",
     "vmap over",
+    "Cannot access ",  # the data pointer or the storage, as by tolist(), numpy() and deepcopy
     "stack expects each tensor to be equal size",  # packed sequences
     "is not possible because there exists a Tensor `other`",  # results of a sample written into a tensor of all
     "setup_context",  # functions of autograd in the older form
