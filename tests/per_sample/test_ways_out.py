@@ -266,3 +266,19 @@ def test_a_forward_without_tensors_is_refused_without_a_line():
     ):
         model("x")
     assert "whole=" not in str(error.value)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_losses_of_tokens_are_averaged_by_the_line_of_the_error(batch_first):
+    model, x = linear().double(), batch(9)
+
+    def losses():
+        return model(x if batch_first else x.transpose(0, 1)).square().sum(2).flatten()
+
+    with clip(model, batch_first=batch_first) as clipper:
+        with pytest.raises(ValueError, match=r"Linear saw 4 samples, the batch has 36. One loss for each tok") as error:
+            clipper.backward(losses())
+        line = str(error.value).rpartition("sample: ")[2]
+        norms = clipper.backward(eval(line, {"losses": losses()})).norms
+    each = [torch.autograd.grad(model(row).square().sum(1).mean(), [*model.parameters()]) for row in x]
+    assert_close(norms, torch.stack([torch.stack([grad.norm() for grad in grads]).norm() for grads in each]))
