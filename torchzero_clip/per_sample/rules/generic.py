@@ -138,7 +138,9 @@ class GenericRule(Rule):
         beside = any(isinstance(x, Tensor) and layer.labels(x) is not None for x in leaves)
         for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
             result.append(None)
-            if isinstance(leaf, Tensor) and leaf.ndim > dim and not is_row(leaf) and not memory_of((leaf,)) & own:
+            if not isinstance(leaf, Tensor) or leaf.ndim <= dim or is_row(leaf):
+                continue
+            if layer.labels(leaf) is not None or not memory_of((leaf,)) & own:  # copies share memory with a parameter
                 argument = str(path), leaf.ndim
                 if leaf.shape[dim] not in (1, size) or layer.is_constant(leaf, of_batch=beside):
                     shared.add(argument)
