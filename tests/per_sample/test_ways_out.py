@@ -50,6 +50,12 @@ def biases(m, x):
     return m.table(torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1]) + T).sum(-1) @ m.lin(x)
 
 
+def queries(m, x):
+    """Learned queries that are the weight of an embedding, as in DETR."""
+    query = m.table.weight.unsqueeze(0).repeat(len(x), 1, 1)
+    return (query @ m.lin(x).mT).softmax(-1) @ x
+
+
 def with_context(m, x):
     m.inner.context = x
     return m.inner(x)
@@ -139,6 +145,8 @@ CASES = {
     ),
     "got one row of input": (lambda: Outer(positions, table=table()), batch),
     "which all samples share": (lambda: Outer(biases, lin=linear(), table=table(2 * T)), lambda: batch(B)),
+    "distances between positions": (lambda: Outer(biases, lin=linear(), table=table(2 * T)), lambda: batch(B)),
+    "If the model uses it, run": (lambda: Outer(queries, lin=linear(), table=table(5)), batch),
     "made of its parameters alone": (
         lambda: Outer(lambda m, x: torch.where(x > 0, m.inner(1.0), x), inner=relative()),
         batch,
@@ -282,3 +290,14 @@ def test_losses_of_tokens_are_averaged_by_the_line_of_the_error(batch_first):
         norms = clipper.backward(eval(line, {"losses": losses()})).norms
     each = [torch.autograd.grad(model(row).square().sum(1).mean(), [*model.parameters()]) for row in x]
     assert_close(norms, torch.stack([torch.stack([grad.norm() for grad in grads]).norm() for grads in each]))
+
+
+def test_each_gradient_from_outside_gets_the_way_out_of_its_cause():
+    model, x = Outer(lambda m, x: m.lin(x), lin=linear()), batch().float()
+    output = model(x)
+    with clip(model):
+        with pytest.raises(RuntimeError, match=r"apart. Its forward ran before the clipper .* run it again") as error:
+            losses_of(output).sum().backward()
+        assert not lines(error.value)
+        with pytest.raises(RuntimeError, match=r"For a penalty on parameters, use weight_decay$"):
+            (losses_of(model(x)).sum() + model.lin.weight.square().sum()).backward()

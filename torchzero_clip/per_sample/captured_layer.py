@@ -75,9 +75,14 @@ class CapturedLayer:
         return f"{self.name!r} ({type(self.module).__name__})" if self.name else type(self.module).__name__
 
     @property
-    def way_out(self) -> str:
-        """The end of an error: the line that takes a module around the layer whole."""
+    def line(self) -> str:
+        """A way out of an error: the argument that takes a module around the layer whole. Empty if there is none."""
         return whole_line(self.engine.attachment.model, self.name)
+
+    @property
+    def way_out(self) -> str:
+        """The end of an error after another way out."""
+        return f". Or {self.line}" if self.line else ""
 
     @property
     def own_line(self) -> str:
@@ -195,9 +200,9 @@ class CapturedLayer:
         labels = self.labels(input)
         plain = labels is None or (isinstance(labels, int) and labels == dim)
         if not plain and self.engine.forward.batch_size != 1:
+            ways = self.line, "run it on all positions and select from its output: layer(x)[mask]"
             raise ValueError(
-                f"{self} got rows of several samples, and runs sample by sample: run it on all positions and select "
-                f"from its output: layer(x)[mask]{self.way_out}"
+                f"{self} got rows of several samples, and runs sample by sample: {', or '.join(filter(None, ways))}"
             )
 
     def is_constant(self, input: Tensor, *, of_batch: bool = True) -> bool:

@@ -58,13 +58,13 @@ def chosen_whole(model: nn.Module, given: Any) -> dict[str, str]:
 
 
 def whole_line(model: nn.Module, name: str) -> str:
-    """The end of an error: the argument ``whole`` that takes a module around one whole, the nearest first."""
+    """A way out: the argument ``whole`` that takes a module around one whole, the nearest first. Empty without one."""
     kinds = [type(module) for _, module in _around(model, name)]
     lines = [f"whole=({written(model, kind)},)" for kind in dict.fromkeys(kinds) if kind is not nn.Sequential][:3]
     if not lines:
         return ""
     which = "the module around it, or one further out," if len(lines) > 1 else "the module around it"
-    return f". Or run {which} sample by sample: {', or '.join(lines)}"
+    return f"run {which} sample by sample: {', or '.join(lines)}"
 
 
 def written(model: nn.Module, kind: type[nn.Module]) -> str:
