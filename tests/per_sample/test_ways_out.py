@@ -56,6 +56,14 @@ def queries(m, x):
     return (query @ m.lin(x).mT).softmax(-1) @ x
 
 
+def own_queries(m, x):
+    return (m.lin(m.p) @ x.mT).softmax(-1) @ x
+
+
+def cell(m, x, state):
+    return m.rnn(x, state)
+
+
 def with_context(m, x):
     m.inner.context = x
     return m.inner(x)
@@ -146,6 +154,22 @@ CASES = {
     "got one row of input": (lambda: Outer(positions, table=table()), batch),
     "which all samples share": (lambda: Outer(biases, lin=linear(), table=table(2 * T)), lambda: batch(B)),
     "distances between positions": (lambda: Outer(biases, lin=linear(), table=table(2 * T)), lambda: batch(B)),
+    "made of parameters alone, such as 'lin.weight'": (
+        lambda: Outer(lambda m, x: m.head(x + m.lin.weight[0]) @ m.head(m.lin.weight), lin=linear(), head=linear()),
+        batch,
+    ),
+    "made of parameters alone, such as 'inner.p'": (
+        lambda: Outer(lambda m, x: m.inner(x), inner=Inner(own_queries, lin=linear(), p=weight(3, 3))),
+        batch,
+    ),
+    "made of parameters alone, such as 'table.weight'": (
+        lambda: Outer(
+            lambda m, x: m.inner(x, m.table.weight[:, 0].expand(len(x), -1)),
+            inner=Inner(cell, rnn=nn.GRUCell(3, 3)),
+            table=table(3),
+        ),
+        lambda: batch()[:, 0],
+    ),
     "If the model uses it, run": (lambda: Outer(queries, lin=linear(), table=table(5)), batch),
     "made of its parameters alone": (
         lambda: Outer(lambda m, x: torch.where(x > 0, m.inner(1.0), x), inner=relative()),

@@ -4,6 +4,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
+from itertools import takewhile
 from types import MethodType
 from typing import Any, NamedTuple, cast
 
@@ -12,13 +13,14 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torchzero_clip.compat import get_interpreter_stack, never_compiled
+from torchzero_clip.per_sample.autograd_graph import leaves_of
 from torchzero_clip.per_sample.broadcast_row import BroadcastRow, is_row, row_of
 from torchzero_clip.per_sample.contributions import Contribution, Dense
 from torchzero_clip.per_sample.labels import LOST, Labels
 from torchzero_clip.per_sample.modes import WithoutOwnModes
 from torchzero_clip.per_sample.row_products import regrouped
 from torchzero_clip.per_sample.rules.whole import whole_line, written
-from torchzero_clip.per_sample.sharding import memory_of, stands_for
+from torchzero_clip.per_sample.sharding import memory_of, slots, stands_for
 from torchzero_clip.per_sample.squared_norms import wide, without_autocast
 
 
@@ -148,6 +150,7 @@ class CapturedLayer:
             if depth <= leading and bool((labels >= 0).all()):
                 rows = labels.reshape(labels.shape[:depth]).expand(input.shape[:depth])
                 return Samples(input, 0, rows=rows.reshape(rows.shape))
+        self.refuse_outside(input)
         raise self.unknown_rows()
 
     def sample_of_rows(self, input: Tensor) -> tuple[Tensor, int]:
@@ -194,6 +197,23 @@ class CapturedLayer:
             "the forward"
         )
         return ValueError(f"{self} got rows whose samples are not known. {how}{self.way_out}")
+
+    def refuse_outside(self, input: Tensor) -> None:
+        """Raise a ValueError if an input without samples is made of a parameter of the model."""
+        attachment = self.engine.attachment
+        if not input.requires_grad or self.engine.forward.provenance is None or self.labels(input) is not None:
+            return
+        leaves = set(map(id, (input, *leaves_of([input]))))
+        for name, params, key in slots(attachment.model, attachment.params):
+            if id(params.get(key)) in leaves:
+                pairs = takewhile(
+                    lambda pair: pair[0] == pair[1], zip(self.name.split("."), name.split("."), strict=False)
+                )
+                line = whole_line(attachment.model, ".".join([*(common for common, _ in pairs), key]))
+                raise ValueError(
+                    f"{self} got values that are made of parameters alone, such as {name!r}, which all samples share: "
+                    f"{line or 'freeze it'}"
+                )
 
     def check_rows(self, input: Tensor, dim: int | None) -> None:
         """Raise a ValueError if the samples of an input are not in this dimension, in order."""
