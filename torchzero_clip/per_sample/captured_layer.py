@@ -4,7 +4,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
-from itertools import takewhile
 from types import MethodType
 from typing import Any, NamedTuple, cast
 
@@ -205,14 +204,10 @@ class CapturedLayer:
             return
         leaves = set(map(id, (input, *leaves_of([input]))))
         for name, params, key in slots(attachment.model, attachment.params):
-            if id(params.get(key)) in leaves:
-                pairs = takewhile(
-                    lambda pair: pair[0] == pair[1], zip(self.name.split("."), name.split("."), strict=False)
-                )
-                line = whole_line(attachment.model, ".".join([*(common for common, _ in pairs), key]))
+            if id(value := params.get(key)) in leaves:
                 raise ValueError(
                     f"{self} got values that are made of parameters alone, such as {name!r}, which all samples share: "
-                    f"{line or 'freeze it'}"
+                    f"{whole_line(attachment.model, self.name, value) or 'freeze it'}"
                 )
 
     def check_rows(self, input: Tensor, dim: int | None) -> None:

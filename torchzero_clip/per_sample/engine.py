@@ -30,7 +30,7 @@ from torchzero_clip.per_sample.squared_norms import without_autocast
 from torchzero_clip.per_sample.unclipped import refuse_steps
 
 NOT_CAPTURED = (
-    "Its forward ran before the clipper was attached, or in a paused() block: "
+    "The forward may have run before the clipper was attached, or in a paused() block: "
     "run it again, or run the backward in that block. "
 )
 

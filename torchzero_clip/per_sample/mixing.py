@@ -112,16 +112,7 @@ class MixingCheck:
                 givers, receivers = [sample], found
                 break
         key, samples = next(iter(receivers.items()))
-        who = (
-            f"the loss of sample {givers[0]} changes" if len(givers) == 1 else f"the losses of samples {givers} change"
-        )
-        raise RuntimeError(
-            f"the model or the loss mixes or reorders samples: {who} the gradient of {_list(samples)} at "
-            f"{names[key]!r}, so they are mixed in this layer or later. check_per_sample names the module. If a layer "
-            "gets an input without samples and with as many positions as samples, give the input a batch dimension. A "
-            "loss over all tokens, such as that of a router of experts, has to be computed for each sample. Nothing "
-            "was changed"
-        )
+        raise _mixed(givers, names[key], samples)
 
     def give_up(self, reason: str) -> None:
         """Warn that it cannot be checked whether samples mix, and check no more."""
@@ -154,6 +145,16 @@ class MixingCheck:
 def _needed(count: int) -> int:
     """The number of checks after which each sample has been sent backward without each other one."""
     return next(checks for checks in itertools.count(1) if math.comb(checks, checks // 2) >= count)
+
+
+def _mixed(givers: list[int], name: str, samples: list[int]) -> RuntimeError:
+    who = f"the loss of sample {givers[0]} changes" if len(givers) == 1 else f"the losses of samples {givers} change"
+    return RuntimeError(
+        f"the model or the loss mixes or reorders samples: {who} the gradient of {_list(samples)} at {name!r}, so they "
+        "are mixed in this layer or later. check_per_sample names the module. If a layer gets an input without samples "
+        "and with as many positions as samples, give the input a batch dimension. A loss over all tokens, such as that "
+        "of a router of experts, has to be computed for each sample. Nothing was changed"
+    )
 
 
 def _list(samples: list[int]) -> str:

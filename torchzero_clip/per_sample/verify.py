@@ -90,12 +90,7 @@ def check_per_sample(
     non_negative("tolerance", tolerance)
     if not trainable(model):
         raise ValueError("model has no parameters that train: there is nothing to compare")
-    with _WithoutGraphs():
-        twin = copy.deepcopy(model).double()
-    batch, dim = _wide(batch), 0 if batch_first else 1
-    choose: Any = getattr(twin, "set_experts_implementation", None)
-    if choose is not None:
-        choose("eager")  # others of transformers take no float64
+    twin, batch, dim = _twin(model), _wide(batch), 0 if batch_first else 1
     settings: dict[str, Any] = {"whole": whole, "verify": "never"}  # what is compared below is more
     PerSampleGradientClipper(_fresh(twin), ConstantFlatClipper(1.0), batch_first, **settings).detach()  # or it raises
     expected = _one_by_one(twin, batch, loss_fn, dim=dim)
@@ -139,6 +134,16 @@ def _one_by_one(twin: nn.Module, batch: Any, loss_fn: LossFunction, *, dim: int)
     if not all(map(torch.equal, *rows[:2])):
         raise ValueError("model gives different gradients for the same sample: call model.eval() before the check")
     return {name: torch.stack(column) for name, column in zip(params, zip(*rows[1:], strict=True), strict=True)}
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """A copy in float64."""
+    with _WithoutGraphs():
+        twin = copy.deepcopy(model).double()
+    choose: Any = getattr(twin, "set_experts_implementation", None)
+    if choose is not None:
+        choose("eager")  # others of transformers take no float64
+    return twin
 
 
 class _WithoutGraphs(TorchFunctionMode):

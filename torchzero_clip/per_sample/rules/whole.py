@@ -58,9 +58,13 @@ def chosen_whole(model: nn.Module, given: Any) -> dict[str, str]:
     return chosen
 
 
-def whole_line(model: nn.Module, name: str) -> str:
-    """A way out: the argument ``whole`` that takes a module around one whole, the nearest first. Empty without one."""
-    kinds = [type(module) for _, module in _around(model, name)]
+def whole_line(model: nn.Module, name: str, holds: object = None) -> str:
+    """A way out: the argument ``whole`` that takes a module around one whole, the nearest first. Empty without one.
+
+    If ``holds`` is a parameter, the modules are those that have it.
+    """
+    around = [module for _, module in _around(model, name)]
+    kinds = [type(module) for module in around if holds is None or any(x is holds for x in module.parameters())]
     lines = [f"whole=({written(model, kind)},)" for kind in dict.fromkeys(kinds) if kind is not nn.Sequential][:3]
     if not lines:
         return ""
