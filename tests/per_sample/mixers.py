@@ -61,7 +61,6 @@ MIXERS = {
         torch.randn(4, 3),
     ),
     "before a mask": lambda: (Layer(masked, scale=weight(3, value=0.0)), torch.randn(4, 3)),
-    "batch norm": lambda: (nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3)), torch.randn(4, 2, 3, 3)),
     "without parameters": lambda: (nn.Sequential(nn.Linear(3, 3), Layer(centered), nn.Linear(3, 2)), torch.randn(4, 3)),
     "without noise": lambda: (
         Layer(
@@ -81,7 +80,6 @@ MIXERS = {
     "samples as positions": lambda: (Layer(attends_first, attention=nn.MultiheadAttention(4, 2)), torch.randn(3, 5, 4)),
 }
 NAMED = {
-    "batch norm": r"'1' \(BatchNorm2d\)",
     "without parameters": r"'1' \(Layer\)",
     "reversed": r"'1' \(Layer\)",
     "samples as positions": r"'attention' \(MultiheadAttention\)",

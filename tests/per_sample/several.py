@@ -89,6 +89,8 @@ MODELS = {
     "bare": lambda: Net(lambda m, x: m.inner(x * m.scale) + m.shift, inner=mlp(), **bare()),
     "experts": lambda: Mixture(bias=True),
     "experts in checkpoints": lambda: Mixture(reentrant=False),
+    "queries": lambda: Net(attended, query=nn.Parameter(torch.randn(5, 3)), **attention()),
+    "frozen queries": lambda: Net(attended, query=nn.Parameter(torch.randn(5, 3), requires_grad=False), **attention()),
     "lstm": lambda: Net(lambda m, x: m.head(m.lstm(x)[0].mean(1)), lstm=nn.LSTM(3, 4, batch_first=True), head=mlp2()),
 }
 
@@ -101,6 +103,17 @@ def bare():
     return {"scale": nn.Parameter(torch.rand(3)), "shift": nn.Parameter(torch.rand(2))}
 
 
+def attended(m, x):
+    """Several layers get the memory of a parameter."""
+    query = m.query.expand(len(x), -1, -1)
+    return (m.to_query(query) @ m.to_key(x).mT).softmax(-1) @ m.to_value(x) + m.to_value(query) + m.rnn(query)[0]
+
+
+def attention():
+    layers = {name: nn.Linear(3, 3) for name in ("to_query", "to_key", "to_value")}
+    return {**layers, "rnn": nn.RNN(3, 3, batch_first=True)}
+
+
 EXPERTS = "experts", "experts in checkpoints"
 
 
@@ -109,7 +122,8 @@ def batch_of(name):
         return torch.randn(TOTAL, 2, 6, 6, dtype=torch.float64)
     if name in ("gpt", "checkpoints", "reentrant"):
         return torch.randint(0, 11, (TOTAL, 5))
-    shape = {"lstm": (TOTAL, 4, 3), **dict.fromkeys(EXPERTS, (TOTAL, 3, 4))}.get(name, (TOTAL, 3))
+    sequences = dict.fromkeys(("lstm", "queries", "frozen queries"), (TOTAL, 4, 3))
+    shape = {**sequences, **dict.fromkeys(EXPERTS, (TOTAL, 3, 4))}.get(name, (TOTAL, 3))
     return torch.randn(shape, dtype=torch.float64) * torch.arange(1, TOTAL + 1).view(-1, *[1] * (len(shape) - 1))
 
 

@@ -409,6 +409,7 @@ TABLE = {
     "distilbert": published("DistilBertForMaskedLM", hidden_dim=10),
     "electra": published("ElectraForMaskedLM", embedding_size=8),
     "albert": published("AlbertForMaskedLM", embedding_size=8),
+    "deberta": published_32("DebertaForMaskedLM", **RELATIVE),
     "deberta_v2": published("DebertaV2ForMaskedLM", norm_rel_ebd="layer_norm", position_biased_input=False, **RELATIVE),
     "t5": published_32("T5ForConditionalGeneration", translation, d_kv=6, d_ff=10, decoder_start_token_id=0),
     "bart": published("BartForConditionalGeneration", translation, encoder_ffn_dim=10, **DECODER),

@@ -226,3 +226,17 @@ def test_a_list_among_the_arguments_that_is_appended_to_is_refused():
     clipper, model = used(forward)
     with clipper, pytest.raises(ValueError, match="changes a list or dict among its arguments"):
         model(torch.randn(5, 4).double(), [])
+
+
+@pytest.mark.parametrize(("kind", "states"), [(nn.GRUCell, 1), (nn.LSTMCell, 2)])
+@pytest.mark.parametrize("shape", [(4,), (1, 4)])
+def test_a_first_state_that_is_expanded_from_a_parameter_has_samples(kind, states, shape):
+    def forward(m, x):
+        state = tuple(p.expand(len(x), -1) for p in (m.first, m.second)[:states])
+        for i in range(x.shape[1]):
+            found = m.cell(x[:, i], state if states == 2 else state[0])
+            state = found if states == 2 else (found,)
+        return state[0]
+
+    held = {"cell": kind(3, 4), "first": weight(*shape), "second": weight(*shape)}
+    assert_matches_loop(Net(forward, **held), torch.randn(5, 3, 3), modes=("auto", "low", "kept"))

@@ -1,6 +1,7 @@
 """A loss that reaches other samples raises in the step in which it is seen, says which, and changes nothing."""
 
 import copy
+import itertools
 from contextlib import nullcontext
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from torchzero_clip import GradSampleModuleFastGradientClipping
+from torchzero_clip import GradSampleModuleFastGradientClipping, check_per_sample
 
 B = 6
 
@@ -188,6 +189,49 @@ def test_checks_run_in_a_few_steps_from_the_first():
     assert due_steps(model, lambda: model(torch.randn(B, 4)).sum(1), verify="never") == []
     counts = iter([1, 1, 1, *[B] * 17])
     assert due_steps(model, lambda: model(torch.randn(next(counts), 4)).sum(1)) == [4, 5, 7, 11]
+
+
+@pytest.mark.parametrize(("count", "due"), [(2, 2), (3, 3), (6, 4), (16, 6)])
+def test_each_sample_is_in_a_half_without_each_other_one_in_the_steps_that_are_due(count, due):
+    model, halves = nn.Linear(1, 1), []
+    with clip(model) as clipper:
+        for step in range(1, 2**due + 1):
+            output = model(torch.randn(count, 1)).squeeze(1)
+            output.register_hook(lambda grad, step=step: halves.append((step, grad.bool())))
+            clipper.backward(output)
+    checks = [(step, half) for step, half in halves if not half.all()]
+    assert [step for step, _ in checks] == [2**i for i in range(due)]
+    parted = torch.stack([half[:, None] & ~half for _, half in checks]).any(0)
+    assert torch.equal(parted, ~torch.eye(count, dtype=torch.bool))
+
+
+def test_every_loss_that_reads_another_sample_is_seen_also_if_it_reads_very_little():
+    """All ordered pairs of 16 samples, in as many checks as are due."""
+    model, x = nn.Linear(1, 1), torch.randn(16, 1)
+    for giver, receiver in itertools.permutations(range(16), 2):
+        reads = 1e-9 * F.one_hot(torch.tensor(giver), 16)
+
+        def losses(reads=reads, receiver=receiver):
+            output = model(x).squeeze(1)
+            return output + reads * output[receiver]
+
+        with clip(model, verify="always") as clipper:
+            steps(clipper, losses, rf"sample {giver} changes the gradient of sample {receiver} at 'weight'", 6)
+
+
+@pytest.mark.parametrize("what", ["detach", "argmax"])
+def test_values_without_a_gradient_mix_unseen_and_check_per_sample_sees_them(what):
+    def losses(model, x):
+        output = model(x)
+        others = output.mean(0).detach() if what == "detach" else output.argmax(0)
+        return (output - others).square().sum(1)
+
+    model, x = nn.Linear(4, 4), torch.randn(B, 4)
+    with clip(model, verify="always") as clipper:
+        for _ in range(4):
+            clipper.backward(losses(model, x))
+    with pytest.raises(ValueError, match="the loss gives a sample another output alone than in the batch"):
+        check_per_sample(model, x, losses)
 
 
 def test_parameters_without_gradients_are_checked_once_they_have_some():

@@ -83,6 +83,45 @@ def test_the_first_module_that_mixes_samples_is_named(name, whole):
         check_per_sample(model, data, squares, whole=[type(model)] if whole else ())
 
 
+@pytest.mark.parametrize("size", [3, 2])
+def test_batch_norm_in_training_mode_is_named_also_if_it_refuses_a_single_sample(size):
+    model, data = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3)), torch.randn(4, 2, size, size)
+    with pytest.raises(
+        ValueError, match=r"^'1' \(BatchNorm2d\) cannot be clipped .* mixes the samples .*: call its eval"
+    ):
+        check_per_sample(model, data, squares)
+    check_per_sample(model.eval(), data, squares)
+
+
+def test_an_error_for_a_single_sample_is_explained():
+    def loss_fn(model, x):
+        if len(x) < 2:
+            raise ValueError("two samples, please")
+        return model(x).square().sum(1)
+
+    with pytest.raises(RuntimeError, match=r"loss_fn raised for one sample alone.*: two samples, please"):
+        check_per_sample(linear(), torch.randn(4, 3), loss_fn)
+
+
+def test_what_a_model_stores_of_its_last_forward_may_have_a_graph():
+    def forward(m, x):
+        m.last = m.head(x)
+        m.all = {"outputs": [m.last, (m.last * 2,)]}
+        return m.last
+
+    model, x = Layer(forward, head=linear()), torch.randn(4, 3)
+    last = model(x)
+    check_per_sample(model, x, squares)
+    assert model.last is last
+    assert last.grad_fn is not None
+
+
+@pytest.mark.parametrize("whole", [(), (Layer,)])
+def test_a_model_may_run_modules_under_vmap(whole):
+    model = Layer(lambda m, x: m.head(torch.vmap(m.act)(m.first(x))), first=linear(), act=nn.Tanh(), head=linear())
+    check_per_sample(model, torch.randn(4, 3), squares, whole=whole)
+
+
 def test_a_loss_that_mixes_samples_is_named():
     pairs = torch.randn(4, 3), torch.randn(4, 3)
     with pytest.raises(ValueError, match="the loss gives a sample another output alone"):

@@ -50,6 +50,20 @@ def biases(m, x):
     return m.table(torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1]) + T).sum(-1) @ m.lin(x)
 
 
+def queries(m, x):
+    """Learned queries that are the weight of an embedding, as in DETR."""
+    query = m.table.weight.unsqueeze(0).repeat(len(x), 1, 1)
+    return (query @ m.lin(x).mT).softmax(-1) @ x
+
+
+def own_queries(m, x):
+    return (m.lin(m.p) @ x.mT).softmax(-1) @ x
+
+
+def cell(m, x, state):
+    return m.rnn(x, state)
+
+
 def with_context(m, x):
     m.inner.context = x
     return m.inner(x)
@@ -139,6 +153,24 @@ CASES = {
     ),
     "got one row of input": (lambda: Outer(positions, table=table()), batch),
     "which all samples share": (lambda: Outer(biases, lin=linear(), table=table(2 * T)), lambda: batch(B)),
+    "distances between positions": (lambda: Outer(biases, lin=linear(), table=table(2 * T)), lambda: batch(B)),
+    "made of parameters alone, such as 'lin.weight'": (
+        lambda: Outer(lambda m, x: m.head(x + m.lin.weight[0]) @ m.head(m.lin.weight), lin=linear(), head=linear()),
+        batch,
+    ),
+    "made of parameters alone, such as 'inner.p'": (
+        lambda: Outer(lambda m, x: m.inner(x), inner=Inner(own_queries, lin=linear(), p=weight(3, 3))),
+        batch,
+    ),
+    "made of parameters alone, such as 'table.weight'": (
+        lambda: Outer(
+            lambda m, x: m.inner(x, m.table.weight[:, 0].expand(len(x), -1)),
+            inner=Inner(cell, rnn=nn.GRUCell(3, 3)),
+            table=table(3),
+        ),
+        lambda: batch()[:, 0],
+    ),
+    "If the model uses it, run": (lambda: Outer(queries, lin=linear(), table=table(5)), batch),
     "made of its parameters alone": (
         lambda: Outer(lambda m, x: torch.where(x > 0, m.inner(1.0), x), inner=relative()),
         batch,
@@ -266,3 +298,30 @@ def test_a_forward_without_tensors_is_refused_without_a_line():
     ):
         model("x")
     assert "whole=" not in str(error.value)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_losses_of_tokens_are_averaged_by_the_line_of_the_error(batch_first):
+    model, x = linear().double(), batch(9)
+
+    def losses():
+        return model(x if batch_first else x.transpose(0, 1)).square().sum(2).flatten()
+
+    with clip(model, batch_first=batch_first) as clipper:
+        with pytest.raises(ValueError, match=r"Linear saw 4 samples, the batch has 36. One loss for each tok") as error:
+            clipper.backward(losses())
+        line = str(error.value).rpartition("sample: ")[2]
+        norms = clipper.backward(eval(line, {"losses": losses()})).norms
+    each = [torch.autograd.grad(model(row).square().sum(1).mean(), [*model.parameters()]) for row in x]
+    assert_close(norms, torch.stack([torch.stack([grad.norm() for grad in grads]).norm() for grads in each]))
+
+
+def test_each_gradient_from_outside_gets_the_way_out_of_its_cause():
+    model, x = Outer(lambda m, x: m.lin(x), lin=linear()), batch().float()
+    output = model(x)
+    with clip(model):
+        with pytest.raises(RuntimeError, match=r"apart. The forward may have run before .* run it again") as error:
+            losses_of(output).sum().backward()
+        assert not lines(error.value)
+        with pytest.raises(RuntimeError, match=r"For a penalty on parameters, use weight_decay$"):
+            (losses_of(model(x)).sum() + model.lin.weight.square().sum()).backward()

@@ -1,5 +1,6 @@
 """Modules that run sample by sample with all that is in them: which ones, and that they are right."""
 
+import copy
 import importlib
 
 import pytest
@@ -106,6 +107,23 @@ def test_much_memory_is_announced(monkeypatch):
         with pytest.warns(UserWarning, match=r"'blocks.0' \(Block\) runs sample by sample"):
             model(torch.randn(20, 1, 3))
         model(torch.randn(20, 1, 3))
+
+
+LEAVE_TORCH = {
+    "item": lambda counts: [count.item() for count in counts],
+    "tolist": torch.Tensor.tolist,
+    "numpy": torch.Tensor.numpy,
+    "deepcopy": lambda counts: map(int, copy.deepcopy(counts)),
+}
+
+
+@pytest.mark.parametrize("name", LEAVE_TORCH)
+def test_modules_whose_values_leave_torch_run_in_a_loop(name):
+    def forward(m, x):
+        counts = LEAVE_TORCH[name]((x > 0).sum((1, 2)) % 4 + 1)
+        return torch.stack([row[:count].sum(0) for row, count in zip(m.linear(x), counts, strict=True)])
+
+    assert_matches_loop(Net(forward, linear=nn.Linear(3, 2)), torch.randn(5, 4, 3), modes=("auto",), whole=(Net,))
 
 
 def centered(m, x):

@@ -154,15 +154,18 @@ class CapturedGradients:
             if seen != count:
                 layers, counts = ({item[i] for item in self._counts} for i in range(2))
                 every = len(layers) > 1 and len(counts) == 1
-                who = "every layer" if every else layer
-                rows = (
-                    "If these are rows of several samples, such as the nodes of graphs, run the forward in `with "
-                    f"clipper.rows(sample_of_row, batch_size={count}):`. "
-                )
+                place = f"dimension {0 if batch_first else 1} of the input of every layer (batch_first={batch_first})"
+                way_out = f"Per-sample gradients need the samples in {place}, and one loss for each{layer.way_out}"
+                if seen and not count % seen and len(self.forwards) == 1:
+                    n = count // seen
+                    mean = f"view({seen}, {n}).mean(1)" if batch_first else f"view({n}, {seen}).mean(0)"
+                    way_out = f"One loss for each token? Average over the tokens of each sample: losses.{mean}"
+                elif every and seen > count:
+                    rows = f"`with clipper.rows(sample_of_row, batch_size={count}):`"
+                    what = "rows of several samples, such as the nodes of graphs"
+                    way_out = f"If these are {what}, run the forward in {rows}. {way_out}"
                 raise ValueError(
-                    f"{who} saw {seen} samples, the batch has {count}. {rows if every else ''}"
-                    f"Per-sample gradients need the samples in dimension {0 if batch_first else 1} of the input of "
-                    f"every layer (batch_first={batch_first}), and one loss for each{layer.way_out}"
+                    f"{'every layer' if every else layer} saw {seen} samples, the batch has {count}. {way_out}"
                 )
 
     def check_one_batch(self) -> None:

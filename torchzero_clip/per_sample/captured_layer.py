@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torchzero_clip.compat import get_interpreter_stack, never_compiled
+from torchzero_clip.per_sample.autograd_graph import leaves_of
 from torchzero_clip.per_sample.broadcast_row import BroadcastRow, is_row, row_of
 from torchzero_clip.per_sample.contributions import Contribution, Dense
 from torchzero_clip.per_sample.labels import LOST, Labels, wider
@@ -19,7 +20,7 @@ from torchzero_clip.per_sample.layout import place_of, step_at
 from torchzero_clip.per_sample.modes import WithoutOwnModes
 from torchzero_clip.per_sample.row_products import regrouped
 from torchzero_clip.per_sample.rules.whole import whole_line, written
-from torchzero_clip.per_sample.sharding import stands_for
+from torchzero_clip.per_sample.sharding import memory_of, slots, stands_for
 from torchzero_clip.per_sample.squared_norms import wide, without_autocast
 
 
@@ -76,9 +77,14 @@ class CapturedLayer:
         return f"{self.name!r} ({type(self.module).__name__})" if self.name else type(self.module).__name__
 
     @property
-    def way_out(self) -> str:
-        """The end of an error: the line that takes a module around the layer whole."""
+    def line(self) -> str:
+        """A way out of an error: the argument that takes a module around the layer whole. Empty if there is none."""
         return whole_line(self.engine.attachment.model, self.name)
+
+    @property
+    def way_out(self) -> str:
+        """The end of an error after another way out."""
+        return f". Or {self.line}" if self.line else ""
 
     @property
     def own_line(self) -> str:
@@ -144,6 +150,7 @@ class CapturedLayer:
             if depth <= leading and bool((labels >= 0).all()):
                 rows = labels.reshape(labels.shape[:depth]).expand(input.shape[:depth])
                 return Samples(input, 0, rows=rows.reshape(rows.shape))
+        self.refuse_outside(input)
         raise self.unknown_rows()
 
     def sample_of_rows(self, input: Tensor) -> tuple[Tensor, int]:
@@ -191,14 +198,27 @@ class CapturedLayer:
         )
         return ValueError(f"{self} got rows whose samples are not known. {how}{self.way_out}")
 
+    def refuse_outside(self, input: Tensor) -> None:
+        """Raise a ValueError if an input without samples is made of a parameter of the model."""
+        attachment = self.engine.attachment
+        if not input.requires_grad or self.engine.forward.provenance is None or self.labels(input) is not None:
+            return
+        leaves = set(map(id, (input, *leaves_of([input]))))
+        for name, params, key in slots(attachment.model, attachment.params):
+            if id(value := params.get(key)) in leaves:
+                raise ValueError(
+                    f"{self} got values that are made of parameters alone, such as {name!r}, which all samples share: "
+                    f"{whole_line(attachment.model, self.name, value) or 'freeze it'}"
+                )
+
     def check_rows(self, input: Tensor, dim: int | None) -> None:
         """Raise a ValueError if the samples of an input are not in this dimension, in order."""
         labels = self.labels(input)
         plain = labels is None or (isinstance(labels, int) and labels == dim)
         if not plain and self.engine.forward.batch_size != 1:
+            ways = self.line, "run it on all positions and select from its output: layer(x)[mask]"
             raise ValueError(
-                f"{self} got rows of several samples, and runs sample by sample: run it on all positions and select "
-                f"from its output: layer(x)[mask]{self.way_out}"
+                f"{self} got rows of several samples, and runs sample by sample: {', or '.join(filter(None, ways))}"
             )
 
     def is_constant(self, input: Tensor, *, of_batch: bool = True) -> bool:
@@ -266,7 +286,7 @@ class CapturedLayer:
         rows = None if samples is None else samples.rows
         if rows is not None:
             contribute = _regrouping(contribute, rows.flatten(), self.engine.forward.batch_size)
-        watched: Any = _Watched.apply(anchor, before, [output.detach()], inputs, self, contribute)
+        watched: Any = _Watched.apply(anchor, before, [output.detach()], self.kept(inputs), self, contribute)
         if rows is not None:
             self.mark(watched, rows.view(*rows.shape, *[1] * (watched.ndim - rows.ndim)))
         else:
@@ -275,6 +295,13 @@ class CapturedLayer:
             return watched
         each = watched.movedim(samples.dim, 0)
         return row_of(self, each.unsqueeze(samples.dim + 1) if samples.kept else each)
+
+    def kept(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Inputs to keep until the end of the step: copies of those in a parameter that `fully_shard` frees before."""
+        if not self.engine.processes.sharded:
+            return inputs
+        shown = memory_of(self.engine.attachment.model.parameters())
+        return [x.clone() if memory_of((x,)) & shown else x for x in inputs]
 
     def mark(self, output: Tensor, labels: Labels) -> None:
         """Note the samples of an output, as in `labels`."""

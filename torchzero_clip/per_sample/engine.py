@@ -17,6 +17,7 @@ from torchzero_clip.checks import boolean, instance, one_of
 from torchzero_clip.compat import current_graph_task_id
 from torchzero_clip.per_sample.arguments import tensors_held
 from torchzero_clip.per_sample.attachment import Attachment
+from torchzero_clip.per_sample.autograd_graph import leaves_of
 from torchzero_clip.per_sample.captured_gradients import CapturedGradients, Forward, GivenRows, in_backward
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, trainable
 from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory
@@ -27,6 +28,11 @@ from torchzero_clip.per_sample.rules.whole import Whole, whole_line
 from torchzero_clip.per_sample.sharding import group_of_shards, reshard
 from torchzero_clip.per_sample.squared_norms import without_autocast
 from torchzero_clip.per_sample.unclipped import refuse_steps
+
+NOT_CAPTURED = (
+    "The forward may have run before the clipper was attached, or in a paused() block: "
+    "run it again, or run the backward in that block. "
+)
 
 
 class Phase(Enum):
@@ -340,15 +346,22 @@ class Engine:
     def refuse_outside(self, name: str, grad: Tensor) -> None:
         """The hook of a parameter, which gets a gradient only from outside of the captured layers."""
         if self.enabled and self.attached and not self.pauses:
+            ran = bool(self._calls)
             self.clear()
             raise RuntimeError(
-                f"{name!r} got a gradient from outside the call of its layer, where samples cannot be told apart. The "
-                "forward may have run before the clipper was attached, or in a paused() block: run it again, or run "
-                "the backward in that block. Another module or the loss may use the parameter: call its own module, "
-                "or freeze it. For a penalty on parameters, use weight_decay, because whole= does not help there. A "
-                "hook may make another tensor of it, as torch.nn.utils.weight_norm does: use "
-                f"torch.nn.utils.parametrizations{whole_line(self.attachment.model, name.rpartition('.')[0])}"
+                f"{name!r} got a gradient from outside the call of its layer, where samples cannot be told apart. "
+                f"{self._way_out(name) if ran else NOT_CAPTURED}For a penalty on parameters, use weight_decay"
             )
+
+    def _way_out(self, name: str) -> str:
+        """What to do if a parameter is used outside of the call of its layer, in a model whose forward was captured."""
+        model, (module, _, key) = self.attachment.model, name.rpartition(".")
+        owner = model.get_submodule(module)
+        made, line = leaves_of(x for x in vars(owner).values() if isinstance(x, Tensor)), whole_line(model, module)
+        if any(leaf is owner._parameters[key] for leaf in made):
+            hooks = "Hooks such as that of torch.nn.utils.weight_norm make another tensor of it"
+            return f"{hooks}: use torch.nn.utils.parametrizations{', or ' if line else ''}{line}. "
+        return f"If the model uses it, {line or 'freeze it'}. "
 
     def show(self, param: Any, **values: Tensor) -> None:
         """Set attributes of a parameter, until the next forward."""

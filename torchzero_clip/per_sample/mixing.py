@@ -1,5 +1,7 @@
 """Checks, in some steps, that the loss of a sample gives gradients to no other sample."""
 
+import itertools
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -13,14 +15,13 @@ from torchzero_clip.per_sample.autograd_graph import leaves_of, nodes_of
 
 Verify: TypeAlias = Literal["first", "always", "never"] | int
 
-CHECKS = 4  # half of the samples at random: two that mix are in different halves in one of these almost surely
-
 
 class MixingCheck:
     """Decides when to check, and checks.
 
-    A check is due when a layer decides for the first time where its samples are. It then runs in the steps 1, 2, 4 and
-    8 from there, and goes on at powers of two for parameters that got no gradient in four of them.
+    A check is due when a layer decides for the first time where its samples are. It then runs in the steps 1, 2, 4, ...
+    from there, until each sample has been sent backward without each other one, and goes on at powers of two for
+    parameters that got no gradient in so many checks.
     """
 
     def __init__(self, verify: Verify) -> None:
@@ -49,9 +50,9 @@ class MixingCheck:
             return False
         if self._every and self._steps % self._every == 0:
             return True
-        age = self._age + 1
-        lacks = not self._seen or min(self._seen.values()) < CHECKS
-        return age & (age - 1) == 0 and (age < 2**CHECKS or lacks)
+        age, needed = self._age + 1, _needed(len(losses))
+        lacks = not self._seen or min(self._seen.values()) < needed
+        return age & (age - 1) == 0 and (age < 2**needed or lacks)
 
     def passed(self, losses: Tensor) -> None:
         """Note that a step of several samples has ended."""
@@ -111,16 +112,7 @@ class MixingCheck:
                 givers, receivers = [sample], found
                 break
         key, samples = next(iter(receivers.items()))
-        who = (
-            f"the loss of sample {givers[0]} changes" if len(givers) == 1 else f"the losses of samples {givers} change"
-        )
-        raise RuntimeError(
-            f"the model or the loss mixes or reorders samples: {who} the gradient of {_list(samples)} at "
-            f"{names[key]!r}, so they are mixed in this layer or later. check_per_sample names the module. If a layer "
-            "gets an input without samples and with as many positions as samples, give the input a batch dimension. A "
-            "loss over all tokens, such as that of a router of experts, has to be computed for each sample. Nothing "
-            "was changed"
-        )
+        raise _mixed(givers, names[key], samples)
 
     def give_up(self, reason: str) -> None:
         """Warn that it cannot be checked whether samples mix, and check no more."""
@@ -138,14 +130,31 @@ class MixingCheck:
     def _half(self, count: int) -> Tensor:
         """About half of the samples, another half in each check.
 
-        Each sample has a random number, and each check takes another binary digit of it, so that it parts other pairs.
+        Each sample is in half of the checks, and no other one is in the same checks. So of two samples, each is in a
+        check in which the other one is not.
         """
-        digits = max((count - 1).bit_length(), 1)
-        generator = self._generator.manual_seed(len(self._decisions))
-        numbers = torch.randperm(count, generator=generator, device="cpu")
-        digit, turns = self._checks % digits, self._checks // digits
+        checks = _needed(count)
+        places = torch.arange(2**checks, device="cpu")  # the binary digits say in which checks a sample is
+        places = places[sum(places >> i & 1 for i in range(checks)) == checks // 2]
+        order = torch.randperm(len(places), generator=self._generator.manual_seed(len(self._decisions)), device="cpu")
+        half = places[order[:count]] >> self._checks % checks & 1
         self._checks += 1
-        return (numbers >> digit) % 2 == (turns + digit) % 2
+        return half.bool()
+
+
+def _needed(count: int) -> int:
+    """The number of checks after which each sample has been sent backward without each other one."""
+    return next(checks for checks in itertools.count(1) if math.comb(checks, checks // 2) >= count)
+
+
+def _mixed(givers: list[int], name: str, samples: list[int]) -> RuntimeError:
+    who = f"the loss of sample {givers[0]} changes" if len(givers) == 1 else f"the losses of samples {givers} change"
+    return RuntimeError(
+        f"the model or the loss mixes or reorders samples: {who} the gradient of {_list(samples)} at {name!r}, so they "
+        "are mixed in this layer or later. check_per_sample names the module. If a layer gets an input without samples "
+        "and with as many positions as samples, give the input a batch dimension. A loss over all tokens, such as that "
+        "of a router of experts, has to be computed for each sample. Nothing was changed"
+    )
 
 
 def _list(samples: list[int]) -> str:

@@ -1,12 +1,13 @@
 """Parameters of `fully_shard`, which shows them in full while their module runs; the optimizer has the shards."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from torchzero_clip.compat import any_distributed, fully_sharded, is_distributed
+from torchzero_clip.compat import any_distributed, fully_sharded, is_distributed, is_functorch_wrapped_tensor
+from torchzero_clip.functional.shards import local
 
 WORKS = "per-sample clipping works with fully_shard on a mesh of one dimension"
 
@@ -61,3 +62,9 @@ def slots(model: nn.Module, params: Mapping[str, nn.Parameter]) -> Iterator[tupl
     for name in params:
         owner, _, key = name.rpartition(".")
         yield name, model.get_submodule(owner)._parameters, key
+
+
+def memory_of(tensors: Iterable[Tensor]) -> set[int]:
+    """The addresses of the memory of tensors, views or not."""
+    plain = map(local, tensors)
+    return {x.untyped_storage().data_ptr() for x in plain if x.numel() and not is_functorch_wrapped_tensor(x)}

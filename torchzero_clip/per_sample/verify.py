@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
 from torchzero_clip.checks import instance, non_negative
-from torchzero_clip.compat import any_distributed
+from torchzero_clip.compat import any_distributed, is_functorch_wrapped_tensor
 from torchzero_clip.per_sample.captured_layer import trainable
 from torchzero_clip.per_sample.clipper import LossReduction, PerSampleGradientClipper
 from torchzero_clip.per_sample.comparison import differ
@@ -88,23 +90,15 @@ def check_per_sample(
     non_negative("tolerance", tolerance)
     if not trainable(model):
         raise ValueError("model has no parameters that train: there is nothing to compare")
-    twin, batch, dim = copy.deepcopy(model).double(), _wide(batch), 0 if batch_first else 1
-    choose: Any = getattr(twin, "set_experts_implementation", None)
-    if choose is not None:
-        choose("eager")  # others of transformers take no float64
-    try:
-        expected = _one_by_one(twin, batch, loss_fn, dim=dim)
-    except (RuntimeError, IndexError) as error:
-        raise RuntimeError(
-            "loss_fn raised for one sample alone, in float64. Put tensors that it holds itself into the batch, or cast "
-            f"them to the dtype of the output. The loss must not need other samples: {error}"
-        ) from error
+    twin, batch, dim = _twin(model), _wide(batch), 0 if batch_first else 1
+    settings: dict[str, Any] = {"whole": whole, "verify": "never"}  # what is compared below is more
+    PerSampleGradientClipper(_fresh(twin), ConstantFlatClipper(1.0), batch_first, **settings).detach()  # or it raises
+    expected = _one_by_one(twin, batch, loss_fn, dim=dim)
     _check_alone(twin, batch, loss_fn, dim=dim, tolerance=max(tolerance, 1e-5))  # float32 inside some models
     norms = {name: grads.unsqueeze(-1).flatten(1).norm(dim=1) for name, grads in expected.items()}
     total = torch.stack(list(norms.values())).norm(dim=0)
     limit = (total.median().item() if len(total) else 0.0) or 1.0
     factors = (limit / (total + STABILITY)).clamp(max=1) / (len(total) if loss_reduction == "mean" else 1)
-    settings: dict[str, Any] = {"whole": whole, "verify": "never"}  # what is compared below is more
     compare = partial(_compare, twin, tolerance, 1e-3 * total.max().item())  # some gradients are 0 but for rounding
     for memory in ("auto", "low"):
         twin.zero_grad()
@@ -130,10 +124,36 @@ def check_per_sample(
 def _one_by_one(twin: nn.Module, batch: Any, loss_fn: LossFunction, *, dim: int) -> dict[str, Tensor]:
     samples, params = _samples(batch, dim), trainable(twin)
     losses = (loss_fn(_fresh(twin), _wide(one)).sum() for one in (samples[0], *samples))
-    rows = [torch.autograd.grad(loss, list(params.values()), materialize_grads=True) for loss in losses]
+    try:
+        rows = [torch.autograd.grad(loss, list(params.values()), materialize_grads=True) for loss in losses]
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise RuntimeError(
+            "loss_fn raised for one sample alone, in float64. Put tensors that it holds itself into the batch, or cast "
+            f"them to the dtype of the output. The loss must not need other samples: {error}"
+        ) from error
     if not all(map(torch.equal, *rows[:2])):
         raise ValueError("model gives different gradients for the same sample: call model.eval() before the check")
     return {name: torch.stack(column) for name, column in zip(params, zip(*rows[1:], strict=True), strict=True)}
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """A copy in float64."""
+    with _WithoutGraphs():
+        twin = copy.deepcopy(model).double()
+    choose: Any = getattr(twin, "set_experts_implementation", None)
+    if choose is not None:
+        choose("eager")  # others of transformers take no float64
+    return twin
+
+
+class _WithoutGraphs(TorchFunctionMode):
+    """Copies what a model stores of its last forward without its graph, because torch does not copy graphs."""
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            return args[0].detach().clone()
+        return func(*args, **(kwargs or {}))
 
 
 def _fresh(twin: nn.Module) -> nn.Module:
@@ -207,7 +227,8 @@ def _seen(twin: nn.Module, batch: Any, loss_fn: LossFunction) -> tuple[Tensors, 
         for found, value in ((inputs, args), (outputs, output)):
             for leaf in pytree.tree_leaves(value):
                 numbers[name] += 1
-                if isinstance(leaf, Tensor) and leaf.is_floating_point() and not (leaf.is_nested or leaf.is_sparse):
+                other = not isinstance(leaf, Tensor) or leaf.is_nested or leaf.is_sparse
+                if not (other or is_functorch_wrapped_tensor(leaf)) and leaf.is_floating_point():
                     found[name, numbers[name]] = leaf.detach().clone()
 
     for name, module in model.named_modules():

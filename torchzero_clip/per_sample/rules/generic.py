@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,14 +15,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from torchzero_clip.compat import fully_sharded, get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
-from torchzero_clip.functional.shards import local
+from torchzero_clip.compat import fully_sharded, get_unwrapped, is_batchedtensor
 from torchzero_clip.per_sample.broadcast_row import ARITHMETIC, HOOKS, is_row, row_of
 from torchzero_clip.per_sample.captured_gradients import in_backward
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.comparison import differ
 from torchzero_clip.per_sample.contributions import Dense
 from torchzero_clip.per_sample.rules.state import State
+from torchzero_clip.per_sample.sharding import memory_of
 from torchzero_clip.per_sample.squared_norms import wide
 
 OF_TORCH = ("Batching rule", "vmap", "functorch", "written-to tensor", "data-dependent", "dynamic shape")
@@ -31,6 +31,7 @@ LOOP = (  # in errors of vmap after which a loop over samples may do
     "data-dependent control flow",
     "dynamic shape",
     "vmap over",
+    "Cannot access ",  # the data pointer or the storage, as by tolist(), numpy() and deepcopy
     "stack expects each tensor to be equal size",  # packed sequences
     "is not possible because there exists a Tensor `other`",  # results of a sample written into a tensor of all
     "setup_context",  # functions of autograd in the older form
@@ -131,13 +132,16 @@ class GenericRule(Rule):
         """The batch dimension of each argument, None if it has none; and which arguments are shared for good."""
         dim, size = layer.engine.batch_dim, layer.count_in(leaves)
         model = layer.engine.attachment.model
-        own = _memory_of((*model.parameters(), *model.buffers()))
+        own = memory_of((*model.parameters(), *model.buffers()))
         shared: set[Any] = set(layer.known.get(SHARED, ()))
         result: list[int | None] = []
         beside = any(isinstance(x, Tensor) and layer.labels(x) is not None for x in leaves)
         for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
             result.append(None)
-            if isinstance(leaf, Tensor) and leaf.ndim > dim and not is_row(leaf) and not _memory_of((leaf,)) & own:
+            if not isinstance(leaf, Tensor) or leaf.ndim <= dim or is_row(leaf):
+                continue
+            layer.refuse_outside(leaf)
+            if layer.labels(leaf) is not None or not memory_of((leaf,)) & own:  # copies share memory with a parameter
                 argument = str(path), leaf.ndim
                 if leaf.shape[dim] not in (1, size) or layer.is_constant(leaf, of_batch=beside):
                     shared.add(argument)
@@ -171,14 +175,14 @@ class _Inside(TorchFunctionMode):
     def __init__(self, layer: CapturedLayer) -> None:
         super().__init__()
         self._layer = layer
-        self._memory = _memory_of(layer.params.values())
+        self._memory = memory_of(layer.params.values())
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in HOOKS:
             raise ValueError("a module that runs sample by sample sets a hook on a tensor, which would get samples")
-        if _is_in_place(name) and _memory_of(map(_plain, args[:1])) & self._memory:
+        if _is_in_place(name) and memory_of(map(_plain, args[:1])) & self._memory:
             raise ValueError(f"{self._layer} changes a parameter in place in its forward: change it after the step")
         if func is not F.embedding:
             return func(*args, **(kwargs or {}))
@@ -270,12 +274,6 @@ def run_detached(layer: CapturedLayer, args: tuple[Any, ...], kwargs: dict[str, 
         return functional_call(_Bare(layer.module), params, args, kwargs)
     finally:
         layer.engine.inside = False
-
-
-def _memory_of(tensors: Iterable[Tensor]) -> set[int]:
-    """The addresses of the memory of tensors, views or not."""
-    plain = map(local, tensors)
-    return {x.untyped_storage().data_ptr() for x in plain if x.numel() and not is_functorch_wrapped_tensor(x)}
 
 
 def _is_in_place(name: str) -> bool:

@@ -45,7 +45,7 @@ class RecurrentRule(SequenceRule):
         if hx is not None:
             module.check_forward_args(tensor, hx, sizes)
         sequences = _Sequences(input, batch_first=module.batch_first)
-        rows = sequences.rows(layer, tensor)
+        (rows,) = layer.kept([sequences.rows(layer, tensor)])
         shape = module.num_layers * (2 if module.bidirectional else 1), sequences.count, module.hidden_size
         states = [sequences.ordered(x) for x in given] or [rows.new_zeros(shape)] * (2 if is_lstm else 1)
         ends: list[Sequence[Tensor]] = []

@@ -15,6 +15,7 @@ _IN = "transformers.models."
 TABLE: Mapping[str, str] = {
     f"{_IN}t5.modeling_t5.T5Attention": "its table of distances between positions is shared by all samples",
     f"{_IN}swin.modeling_swin.SwinLayer": "it joins the samples and the windows in one dimension",
+    f"{_IN}deberta.modeling_deberta.DebertaEncoder": "it uses the weight of an embedding outside of its call",
     f"{_IN}deberta_v2.modeling_deberta_v2.DebertaV2Encoder": "it uses the weight of an embedding outside of its call",
 }
 """Classes that cannot be captured layer by layer, by their qualified names, and the reason."""
@@ -57,14 +58,18 @@ def chosen_whole(model: nn.Module, given: Any) -> dict[str, str]:
     return chosen
 
 
-def whole_line(model: nn.Module, name: str) -> str:
-    """The end of an error: the argument ``whole`` that takes a module around one whole, the nearest first."""
-    kinds = [type(module) for _, module in _around(model, name)]
+def whole_line(model: nn.Module, name: str, holds: object = None) -> str:
+    """A way out: the argument ``whole`` that takes a module around one whole, the nearest first. Empty without one.
+
+    If ``holds`` is a parameter, the modules are those that have it.
+    """
+    around = [module for _, module in _around(model, name)]
+    kinds = [type(module) for module in around if holds is None or any(x is holds for x in module.parameters())]
     lines = [f"whole=({written(model, kind)},)" for kind in dict.fromkeys(kinds) if kind is not nn.Sequential][:3]
     if not lines:
         return ""
     which = "the module around it, or one further out," if len(lines) > 1 else "the module around it"
-    return f". Or run {which} sample by sample: {', or '.join(lines)}"
+    return f"run {which} sample by sample: {', or '.join(lines)}"
 
 
 def written(model: nn.Module, kind: type[nn.Module]) -> str:
