@@ -157,7 +157,7 @@ FUNCTIONS = VIEWS | COPIES | CHANGES
 
 
 def chain(seed):
-    """Run random functions, and compare the labels with the entries after each. Returns how many were told, and lost."""
+    """Compare the labels with the entries after each of some random functions. Returns how many were told, and lost."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     count = rng.choice((2, 3, 4))

@@ -22,31 +22,34 @@ from torchzero_clip.per_sample.modes import OwnMode
 from torchzero_clip.per_sample.operations import ELEMENTS, NEW, Part, beside, dims_of, is_listed, unmoved
 from torchzero_clip.per_sample.provenance import Provenance
 
-MOVES = {  # functions that move entries of their first argument, by their names without underscores
-    *("channelshuffle", "diag", "diagembed", "diagonal", "expand", "flip", "fliplr", "flipud", "gather", "getitem"),
+VIEWS = {
     *(
-        "index",
-        "indexselect",
-        "maskedselect",
+        "broadcasttensors",
+        "chunk",
+        "detach",
+        "diagonal",
+        "dsplit",
+        "expand",
+        "expandas",
+        "hsplit",
         "movedim",
-        "narrow",
-        "packpaddedsequence",
-        "padpackedsequence",
-        "permute",
+        "moveaxis",
     ),
     *(
-        "pixelshuffle",
-        "pixelunshuffle",
-        "repeat",
-        "repeatinterleave",
-        "roll",
-        "rot90",
+        "narrow",
+        "permute",
+        "resolveconj",
         "select",
+        "split",
+        "splitwithsizes",
         "swapaxes",
         "swapdims",
+        "t",
+        "tensorsplit",
     ),
-    *("take", "takealongdim", "tile", "transpose", "trilindices", "view"),
+    *("transpose", "unbind", "unsafechunk", "unsafesplit", "view", "viewascomplex", "viewasreal", "vsplit"),
 }
+"""Functions whose outputs lie in the memory of their argument, by their names without underscores."""
 SAME = {
     "flatten",
     "ravel",
@@ -59,7 +62,13 @@ SAME = {
     "viewas",
     "viewcopy",
 }
-"""Functions that keep the order of entries."""
+"""Functions that keep the order of entries, if they copy them at all."""
+MOVES = {
+    *("broadcastto", "diag", "diagembed", "flip", "fliplr", "flipud", "gather", "getitem", "index", "indexselect"),
+    *("maskedselect", "packpaddedsequence", "padpackedsequence", "repeat", "repeatinterleave", "roll", "rot90", "take"),
+    *("takealongdim", "tile"),
+} | SAME
+"""Functions that move entries of their first argument."""
 JOINS = {
     *("cat", "columnstack", "concat", "concatenate", "dstack", "hstack", "padsequence", "rowstack", "stack", "vstack"),
 }
@@ -69,8 +78,11 @@ PLACES = {"indexcopy", "indexput", "maskedscatter", "scatter", "setitem"}
 SUMS = {"indexadd", "scatteradd"}
 """Functions that add the entries of their last argument to their first one."""
 PADS = {"pad", "constantpadnd"}
-ALONG = {"cat": 1, "concat": 1, "concatenate": 1, "gather": 1, "indexadd": 1, "indexcopy": 1, "indexselect": 1}
-ALONG |= {"scatter": 1, "scatteradd": 1, "scatterreduce": 1, "repeatinterleave": 2, "roll": 2, "takealongdim": 2}
+ALONG = {
+    **dict.fromkeys(("cat", "concat", "concatenate", "gather", "indexadd", "indexcopy", "indexselect", "scatter"), 1),
+    **dict.fromkeys(("scatteradd", "scatterreduce"), 1),
+    **dict.fromkeys(("repeatinterleave", "roll", "takealongdim"), 2),
+}
 """The place of the dimension among the arguments of functions that move entries along one."""
 SHAPES = {"resize", "resizeas", "set"}
 KEEPS = {"asstrided", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze", "requiresgrad"}
@@ -171,16 +183,15 @@ class Functions:
     def _after(self, call: "_Call", outputs: Sequence[Tensor]) -> Sequence[Labels]:
         """The labels of new outputs of a function that got labels."""
         name, labels, count = call.name, call.labels, self._provenance.count
-        if name in ELEMENTS and len(labels) == 1 and isinstance(labels.get(0), int) and labels[0] is not LOST:
-            if call.leaves[0].shape == outputs[0].shape:  # most functions
-                return [labels[0]] * len(outputs)
+        if name in ELEMENTS and [*labels] == [0] and call.leaves[0].shape == outputs[0].shape:  # most functions
+            return [labels[0]] * len(outputs)
         if "out" in call.kwargs:
             return [LOST] * len(outputs)
         if name in SAME and isinstance(labels.get(0), int):
             return [labels[0]]
         if name in PADS:
             return [self._padded(call, outputs[0])]
-        moves = [*labels] if name in JOINS else [0] if name in MOVES | SAME and 0 in labels else []
+        moves = [*labels] if name in JOINS else [0] if name in MOVES and 0 in labels else []
         if moves:
             if any(labels[i] is LOST for i in moves):
                 return [LOST] * len(outputs)
@@ -218,7 +229,7 @@ class Functions:
         found = LOST if labels is LOST else beside(Part(labels, tensor.shape), output.shape, count, dims)
         if found is not LOST or labels is LOST:
             return found
-        full = self._full(tensor, labels)
+        full = self._numbers(call, [0])[0]
         mode = next((x for x in call.leaves if isinstance(x, str)), "constant")
         full = F.pad(full, list(pads), value=LOST) if mode == "constant" else F.pad(full, list(pads), mode)
         found = simplest(full.long(), output.shape, count)
@@ -274,7 +285,9 @@ class Functions:
         if first.dtype in (torch.bool, torch.uint8):
             if len(indices) > 1 or leaves[0].shape[: first.ndim] != first.shape:
                 return LOST
-            labels = self._full(first, call.labels[next(iter(indices))])[first]
+            labels = (
+                wider(call.labels[next(iter(indices))], first.shape, count).to(first.device).expand(first.shape)[first]
+            )
         else:
             shape = torch.broadcast_shapes(*(x.shape for x in indices.values()))
             parts = [Part(found, leaves[i].shape) for i, found in call.labels.items()]
@@ -299,7 +312,7 @@ class Functions:
             tensor, name = tensor.detach()[args[1]], "copy"  # a view, whose place in the memory says it all
             before = self._provenance.of_version(tensor, version)
         if name == "copy":
-            found = beside(Part(known[last], leaves[last].shape), tensor.shape, count, ()) if last in known else before
+            found = beside(Part(known[last], leaves[last].shape), tensor.shape, count) if last in known else before
         elif name in PLACES or name in SUMS:
             found = self._placed(call, tensor)
         elif name in SHAPES or not is_listed(name.removeprefix("i")):
@@ -319,15 +332,11 @@ class Functions:
         found = {
             i: wider(call.labels.get(i), leaves[i].shape, count).to(leaves[i].device, torch.float32) for i in places
         }
-        sizes = {dim: max(x.shape[dim] for x in found.values() if x.ndim >= -dim) for dim in free}
+        sizes: dict[int, int] = {dim: max(x.shape[dim] for x in found.values() if x.ndim >= -dim) for dim in free}
         return {
-            i: x.expand([sizes.get(place - x.ndim, size) for place, size in enumerate(leaves[i].shape)])
+            i: x.expand([sizes[j - x.ndim] if j - x.ndim in free else n for j, n in enumerate(leaves[i].shape)])
             for i, x in found.items()
         }
-
-    def _full(self, tensor: Tensor, labels: Labels) -> Tensor:
-        """The label of each entry of a tensor, as a number that all functions take."""
-        return wider(labels, tensor.shape, self._provenance.count).to(tensor.device, torch.float32).expand(tensor.shape)
 
 
 class _Call:
@@ -410,4 +419,4 @@ def _key(name: str) -> str:
     return name.replace("_", "")
 
 
-LISTED = MOVES | SAME | JOINS | PLACES | SUMS | PADS | SHAPES | KEEPS | TENSORS | {"scatterreduce"}
+LISTED = VIEWS | MOVES | JOINS | PLACES | SUMS | PADS | SHAPES | KEEPS | TENSORS | {"scatterreduce"}

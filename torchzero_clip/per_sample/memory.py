@@ -30,7 +30,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Layout":
-        return cls(tensor.shape, tensor.stride(), tensor.storage_offset())
+        return cls(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     @property
     def end(self) -> int:

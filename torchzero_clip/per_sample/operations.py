@@ -3,10 +3,13 @@
 Names have no underscores: "maskedfill" stands for `masked_fill` and `masked_fill_`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
-from torchzero_clip.per_sample.labels import LOST, Known, Labels, agree
+import torch
+
+from torchzero_clip.per_sample.labels import LOST, Known, agree
 from torchzero_clip.per_sample.layout import moved
 
 
@@ -15,13 +18,14 @@ def _names(text: str) -> frozenset[str]:
 
 
 ELEMENTS = _names("""
-    abs acos add addcdiv addcmul alias and atan2 bernoulli bfloat16 bool ceil celu clamp clamp_max clamp_min clip clone
-    contiguous copy copysign cos cpu cuda data detach div double dropout elu empty_like eq erf exp expm1 fill float
-    floor floor_divide floordiv full_like ge gelu gt half hardsigmoid hardswish hardtanh index_fill int invert isfinite isinf isnan
-    le leaky_relu lerp log log1p log_sigmoid logical_and logical_not logical_or logsigmoid long lt masked_fill maximum
-    minimum mish mod mul multiply nan_to_num native_dropout ne neg negative ones_like or pow prelu radd rand_like
-    randn_like reciprocal relu relu6 remainder rmul round rpow rsqrt rsub rtruediv selu sigmoid sign silu sin softplus
-    sqrt square sub subtract tanh threshold to to_copy tril triu true_divide truediv type type_as where xlogy zeros_like
+    abs acos add addcdiv addcmul alias and atan2 bernoulli bfloat16 bool ceil celu clamp clamp_max clamp_min clip
+    clone contiguous copy copysign cos cpu cuda data detach div double dropout elu empty_like eq erf exp expm1 fill
+    float floor floor_divide floordiv full_like ge gelu gt half hardsigmoid hardswish hardtanh index_fill int invert
+    isfinite isinf isnan le leaky_relu lerp log log1p log_sigmoid logical_and logical_not logical_or logsigmoid long
+    lt masked_fill maximum minimum mish mod mul multiply nan_to_num native_dropout ne neg negative ones_like or pow
+    prelu radd rand_like randn_like reciprocal relu relu6 remainder rmul round rpow rsqrt rsub rtruediv selu sigmoid
+    sign silu sin softplus sqrt square sub subtract tanh threshold to to_copy tril triu true_divide truediv type
+    type_as where xlogy zeros_like
 """)
 """Functions of single elements."""
 ALONG = _names("""
@@ -75,6 +79,10 @@ MIX = _names("""
 ATTENTION = "scaleddotproduct"
 
 
+Way: TypeAlias = Callable[[int], int | None]
+"""Where a function takes a dimension; None if it sums over it."""
+
+
 class Part(NamedTuple):
     """An input of a function: its labels, its shape, and its place among the inputs."""
 
@@ -112,91 +120,64 @@ def unmoved(name: str, parts: Sequence[Part], shape: Sequence[int], count: int, 
     if count == 1:  # all values that depend on samples depend on this one
         return 1
     if name in ELEMENTS:  # values of unknown samples may be statistics of the batch, which the check of gradients finds
-        return _common([beside(part, shape, count, ()) for part in parts if part.labels is not LOST], shape, count)
-    if any(part.labels is LOST for part in parts):
+        parts = [part for part in parts if part.labels is not LOST]
+    found = [_carried(part, shape, count, _way(name, part, shape, dims)) for part in parts]
+    if not found or any(x is LOST for x in found):
         return LOST
-    if name in REDUCES:
-        return _common([_reduced(part, shape, count, dims) for part in parts], shape, count)
-    if name in ALONG or name in LAST or name.startswith(ATTENTION):
-        return _common([beside(part, shape, count, dims) for part in parts], shape, count)
-    if name in PRODUCTS:  # similarities of samples have those of the left
-        kept = [_multiplied(name, part, shape, count) for part in parts]
-        return LOST if LOST in (x for x in kept if isinstance(x, int)) else _common(kept[:1], shape, count)
-    if name in ROWS:
-        return _common([_entered(part, shape, count) for part in parts], shape, count)
-    if name in CHANNELS or name.startswith(BATCHED):
-        only = 1 if name in CHANNELS else 0
-        other = [dim for dim in range(max(map(len, (x.shape for x in parts)))) if dim != only]
-        second = any(part.place for part in parts) and not name.startswith("grid")
-        return LOST if second else _common([beside(part, shape, count, other) for part in parts], shape, count)
-    return LOST
+    if name in PRODUCTS:
+        return found[0]  # similarities of samples have those of the left
+    return found[0] if all(agree(found[0], x, shape, count) for x in found[1:]) else LOST
 
 
-def _common(labels: Sequence[Known], shape: Sequence[int], count: int) -> Known:
-    """The labels of the parts, if no two of them differ."""
-    if not labels or any(x is LOST for x in labels):
-        return LOST
-    return labels[0] if all(agree(labels[0], x, shape, count) for x in labels[1:]) else LOST
-
-
-def beside(part: Part, shape: Sequence[int], count: int, dims: Collection[int]) -> Known:
+def beside(part: Part, shape: Sequence[int], count: int, dims: Collection[int] = ()) -> Known:
     """The labels of a part after a function along other dimensions, aligned as in broadcasting."""
-    labels, before = part.labels, part.shape
-    wider = len(shape) - len(before)
-    if isinstance(labels, int):
-        if not dims and tuple(before) == tuple(shape):
-            return labels
-        found = moved(labels, before, shape, count, lambda dim: None if dim in dims else dim + wider)
-        return LOST if found is None else found
-    if wider < 0 or any(labels.shape[dim] != 1 for dim in dims):
-        return LOST
-    fits = all(size in (1, now) for size, now in zip(labels.shape, shape[wider:], strict=True))
-    return labels[(None,) * wider] if fits else LOST
+    return _carried(part, shape, count, _aligned(part, shape, dims))
 
 
-def _reduced(part: Part, shape: Sequence[int], count: int, dims: Collection[int]) -> Known:
-    labels, before = part.labels, part.shape
-    if len(shape) == len(before):  # the dimensions are kept, with size 1
-        dims = dims or range(len(before))
-        return beside(part, shape, count, dims)
-    gone = [dim for dim in range(len(before)) if dim in dims or not dims]
-    kept = [dim for dim in range(len(before)) if dim not in gone]
-    if isinstance(labels, int):
-        found = moved(labels, before, shape, count, lambda dim: kept.index(dim) if dim in kept else None)
-        return LOST if found is None else found
-    if any(labels.shape[dim] > 1 for dim in gone):
-        return LOST
-    if not labels.numel():  # what is reduced from nothing belongs to no sample
-        labels = labels.new_full([max(n, 1) for n in labels.shape], LOST)
-    return labels.reshape([labels.shape[dim] for dim in kept])
-
-
-def _multiplied(name: str, part: Part, shape: Sequence[int], count: int) -> Known:
-    """The labels of a factor of a product of matrices."""
-    labels, before, wider = part.labels, part.shape, len(shape) - len(part.shape)
-    place = part.place - PRODUCTS[name]
-    if place < 0:  # what is added
-        return beside(part, shape, count, ())
-    summed = len(before) - 1 - (place == 1 and len(before) > 1)  # the dimension that it sums over
-    if place == 1 and (name == "linear" or name in DISTANCES):
-        return LOST
-    if isinstance(labels, int):
-        more = wider if name in ("matmul", "rmatmul") and wider > 0 else 0
-        stays = name in DISTANCES
-        found = moved(labels, before, shape, count, lambda dim: dim + more if dim != summed or stays else None)
-        return LOST if found is None else found
-    if labels.shape[summed] != 1 or place == 1:
-        return LOST
-    depth = max((dim + 1 for dim, size in enumerate(labels.shape) if size != 1), default=0)
-    fits = wider <= 0 and tuple(shape[:depth]) == tuple(before[:depth])
-    return labels.reshape(*labels.shape[:depth], *[1] * (len(shape) - depth)) if fits else LOST
-
-
-def _entered(part: Part, shape: Sequence[int], count: int) -> Known:
-    """The labels of entries that get further dimensions behind theirs."""
+def _carried(part: Part, shape: Sequence[int], count: int, to: Way) -> Known:
+    """The labels after a function that takes each dimension of a part to another place."""
     labels, before = part.labels, part.shape
     if isinstance(labels, int):
-        found = moved(labels, before, shape, count, lambda dim: dim)
+        found = None if labels is LOST else moved(labels, before, shape, count, to)
         return LOST if found is None else found
-    fits = tuple(shape[: len(before)]) == tuple(before)
-    return labels.reshape(*labels.shape, *[1] * (len(shape) - len(before))) if fits else LOST
+    if not labels.numel() and math.prod(shape):  # what is reduced from nothing belongs to no sample
+        return torch.full([1] * len(shape), LOST, device=labels.device)
+    sizes = [1] * len(shape)
+    for dim, size in enumerate(labels.shape):
+        place = dim if size == 1 else to(dim)
+        if size != 1 and (place is None or not 0 <= place < len(shape) or shape[place] != before[dim]):
+            return LOST
+        if size != 1 and place is not None:
+            sizes[place] = size
+    return labels.reshape(sizes)
+
+
+def _aligned(part: Part, shape: Sequence[int], dims: Collection[int]) -> Way:
+    wider = len(shape) - len(part.shape)
+    return lambda dim: None if dim in dims else dim + wider
+
+
+def _way(name: str, part: Part, shape: Sequence[int], dims: Collection[int]) -> Way:
+    """Where a function takes the dimensions of a part."""
+    ndim, wider = len(part.shape), len(shape) - len(part.shape)
+    if name in ELEMENTS:
+        return _aligned(part, shape, ())
+    if name in REDUCES and wider:  # else it keeps the dimensions, with size 1
+        kept = [dim for dim in range(ndim) if dims and dim not in dims]
+        return lambda dim: kept.index(dim) if dim in kept else None
+    if name in REDUCES or name in ALONG or name in LAST or name.startswith(ATTENTION):
+        return _aligned(part, shape, dims or (range(ndim) if name in REDUCES else ()))
+    if name in PRODUCTS and (place := part.place - PRODUCTS[name]) >= 0:  # else it is added
+        if place == 1 and (name == "linear" or name in DISTANCES):
+            return lambda dim: None
+        summed = None if name in DISTANCES else ndim - 1 - (place == 1 and ndim > 1)
+        more = max(wider, 0) if name in ("matmul", "rmatmul") else 0
+        return lambda dim: None if dim == summed else dim + more
+    if name in PRODUCTS:
+        return _aligned(part, shape, ())
+    if name in ROWS:
+        return lambda dim: dim
+    if (name in CHANNELS or name.startswith(BATCHED)) and (not part.place or name.startswith("grid")):
+        only = 1 if name in CHANNELS else 0
+        return lambda dim: dim if dim == only else None
+    return lambda dim: None

@@ -70,8 +70,9 @@ class Provenance:
 
     def note_node(self, tensor: Tensor, labels: Labels) -> None:
         """Store what a function that is not seen may ask of its input."""
-        if tensor.grad_fn is not None:
-            tensor.grad_fn.metadata.setdefault(self, {})[tensor.output_nr] = labels
+        node: Any = tensor.grad_fn
+        if node is not None:
+            node.metadata.setdefault(self, {})[tensor.output_nr] = labels
 
     def note_change(self, tensor: Tensor, labels: Labels) -> None:
         """Store the labels of a tensor that was changed in place, and so those of its part of the memory."""
@@ -220,7 +221,7 @@ class Provenance:
             variable = getattr(node, "variable", None)
             shape = node._input_metadata[number].shape
             known[number] = self._kept(parts, shape) if variable is None else self.of(variable)
-        return known[number]
+        return node.metadata[self][number]
 
     def _kept(self, parts: Sequence[tuple[Labels, Sequence[int]]], shape: Sequence[int]) -> Labels:
         known = [(labels, before) for labels, before in parts if labels is not None]
