@@ -51,6 +51,19 @@ class BroadcastRow(Tensor):
             shape = (1,) * (ndim - self.ndim) + tuple(self.shape)
             return self._each.reshape(len(self._each), *shape[:dim], *shape[dim + 1 :]).movedim(0, dim)
 
+    def of_rows(self, samples: Tensor, ndim: int) -> Tensor | None:
+        """The copies for rows of several samples in a tensor with some dimensions; None if the value has their places.
+
+        ``samples`` has the sample of each entry of that tensor, as in `labels`.
+        """
+        depth = max((dim + 1 for dim, size in enumerate(samples.shape) if size != 1), default=1)
+        with DisableTorchFunctionSubclass():
+            if self.ndim > ndim - depth or bool((samples < 0).any()):
+                return None
+            shape = (1,) * (ndim - depth - self.ndim) + tuple(self.shape)
+            rows = samples.reshape(samples.shape[:depth]).to(self._each.device)
+            return self._each.reshape(len(self._each), *shape)[rows]
+
     def fits(self, ndim: int, dim: int) -> bool:
         """True if the value can be added to a tensor of the batch with some dimensions."""
         with DisableTorchFunctionSubclass():
@@ -211,6 +224,9 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
     ndim = max((x.ndim for x in others), default=0)
     if ndim and kind in ARITHMETIC:
         batch = [x for x in others if x.ndim]
+        if isinstance(samples := layer.labels(batch[0]), Tensor) and count > 1:
+            copies = [row.of_rows(samples, ndim) for row in rows] if len(batch) == 1 else [None]
+            return NotImplemented if any(x is None for x in copies) else call(*copies)
         if not all(x.ndim == ndim > dim and x.shape[dim] == count for x in batch) or not all(
             row.fits(ndim, dim) for row in rows
         ):

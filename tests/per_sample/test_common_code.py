@@ -1,0 +1,193 @@
+"""Models as people write them, with as many samples as anything else has by chance: right without a line of the user."""
+
+import copy
+
+import pytest
+import torch
+from per_sample.harness import Net, assert_close, by_backward, by_classic_form, clip, losses_of, norms_in_batch, weight
+from torch import nn
+from torch.nn import functional as F
+
+T, W = 4, 4
+FORMS = {"unchecked": lambda model: by_backward(model, verify="never"), "classic": by_classic_form}
+
+
+def lin(given=W, wanted=W):
+    return nn.Linear(given, wanted)
+
+
+def data(count, *shape):
+    return torch.randn(count, *shape, dtype=torch.float64)
+
+
+def sequences(count):
+    return (data(count, T, W),)
+
+
+def images(count):
+    return (data(count, W, T, T),)
+
+
+def padded(count):
+    mask = torch.arange(T) >= torch.randint(1, T + 1, (count, 1))
+    return data(count, T, W), mask
+
+
+def graphs(count):
+    """One graph of all samples: nodes, edges in both directions, and the sample of each node."""
+    sizes = torch.randint(1, 4, (count,))
+    of = torch.arange(count).repeat_interleave(sizes)
+    first = sizes.cumsum(0) - sizes
+    edges = [(first[i] + a, first[i] + b) for i in range(count) for a in range(sizes[i]) for b in range(sizes[i])]
+    return data(len(of), W), torch.tensor(edges).T, of
+
+
+def frozen(module):
+    return module.requires_grad_(False)
+
+
+def by_hand(m, x):
+    """LoRA on rows of several samples."""
+    rows = x.flatten(0, 1)
+    return (m.base(rows) + m.up(m.down(rows))).view(x.shape)
+
+
+def attention_with_padding(m, x, mask):
+    h = x + m.first(x)
+    h, _ = m.attention(h, h, h, key_padding_mask=mask, need_weights=False)
+    return m.last(h)
+
+
+def windows(m, x):
+    """Shifted windows, as Swin has them."""
+    h = m.first(x).roll((-1, -1), (1, 2))
+    h = h.view(len(x), 2, T // 2, 2, T // 2, W).permute(0, 1, 3, 2, 4, 5).reshape(-1, (T // 2) ** 2, W)
+    h = m.last(h).view(len(x), 2, 2, T // 2, T // 2, W).permute(0, 1, 3, 2, 4, 5).reshape(len(x), T, T, W)
+    return h.roll((1, 1), (1, 2))
+
+
+def heads(m, x):
+    q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in m.qkv(x).chunk(3, -1))
+    scores = (q @ k.transpose(-2, -1)).masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -9.0)
+    return m.last((scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape))
+
+
+def capacity(m, x):
+    """Experts with places, as in GShard: sums of products put tokens to places and back."""
+    tokens = m.first(x)
+    gates = m.router(tokens).softmax(-1)
+    chosen = F.one_hot(gates.argmax(-1), 2)
+    place = (chosen.cumsum(1) - 1).clamp(max=T - 1)
+    dispatch = (F.one_hot(place, T) * chosen[..., None]).to(x.dtype)
+    put = torch.einsum("bsec,bsm->ebcm", dispatch, tokens)
+    done = torch.stack([expert(part) for expert, part in zip(m.experts, put, strict=True)])
+    return torch.einsum("bsec,ebcm->bsm", dispatch * gates[..., None], done)
+
+
+def convolved(m, nodes, edges, of):
+    """A graph convolution with a bias, and the sum of the nodes of each sample."""
+    source, target = edges
+    degree = torch.zeros(len(nodes), dtype=nodes.dtype).index_add(0, target, torch.ones_like(target).to(nodes.dtype))
+    h = m.first(nodes)
+    weight = (degree[source] * degree[target]).rsqrt()
+    h = torch.zeros_like(h).index_add(0, target, h[source] * weight[:, None]) + m.bias
+    h = m.last(h.relu())
+    return torch.zeros(int(of.max()) + 1, W, dtype=h.dtype).index_add(0, of, h)
+
+
+def doubled(m, x):
+    h = m.first(x)
+    both = h.new_zeros(2 * len(h), *h.shape[1:])
+    both[: len(h)], both[len(h) :] = h, h.tanh()
+    return sum(m.last(both).chunk(2))
+
+
+def in_turn(m, x):
+    h = m.first(x)
+    both = h.new_zeros(2 * len(h), *h.shape[1:])
+    both[0::2], both[1::2] = h, h.tanh()
+    return m.last(both).view(len(h), 2, *h.shape[1:]).sum(1)
+
+
+def column_by_column(m, x):
+    h, result = m.first(x), torch.empty_like(x)
+    for i in range(T):
+        result[:, i] = m.last(h[:, i]) + (result[:, i - 1].detach() if i else 0.0)
+    return result
+
+
+MODELS = {
+    "InstanceNorm": (lambda m, x: m.last(m.norm(m.first(x)).movedim(1, -1)), images, {"norm": nn.InstanceNorm2d(W)}),
+    "InstanceNorm with weights": (
+        lambda m, x: m.last(m.norm(m.first(x)).movedim(1, -1)),
+        images,
+        {"norm": nn.InstanceNorm2d(W, affine=True)},
+    ),
+    "LoRA by hand": (by_hand, sequences, {"base": frozen(lin()), "down": lin(W, 2), "up": lin(2, W)}),
+    "frozen attention": (
+        attention_with_padding,
+        padded,
+        {"attention": frozen(nn.MultiheadAttention(W, 2, batch_first=True))},
+    ),
+    "normalized": (lambda m, x: m.last(F.normalize(m.first(F.normalize(x, dim=-1)), dim=-1)), sequences, {}),
+    "einsum of data": (lambda m, x: m.last(torch.einsum("bij,bkj->bik", x, x)), sequences, {}),
+    "einsum of positions": (
+        lambda m, x: m.last(torch.einsum("bij,ik->bkj", m.first(x), torch.ones(T, T, dtype=x.dtype).triu())),
+        sequences,
+        {},
+    ),
+    "tensordot of data": (lambda m, x: m.last(torch.tensordot(x, torch.eye(W).to(x), 1)), sequences, {}),
+    "windows": (windows, lambda count: (data(count, T, T, W),), {}),
+    "attention by hand": (heads, sequences, {"qkv": lin(W, 3 * W)}),
+    "halves": (doubled, sequences, {}),
+    "halves in turn": (in_turn, sequences, {}),
+    "column by column": (column_by_column, sequences, {}),
+    "nodes of two": (
+        lambda m, x: m.last(torch.cat([m.first(x), m.first(x).flip(1)]).view(2, -1, T, W)).sum(0),
+        sequences,
+        {},
+    ),
+    "numbers of samples": (
+        lambda m, x: m.last(m.first(x) * torch.arange(1.0, len(x) + 1).to(x).view(-1, 1, 1)),
+        sequences,
+        {},
+    ),
+    "upsampled": (lambda m, x: m.last(F.interpolate(m.first(x), scale_factor=2)[..., ::2, ::2]), images, {}),
+    "cosine": (
+        lambda m, x: m.last(F.cosine_similarity(m.first(x)[:, :, None], x[:, None], dim=-1)),
+        sequences,
+        {},
+    ),
+}
+
+
+def made(name):
+    torch.manual_seed(0)
+    forward, inputs, held = MODELS[name]
+    of_images = inputs is images
+    layers = {"first": nn.Conv2d(W, W, 1) if of_images else lin(), "last": lin()}
+    if name == "upsampled":
+        layers["last"] = nn.Conv2d(W, W, 1)
+    return Net(forward, **{**layers, **copy.deepcopy(held)}).double(), inputs
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", MODELS)
+def test_norms_are_those_of_one_backward_for_each_sample(name, form):
+    model, inputs = made(name)
+    step = FORMS[form](copy.deepcopy(model))
+    for count in (3, 4, 5, 8):
+        given = inputs(count)
+        expected = norms_in_batch(model, *given)
+        assert_close(step(lambda m, given=given: losses_of(m(*given)))[0], expected)
+
+
+def test_nodes_of_graphs_need_the_sample_of_each_node_only():
+    model = Net(convolved, first=lin(), last=lin(), bias=weight(W)).double()
+    own = copy.deepcopy(model)
+    with clip(own, verify="always") as clipper:
+        for count in (3, 4, 5, 8):
+            nodes, edges, of = graphs(count)
+            with clipper.rows(of, batch_size=count):
+                losses = losses_of(own(nodes, edges, of))
+            assert_close(clipper.backward(losses).norms, norms_in_batch(model, nodes, edges, of))
