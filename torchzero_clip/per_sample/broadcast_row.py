@@ -116,6 +116,8 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     layer = params[0]._layer
     found = layer.samples(input, input.ndim - 1)
     with DisableTorchFunctionSubclass():
+        if found.lost:
+            raise layer.unknown_rows()
         if found.kept is not None or weight.ndim != 2:
             return None
         copies = [param._each for param in params]

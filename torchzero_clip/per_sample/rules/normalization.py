@@ -61,7 +61,8 @@ class GroupNormRule(NormalizationRule):
         plain = len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} and module.bias is not None
         if not plain or not input.numel() or torch.is_autocast_enabled(input.device.type):
             return super().run(layer, input)
-        if layer.samples(input, 1).rows is not None:
+        found = layer.samples(input, 1)
+        if found.rows is not None or found.lost:
             return super().run(layer, input)
         output: Any = _GroupNorm.apply(layer.engine.anchor, input, layer, layer.engine.forward)
         layer.mark(output, 0)
