@@ -277,7 +277,6 @@ REFUSED = {
     "a mean": (lambda: Net(mixed, lin=lin()), losses_of, NOT_LINEAR),
     "a difference of two": (plain, lambda output: losses_of(output) - losses_of(output).roll(1), NOT_LINEAR),
     "rows of all": (lambda: Net(shared, lin=lin(), other=lin()), losses_of, NOT_LINEAR),
-    "in place": (plain, Fused.apply, NOT_LINEAR),
     "freed": (plain, Freed.apply, TWICE),
     "given away": (plain, lambda output: losses_of(GivesAway.apply(output)), TWICE),
     "float16": (plain, lambda output: losses_of(Half.apply(output).float()), "a part of the graph computes in float16"),

@@ -256,13 +256,13 @@ class CapturedLayer:
         ``samples`` is the input of the layer, if that may be one row for all samples.
         """
         before = output if output.requires_grad else None
-        anchor = self.engine.anchor
         rows = None if samples is None else samples.rows
         if rows is not None:
             contribute = _regrouping(contribute, rows.flatten(), self.engine.forward.batch_size)
         elif samples is not None and samples.lost:
-            anchor, contribute = self.engine.probe.lost(LostRows(self, contribute, samples.lost))
-        watched: Any = _Watched.apply(anchor, before, [output.detach()], inputs, self, contribute)
+            contribute = LostRows(self, contribute, samples.lost)
+        where = None if samples is None else samples.dim if rows is None else rows
+        watched: Any = _Watched.apply(self.engine.anchor, before, [output.detach()], inputs, self, contribute, where)
         if rows is not None:
             self.mark(watched, rows.view(*rows.shape, *[1] * (watched.ndim - rows.ndim)))
         else:
@@ -356,8 +356,10 @@ class _Watched(torch.autograd.Function):
         inputs: Sequence[Tensor],
         layer: CapturedLayer,
         contribute: Callable[..., Sequence[Contribution]],
+        where: int | Tensor | None,
     ) -> Tensor:
         ctx.layer, ctx.of, ctx.contribute, ctx.goes_on = layer, layer.engine.forward, contribute, before is not None
+        ctx.where, ctx.call = where, contribute if isinstance(contribute, LostRows) else None
         ctx.save_for_backward(*(x.detach() for x in inputs))
         return output[0]  # passed in a list, it counts as created here, so later layers may change it in place
 
@@ -366,14 +368,16 @@ class _Watched(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         layer, grad = ctx.layer, grads[0]
         if layer.engine.probes:
-            if isinstance(ctx.contribute, LostRows):
-                ctx.contribute.compare(grad)
+            if ctx.call is not None:
+                ctx.call.compare(grad)
         elif layer.engine.wants(layer):
             inputs = saved_tensors(ctx, layer, "the input")
             own = grad.clone() if layer.engine.repeats else grad  # a loss may write into it in the next backward
+            if ctx.where is not None and not isinstance(ctx.call, LostRows):
+                ctx.call = layer.engine.probe.known(layer, ctx.where, own)
             with without_autocast(grad):
                 layer.engine.add(layer, ctx.of, ctx.contribute(own, *inputs))
-        return None, grad if ctx.goes_on else None, None, None, None, None
+        return None, grad if ctx.goes_on else None, None, None, None, None, None
 
 
 def saved_tensors(ctx: Any, layer: CapturedLayer, name: str) -> tuple[Tensor, ...]:

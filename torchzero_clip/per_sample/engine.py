@@ -340,25 +340,17 @@ class Engine:
         """
         before, self.captured = self.captured, CapturedGradients("low")
         try:
-            self.repeat(losses, chosen.to(losses), [self.anchor, self.probe.anchor])
+            self.repeat(losses, chosen.to(losses))
             return {key: squares for key, (_, squares) in self.captured.gathered().items()}
         finally:
             self.captured = before
 
-    def repeat(
-        self,
-        losses: Tensor,
-        weights: Tensor,
-        inputs: list[Tensor],
-        *,
-        probes: bool = False,
-        retain_graph: bool = True,
-    ) -> None:
+    def repeat(self, losses: Tensor, weights: Tensor, *, probes: bool = False, retain_graph: bool = True) -> None:
         """Run one more backward, of losses times weights, as a check or as a probe. It changes no ``.grad``."""
         before, retained = self.phase, [(x, x.grad) for x in self.retained()]
         self.phase = Phase.PROBE if probes else Phase.CHECK
         try:
-            torch.autograd.backward(losses, weights, retain_graph=retain_graph, inputs=inputs)
+            torch.autograd.backward(losses, weights, retain_graph=retain_graph, inputs=[self.anchor])
         finally:
             self.phase = before
             for x, grad in retained:

@@ -13,40 +13,68 @@ import torch
 from torch import Tensor
 
 from torchzero_clip.per_sample.autograd_graph import nodes_of
-from torchzero_clip.per_sample.contributions import Contribution
+from torchzero_clip.per_sample.contributions import PIECE, Contribution
 from torchzero_clip.per_sample.row_products import regrouped
 from torchzero_clip.per_sample.squared_norms import without_autocast
 
-BASE = 64  # the powers are 2 to 2**64: float32 has room for gradients of up to 2**63
+POWERS = 64  # from 2 to 2**64: float32 has room for gradients of up to 2**63
+BASE = 2 * POWERS  # each power has both signs
+SPARE = 8  # a wrong ratio that is a power by chance is rarely that of another sample: they use an eighth at most
 NORMAL = 2.0**26  # times the smallest normal number: larger gradients are rounded as their multiples are
 UNDERFLOW = 4.0  # times the smallest normal number: what underflow may change in an entry of a row
 REENTRANT = "a checkpoint with use_reentrant=True hides them"
 
 
-class LostRows:
-    """One call of a layer with rows of unknown samples. It is the function that makes the contributions of the call.
+class Call:
+    """The gradient of the output of one call of a layer in the first backward, and how further ones differ from it."""
 
-    Args:
-        layer: The layer.
-        contribute: Makes the contributions of the call, with each row as a sample.
-        depth: The number of first dimensions of the output that tell rows apart.
-    """
-
-    def __init__(self, layer: Any, contribute: Callable[..., Sequence[Contribution]], depth: int) -> None:
+    def __init__(self, layer: Any, depth: int) -> None:
         self.layer = layer
-        self.seen: int = layer.engine.forward.batch_size
-        """The number of samples in the forward."""
-        self._contribute = contribute
-        self._depth = depth
-        self._rows: Tensor | None = None
-        self._count = 0
+        self.depth = depth
+        """The number of first dimensions that tell rows apart."""
         self.clear()
 
     def clear(self) -> None:
-        """Drop what backwards have brought. Samples that were found stay."""
-        self._grad: Tensor | None = None
-        self._inputs: tuple[Tensor, ...] = ()
-        self._digits: list[Tensor] = []
+        """Drop what backwards have brought."""
+        self.grad: Tensor | None = None
+        self.inputs: tuple[Tensor, ...] = ()
+        self.digits: list[Tensor] = []
+
+    def compare(self, grad: Tensor) -> None:
+        """Note the ratio of each row of a gradient to that of the first backward, as `_ratios` gives it."""
+        if self.grad is None:
+            return
+        shape = self.grad.shape[: self.depth]
+        first, grad = (x.reshape(shape.numel(), -1) for x in (self.grad, grad.detach()))
+        step = max(1, PIECE // first[:1].nbytes) if first.is_cpu and first.numel() else max(len(first), 1)
+        found = [_ratios(*pair) for pair in zip(first.split(step), grad.split(step), strict=True)]
+        self.digits.append(torch.cat(found).view(shape))
+
+    def samples(self, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The sample of each row, whether it is known, and whether it may be any."""
+        digits = torch.stack(self.digits)
+        free, ordered = digits.lt(0).all(0), numbers.to(digits.device).sort()
+        number = torch.zeros_like(digits[0])
+        for place, digit in enumerate(digits):
+            number += (digit - 1) * BASE**place
+        place = torch.searchsorted(ordered.values, number).clamp(max=len(numbers) - 1)
+        return ordered.indices[place], digits.gt(0).all(0) & (ordered.values[place] == number), free
+
+
+class LostRows(Call):
+    """A call with rows of unknown samples. It is the function that makes the contributions of the call.
+
+    ``contribute`` makes them with each row as a sample.
+    """
+
+    def __init__(self, layer: Any, contribute: Callable[..., Sequence[Contribution]], depth: int) -> None:
+        super().__init__(layer, depth)
+        self.seen: int = layer.engine.forward.batch_size
+        """The number of samples in the forward."""
+        self._contribute = contribute
+        self._rows: Tensor | None = None
+        self._count = 0
+        layer.engine.probe.live.add(self)
 
     def __call__(self, grad: Tensor, *inputs: Tensor) -> Sequence[Contribution]:
         """The contributions; none if the samples are not known yet."""
@@ -58,59 +86,58 @@ class LostRows:
             raise self.layer.unknown_rows(instead=", or use backward(losses)")
         if not passes:
             raise self.refusal(REENTRANT)
-        self._grad, self._inputs = grad, inputs
+        self.grad, self.inputs = grad, inputs
         return []
 
-    def refusal(self, reason: object) -> ValueError:
+    def refusal(self, reason: str) -> ValueError:
         """The error for rows whose samples cannot be found."""
         return self.layer.unknown_rows(why=f", and backward(losses) cannot find them: {reason}")
 
-    def compare(self, grad: Tensor) -> None:
-        """Note by which power of two each row of a gradient is larger than in the first backward.
-
-        It is 0 for any other ratio, and -1 for rows of zeros, which may belong to any sample.
-        """
-        if self._grad is None:
-            return
-        first, grad = self._grad.flatten(self._depth), grad.detach().flatten(self._depth)
-        if not first.numel():
-            self._digits.append(torch.full(first.shape[:-1], -1, device=first.device))
-            return
-        tiny, eps = torch.finfo(first.dtype).tiny, torch.finfo(first.dtype).eps
-        large, larger = (x.abs().amax(-1) for x in (first, grad))
-        digit = (larger / large).log2().round().nan_to_num(0, 0, 0).clamp(0, BASE).long()
-        shares = torch.tensor([2.0**-place for place in range(BASE + 1)], dtype=first.dtype, device=first.device)
-        error = (grad * shares[digit].unsqueeze(-1)).sub_(first).abs_().amax(-1)
-        rounding = 0.0 if first.is_cpu else eps**0.5  # other devices may add up in another order each time
-        fits = (error <= large * rounding + tiny * UNDERFLOW) & (large >= tiny * NORMAL)
-        free = (large == 0) & (larger < tiny * NORMAL)
-        self._digits.append(torch.where(free, -1, torch.where(fits, digit, 0)))
-
-    def found(self, numbers: Tensor, passes: int, losses: Tensor) -> list[Contribution]:
-        """The contributions, with the samples that have these numbers, whose digits in base 64 were the powers.
+    def found(self, numbers: Tensor, losses: Tensor) -> Sequence[Contribution]:
+        """The contributions, once the further backwards have run.
 
         Raises:
             ValueError: If the samples of some rows cannot be found.
         """
-        grad, inputs, digits = self._grad, self._inputs, self._digits
-        if grad is None:
+        if (grad := self.grad) is None:
             return []
-        if len(digits) != passes:
+        if not self.digits:
             raise self.refusal(REENTRANT)
-        self.clear()
-        free = torch.stack(digits).lt(0).all(0)
-        known = free | torch.stack(digits).gt(0).all(0)
-        number = sum(((digit - 1) * BASE**place for place, digit in enumerate(digits)), torch.zeros_like(digits[0]))
-        ordered, samples = numbers.to(grad.device).sort()
-        place = torch.searchsorted(ordered, number).clamp(max=len(ordered) - 1)
-        known &= free | (ordered[place] == number)
-        if not bool(known.all()):
-            raise self.refusal(_reason(grad.flatten(self._depth)[~known], losses))
-        usual = torch.arange(len(free), device=grad.device).clamp(max=len(losses) - 1)
-        rows = torch.where(free, usual.view(-1, *[1] * (free.ndim - 1)), samples[place])
-        self._rows, self._count = rows.flatten(), len(losses)
+        rows, known, free = self.samples(numbers)
+        if not bool((known | free).all()):
+            raise self.refusal(_reason(grad.flatten(self.depth)[~(known | free)], losses))
+        usual = torch.arange(len(rows), device=rows.device).clamp(max=len(losses) - 1)
+        self._rows = torch.where(free, usual.view(-1, *[1] * (rows.ndim - 1)), rows).flatten()
+        self._count = len(losses)
         with without_autocast(grad):
-            return list(self(grad, *inputs))
+            return self(grad, *self.inputs)
+
+
+class KnownRows(Call):
+    """A call with labels: ``where`` is the dimension of the samples, or the sample of each row."""
+
+    def __init__(self, layer: Any, where: int | Tensor, grad: Tensor) -> None:
+        super().__init__(layer, where.ndim if isinstance(where, Tensor) else where + 1)
+        self._where = where
+        self.grad = grad
+
+    def check(self, numbers: Tensor) -> None:
+        """Raise a RuntimeError if the loss of a sample gives a gradient to rows of another sample."""
+        assert self.grad is not None
+        if not self.digits:
+            return
+        where = self._where
+        if not isinstance(where, Tensor):
+            where = torch.arange(self.grad.shape[where])
+        rows, known, free = self.samples(numbers)
+        large = self.grad.flatten(self.depth).abs()
+        large = large.amax(-1) if large.ndim > rows.ndim else large
+        untold = (large < torch.finfo(large.dtype).tiny * NORMAL) | ~large.isfinite()
+        if not bool((free | untold | (known & (rows == where.to(rows.device)))).all()):
+            raise RuntimeError(
+                f"the model or the loss mixes or reorders samples, in {self.layer} or later: check_per_sample names "
+                "the module. Nothing was changed"
+            )
 
 
 class Probe:
@@ -123,76 +150,91 @@ class Probe:
         self.possible = possible
         self.passes: int | None = None
         """The number of further backwards while `backward(losses)` runs, else None."""
-        self.anchor = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
-        """An input of every call with lost rows, so that a backward can be asked for these calls alone."""
         self.live: WeakSet[LostRows] = WeakSet()
         """The calls whose graphs exist."""
         self._engine = engine
-        self._calls: list[LostRows] = []  # those of the losses
-        self._numbers = torch.zeros(0, dtype=torch.int64, device="cpu")  # of the samples
+        self._lost: list[LostRows] = []
+        self._known: list[KnownRows] = []
+        self._numbers = torch.zeros(0, dtype=torch.int64, device="cpu")  # of the samples: their digits are the powers
         self._random = random.Random(0)
-
-    def lost(self, call: LostRows) -> tuple[Tensor, LostRows]:
-        """Note a call with lost rows. Return its anchor and the function that makes its contributions."""
-        self.live.add(call)
-        return self.anchor, call
 
     def plan(self, losses: Tensor) -> int:
         """The number of further backwards that are needed; 0 if no rows are lost.
-
-        The digits of these backwards can tell 64 times as many samples apart. So a wrong ratio that is a power of two
-        by chance has another number than the samples.
 
         Raises:
             ValueError: If a part of the graph computes in float16, whose gradients have no room for the powers.
         """
         nodes = list(nodes_of([losses])) if self.live else []
-        self._calls = [call for node in nodes if isinstance(call := getattr(node, "contribute", None), LostRows)]
-        if not self._calls:
+        self._lost = [call for node in nodes if isinstance(call := getattr(node, "contribute", None), LostRows)]
+        if not self._lost:
             return 0
         if any(part.dtype == torch.float16 for node in nodes for part in node._input_metadata):
-            raise self._calls[-1].refusal("a part of the graph computes in float16")
+            raise self._lost[-1].refusal("a part of the graph computes in float16")
         passes = 1
-        while BASE**passes < BASE * len(losses):
+        while BASE**passes < SPARE * len(losses):
             passes += 1
         return passes
 
+    def known(self, layer: Any, where: int | Tensor, grad: Tensor) -> KnownRows | None:
+        """Note a call with labels, which the further backwards have to confirm, if there are any."""
+        if not self._lost:
+            return None
+        self._known.append(call := KnownRows(layer, where, grad))
+        return call
+
     def run(self, losses: Tensor, *, retain_graph: bool) -> None:
         """Run the further backwards."""
-        engine, passes = self._engine, self.passes or 0
+        passes = self.passes or 0
         numbers = self._random.sample(range(BASE**passes), len(losses)) if passes else []
         self._numbers = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        inputs = [self.anchor, engine.anchor] if engine.processes.sharded else [self.anchor]
         for place in range(passes):
-            digits = self._numbers // BASE**place % BASE + 1
-            weights = torch.exp2(digits.double()).to(losses)
+            digits = [number // BASE**place % BASE for number in numbers]
+            weights = losses.new_tensor([(1 - digit // POWERS * 2) * 2.0 ** (1 + digit % POWERS) for digit in digits])
             try:
-                again = retain_graph or place < passes - 1
-                engine.repeat(losses, weights, inputs, probes=True, retain_graph=again)
+                self._engine.repeat(losses, weights, probes=True, retain_graph=retain_graph or place < passes - 1)
             except Exception as error:  # of a loss that frees its memory, for example
-                if not self._calls:  # they are in another process
+                if not self._lost:  # they are in another process
                     raise
                 raise self.refusal(error) from error
 
     def refusal(self, error: Exception) -> ValueError:
         """The error for a graph whose second backward raises an error."""
-        return self._calls[-1].refusal(f"the graph cannot run backward twice ({error})")
+        return self._lost[-1].refusal(f"the graph cannot run backward twice ({error})")
 
     def receive(self, losses: Tensor) -> None:
         """Make the contributions of calls with lost rows."""
         captured = self._engine.captured
-        for call in self._calls:
+        for call in self._lost:
             captured.saw(call.layer, call.seen)
-        captured.check_counts(len(losses), batch_first=self._engine.batch_first)
-        for call in self._calls:
-            for part in call.found(self._numbers, self.passes, losses):
+        if self._lost:
+            captured.check_counts(len(losses), batch_first=self._engine.batch_first)
+        for call in self._lost:
+            for part in call.found(self._numbers, losses):
                 self._engine.receive(call.layer, part)
+        for call in self._known:
+            call.check(self._numbers)
 
     def clear(self) -> None:
         """End `backward(losses)`."""
-        for call in self._calls:
+        for call in (*self._lost, *self._known):
             call.clear()
-        self._calls, self.passes = [], None
+        self._lost, self._known, self.passes = [], [], None
+
+
+def _ratios(first: Tensor, grad: Tensor) -> Tensor:
+    """The numbers of the signed powers of two between rows, 1 to 128; 0 for other ratios; -1 for rows of zeros."""
+    if not first.numel():
+        return torch.full(first.shape[:1], -1, device=first.device)
+    bounds = torch.finfo(first.dtype)
+    large, larger = (x.abs().amax(1) for x in (first, grad))
+    power = (larger / large).log2().round().nan_to_num(0, 0, 0).clamp(0, POWERS).long()
+    shares = torch.tensor([2.0**-place for place in range(POWERS + 1)], dtype=first.dtype, device=first.device)
+    share = grad * shares[power][:, None]
+    errors = [(share - first).abs_().amax(1), share.add_(first).abs_().amax(1)]  # of a positive and a negative ratio
+    rounding = 0.0 if first.is_cpu else bounds.eps**0.5  # other devices may add up in another order each time
+    fits = (torch.minimum(*errors) <= large * rounding + bounds.tiny * UNDERFLOW) & (large >= bounds.tiny * NORMAL)
+    number = torch.where(fits & (power > 0), power + POWERS * (errors[1] < errors[0]), 0)
+    return torch.where((large == 0) & (larger < bounds.tiny * NORMAL), -1, number)
 
 
 def _reason(rows: Tensor, losses: Tensor) -> str:

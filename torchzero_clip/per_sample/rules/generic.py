@@ -19,7 +19,7 @@ from torchzero_clip.compat import fully_sharded, get_unwrapped, is_batchedtensor
 from torchzero_clip.functional.shards import local
 from torchzero_clip.per_sample.broadcast_row import ARITHMETIC, HOOKS, is_row, row_of
 from torchzero_clip.per_sample.captured_gradients import in_backward
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, Samples
 from torchzero_clip.per_sample.comparison import differ
 from torchzero_clip.per_sample.contributions import Dense
 from torchzero_clip.per_sample.labels import LOST
@@ -234,7 +234,8 @@ def copy_of(layer: CapturedLayer, param: nn.Parameter, value: Tensor, count: int
     def contribute(grad: Tensor) -> list[Dense]:
         return [Dense(param, *wide(grad))]
 
-    return layer.watch(value.detach().expand(count, *value.shape), [], contribute)
+    copies = value.detach().expand(count, *value.shape)
+    return layer.watch(copies, [], contribute, Samples(copies, 0))
 
 
 def copies_of(layer: CapturedLayer, count: int) -> dict[str, Tensor]:
