@@ -339,6 +339,19 @@ def test_a_loss_that_writes_in_place_does_not_change_what_other_layers_have_got(
         assert_close(model.lin.weight.grad, expected.mean(0))
 
 
+def test_a_loss_that_writes_in_place_is_right_in_one_probe_and_refused_in_two():
+    model, x = plain().double(), data(count=16).double()
+    expected = gradients_in_batch(copied := copy.deepcopy(model), copied(x).square().sum(1))
+    with clip(model, 1e9, verify="always") as clipper:
+        clipper.backward(Fused.apply(model(x)))
+        for name, param in model.named_parameters():
+            assert_close(param.grad, expected[name].mean(0))
+        model.zero_grad()
+        with pytest.raises(ValueError, match=NOT_LINEAR):
+            clipper.backward(Fused.apply(model(data(count=17).double())))
+        assert all(param.grad is None for param in model.parameters())
+
+
 def test_kept_gradients_are_those_of_one_backward():
     model, x, scale = plain().double(), data().double(), torch.rand(W, dtype=torch.float64, requires_grad=True)
 
