@@ -376,7 +376,7 @@ def test_samples_that_mix_behind_lost_rows_are_found_by_the_check():
         return m.last(h) + h.detach() * m.last(h.roll(1, 0))
 
     model, x = Net(forward, first=lin(), last=lin()), data()
-    with clip(model) as clipper, pytest.raises((RuntimeError, ValueError), match="mixes or reorders|several samples"):
+    with clip(model) as clipper, pytest.raises((RuntimeError, ValueError), match=r"mixes or reorders|several samples"):
         clipper.backward(losses_of(model(x)))
 
 
@@ -393,6 +393,26 @@ def test_bfloat16_and_float32_find_the_rows_of_float64():
         other = copy.deepcopy(model).to(dtype)
         norms = clip(other).backward(losses_of(other(x.to(dtype)))).norms
         assert_close(norms.double(), expected, rtol=tolerance, atol=1e-9)
+
+
+def test_rows_behind_an_index_are_found_with_several_threads():
+    def forward(m, x):
+        rows, samples = moved(x)
+        index = torch.arange(len(rows)).repeat(200)
+        found = m.lin(rows)[index].tanh().view(200, len(rows), -1)
+        return summed((found * torch.linspace(-1, 2, 200)[:, None, None].to(x)).sum(0), samples, len(x))
+
+    model, x = Net(forward, lin=nn.Linear(16, 64)), data(16, count=50)
+    each = gradients_in_batch(wide := copy.deepcopy(model).double(), losses_of(wide(x.double())))
+    expected = torch.stack([grads.flatten(1).norm(dim=1) for grads in each.values()]).norm(dim=0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with clip(model, verify="never") as clipper:
+            for _ in range(3):
+                assert_close(clipper.backward(losses_of(model(x))).norms.double(), expected, rtol=1e-4)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_steps_without_lost_rows_run_one_backward():
@@ -446,8 +466,8 @@ def in_processes(kind):
             for name, param in getattr(wrapped, "module", wrapped).named_parameters():
                 grad = param.grad.full_tensor() if hasattr(param.grad, "full_tensor") else param.grad
                 assert_close(grad, torch.tensordot(factors, each[name], 1) / 129)
+        losses = losses_of(wrapped(own))
         with pytest.raises((ValueError, RuntimeError), match="belong to several samples"):
-            losses = losses_of(wrapped(own))
             clipper.backward(losses + (losses.roll(1) if dist.get_rank() else 0))
     return kind
 

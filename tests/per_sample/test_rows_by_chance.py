@@ -258,7 +258,7 @@ def test_moved_samples_are_followed_or_refused(of_data, move, classic):
         losses = model(x).square().sum(1)
         lost = len(clipper._engine.probe.live) > 0
         if lost and (classic or not of_data):
-            with pytest.raises((ValueError, RuntimeError), match="samples are not known|mixes or reorders samples"):
+            with pytest.raises((ValueError, RuntimeError), match=r"samples are not known|mixes or reorders samples"):
                 losses.sum().backward() if classic else clipper.backward(losses)
             return
         order = move(torch.arange(3.0, dtype=torch.float64)[:, None].expand(3, 6).contiguous())[:, 0]

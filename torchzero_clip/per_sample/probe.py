@@ -7,7 +7,7 @@ behind a backward that is not linear, has another ratio.
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -47,7 +47,9 @@ class Call:
         shape = self.grad.shape[: self.depth]
         first, grad = (x.reshape(shape.numel(), -1) for x in (self.grad, grad.detach()))
         step = max(1, PIECE // first[:1].nbytes) if first.is_cpu and first.numel() else max(len(first), 1)
-        found = [_ratios(*pair) for pair in zip(first.split(step), grad.split(step), strict=True)]
+        exact = first.is_cpu and self.layer.engine.probe.exact
+        pairs = zip(first.split(step), grad.split(step), strict=True)
+        found = [_ratios(*pair, 0.0 if exact else torch.finfo(first.dtype).eps ** 0.5) for pair in pairs]
         self.digits.append(torch.cat(found).view(shape))
 
     def samples(self, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,17 +76,17 @@ class LostRows(Call):
         self._contribute = contribute
         self._rows: Tensor | None = None
         self._count = 0
-        layer.engine.probe.live.add(self)
+        layer.engine.probe.live[self] = None
 
     def __call__(self, grad: Tensor, *inputs: Tensor) -> Sequence[Contribution]:
         """The contributions; none if the samples are not known yet."""
         if self._rows is not None:
             return [regrouped(part, self._rows, self._count) for part in self._contribute(grad, *inputs)]
-        passes = self.layer.engine.probe.passes
-        if passes is None:
-            self.layer.engine.clear()
-            raise self.layer.unknown_rows(instead=", or use backward(losses)")
-        if not passes:
+        engine = self.layer.engine
+        if engine.probe.passes is None:
+            engine.clear()
+            raise next(iter(engine.probe.live)).layer.unknown_rows(instead=", or use backward(losses)")
+        if not engine.probe.passes:
             raise self.refusal(REENTRANT)
         self.grad, self.inputs = grad, inputs
         return []
@@ -150,8 +152,10 @@ class Probe:
         self.possible = possible
         self.passes: int | None = None
         """The number of further backwards while `backward(losses)` runs, else None."""
-        self.live: WeakSet[LostRows] = WeakSet()
-        """The calls whose graphs exist."""
+        self.live: WeakKeyDictionary[LostRows, None] = WeakKeyDictionary()
+        """The calls whose graphs exist, in their order."""
+        self.exact = True
+        """Whether backwards on the CPU add up in the same order each time."""
         self._engine = engine
         self._lost: list[LostRows] = []
         self._known: list[KnownRows] = []
@@ -165,11 +169,14 @@ class Probe:
             ValueError: If a part of the graph computes in float16, whose gradients have no room for the powers.
         """
         nodes = list(nodes_of([losses])) if self.live else []
-        self._lost = [call for node in nodes if isinstance(call := getattr(node, "contribute", None), LostRows)]
+        calls = {getattr(node, "contribute", None) for node in nodes}
+        self._lost = [call for call in self.live if call in calls]
         if not self._lost:
             return 0
         if any(part.dtype == torch.float16 for node in nodes for part in node._input_metadata):
-            raise self._lost[-1].refusal("a part of the graph computes in float16")
+            raise self._lost[0].refusal("a part of the graph computes in float16")
+        # several threads add up the gradients of x[index] in another order each time, as other devices do for more
+        self.exact = torch.get_num_threads() == 1 or all(node.name() != "IndexBackward0" for node in nodes)
         passes = 1
         while BASE**passes < SPARE * len(losses):
             passes += 1
@@ -199,7 +206,7 @@ class Probe:
 
     def refusal(self, error: Exception) -> ValueError:
         """The error for a graph whose second backward raises an error."""
-        return self._lost[-1].refusal(f"the graph cannot run backward twice ({error})")
+        return self._lost[0].refusal(f"the graph cannot run backward twice ({error})")
 
     def receive(self, losses: Tensor) -> None:
         """Make the contributions of calls with lost rows."""
@@ -221,7 +228,7 @@ class Probe:
         self._lost, self._known, self.passes = [], [], None
 
 
-def _ratios(first: Tensor, grad: Tensor) -> Tensor:
+def _ratios(first: Tensor, grad: Tensor, rounding: float) -> Tensor:
     """The numbers of the signed powers of two between rows, 1 to 128; 0 for other ratios; -1 for rows of zeros."""
     if not first.numel():
         return torch.full(first.shape[:1], -1, device=first.device)
@@ -231,7 +238,6 @@ def _ratios(first: Tensor, grad: Tensor) -> Tensor:
     shares = torch.tensor([2.0**-place for place in range(POWERS + 1)], dtype=first.dtype, device=first.device)
     share = grad * shares[power][:, None]
     errors = [(share - first).abs_().amax(1), share.add_(first).abs_().amax(1)]  # of a positive and a negative ratio
-    rounding = 0.0 if first.is_cpu else bounds.eps**0.5  # other devices may add up in another order each time
     fits = (torch.minimum(*errors) <= large * rounding + bounds.tiny * UNDERFLOW) & (large >= bounds.tiny * NORMAL)
     number = torch.where(fits & (power > 0), power + POWERS * (errors[1] < errors[0]), 0)
     return torch.where((large == 0) & (larger < bounds.tiny * NORMAL), -1, number)
