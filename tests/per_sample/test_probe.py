@@ -267,7 +267,7 @@ def with_nan(losses):
     return losses * torch.tensor([1, 1, torch.nan, 1, 1])
 
 
-NOT_LINEAR = "some of them belong to several samples, or a function or a hook"
+NOT_LINEAR = "some belong to several samples, or a function or hook"
 TWICE = "the graph cannot run backward twice"
 REFUSED = {
     "a sign": (lambda: hooked(torch.sign), losses_of, NOT_LINEAR),
@@ -280,8 +280,8 @@ REFUSED = {
     "freed": (plain, Freed.apply, TWICE),
     "given away": (plain, lambda output: losses_of(GivesAway.apply(output)), TWICE),
     "float16": (plain, lambda output: losses_of(Half.apply(output).float()), "a part of the graph computes in float16"),
-    "small": (plain, lambda output: losses_of(output) * 1e-33, "some of their gradients are below 8e-31"),
-    "a NaN": (plain, lambda output: with_nan(losses_of(output)), r"not finite, as the losses of samples \[2\]"),
+    "small": (plain, lambda output: losses_of(output) * 1e-33, "their gradients are not finite or below 8e-31"),
+    "a NaN": (plain, lambda output: with_nan(losses_of(output)), r"not finite.*; losses of samples \[2\] are not"),
     "an inf": (plain, lambda output: losses_of(output) * 1e38 * 10, "not finite"),
 }
 

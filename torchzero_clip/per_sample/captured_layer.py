@@ -261,7 +261,7 @@ class CapturedLayer:
             contribute = _regrouping(contribute, rows.flatten(), self.engine.forward.batch_size)
         elif samples is not None and samples.lost:
             contribute = LostRows(self, contribute, samples.lost)
-        where = None if samples is None else samples.dim if rows is None else rows
+        where = None if samples is None or samples.lost else samples.dim if rows is None else rows
         watched: Any = _Watched.apply(self.engine.anchor, before, [output.detach()], inputs, self, contribute, where)
         if rows is not None:
             self.mark(watched, rows.view(*rows.shape, *[1] * (watched.ndim - rows.ndim)))
@@ -367,16 +367,16 @@ class _Watched(torch.autograd.Function):
     @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         layer, grad = ctx.layer, grads[0]
-        if layer.engine.probes:
-            if ctx.call is not None:
-                ctx.call.compare(grad)
-        elif layer.engine.wants(layer):
-            inputs = saved_tensors(ctx, layer, "the input")
-            own = grad.clone() if layer.engine.repeats else grad  # a loss may write into it in the next backward
-            if ctx.where is not None and not isinstance(ctx.call, LostRows):
-                ctx.call = layer.engine.probe.known(layer, ctx.where, own)
+        if layer.engine.wants(layer):
+            inputs, own = saved_tensors(ctx, layer, "the input"), grad
+            if layer.engine.repeats:
+                own = grad.clone()  # a loss may write into it in the next backward
+                if ctx.where is not None:
+                    ctx.call = layer.engine.probe.known(layer, ctx.where, own)
             with without_autocast(grad):
                 layer.engine.add(layer, ctx.of, ctx.contribute(own, *inputs))
+        elif ctx.call is not None and layer.engine.probes:
+            ctx.call.compare(grad)
         return None, grad if ctx.goes_on else None, None, None, None, None, None
 
 

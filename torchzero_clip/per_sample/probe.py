@@ -20,47 +20,51 @@ from torchzero_clip.per_sample.squared_norms import without_autocast
 POWERS = 64  # from 2 to 2**64: float32 has room for gradients of up to 2**63
 BASE = 2 * POWERS  # each power has both signs
 SPARE = 8  # a wrong ratio that is a power by chance is rarely that of another sample: they use an eighth at most
-NORMAL = 2.0**26  # times the smallest normal number: larger gradients are rounded as their multiples are
-UNDERFLOW = 4.0  # times the smallest normal number: what underflow may change in an entry of a row
+SMALL = 2.0**26  # in smallest normal numbers: larger gradients are rounded as their multiples are
+UNDERFLOW = 4.0  # in smallest normal numbers: what underflow may change in an entry of a row
+ZERO, UNTOLD = -1, -2  # ratios of rows of zeros, which may belong to any sample, and of rows that tell nothing
 REENTRANT = "a checkpoint with use_reentrant=True hides them"
 
 
 class Call:
-    """The gradient of the output of one call of a layer in the first backward, and how further ones differ from it."""
+    """The gradient of the output of one call of a layer in the first backward, and its ratios to those of others.
+
+    ``depth`` is the number of first dimensions that tell rows apart.
+    """
 
     def __init__(self, layer: Any, depth: int) -> None:
         self.layer = layer
-        self.depth = depth
-        """The number of first dimensions that tell rows apart."""
+        self._depth = depth
         self.clear()
 
     def clear(self) -> None:
         """Drop what backwards have brought."""
         self.grad: Tensor | None = None
         self.inputs: tuple[Tensor, ...] = ()
-        self.digits: list[Tensor] = []
+        self.ratios: list[Tensor] = []
 
     def compare(self, grad: Tensor) -> None:
-        """Note the ratio of each row of a gradient to that of the first backward, as `_ratios` gives it."""
+        """Note the ratio of each row in a further backward."""
         if self.grad is None:
             return
-        shape = self.grad.shape[: self.depth]
+        shape = self.grad.shape[: self._depth]
         first, grad = (x.reshape(shape.numel(), -1) for x in (self.grad, grad.detach()))
-        step = max(1, PIECE // first[:1].nbytes) if first.is_cpu and first.numel() else max(len(first), 1)
         exact = first.is_cpu and self.layer.engine.probe.exact
+        step = max(1, PIECE // first[:1].nbytes) if first.is_cpu and first.numel() else max(len(first), 1)
         pairs = zip(first.split(step), grad.split(step), strict=True)
         found = [_ratios(*pair, 0.0 if exact else torch.finfo(first.dtype).eps ** 0.5) for pair in pairs]
-        self.digits.append(torch.cat(found).view(shape))
+        self.ratios.append(torch.cat(found).view(shape))
 
-    def samples(self, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The sample of each row, whether it is known, and whether it may be any."""
-        digits = torch.stack(self.digits)
-        free, ordered = digits.lt(0).all(0), numbers.to(digits.device).sort()
-        number = torch.zeros_like(digits[0])
-        for place, digit in enumerate(digits):
-            number += (digit - 1) * BASE**place
+    def samples(self, numbers: Tensor) -> Tensor:
+        """The sample of each row by its ratios; `ZERO`, `UNTOLD` or, for wrong ratios, -3."""
+        ratios, ordered = torch.stack(self.ratios), numbers.to(self.ratios[0].device).sort()
+        number = sum(((ratio - 1) * BASE**place for place, ratio in enumerate(ratios)), torch.zeros_like(ratios[0]))
         place = torch.searchsorted(ordered.values, number).clamp(max=len(numbers) - 1)
-        return ordered.indices[place], digits.gt(0).all(0) & (ordered.values[place] == number), free
+        right = (ratios > 0).all(0) & (ordered.values[place] == number)
+        result = torch.where(right, ordered.indices[place], -3)
+        for kind in (ZERO, UNTOLD):
+            result = result.masked_fill((ratios == kind).all(0), kind)
+        return result
 
 
 class LostRows(Call):
@@ -103,13 +107,21 @@ class LostRows(Call):
         """
         if (grad := self.grad) is None:
             return []
-        if not self.digits:
+        if not self.ratios:
             raise self.refusal(REENTRANT)
-        rows, known, free = self.samples(numbers)
-        if not bool((known | free).all()):
-            raise self.refusal(_reason(grad.flatten(self.depth)[~(known | free)], losses))
+        rows = self.samples(numbers)
+        if bool((rows == UNTOLD).any()):
+            bad = (~losses.isfinite()).nonzero()[:, 0].tolist()
+            small = f"not finite or below {torch.finfo(grad.dtype).tiny * SMALL:.0e}"
+            raise self.refusal(
+                f"their gradients are {small}{f'; losses of samples {bad} are not finite' if bad else ''}"
+            )
+        if bool((rows < ZERO).any()):
+            raise self.refusal(
+                "some belong to several samples, or a function or hook has a backward that is not linear"
+            )
         usual = torch.arange(len(rows), device=rows.device).clamp(max=len(losses) - 1)
-        self._rows = torch.where(free, usual.view(-1, *[1] * (rows.ndim - 1)), rows).flatten()
+        self._rows = torch.where(rows == ZERO, usual.view(-1, *[1] * (rows.ndim - 1)), rows).flatten()
         self._count = len(losses)
         with without_autocast(grad):
             return self(grad, *self.inputs)
@@ -120,22 +132,13 @@ class KnownRows(Call):
 
     def __init__(self, layer: Any, where: int | Tensor, grad: Tensor) -> None:
         super().__init__(layer, where.ndim if isinstance(where, Tensor) else where + 1)
-        self._where = where
+        self._where = where if isinstance(where, Tensor) else torch.arange(grad.shape[where])
         self.grad = grad
 
     def check(self, numbers: Tensor) -> None:
         """Raise a RuntimeError if the loss of a sample gives a gradient to rows of another sample."""
-        assert self.grad is not None
-        if not self.digits:
-            return
-        where = self._where
-        if not isinstance(where, Tensor):
-            where = torch.arange(self.grad.shape[where])
-        rows, known, free = self.samples(numbers)
-        large = self.grad.flatten(self.depth).abs()
-        large = large.amax(-1) if large.ndim > rows.ndim else large
-        untold = (large < torch.finfo(large.dtype).tiny * NORMAL) | ~large.isfinite()
-        if not bool((free | untold | (known & (rows == where.to(rows.device)))).all()):
+        rows = self.samples(numbers) if self.ratios else self._where
+        if not bool(((rows == self._where.to(rows.device)) | (rows == ZERO) | (rows == UNTOLD)).all()):
             raise RuntimeError(
                 f"the model or the loss mixes or reorders samples, in {self.layer} or later: check_per_sample names "
                 "the module. Nothing was changed"
@@ -175,7 +178,7 @@ class Probe:
             return 0
         if any(part.dtype == torch.float16 for node in nodes for part in node._input_metadata):
             raise self._lost[0].refusal("a part of the graph computes in float16")
-        # several threads add up the gradients of x[index] in another order each time, as other devices do for more
+        # several threads add up the gradients of x[index] in another order each time
         self.exact = torch.get_num_threads() == 1 or all(node.name() != "IndexBackward0" for node in nodes)
         passes = 1
         while BASE**passes < SPARE * len(losses):
@@ -218,6 +221,7 @@ class Probe:
         for call in self._lost:
             for part in call.found(self._numbers, losses):
                 self._engine.receive(call.layer, part)
+            call.clear()
         for call in self._known:
             call.check(self._numbers)
 
@@ -229,26 +233,17 @@ class Probe:
 
 
 def _ratios(first: Tensor, grad: Tensor, rounding: float) -> Tensor:
-    """The numbers of the signed powers of two between rows, 1 to 128; 0 for other ratios; -1 for rows of zeros."""
+    """The numbers of the signed powers of two between rows, 1 to 128; 0 for other ratios; `ZERO`, `UNTOLD`."""
     if not first.numel():
-        return torch.full(first.shape[:1], -1, device=first.device)
-    bounds = torch.finfo(first.dtype)
+        return torch.full(first.shape[:1], ZERO, device=first.device)
+    tiny = torch.finfo(first.dtype).tiny
     large, larger = (x.abs().amax(1) for x in (first, grad))
     power = (larger / large).log2().round().nan_to_num(0, 0, 0).clamp(0, POWERS).long()
     shares = torch.tensor([2.0**-place for place in range(POWERS + 1)], dtype=first.dtype, device=first.device)
     share = grad * shares[power][:, None]
     errors = [(share - first).abs_().amax(1), share.add_(first).abs_().amax(1)]  # of a positive and a negative ratio
-    fits = (torch.minimum(*errors) <= large * rounding + bounds.tiny * UNDERFLOW) & (large >= bounds.tiny * NORMAL)
-    number = torch.where(fits & (power > 0), power + POWERS * (errors[1] < errors[0]), 0)
-    return torch.where((large == 0) & (larger < bounds.tiny * NORMAL), -1, number)
-
-
-def _reason(rows: Tensor, losses: Tensor) -> str:
-    """Why the samples of some rows were not found, from their gradients."""
-    if not bool(rows.isfinite().all()):
-        bad = (~losses.isfinite()).nonzero()[:, 0].tolist()
-        return "their gradients are not finite" + (f", as the losses of samples {bad}" if bad else "")
-    small, large = torch.finfo(rows.dtype).tiny * NORMAL, rows.abs().amax(-1)
-    if bool(((large > 0) & (large < small)).any()):
-        return f"some of their gradients are below {small:.0e}"
-    return "some of them belong to several samples, or a function or a hook has a backward that is not linear"
+    fits = (torch.minimum(*errors) <= large * rounding + tiny * UNDERFLOW) & (power > 0)
+    number = torch.where(fits, power + POWERS * (errors[1] < errors[0]), 0)
+    small = (large > 0) & (large < tiny * SMALL) & (larger < large * 4 * 2.0**POWERS)
+    number = torch.where(small | ~large.isfinite(), UNTOLD, number)
+    return torch.where((large == 0) & (larger < tiny * SMALL), ZERO, number)

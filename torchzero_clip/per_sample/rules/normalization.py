@@ -136,12 +136,12 @@ class _GroupNorm(torch.autograd.Function):
             mean.numel(),
             [ctx.needs_input_grad[1], True, True],
         )
-        if layer.engine.probes:
-            if ctx.call is not None:
-                ctx.call.compare(grads[0])
-        elif layer.engine.wants(layer):
-            ctx.call = layer.engine.probe.known(layer, 0, grads[0].clone() if layer.engine.repeats else grads[0])
+        if layer.engine.wants(layer):
+            if layer.engine.repeats:
+                ctx.call = layer.engine.probe.known(layer, 0, grads[0].clone())
             of: dict[str, Tensor] = dict(zip(("weight", "bias"), rows, strict=True))
             parts = [Dense(param, of[name].view(count, channels)) for name, param in layer.params.items()]
             layer.engine.add(layer, ctx.of, parts)
+        elif ctx.call is not None and layer.engine.probes:
+            ctx.call.compare(grads[0])
         return None, None if grad_input is None else grad_input.view_as(x), None, None
