@@ -263,6 +263,10 @@ def of_others(losses):
     return torch.cat([(2 * losses[2:] + losses[:-2]) / 3, losses[-2:]])
 
 
+def a_pair(losses):
+    return torch.cat([(losses[1:2] + losses[:1]) / 2, losses[1:2] / 2, losses[2:]])
+
+
 def with_nan(losses):
     return losses * torch.tensor([1, 1, torch.nan, 1, 1])
 
@@ -275,6 +279,7 @@ REFUSED = {
     "a limit": (lambda: hooked(lambda grad: grad.clamp(-0.01, 0.01)), losses_of, NOT_LINEAR),
     "losses that mix": (plain, lambda output: of_others(losses_of(output)), NOT_LINEAR),
     "a mean": (lambda: Net(mixed, lin=lin()), losses_of, NOT_LINEAR),
+    "a pair": (plain, lambda output: a_pair(losses_of(output)), NOT_LINEAR),
     "a difference of two": (plain, lambda output: losses_of(output) - losses_of(output).roll(1), NOT_LINEAR),
     "rows of all": (lambda: Net(shared, lin=lin(), other=lin()), losses_of, NOT_LINEAR),
     "freed": (plain, Freed.apply, TWICE),

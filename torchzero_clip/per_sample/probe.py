@@ -17,9 +17,13 @@ from torchzero_clip.per_sample.contributions import PIECE, Contribution
 from torchzero_clip.per_sample.row_products import regrouped
 from torchzero_clip.per_sample.squared_norms import without_autocast
 
-POWERS = 64  # from 2 to 2**64: float32 has room for gradients of up to 2**63
-BASE = 2 * POWERS  # each power has both signs
-SPARE = 8  # a wrong ratio that is a power by chance is rarely that of another sample: they use an eighth at most
+LARGEST = 64  # float32 has room for gradients of up to 2**63
+STEP = (
+    9  # the exponents are 1, 10, ..., 64: the share of a sample in a mean of up to 256, a square and a sign have others
+)
+POWERS = [2.0**exponent for exponent in range(1, LARGEST + 1, STEP)]
+FACTORS = [*POWERS, *(-power for power in POWERS)]
+BASE = len(FACTORS)
 SMALL = 2.0**26  # in smallest normal numbers: larger gradients are rounded as their multiples are
 UNDERFLOW = 4.0  # in smallest normal numbers: what underflow may change in an entry of a row
 ZERO, UNTOLD = -1, -2  # ratios of rows of zeros, which may belong to any sample, and of rows that tell nothing
@@ -181,7 +185,7 @@ class Probe:
         # several threads add up the gradients of x[index] in another order each time
         self.exact = torch.get_num_threads() == 1 or all(node.name() != "IndexBackward0" for node in nodes)
         passes = 1
-        while BASE**passes < SPARE * len(losses):
+        while BASE**passes < len(losses):
             passes += 1
         return passes
 
@@ -198,8 +202,7 @@ class Probe:
         numbers = self._random.sample(range(BASE**passes), len(losses)) if passes else []
         self._numbers = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         for place in range(passes):
-            digits = [number // BASE**place % BASE for number in numbers]
-            weights = losses.new_tensor([(1 - digit // POWERS * 2) * 2.0 ** (1 + digit % POWERS) for digit in digits])
+            weights = losses.new_tensor([FACTORS[number // BASE**place % BASE] for number in numbers])
             try:
                 self._engine.repeat(losses, weights, probes=True, retain_graph=retain_graph or place < passes - 1)
             except Exception as error:  # of a loss that frees its memory, for example
@@ -233,17 +236,17 @@ class Probe:
 
 
 def _ratios(first: Tensor, grad: Tensor, rounding: float) -> Tensor:
-    """The numbers of the signed powers of two between rows, 1 to 128; 0 for other ratios; `ZERO`, `UNTOLD`."""
+    """The numbers of the factors between rows, 1 to 16; 0 for other ratios; `ZERO`, `UNTOLD`."""
     if not first.numel():
         return torch.full(first.shape[:1], ZERO, device=first.device)
     tiny = torch.finfo(first.dtype).tiny
     large, larger = (x.abs().amax(1) for x in (first, grad))
-    power = (larger / large).log2().round().nan_to_num(0, 0, 0).clamp(0, POWERS).long()
-    shares = torch.tensor([2.0**-place for place in range(POWERS + 1)], dtype=first.dtype, device=first.device)
-    share = grad * shares[power][:, None]
+    exponent = (larger / large).log2().round().nan_to_num(0, 0, 0).clamp(0, LARGEST).long()
+    shares = torch.tensor([2.0**-place for place in range(LARGEST + 1)], dtype=first.dtype, device=first.device)
+    share = grad * shares[exponent][:, None]
     errors = [(share - first).abs_().amax(1), share.add_(first).abs_().amax(1)]  # of a positive and a negative ratio
-    fits = (torch.minimum(*errors) <= large * rounding + tiny * UNDERFLOW) & (power > 0)
-    number = torch.where(fits, power + POWERS * (errors[1] < errors[0]), 0)
-    small = (large > 0) & (large < tiny * SMALL) & (larger < large * 4 * 2.0**POWERS)
+    fits = (torch.minimum(*errors) <= large * rounding + tiny * UNDERFLOW) & (exponent % STEP == 1)
+    number = torch.where(fits, 1 + exponent // STEP + len(POWERS) * (errors[1] < errors[0]), 0)
+    small = (large > 0) & (large < tiny * SMALL) & (larger < large * 4 * 2.0**LARGEST)
     number = torch.where(small | ~large.isfinite(), UNTOLD, number)
     return torch.where((large == 0) & (larger < tiny * SMALL), ZERO, number)
