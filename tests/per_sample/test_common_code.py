@@ -1,4 +1,4 @@
-"""Models as people write them, with as many samples as anything else has by chance: right without a line of the user."""
+"""Models as people write them, with as many samples as of anything else by chance: right without a line of the user."""
 
 import copy
 

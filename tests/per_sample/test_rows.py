@@ -13,6 +13,7 @@ from per_sample.harness import (
     clip,
     losses_of,
     norms_by_loop,
+    norms_in_batch,
     weight,
 )
 from torch import nn
@@ -254,12 +255,17 @@ def test_sequences_may_come_first():
 
 UNKNOWN = {
     "distinct words": lambda net, ids, x, mask: net.emb(ids.unique()).sum() + net.lin(x).sum(1),
-    "noise": lambda net, ids, x, mask: net.lin(torch.randn(len(x), W, dtype=x.dtype)),
-    "numbers": lambda net, ids, x, mask: net.lin(torch.tensor(x[:, 0].tolist(), dtype=x.dtype)),
     "a function of the user": lambda net, ids, x, mask: (
         net.lin(Reversed.apply(net.lin(x).flatten(0, 1))).sum() + x.sum(1)
     ),
 }
+
+
+FOUND = {
+    "noise": lambda net, ids, x, mask: net.lin(torch.linspace(-1, 2, B * W, dtype=x.dtype).view(B, W)),
+    "numbers": lambda net, ids, x, mask: net.lin(torch.tensor(x[:, 0].tolist(), dtype=x.dtype)),
+}
+"""What only a probe tells."""
 
 
 class Reversed(torch.autograd.Function):
@@ -288,11 +294,20 @@ def test_positions_of_an_empty_batch_are_no_samples():
     assert not any(param.grad.any() for param in net.parameters() if param.requires_grad)
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_rows_of_unknown_samples_are_refused(name):
-    model = with_words(UNKNOWN[name])
-    with clip(model), pytest.raises(ValueError, match=r"got rows whose samples are not known.*clipper.rows"):
-        model(*batch(ONE_EACH))
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", [*UNKNOWN, *FOUND])
+def test_rows_of_unknown_samples_are_found_by_a_probe_or_refused(name, form):
+    model, data = with_words((UNKNOWN | FOUND)[name]), batch(ONE_EACH)
+    expected = norms_in_batch(model, *data)
+    if name in FOUND and form in ("backward", "unchecked"):
+        assert_close(step_of(form, model)(data), expected)
+        return
+    refused = "mixes or reorders" if name == "a function of the user" and form in ("backward", "unchecked") else ""
+    with pytest.raises(
+        (ValueError, RuntimeError), match=refused or r"got rows whose samples are not known.*clipper.rows"
+    ):
+        step_of(form, model)(data)
+    assert all(param.grad is None for param in model.parameters())
 
 
 def test_a_forward_that_was_interrupted_leaves_nothing_behind():
@@ -313,13 +328,13 @@ def test_a_forward_that_was_interrupted_leaves_nothing_behind():
 
 def test_rows_that_no_vector_of_rows_is_for_name_the_lengths_of_those_that_are_there():
     def forward(m, x, edges):
-        return m.nodes(x).sum() + m.edges(edges)
+        return m.nodes(x)[:2] + m.edges(edges).sum(0)
 
     model = Net(forward, nodes=nn.Linear(3, 2), edges=nn.Linear(3, 2))
     nodes, edges = torch.randn(5, 3), torch.randn(7, 3)
     refused = pytest.raises(ValueError, match=r"'edges'.*rows\(\) got vectors for 5 rows only: give it one for each")
     with clip(model) as clipper, clipper.rows(torch.tensor([0, 0, 1, 1, 1]), batch_size=2), refused:
-        model(nodes, edges)
+        clipper.backward(model(nodes, edges).sum(1))
 
 
 def test_a_forgotten_block_of_rows_is_named():

@@ -205,12 +205,30 @@ def test_norms_are_those_of_one_backward_for_each_sample(name, form):
     assert_close(FORMS[form](model)(lambda m: losses_of(m(*inputs)))[0], expected)
 
 
+REFUSED = {
+    "an empty bag": "samples are not known",
+    "a bag with words of two samples": "samples are not known",
+    "ones for positions": "samples are not known.*several samples",
+    "the smallest of all samples": "mixes or reorders samples",
+    "strides": "mixes or reorders samples",
+    "outer products": "saw 3 samples, the batch has 4",
+    "distances": "saw 3 samples, the batch has 4",
+}
+"""What a probe refuses too."""
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_samples_that_are_not_known_are_refused(name):
+def test_samples_that_are_not_known_are_found_by_a_probe_or_refused(name, form):
     model, *inputs = UNKNOWN[name]()
-    step = by_backward(model.double(), verify="never")
-    with pytest.raises(ValueError, match="samples are not known"):
+    step, expected = FORMS[form](model.double()), norms_in_batch(model, *inputs)
+    refused = REFUSED.get(name) if form == "unchecked" else "samples are not known"
+    if refused is None:
+        assert_close(step(lambda m: losses_of(m(*inputs)))[0], expected)
+        return
+    with pytest.raises((ValueError, RuntimeError), match=refused):
         step(lambda m: losses_of(m(*inputs)))
+    assert all(param.grad is None for param in model.parameters())
 
 
 def test_bags_whose_offsets_are_arguments_may_have_words_of_any_number():

@@ -129,6 +129,8 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     layer = params[0]._layer
     found = layer.samples(input, input.ndim - 1)
     with DisableTorchFunctionSubclass():
+        if found.lost:
+            raise layer.unknown_rows()
         if found.kept is not None or weight.ndim != 2:
             return None
         copies = [param._each for param in params]
@@ -225,8 +227,8 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
     if ndim and kind in ARITHMETIC:
         batch = [x for x in others if x.ndim]
         if isinstance(samples := layer.labels(batch[0]), Tensor) and count > 1:
-            copies = [row.of_rows(samples, ndim) for row in rows] if len(batch) == 1 else [None]
-            return NotImplemented if any(x is None for x in copies) else call(*copies)
+            found = [x for row in rows if (x := row.of_rows(samples, ndim)) is not None]
+            return call(*found) if len(found) == len(rows) and len(batch) == 1 else NotImplemented
         if not all(x.ndim == ndim > dim and x.shape[dim] == count for x in batch) or not all(
             row.fits(ndim, dim) for row in rows
         ):

@@ -115,7 +115,7 @@ class CapturedGradients:
 
     def add(self, layer: Any, part: Contribution, *, alone: bool) -> None:
         """Take a contribution. It is measured at once if no other one to the same parameter is expected."""
-        self._counts.append((layer, part.batch_size))
+        self.saw(layer, part.batch_size)
         key, found = id(part.param), self.of.setdefault(id(part.param), [])
         self._squares.pop(key, None)
         last = found[-1] if found else None
@@ -126,6 +126,10 @@ class CapturedGradients:
         else:
             measured, self._squares[key] = part.measured(self.reserve)
             found.append(measured)
+
+    def saw(self, layer: Any, count: int) -> None:
+        """Note the number of samples in a call of a layer."""
+        self._counts.append((layer, count))
 
     def reserve(self, formed: int, made_of: int) -> bool:
         """Let per-sample gradients replace the tensors that they are computed from, if that takes no more memory.

@@ -18,6 +18,7 @@ from torchzero_clip.per_sample.contributions import Contribution, Dense
 from torchzero_clip.per_sample.labels import LOST, Labels, wider
 from torchzero_clip.per_sample.layout import place_of, step_at
 from torchzero_clip.per_sample.modes import WithoutOwnModes
+from torchzero_clip.per_sample.probe import LostRows
 from torchzero_clip.per_sample.row_products import regrouped
 from torchzero_clip.per_sample.rules.whole import whole_line, written
 from torchzero_clip.per_sample.sharding import memory_of, slots, stands_for
@@ -56,6 +57,13 @@ class Samples(NamedTuple):
     kept: bool | None = None
     rows: Tensor | None = None
     """The sample of each entry of the first dimensions, if the samples are in no dimension of their own."""
+    lost: int = 0
+    """The number of first dimensions that have rows of samples which are not known yet."""
+
+    @property
+    def depth(self) -> int:
+        """The number of dimensions that tell rows apart."""
+        return self.lost or (1 if self.rows is None else self.rows.ndim)
 
 
 class CapturedLayer:
@@ -116,7 +124,7 @@ class CapturedLayer:
         """Find the samples in an input that has ``leading`` dimensions before those of a single position.
 
         Raises:
-            ValueError: If it is not known which sample each row belongs to.
+            ValueError: If it is not known which sample each row belongs to, and a probe in the backward cannot find it.
         """
         if leading == 0:
             raise ValueError(f"the input of {self} has no batch dimension: per-sample gradients need one{self.way_out}")
@@ -133,8 +141,7 @@ class CapturedLayer:
                 found = Samples(input.expand(*input.shape[:dim], count, *input.shape[dim + 1 :]), dim, True)
             else:
                 found = self._found(input, labels, leading, dim)
-        rows = found.rows is not None and found.rows.ndim
-        self.engine.mixing.note((self.name, found.dim, found.kept, rows))
+        self.note(found.dim, found.kept, found.rows is not None and found.depth, found.lost)
         return found
 
     def _found(self, input: Tensor, labels: Labels, leading: int, dim: int) -> Samples:
@@ -151,7 +158,9 @@ class CapturedLayer:
                 rows = labels.reshape(labels.shape[:depth]).expand(input.shape[:depth])
                 return Samples(input, 0, rows=rows.reshape(rows.shape))
         self.refuse_outside(input)
-        raise self.unknown_rows()
+        if not self.engine.probe.possible:
+            raise self.unknown_rows()
+        return Samples(input, 0, lost=leading)
 
     def sample_of_rows(self, input: Tensor) -> tuple[Tensor, int]:
         """The sample of each row of an input (N, width), and the number of samples.
@@ -163,7 +172,7 @@ class CapturedLayer:
         if self.engine.forward.provenance is None and count != 0:
             raise self.unknown_rows()
         found = self.samples(input, 1)
-        if found.kept is not None:
+        if found.kept is not None or found.lost:
             raise self.unknown_rows()
         rows = torch.arange(len(input)) if found.rows is None else found.rows
         return rows.to(input.device), count
@@ -186,7 +195,7 @@ class CapturedLayer:
             raise self.unknown_rows()
         return labels.flatten().expand(input.shape[dim])
 
-    def unknown_rows(self) -> ValueError:
+    def unknown_rows(self, *, why: str = "", instead: str = "") -> ValueError:
         """The error for rows of which it is not known which samples they belong to."""
         provenance = self.engine.forward.provenance
         given = sorted(provenance.given) if provenance is not None else []
@@ -196,7 +205,7 @@ class CapturedLayer:
             else "Say which sample each row belongs to, with `with clipper.rows(sample_of_row, batch_size=B):` around "
             "the forward"
         )
-        return ValueError(f"{self} got rows whose samples are not known. {how}{self.way_out}")
+        return ValueError(f"{self} got rows whose samples are not known{why}. {how}{instead}{self.way_out}")
 
     def refuse_outside(self, input: Tensor) -> None:
         """Raise a ValueError if an input without samples is made of a parameter of the model."""
@@ -260,7 +269,7 @@ class CapturedLayer:
         ``weight`` returns its contribution, from the input and the gradient of the output; ``bias`` its gradients for
         each sample. Both get tensors with the samples first, in one dtype, which is float32 or wider.
         """
-        dim, depth = samples.dim, 1 if samples.rows is None else samples.rows.ndim
+        dim, depth = samples.dim, samples.depth
 
         # the graph holds this function, which must not hold the input
         def contribute(*tensors: Tensor) -> list[Contribution]:
@@ -282,15 +291,18 @@ class CapturedLayer:
         ``samples`` is the input of the layer, if that may be one row for all samples.
         """
         before = output if output.requires_grad else None
-        anchor = self.engine.anchor
         rows = None if samples is None else samples.rows
         if rows is not None:
             contribute = _regrouping(contribute, rows.flatten(), self.engine.forward.batch_size)
-        watched: Any = _Watched.apply(anchor, before, [output.detach()], self.kept(inputs), self, contribute)
+        elif samples is not None and samples.lost:
+            contribute = LostRows(self, contribute, samples.lost)
+        where = None if samples is None or samples.lost else samples.dim if rows is None else rows
+        kept = self.kept(inputs)
+        watched: Any = _Watched.apply(self.engine.anchor, before, [output.detach()], kept, self, contribute, where)
         if rows is not None:
             self.mark(watched, rows.view(*rows.shape, *[1] * (watched.ndim - rows.ndim)))
         else:
-            self.mark(watched, 0 if samples is None else samples.dim)
+            self.mark(watched, 0 if samples is None else LOST if samples.lost else samples.dim)
         if samples is None or samples.kept is None:
             return watched
         each = watched.movedim(samples.dim, 0)
@@ -390,8 +402,10 @@ class _Watched(torch.autograd.Function):
         inputs: Sequence[Tensor],
         layer: CapturedLayer,
         contribute: Callable[..., Sequence[Contribution]],
+        where: int | Tensor | None,
     ) -> Tensor:
         ctx.layer, ctx.of, ctx.contribute, ctx.goes_on = layer, layer.engine.forward, contribute, before is not None
+        ctx.where, ctx.call = where, contribute if isinstance(contribute, LostRows) else None
         ctx.save_for_backward(*(x.detach() for x in inputs))
         return output[0]  # passed in a list, it counts as created here, so later layers may change it in place
 
@@ -400,10 +414,16 @@ class _Watched(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         layer, grad = ctx.layer, grads[0]
         if layer.engine.wants(layer):
-            inputs = saved_tensors(ctx, layer, "the input")
+            inputs, own = saved_tensors(ctx, layer, "the input"), grad
+            if layer.engine.repeats:
+                own = grad.clone()  # a loss may write into it in the next backward
+                if ctx.where is not None:
+                    ctx.call = layer.engine.probe.known(layer, ctx.where, own)
             with without_autocast(grad):
-                layer.engine.add(layer, ctx.of, ctx.contribute(grad, *inputs))
-        return None, grad if ctx.goes_on else None, None, None, None, None
+                layer.engine.add(layer, ctx.of, ctx.contribute(own, *inputs))
+        elif ctx.call is not None and layer.engine.probes:
+            ctx.call.compare(grad)
+        return None, grad if ctx.goes_on else None, None, None, None, None, None
 
 
 def saved_tensors(ctx: Any, layer: CapturedLayer, name: str) -> tuple[Tensor, ...]:

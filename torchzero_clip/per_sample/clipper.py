@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Literal, Self, TypeAlias
+from typing import ClassVar, Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +89,8 @@ class PerSampleGradientClipper(Explained):
     class adds no noise; clipping without noise gives no privacy.
     """
 
+    _probes: ClassVar[bool] = True
+
     def __init__(
         self,
         module: nn.Module,
@@ -116,6 +118,7 @@ class PerSampleGradientClipper(Explained):
             verify=verify,
             of_mean=loss_reduction == "mean",
             keep_grad_samples=keep_grad_samples,
+            probes=self._probes,
         )
         self._engine.release_with(self)
         try:

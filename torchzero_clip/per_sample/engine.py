@@ -23,6 +23,7 @@ from torchzero_clip.per_sample.captured_layer import CapturedLayer, trainable
 from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory
 from torchzero_clip.per_sample.following import Following
 from torchzero_clip.per_sample.mixing import MixingCheck, Verify
+from torchzero_clip.per_sample.probe import Probe
 from torchzero_clip.per_sample.processes import Processes
 from torchzero_clip.per_sample.rules.whole import Whole, whole_line
 from torchzero_clip.per_sample.sharding import group_of_shards, reshard
@@ -46,13 +47,16 @@ class Phase(Enum):
     """All gradients of a backward have arrived, and wait to be clipped."""
     CHECK = auto()
     """The losses of some samples are sent backward alone, to see which samples get gradients."""
+    PROBE = auto()
+    """Multiples of the losses are sent backward, to find the samples of lost rows."""
 
 
 class Engine:
     """Captures the layers of a model, and collects their per-sample gradients.
 
     The arguments are those of `PerSampleGradientClipper`, and ``force_generic`` to run every layer by the generic rule,
-    and ``of_mean`` for losses that are means over the samples. `TwoPassEngine` overrides what is done with gradients.
+    ``of_mean`` for losses that are means over the samples, and ``probes`` to find the samples of lost rows by more
+    backwards. `TwoPassEngine` overrides what is done with gradients.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Engine:
         verify: Verify = "first",
         of_mean: bool = False,
         keep_grad_samples: bool = False,
+        probes: bool = False,
     ) -> None:
         instance("module", model, nn.Module)
         self.processes, model = processes_of(model)
@@ -78,11 +83,14 @@ class Engine:
         self.mixing = MixingCheck(verify)
         self.anchor = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
         """An input of every captured call, so that a backward can be asked for these calls alone."""
+        self.probe = Probe(self, possible=probes)
         self.enabled = self.attached = True
         self.inside = False
         """True while a layer runs its submodules by itself."""
         self.accumulated: set[int] = set()
         """The ids of the parameters whose clipped sums are not in ``.grad`` yet."""
+        self.repeats = False
+        """True while further backwards of the same graph follow."""
         self.pauses = 0
         """How many blocks of `paused` are open."""
         self.tries = 0
@@ -112,6 +120,11 @@ class Engine:
     def waits(self) -> bool:
         """True if gradients have arrived that were not clipped yet."""
         return bool(self.captured.of)
+
+    @property
+    def probes(self) -> bool:
+        """True while a backward looks for the samples of lost rows, and nothing else."""
+        return self.phase is Phase.PROBE
 
     @property
     def captures(self) -> bool:
@@ -331,17 +344,28 @@ class Engine:
 
         The graph of the losses must have been retained. ``chosen`` holds booleans, (B,).
         """
-        before = self.phase, self.captured
-        self.phase, self.captured = Phase.CHECK, CapturedGradients("low")
+        before, self.captured = self.captured, CapturedGradients("low")
         try:
-            torch.autograd.backward(losses, chosen.to(losses), retain_graph=True, inputs=[self.anchor])
+            self.repeat(losses, chosen.to(losses))
             return {key: squares for key, (_, squares) in self.captured.gathered().items()}
         finally:
-            self.phase, self.captured = before
+            self.captured = before
 
-    def live_outputs(self) -> list[Tensor]:
-        """What layers and the model have returned in this forward, as far as somebody holds it."""
-        return [output for reference in self.outputs if (output := reference()) is not None]
+    def repeat(self, losses: Tensor, weights: Tensor, *, probes: bool = False, retain_graph: bool = True) -> None:
+        """Run one more backward, of losses times weights, as a check or as a probe. It changes no ``.grad``."""
+        before, retained = self.phase, [(x, x.grad) for x in self.retained()]
+        self.phase = Phase.PROBE if probes else Phase.CHECK
+        try:
+            torch.autograd.backward(losses, weights, retain_graph=retain_graph, inputs=[self.anchor])
+        finally:
+            self.phase = before
+            for x, grad in retained:
+                x.grad = grad
+
+    def retained(self) -> list[Tensor]:
+        """What layers and the model have returned in this forward, as far as the user wants its gradient."""
+        outputs = [reference() for reference in self.outputs]
+        return [output for output in outputs if output is not None and output.retains_grad]
 
     def refuse_outside(self, name: str, grad: Tensor) -> None:
         """The hook of a parameter, which gets a gradient only from outside of the captured layers."""

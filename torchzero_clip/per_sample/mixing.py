@@ -64,7 +64,6 @@ class MixingCheck:
         self,
         losses: Tensor,
         names: Mapping[int, str],
-        outputs: Sequence[Tensor],
         backward: Callable[[Tensor, Tensor], Mapping[int, Tensor]],
         *,
         repeats: bool = True,
@@ -74,7 +73,6 @@ class MixingCheck:
         Args:
             losses: One loss for each sample, (B,), whose graph was retained.
             names: The name of each parameter, by its id.
-            outputs: Tensors whose gradients have to stay if they retain them.
             backward: Returns the squared norms that the losses of chosen samples give, by the id of the parameter.
             repeats: Whether a backward may raise, and further ones may find the first sample that gives gradients to
                 others. With `fully_shard` they may not, because all processes have to run equally many.
@@ -82,7 +80,7 @@ class MixingCheck:
         if not repeats and any(node.name() == "CheckpointFunctionBackward" for node in nodes_of([losses])):
             self.give_up("of a checkpoint with use_reentrant=True: use_reentrant=False can be checked")
             return
-        retained, chosen = [(x, x.grad) for x in outputs if x.retains_grad], self._half(len(losses))
+        chosen = self._half(len(losses))
         try:
             squares = backward(losses, chosen)
         except RuntimeError as error:  # such as that of a loss that writes in place in its backward
@@ -92,8 +90,6 @@ class MixingCheck:
                 ) from error
             self.give_up(f"a second backward raised: {error}")
             return
-        finally:
-            _restore(retained)
         if hidden := [name for key, name in names.items() if key not in squares]:
             self._warn(
                 f"{hidden[0]!r} runs in a checkpoint with use_reentrant=True: use_reentrant=False can be checked"
@@ -107,7 +103,6 @@ class MixingCheck:
         for sample in givers if repeats else ():
             only = torch.arange(len(losses), device="cpu") == sample
             found, _ = _receivers(backward(losses, only), only)
-            _restore(retained)
             if found:
                 givers, receivers = [sample], found
                 break
@@ -179,19 +174,17 @@ def _receivers(squares: Mapping[int, Tensor], chosen: Tensor) -> tuple[dict[int,
     return receivers, tells
 
 
-def _restore(gradients: list[tuple[Tensor, Tensor | None]]) -> None:
-    for tensor, grad in gradients:
-        tensor.grad = grad
+def outside_gradients(losses: Tensor, inside: set[int], retained: Sequence[Tensor]) -> Callable[[], None]:
+    """Return a function that restores the gradients of all leaves of the graph, except those of some parameters.
 
-
-def outside_gradients(losses: Tensor, inside: set[int]) -> Callable[[], None]:
-    """Return a function that restores the gradients of all leaves of the graph, except those of some parameters."""
-    leaves = [leaf for leaf in leaves_of([losses]) if id(leaf) not in inside]
-    before = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves]
+    It also restores those of tensors that are no leaves, and have been ``retained``.
+    """
+    tensors = [*retained, *(leaf for leaf in leaves_of([losses]) if id(leaf) not in inside)]
+    before = [(x, x.grad, None if x.grad is None else x.grad.clone()) for x in tensors]
 
     def restore() -> None:
-        for leaf, grad, values in before:
-            leaf.grad = grad
+        for x, grad, values in before:
+            x.grad = grad
             if grad is not None and values is not None:
                 grad.copy_(values)
 

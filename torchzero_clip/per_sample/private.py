@@ -80,6 +80,8 @@ class PrivateGradientClipper(PerSampleGradientClipper):
     Source: Abadi et al., [Deep learning with differential privacy](https://arxiv.org/abs/1607.00133), 2016.
     """
 
+    _probes = False  # what a probe finds has no proof, unlike a label
+
     def __init__(
         self,
         module: nn.Module,

@@ -37,7 +37,7 @@ class Processes:
         return self.group is None or dist.get_rank(self.group) == 0
 
     def start(self, call: str, params: Mapping[str, nn.Parameter], *arguments: object) -> "Agreement":
-        """The first agreement in a call of a clipper, for up to three numbers.
+        """The first agreement in a call of a clipper, for up to four numbers.
 
         Args:
             call: The name of the method that the user has called.
@@ -46,7 +46,7 @@ class Processes:
         """
         said = [(name, tuple(param.shape), str(param.dtype)) for name, param in params.items()], arguments
         digest = zlib.crc32(repr(said).encode()) if self.group is not None else 0
-        return Agreement(self, params, (CALLS.index(call), digest), 3)
+        return Agreement(self, params, (CALLS.index(call), digest), 4)
 
     def agreement(self, params: Mapping[str, nn.Parameter], width: int) -> "Agreement":
         """A later agreement in the same call, for so many numbers."""

@@ -237,8 +237,13 @@ class Provenance:
 
 
 def _memory_of(tensor: Tensor) -> int | None:
-    """The address of the memory of a tensor; None if it has none, as sparse tensors."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided and not tensor.is_nested else None
+    """The address of the memory of a tensor; None if it has none of its own, as sparse tensors and those of vmap."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return None
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:
+        return None
 
 
 def _version(tensor: Tensor) -> int:

@@ -135,8 +135,13 @@ def regrouped(part: Contribution, rows: Tensor, count: int) -> Contribution:
         return SparseRows(part.param, count, rows[part.samples], part.index, part.values)
     if type(part) is Products:
         size = len(rows) // max(count, 1)
-        if torch.equal(rows, torch.arange(count, device=rows.device).repeat_interleave(size)):
+        equal = torch.arange(count, device=rows.device).repeat_interleave(size)
+        if torch.equal(rows, equal):
             return Products(part.param, *(x.reshape(count, -1, x.shape[-1]) for x in (part.inputs, part.outputs)))
+        if torch.equal(rows.bincount(minlength=count), equal.bincount(minlength=count)):
+            order = rows.argsort(stable=True)
+            moved = (x.index_select(0, order) for x in (part.inputs, part.outputs))
+            return Products(part.param, *(x.reshape(count, -1, x.shape[-1]) for x in moved))
         inputs, outputs = (x.flatten(0, 1) for x in (part.inputs, part.outputs))
         return RowProducts.sorted(part.param, count, inputs, outputs, rows.repeat_interleave(part.inputs.shape[1]))
     result: Tensor | None = None

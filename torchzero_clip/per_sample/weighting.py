@@ -1,6 +1,7 @@
 """Computes the clipped sums from the norms of the samples."""
 
 from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -73,20 +74,22 @@ def clipped_sums(
     processes, params = engine.processes, engine.attachment.params
     with processes.start("backward", params, mean) as start:
         _check_call(engine, losses)
-        check = engine.mixing.is_due(losses)
-        start.numbers = len(losses), check, losses.requires_grad
+        check, passes = engine.mixing.is_due(losses), engine.probe.plan(losses)
+        start.numbers = len(losses), check, losses.requires_grad, passes
     if processes.sharded:
-        check = start.anywhere(1)
+        check, passes = start.anywhere(1), int(start.largest(3))
         if not all(row[2] for row in start.rows):
             raise RuntimeError(
                 "the losses of a process do not require grad: with fully_shard, all processes have to run forward and "
                 "backward, also those without samples, on an empty batch"
             )
     of_mean, engine.of_mean = engine.of_mean, False
-    restore = outside_gradients(losses, set(map(id, params.values()))) if check else None
+    engine.probe.passes, engine.repeats = passes, check or passes > 0
+    inside = set(map(id, params.values()))
+    restore = outside_gradients(losses, inside, engine.retained()) if engine.repeats else None
     try:
         with processes.agreement(params, len(params)) as agreement:
-            gathered = _gathered(engine, losses, restore)
+            gathered = _gathered(engine, losses, restore, check=check)
             agreement.numbers = [id(param) in gathered for param in params.values()]
             found = weighed(engine, gathered, norm_clipper, nonfinite)
         used = {name for i, name in enumerate(params) if agreement.anywhere(i)}
@@ -99,6 +102,8 @@ def clipped_sums(
         raise
     finally:
         engine.of_mean = of_mean
+        engine.repeats = False
+        engine.probe.clear()
         engine.clear()
     divisor = float(max(start.total(0), 1)) if mean else 1.0
     return processes.collected(found.sums(divisor), params, used), used, found.result
@@ -121,15 +126,18 @@ def _check_call(engine: Engine, losses: Tensor) -> None:
 
 
 def _gathered(
-    engine: Engine, losses: Tensor, restore: Callable[[], None] | None
+    engine: Engine, losses: Tensor, restore: Callable[[], None] | None, *, check: bool
 ) -> dict[int, tuple[Contribution, Tensor]]:
-    """Run the backward, and the check whether samples mix if there is a function to restore gradients."""
-    params = engine.attachment.params
-    check = losses.requires_grad and _backward(engine, losses, restore)
-    if engine.processes.sharded and check:  # before a second backward
-        with engine.processes.agreement(params, 0):
-            gathered = engine.gathered(len(losses))
-    else:
+    """Run the backward, those that find lost rows, and perhaps the check whether samples mix.
+
+    There is a function to restore gradients if there is more than one backward.
+    """
+    params, probe = engine.attachment.params, engine.probe
+    check = losses.requires_grad and _backward(engine, losses, restore) and check
+    probe.run(losses, retain_graph=check)
+    # before the next backward, all processes have to be right
+    with engine.processes.agreement(params, 0) if engine.processes.sharded and check else nullcontext():
+        probe.receive(losses)
         gathered = engine.gathered(len(losses))
     has_samples = len(losses) or engine.processes.group is None
     if has_samples and gathered.keys().isdisjoint(map(id, params.values())):
@@ -141,7 +149,7 @@ def _gathered(
     if check:
         names = {id(param): name for name, param in params.items() if id(param) in gathered}
         repeats = not engine.processes.sharded
-        engine.mixing.check(losses, names, engine.live_outputs(), engine.gradients_of, repeats=repeats)
+        engine.mixing.check(losses, names, engine.gradients_of, repeats=repeats)
     return gathered
 
 
@@ -154,6 +162,8 @@ def _backward(engine: Engine, losses: Tensor, restore: Callable[[], None] | None
         except RuntimeError as error:
             if "donated buffers" not in str(error) or engine.processes.sharded:
                 raise
+            if engine.probe.passes:
+                raise engine.probe.refusal(error) from error
             restore()
             engine.clear()
             engine.mixing.give_up(

@@ -30,7 +30,7 @@ class EmbeddingRule(Rule):
                 f"it seems, which all samples share. Expand them to the batch, or freeze the weight{layer.way_out}"
             )
         found = _positions(layer, input) or layer.samples(input, input.ndim)
-        dim, padding, depth = found.dim, module.padding_idx, 1 if found.rows is None else found.rows.ndim
+        dim, padding, depth = found.dim, module.padding_idx, found.depth
 
         def contribute(grad: Tensor, source: Tensor) -> list[Contribution]:
             index, grad = (x.movedim(dim, 0) if depth == 1 else x.flatten(0, depth - 1) for x in (source, grad))

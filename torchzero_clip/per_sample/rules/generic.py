@@ -18,9 +18,10 @@ from typing_extensions import override
 from torchzero_clip.compat import fully_sharded, get_unwrapped, is_batchedtensor
 from torchzero_clip.per_sample.broadcast_row import ARITHMETIC, HOOKS, is_row, row_of
 from torchzero_clip.per_sample.captured_gradients import in_backward
-from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
+from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, Samples
 from torchzero_clip.per_sample.comparison import differ
 from torchzero_clip.per_sample.contributions import Dense
+from torchzero_clip.per_sample.labels import LOST
 from torchzero_clip.per_sample.rules.state import State
 from torchzero_clip.per_sample.sharding import memory_of
 from torchzero_clip.per_sample.squared_norms import wide
@@ -66,7 +67,8 @@ class GenericRule(Rule):
             if is_row(leaf):  # with a dimension, it is such as a first state for all, expanded to the batch
                 inputs[i] = leaf._each if dim is None else leaf._each.diagonal(0, 0, dim + 1).movedim(-1, 0)
             elif isinstance(leaf, Tensor):
-                if dim is not None or isinstance(layer.labels(leaf), Tensor):
+                labels = layer.labels(leaf)
+                if dim is not None or labels is LOST or isinstance(labels, Tensor):
                     layer.check_rows(leaf, dim)
                 if dim is not None:
                     inputs[i] = leaf.movedim(dim, 0)
@@ -236,7 +238,8 @@ def copy_of(layer: CapturedLayer, param: nn.Parameter, value: Tensor, count: int
     def contribute(grad: Tensor) -> list[Dense]:
         return [Dense(param, *wide(grad))]
 
-    return layer.watch(value.detach().expand(count, *value.shape), [], contribute)
+    copies = value.detach().expand(count, *value.shape)
+    return layer.watch(copies, [], contribute, Samples(copies, 0))
 
 
 def copies_of(layer: CapturedLayer, count: int) -> dict[str, Tensor]:

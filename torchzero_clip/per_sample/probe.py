@@ -1,0 +1,252 @@
+"""Finds the samples of rows that labels have lost, by further backwards of losses times powers of two.
+
+The gradient of a row of one sample is then multiplied by exactly the power of that sample. A row of several samples, or
+behind a backward that is not linear, has another ratio.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from torchzero_clip.per_sample.autograd_graph import nodes_of
+from torchzero_clip.per_sample.contributions import PIECE, Contribution
+from torchzero_clip.per_sample.row_products import regrouped
+from torchzero_clip.per_sample.squared_norms import without_autocast
+
+LARGEST = 64  # float32 has room for gradients of up to 2**63
+STEP = (
+    9  # the exponents are 1, 10, ..., 64: the share of a sample in a mean of up to 256, a square and a sign have others
+)
+POWERS = [2.0**exponent for exponent in range(1, LARGEST + 1, STEP)]
+FACTORS = [*POWERS, *(-power for power in POWERS)]
+BASE = len(FACTORS)
+SMALL = 2.0**26  # in smallest normal numbers: larger gradients are rounded as their multiples are
+UNDERFLOW = 4.0  # in smallest normal numbers: what underflow may change in an entry of a row
+ZERO, UNTOLD = -1, -2  # ratios of rows of zeros, which may belong to any sample, and of rows that tell nothing
+REENTRANT = "a checkpoint with use_reentrant=True hides them"
+
+
+class Call:
+    """The gradient of the output of one call of a layer in the first backward, and its ratios to those of others.
+
+    ``depth`` is the number of first dimensions that tell rows apart.
+    """
+
+    def __init__(self, layer: Any, depth: int) -> None:
+        self.layer = layer
+        self._depth = depth
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop what backwards have brought."""
+        self.grad: Tensor | None = None
+        self.inputs: tuple[Tensor, ...] = ()
+        self.ratios: list[Tensor] = []
+
+    def compare(self, grad: Tensor) -> None:
+        """Note the ratio of each row in a further backward."""
+        if self.grad is None:
+            return
+        shape = self.grad.shape[: self._depth]
+        first, grad = (x.reshape(shape.numel(), -1) for x in (self.grad, grad.detach()))
+        exact = first.is_cpu and self.layer.engine.probe.exact
+        step = max(1, PIECE // first[:1].nbytes) if first.is_cpu and first.numel() else max(len(first), 1)
+        pairs = zip(first.split(step), grad.split(step), strict=True)
+        found = [_ratios(*pair, 0.0 if exact else torch.finfo(first.dtype).eps ** 0.5) for pair in pairs]
+        self.ratios.append(torch.cat(found).view(shape))
+
+    def samples(self, numbers: Tensor) -> Tensor:
+        """The sample of each row by its ratios; `ZERO`, `UNTOLD` or, for wrong ratios, -3."""
+        ratios, ordered = torch.stack(self.ratios), numbers.to(self.ratios[0].device).sort()
+        number = sum(((ratio - 1) * BASE**place for place, ratio in enumerate(ratios)), torch.zeros_like(ratios[0]))
+        place = torch.searchsorted(ordered.values, number).clamp(max=len(numbers) - 1)
+        right = (ratios > 0).all(0) & (ordered.values[place] == number)
+        result = torch.where(right, ordered.indices[place], -3)
+        for kind in (ZERO, UNTOLD):
+            result = result.masked_fill((ratios == kind).all(0), kind)
+        return result
+
+
+class LostRows(Call):
+    """A call with rows of unknown samples. It is the function that makes the contributions of the call.
+
+    ``contribute`` makes them with each row as a sample.
+    """
+
+    def __init__(self, layer: Any, contribute: Callable[..., Sequence[Contribution]], depth: int) -> None:
+        super().__init__(layer, depth)
+        self.seen: int = layer.engine.forward.batch_size
+        """The number of samples in the forward."""
+        self._contribute = contribute
+        self._rows: Tensor | None = None
+        self._count = 0
+        layer.engine.probe.live[self] = None
+
+    def __call__(self, grad: Tensor, *inputs: Tensor) -> Sequence[Contribution]:
+        """The contributions; none if the samples are not known yet."""
+        if self._rows is not None:
+            return [regrouped(part, self._rows, self._count) for part in self._contribute(grad, *inputs)]
+        engine = self.layer.engine
+        if engine.probe.passes is None:
+            engine.clear()
+            raise next(iter(engine.probe.live)).layer.unknown_rows(instead=", or use backward(losses)")
+        if not engine.probe.passes:
+            raise self.refusal(REENTRANT)
+        self.grad, self.inputs = grad, inputs
+        return []
+
+    def refusal(self, reason: str) -> ValueError:
+        """The error for rows whose samples cannot be found."""
+        return self.layer.unknown_rows(why=f", and backward(losses) cannot find them: {reason}")
+
+    def found(self, numbers: Tensor, losses: Tensor) -> Sequence[Contribution]:
+        """The contributions, once the further backwards have run.
+
+        Raises:
+            ValueError: If the samples of some rows cannot be found.
+        """
+        if (grad := self.grad) is None:
+            return []
+        if not self.ratios:
+            raise self.refusal(REENTRANT)
+        rows = self.samples(numbers)
+        if bool((rows == UNTOLD).any()):
+            bad = (~losses.isfinite()).nonzero()[:, 0].tolist()
+            small = f"not finite or below {torch.finfo(grad.dtype).tiny * SMALL:.0e}"
+            raise self.refusal(
+                f"their gradients are {small}{f'; losses of samples {bad} are not finite' if bad else ''}"
+            )
+        if bool((rows < ZERO).any()):
+            raise self.refusal(
+                "some belong to several samples, or a function or hook has a backward that is not linear"
+            )
+        usual = torch.arange(len(rows), device=rows.device).clamp(max=len(losses) - 1)
+        self._rows = torch.where(rows == ZERO, usual.view(-1, *[1] * (rows.ndim - 1)), rows).flatten()
+        self._count = len(losses)
+        with without_autocast(grad):
+            return self(grad, *self.inputs)
+
+
+class KnownRows(Call):
+    """A call with labels: ``where`` is the dimension of the samples, or the sample of each row."""
+
+    def __init__(self, layer: Any, where: int | Tensor, grad: Tensor) -> None:
+        super().__init__(layer, where.ndim if isinstance(where, Tensor) else where + 1)
+        self._where = where if isinstance(where, Tensor) else torch.arange(grad.shape[where])
+        self.grad = grad
+
+    def check(self, numbers: Tensor) -> None:
+        """Raise a RuntimeError if the loss of a sample gives a gradient to rows of another sample."""
+        rows = self.samples(numbers) if self.ratios else self._where
+        if not bool(((rows == self._where.to(rows.device)) | (rows == ZERO) | (rows == UNTOLD)).all()):
+            raise RuntimeError(
+                f"the model or the loss mixes or reorders samples, in {self.layer} or later: check_per_sample names "
+                "the module. Nothing was changed"
+            )
+
+
+class Probe:
+    """Plans the further backwards, runs them, and makes the contributions of calls with lost rows.
+
+    If it is not ``possible``, layers raise for lost rows in the forward.
+    """
+
+    def __init__(self, engine: Any, *, possible: bool) -> None:
+        self.possible = possible
+        self.passes: int | None = None
+        """The number of further backwards while `backward(losses)` runs, else None."""
+        self.live: WeakKeyDictionary[LostRows, None] = WeakKeyDictionary()
+        """The calls whose graphs exist, in their order."""
+        self.exact = True
+        """Whether backwards on the CPU add up in the same order each time."""
+        self._engine = engine
+        self._lost: list[LostRows] = []
+        self._known: list[KnownRows] = []
+        self._numbers = torch.zeros(0, dtype=torch.int64, device="cpu")  # of the samples: their digits are the powers
+        self._random = random.Random(0)
+
+    def plan(self, losses: Tensor) -> int:
+        """The number of further backwards that are needed; 0 if no rows are lost.
+
+        Raises:
+            ValueError: If a part of the graph computes in float16, whose gradients have no room for the powers.
+        """
+        nodes = list(nodes_of([losses])) if self.live else []
+        calls = {getattr(node, "contribute", None) for node in nodes}
+        self._lost = [call for call in self.live if call in calls]
+        if not self._lost:
+            return 0
+        if any(part.dtype == torch.float16 for node in nodes for part in node._input_metadata):
+            raise self._lost[0].refusal("a part of the graph computes in float16")
+        # several threads add up the gradients of x[index] in another order each time
+        self.exact = torch.get_num_threads() == 1 or all(node.name() != "IndexBackward0" for node in nodes)
+        passes = 1
+        while BASE**passes < len(losses):
+            passes += 1
+        return passes
+
+    def known(self, layer: Any, where: int | Tensor, grad: Tensor) -> KnownRows | None:
+        """Note a call with labels, which the further backwards have to confirm, if there are any."""
+        if not self._lost:
+            return None
+        self._known.append(call := KnownRows(layer, where, grad))
+        return call
+
+    def run(self, losses: Tensor, *, retain_graph: bool) -> None:
+        """Run the further backwards."""
+        passes = self.passes or 0
+        numbers = self._random.sample(range(BASE**passes), len(losses)) if passes else []
+        self._numbers = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        for place in range(passes):
+            weights = losses.new_tensor([FACTORS[number // BASE**place % BASE] for number in numbers])
+            try:
+                self._engine.repeat(losses, weights, probes=True, retain_graph=retain_graph or place < passes - 1)
+            except Exception as error:  # of a loss that frees its memory, for example
+                if not self._lost:  # they are in another process
+                    raise
+                raise self.refusal(error) from error
+
+    def refusal(self, error: Exception) -> ValueError:
+        """The error for a graph whose second backward raises an error."""
+        return self._lost[0].refusal(f"the graph cannot run backward twice ({error})")
+
+    def receive(self, losses: Tensor) -> None:
+        """Make the contributions of calls with lost rows."""
+        captured = self._engine.captured
+        for call in self._lost:
+            captured.saw(call.layer, call.seen)
+        if self._lost:
+            captured.check_counts(len(losses), batch_first=self._engine.batch_first)
+        for call in self._lost:
+            for part in call.found(self._numbers, losses):
+                self._engine.receive(call.layer, part)
+            call.clear()
+        for call in self._known:
+            call.check(self._numbers)
+
+    def clear(self) -> None:
+        """End `backward(losses)`."""
+        for call in (*self._lost, *self._known):
+            call.clear()
+        self._lost, self._known, self.passes = [], [], None
+
+
+def _ratios(first: Tensor, grad: Tensor, rounding: float) -> Tensor:
+    """The numbers of the factors between rows, 1 to 16; 0 for other ratios; `ZERO`, `UNTOLD`."""
+    if not first.numel():
+        return torch.full(first.shape[:1], ZERO, device=first.device)
+    tiny = torch.finfo(first.dtype).tiny
+    large, larger = (x.abs().amax(1) for x in (first, grad))
+    exponent = (larger / large).log2().round().nan_to_num(0, 0, 0).clamp(0, LARGEST).long()
+    shares = torch.tensor([2.0**-place for place in range(LARGEST + 1)], dtype=first.dtype, device=first.device)
+    share = grad * shares[exponent][:, None]
+    errors = [(share - first).abs_().amax(1), share.add_(first).abs_().amax(1)]  # of a positive and a negative ratio
+    fits = (torch.minimum(*errors) <= large * rounding + tiny * UNDERFLOW) & (exponent % STEP == 1)
+    number = torch.where(fits, 1 + exponent // STEP + len(POWERS) * (errors[1] < errors[0]), 0)
+    small = (large > 0) & (large < tiny * SMALL) & (larger < large * 4 * 2.0**LARGEST)
+    number = torch.where(small | ~large.isfinite(), UNTOLD, number)
+    return torch.where((large == 0) & (larger < tiny * SMALL), ZERO, number)
