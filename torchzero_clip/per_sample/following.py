@@ -133,8 +133,8 @@ class Functions:
 
     def call(self, func: Any, name: str, args: Any, kwargs: Any, *, inside: bool = False) -> Any:
         """Return the output of a function."""
-        target = args[0] if args and isinstance(args[0], Tensor) and not args[0].is_inference() else None
-        version = -1 if target is None else target._version
+        target = args[0] if args and isinstance(args[0], Tensor) and type(args[0]) is not BroadcastRow else None
+        version = -1 if target is None or target.is_inference() else target._version
         if inside or not self._is_composite(name, args, kwargs):
             output = func(*args, **kwargs)
         else:
@@ -142,7 +142,7 @@ class Functions:
                 output = func(*args, **kwargs)
             name = "composite"
         with DisableTorchFunctionSubclass():  # the argument may be a `BroadcastRow`
-            if target is not None and target._version != version:
+            if target is not None and version >= 0 and target._version != version:
                 self._changed(func, name, target, version, args, kwargs)
             outputs = [x for x in output if isinstance(x, Tensor)] if isinstance(output, list | tuple) else [output]
             if outputs and isinstance(outputs[0], Tensor) and name != "grad":
@@ -202,9 +202,11 @@ class Functions:
             return [self._looked_up(call, x) for x in outputs]
         if name == "where" and len(call.tensors) == 1:
             return [LOST] * len(outputs)
+        if name in NEW:
+            return [None]
         parts = call.parts
         dims = dims_of(name, len(parts[0].shape), call.args, call.kwargs)
-        return [unmoved(name, parts, x.shape, count, dims) for x in outputs] if name not in NEW else [None]
+        return [unmoved(name, parts, x.shape, count, dims) for x in outputs]
 
     def _moved(self, call: "_Call", outputs: Sequence[Tensor]) -> Sequence[Labels]:
         """The labels after a function that moves entries, which moves their labels too."""

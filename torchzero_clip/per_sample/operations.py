@@ -109,7 +109,7 @@ def dims_of(name: str, ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     if name in ALONG and not isinstance(dims, int):
         dims = 0 if name == "msort" else -1
     dims = [dims] if isinstance(dims, int) and not isinstance(dims, bool) else dims
-    return {dim % max(ndim, 1) for dim in dims} if isinstance(dims, list | tuple) else set()
+    return {dim % max(ndim, 1) for dim in dims if isinstance(dim, int)} if isinstance(dims, list | tuple) else set()
 
 
 def unmoved(name: str, parts: Sequence[Part], shape: Sequence[int], count: int, dims: Collection[int]) -> Known:

@@ -18,9 +18,7 @@ from torchzero_clip.per_sample.row_products import regrouped
 from torchzero_clip.per_sample.squared_norms import without_autocast
 
 LARGEST = 64  # float32 has room for gradients of up to 2**63
-STEP = (
-    9  # the exponents are 1, 10, ..., 64: the share of a sample in a mean of up to 256, a square and a sign have others
-)
+STEP = 9  # of exponents 1, 10, ..., 64: the share of a sample in a mean of up to 256, a square and a sign have others
 POWERS = [2.0**exponent for exponent in range(1, LARGEST + 1, STEP)]
 FACTORS = [*POWERS, *(-power for power in POWERS)]
 BASE = len(FACTORS)
