@@ -215,30 +215,16 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
 
     def call(*copies: Tensor) -> Any:
         rest = iter(copies)
-        given = [next(rest) if isinstance(x, BroadcastRow) else x for x in leaves]
-        args, kwargs = rebuilt(given)
+        args, kwargs = rebuilt([next(rest) if isinstance(x, BroadcastRow) else x for x in leaves])
         return func(*args, **kwargs)
 
     in_place = (name.endswith("_") and not name.startswith("__")) or (kind in ARITHMETIC and kind[0] == "i")
     if in_place and (kind not in ARITHMETIC or isinstance(args[0], BroadcastRow)):
         return NotImplemented
     others = [x for x in others if x.ndim <= dim or x.requires_grad or not layer.is_constant(x)]
-    ndim = max((x.ndim for x in others), default=0)
-    if ndim and kind in ARITHMETIC:
-        batch = [x for x in others if x.ndim]
-        if isinstance(samples := layer.labels(batch[0]), Tensor) and count > 1:
-            found = [x for row in rows if (x := row.of_rows(samples, ndim)) is not None]
-            return call(*found) if len(found) == len(rows) and len(batch) == 1 else NotImplemented
-        if not all(x.ndim == ndim > dim and x.shape[dim] == count for x in batch) or not all(
-            row.fits(ndim, dim) for row in rows
-        ):
-            return NotImplemented
-        if any(not x.requires_grad and layer.is_constant(x, of_batch=False) for x in batch):
-            return NotImplemented  # equal values, for samples or for positions
-        for x in batch:
-            layer.check_rows(x, dim)
-        layer.note("arithmetic", ndim)
-        return call(*(row.aligned(ndim, dim) for row in rows))
+    if kind in ARITHMETIC and (batch := [x for x in others if x.ndim]):
+        copies = _beside(batch, rows)
+        return NotImplemented if copies is None else call(*copies)
     if any(x.requires_grad or _is_of_batch(x, dim, count) for x in others) or "out" in kwargs:
         return NotImplemented
     if kwargs.get("padding_idx") is not None:  # embeddings under vmap give the padding row a gradient
@@ -249,10 +235,7 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
     if kind in EXPANSIONS and first.fits(output.ndim, dim):
         expansion = kind, tuple(first.shape), output.ndim
         if _is_to_batch(layer, expansion, output.shape[dim], count):
-            aligned = first.aligned(output.ndim, dim)
-            if kind != "repeat":
-                return aligned.expand_as(output)
-            return aligned.repeat(*(b // max(a, 1) for a, b in zip(aligned.shape, output.shape, strict=True)))
+            return _expanded(kind, first.aligned(output.ndim, dim), output)
     try:
         each = torch.vmap(call)(*[row._each for row in rows])
     except (RuntimeError, ValueError):  # it cannot run under vmap
@@ -262,6 +245,31 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
         return _as_row(x, y, layer, is_param=first._is_param)
 
     return pytree.tree_map(row, output, each)
+
+
+def _beside(batch: list[Tensor], rows: list[BroadcastRow]) -> list[Tensor] | None:
+    """The copies that arithmetic with tensors of the batch takes in place of rows; None if it is not for rows."""
+    layer, count, ndim = rows[0]._layer, len(rows[0]._each), max(x.ndim for x in batch)
+    dim, samples = layer.engine.batch_dim, layer.labels(batch[0])
+    if isinstance(samples, Tensor) and count > 1:  # rows of several samples
+        copies = [x for row in rows if (x := row.of_rows(samples, ndim)) is not None]
+        return copies if len(copies) == len(rows) and len(batch) == 1 else None
+    of_batch = all(x.ndim == ndim > dim and x.shape[dim] == count for x in batch)
+    if not of_batch or not all(row.fits(ndim, dim) for row in rows):
+        return None
+    if any(not x.requires_grad and layer.is_constant(x, of_batch=False) for x in batch):
+        return None  # equal values, for samples or for positions
+    for x in batch:
+        layer.check_rows(x, dim)
+    layer.note("arithmetic", ndim)
+    return [row.aligned(ndim, dim) for row in rows]
+
+
+def _expanded(kind: str, copies: Tensor, output: Tensor) -> Tensor:
+    """Copies for each sample as the output of an expansion of one row."""
+    if kind != "repeat":
+        return copies.expand_as(output)
+    return copies.repeat(*(b // max(a, 1) for a, b in zip(copies.shape, output.shape, strict=True)))
 
 
 def _is_to_batch(layer: Any, expansion: Any, size: int, count: int) -> bool:

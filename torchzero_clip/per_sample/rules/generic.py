@@ -2,7 +2,8 @@
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,74 +56,32 @@ class GenericRule(Rule):
 
     @override
     def run(self, layer: CapturedLayer, /, *args: Any, **kwargs: Any) -> Any:
-        if any(module is not layer.module for module in fully_sharded(layer.module)):
-            raise ValueError(
-                f"{layer} runs sample by sample, but modules in it are sharded by themselves: call fully_shard on "
-                f"{layer}, and not on modules inside"
-            )
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        dims, shared = self.dims(layer, args, kwargs, leaves)
-        inputs: dict[int, Tensor] = {}  # with the samples first
-        for i, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
-            if is_row(leaf):  # with a dimension, it is such as a first state for all, expanded to the batch
-                inputs[i] = leaf._each if dim is None else leaf._each.diagonal(0, 0, dim + 1).movedim(-1, 0)
-            elif isinstance(leaf, Tensor):
-                labels = layer.labels(leaf)
-                if dim is not None or labels is LOST or isinstance(labels, Tensor):
-                    layer.check_rows(leaf, dim)
-                if dim is not None:
-                    inputs[i] = leaf.movedim(dim, 0)
-        count = _batch_size(layer, leaves, {len(x) for x in inputs.values()})
-        copies = copies_of(layer, count)
-        if not count:  # vmap cannot run an empty batch. The output depends on the copies, so that they get gradients
-            nothing = torch.stack([copy.sum() for copy in copies.values()]).sum()
-            output = run_detached(layer, args, kwargs)
-            return pytree.tree_map_only(Tensor, lambda value: value + nothing.to(value.dtype), output)
+        _refuse_shards(layer)
         if type(self) is GenericRule:
             _refuse_backward_hooks(layer)
-        bare, outputs = _Bare(layer.module), _Outputs(layer)
-        inside = _Inside(layer)
-        has_samples = any(dim is not None for dim in dims)
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        dims, shared = self.dims(layer, args, kwargs, leaves)
+        inputs = _inputs(layer, leaves, dims)
+        count = _batch_size(layer, leaves, {len(x) for x in inputs.values()})
+        copies = copies_of(layer, count)
+        if not count:
+            return _of_nothing(layer, copies, args, kwargs)
+        has_samples, outputs = any(dim is not None for dim in dims), _Outputs(layer)
 
-        def one(copies: dict[str, Tensor], *samples: Tensor) -> tuple[Tensor, ...]:
-            given = list(leaves)
-            for i, sample in zip(inputs, samples, strict=True):
-                dim = dims[i]
-                given[i] = sample if dim is None else sample.unsqueeze(dim)
-            args, kwargs = pytree.tree_unflatten(given, structure)
-            with inside:
-                output = functional_call(bare, copies, args, kwargs, tie_weights=False)
-            after = pytree.tree_leaves((args, kwargs))
-            if len(after) != len(given) or any(a is not b for a, b in zip(after, given, strict=True)):
-                raise ValueError(
-                    f"{layer} changes a list or dict among its arguments, which would not be seen outside: return "
-                    "what it adds, or freeze its parameters"
-                )
-            return outputs.taken(output, lambda i: self.output_dim(layer, i) if has_samples else None)
+        def output_dim(i: int) -> int | None:
+            return self.output_dim(layer, i) if has_samples else None
 
+        one = _One(layer, leaves, structure, {i: dims[i] for i in inputs}, outputs, output_dim)
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
         versions = [leaf._version for leaf in given]
-        known: set[Any] = layer.known.setdefault(COMPARED, set())
-        layer.engine.inside, caches = True, parametrize._cache_enabled
-        parametrize._cache_enabled = 0  # under parametrize.cached(), a run would get the weights of another run
-        state = State(layer)
-        try:
+        known, decision = layer.known.setdefault(COMPARED, set()), (*dims, *map(_kind, leaves))
+        with _alone(layer, leaves) as state:
             tensors = _mapped(layer, state, one, copies, list(inputs.values()), count)
             changed = versions != [leaf._version for leaf in given]  # so that it cannot run again
-            if type(self) is GenericRule and not changed and (decision := (*dims, *map(_kind, leaves))) not in known:
+            if type(self) is GenericRule and not changed and decision not in known:
                 _compare(layer, state, outputs.given_back(tensors), args, kwargs)
                 known.add(decision)
             state.join()
-        except BaseException as error:
-            state.undo()
-            if isinstance(error, RuntimeError) and any(hasattr(x, "get_seq_length") for x in leaves):
-                raise ValueError(
-                    f"{layer} runs sample by sample, and got a cache that holds values of the whole batch: switch it "
-                    "off with use_cache=False, in the call or in the config of the model"
-                ) from error
-            raise
-        finally:
-            layer.engine.inside, parametrize._cache_enabled = False, caches
         if not in_backward():
             layer.note(*dims)
             layer.known.setdefault(SHARED, set()).update(shared)
@@ -154,6 +113,80 @@ class GenericRule(Rule):
     def output_dim(self, layer: CapturedLayer, index: int) -> int:
         """The batch dimension of an output."""
         return layer.engine.batch_dim
+
+
+def _inputs(layer: CapturedLayer, leaves: Sequence[Any], dims: Sequence[int | None]) -> dict[int, Tensor]:
+    """The arguments that have samples, with these first."""
+    inputs: dict[int, Tensor] = {}
+    for i, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
+        if is_row(leaf):  # with a dimension, it is such as a first state for all, expanded to the batch
+            inputs[i] = leaf._each if dim is None else leaf._each.diagonal(0, 0, dim + 1).movedim(-1, 0)
+        elif isinstance(leaf, Tensor):
+            labels = layer.labels(leaf)
+            if dim is not None or labels is LOST or isinstance(labels, Tensor):
+                layer.check_rows(leaf, dim)
+            if dim is not None:
+                inputs[i] = leaf.movedim(dim, 0)
+    return inputs
+
+
+def _of_nothing(layer: CapturedLayer, copies: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+    """The output for an empty batch, which vmap cannot run. It depends on the copies, so that they get gradients."""
+    nothing = torch.stack([copy.sum() for copy in copies.values()]).sum()
+    output = run_detached(layer, args, kwargs)
+    return pytree.tree_map_only(Tensor, lambda value: value + nothing.to(value.dtype), output)
+
+
+class _One:
+    """Runs the module for one sample."""
+
+    def __init__(
+        self,
+        layer: CapturedLayer,
+        leaves: Sequence[Any],
+        structure: Any,
+        dims: dict[int, int | None],
+        outputs: "_Outputs",
+        output_dim: Callable[[int], int | None],
+    ) -> None:
+        self._layer, self._leaves, self._structure, self._dims = layer, leaves, structure, dims
+        self._outputs, self._output_dim = outputs, output_dim
+        self._bare, self._inside = _Bare(layer.module), _Inside(layer)
+
+    def __call__(self, copies: dict[str, Tensor], *samples: Tensor) -> tuple[Tensor, ...]:
+        given = list(self._leaves)
+        for (i, dim), sample in zip(self._dims.items(), samples, strict=True):
+            given[i] = sample if dim is None else sample.unsqueeze(dim)
+        args, kwargs = pytree.tree_unflatten(given, self._structure)
+        with self._inside:
+            output = functional_call(self._bare, copies, args, kwargs, tie_weights=False)
+        after = pytree.tree_leaves((args, kwargs))
+        if len(after) != len(given) or any(a is not b for a, b in zip(after, given, strict=True)):
+            raise ValueError(
+                f"{self._layer} changes a list or dict among its arguments, which would not be seen outside: return "
+                "what it adds, or freeze its parameters"
+            )
+        return self._outputs.taken(output, self._output_dim)
+
+
+@contextmanager
+def _alone(layer: CapturedLayer, leaves: Sequence[Any]) -> Generator[State]:
+    """A block in which the module runs for one sample at a time. An error leaves its state as before."""
+    layer.engine.inside, caches = True, parametrize._cache_enabled
+    parametrize._cache_enabled = 0  # under parametrize.cached(), a run would get the weights of another run
+    state = State(layer)
+    try:
+        yield state
+    except BaseException as error:
+        state.undo()
+        if isinstance(error, RuntimeError) and any(hasattr(x, "get_seq_length") for x in leaves):
+            raise ValueError(
+                f"{layer} runs sample by sample, and got a cache that holds values of the whole batch: switch it "
+                "off with use_cache=False, in the call or in the config of the model"
+            ) from error
+        raise
+    finally:
+        layer.engine.inside, parametrize._cache_enabled = False, caches
 
 
 class _Bare(nn.Module):
@@ -258,6 +291,14 @@ def copies_of(layer: CapturedLayer, count: int) -> dict[str, Tensor]:
             if id(param) in of:
                 result[f"{prefix}.{name}"] = of[id(param)]
     return result
+
+
+def _refuse_shards(layer: CapturedLayer) -> None:
+    if any(module is not layer.module for module in fully_sharded(layer.module)):
+        raise ValueError(
+            f"{layer} runs sample by sample, but modules in it are sharded by themselves: call fully_shard on "
+            f"{layer}, and not on modules inside"
+        )
 
 
 def _refuse_backward_hooks(layer: CapturedLayer) -> None:
