@@ -160,12 +160,7 @@ class Functions:
             return any(isinstance(x, Tensor) and self._provenance.of(x) is not None for x in leaves)
 
     def _returned(self, func: Any, name: str, args: Any, kwargs: Any, outputs: Sequence[Tensor]) -> None:
-        new: list[Tensor] = []
-        for x in outputs:
-            if not self._provenance.is_view(x):
-                new.append(x)
-            elif x.grad_fn is not None:
-                self._provenance.note_node(x, self._provenance.of(x))
+        new = [x for x in outputs if not self._provenance.note_view(x)]
         if not new:
             return
         leaves, rebuilt = flattened(args, kwargs)

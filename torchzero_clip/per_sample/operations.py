@@ -3,6 +3,7 @@
 Names have no underscores: "maskedfill" stands for `masked_fill` and `masked_fill_`.
 """
 
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -91,6 +92,7 @@ class Part(NamedTuple):
     place: int = 0
 
 
+@functools.cache
 def is_listed(name: str) -> bool:
     """True if `unmoved` knows a function."""
     lists = ELEMENTS, ALONG, REDUCES, PRODUCTS, ROWS, LAST, CHANNELS, NEW, MIX

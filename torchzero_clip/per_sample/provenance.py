@@ -138,9 +138,13 @@ class Provenance:
         rows = rows.view(-1, *[1] * (packed.data.ndim - 1))
         self.note(packed.data, simplest(rows, packed.data.shape, self.count))
 
-    def is_view(self, tensor: Tensor) -> bool:
-        """True for a tensor in a memory that is known."""
-        return _memory_of(tensor) in self._memories
+    def note_view(self, tensor: Tensor) -> bool:
+        """Return True for a tensor in a memory that is known, and store what a function that is not seen may ask."""
+        if _memory_of(tensor) not in self._memories:
+            return False
+        if tensor.grad_fn is not None:
+            self.note_node(tensor, self.of(tensor))
+        return True
 
     def of(self, tensor: Tensor, layer: object = None) -> Labels:
         """The labels of a tensor, which a layer may ask for.
