@@ -213,7 +213,7 @@ def no_collections():
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.usefixtures("no_collections")
-@each_entry
+@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if not entry.varies], ids=str)
 def test_compiled_step(entry):
     shapes = [(4, 3), ()]  # each tensor costs time
     params, plain = parameters(torch.float64, shapes), parameters(torch.float64, shapes)
@@ -245,7 +245,8 @@ def test_compiled_step(entry):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_inductor_compiles_a_whole_step_once_it_has_state():
-    params, plain = parameters(), parameters()
+    shapes = [(4, 3), ()]  # each tensor costs time
+    params, plain = parameters(shapes=shapes), parameters(shapes=shapes)
     grads = gradients(params, 5)
     chain = [ClipNorm(0.5, dim="global"), Adam(lr=torch.tensor(0.01))]
     optimizer, reference = Modular(params, *chain), Modular(plain, *chain)
