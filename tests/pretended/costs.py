@@ -73,9 +73,9 @@ def cost(name: str, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> Cost:
     for param, grad in zip(params, fresh(), strict=True):
         param.grad = grad
     optimizer = Modular(params, *chain(name))
-    for k in range(4):
+    for k in range(3):
         DEVICE.counts.clear()
-        DEVICE.weighs = shapes is LONG and k == 3
+        DEVICE.weighs = shapes is LONG and k == 2
         optimizer.step()
     launches, moved = DEVICE.counts.launches.total(), sum(DEVICE.counts.bytes.values())
     optimizer.zero_grad()

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
-from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -114,17 +113,16 @@ def _quantile(function: Any, *args: Any, **kwargs: Any) -> Any:
     return DEVICE.run("quantile", function, args, kwargs, launches=5)
 
 
-QUANTILES = {
-    function: partial(_quantile, function)  # torch's code for it resizes tensors in place
-    for function in (torch.quantile, Tensor.quantile, torch.nanquantile, Tensor.nanquantile)
-}
+QUANTILES = (torch.quantile, Tensor.quantile, torch.nanquantile, Tensor.nanquantile)
 OWN = {
     Tensor.data_ptr: lambda tensor: tensor.kept.data_ptr(),
     Tensor.tolist: _to_list,
     Tensor.numpy: _to_numpy,
     Tensor.__repr__: lambda tensor: f"cuda({tensor.kept!r})",
     Tensor.__deepcopy__: _deep_copy,
-    **QUANTILES,
+    **{
+        function: partial(_quantile, function) for function in QUANTILES
+    },  # torch's code for it resizes tensors in place
 }
 """Functions that the device carries out in its own way."""
 
@@ -238,27 +236,6 @@ class _Dispatches(TorchDispatchMode):
         return DEVICE.dispatch(function, args, kwargs or {})
 
 
-class _Names(TorchFunctionMode):
-    """Means ``cuda:0`` where a device is called "cuda": torch would ask a driver for the index."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if kwargs or any(type(value) in NAMES for value in args):
-            args, kwargs = tuple(map(_named, args)), {key: _named(value) for key, value in (kwargs or {}).items()}
-        if function is Tensor.cuda:
-            return args[0].to(CUDA)
-        if function in QUANTILES and isinstance(args[0], OnCuda):
-            return OnCuda.__torch_function__(function, types, args, kwargs)
-        return function(*args, **(kwargs or {}))
-
-
-NAMES = (str, torch.device)
-
-
-def _named(value: Any) -> Any:
-    is_cuda = value == "cuda" if isinstance(value, str) else isinstance(value, torch.device) and value.type == "cuda"
-    return CUDA if is_cuda else value
-
-
 def install() -> None:
     """Make torch and the package accept the device, for the rest of the process."""
     torch.cuda._lazy_init = lambda: None
@@ -286,11 +263,11 @@ def _load_guard() -> None:
 
 @contextmanager
 def pretended() -> Iterator[Counts]:
-    """Within the block, tensors can be made on ``"cuda"``, and what they do is counted."""
+    """Within the block, tensors can be made on `CUDA`, and what they do is counted."""
     lifted = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)
     try:
-        with _Names(), _Dispatches():
+        with _Dispatches():
             yield DEVICE.counts
     finally:
         torch._C._set_only_lift_cpu_tensors(lifted)
