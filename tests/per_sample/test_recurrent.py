@@ -110,7 +110,7 @@ def assert_right(model, batch, forms=(by_backward, with_low_memory), losses=of_a
 
 SETTINGS = KINDS, INPUTS, STATES, (1, 2), (False, True), (False, True)
 SOME = [k for k in itertools.product(*(range(len(values)) for values in SETTINGS)) if sum(k) % 3 == 0]
-"""A third of all combinations, with every combination of any three settings."""
+"""A third of all combinations, with every combination of any four settings."""
 
 
 @pytest.mark.parametrize(
