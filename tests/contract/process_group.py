@@ -155,11 +155,11 @@ def train_group(name: str, event: str, **options: Any) -> dict[str, Any]:
     }
 
 
-def train_all(fast: bool) -> dict[tuple[str, str], Any]:
+def train_all(fast: bool, events: Sequence[str]) -> dict[tuple[str, str], Any]:
     """What every training finds, by event and name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {(event, name): train_group(name, event, fast=fast) for event in EVENTS for name in names(event)}
+        return {(event, name): train_group(name, event, fast=fast) for event in events for name in names(event)}
 
 
 def train_some(names: list[str], event: str) -> list[dict[str, Any]]:

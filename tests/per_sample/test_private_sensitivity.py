@@ -127,7 +127,7 @@ def seen_alike(one, other):
 
 
 @pytest.mark.filterwarnings("ignore:the chain has no optimizer")
-@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if not entry.varies], ids=str)
 def test_batches_that_differ_look_the_same_behind_every_chain(entry):
     rows = torch.randn(9, 3) * 10
     one = trained(entry.make, [rows[:5], rows[5:5], rows[5:6], rows[6:]])

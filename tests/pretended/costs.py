@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from pretended.device import CUDA, DEVICE, memory_in_use
+from pretended.device import DEVICE, memory_in_use, on_cuda
 from table import chain
 from torch import Tensor, nn
 
@@ -20,9 +20,9 @@ class Cost(NamedTuple):
 
     launches: int
     bytes: float
-    """For each element of a parameter."""
+    """For each element of a parameter of `LONG`."""
     kept: int
-    """Bytes that the optimizer keeps besides its state."""
+    """Bytes that the optimizer keeps besides its state, for `LONG`."""
 
 
 class Limit(NamedTuple):
@@ -66,22 +66,24 @@ def cost(name: str, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> Cost:
     generator = torch.Generator().manual_seed(0)
 
     def fresh() -> list[Tensor]:
-        return [torch.randn(shape, generator=generator).to(CUDA, dtype) for shape in shapes]
+        return [on_cuda(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
 
-    before = memory_in_use()
+    before = memory_in_use() if shapes is LONG else 0
     params = [nn.Parameter(value) for value in fresh()]
     for param, grad in zip(params, fresh(), strict=True):
         param.grad = grad
     optimizer = Modular(params, *chain(name))
-    for _ in range(4):
+    for k in range(3):
         DEVICE.counts.clear()
+        DEVICE.weighs = shapes is LONG and k == 2
         optimizer.step()
     launches, moved = DEVICE.counts.launches.total(), sum(DEVICE.counts.bytes.values())
     optimizer.zero_grad()
     optimizer.metrics()
     state = [v for own in optimizer.state.values() for v in own.values() if isinstance(v, Tensor)]
     known = sum(tensor.numel() * tensor.element_size() for tensor in (*params, *state))
-    return Cost(launches, moved / sum(p.numel() for p in params), memory_in_use() - before - known)
+    kept = memory_in_use() - before - known if shapes is LONG else 0
+    return Cost(launches, moved / sum(p.numel() for p in params), kept)
 
 
 def costs_are_bounded() -> None:

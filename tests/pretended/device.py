@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
-from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -43,12 +42,11 @@ VIEWS = {
     *("detach", "view_as_real", "view_as_complex", "real", "imag", "diagonal", "lift_fresh", "unflatten"),
 }
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+SILENT = VIEWS | ALLOCATIONS
 WAITING = {
     *("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "_unique2", "unique_dim", "allclose"),
 }
 """Operations whose result has values or a shape that the host has to know."""
-
-QUANTILES = (torch.quantile, Tensor.quantile, torch.nanquantile, Tensor.nanquantile)
 
 MOST_TENSORS, MOST_BLOCKS, CHUNK = (770, 448, 336, 252, 210), 2240, 65536
 """What one launch takes of 1 to 5 lists (torch 2.13, arguments of 32 KB): tensors, and chunks of so many elements."""
@@ -64,7 +62,7 @@ class Counts:
         self.launches: Counter[str] = Counter()
         """Kernel launches by operation."""
         self.bytes: Counter[str] = Counter()
-        """Bytes that kernels read and wrote, by operation."""
+        """Bytes that kernels read and wrote, by operation, if `Device.weighs`."""
         self.waits: list[str] = []
         """Operations for which the host waits for the device."""
         self.copies: list[str] = []
@@ -89,22 +87,7 @@ class OnCuda(Tensor):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunctionSubclass():
-            match function:
-                case Tensor.data_ptr:
-                    return args[0].kept.data_ptr()
-                case Tensor.tolist:
-                    DEVICE.counts.waits.append("tolist")
-                    return args[0].kept.tolist()
-                case Tensor.numpy:
-                    raise TypeError("can't convert cuda:0 device type tensor to numpy")
-                case Tensor.__repr__:
-                    return f"cuda({args[0].kept!r})"
-                case Tensor.__deepcopy__:
-                    return _deep_copy(*args)
-                case _ if function in QUANTILES:  # torch's code for it resizes tensors in place
-                    return DEVICE.run("quantile", function, args, kwargs or {}, launches=5)
-                case _:
-                    return function(*args, **(kwargs or {}))
+            return OWN.get(function, function)(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
@@ -115,6 +98,33 @@ def _deep_copy(tensor: OnCuda, memo: dict) -> Tensor:
     new: Tensor = OnCuda(tensor.kept.clone())
     memo[id(tensor)] = new = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
     return new
+
+
+def _to_list(tensor: OnCuda) -> Any:
+    DEVICE.counts.waits.append("tolist")
+    return tensor.kept.tolist()
+
+
+def _to_numpy(*_: Any) -> None:
+    raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+
+def _quantile(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return DEVICE.run("quantile", function, args, kwargs, launches=5)
+
+
+QUANTILES = (torch.quantile, Tensor.quantile, torch.nanquantile, Tensor.nanquantile)
+OWN = {
+    Tensor.data_ptr: lambda tensor: tensor.kept.data_ptr(),
+    Tensor.tolist: _to_list,
+    Tensor.numpy: _to_numpy,
+    Tensor.__repr__: lambda tensor: f"cuda({tensor.kept!r})",
+    Tensor.__deepcopy__: _deep_copy,
+    **{
+        function: partial(_quantile, function) for function in QUANTILES
+    },  # torch's code for it resizes tensors in place
+}
+"""Functions that the device carries out in its own way."""
 
 
 def on_cuda(tensor: Tensor) -> OnCuda:
@@ -132,6 +142,8 @@ class Device:
 
     def __init__(self) -> None:
         self.counts = Counts()
+        self.weighs = False
+        """Whether bytes are counted."""
         self.tape: list[tuple] | None = None
         """The operations that a `Graph` records."""
 
@@ -148,7 +160,7 @@ class Device:
         if name == "copy_" and not isinstance(args[0], OnCuda):
             goes_here = False
         launches = _launches(name, args, kwargs) if here or goes_here else 0
-        if name not in VIEWS | ALLOCATIONS and name not in WAITING:
+        if self.weighs and name not in SILENT and name not in WAITING:
             self.counts.bytes[name] += _bytes(function, name, args, kwargs)
         return self.run(name, function, args, kwargs, launches, goes_here)
 
@@ -170,12 +182,11 @@ class Device:
         if name == "_fused_sgd_":
             function = partial(_sgd, function)
         found = function(*own_args, **own_kwargs)
-        is_silent = name in VIEWS | ALLOCATIONS
+        is_silent = name in SILENT
         if not is_silent:
             self.counts.launches[name] += launches
-            fresh = [t for t in _tensors(found) if id(t) not in owner]
-            if goes_here and name not in WAITING:
-                self.counts.bytes[name] += sum(map(_size, fresh))
+            if self.weighs and goes_here and name not in WAITING:
+                self.counts.bytes[name] += sum(_size(t) for t in _tensors(found) if id(t) not in owner)
         if self.tape is not None and not is_silent:
             self.tape.append((function, own_args, own_kwargs, found))
 
@@ -225,23 +236,6 @@ class _Dispatches(TorchDispatchMode):
         return DEVICE.dispatch(function, args, kwargs or {})
 
 
-class _Names(TorchFunctionMode):
-    """Means ``cuda:0`` where a device is called "cuda": torch would ask a driver for the index."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        args, kwargs = tuple(map(_named, args)), {key: _named(value) for key, value in (kwargs or {}).items()}
-        if function is Tensor.cuda:
-            return args[0].to(CUDA)
-        if function in QUANTILES and isinstance(args[0], OnCuda):
-            return OnCuda.__torch_function__(function, types, args, kwargs)
-        return function(*args, **kwargs)
-
-
-def _named(value: Any) -> Any:
-    is_cuda = (isinstance(value, str) and value == "cuda") or (isinstance(value, torch.device) and value.type == "cuda")
-    return CUDA if is_cuda else value
-
-
 def install() -> None:
     """Make torch and the package accept the device, for the rest of the process."""
     torch.cuda._lazy_init = lambda: None
@@ -269,11 +263,11 @@ def _load_guard() -> None:
 
 @contextmanager
 def pretended() -> Iterator[Counts]:
-    """Within the block, tensors can be made on ``"cuda"``, and what they do is counted."""
+    """Within the block, tensors can be made on `CUDA`, and what they do is counted."""
     lifted = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)
     try:
-        with _Names(), _Dispatches():
+        with _Dispatches():
             yield DEVICE.counts
     finally:
         torch._C._set_only_lift_cpu_tensors(lifted)
@@ -361,7 +355,7 @@ def _bytes(function: Any, name: str, args: Any, kwargs: dict[str, Any]) -> int:
 
 def _launches(name: str, args: Any, kwargs: dict[str, Any]) -> int:
     """How many kernels an operation launches."""
-    if name in VIEWS | ALLOCATIONS or name == "_local_scalar_dense":
+    if name in SILENT or name == "_local_scalar_dense":
         return 0
     if name in ("cat", "stack"):
         return -(-len(args[0]) // 128)

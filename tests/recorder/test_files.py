@@ -7,15 +7,16 @@ import math
 import multiprocessing
 import os
 import pickle
-import signal
-import subprocess
+import resource
 import sys
 import textwrap
 import time
+import warnings
+from contextlib import suppress
 
 import pytest
 import torch
-from ranks import LIMIT, run_program
+from ranks import CONTEXT, LIMIT, run_program
 from torch import nn
 
 from torchzero_clip import SGD, ClipNorm, Modular, Recorder, SkipStep, read_record
@@ -132,38 +133,35 @@ def test_layers_that_are_added_later(path):
 
 @pytest.mark.slow
 def test_the_end_of_the_process_writes_the_rest_and_a_kill_loses_one_ring(tmp_path):
+    """Three forks of one program, because torch takes seconds to import."""
     program = textwrap.dedent(
         """
-        import sys, torch
+        import os, signal, sys, torch
         from torchzero_clip import ClipNorm, Modular, Recorder
         weight = torch.nn.Parameter(torch.zeros(1))
         optimizer = Modular([("w", weight)], ClipNorm(1.0))
-        Recorder(optimizer, path=sys.argv[1], keep=10)
+        for how in ("ended", "raised", "killed"):
+            child = os.fork()
+            if child == 0:
+                break
+            os.waitpid(child, 0)
+        else:
+            sys.exit()
+        Recorder(optimizer, path=f"{sys.argv[1]}/{how}.jsonl", keep=10)
         for step in range(25):
             weight.grad = torch.ones(1)
             optimizer.step()
-        if sys.argv[2] == "wait":
-            print("ready", flush=True)
-            input()
-        if sys.argv[2] == "raise":
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "raised":
             raise RuntimeError
         """
     )
-    ended, raised, killed = (tmp_path / f"{name}.jsonl" for name in ("ended", "raised", "killed"))
-    processes = [
-        subprocess.Popen([sys.executable, "-c", program, path, how], stderr=subprocess.DEVNULL)
-        for path, how in ((ended, "end"), (raised, "raise"))
-    ]
-    waiting = subprocess.Popen(
-        [sys.executable, "-c", program, killed, "wait"], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
-    )
-    assert waiting.stdout.readline() == "ready\n"
-    os.kill(waiting.pid, signal.SIGKILL)
-    waiting.communicate()
-    for process in processes:
-        process.wait()
-    assert read_record(ended).steps == read_record(raised).steps == list(range(25))
-    assert read_record(killed).steps == list(range(20))
+    done = run_program([sys.executable, "-c", program, tmp_path])
+    assert done.returncode == 0, done.stderr
+    ended, raised, killed = (read_record(tmp_path / f"{how}.jsonl").steps for how in ("ended", "raised", "killed"))
+    assert ended == raised == list(range(25))
+    assert killed == list(range(20))
 
 
 def test_a_recorder_that_nobody_holds_writes_when_its_optimizer_goes(path):
@@ -286,26 +284,31 @@ def test_a_disk_that_stays_full_gives_one_warning(path, monkeypatch):
 @pytest.mark.slow
 def test_a_file_that_reaches_the_limit_of_its_size_has_whole_lines(path):
     """The kernel writes what fits, and then fails, as on a full disk."""
-    program = textwrap.dedent(
-        """
-        import resource, sys, torch, warnings
-        from torchzero_clip import ClipNorm, Modular, Recorder
-        weight = torch.nn.Parameter(torch.zeros(1))
-        optimizer = Modular([("w", weight)], ClipNorm(1.0))
-        recorder = Recorder(optimizer, path=sys.argv[1], flush_every=7)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
-        for step in range(200):
-            weight.grad = torch.ones(1)
-            optimizer.step()
-        """
-    )
-    done = run_program([sys.executable, "-c", program, path])
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("could not be written") == 1
+    process = CONTEXT.Process(target=reach_the_limit, args=(path,))
+    process.start()
+    process.join(LIMIT)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0
     assert path.read_bytes().endswith(b"\n")
     steps = read_record(path).steps
     assert steps == list(range(len(steps)))
     assert len(steps) > 20
+
+
+def reach_the_limit(path):
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = Modular([("w", weight)], ClipNorm(1.0))
+    recorder = Recorder(optimizer, path=path, flush_every=7)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(200):
+            weight.grad = torch.ones(1)
+            optimizer.step()
+        with suppress(OSError):
+            recorder.close()
+    assert ["could not be written" in str(warning.message) for warning in caught].count(True) == 1
 
 
 def test_paths(tmp_path, monkeypatch):
