@@ -87,7 +87,7 @@ class BeforeStep:
     @property
     def skipped_steps(self) -> int:
         """How many steps gates and ``nonfinite="skip"`` have refused."""
-        return self._front.skipped_steps
+        return int(self.metrics().get("skipped_steps", 0))
 
     @property
     def skipped_by(self) -> tuple[str, ...]:
