@@ -54,7 +54,7 @@ class BeforeStep:
             optimizer.register_step_post_hook(self.after),
             *own,
         ]
-        self._wrapper = end_surely(optimizer, self)
+        self._wrapper = end_surely(optimizer, self.finish)
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -62,11 +62,6 @@ class BeforeStep:
         if found is None:
             raise ReferenceError("the optimizer of this handle was deleted")
         return found
-
-    @property
-    def is_in_step(self) -> bool:
-        """True between `before` and `after`."""
-        return self._depth > 0
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -231,7 +226,7 @@ class BeforeStep:
             self.finish()
 
     def finish(self) -> bool:
-        """End the step that has begun. Return True if it was refused. `after` does so, unless the step raises."""
+        """End the step, if that has not happened yet. Return True if it was refused."""
         self._depth = 0
         if self._has_scaled:
             optimizer: Any = self._optimizer

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from torchzero_clip.compat import any_distributed, set_grad_enabled
+from torchzero_clip.compat import any_distributed
 from torchzero_clip.core.chain import Composite
 from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.learning_rate import LR
@@ -80,20 +79,7 @@ class Front(Modular):
         if not self._has_lists_of(groups):
             self.follow(groups)
         self._followed = groups
-        if result is None and self._fast_way.plan is not None and self._repeat_without_grad():
-            if self._reported.count:
-                self._reported.clear()
-        else:
-            self._step(None if result is None else lambda: result)
-
-    def _repeat_without_grad(self) -> bool:
-        """Repeat a step without autograd, because transforms may read parameters."""
-        was_enabled = torch.is_grad_enabled()
-        set_grad_enabled(False)
-        try:
-            return self._repeat()
-        finally:
-            set_grad_enabled(was_enabled)
+        self._step(None if result is None else lambda: result)
 
     _step = Modular.step  # without hooks, which Optimizer adds when the first optimizer is made
 
