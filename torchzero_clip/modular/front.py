@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from torchzero_clip.compat import any_distributed
@@ -14,7 +13,6 @@ from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.end import Deliver
 from torchzero_clip.engine.executor import DeliveredScale
-from torchzero_clip.engine.nonfinite import Nonfinite
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.validation import check_added, check_places
 from torchzero_clip.types import Setting
@@ -30,6 +28,7 @@ class Front(Modular):
         transforms: The transforms.
         scale: As in `Deliver`.
         module: The module that has the names of the parameters.
+        **options: As in `Modular`.
     """
 
     def __init__(
@@ -39,22 +38,12 @@ class Front(Modular):
         scale: DeliveredScale,
         *,
         module: nn.Module | None,
-        nonfinite: Nonfinite,
-        max_consecutive_skips: int | None,
-        process_group: ProcessGroup | None,
-        fast: bool,
+        **options: Any,
     ) -> None:
         self._delivery = Deliver(scale)
         self._names_in = module
         self._followed = groups
-        super().__init__(
-            _named(groups, module),
-            *transforms,
-            nonfinite=nonfinite,
-            max_consecutive_skips=max_consecutive_skips,
-            process_group=process_group,
-            fast=fast,
-        )
+        super().__init__(_named(groups, module), *transforms, **options)
         # an author's transform may read the gradients after they were changed
         self._delivery.over_grads = all(node.is_ours and node.transform.target == "update" for node in self.nodes)
         for own, group in zip(self.param_groups, groups, strict=True):
