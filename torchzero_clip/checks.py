@@ -36,6 +36,12 @@ def are_parameters(value: Any) -> bool:
     return bool(items) and all(isinstance(i, Tensor) or (isinstance(i, dict) and "params" in i) for i in items)
 
 
+def needs_closure(optimizer_class: Any) -> bool:
+    """True if each step of an optimizer needs a closure, as that of L-BFGS does."""
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
 def setting_name(key: str) -> None:
     """Raise if param groups use the name for something else, or if it would break qualified keys."""
     taken = ("params", "param_names", "chain", "skipped_steps", "consecutive_skips", "schedule_step")

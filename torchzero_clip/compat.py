@@ -35,9 +35,6 @@ SameLayout = Callable[[Sequence[Tensor]], bool]
 never_compiled = _disable_dynamo
 """`torch.compiler.disable` as torch itself uses it: the public one imports the compiler at once, which takes 0.5 s."""
 
-set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
-"""`torch.no_grad`, which calls this, takes 3 µs more."""
-
 current_graph_task_id: Callable[[], int] = _current_graph_task_id
 """The number of the backward that is running in this thread, -1 for none: tells two backwards apart."""
 

@@ -426,12 +426,16 @@ def missing_on_a_mesh() -> dict[str, Any]:
         parts = [DTensor.from_local(value.chunk(2)[rank].clone(), mesh, [Shard(0)]) for value in sharded_values(0)]
         params = list(map(nn.Parameter, parts))
         optimizer = Modular(params, make())
+        others = [torch.ones(1) for _ in params]  # state of another package, such as a wrapper's
+        for param, value in zip(params, others, strict=True):
+            optimizer.state[param] = {"slow": value}
         for step in range(5):
             for i, (param, grad) in enumerate(zip(params, sharded_values(step + 1), strict=True)):
                 own = DTensor.from_local(grad.chunk(2)[rank].clone(), mesh, [Shard(0)])
                 param.grad = own if has_gradient(rank, step, i) else None
             optimizer.step()
             assert [p.grad is not None for p in params] == [has_gradient(rank, step, i) for i in range(len(params))]
+        assert [optimizer.state[param]["slow"].item() for param in params] == [1.0] * len(params)
         states = [{k: v for k, v in optimizer.state.get(p, {}).items() if not v.ndim} for p in params]
         found[name] = ([param.detach().to_local() for param in params], optimizer.metrics(), states)
     return found

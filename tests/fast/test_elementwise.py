@@ -8,7 +8,7 @@ from fast.comparison import noise
 from fast.test_dispatch import operations_of_a_step
 from torch import nn
 
-from torchzero_clip import AdamW, ClipValueByEMA, Modular
+from torchzero_clip import AdamW, ClipNorm, ClipValue, ClipValueByEMA, ClipValueGrowth, Modular, before_step
 
 
 def test_the_transform_of_an_author_is_called_with_pieces(monkeypatch):
@@ -55,3 +55,25 @@ def test_only_the_readable_way_runs_the_formula_of_a_class_with_change(monkeypat
             weight.grad = torch.ones(2, dtype=dtype)
             optimizer.step()
         assert called == [name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "made", [lambda: ClipNorm(1.0, dim="global"), ClipValueByEMA, ClipValueGrowth], ids=["norm", "ema", "growth"]
+)
+def test_long_gradients_are_changed_in_place_before_another_optimizer(made, dtype):
+    """A gradient longer than a piece, a short one, and in the second step one that is not finite."""
+    found = []
+    for fast in (True, False):
+        params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((300_000,), (7,), (2, 150_000))]
+        before_step(optimizer := torch.optim.SGD(params, lr=0.0), made(), ClipValue(0.7), fast=fast)
+        for step in range(3):
+            grads = [grad.to(dtype) for grad in noise([tuple(param.shape) for param in params], step)]
+            grads[2].view(-1)[140_000:140_002] = torch.inf if step == 1 else 3.0
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+            optimizer.step()
+            assert all(param.grad is grad for param, grad in zip(params, grads, strict=True))
+            found.append(grads)
+    for own, other in zip(found[:3], found[3:], strict=True):
+        torch.testing.assert_close(own, other, equal_nan=True)

@@ -413,7 +413,11 @@ class OfModel(optim.Optimizer):
 @pytest.mark.parametrize(
     ("construct", "error", "message"),
     [
-        (lambda: Wrap(optim.LBFGS), ValueError, "LBFGS, whose step .*without a closure, raises .*'closure'"),
+        (
+            lambda: Wrap(optim.LBFGS),
+            ValueError,
+            "LBFGS, whose step .*without a closure, raises .*'closure'.*\\. Call clip_grad_norm_ in its",
+        ),
         (
             lambda: Wrap(optim.SparseAdam),
             ValueError,

@@ -25,6 +25,9 @@ class Ending(Host, Protocol):
 class End(ABC):
     """Takes the updates that come out of the outermost chain."""
 
+    over_grads: bool = False
+    """True if all transforms may write over the gradients."""
+
     @abstractmethod
     def take(self, walk: Ending, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
         """Do the work of a transform and of the ``rest`` of the chain at once, where that is possible.
@@ -83,6 +86,7 @@ class Deliver(End):
     """Writes the updates into the gradients, for another optimizer that takes the step."""
 
     scale: DeliveredScale  # called instead if the updates are the gradients times one factor
+    over_grads: bool = False
 
     @override
     def take(self, walk: Ending, node: Node, rows: list[int], rest: Sequence[Node]) -> set[int]:
@@ -94,7 +98,7 @@ class Deliver(End):
 
     @override
     def may_write_grads(self, rest: Sequence[Node]) -> bool:
-        return all(n.is_ours for n in rest)  # the transforms of authors may read the gradients
+        return self.over_grads
 
 
 def _take_step(walk: Ending, node: Node, rows: list[int], rest: Sequence[Node]) -> None:

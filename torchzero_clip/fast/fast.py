@@ -148,12 +148,7 @@ class Fast(Executor):
         if isinstance(op, Shift):
             foreach.subtract_each_(updates, op.numbers)
             return
-
-        def store(rows: list[int], cut: slice | None, views: list[Tensor]) -> None:
-            own = [updates[i] if cut is None else updates[i].view(-1)[cut] for i in rows]
-            foreach.copy_plain_(own, views)
-
-        run_pieces([op], updates, op.settings, self._scratch, store)
+        run_pieces([op], updates, op.settings, self._scratch, None)
 
     @override
     def scale(self, rows: list[int], measured: Measured, factors: Tensor, over_grads: bool) -> None:

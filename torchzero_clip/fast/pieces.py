@@ -52,16 +52,16 @@ class _Piece(NamedTuple):
 
 
 def run_pieces(
-    ops: Sequence[Op], updates: Sequence[Tensor], settings: Sequence[Setting], scratch: Scratch, sink: Sink
+    ops: Sequence[Op], updates: Sequence[Tensor], settings: Sequence[Setting], scratch: Scratch, sink: Sink | None
 ) -> None:
-    """Send updates through operations, and pass the results to ``sink``.
+    """Send updates through operations, and pass the results to ``sink``; None to write them over the updates.
 
     Args:
         ops: The operations, in order. Only the first may be a scaling or a shift.
-        updates: The updates, not to be modified.
+        updates: The updates, which only ``sink=None`` modifies.
         settings: A setting for each update; neighbours that share one are taken together.
         scratch: Memory for pieces.
-        sink: Takes the results.
+        sink: As above.
     """
     first = updates[0]
     stages = [op for op in ops if isinstance(op, Pointwise)]
@@ -77,6 +77,9 @@ def run_pieces(
     factors = before.factor if isinstance(before, Scale) else None
     means = before.numbers.to(foreach.wide_dtype(first.dtype)) if isinstance(before, Shift) else None
     for piece in pieces:
+        if sink is None and piece.cut is not None and piece.rounded is None:
+            # a part of a long tensor needs no memory of its own, because transforms may write to what they read
+            piece = piece._replace(flat=updates[piece.rows[0]].view(-1)[piece.cut], views=[])
         if piece.pads:
             foreach.zero_plain_(piece.pads)  # transforms count changed elements there too
         source = _read(piece, updates, factors, means)
@@ -88,7 +91,13 @@ def run_pieces(
             piece.flat.copy_(source)
         if piece.rounded is not None:
             foreach.copy_plain_([piece.rounded[0]], [piece.flat])
-        sink(piece.rows, piece.cut, piece.views if piece.rounded is None else piece.rounded[1])
+        views = piece.views if piece.rounded is None else piece.rounded[1]
+        if sink is not None:
+            sink(piece.rows, piece.cut, views)
+        elif views:
+            cut = piece.cut
+            own = [updates[i] if cut is None else updates[i].view(-1)[cut] for i in piece.rows]
+            foreach.copy_plain_(own, views)
     for stage in stages:
         stage.finish()
 

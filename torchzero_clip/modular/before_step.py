@@ -54,7 +54,7 @@ class BeforeStep:
             optimizer.register_step_post_hook(self.after),
             *own,
         ]
-        self._wrapper = end_surely(optimizer, self)
+        self._wrapper = end_surely(optimizer, self.finish)
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -62,11 +62,6 @@ class BeforeStep:
         if found is None:
             raise ReferenceError("the optimizer of this handle was deleted")
         return found
-
-    @property
-    def is_in_step(self) -> bool:
-        """True between `before` and `after`."""
-        return self._depth > 0
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -87,7 +82,7 @@ class BeforeStep:
     @property
     def skipped_steps(self) -> int:
         """How many steps gates and ``nonfinite="skip"`` have refused."""
-        return self._front.skipped_steps
+        return int(self.metrics().get("skipped_steps", 0))
 
     @property
     def skipped_by(self) -> tuple[str, ...]:
@@ -128,6 +123,7 @@ class BeforeStep:
     def remove(self) -> None:
         """Let the optimizer take its steps with the gradients as they are. Its checkpoints have no entry any more."""
         optimizer = self._found()
+        _HANDLES.discard(self)
         for hook in self._hooks:
             hook.remove()
         self.listener = None
@@ -231,7 +227,7 @@ class BeforeStep:
             self.finish()
 
     def finish(self) -> bool:
-        """End the step that has begun. Return True if it was refused. `after` does so, unless the step raises."""
+        """End the step, if that has not happened yet. Return True if it was refused."""
         self._depth = 0
         if self._has_scaled:
             optimizer: Any = self._optimizer
@@ -351,20 +347,16 @@ _WARNED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 def _warn_of_copy(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Warn before the first step of an optimizer that has lost its transforms, as copies and pickles lose hooks."""
-    if torch.compiler.is_compiling() or not optimizer.param_groups or KEY not in optimizer.param_groups[0]:
+    groups = optimizer.param_groups
+    if torch.compiler.is_compiling() or not groups or KEY not in groups[0] or optimizer in _WARNED:
         return
-    if handle_of(optimizer) is None and optimizer not in _WARNED and not _shares_groups(optimizer):
+    if not any(handle.has(groups[0]) for handle in _HANDLES):  # the groups of SAM are those of its base optimizer
         _WARNED.add(optimizer)
         warnings.warn(
             f"the {type(optimizer).__name__} that this one was copied or loaded from had transforms before its steps. "
             "This one has none: call before_step on it",
             stacklevel=4,
         )
-
-
-def _shares_groups(optimizer: Optimizer) -> bool:
-    """True if the groups are those of an optimizer that has its transforms, as the groups of SAM are."""
-    return any(handle.has(optimizer.param_groups[0]) for handle in _HANDLES)
 
 
 def _attached(optimizer: Optimizer, kind: type[T]) -> T | None:

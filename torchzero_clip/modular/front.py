@@ -3,20 +3,16 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from torchzero_clip.compat import any_distributed, set_grad_enabled
+from torchzero_clip.compat import any_distributed
 from torchzero_clip.core.chain import Composite
-from torchzero_clip.core.chain_state import SKIPPED
 from torchzero_clip.core.kinds import UpdateRule
 from torchzero_clip.core.learning_rate import LR
 from torchzero_clip.core.transform import Transform
 from torchzero_clip.engine.end import Deliver
 from torchzero_clip.engine.executor import DeliveredScale
-from torchzero_clip.engine.nonfinite import Nonfinite
 from torchzero_clip.modular.modular import Modular
 from torchzero_clip.modular.validation import check_added, check_places
 from torchzero_clip.types import Setting
@@ -32,6 +28,7 @@ class Front(Modular):
         transforms: The transforms.
         scale: As in `Deliver`.
         module: The module that has the names of the parameters.
+        **options: As in `Modular`.
     """
 
     def __init__(
@@ -41,37 +38,23 @@ class Front(Modular):
         scale: DeliveredScale,
         *,
         module: nn.Module | None,
-        nonfinite: Nonfinite,
-        max_consecutive_skips: int | None,
-        process_group: ProcessGroup | None,
-        fast: bool,
+        **options: Any,
     ) -> None:
         self._delivery = Deliver(scale)
         self._names_in = module
         self._followed = groups
-        super().__init__(
-            _named(groups, module),
-            *transforms,
-            nonfinite=nonfinite,
-            max_consecutive_skips=max_consecutive_skips,
-            process_group=process_group,
-            fast=fast,
-        )
+        super().__init__(_named(groups, module), *transforms, **options)
         # an author's transform may read the gradients after they were changed
-        self._over_grads = all(node.is_ours and node.transform.target == "update" for node in self.nodes)
-        self._follow(groups)
+        self._delivery.over_grads = all(node.is_ours and node.transform.target == "update" for node in self.nodes)
+        for own, group in zip(self.param_groups, groups, strict=True):
+            own["params"] = group["params"]
+        self._ids = _checked_ids(groups)
 
     @override
     def _completed(self, transforms: list[Transform]) -> list[Transform]:
         for transform in transforms:
             _refuse(transform)
         return transforms
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many steps were refused."""
-        self._chain_state.take_counters(self.param_groups)
-        return self._chain_state.values.get(SKIPPED, 0)
 
     def forget_loss(self) -> None:
         """Forget what was reported for a step that is not taken."""
@@ -85,20 +68,7 @@ class Front(Modular):
         if not self._has_lists_of(groups):
             self.follow(groups)
         self._followed = groups
-        if result is None and self._fast_way.plan is not None and self._repeat_without_grad():
-            if self._reported.count:
-                self._reported.clear()
-        else:
-            self._step(None if result is None else lambda: result)
-
-    def _repeat_without_grad(self) -> bool:
-        """Repeat a step without autograd, because transforms may read parameters."""
-        was_enabled = torch.is_grad_enabled()
-        set_grad_enabled(False)
-        try:
-            return self._repeat()
-        finally:
-            set_grad_enabled(was_enabled)
+        self._step(None if result is None else lambda: result)
 
     _step = Modular.step  # without hooks, which Optimizer adds when the first optimizer is made
 
@@ -115,7 +85,7 @@ class Front(Modular):
 
     def sync(self, groups: Sequence[Group]) -> None:
         """Follow the other optimizer if its parameters have changed."""
-        if not self._has_lists_of(groups) or [id(param) for g in groups for param in g["params"]] != self._ids:
+        if not self._has_lists_of(groups) or _ids(groups) != self._ids:
             self.follow(groups)
 
     def follow(self, groups: Sequence[Group]) -> None:
@@ -123,9 +93,14 @@ class Front(Modular):
         own = [dict(group) for group in self.param_groups]
         try:
             self._follow(groups)
+            params = self._named_params()
+            check_added(self.nodes, params, self.process_group)
+            check_places(self.chain, self.nodes, params)
+            ids = _checked_ids(groups)
         except Exception:
             self.param_groups[:] = own
             raise
+        self._ids, self._has_meshes = ids, any_distributed([named.param for named in params])
         held = {param for group in groups for param in group["params"]}
         for param in self.state.keys() - held:
             del self.state[param]
@@ -146,13 +121,17 @@ class Front(Modular):
                 self.param_groups[-1]["params"] = group["params"]
             followed.append(self.param_groups[-1] if own is None else own)
         self.param_groups[:] = followed
-        params = self._named_params()
-        check_added(self.nodes, params, self.process_group)
-        check_places(self.chain, self.nodes, params)
-        self._has_meshes = any_distributed([named.param for named in params])
-        self._ids = [id(param) for group in groups for param in group["params"]]
-        if len(set(self._ids)) < len(self._ids):
-            raise ValueError("a parameter is listed twice in the groups of the optimizer: list it once")
+
+
+def _ids(groups: Sequence[Group]) -> list[int]:
+    return [id(param) for group in groups for param in group["params"]]
+
+
+def _checked_ids(groups: Sequence[Group]) -> list[int]:
+    ids = _ids(groups)
+    if len(set(ids)) < len(ids):
+        raise ValueError("a parameter is listed twice in the groups of the optimizer: list it once")
+    return ids
 
 
 def _successors(known: Sequence[Group], groups: Sequence[Group]) -> list[Group | None]:

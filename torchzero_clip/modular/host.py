@@ -1,31 +1,18 @@
 """What transforms ask of the optimizer that they stand before."""
 
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from torchzero_clip.checks import needs_closure
 from torchzero_clip.engine.listener import Attached, Listener, Seen
 from torchzero_clip.modular.modular import Modular
-
-
-class Ending(Protocol):
-    """What ends a step."""
-
-    @property
-    def is_in_step(self) -> bool:
-        """True while a step is taken."""
-        ...
-
-    def finish(self) -> bool:
-        """End the step. Return True if it was refused."""
-        ...
 
 
 class Patient(Listener):
@@ -78,8 +65,7 @@ def check_host(found: Any, transforms: list[Any]) -> None:
         raise TypeError(f"{name} takes its steps by another optimizer{way_out}")
     if not all(hasattr(found, f"_optimizer_{kind}_hooks") for kind in ("step_pre", "state_dict_post")):
         raise TypeError(f"{name} lacks hooks that optimizers of torch have: let it call Optimizer.__init__")
-    closure = inspect.signature(type(found).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if needs_closure(type(found)):
         raise TypeError(
             f"{name} takes no step without a closure and may evaluate it several times in one step, but transforms "
             "that keep statistics act once a step: call clip_grad_norm_ in the closure"
@@ -114,8 +100,11 @@ def takes_factor(optimizer: Any, hook: int, count: int) -> bool:
     return True
 
 
-def end_surely(optimizer: Optimizer, handle: Ending) -> Callable[..., Any]:
-    """Wrap ``step`` of one optimizer, so that a step ends even if it raises. torch calls no hook then."""
+def end_surely(optimizer: Optimizer, finish: Callable[[], bool]) -> Callable[..., Any]:
+    """Wrap ``step`` of one optimizer, so that a step ends even if it raises. torch calls no hook then.
+
+    ``finish`` ends the step, and returns True if it was refused.
+    """
     given: Any = vars(optimizer).get("step")
     call: Any = type(optimizer).step if given is None else given
     found = weakref.ref(optimizer)
@@ -124,15 +113,14 @@ def end_surely(optimizer: Optimizer, handle: Ending) -> Callable[..., Any]:
         try:
             return call(own, *args, **kwargs) if given is None else call(*args, **kwargs)
         except Exception as error:
-            if handle.finish():
+            if finish():
                 raise RuntimeError(
                     f"{type(own).__name__} cannot take a step without gradients, so transforms before it cannot refuse "
                     'one: leave out gates and nonfinite="skip". Nothing was changed'
                 ) from error
             raise
         finally:
-            if handle.is_in_step:
-                handle.finish()
+            finish()
 
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -47,7 +47,8 @@ class Missing:
             moved: State = {}
             if norms.get(id(param), 0.0):  # else perhaps no process has a gradient
                 # if the numbers of a statistic start, its elementwise state has to exist
-                first = {**(self._first_state(param) if copies is None else {}), **_numbers(state)}
+                is_new = not any("/" in key for key in copies or ())  # bare keys are those of other packages
+                first = {**(self._first_state(param) if is_new else {}), **_numbers(state)}
                 moved = {key: value for key, value in first.items() if key.startswith(statistics)}
             if copies is not None or moved:
                 self._states[param] = {**(copies or {}), **moved}

@@ -135,7 +135,6 @@ class Modular(Explained, ClassMaker, Optimizer):
     """How many steps this object has taken. Steps that were refused or had no gradients do not count."""
 
     _delivery: Deliver | None = None  # the end of a step; None to subtract the updates from the parameters
-    _over_grads = False  # transforms may always write to the gradients
     _has_meshes = False  # if a parameter is distributed
     _origin: Origin | None = None  # the module that ``params`` was. Copies and pickles have none
     _lengths: Sequence[int] = ()  # how many keys each param group had in the last step
@@ -426,12 +425,12 @@ class Modular(Explained, ClassMaker, Optimizer):
             table.grads = own_gradients(table.params)
         if state:
             self._chain_state.move(self.param_groups)
-        updates = Updates(table, state, maximize=self.maximize, over_grads=self._over_grads)
         is_repeated = columns is None and len(set(map(id, table.params))) < len(table.params)
+        end = self._delivery or Subtract(self.keep_grads or "grad" in self.nodes.targets or is_repeated)
+        updates = Updates(table, state, maximize=self.maximize, over_grads=end.over_grads)
         is_fast = is_fast and not is_repeated
         executor = fast_way.executor(updates, columns) if is_fast else Readable(updates)
         judged = Judged(self._judging, table.grads, executor, listens=self.listener is not None)
-        end = self._delivery or Subtract(self.keep_grads or "grad" in self.nodes.targets or is_repeated)
         walk = Walk(self.nodes, settings, table, state, executor, judged, end, loss)
         if self.parts is not None:
             walk.company = Part()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from torchzero_clip.checks import as_builtin, is_numeric
+from torchzero_clip.checks import as_builtin, is_numeric, needs_closure
 from torchzero_clip.compat import cpu_by_default, never_compiled
 from torchzero_clip.core.kinds import FinalRule
 from torchzero_clip.core.learning_rate import LR
@@ -70,7 +70,8 @@ class Wrap(FinalRule):
         self.each_alone = optimizer_class.__module__.startswith("torch.optim.")  # what other optimizers do is not known
         self.kwargs = {key: as_builtin(at(value, 0) if key in schedules else value) for key, value in kwargs.items()}
         if problem := _problem(optimizer_class, self.kwargs):
-            raise ValueError(f"Wrap takes no {optimizer_class.__name__}, whose step {problem}. {INSTEAD}")
+            instead = "Call clip_grad_norm_ in its closure" if needs_closure(optimizer_class) else INSTEAD
+            raise ValueError(f"Wrap takes no {optimizer_class.__name__}, whose step {problem}. {instead}")
         defaults = dict(self.template.defaults)
         self.default_lr = defaults.pop("lr", None)
         self._settings = {key: as_builtin(value) for key, value in defaults.items() if is_numeric(value)}
