@@ -130,6 +130,13 @@ def constants_at_a_mask(m, x):
     return m.last(h)
 
 
+def lists_of_positions(m, x):
+    h = m.first(x).clone()
+    h[:, [0, 2]] = x[:, [1, 3]]
+    h[[0]] = 0.5
+    return m.last(h)
+
+
 def some_tokens(m, x):
     """A mixture of depths: only some tokens of each sample run through a layer."""
     chosen = x.sum(-1).topk(2).indices.sort().values[..., None].expand(-1, -1, W)
@@ -162,6 +169,7 @@ def buffers(m, x):
 MODELS = {
     "changed by its own parts": (changed_by_its_own_parts, sequences, {}),
     "constants at a mask": (constants_at_a_mask, sequences, {}),
+    "lists of positions": (lists_of_positions, sequences, {}),
     "some tokens": (some_tokens, sequences, {}),
     "pooled": (pooled, sequences, {}),
     "spectrum": (spectrum, sequences, {}),

@@ -313,7 +313,8 @@ class Functions:
             return
         call = _Call(func, name, args, kwargs, leaves, rebuilt, known if before is None else {0: before, **known})
         last, count = max(tensors), self._provenance.count
-        if name == "setitem" and not any(isinstance(x, Tensor | bool | list) for x in leaves[1:-1]):
+        index = args[1] if len(args) > 1 and isinstance(args[1], tuple) else args[1:2]
+        if name == "setitem" and not any(isinstance(x, Tensor | bool | list) for x in index):
             tensor, name = tensor.detach()[args[1]], "copy"  # a view, whose place in the memory says it all
             before = self._provenance.before(tensor, tensor, version)
         if name == "copy":
