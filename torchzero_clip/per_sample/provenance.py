@@ -57,7 +57,9 @@ class Provenance:
                     self.note(x, labels)
         for x, labels in noted:
             found = self.of(x)
-            if self.is_view(x) and (found is None or found is LOST or not agree(found, labels, x.shape, count)):
+            if _memory_of(x) in self._memories and (
+                found is None or found is LOST or not agree(found, labels, x.shape, count)
+            ):
                 self.note(x, LOST)  # an entry has several samples, as in sliding windows
 
     def note(self, tensor: Tensor, labels: Labels) -> None:
