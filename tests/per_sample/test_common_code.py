@@ -116,7 +116,66 @@ def column_by_column(m, x):
     return result
 
 
+def changed_by_its_own_parts(m, x):
+    h = m.first(x).clone()
+    h[:, 0] += x[:, 1]
+    h.view(-1, W)[::2] *= 0.5
+    h[..., -1] = h[..., 0].detach()
+    return m.last(h)
+
+
+def constants_at_a_mask(m, x):
+    h = m.first(x).clone()
+    h[x < 0] = 0.5
+    return m.last(h)
+
+
+def lists_of_positions(m, x):
+    h = m.first(x).clone()
+    h[:, [0, 2]] = x[:, [1, 3]]
+    h[[0]] = 0.5
+    return m.last(h)
+
+
+def some_tokens(m, x):
+    """A mixture of depths: only some tokens of each sample run through a layer."""
+    chosen = x.sum(-1).topk(2).indices.sort().values[..., None].expand(-1, -1, W)
+    return m.last(x.scatter_add(1, chosen, m.first(x.gather(1, chosen))))
+
+
+def pooled(m, x):
+    of = torch.arange(len(x)).repeat_interleave(T)
+    rows = m.first(x.flatten(0, 1))
+    return m.last(torch.zeros_like(x[:, 0]).scatter_add(0, of[:, None].expand_as(rows), rows))
+
+
+def spectrum(m, x):
+    return m.last(torch.fft.fft(torch.fft.fft(m.first(x)), dim=1).real)
+
+
+def cells_of_diagonals(m, x):
+    return m.last(torch.diag_embed(m.first(x).mean(1)).reshape(-1, 1)).view(len(x), -1)
+
+
+def buffers(m, x):
+    """A tensor of zeros for each sample, with one row that is not zero."""
+    result = []
+    for row in m.first(x):
+        result.append(row.new_zeros(T, W))
+        result[-1][0] = row[0]
+    return torch.stack([m.last(part) for part in result])
+
+
 MODELS = {
+    "changed by its own parts": (changed_by_its_own_parts, sequences, {}),
+    "constants at a mask": (constants_at_a_mask, sequences, {}),
+    "lists of positions": (lists_of_positions, sequences, {}),
+    "some tokens": (some_tokens, sequences, {}),
+    "pooled": (pooled, sequences, {}),
+    "spectrum": (spectrum, sequences, {}),
+    "cells of diagonals": (cells_of_diagonals, sequences, {"last": lin(1, W)}),
+    "distances": (lambda m, x: m.last(torch.cdist(m.first(x), x)), sequences, {}),
+    "buckets": (lambda m, x: m.last(m.first(x) + torch.bucketize(x, torch.zeros(1).to(x))), sequences, {}),
     "InstanceNorm": (lambda m, x: m.last(m.norm(m.first(x)).movedim(1, -1)), images, {"norm": nn.InstanceNorm2d(W)}),
     "InstanceNorm with weights": (
         lambda m, x: m.last(m.norm(m.first(x)).movedim(1, -1)),
@@ -162,6 +221,25 @@ MODELS = {
 }
 
 
+# models with labels that would be wrong by chance, if there are T samples
+LOST = {
+    "sliding windows": (
+        lambda m, x: m.last(m.first(x)),
+        lambda count: (data(2 * count + T, W).unfold(0, T, 2)[:count].mT,),
+    ),
+    "steps and next steps": (
+        lambda m, x, y: m.last(torch.cat([m.first(x), m.first(y)], -1)),
+        lambda count: (lambda x: (x[:-1], x[1:]))(data(count + 1, W)),
+    ),
+    "weights of positions": (lambda m, x, w: m.last(w @ m.first(x)), lambda count: (data(count, T, W), data(T, T))),
+    "sums over positions": (
+        lambda m, x, w: m.last(torch.einsum("ts,bsd->btd", w, m.first(x))),
+        lambda count: (data(count, T, W), data(T, T)),
+    ),
+    "a buffer for each sample": (buffers, sequences),
+}
+
+
 def made(name):
     torch.manual_seed(0)
     forward, inputs, held = MODELS[name]
@@ -181,6 +259,20 @@ def test_norms_are_those_of_one_backward_for_each_sample(name, form):
         given = inputs(count)
         expected = norms_in_batch(model, *given)
         assert_close(step(lambda m, given=given: losses_of(m(*given)))[0], expected)
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_labels_that_would_be_wrong_are_lost(name):
+    forward, inputs = LOST[name]
+    torch.manual_seed(0)
+    last = lin(2 * W) if name == "steps and next steps" else lin()
+    model = Net(forward, first=lin(), last=last).double()
+    given = inputs(T)
+    expected = norms_in_batch(model, *given)
+    step = by_backward(copy.deepcopy(model), verify="never")
+    assert_close(step(lambda m: losses_of(m(*given)))[0], expected)
+    with pytest.raises(ValueError, match="rows whose samples are not known"):
+        by_classic_form(model)(lambda m: losses_of(m(*given)))
 
 
 def test_nodes_of_graphs_need_the_sample_of_each_node_only():

@@ -84,6 +84,8 @@ ALONG = {
     **dict.fromkeys(("repeatinterleave", "roll", "takealongdim"), 2),
 }
 """The place of the dimension among the arguments of functions that move entries along one."""
+INDEXED = {"gather", "scatter", "scatteradd", "scatterreduce", "takealongdim"}
+"""Functions whose index has a number for each entry."""
 SHAPES = {"resize", "resizeas", "set"}
 KEEPS = {"asstrided", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze", "requiresgrad"}
 """Functions that change only the form of a tensor in place."""
@@ -211,8 +213,8 @@ class Functions:
             found = [beside(part, outputs[0].shape, count, dims) for part in parts if isinstance(part.labels, int)]
             if found and len(found) == len(parts) and LOST not in found and len({*found}) == 1:
                 return found[:1]
-        result = call.run(self._numbers(call, call.moved))
-        results = [x.long() for x in result if x.is_floating_point()]
+        result = call.run({i: x + 1 for i, x in self._numbers(call, call.moved).items()})  # zeros are of no sample
+        results = [x.long() - 1 for x in result if x.is_floating_point()]
         if not results:
             return [LOST] * len(outputs)
         found = [simplest(x, y.shape, count) for x, y in zip(results, outputs, strict=False)]
@@ -235,10 +237,11 @@ class Functions:
     def _placed(self, call: "_Call", output: Tensor) -> Labels:
         """The labels of a tensor into which a function has put entries, or added them."""
         into, last, count = call.labels.get(0), max(call.tensors), self._provenance.count
-        values = call.labels.get(last) if last > 1 or len(call.tensors) > 1 else None
+        by_mask = call.name == "setitem" and last != len(call.leaves) - 1  # z[mask] = 0.5
+        values = None if by_mask else call.labels.get(last)
         if values is None or into is LOST or values is LOST:
-            return into if values is None else LOST
-        if call.along is not None and isinstance(values, int) and into in (None, values):
+            return LOST if into is None or values is not None else into
+        if call.along is not None and isinstance(values, int) and not isinstance(into, Tensor):
             found = beside(Part(values, call.leaves[last].shape), output.shape, count, call.along)
             if found is not LOST and (into is None or found == into):
                 return found
@@ -298,16 +301,17 @@ class Functions:
         """Note the labels of a tensor that a function has changed in place."""
         leaves, rebuilt = flattened(args, kwargs)
         tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
-        before = self._provenance.of_version(tensor, version)
-        known = {i: found for i, x in tensors.items() if i and (found := self._provenance.of(x)) is not None}
+        labels = {i: self._provenance.before(x, tensor, version) for i, x in tensors.items()}
+        before, known = labels[0], {i: found for i, found in labels.items() if i and found is not None}
         if name in KEEPS or (not known and name not in SHAPES):
             self._provenance.refresh(tensor, version)
             return
         call = _Call(func, name, args, kwargs, leaves, rebuilt, known if before is None else {0: before, **known})
         last, count = max(tensors), self._provenance.count
-        if name == "setitem" and not any(isinstance(x, Tensor | bool | list) for x in leaves[1:-1]):
+        index = args[1] if len(args) > 1 and isinstance(args[1], tuple) else args[1:2]
+        if name == "setitem" and not any(isinstance(x, Tensor | bool | list) for x in index):
             tensor, name = tensor.detach()[args[1]], "copy"  # a view, whose place in the memory says it all
-            before = self._provenance.of_version(tensor, version)
+            before = self._provenance.before(tensor, tensor, version)
         if name == "copy":
             found = beside(Part(known[last], leaves[last].shape), tensor.shape, count) if last in known else before
         elif name in PLACES or name in SUMS:
@@ -385,7 +389,7 @@ class _Call:
         """The dimensions in which the function does not look where entries are, counted from the last."""
         ndim = self.tensors[min(self.tensors)].ndim
         if (along := self.along) is not None:
-            return {dim - ndim for dim in range(ndim) if dim not in along}
+            return {dim - ndim for dim in range(ndim) if dim not in along and self.name not in INDEXED}
         if self.name not in ("getitem", "index", "indexput", "setitem"):
             return set()
         last = max(self.tensors) if self.name in PLACES else len(self.leaves)
@@ -400,7 +404,7 @@ class _Call:
         """The outputs of the function for labels in place of values; none if it does not take them."""
         leaves = [labels.get(i, x) for i, x in enumerate(self.leaves)]
         if self.name.startswith("pad"):
-            leaves = [float(LOST) if isinstance(x, float) else x for x in leaves]  # the value of padding
+            leaves = [0.0 if isinstance(x, float) else x for x in leaves]  # the value of padding
         args, kwargs = self._rebuilt(leaves)
         try:
             output = self.func(*args, **kwargs)

@@ -36,10 +36,11 @@ def wider(labels: Labels, shape: Sequence[int], count: int) -> Tensor:
     ]
 
 
-def simplest(labels: Tensor, shape: Sequence[int], count: int) -> Labels:
+def simplest(labels: Tensor, shape: Sequence[int], count: int, *, of_batch: bool = True) -> Labels:
     """The labels with size 1 where they do not vary, as a step if they are regular.
 
     Entries of -1 belong to the sample at their place if all others do, and if only one dimension can have the samples.
+    Without ``of_batch``, the others must be of several samples, because one sample may have a tensor of its own.
     """
     labels = narrowed(labels)
     if not labels.numel():
@@ -49,6 +50,8 @@ def simplest(labels: Tensor, shape: Sequence[int], count: int) -> Labels:
         return None
     if count == 1:
         return 1
+    if lowest < 0 and not of_batch and bool(((labels < 0) | (labels == highest)).all()):
+        return labels
     if lowest < 0:
         found = [dim for dim, size in enumerate(shape) if size == count and _is_along(labels, dim, count)]
         return step_at(found[0], shape) if len(found) == 1 else labels

@@ -19,8 +19,8 @@ def _names(text: str) -> frozenset[str]:
 
 
 ELEMENTS = _names("""
-    abs acos add addcdiv addcmul alias and atan2 bernoulli bfloat16 bool ceil celu clamp clamp_max clamp_min clip
-    clone contiguous copy copysign cos cpu cuda data detach div double dropout elu empty_like eq erf exp expm1 fill
+    abs acos add addcdiv addcmul alias and atan2 bernoulli bfloat16 bool bucketize ceil celu clamp clamp_max clamp_min
+    clip clone contiguous copy copysign cos cpu cuda data detach div double dropout elu empty_like eq erf exp expm1 fill
     float floor floor_divide floordiv full_like ge gelu gt half hardsigmoid hardswish hardtanh index_fill int invert
     isfinite isinf isnan le leaky_relu lerp log log1p log_sigmoid logical_and logical_not logical_or logsigmoid long
     lt masked_fill maximum minimum mish mod mul multiply nan_to_num native_dropout ne neg negative ones_like or pow
@@ -30,7 +30,8 @@ ELEMENTS = _names("""
 """)
 """Functions of single elements."""
 ALONG = _names("""
-    argsort cummax cummin cumprod cumsum gather glu log_softmax logcumsumexp msort softmax sort topk
+    argsort cummax cummin cumprod cumsum fft_fft fft_ifft fft_irfft fft_rfft gather glu linalg_cross log_softmax
+    logcumsumexp msort softmax sort topk
 """)
 """Functions along one dimension, which the output keeps."""
 REDUCES = _names("""
@@ -38,7 +39,7 @@ REDUCES = _names("""
     nanmean nanmedian nanquantile nansum norm prod quantile std std_mean sum var var_mean
 """)
 """Functions along dimensions, which the output does not have."""
-COUNTED = _names("kthvalue linalg_vector_norm nanquantile norm quantile topk")
+COUNTED = _names("fft_fft fft_ifft fft_irfft fft_rfft kthvalue linalg_vector_norm nanquantile norm quantile topk")
 """Functions with a number before the dimension."""
 PRODUCTS = {
     **dict.fromkeys(("addmm", "addmv", "baddbmm"), 1),
@@ -126,8 +127,6 @@ def unmoved(name: str, parts: Sequence[Part], shape: Sequence[int], count: int, 
     found = [_carried(part, shape, count, _way(name, part, shape, dims)) for part in parts]
     if not found or any(x is LOST for x in found):
         return LOST
-    if name in PRODUCTS:
-        return found[0]  # similarities of samples have those of the left
     return found[0] if all(agree(found[0], x, shape, count) for x in found[1:]) else LOST
 
 
@@ -170,8 +169,9 @@ def _way(name: str, part: Part, shape: Sequence[int], dims: Collection[int]) -> 
     if name in REDUCES or name in ALONG or name in LAST or name.startswith(ATTENTION):
         return _aligned(part, shape, dims or (range(ndim) if name in REDUCES else ()))
     if name in PRODUCTS and (place := part.place - PRODUCTS[name]) >= 0:  # else it is added
-        if place == 1 and (name == "linear" or name in DISTANCES):
-            return lambda dim: None
+        if place == 1 and (name == "linear" or name in DISTANCES):  # its rows become columns
+            row = max(ndim - 2, 0)
+            return lambda dim: dim if dim < row else len(shape) - 1 if dim == row else None
         summed = None if name in DISTANCES else ndim - 1 - (place == 1 and ndim > 1)
         more = max(wider, 0) if name in ("matmul", "rmatmul") else 0
         return lambda dim: None if dim == summed else dim + more

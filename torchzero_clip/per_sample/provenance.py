@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.rnn import PackedSequence
 
 from torchzero_clip.compat import current_graph_task_id
-from torchzero_clip.per_sample.labels import LOST, Labels, simplest
+from torchzero_clip.per_sample.labels import LOST, Known, Labels, agree, simplest
 from torchzero_clip.per_sample.layout import place_of, seen_from, step_at
 from torchzero_clip.per_sample.memory import Layout, Owners, owned, seen, spread, written
 
@@ -45,6 +45,7 @@ class Provenance:
         self._memories: dict[int, _Memory] = {}
         self._simple: dict[tuple[Owners, Layout], Labels] = {}
         self._asked: dict[tuple[int, tuple[int, ...]], Labels] = {}  # by layers in the forward
+        noted: list[tuple[Tensor, Known]] = []
         for x in arguments:
             if x.ndim:
                 place = min(dim, x.ndim - 1)
@@ -52,7 +53,14 @@ class Provenance:
                 if labels is None and x.shape[place] == count and x.stride(place):
                     labels = 1 if count == 1 else step_at(place, x.shape)
                 if labels is not None:
+                    noted.append((x, labels))
                     self.note(x, labels)
+        for x, labels in noted:
+            found = self.of(x)
+            if _memory_of(x) in self._memories and (
+                found is None or found is LOST or not agree(found, labels, x.shape, count)
+            ):
+                self.note(x, LOST)  # an entry has several samples, as in sliding windows
 
     def note(self, tensor: Tensor, labels: Labels) -> None:
         """Store the labels of a new tensor, and so those of its memory."""
@@ -128,7 +136,8 @@ class Provenance:
                 return step
         key = owners, layout  # labels that are no step take more time
         if key not in self._simple:
-            self._simple[key] = simplest(spread(owners, layout, self.count), layout.shape, self.count)
+            labels = spread(owners, layout, self.count)
+            self._simple[key] = simplest(labels, layout.shape, self.count, of_batch=False)
         return self._simple[key]
 
     def note_packed(self, packed: PackedSequence) -> None:
@@ -178,8 +187,10 @@ class Provenance:
         apart = tensor.storage_offset() >= memory.end or Layout.of(tensor).end <= memory.first
         return None if apart else memory
 
-    def of_version(self, tensor: Tensor, version: int) -> Labels:
-        """The labels that a tensor had before it was changed in place."""
+    def before(self, tensor: Tensor, changed: Tensor, version: int) -> Labels:
+        """The labels that a tensor had before a change in place of another one, which then had this version."""
+        if _memory_of(tensor) != _memory_of(changed):
+            return self.of(tensor)
         memory = self._memory(tensor)
         return None if memory is None else self._seen(memory, tensor, version)
 
