@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from torchzero_clip.compat import DisableTorchFunctionSubclass
 from torchzero_clip.per_sample.arguments import Rebuild, flattened, tensors_in
+from torchzero_clip.per_sample.labels import depth_of
 
 ARITHMETIC = {f"{side}{name}" for name in ("add", "sub", "mul", "div", "truediv") for side in ("", "r", "i")}
 EXPANSIONS = {"expand", "expand_as", "broadcast_to", "repeat"}
@@ -56,7 +57,7 @@ class BroadcastRow(Tensor):
 
         ``samples`` has the sample of each entry of that tensor, as in `labels`.
         """
-        depth = max((dim + 1 for dim, size in enumerate(samples.shape) if size != 1), default=1)
+        depth = max(depth_of(samples), 1)
         with DisableTorchFunctionSubclass():
             if self.ndim > ndim - depth or bool((samples < 0).any()):
                 return None

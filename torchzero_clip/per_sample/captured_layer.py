@@ -15,7 +15,7 @@ from torchzero_clip.compat import get_interpreter_stack, never_compiled
 from torchzero_clip.per_sample.autograd_graph import leaves_of
 from torchzero_clip.per_sample.broadcast_row import BroadcastRow, is_row, row_of
 from torchzero_clip.per_sample.contributions import Contribution, Dense
-from torchzero_clip.per_sample.labels import LOST, Labels, wider
+from torchzero_clip.per_sample.labels import LOST, Labels, depth_of, wider
 from torchzero_clip.per_sample.layout import place_of, step_at
 from torchzero_clip.per_sample.modes import WithoutOwnModes
 from torchzero_clip.per_sample.probe import LostRows
@@ -153,7 +153,7 @@ class CapturedLayer:
         if labels is not LOST and count == 1 == input.shape[dim]:
             return Samples(input, dim)
         if isinstance(labels, Tensor):
-            depth = max((i + 1 for i, size in enumerate(labels.shape) if size != 1), default=1)
+            depth = max(depth_of(labels), 1)
             if depth <= leading and bool((labels >= 0).all()):
                 rows = labels.reshape(labels.shape[:depth]).expand(input.shape[:depth])
                 return Samples(input, 0, rows=rows.reshape(rows.shape))

@@ -123,7 +123,7 @@ class Engine:
 
     @property
     def probes(self) -> bool:
-        """True while a backward looks for the samples of lost rows, and nothing else."""
+        """True while a backward of the probe runs, which only finds the samples of lost rows."""
         return self.phase is Phase.PROBE
 
     @property

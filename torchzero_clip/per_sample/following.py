@@ -1,11 +1,12 @@
 """Follows the functions that a forward calls, and notes whose samples their outputs have.
 
-Functions that move entries run once more, on the labels of what they move. Functions of no list are looked into: the
-operations that they consist of are followed instead.
+A function that moves entries runs once more, on the labels of these entries. For a function that is in no list, the
+operations that it consists of are followed instead.
 """
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,59 +20,27 @@ from torchzero_clip.per_sample.arguments import Rebuild, flattened
 from torchzero_clip.per_sample.broadcast_row import BroadcastRow
 from torchzero_clip.per_sample.labels import LOST, Known, Labels, simplest, wider
 from torchzero_clip.per_sample.modes import OwnMode
-from torchzero_clip.per_sample.operations import ELEMENTS, NEW, Part, beside, dims_of, is_listed, unmoved
+from torchzero_clip.per_sample.operations import ELEMENTS, NEW, Part, beside, dims_of, is_listed, names, unmoved
 from torchzero_clip.per_sample.provenance import Provenance
 
-VIEWS = {
-    *(
-        "broadcasttensors",
-        "chunk",
-        "detach",
-        "diagonal",
-        "dsplit",
-        "expand",
-        "expandas",
-        "hsplit",
-        "movedim",
-        "moveaxis",
-    ),
-    *(
-        "narrow",
-        "permute",
-        "resolveconj",
-        "select",
-        "split",
-        "splitwithsizes",
-        "swapaxes",
-        "swapdims",
-        "t",
-        "tensorsplit",
-    ),
-    *("transpose", "unbind", "unsafechunk", "unsafesplit", "view", "viewascomplex", "viewasreal", "vsplit"),
-}
+VIEWS = names("""
+    broadcasttensors chunk detach diagonal dsplit expand expandas hsplit moveaxis movedim narrow permute resolveconj
+    select split splitwithsizes swapaxes swapdims t tensorsplit transpose unbind unsafechunk unsafesplit view
+    viewascomplex viewasreal vsplit
+""")
 """Functions whose outputs lie in the memory of their argument, by their names without underscores."""
-SAME = {
-    "flatten",
-    "ravel",
-    "reshape",
-    "reshapeas",
-    "squeeze",
-    "unflatten",
-    "unsafeview",
-    "unsqueeze",
-    "viewas",
-    "viewcopy",
-}
+SAME = names("""
+    flatten ravel reshape reshapeas squeeze unflatten unsafeview unsqueeze viewas viewcopy
+""")
 """Functions that keep the order of entries, if they copy them at all."""
-MOVES = {
-    *("broadcastto", "diag", "diagembed", "flip", "fliplr", "flipud", "gather", "getitem", "index", "indexselect"),
-    *("maskedselect", "packpaddedsequence", "padpackedsequence", "repeat", "repeatinterleave", "roll", "rot90", "take"),
-    *("takealongdim", "tile"),
-} | SAME
+MOVES = SAME | names("""
+    broadcastto diag diagembed flip fliplr flipud gather getitem index indexselect maskedselect packpaddedsequence
+    padpackedsequence repeat repeatinterleave roll rot90 take takealongdim tile
+""")
 """Functions that move entries of their first argument."""
-JOINS = {
-    *("cat", "columnstack", "concat", "concatenate", "dstack", "hstack", "padsequence", "rowstack", "stack", "vstack"),
-}
+JOINS = names("""
+    cat columnstack concat concatenate dstack hstack padsequence rowstack stack vstack
+""")
 """Functions that move the entries of all arguments."""
 PLACES = {"indexcopy", "indexput", "maskedscatter", "scatter", "setitem"}
 """Functions that put the entries of their last argument into their first one, in place of others."""
@@ -89,8 +58,6 @@ INDEXED = {"gather", "scatter", "scatteradd", "scatterreduce", "takealongdim"}
 SHAPES = {"resize", "resizeas", "set"}
 KEEPS = {"asstrided", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze", "requiresgrad"}
 """Functions that change only the form of a tensor in place."""
-
-
 TENSORS = {"T", "mT", "H", "mH", "data", "real", "imag", "grad"}
 """Attributes that are tensors."""
 
@@ -340,21 +307,17 @@ class Functions:
         }
 
 
+@dataclass
 class _Call:
     """A call of a function whose arguments have labels, by their places among the leaves."""
 
-    def __init__(
-        self,
-        func: Any,
-        name: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        leaves: list[Any],
-        rebuilt: Rebuild,
-        labels: dict[int, Known],
-    ) -> None:
-        self.func, self.name, self.args, self.kwargs = func, name, args, kwargs
-        self.leaves, self._rebuilt, self.labels = leaves, rebuilt, labels
+    func: Any
+    name: str
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    leaves: list[Any]
+    rebuilt: Rebuild
+    labels: dict[int, Known]
 
     @functools.cached_property
     def tensors(self) -> dict[int, Tensor]:
@@ -405,7 +368,7 @@ class _Call:
         leaves = [labels.get(i, x) for i, x in enumerate(self.leaves)]
         if self.name.startswith("pad"):
             leaves = [0.0 if isinstance(x, float) else x for x in leaves]  # the value of padding
-        args, kwargs = self._rebuilt(leaves)
+        args, kwargs = self.rebuilt(leaves)
         try:
             output = self.func(*args, **kwargs)
         except RuntimeError:  # such as a view of labels of one entry

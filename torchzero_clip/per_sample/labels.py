@@ -55,7 +55,7 @@ def simplest(labels: Tensor, shape: Sequence[int], count: int, *, of_batch: bool
     if lowest < 0:
         found = [dim for dim, size in enumerate(shape) if size == count and _is_along(labels, dim, count)]
         return step_at(found[0], shape) if len(found) == 1 else labels
-    depth = max((dim + 1 for dim, size in enumerate(labels.shape) if size != 1), default=0)
+    depth = depth_of(labels)
     flat = labels.expand(*shape[:depth], *labels.shape[depth:]).reshape(-1)
     run = int((flat != flat[0]).int().argmax())  # where the second sample begins
     regular = run and torch.equal(flat, (torch.arange(len(flat), device=flat.device) // run % count).to(flat.dtype))
@@ -69,6 +69,11 @@ def narrowed(labels: Tensor) -> Tensor:
         if size > 1 and torch.equal(labels, first := labels.narrow(dim, 0, 1).expand_as(labels)):
             labels = first.narrow(dim, 0, 1)
     return labels
+
+
+def depth_of(labels: Tensor) -> int:
+    """The number of first dimensions outside of which the labels do not vary."""
+    return max((dim + 1 for dim, size in enumerate(labels.shape) if size != 1), default=0)
 
 
 def _is_along(labels: Tensor, dim: int, count: int) -> bool:

@@ -1,4 +1,4 @@
-"""What functions do to samples if they move none: the labels of their outputs, from those of their inputs.
+"""Functions that leave every sample at its place: the labels of their outputs follow from those of their inputs.
 
 Names have no underscores: "maskedfill" stands for `masked_fill` and `masked_fill_`.
 """
@@ -14,11 +14,12 @@ from torchzero_clip.per_sample.labels import LOST, Known, agree
 from torchzero_clip.per_sample.layout import moved
 
 
-def _names(text: str) -> frozenset[str]:
+def names(text: str) -> frozenset[str]:
+    """The words of a text as the names of functions."""
     return frozenset(text.replace("_", "").split())
 
 
-ELEMENTS = _names("""
+ELEMENTS = names("""
     abs acos add addcdiv addcmul alias and atan2 bernoulli bfloat16 bool bucketize ceil celu clamp clamp_max clamp_min
     clip clone contiguous copy copysign cos cpu cuda data detach div double dropout elu empty_like eq erf exp expm1 fill
     float floor floor_divide floordiv full_like ge gelu gt half hardsigmoid hardswish hardtanh index_fill int invert
@@ -29,51 +30,41 @@ ELEMENTS = _names("""
     type_as where xlogy zeros_like
 """)
 """Functions of single elements."""
-ALONG = _names("""
+ALONG = names("""
     argsort cummax cummin cumprod cumsum fft_fft fft_ifft fft_irfft fft_rfft gather glu linalg_cross log_softmax
     logcumsumexp msort softmax sort topk
 """)
 """Functions along one dimension, which the output keeps."""
-REDUCES = _names("""
+REDUCES = names("""
     all amax amin aminmax any argmax argmin count_nonzero kthvalue linalg_vector_norm logsumexp max mean median min mode
     nanmean nanmedian nanquantile nansum norm prod quantile std std_mean sum var var_mean
 """)
 """Functions along dimensions, which the output does not have."""
-COUNTED = _names("fft_fft fft_ifft fft_irfft fft_rfft kthvalue linalg_vector_norm nanquantile norm quantile topk")
+COUNTED = names("fft_fft fft_ifft fft_irfft fft_rfft kthvalue linalg_vector_norm nanquantile norm quantile topk")
 """Functions with a number before the dimension."""
 PRODUCTS = {
     **dict.fromkeys(("addmm", "addmv", "baddbmm"), 1),
     **dict.fromkeys(("bmm", "cdist", "euclideandist", "ger", "linear", "matmul", "mm", "mv", "outer", "rmatmul"), 0),
 }
 """Products of matrices, and the place of the left factor among the arguments."""
-DISTANCES = _names("cdist euclidean_dist ger outer")
+DISTANCES = names("cdist euclidean_dist ger outer")
 """Products that do not sum over samples of the left factor."""
-ROWS = _names("embedding one_hot")
+ROWS = names("embedding one_hot")
 """Functions of every entry by itself, which give it further dimensions."""
-LAST = _names("fused_rms_norm layer_norm native_layer_norm rms_norm")
+LAST = names("fused_rms_norm layer_norm native_layer_norm rms_norm")
 """Functions of the last dimensions, as many as their second argument has."""
-BATCHED = (
-    *(
-        "adaptive",
-        "affinegrid",
-        "avgpool",
-        "bilinear",
-        "conv",
-        "fold",
-        "fractional",
-        "gridsample",
-        "groupnorm",
-        "im2col",
-    ),
-    *("instancenorm", "interpolate", "localresponse", "lppool", "maxpool", "nativegroupnorm", "pixel", "upsample"),
-    *("channelshuffle", "col2im", "gridsampler", "unfold"),
+BATCHED = tuple(
+    names("""
+        adaptive affinegrid avgpool bilinear channelshuffle col2im conv fold fractional gridsample groupnorm im2col
+        instancenorm interpolate localresponse lppool maxpool nativegroupnorm pixel unfold upsample
+    """)
 )
 """Beginnings of the names of functions that keep the first dimension, and work on each of its entries alone."""
-CHANNELS = _names("batch_norm native_batch_norm cudnn_batch_norm")
+CHANNELS = names("batch_norm native_batch_norm cudnn_batch_norm")
 """Functions of the second dimension, on each of its entries alone."""
-NEW = _names("new new_empty new_full new_ones new_tensor new_zeros")
+NEW = names("new new_empty new_full new_ones new_tensor new_zeros")
 """Functions that use only the kind of their argument."""
-MIX = _names("""
+MIX = names("""
     argwhere bincount block_diag cartesian_prod combinations diagonal_scatter kron nonzero segment_reduce select_scatter
     slice_scatter trace unique unique_consecutive unique2 vander
 """)

@@ -24,7 +24,7 @@ FACTORS = [*POWERS, *(-power for power in POWERS)]
 BASE = len(FACTORS)
 SMALL = 2.0**26  # in smallest normal numbers: larger gradients are rounded as their multiples are
 UNDERFLOW = 4.0  # in smallest normal numbers: what underflow may change in an entry of a row
-ZERO, UNTOLD = -1, -2  # ratios of rows of zeros, which may belong to any sample, and of rows that tell nothing
+ZERO, UNTOLD, WRONG = -1, -2, -3  # for rows of zeros, which may belong to any sample; that tell nothing; all others
 REENTRANT = "a checkpoint with use_reentrant=True hides them"
 
 
@@ -58,12 +58,12 @@ class Call:
         self.ratios.append(torch.cat(found).view(shape))
 
     def samples(self, numbers: Tensor) -> Tensor:
-        """The sample of each row by its ratios; `ZERO`, `UNTOLD` or, for wrong ratios, -3."""
+        """The sample of each row by its ratios; `ZERO`, `UNTOLD` or, for other ratios, `WRONG`."""
         ratios, ordered = torch.stack(self.ratios), numbers.to(self.ratios[0].device).sort()
         number = sum(((ratio - 1) * BASE**place for place, ratio in enumerate(ratios)), torch.zeros_like(ratios[0]))
         place = torch.searchsorted(ordered.values, number).clamp(max=len(numbers) - 1)
         right = (ratios > 0).all(0) & (ordered.values[place] == number)
-        result = torch.where(right, ordered.indices[place], -3)
+        result = torch.where(right, ordered.indices[place], WRONG)
         for kind in (ZERO, UNTOLD):
             result = result.masked_fill((ratios == kind).all(0), kind)
         return result
@@ -118,7 +118,7 @@ class LostRows(Call):
             raise self.refusal(
                 f"their gradients are {small}{f'; losses of samples {bad} are not finite' if bad else ''}"
             )
-        if bool((rows < ZERO).any()):
+        if bool((rows == WRONG).any()):
             raise self.refusal(
                 "some belong to several samples, or a function or hook has a backward that is not linear"
             )
@@ -168,7 +168,7 @@ class Probe:
         self._random = random.Random(0)
 
     def plan(self, losses: Tensor) -> int:
-        """The number of further backwards that are needed; 0 if no rows are lost.
+        """The number of further backwards that the losses need, which is 0 without lost rows.
 
         Raises:
             ValueError: If a part of the graph computes in float16, whose gradients have no room for the powers.

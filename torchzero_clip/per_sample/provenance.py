@@ -1,7 +1,7 @@
 """Tells which sample each entry of a tensor belongs to.
 
-What is known is kept by the memory of tensors, so that views need no rule of their own: see `memory`. A tensor that
-was changed by code that is not seen has another version than was noted, and its labels are lost.
+Labels are stored for the memory of a tensor, so all its views have them: see `memory`. If code that is not seen changes
+a tensor, its version is not the one that was noted, and its labels are lost.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from torchzero_clip.per_sample.memory import Layout, Owners, owned, seen, spread
 
 
 class _Memory(NamedTuple):
-    """What is known of a memory, from entry ``first`` to ``end``: its owners, None if they are lost."""
+    """The owners of the entries of a memory from ``first`` to ``end``, or None if they are lost."""
 
     alive: StorageWeakRef  # while it exists, no other memory has this address
     owners: Owners | None
@@ -30,7 +30,7 @@ class _Memory(NamedTuple):
     size: int
     """Bytes of an entry."""
     whole: bool
-    """True if nothing of the memory lies outside of what is known."""
+    """True if these are all entries of the memory."""
 
 
 class Provenance:
@@ -180,7 +180,7 @@ class Provenance:
         return None if rows is None else simplest(rows.view(-1, *[1] * (len(shape) - 1)), shape, self.count)
 
     def _memory(self, tensor: Tensor) -> _Memory | None:
-        """What is known of the memory of a tensor; None if that is another part of the memory."""
+        """The memory of a tensor; None if the owners of this part are not stored."""
         memory = self._memories.get(_memory_of(tensor) or 0)
         if memory is None or memory.whole or not tensor.numel():
             return memory
