@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchzero_clip.per_sample.following import Following
-from torchzero_clip.per_sample.labels import LOST, wider
+from torchzero_clip.per_sample.labels import LOST, simplest, wider
 from torchzero_clip.per_sample.provenance import Provenance
 
 NONE = -1.0  # the value of entries of no sample
@@ -164,7 +164,8 @@ def chain(seed):
     x, place = batch(rng, count, graph=rng.random() < 0.5)
     provenance = Provenance(count, place, [], {})
     with Following(provenance):
-        provenance.note(x, torch.arange(count).view(-1, *[1] * (x.ndim - place - 1))[(None,) * place])
+        rows = torch.arange(count).view(-1, *[1] * (x.ndim - place - 1))[(None,) * place]
+        provenance.note(x, simplest(rows, x.shape, count))
         told = lost = 0
         names = []
         for _ in range(rng.randint(1, 6)):

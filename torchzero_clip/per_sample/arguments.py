@@ -14,6 +14,7 @@ Rebuild: TypeAlias = Callable[[Sequence[Any]], tuple[Sequence[Any], Mapping[str,
 
 OF_TORCH = Tensor, torch.Size, torch.dtype, torch.device, torch.memory_format
 OBJECTS = 100
+ATOMS = frozenset((Tensor, nn.Parameter, torch.dtype, int, float, bool, NoneType))
 LEAVES = *OF_TORCH, int, float, str, NoneType, EllipsisType, slice
 
 
@@ -23,7 +24,7 @@ def flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any]
     This takes a few microseconds if the only containers are lists and tuples of leaves, as in calls of `torch.cat`.
     """
     given, count = [*args, *kwargs.values()], len(args)
-    if all(isinstance(x, LEAVES) for x in given):
+    if ATOMS.issuperset(map(type, given)) or all(isinstance(x, LEAVES) for x in given):
         return given, lambda new: (new[:count], dict(zip(kwargs, new[count:], strict=True)))
     pairs = [(x, type(x)) for x in given]
     leaves = [leaf for x, kind in pairs for leaf in (x if kind in (list, tuple) else (x,))]

@@ -243,7 +243,7 @@ class CapturedLayer:
         None if it does not depend on samples, or if their number is not known.
         """
         provenance = self.engine.forward.provenance
-        labels = None if provenance is None else provenance.of(input, self)
+        labels = None if provenance is None else provenance.asked(input, self)
         if provenance is None or not isinstance(labels, int) or labels is LOST:
             return labels
         shape, count, dim = tuple(input.shape), provenance.count, self.engine.batch_dim

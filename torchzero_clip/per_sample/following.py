@@ -62,6 +62,10 @@ TENSORS = {"T", "mT", "H", "mH", "data", "real", "imag", "grad"}
 """Attributes that are tensors."""
 
 
+FOUND: dict[tuple[Any, ...], Sequence[Labels]] = {}
+MOST_FOUND = 4096
+
+
 class Following(OwnMode):
     """Notes the labels of what functions return. Compiled functions are not seen."""
 
@@ -102,53 +106,68 @@ class Functions:
 
     def call(self, func: Any, name: str, args: Any, kwargs: Any, *, inside: bool = False) -> Any:
         """Return the output of a function."""
-        target = args[0] if args and isinstance(args[0], Tensor) and type(args[0]) is not BroadcastRow else None
-        version = -1 if target is None or target.is_inference() else target._version
-        if inside or not self._is_composite(name, args, kwargs):
+        target: Any = args[0] if args else None
+        changes = isinstance(target, Tensor) and type(target) is not BroadcastRow and not target.is_inference()
+        version = target._version if changes else 0
+        if inside or _is_known(name) or not self._has_samples(args, kwargs):
             output = func(*args, **kwargs)
         else:
             with _Inside(self):
                 output = func(*args, **kwargs)
             name = "composite"
         with DisableTorchFunctionSubclass():  # the argument may be a `BroadcastRow`
-            if target is not None and version >= 0 and target._version != version:
+            if changes and target._version != version:
                 self._changed(func, name, target, version, args, kwargs)
-            outputs = [x for x in output if isinstance(x, Tensor)] if isinstance(output, list | tuple) else [output]
-            if outputs and isinstance(outputs[0], Tensor) and name != "grad":
-                self._returned(func, name, args, kwargs, outputs)
+            new = self._provenance.without_views(output if isinstance(output, list | tuple) else (output,))
+            if new and name != "grad":
+                self._returned(func, name, args, kwargs, new)
             if "out" in kwargs and isinstance(kwargs["out"], Tensor):
                 self._provenance.note_change(kwargs["out"], LOST)
         return output
 
-    def _is_composite(self, name: str, args: Any, kwargs: Any) -> bool:
-        """True for a function of no list that gets values of samples."""
-        if name in LISTED or is_listed(name):
-            return False
+    def _has_samples(self, args: Any, kwargs: Any) -> bool:
         leaves, _ = flattened(args, kwargs)
         with DisableTorchFunctionSubclass():
             return any(isinstance(x, Tensor) and self._provenance.of(x) is not None for x in leaves)
 
-    def _returned(self, func: Any, name: str, args: Any, kwargs: Any, outputs: Sequence[Tensor]) -> None:
-        new = [x for x in outputs if not self._provenance.note_view(x)]
-        if not new:
-            return
+    def _returned(self, func: Any, name: str, args: Any, kwargs: Any, new: Sequence[Tensor]) -> None:
+        """Note the labels of new tensors that a function has returned."""
         leaves, rebuilt = flattened(args, kwargs)
-        sources = leaves[:1] if name in ("to", "typeas") else leaves
-        of = self._provenance.of
-        known = {i: found for i, x in enumerate(sources) if isinstance(x, Tensor) and (found := of(x)) is not None}
-        if not known and any(type(x) is BroadcastRow for x in leaves):
-            return  # copies for each sample, of which the graph knows
+        of, known = self._provenance.of, dict[int, Known]()
+        for i, x in enumerate(leaves[:1] if name in ("to", "typeas") else leaves):
+            if isinstance(x, Tensor) and (found := of(x)) is not None:
+                known[i] = found
         results: Sequence[Labels] = [None] * len(new)
-        if known and name != "composite":
-            results = self._after(_Call(func, name, args, kwargs, leaves, rebuilt, known), new)
+        if known and name in ELEMENTS and [*known] == [0] and leaves[0].shape == new[0].shape:  # most functions
+            results = [known[0]] * len(new)
+        elif known and name != "composite":
+            results = self._found(_Call(func, name, args, kwargs, leaves, rebuilt, known), new)
+        elif not known and any(type(x) is BroadcastRow for x in leaves):
+            return  # copies for each sample, of which the graph knows
         for x, found in zip(new, results, strict=True):
             self._provenance.note(x, found)
+
+    def _found(self, call: "_Call", outputs: Sequence[Tensor]) -> Sequence[Labels]:
+        """The labels of new outputs, which are the same for arguments of the same shapes and steps."""
+        if not (_is_of_shapes(call.name) and all(type(x) is int for x in call.labels.values())):
+            return self._after(call, outputs)
+        given = [x.shape if isinstance(x, Tensor) else x for x in (*call.leaves, *outputs)]
+        key = self._provenance.count, call.name, *call.labels.items(), *call.kwargs, *map(type, call.args), *given
+        try:
+            if (before := FOUND.get(key)) is not None:
+                return before
+        except TypeError:  # an argument without a hash, such as an array of NumPy
+            return self._after(call, outputs)
+        results = self._after(call, outputs)
+        if not any(isinstance(x, Tensor) for x in results):
+            if len(FOUND) == MOST_FOUND:
+                FOUND.clear()
+            FOUND[key] = results
+        return results
 
     def _after(self, call: "_Call", outputs: Sequence[Tensor]) -> Sequence[Labels]:
         """The labels of new outputs of a function that got labels."""
         name, labels, count = call.name, call.labels, self._provenance.count
-        if name in ELEMENTS and [*labels] == [0] and call.leaves[0].shape == outputs[0].shape:  # most functions
-            return [labels[0]] * len(outputs)
         if "out" in call.kwargs:
             return [LOST] * len(outputs)
         if name in SAME and isinstance(labels.get(0), int):
@@ -169,7 +188,7 @@ class Functions:
         if name in NEW:
             return [None]
         parts = call.parts
-        dims = dims_of(name, len(parts[0].shape), call.args, call.kwargs)
+        dims = () if name in ELEMENTS else dims_of(name, len(parts[0].shape), call.args, call.kwargs)
         return [unmoved(name, parts, x.shape, count, dims) for x in outputs]
 
     def _moved(self, call: "_Call", outputs: Sequence[Tensor]) -> Sequence[Labels]:
@@ -330,29 +349,33 @@ class _Call:
         parts = [Part(found, self.leaves[i].shape, i) for i, found in self.labels.items()]
         return [part for part in parts if part.shape] or parts
 
-    @property
+    @functools.cached_property
     def moved(self) -> list[int]:
-        """The arguments whose entries are moved."""
-        return [*self.tensors] if self.name in JOINS else [0]
+        """The arguments whose entries are moved. `torch.cat` passes over those without entries."""
+        return [i for i, x in self.tensors.items() if x.numel()] if self.name in JOINS else [0]
 
     @property
+    def ndim(self) -> int:
+        """The number of dimensions of the first argument."""
+        return self.tensors[(self.moved or [*self.tensors])[0]].ndim
+
+    @functools.cached_property
     def along(self) -> set[int] | None:
         """The dimensions along which entries are moved; None if that is not known."""
         if self.name not in ALONG:
             return None
-        place, first = ALONG[self.name], self.tensors[min(self.tensors)]
+        place = ALONG[self.name]
         dims = next((self.kwargs[key] for key in ("dim", "dims", "axis") if key in self.kwargs), None)
         if dims is None:
             dims = self.args[place] if len(self.args) > place else 0 if self.name.startswith("c") else None
         dims = [dims] if isinstance(dims, int) else dims
-        return {dim % max(first.ndim, 1) for dim in dims} if isinstance(dims, list | tuple) and dims else None
+        return {dim % max(self.ndim, 1) for dim in dims} if isinstance(dims, list | tuple) and dims else None
 
     @property
     def free(self) -> set[int]:
         """The dimensions in which the function does not look where entries are, counted from the last."""
-        ndim = self.tensors[min(self.tensors)].ndim
         if (along := self.along) is not None:
-            return {dim - ndim for dim in range(ndim) if dim not in along and self.name not in INDEXED}
+            return {dim - self.ndim for dim in range(self.ndim) if dim not in along and self.name not in INDEXED}
         if self.name not in ("getitem", "index", "indexput", "setitem"):
             return set()
         last = max(self.tensors) if self.name in PLACES else len(self.leaves)
@@ -361,7 +384,7 @@ class _Call:
         if not all(isinstance(x, Tensor | slice) or type(x) is int for x in index):
             return set()  # the index has `None` or `...`
         taken = sum(x.ndim if isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) else 1 for x in index)
-        return {*range(taken - ndim, 0)}
+        return {*range(taken - self.ndim, 0)}
 
     def run(self, labels: Mapping[int, Tensor]) -> list[Tensor]:
         """The outputs of the function for labels in place of values; none if it does not take them."""
@@ -381,6 +404,17 @@ class _Call:
 def _key(name: str) -> str:
     """The name of a function as in the lists."""
     return name.replace("_", "")
+
+
+@functools.cache
+def _is_of_shapes(name: str) -> bool:
+    """True if values of tensors have no influence on where the samples are."""
+    return is_listed(name) or name in SAME or name in JOINS or name in PADS
+
+
+@functools.cache
+def _is_known(name: str) -> bool:
+    return name in LISTED or is_listed(name)
 
 
 LISTED = VIEWS | MOVES | JOINS | PLACES | SUMS | PADS | SHAPES | KEEPS | TENSORS | {"scatterreduce"}

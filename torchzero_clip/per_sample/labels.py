@@ -59,7 +59,7 @@ def simplest(labels: Tensor, shape: Sequence[int], count: int, *, of_batch: bool
     flat = labels.expand(*shape[:depth], *labels.shape[depth:]).reshape(-1)
     run = int((flat != flat[0]).int().argmax())  # where the second sample begins
     regular = run and torch.equal(flat, (torch.arange(len(flat), device=flat.device) // run % count).to(flat.dtype))
-    step = run * strides_of(shape)[max(depth - 1, 0)]
+    step = run * strides_of(tuple(shape))[max(depth - 1, 0)]
     return step if regular and place_of(step, tuple(shape), count) is not None else labels
 
 

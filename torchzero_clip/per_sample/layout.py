@@ -9,13 +9,14 @@ import math
 from collections.abc import Callable, Sequence
 
 
-def strides_of(shape: Sequence[int]) -> list[int]:
+@functools.lru_cache(4096)
+def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous tensor. Dimensions of size 0 count as 1."""
     strides, along = [1] * len(shape), 1
     for dim in range(len(shape) - 1, -1, -1):
         strides[dim] = along
         along *= max(shape[dim], 1)
-    return strides
+    return tuple(strides)
 
 
 @functools.lru_cache(4096)
@@ -34,7 +35,7 @@ def place_of(step: int, shape: tuple[int, ...], count: int) -> tuple[int, int] |
 
 def step_at(dim: int, shape: Sequence[int], run: int = 1) -> int:
     """The step of a tensor whose samples change along a dimension, where each has ``run`` entries in a row."""
-    return run * strides_of(shape)[dim]
+    return run * strides_of(tuple(shape))[dim]
 
 
 def moved(

@@ -30,14 +30,15 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Layout":
-        return cls(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return tuple.__new__(cls, (tensor.shape, tensor.stride(), tensor.storage_offset()))  # half the time of cls()
 
-    @property
-    def end(self) -> int:
-        """The number of entries of the memory up to the last one of the tensor."""
-        if 0 in self.shape:
-            return self.offset
-        return self.offset + 1 + sum((n - 1) * along for n, along in zip(self.shape, self.strides, strict=True))
+
+@functools.lru_cache(4096)
+def end_of(layout: Layout) -> int:
+    """The number of entries of a memory up to the last one of a tensor."""
+    if 0 in layout.shape:
+        return layout.offset
+    return layout.offset + 1 + sum((n - 1) * along for n, along in zip(layout.shape, layout.strides, strict=True))
 
 
 def seen(owners: Owners, layout: Layout, count: int) -> Known:
@@ -74,20 +75,22 @@ def _told_apart(owners: Owners, layout: Layout) -> list[int]:
 
 def owned(labels: Known, layout: Layout, count: int) -> Owners | None:
     """The owners of the memory of a tensor with these labels; None if different samples have one place in it."""
+    if isinstance(labels, int) and (owners := _regular(labels, layout, count)):
+        return owners
     if 0 in layout.shape:
         return Owners(1, layout.offset, torch.empty(0, dtype=torch.int64, device="cpu"))
-    if isinstance(labels, int) and (step := step_in(labels, layout, count)):
-        return Owners(step, layout.offset)
-    return written(None, labels, layout, layout.end, count)
+    return written(None, labels, layout, end_of(layout), count)
 
 
 @functools.lru_cache(4096)
-def step_in(labels: int, layout: Layout, count: int) -> int | None:
-    """The step of the memory of a regular tensor; None if that is not regular."""
+def _regular(labels: int, layout: Layout, count: int) -> Owners | None:
+    """The owners of the memory of a regular tensor; None if that is not regular."""
+    if 0 in layout.shape:
+        return None
     place = place_of(labels, layout.shape, count)
     step = 0 if place is None else place[1] * layout.strides[place[0]]
     fits = step and seen_from(step, layout.offset, layout.shape, layout.strides, layout.offset, count) == labels
-    return step if fits else None
+    return Owners(step, layout.offset) if fits else None
 
 
 def written(owners: Owners | None, labels: Labels, layout: Layout, end: int, count: int) -> Owners | None:

@@ -4,8 +4,9 @@ Labels are stored for the memory of a tensor, so all its views have them: see `m
 a tensor, its version is not the one that was noted, and its labels are lost.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,22 +16,33 @@ from torch.nn.utils.rnn import PackedSequence
 from torchzero_clip.compat import current_graph_task_id
 from torchzero_clip.per_sample.labels import LOST, Known, Labels, agree, simplest
 from torchzero_clip.per_sample.layout import place_of, seen_from, step_at
-from torchzero_clip.per_sample.memory import Layout, Owners, owned, seen, spread, written
+from torchzero_clip.per_sample.memory import Layout, Owners, end_of, owned, seen, spread, written
 
 
-class _Memory(NamedTuple):
-    """The owners of the entries of a memory from ``first`` to ``end``, or None if they are lost."""
+class _Memory(StorageWeakRef):
+    """The owners of the entries of a memory from ``first`` to ``end``, or None if they are lost.
 
-    alive: StorageWeakRef  # while it exists, no other memory has this address
-    owners: Owners | None
-    first: int
-    end: int
-    version: int
-    """The version of its tensors, which changes with every change in place."""
-    size: int
-    """Bytes of an entry."""
-    whole: bool
-    """True if these are all entries of the memory."""
+    A function finds them when somebody asks, if that takes time. While it exists, no other memory has this address.
+    """
+
+    __slots__ = "end", "first", "found", "labels", "size", "version", "whole"
+
+    def __init__(
+        self, tensor: Tensor, owners: Owners | Callable[[], Owners | None] | None, first: int, end: int
+    ) -> None:
+        storage, size = tensor.untyped_storage(), tensor.element_size()
+        super().__init__(storage)
+        self.found, self.first, self.end = owners, first, end
+        self.size = size  # bytes of an entry
+        self.version = _version(tensor)  # it changes with every change in place
+        self.whole = first == 0 and end * size == storage.nbytes()  # these are all entries of the memory
+        self.labels: dict[tuple[int, Layout], Labels] = {}  # of tensors in it, where these are no step
+
+    @property
+    def owners(self) -> Owners | None:
+        if callable(self.found):
+            self.found = self.found()
+        return self.found
 
 
 class Provenance:
@@ -43,7 +55,6 @@ class Provenance:
         self.count = count
         self.given = given
         self._memories: dict[int, _Memory] = {}
-        self._simple: dict[tuple[Owners, Layout], Labels] = {}
         self._asked: dict[tuple[int, tuple[int, ...]], Labels] = {}  # by layers in the forward
         noted: list[tuple[Tensor, Known]] = []
         for x in arguments:
@@ -65,35 +76,39 @@ class Provenance:
     def note(self, tensor: Tensor, labels: Labels) -> None:
         """Store the labels of a new tensor, and so those of its memory."""
         key = _memory_of(tensor)
-        if isinstance(labels, Tensor):
-            labels = simplest(labels, tensor.shape, self.count)
         if key in self._memories:
             self.note_change(tensor, labels)
-        elif key is not None and labels is not None:
+        elif key and labels is not None:
             layout = Layout.of(tensor)
-            owners = None if labels is LOST else owned(labels, layout, self.count)
+            if isinstance(labels, Tensor) and 0 not in layout.strides:
+                owners = functools.partial(owned, labels, layout, self.count)
+            else:
+                owners = None if labels is LOST else owned(labels, layout, self.count)
             if owners is not None or labels is LOST:  # else all samples have one place, as if expanded
-                self._store(key, tensor, owners, layout.offset, layout.end)
-        self.note_node(tensor, labels)
+                self._memories[key] = memory = _Memory(tensor, owners, layout.offset, end_of(layout))
+                if isinstance(labels, Tensor):
+                    memory.labels[memory.size, layout] = labels
+        if tensor.requires_grad:
+            self.note_node(tensor, labels)
 
     def note_node(self, tensor: Tensor, labels: Labels) -> None:
         """Store what a function that is not seen may ask of its input."""
         node: Any = tensor.grad_fn
         if node is not None:
-            node.metadata.setdefault(self, {})[tensor.output_nr] = labels
+            node.metadata[self, tensor.output_nr] = labels
 
     def note_change(self, tensor: Tensor, labels: Labels) -> None:
         """Store the labels of a tensor that was changed in place, and so those of its part of the memory."""
         key = _memory_of(tensor)
-        if key is None or (labels is None and key not in self._memories):
+        if not key or (labels is None and key not in self._memories):
             return
         before = self._memories.get(key)
         base = tensor if tensor._base is None else tensor._base
         layout, whole = Layout.of(tensor), Layout.of(base)
-        first, end = min(layout.offset, whole.offset), max(layout.end, whole.end)
+        first, end = min(layout.offset, whole.offset), max(end_of(layout), end_of(whole))
         if before is not None:
             first, end = min(first, before.first), max(end, before.end)
-        covers = layout.end == whole.end and layout.offset == whole.offset and tensor.numel() == base.numel()
+        covers = end_of(layout) == end_of(whole) and layout.offset == whole.offset and tensor.numel() == base.numel()
         if labels is LOST:
             owners = None
         elif covers and labels is not None:
@@ -102,12 +117,7 @@ class Provenance:
             owners = None
         else:
             owners = self._part(None if before is None else before.owners, labels, layout, whole)
-        self._store(key, tensor, owners, first, end)
-
-    def _store(self, key: int, tensor: Tensor, owners: Owners | None, first: int, end: int) -> None:
-        storage, size = tensor.untyped_storage(), tensor.element_size()
-        whole = first == 0 and end * size == storage.nbytes()
-        self._memories[key] = _Memory(StorageWeakRef(storage), owners, first, end, _version(tensor), size, whole)
+        self._memories[key] = _Memory(tensor, owners, first, end)
 
     def _part(self, owners: Owners | None, labels: Labels, layout: Layout, whole: Layout) -> Owners | None:
         """The owners of a memory in which a part gets labels."""
@@ -116,10 +126,11 @@ class Provenance:
                 return owners
             if owners is None and (fits := self._of_all(labels, layout, whole)):
                 return fits
-        owners = written(owners, labels, layout, max(layout.end, whole.end), self.count)
+        owners = written(owners, labels, layout, max(end_of(layout), end_of(whole)), self.count)
         if owners is None:
             return None
-        found = self._simplest(owners, whole)
+        found = seen(owners, whole, self.count)
+        found = simplest(found, whole.shape, self.count, of_batch=False) if isinstance(found, Tensor) else found
         return (owned(found, whole, self.count) if isinstance(found, int) else None) or owners
 
     def _of_all(self, labels: int, layout: Layout, whole: Layout) -> Owners | None:
@@ -129,17 +140,6 @@ class Provenance:
         place = place_of(found, whole.shape, self.count) if isinstance(found, int) else None
         return owners if place is not None and place[1] == 1 and whole.shape[place[0]] == self.count else None
 
-    def _simplest(self, owners: Owners, layout: Layout) -> Labels:
-        if owners.of is None:
-            step = seen_from(owners.step, owners.start, *layout, self.count)
-            if step is not None:
-                return step
-        key = owners, layout  # labels that are no step take more time
-        if key not in self._simple:
-            labels = spread(owners, layout, self.count)
-            self._simple[key] = simplest(labels, layout.shape, self.count, of_batch=False)
-        return self._simple[key]
-
     def note_packed(self, packed: PackedSequence) -> None:
         """Store the labels of the rows of a packed sequence of all samples."""
         first = torch.arange(self.count, device="cpu") if packed.sorted_indices is None else packed.sorted_indices.cpu()
@@ -147,33 +147,39 @@ class Provenance:
         rows = rows.view(-1, *[1] * (packed.data.ndim - 1))
         self.note(packed.data, simplest(rows, packed.data.shape, self.count))
 
-    def note_view(self, tensor: Tensor) -> bool:
-        """Return True for a tensor in a memory that is known, and store what a function that is not seen may ask."""
-        if _memory_of(tensor) not in self._memories:
-            return False
-        if tensor.grad_fn is not None:
-            self.note_node(tensor, self.of(tensor))
-        return True
+    def without_views(self, tensors: Sequence[Any]) -> list[Tensor]:
+        """The tensors in memories that are not known. For others, store what a function that is not seen may ask."""
+        new: list[Tensor] = []
+        for x in tensors:
+            if isinstance(x, Tensor):
+                if _memory_of(x) not in self._memories:
+                    new.append(x)
+                elif x.requires_grad:
+                    self.note_node(x, self.of(x))
+        return new
 
-    def of(self, tensor: Tensor, layer: object = None) -> Labels:
-        """The labels of a tensor, which a layer may ask for.
+    def asked(self, tensor: Tensor, layer: object) -> Labels:
+        """The labels of a tensor, as a layer asks for them.
 
         In a backward, where a checkpoint runs functions that are not seen, a layer gets what it got in the forward.
         """
-        memory = self._memory(tensor)
-        if memory is not None:
-            labels = self._seen(memory, tensor)
-        elif current_graph_task_id() != -1 and (id(layer), tensor.shape) in self._asked:
-            return self._asked[id(layer), tensor.shape]
+        key = id(layer), tensor.shape
+        if current_graph_task_id() != -1:
+            return self._asked[key] if key in self._asked and self._memory(tensor) is None else self.of(tensor)
+        labels = self.of(tensor)
+        self._asked[key] = labels if key not in self._asked or _same(self._asked[key], labels) else LOST
+        return labels
+
+    def of(self, tensor: Tensor) -> Labels:
+        """The labels of a tensor."""
+        memory = self._memories.get(_memory_of(tensor))
+        if memory is not None and (memory.whole or self._memory(tensor)):
+            labels = self._seen(memory, tensor, _version(tensor))
         elif tensor.grad_fn is not None:
             labels = self._of_node(tensor.grad_fn, tensor.output_nr)
         else:
             labels = self._of_given(tensor.shape) if self.given else None
-        labels = 1 if labels is LOST and self.count == 1 else labels
-        if layer is not None and current_graph_task_id() == -1:
-            asked = id(layer), tensor.shape
-            self._asked[asked] = labels if asked not in self._asked or _same(self._asked[asked], labels) else LOST
-        return labels
+        return 1 if labels is LOST and self.count == 1 else labels
 
     def _of_given(self, shape: Sequence[int]) -> Labels:
         rows = self.given.get(shape[0]) if shape else None
@@ -181,10 +187,10 @@ class Provenance:
 
     def _memory(self, tensor: Tensor) -> _Memory | None:
         """The memory of a tensor; None if the owners of this part are not stored."""
-        memory = self._memories.get(_memory_of(tensor) or 0)
+        memory = self._memories.get(_memory_of(tensor))
         if memory is None or memory.whole or not tensor.numel():
             return memory
-        apart = tensor.storage_offset() >= memory.end or Layout.of(tensor).end <= memory.first
+        apart = tensor.storage_offset() >= memory.end or end_of(Layout.of(tensor)) <= memory.first
         return None if apart else memory
 
     def before(self, tensor: Tensor, changed: Tensor, version: int) -> Labels:
@@ -198,22 +204,31 @@ class Provenance:
         """Note that a tensor was changed in place, and that its labels are as before."""
         memory = self._memory(tensor)
         if memory is not None and memory.version == version:
-            self._memories[_memory_of(tensor) or 0] = memory._replace(version=_version(tensor))
+            memory.version = _version(tensor)
         self.note_node(tensor, self.of(tensor))
 
-    def _seen(self, memory: _Memory, tensor: Tensor, version: int | None = None) -> Labels:
-        owners, layout, size = memory.owners, Layout.of(tensor), tensor.element_size()
-        if owners is None or memory.version != (_version(tensor) if version is None else version):
+    def _seen(self, memory: _Memory, tensor: Tensor, version: int) -> Labels:
+        if memory.found is None or memory.version != version:
             return LOST
-        if memory.whole and size == memory.size:
-            pass
-        elif size != memory.size:  # complex numbers as real ones, and back
+        size, layout = tensor.element_size(), Layout.of(tensor)
+        if memory.labels and (size, layout) in memory.labels:
+            return memory.labels[size, layout]
+        owners = memory.owners
+        if owners is None:
+            return LOST
+        if size != memory.size:  # complex numbers as real ones, and back
             if owners.step * memory.size % size or owners.start * memory.size % size:
                 return LOST
             owners = Owners(owners.step * memory.size // size, owners.start * memory.size // size, owners.of)
-        elif tensor.numel() and (layout.offset < memory.first or layout.end > memory.end):
+        elif not memory.whole and tensor.numel() and (layout.offset < memory.first or end_of(layout) > memory.end):
             return LOST
-        return self._simplest(owners, layout)
+        if owners.of is None:
+            step = seen_from(owners.step, owners.start, *layout, self.count)
+            if step is not None:
+                return step
+        labels = spread(owners, layout, self.count)
+        memory.labels[size, layout] = simplest(labels, layout.shape, self.count, of_batch=False)
+        return memory.labels[size, layout]
 
     def _of_node(self, node: Any, number: int) -> Labels:
         """The labels of an output of a function that was not seen, such as a `torch.autograd.Function`.
@@ -223,20 +238,19 @@ class Provenance:
         rest = [(node, number)]
         while rest:  # without recursion, because graphs may be deep
             node, number = rest[-1]
-            known: dict[int, Labels] = node.metadata.setdefault(self, {})
-            if number in known:
+            if (self, number) in node.metadata:
                 rest.pop()
                 continue
             inputs = [item for item in node.next_functions if item[0] is not None]
-            if missing := [item for item in inputs if item[1] not in item[0].metadata.setdefault(self, {})]:
+            if missing := [item for item in inputs if (self, item[1]) not in item[0].metadata]:
                 rest += missing
                 continue
             rest.pop()
-            parts = [(item[0].metadata[self][item[1]], item[0]._input_metadata[item[1]].shape) for item in inputs]
+            parts = [(item[0].metadata[self, item[1]], item[0]._input_metadata[item[1]].shape) for item in inputs]
             variable = getattr(node, "variable", None)
             shape = node._input_metadata[number].shape
-            known[number] = self._kept(parts, shape) if variable is None else self.of(variable)
-        return node.metadata[self][number]
+            node.metadata[self, number] = self._kept(parts, shape) if variable is None else self.of(variable)
+        return node.metadata[self, number]
 
     def _kept(self, parts: Sequence[tuple[Labels, Sequence[int]]], shape: Sequence[int]) -> Labels:
         known = [(labels, before) for labels, before in parts if labels is not None]
@@ -251,14 +265,12 @@ class Provenance:
         return found.pop() if len(found) == 1 else LOST
 
 
-def _memory_of(tensor: Tensor) -> int | None:
-    """The address of the memory of a tensor; None if it has none of its own, as sparse tensors and those of vmap."""
-    if tensor.layout != torch.strided or tensor.is_nested:
-        return None
+def _memory_of(tensor: Tensor) -> int:
+    """The address of the memory of a tensor; 0 if it has none of its own, as sparse tensors and those of vmap."""
     try:
-        return tensor.untyped_storage()._cdata
+        return 0 if tensor.is_nested else tensor.untyped_storage()._cdata
     except NotImplementedError:
-        return None
+        return 0
 
 
 def _version(tensor: Tensor) -> int:
