@@ -191,7 +191,7 @@ def test_every_parameter_of_the_model_gets_a_gradient(name):
 
 # the table in the docs
 
-PAGE = Path(__file__).parents[2] / "docs" / "per_sample.md"
+PAGE = Path(__file__).parents[2] / "docs" / "per_sample_layers.md"
 BEGIN, END = "<!-- the table of models, which a test compares -->\n", "<!-- end of the table of models -->"
 
 
