@@ -132,8 +132,8 @@ def print_table(runs: Sequence[Run], steps: int, seeds: int) -> None:
 def plot(runs: Sequence[Run], steps: int, path: Path) -> None:
     """Losses, and below them one axis of gradient norms for each way, so that none hides another."""
     figure = Figure(figsize=(5.2, 6.4), layout="constrained")
-    panels = [["losses"], *([name] for name in OPTIMIZERS)]
-    axes_of = figure.subplot_mosaic(panels, sharex=True, height_ratios=[4, *[1] * len(OPTIMIZERS)])
+    heights = [4, *[1] * len(OPTIMIZERS)]
+    axes_of = figure.subplot_mosaic([["losses"], *([name] for name in OPTIMIZERS)], sharex=True, height_ratios=heights)
     losses = axes_of["losses"]
     corrupted = sorted(corrupted_steps(steps))
     window = max(steps // 50, 1)
@@ -147,7 +147,7 @@ def plot(runs: Sequence[Run], steps: int, path: Path) -> None:
         axes.set_title(f"gradient norm, {run.name}", fontsize=10, loc="left", pad=2)
         axes.set_yscale("log")
         axes.set_ylim(0.1, 4 * max(max(run.norms) for run in runs))
-        axes.set_xlabel("step (triangles: corrupted batches; dashed: a norm of 1)" * (axes is axes_of[panels[-1][0]]))
+        axes.set_xlabel("step (triangles: corrupted batches; dashed: a norm of 1)" * (run.name == [*OPTIMIZERS][-1]))
     for step in corrupted:
         losses.axvline(step, color="0.85", linewidth=4, zorder=0, label="corrupted batch" * (step == corrupted[0]))
     losses.set_ylabel(f"training loss, mean of {window} steps")
