@@ -2,7 +2,7 @@
 
 It trains each task of `benchmarks.limit_tasks` without a clip and records the whole run. Then it trains anew, from the
 same weights and with the same batches: with the limits that the record suggests, and with the limit 1. It compares
-the held-out losses, averaged over seeds, and prints the table of docs/choosing_a_limit.md.
+the held-out losses, averaged over seeds, and prints the table that docs/choosing_a_limit.md sums up.
 """
 
 import argparse

@@ -46,7 +46,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Called with the Markdown of a page. A recipe has no table of contents, so that its program has room."""
     if page.file.src_uri.startswith("recipes/"):
         page.meta["hide"] = ["toc"]
+    if page.file.src_uri == "index.md":
+        markdown = home()
     return with_outside_links(markdown, page.file.src_uri, read_addresses())
+
+
+def home() -> str:
+    """The README up to its commands, with links between pages."""
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    return readme.partition("\n## Try it\n")[0].replace("](docs/", "](")
 
 
 def with_outside_links(markdown: str, src_uri: str, addresses: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "docs" / "recipes"
-PROGRAMS = sorted(path.stem for path in RECIPES.glob("*.md"))
+PROGRAMS = sorted(path.stem for path in RECIPES.glob("*.txt"))
 
 
 def printed(name: str) -> str:

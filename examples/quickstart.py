@@ -28,6 +28,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Modular]] = {
     'ClipNorm(1, dim="global")': lambda model: Modular(model, ClipNorm(MAX_NORM, dim="global"), Adam()),
     "SkipStep(max_ratio=10)": lambda model: Modular(model, SkipStep(max_ratio=10.0), Adam()),
 }
+STYLES = [("#0072b2", "-", 1.4), ("#e69f00", "--", 1.4), ("#009e73", "-", 3.5), ("#8b0000", ":", 1.6)]
+"""Color, dashes and width of each line. The last two lie on each other."""
 
 
 @dataclass
@@ -128,34 +130,29 @@ def print_table(runs: Sequence[Run], steps: int, seeds: int) -> None:
 
 
 def plot(runs: Sequence[Run], steps: int, path: Path) -> None:
-    """Losses on the left, one axis of gradient norms for each way on the right, so that none hides another."""
-    figure = Figure(figsize=(11, 5), layout="constrained")
-    axes_of = figure.subplot_mosaic([["losses", name] for name in OPTIMIZERS], sharex=True)
+    """Losses, and below them one axis of gradient norms for each way, so that none hides another."""
+    figure = Figure(figsize=(5.2, 6.4), layout="constrained")
+    heights = [4, *[1] * len(OPTIMIZERS)]
+    axes_of = figure.subplot_mosaic([["losses"], *([name] for name in OPTIMIZERS)], sharex=True, height_ratios=heights)
     losses = axes_of["losses"]
     corrupted = sorted(corrupted_steps(steps))
     window = max(steps // 50, 1)
-    for k, run in enumerate(run for run in runs if run.seed == 0):
+    for run, (color, style, width) in zip((run for run in runs if run.seed == 0), STYLES, strict=True):
         smooth = torch.tensor(run.losses).unfold(0, window, 1).mean(1)
-        style = "--" if k % 2 else "-"  # two of the lines lie on each other
-        losses.plot(range(window - 1, steps), smooth, style, label=run.name, color=f"C{k}", linewidth=1.2)
+        losses.plot(range(window - 1, steps), smooth, color=color, linestyle=style, linewidth=width, label=run.name)
         axes = axes_of[run.name]
-        axes.plot(run.norms, color=f"C{k}", linewidth=0.8)
+        axes.plot(run.norms, color=color, linewidth=0.8)
         axes.plot(corrupted, [run.norms[step] for step in corrupted], "v", color="black", markersize=5)
         axes.axhline(MAX_NORM, color="black", linestyle="--", linewidth=0.8)
-        axes.set_title(run.name, fontsize=9, loc="left")
+        axes.set_title(f"gradient norm, {run.name}", fontsize=10, loc="left", pad=2)
         axes.set_yscale("log")
-        axes.set_ylim(0.1, 2 * max(max(run.norms) for run in runs))
-        axes.set_xlabel("step (triangles: corrupted batches; dashed: a norm of 1)" * (k == len(OPTIMIZERS) - 1))
-        axes.set_ylabel("norm", fontsize=9)
+        axes.set_ylim(0.1, 4 * max(max(run.norms) for run in runs))
+        axes.set_xlabel("step (triangles: corrupted batches; dashed: a norm of 1)" * (run.name == [*OPTIMIZERS][-1]))
     for step in corrupted:
         losses.axvline(step, color="0.85", linewidth=4, zorder=0, label="corrupted batch" * (step == corrupted[0]))
-    losses.set_xlabel("step")
-    losses.set_ylabel(f"loss, nats per character, mean of {window} steps")
-    losses.legend()
-    axes_of["no clipping"].set_title(
-        "Norm of all gradients as they enter the chain\n\nno clipping", fontsize=9, loc="left"
-    )
-    figure.savefig(path, dpi=120)
+    losses.set_ylabel(f"training loss, mean of {window} steps")
+    losses.legend(fontsize=9)
+    figure.savefig(path, dpi=130)
 
 
 def main() -> None:

@@ -120,7 +120,7 @@ def without_language(text):
     return found if opened is None else [*found, "a block that does not end"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
+@pytest.mark.parametrize("page", WITH_README, ids=page_id)
 def test_code_renders_as_code(page):
     assert badly_rendered(page.read_text()) == []
 

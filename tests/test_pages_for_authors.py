@@ -139,7 +139,7 @@ def test_lion_by_hand():
 
 
 def test_the_usual_norm_by_hand():
-    clip, _ = shown("statistics.md", "ClipToUsualNorm")
+    clip, _ = shown("write_a_transform.md", "ClipToUsualNorm")
     params = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
     optimizer = Modular(params, clip(0.5))
     steps = [([0.0], [1.0]), ([2.0], [100.0]), ([2.0], [math.inf]), ([20.0], [1.0])]
@@ -150,7 +150,7 @@ def test_the_usual_norm_by_hand():
 
 
 def test_the_usual_joint_norm_by_hand():
-    scale, _ = shown("statistics.md", "ScaleByUsualNorm")
+    scale, _ = shown("write_a_transform.md", "ScaleByUsualNorm")
     param = nn.Parameter(torch.zeros(2))
     optimizer = Modular([param], scale(0.5))
     for gradient, expected in (([3.0, 4.0], [0.6, 0.8]), ([math.nan, 1.0], [math.nan, 1.0]), ([9.0, 12.0], [0.9, 1.2])):
@@ -164,7 +164,7 @@ def test_a_transform_after_one_that_makes_infs_of_finite_gradients_goes_on():
 
     for name in ("ClipToUsualNorm", "ScaleByUsualNorm"):
         param = nn.Parameter(torch.zeros(2))
-        optimizer = Modular([param], Overflows(1.0), shown("statistics.md", name)[0]())
+        optimizer = Modular([param], Overflows(1.0), shown("write_a_transform.md", name)[0]())
         for gradient in ([3.0, 4.0], [7.0, 1.0], [3.0, 4.0]):
             update(optimizer, [param], [gradient])
         assert param.isfinite().all(), name

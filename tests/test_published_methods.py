@@ -19,9 +19,9 @@ peer = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 def shown(name):
     """What the page defines under a name."""
     names = {"torch": torch, "model": nn.Linear(2, 2)}
-    text = (ROOT / "docs" / "published_methods.md").read_text()
+    text = (ROOT / "docs" / "from_papers.md").read_text()
     for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        exec(compile(block, "published_methods.md", "exec"), names)
+        exec(compile(block, "from_papers.md", "exec"), names)
     return names[name]
 
 

@@ -25,8 +25,16 @@ EPYC prints other numbers with every version of the package."""
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?|nan")
 
 
+PROGRAMS = sorted(path.stem for path in RECIPES.glob("*.txt"))
+
+
 def recipe_id(page):
     return page.stem
+
+
+def included(page):
+    """The files that a page shows."""
+    return re.findall(r'^--8<-- "(.*)"$', page.read_text(), re.MULTILINE)
 
 
 def shown(text):
@@ -36,20 +44,19 @@ def shown(text):
     return NUMBER.sub("#", re.sub(" +", " ", re.sub(" +\n", "\n", text))), numbers
 
 
-@pytest.mark.parametrize("page", PAGES, ids=recipe_id)
-def test_a_page_shows_the_program_of_its_name_and_its_output(page):
-    included = re.findall(r'^--8<-- "(.*)"$', page.read_text(), re.MULTILINE)
-    assert included == [f"docs/recipes/{page.stem}.txt", f"examples/{page.stem}.py"]
-    assert all((ROOT / path).exists() for path in included)
+def test_each_program_is_on_one_page_after_its_output():
+    shown = [path for page in PAGES for path in included(page)]
+    assert sorted(shown[::2]) == [f"docs/recipes/{name}.txt" for name in PROGRAMS]
+    assert shown[1::2] == [f"examples/{Path(output).stem}.py" for output in shown[::2]]
+    assert all(included(page) for page in PAGES)
+    assert all((ROOT / path).exists() for path in shown)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=recipe_id)
-def test_a_page_links_to_its_program_for_readers_of_the_repository(page):
-    """They see the lines that include it."""
-    text = page.read_text()
-    for path in (f"{page.stem}.txt", f"../../examples/{page.stem}.py"):
-        assert f"]({path})" in text
-        assert (page.parent / path).exists()
+def test_a_page_links_to_its_programs_for_readers_of_the_repository(page):
+    """They see the lines that include them."""
+    for path in included(page):
+        assert f"]({'../../' * path.startswith('examples')}{path.removeprefix('docs/recipes/')})" in page.read_text()
 
 
 def test_every_recipe_is_in_the_table_and_in_the_navigation():
@@ -57,22 +64,21 @@ def test_every_recipe_is_in_the_table_and_in_the_navigation():
     for page in PAGES:
         assert f"(recipes/{page.name})" in table
         assert f": recipes/{page.name}\n" in navigation
-    assert {path.stem for path in RECIPES.glob("*.txt")} == {page.stem for page in PAGES}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, id=page.stem, marks=[pytest.mark.peers] * (page.stem in NEEDS)) for page in PAGES],
+    "name",
+    [pytest.param(name, marks=[pytest.mark.peers] * (name in NEEDS)) for name in PROGRAMS],
 )
-def test_a_program_prints_what_its_page_shows(page):
-    for package in NEEDS.get(page.stem, "").split():
+def test_a_program_prints_what_its_page_shows(name):
+    for package in NEEDS.get(name, "").split():
         pytest.importorskip(package, reason=f"{package} is not installed")
-    run = run_script_of_processes if page.stem == "accelerate_fsdp2" else run_script
-    words, numbers = shown(run(ROOT / "examples" / f"{page.stem}.py"))
-    expected_words, expected = shown((RECIPES / f"{page.stem}.txt").read_text())
+    run = run_script_of_processes if name == "accelerate_fsdp2" else run_script
+    words, numbers = shown(run(ROOT / "examples" / f"{name}.py"))
+    expected_words, expected = shown((RECIPES / f"{name}.txt").read_text())
     assert words == expected_words
-    assert numbers == pytest.approx(expected, rel=TOLERANCE.get(page.stem, 0.2), abs=0.003, nan_ok=True)
+    assert numbers == pytest.approx(expected, rel=TOLERANCE.get(name, 0.2), abs=0.003, nan_ok=True)
 
 
 def test_numbers_are_told_from_words():

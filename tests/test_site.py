@@ -151,7 +151,7 @@ def test_rows_of_a_table_with_sentences_name_their_columns():
     assert f'<td data-label="{long}"' in hooks.with_narrow_tables(with_long_heading)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_of_pages_is_not_cut(page):
     blocks = re.findall(r"^```(?:python|py)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     assert [line for block in blocks for line in block.split("\n") if len(line) > WIDEST] == []
@@ -199,12 +199,52 @@ def test_addresses_are_read_from_the_file():
     assert hasattr(config, "repo_url") == ("repository" in addresses)
 
 
-def test_the_home_page_says_what_the_readme_says():
-    home = (ROOT / "README.md").read_text().partition("\n## Try it\n")[0].strip()
-    assert (DOCS / "index.md").read_text().strip() == home.replace("](docs/", "](")
+def test_the_home_page_is_the_beginning_of_the_readme():
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"), meta={})
+    home = hooks.on_page_markdown("text", page)
+    assert home.startswith("# torchzero_clip\n")
+    assert home.replace("](", "](docs/") == (ROOT / "README.md").read_text().partition("\n## Try it\n")[0]
 
 
 def test_the_readme_links_to_few_pages():
     """A table of what the package does, and no table of links."""
-    home = (DOCS / "index.md").read_text()
+    home = hooks.home()
     assert len(re.findall(r"\]\(", home)) <= 20
+
+
+def test_there_are_few_pages_and_few_words():
+    """Of the README and the sources of the pages, without the index of the API and the changelog."""
+    counted = [ROOT / "README.md", *(page for page in PAGES if page.name not in ("api.md", "changelog.md"))]
+    assert sum(len(page.read_text().split()) for page in counted) <= 38_000
+    assert len(PAGES) <= 62
+
+
+def split_rows(text):
+    """The lines of tables that do not begin and end a row."""
+    found, in_table = [], False
+    for line in re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL).splitlines():
+        in_table = (in_table or line.startswith("| ")) and bool(line.strip())
+        if in_table and not (line.startswith("|") and line.endswith("|")):
+            found.append(line)
+    return found
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_rows_of_tables_are_on_one_line(page):
+    assert split_rows(page.read_text()) == []
+
+
+def test_a_row_on_two_lines_is_found():
+    assert split_rows("| a | b |\n| --- | --- |\n| one | two\nthree |\n\ntext") == ["| one | two", "three |"]
+    assert split_rows("| a | b |\n| --- | --- |\n| one | two |\n\ntext | more") == []
+
+
+@pytest.mark.parametrize("searched", ["attention mask", "NaN loss", "GAN", "two optimizers", "decay only matrices"])
+def test_a_search_finds_a_question_with_an_answer(searched):
+    """The search weighs headings most."""
+    parts = re.split(r"^## (.*)$", (DOCS / "faq.md").read_text(), flags=re.MULTILINE)
+    words = [rf"(?i:\b{word}\b)" if word.islower() else rf"\b{word}\b" for word in searched.split()]
+    sections = zip(parts[1::2], parts[2::2], strict=True)
+    answers = [body for head, body in sections if all(re.search(word, head) for word in words)]
+    assert len(answers) == 1
+    assert len(answers[0].split()) > 10

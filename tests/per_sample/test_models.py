@@ -191,7 +191,7 @@ def test_every_parameter_of_the_model_gets_a_gradient(name):
 
 # the table in the docs
 
-PAGE = Path(__file__).parents[2] / "docs" / "per_sample.md"
+PAGE = Path(__file__).parents[2] / "docs" / "per_sample_layers.md"
 BEGIN, END = "<!-- the table of models, which a test compares -->\n", "<!-- end of the table of models -->"
 
 
@@ -202,7 +202,7 @@ def line(name, entry):
     given = [item if isinstance(item, str) else item.__name__ for item in entry.whole]
     kinds = sorted({type(model.get_submodule(path)).__name__ for path, why in by_table.items() if why != "whole="})
     whole = f"right with `whole=({given[0]},)`, refused without" if given else "right"
-    whole = f"right; the table of the package runs `{kinds[0]}` whole" if kinds else whole
+    whole = f"right, `{kinds[0]}` runs whole" if kinds else whole
     return f"| {name} | {whole} |"
 
 
