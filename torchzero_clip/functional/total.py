@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from torchzero_clip.checks import boolean, non_negative
-from torchzero_clip.functional.clip import clip_by_
+from torchzero_clip.functional.clip import clip_by_, read_limit
 from torchzero_clip.functional.foreach import are_plain
 from torchzero_clip.functional.gradients import (
     as_reported,
@@ -83,7 +83,7 @@ def get_total_norm(
 
 
 @torch.no_grad()
-def clip_grads_with_norm_(params: Tensors, max_norm: float, total_norm: Tensor | float) -> None:
+def clip_grads_with_norm_(params: Tensors, max_norm: float | Tensor, total_norm: Tensor | float) -> None:
     """Scale all gradients by the factor that brings ``total_norm`` to at most ``max_norm``, in place.
 
         g ← g · min(1, max_norm / total_norm)
@@ -94,7 +94,7 @@ def clip_grads_with_norm_(params: Tensors, max_norm: float, total_norm: Tensor |
 
     Args:
         params: A tensor or an iterable of tensors. Those without a gradient are skipped, even if all are.
-        max_norm: The limit of ``total_norm``, >= 0.
+        max_norm: The limit of ``total_norm``, >= 0: a number or a tensor, as in `clip_grad_norm_`.
         total_norm: The norm of all gradients together: a tensor of one element, or a number >= 0.
 
     Raises:
@@ -115,7 +115,7 @@ def clip_grads_with_norm_(params: Tensors, max_norm: float, total_norm: Tensor |
         >>> weight.grad
         tensor([0.6000, 0.8000])
     """
-    non_negative("max_norm", max_norm)
+    limit = read_limit("max_norm", max_norm)
     if not isinstance(total_norm, Tensor):
         if total_norm == total_norm:  # NaN is a norm too
             non_negative("total_norm", total_norm)
@@ -123,4 +123,4 @@ def clip_grads_with_norm_(params: Tensors, max_norm: float, total_norm: Tensor |
     elif total_norm.numel() != 1:
         raise ValueError(f"total_norm must have one element, got shape {tuple(total_norm.shape)}")
     with opened(gradients(params), lambda values: True) as tensors:
-        clip_by_(tensors, max_norm, replicated(total_norm).reshape(()))
+        clip_by_(tensors, limit, replicated(total_norm).reshape(()))
