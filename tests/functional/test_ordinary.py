@@ -147,7 +147,7 @@ def test_ordinary_gradients_need_nothing_of_the_long_way(call):
     expected = drawn.params()
     call(expected)
     with patch.multiple(module, with_gradients=None, gradients=None, measure=None, opened=None):
-        for form in (iter, lambda params: [(f"weight{i}", param) for i, param in enumerate(params)]):
+        for form in (iter, lambda given: [(f"weight{i}", param) for i, param in enumerate(given)]):
             params = drawn.params()
             call(form(params))
             assert_close(params, expected, rtol=0, atol=0)

@@ -3,9 +3,10 @@
 They take plain tensors of one dtype, float32 or float64, on CPU. Norms outside of `SMALLEST` to `LARGEST` may be wrong.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -75,16 +76,15 @@ def block_maxima(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
 
 def direct_norms(tensors: Sequence[Tensor]) -> list[float]:
     """The norms of `block_norms` as numbers, for a single call."""
-    sizes = list(map(Tensor.numel, tensors))
-    short = [i for i, size in enumerate(sizes) if size <= BLOCK]
-    long = [i for i, size in enumerate(sizes) if size > BLOCK]
-    found = [torch.stack(foreach.norms([tensors[i] for i in short], 2.0, tensors[0].dtype))] if short else []
-    for i in long:
-        norms = [_NORMS(rows) for rows in _even_rows(tensors[i])]
-        joined = norms[0] if len(norms) == 1 else torch.cat(norms)
-        found.append(torch.linalg.vector_norm(joined, dtype=torch.float64).view(1))
-    values = zip([*short, *long], torch.cat(found).tolist(), strict=True)
-    return [value for _, value in sorted(values)]
+    short = [tensor for tensor in tensors if tensor.numel() <= BLOCK]
+    known = iter(torch.stack(foreach.norms(short, 2.0, short[0].dtype)).tolist() if short else [])
+    # an operation on tensors takes longer than 64 numbers do here
+    return [
+        next(known)
+        if tensor.numel() <= BLOCK
+        else math.hypot(*(x for r in _rows_of(tensor) for x in _NORMS(r).tolist()))
+        for tensor in tensors
+    ]
 
 
 def direct_joint_norm(tensors: Sequence[Tensor]) -> Tensor:
@@ -93,26 +93,14 @@ def direct_joint_norm(tensors: Sequence[Tensor]) -> Tensor:
     if max(sizes) > SHORT:
         short = [tensor for tensor, size in zip(tensors, sizes, strict=True) if size <= SHORT]
         long = [tensor for tensor, size in zip(tensors, sizes, strict=True) if size > SHORT]
-        found += [_NORMS(rows) for tensor in long for rows in _even_rows(tensor)]
+        found += [_NORMS(rows) for tensor in long for rows in _rows_of(tensor)]
         sizes = [size for size in sizes if size <= SHORT]
     for own in spans(sizes, ROWS * ROW):
         # the zeros fill the last row, because a row of another length would take more operations
         filling = tensors[0].new_zeros(-sum(sizes[own]) % BLOCK)
         found.append(_NORMS(flatten([*short[own], filling]).view(-1, BLOCK)))
     norms = found[0] if len(found) == 1 else torch.cat(found)
-    return torch.linalg.vector_norm(norms, dtype=torch.float64)
-
-
-def _even_rows(tensor: Tensor) -> list[Tensor]:
-    """The elements of one tensor in rows of equal length, at most one block; as `_rows_of` where there are none."""
-    count = _row_count(tensor.numel())
-    return [foreach.flat(tensor).view(count, -1)] if count else _rows_of(tensor)
-
-
-@lru_cache(4096)
-def _row_count(size: int) -> int:
-    fewest = -(-size // BLOCK)
-    return next((count for count in range(fewest, min(4 * fewest, fewest + 64)) if size % count == 0), 0)
+    return torch.linalg.vector_norm(norms.double())
 
 
 def spans(sizes: Sequence[int], most: int) -> list[slice]:

@@ -19,9 +19,11 @@ from torchzero_clip.functional.foreach import are_plain, clamp_, clamp_plain_
 from torchzero_clip.functional.gradients import (
     as_reported,
     gradients,
+    listed,
     named_tensors,
     names_of_bad,
     opened,
+    tensors_of,
     values_tell_all,
     with_gradients,
 )
@@ -118,20 +120,22 @@ def clip_grad_norm_(
     slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
     boolean("error_if_nonfinite", error_if_nonfinite)
 
-    named = named_tensors("params", params)
-    given = [param for _, param in named]
-    floor = min_norm or 0.0
-    if process_group is None and not isinstance(limit, Tensor):
-        total = scale_ordinary_(given, slicing, lambda norm: clip_factor(norm, limit, floor))
-        if total is not None:
-            return total
+    params = listed("params", params)
+    given = tensors_of("params", params)
+    floor, total = min_norm or 0.0, None
+    if not isinstance(limit, Tensor):
+        total = scale_ordinary_(given, slicing, lambda norm: clip_factor(norm, limit, floor), process_group)
+    if total is not None:
+        return total
     pairs = with_gradients(given, process_group, zeros_count=slicing.metric.counts_zeros)
     grads = [grad for _, grad in pairs]
     with opened(grads, values_tell_all(slicing)) as tensors:
         own, judged = measure(tensors, slicing, way=Way(are_plain(tensors))), given if error_if_nonfinite else None
         measured = over_processes(own, tensors, process_group, judged)
         if error_if_nonfinite and not measured.total.isfinite():
-            bad = names_of_bad("parameter", named, [param for param, _ in pairs], tensors, process_group)
+            bad = names_of_bad(
+                "parameter", named_tensors("params", params), [param for param, _ in pairs], tensors, process_group
+            )
             raise RuntimeError(
                 f"the norm of the gradients is {measured.total}: not finite, so none was changed. Gradients with inf "
                 f"or NaN: {bad}. Pass error_if_nonfinite=False to clip all the same"
@@ -167,7 +171,7 @@ def clip_grad_value_(params: Tensors, value: float) -> None:
         tensor([ 1.0000, -0.5000])
     """
     non_negative("value", value)
-    given = [param for _, param in named_tensors("params", params)]
+    given = tensors_of("params", params)
     ordinary = ordinary_gradients(given)
     if ordinary is not None:
         clamp_plain_(ordinary, value)
@@ -229,11 +233,10 @@ def normalize_grads_(
     """
     finite("norm_value", norm_value)
     slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
-    given = [param for _, param in named_tensors("params", params)]
-    if process_group is None:
-        total = scale_ordinary_(given, slicing, lambda norm: normalize_factor(norm, norm_value))
-        if total is not None:
-            return total
+    given = tensors_of("params", params)
+    total = scale_ordinary_(given, slicing, lambda norm: normalize_factor(norm, norm_value), process_group)
+    if total is not None:
+        return total
     grads = gradients(given, process_group, zeros_count=slicing.metric.counts_zeros)
     with opened(grads, values_tell_all(slicing)) as tensors:
         measured = over_processes(measure(tensors, slicing, way=Way(are_plain(tensors))), tensors, process_group)

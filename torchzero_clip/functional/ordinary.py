@@ -9,6 +9,7 @@ from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from torchzero_clip.functional.blocks import LARGEST, SMALLEST, direct_joint_norm, direct_norms
 from torchzero_clip.functional.foreach import all_contiguous, multiply_plain_
@@ -16,7 +17,7 @@ from torchzero_clip.functional.measure import L2, Slicing
 
 _TINY, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _KINDS = {Tensor, nn.Parameter}
-_FACTS = attrgetter("dtype", "layout", "is_cpu")
+_GRAD, _FACTS = attrgetter("grad"), attrgetter("dtype", "layout", "is_cpu")
 _ORDINARY = {(torch.float32, torch.strided, True)}
 
 
@@ -24,7 +25,7 @@ def ordinary_gradients(params: Sequence[Tensor]) -> list[Tensor] | None:
     """The gradients of plain parameters, if there are any and all are ordinary; else None."""
     if not _KINDS.issuperset(map(type, params)) or torch.compiler.is_compiling():
         return None
-    grads = [grad for grad in [param.grad for param in params] if grad is not None]
+    grads = [grad for grad in map(_GRAD, params) if grad is not None]
     if not (_KINDS.issuperset(map(type, grads)) and set(map(_FACTS, grads)) == _ORDINARY and all_contiguous(grads)):
         return None
     if any(map(Tensor.is_neg, grads)) or len(set(map(id, grads))) < len(grads) or not all(map(Tensor.numel, grads)):
@@ -32,15 +33,17 @@ def ordinary_gradients(params: Sequence[Tensor]) -> list[Tensor] | None:
     return grads
 
 
-def scale_ordinary_(params: Sequence[Tensor], slicing: Slicing, rule: Callable[[float], float]) -> Tensor | None:
+def scale_ordinary_(
+    params: Sequence[Tensor], slicing: Slicing, rule: Callable[[float], float], group: ProcessGroup | None
+) -> Tensor | None:
     """Scale ordinary gradients by the factors of their L2 norms, and return their joint norm.
 
-    Return None, with nothing changed, for other gradients, slices or metrics, and where a norm is extreme or not
-    finite, or float32 cannot hold a factor.
+    Return None, with nothing changed, for other gradients, slices or metrics, with a process group, and where a norm
+    is extreme or not finite, or float32 cannot hold a factor.
     """
     joint = slicing.dim == "global"
-    whole = joint or (slicing.dim is None and not slicing.inverse_dims)
-    grads = ordinary_gradients(params) if whole and slicing.metric == L2 else None
+    is_whole = slicing.metric == L2 and (joint or (slicing.dim is None and not slicing.inverse_dims))
+    grads = ordinary_gradients(params) if is_whole and group is None else None
     if grads is None:
         return None
     norms = [direct_joint_norm(grads).item()] if joint else direct_norms(grads)
@@ -51,13 +54,9 @@ def scale_ordinary_(params: Sequence[Tensor], slicing: Slicing, rule: Callable[[
         factors = [f if grad.numel() >= slicing.min_size else 1.0 for f, grad in zip(factors, grads, strict=True)]
     if not all(_TINY <= factor <= _LARGEST for factor in factors if factor):
         return None
-    if not joint:
-        scaled = [grad for grad, factor in zip(grads, factors, strict=True) if factor != 1]
-        numbers = torch.tensor([factor for factor in factors if factor != 1], dtype=torch.float32, device="cpu")
-        if scaled:
-            multiply_plain_(scaled, numbers.unbind())
-    elif factors[0] != 1:
-        multiply_plain_(grads, _number(factors[0]))
+    if any(factor != 1 for factor in factors):
+        each = None if joint else torch.tensor(factors, dtype=torch.float32, device="cpu").unbind()
+        multiply_plain_(grads, each or _number(factors[0]))
     return _number(math.hypot(*norms))
 
 

@@ -12,9 +12,11 @@ from torchzero_clip.functional.foreach import are_plain
 from torchzero_clip.functional.gradients import (
     as_reported,
     gradients,
+    listed,
     named_tensors,
     names_of_bad,
     opened,
+    tensors_of,
     values_tell_all,
 )
 from torchzero_clip.functional.measure import Slicing, Way, measure, over_processes
@@ -61,8 +63,8 @@ def get_total_norm(
     """
     slicing = Slicing(parse_ord(ord), "global")
     boolean("error_if_nonfinite", error_if_nonfinite)
-    named = named_tensors("tensors", tensors)
-    given = [tensor for _, tensor in named]
+    tensors = listed("tensors", tensors)
+    given = tensors_of("tensors", tensors)
     if given and all(isinstance(tensor, nn.Parameter) and tensor.grad is not None for tensor in given):
         warnings.warn(
             "get_total_norm got parameters, and returns the norm of the weights. That of gradients is "
@@ -74,7 +76,7 @@ def get_total_norm(
         own, judged = measure(dense, slicing, way=Way(are_plain(dense))), given if error_if_nonfinite else None
         total = over_processes(own, dense, process_group, judged).total
         if error_if_nonfinite and not total.isfinite():
-            bad = names_of_bad("tensor", named, given, dense, process_group)
+            bad = names_of_bad("tensor", named_tensors("tensors", tensors), given, dense, process_group)
             raise RuntimeError(
                 f"the norm of the tensors is {total}. Tensors with inf or NaN: {bad}. Pass error_if_nonfinite=False "
                 "to get this norm"
