@@ -28,9 +28,7 @@ def ordinary_gradients(params: Sequence[Tensor]) -> list[Tensor] | None:
     grads = [grad for grad in map(_GRAD, params) if grad is not None]
     if not (_KINDS.issuperset(map(type, grads)) and set(map(_FACTS, grads)) == _ORDINARY and all_contiguous(grads)):
         return None
-    if any(map(Tensor.is_neg, grads)) or len(set(map(id, grads))) < len(grads) or not all(map(Tensor.numel, grads)):
-        return None
-    return grads
+    return None if any(map(Tensor.is_neg, grads)) or len(set(map(id, grads))) < len(grads) else grads
 
 
 def scale_ordinary_(
@@ -44,7 +42,7 @@ def scale_ordinary_(
     joint = slicing.dim == "global"
     is_whole = slicing.metric == L2 and (joint or (slicing.dim is None and not slicing.inverse_dims))
     grads = ordinary_gradients(params) if is_whole and group is None else None
-    if grads is None:
+    if grads is None or not all(map(Tensor.numel, grads)):
         return None
     norms = [direct_joint_norm(grads).item()] if joint else direct_norms(grads)
     if not all(SMALLEST < norm < LARGEST for norm in norms):  # `min` and `max` may pass over a NaN
