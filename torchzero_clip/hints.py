@@ -3,6 +3,7 @@
 import difflib
 import dis
 import functools
+import importlib
 import inspect
 import sys
 import traceback
@@ -61,11 +62,20 @@ def did_you_mean(name: str, known: Iterable[str], *, listed: bool = True) -> str
     return f"; there are: {', '.join(known) or 'none'}" if listed else ""
 
 
-def no_attribute(name: str) -> object:
-    """Raise the error of the package for a name that it does not have."""
-    known = [key for key in vars(sys.modules["torchzero_clip"]) if not key.startswith("_")]
-    hint = "" if name.startswith("_") else did_you_mean(name, known, listed=False)
+def late_attribute(name: str) -> object:
+    """A name of the package that is imported late. Raise the error of the package for a name that it does not have."""
+    if not name.startswith("_") and name in all_names():
+        return vars(sys.modules["torchzero_clip"])[name]
+    known = [] if name.startswith("_") else [key for key in all_names() if not key.startswith("_")]
+    hint = did_you_mean(name, known, listed=False)
     raise AttributeError(f"module 'torchzero_clip' has no attribute {name!r}{hint}")
+
+
+def all_names() -> list[str]:
+    """The names of the package, of which the late ones are imported now."""
+    names, late = vars(sys.modules["torchzero_clip"]), vars(importlib.import_module("torchzero_clip.late"))
+    names.update({name: value for name, value in late.items() if not name.startswith("_")})
+    return list(names)
 
 
 def explained(function: Callable[P, T]) -> Callable[P, T]:
