@@ -188,7 +188,6 @@ CASES = {
         lambda: Outer(masked, inner=inner(lambda m, x, mask: mask @ x @ m.p @ m.p)),
         lambda: batch(B),
     ),
-    "use padded sequences": (lambda: Outer(packing, rnn=nn.LSTM(3, 4, proj_size=2, batch_first=True)), batch),
     "samples are not known. Say": (lambda: Outer(folded_unseen, lin=linear()), batch),
     "samples are not known": (
         lambda: Outer(windows, middle=Middle(lambda m, x: m.lin(Same.apply(m.lin(x))).cumsum(1), lin=linear())),

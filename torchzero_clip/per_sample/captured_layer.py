@@ -61,6 +61,11 @@ class Samples(NamedTuple):
     """The number of first dimensions that have rows of samples which are not known yet."""
 
     @property
+    def is_plain(self) -> bool:
+        """True if the samples are in order in a dimension of their own."""
+        return self.kept is None and self.rows is None and not self.lost
+
+    @property
     def depth(self) -> int:
         """The number of dimensions that tell rows apart."""
         return self.lost or (1 if self.rows is None else self.rows.ndim)
@@ -283,12 +288,12 @@ class CapturedLayer:
         self,
         output: Tensor,
         inputs: Sequence[Tensor],
-        contribute: Callable[..., Sequence[Contribution]],
+        contribute: Callable[..., Iterable[Contribution]],
         samples: Samples | None = None,
     ) -> Tensor:
         """Return the output. Its gradient and the inputs will be passed to ``contribute``, which returns contributions.
 
-        ``samples`` is the input of the layer, if that may be one row for all samples.
+        ``samples`` is the input of the layer. Without it, the output is a step of the layer, whose rows are its own.
         """
         before = output if output.requires_grad else None
         rows = None if samples is None else samples.rows
@@ -301,8 +306,8 @@ class CapturedLayer:
         watched: Any = _Watched.apply(self.engine.anchor, before, [output.detach()], kept, self, contribute, where)
         if rows is not None:
             self.mark(watched, rows.view(*rows.shape, *[1] * (watched.ndim - rows.ndim)))
-        else:
-            self.mark(watched, 0 if samples is None else LOST if samples.lost else samples.dim)
+        elif samples is not None:
+            self.mark(watched, LOST if samples.lost else samples.dim)
         if samples is None or samples.kept is None:
             return watched
         each = watched.movedim(samples.dim, 0)
@@ -384,8 +389,8 @@ def is_same(tensor: Tensor, dim: int, count: int, *, of_batch: bool = True) -> b
 
 
 def _regrouping(
-    contribute: Callable[..., Sequence[Contribution]], rows: Tensor, count: int
-) -> Callable[..., Sequence[Contribution]]:
+    contribute: Callable[..., Iterable[Contribution]], rows: Tensor, count: int
+) -> Callable[..., Iterable[Contribution]]:
     return lambda *tensors: [regrouped(part, rows, count) for part in contribute(*tensors)]
 
 
@@ -401,7 +406,7 @@ class _Watched(torch.autograd.Function):
         output: list[Tensor],
         inputs: Sequence[Tensor],
         layer: CapturedLayer,
-        contribute: Callable[..., Sequence[Contribution]],
+        contribute: Callable[..., Iterable[Contribution]],
         where: int | Tensor | None,
     ) -> Tensor:
         ctx.layer, ctx.of, ctx.contribute, ctx.goes_on = layer, layer.engine.forward, contribute, before is not None

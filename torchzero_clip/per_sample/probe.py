@@ -5,7 +5,7 @@ behind a backward that is not linear, has another ratio.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -75,7 +75,7 @@ class LostRows(Call):
     ``contribute`` makes them with each row as a sample.
     """
 
-    def __init__(self, layer: Any, contribute: Callable[..., Sequence[Contribution]], depth: int) -> None:
+    def __init__(self, layer: Any, contribute: Callable[..., Iterable[Contribution]], depth: int) -> None:
         super().__init__(layer, depth)
         self.seen: int = layer.engine.forward.batch_size
         """The number of samples in the forward."""

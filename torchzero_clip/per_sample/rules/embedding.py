@@ -86,19 +86,19 @@ class EmbeddingBagRule(Rule):
         return layer.watch(output, [input, samples, scale], contribute, found)
 
 
-def _owners(layer: CapturedLayer, input: Tensor, offsets: Tensor, bags: Tensor) -> Samples | None:
-    """The sample of each bag; None if the bags are the samples."""
+def _owners(layer: CapturedLayer, input: Tensor, offsets: Tensor, bags: Tensor) -> Samples:
+    """The sample of each bag."""
     count, labels = layer.engine.forward.batch_size, layer.labels(input)
     if labels is None or count == 1 or layer.engine.forward.is_argument(offsets):
         layer.check_rows(offsets, 0)
-        return None
+        return Samples(input, 0)
     if labels is LOST:
         raise layer.unknown_rows()
     of_index = wider(labels if isinstance(labels, Tensor) else 1, input.shape, count).to(bags.device).expand(len(input))
     rows = bags.new_full((len(offsets),), -1).index_copy(0, bags, of_index)
     if not torch.equal(rows[bags], of_index) or bool((rows < 0).any()):
         raise layer.unknown_rows()
-    return None if torch.equal(rows, torch.arange(count).to(rows)) else Samples(input, 0, rows=rows)
+    return Samples(input, 0, rows=None if torch.equal(rows, torch.arange(count).to(rows)) else rows)
 
 
 def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
