@@ -72,7 +72,7 @@ class Samples(NamedTuple):
 
 
 class CapturedLayer:
-    """A layer in a model, with its trainable parameters by their names in the layer."""
+    """A layer in a model, with its trainable parameters by their names in the layer. It replaces the forward."""
 
     def __init__(self, engine: Any, name: str, module: nn.Module, rule: Rule, params: dict[str, nn.Parameter]) -> None:
         self.engine = engine
@@ -84,6 +84,35 @@ class CapturedLayer:
         self._owners = [(module.get_submodule(path[0]), path[2], param) for path, param in paths]
         self.known: dict[Hashable, Any] = {}
         """What rules have learnt about the layer in earlier calls."""
+
+    @never_compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the module while it is captured."""
+        module, engine = self.module, self.engine
+        if not torch.is_grad_enabled() or not engine.captures or self.lent or get_interpreter_stack():
+            return type(module).forward(module, *args, **kwargs)
+        engine.enter(self)
+        now = module.__dict__.get("forward")
+        if isinstance(now, CapturedLayer) and now is not self:  # this call of the model has attached the layer anew
+            return now(*args, **kwargs)
+        if (reason := self.rule.refusal(module)) is not None:
+            raise ValueError(f"{self} cannot be clipped per sample: {reason}")
+        if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
+            raise ValueError(f"{self} got a nested tensor: pad it, with x.to_padded_tensor(0.0), and mask the loss")
+        around, engine.running = engine.running, self
+        try:
+            with nullcontext() if self.rule.runs_layers else WithoutOwnModes():
+                output = self.rule.run(self, *args, **kwargs)
+            if type(output) is Tensor:
+                engine.outputs.append(weakref.ref(output))
+            return output
+        finally:
+            engine.running = around
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        # copies of an attached model are ordinary models
+        return _class_forward, (self.module,)
 
     @override
     def __str__(self) -> str:
@@ -107,7 +136,11 @@ class CapturedLayer:
     @property
     def lent(self) -> bool:
         """True while `torch.func.functional_call` replaces the parameters by other tensors."""
-        return any(not stands_for(owner._parameters.get(key), param) for owner, key, param in self._owners)
+        for owner, key, param in self._owners:
+            now = owner._parameters.get(key)
+            if now is not param and not stands_for(now, param):
+                return True
+        return False
 
     @property
     def values(self) -> list[tuple[nn.Parameter, Tensor]]:
@@ -265,24 +298,26 @@ class CapturedLayer:
         self,
         output: Tensor,
         samples: Samples,
-        *,
-        weight: Callable[[Tensor, Tensor], Contribution],
+        values: tuple[Tensor, Tensor | None],
+        weight: Callable[[nn.Parameter, Tensor, Tensor], Contribution],
         bias: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Watch the output of a layer with a weight and a bias.
+        """Watch the output of a layer with a weight and a bias, which have ``values``.
 
         ``weight`` returns its contribution, from the input and the gradient of the output; ``bias`` its gradients for
         each sample. Both get tensors with the samples first, in one dtype, which is float32 or wider.
         """
         dim, depth = samples.dim, samples.depth
+        own = {id(value): param for param, value in self.values}
+        of_weight, of_bias = (own.get(id(value)) for value in values)
 
         # the graph holds this function, which must not hold the input
         def contribute(*tensors: Tensor) -> list[Contribution]:
             grad, *inputs = (x.movedim(dim, 0) if depth == 1 else x.flatten(0, depth - 1) for x in wide(*tensors))
-            found = [weight(x, grad) for x in inputs]
-            return [*found, Dense(self.params["bias"], bias(grad))] if "bias" in self.params else found
+            found = [] if of_weight is None else [weight(of_weight, x, grad) for x in inputs]
+            return found if of_bias is None else [*found, Dense(of_bias, bias(grad))]
 
-        return self.watch(output, [samples.tensor] if "weight" in self.params else [], contribute, samples)
+        return self.watch(output, [] if of_weight is None else [samples.tensor], contribute, samples)
 
     def watch(
         self,
@@ -335,41 +370,6 @@ class CapturedLayer:
             f"{self} got one row of input for all samples, and an operation with its output cannot tell samples apart: "
             f"give each sample its own row, with x.expand(batch_size, ...){self.way_out}"
         )
-
-
-class CapturedForward:
-    """Replaces the forward of one layer while it is captured."""
-
-    def __init__(self, layer: CapturedLayer) -> None:
-        self.layer = layer
-
-    @never_compiled
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        layer, engine = self.layer, self.layer.engine
-        if not torch.is_grad_enabled() or not engine.captures or layer.lent or get_interpreter_stack():
-            return type(layer.module).forward(layer.module, *args, **kwargs)
-        engine.enter(layer)
-        now = layer.module.__dict__.get("forward")
-        if isinstance(now, CapturedForward) and now is not self:  # this call of the model has attached the layer anew
-            return now(*args, **kwargs)
-        if (reason := layer.rule.refusal(layer.module)) is not None:
-            raise ValueError(f"{layer} cannot be clipped per sample: {reason}")
-        if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
-            raise ValueError(f"{layer} got a nested tensor: pad it, with x.to_padded_tensor(0.0), and mask the loss")
-        around, engine.running = engine.running, layer
-        try:
-            with nullcontext() if layer.rule.runs_layers else WithoutOwnModes():
-                output = layer.rule.run(layer, *args, **kwargs)
-            if type(output) is Tensor:
-                engine.outputs.append(weakref.ref(output))
-            return output
-        finally:
-            engine.running = around
-
-    @override
-    def __reduce__(self) -> tuple[Any, ...]:
-        # copies of an attached model are ordinary models
-        return _class_forward, (self.layer.module,)
 
 
 def _class_forward(module: nn.Module) -> Callable[..., Any]:

@@ -173,7 +173,9 @@ class Probe:
         Raises:
             ValueError: If a part of the graph computes in float16, whose gradients have no room for the powers.
         """
-        nodes = list(nodes_of([losses])) if self.live else []
+        if not self.live:
+            return 0
+        nodes = list(nodes_of([losses]))
         calls = {getattr(node, "contribute", None) for node in nodes}
         self._lost = [call for call in self.live if call in calls]
         if not self._lost:
@@ -197,7 +199,7 @@ class Probe:
     def run(self, losses: Tensor, *, retain_graph: bool) -> None:
         """Run the further backwards."""
         passes = self.passes or 0
-        numbers = self._random.sample(range(BASE**passes), len(losses)) if passes else []
+        numbers = self._random.sample(range(BASE**passes), len(losses))
         self._numbers = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         for place in range(passes):
             weights = losses.new_tensor([FACTORS[number // BASE**place % BASE] for number in numbers])

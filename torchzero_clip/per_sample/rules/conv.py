@@ -32,8 +32,9 @@ class ConvRule(Rule):
         return layer.watch_params(
             module._conv_forward(found.tensor, module.weight.detach(), bias),
             found,
-            weight=lambda x, grad: Convolved(layer.params["weight"], x, grad, options),
-            bias=lambda grad: grad.flatten(2).sum(2),
+            (module.weight, module.bias),
+            lambda param, x, grad: Convolved(param, x, grad, options),
+            lambda grad: grad.flatten(2).sum(2),
         )
 
 

@@ -43,8 +43,9 @@ class NormalizationRule(Rule):
         return layer.watch_params(
             normalize(found.tensor, weight, None if bias is None else bias.detach()),
             found,
-            weight=lambda x, grad: Dense(layer.params["weight"], summed(grad * normalize(x, None, None))),
-            bias=summed,
+            (module.weight, bias),
+            lambda param, x, grad: Dense(param, summed(grad * normalize(x, None, None))),
+            summed,
         )
 
 
