@@ -152,8 +152,7 @@ CASES = {
         lambda: chosen((0, 1), (0, 2), (2, 0), (3, 1)),
     ),
     "got one row of input": (lambda: Outer(positions, table=table()), batch),
-    "which all samples share": (lambda: Outer(biases, lin=linear(), table=table(2 * T)), lambda: batch(B)),
-    "distances between positions": (lambda: Outer(biases, lin=linear(), table=table(2 * T)), lambda: batch(B)),
+    "got one row of input for all samples": (lambda: Outer(biases, lin=linear(), table=table(2 * T)), lambda: batch(B)),
     "made of parameters alone, such as 'lin.weight'": (
         lambda: Outer(lambda m, x: m.head(x + m.lin.weight[0]) @ m.head(m.lin.weight), lin=linear(), head=linear()),
         batch,

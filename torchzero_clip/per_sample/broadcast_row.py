@@ -1,5 +1,6 @@
 """Values that all samples share, such as embeddings of positions, class tokens and layer scales."""
 
+import math
 from typing import Any, NoReturn
 
 import torch
@@ -75,6 +76,8 @@ class BroadcastRow(Tensor):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if func is F.layer_norm and not isinstance(args[0], BroadcastRow):
             return _normalized(*args, **kwargs)
+        if func is F.linear and (output := _linear(*args, **kwargs)) is not None:
+            return output
         with DisableTorchFunctionSubclass():
             if name == "__get__" and func.__self__.__name__ not in TRANSPOSED:
                 return func(*args)
@@ -117,6 +120,51 @@ def _normalized(
     result = F.layer_norm(input, shape, None, None, eps)
     result = result if weight is None else result * weight
     return result if bias is None else result + bias
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """A linear layer of the batch with the copies of a weight and a bias, as in routers; None for other uses."""
+    params: list[Any] = [weight] if bias is None else [weight, bias]
+    if isinstance(input, BroadcastRow) or input.ndim < 2 or not all(map(is_row, params)):
+        return None
+    layer = params[0]._layer
+    found = layer.samples(input, input.ndim - 1)
+    with DisableTorchFunctionSubclass():
+        if found.lost:
+            raise layer.unknown_rows()
+        if found.kept is not None or weight.ndim != 2:
+            return None
+        copies = [param._each for param in params]
+        if found.rows is None:
+            rows = input.movedim(found.dim, 0)
+            output = _products(rows.reshape(len(rows), math.prod(rows.shape[1:-1]), rows.shape[-1]), *copies)
+            output = output.view(*rows.shape[:-1], output.shape[-1]).movedim(0, found.dim)
+        else:
+            sample = found.rows.flatten().to(input.device)
+            sample = sample.repeat_interleave(input.shape[:-1].numel() // len(sample))
+            order, lengths = sample.argsort(stable=True), sample.bincount(minlength=len(copies[0])).tolist()
+            rows = input.reshape(len(sample), input.shape[-1])[order]
+            if len(set(lengths)) == 1:
+                output = _products(rows.view(len(lengths), lengths[0], rows.shape[-1]), *copies).flatten(0, 1)
+            else:
+                own = [[copy[i, None] for copy in copies] for i in range(len(lengths))]
+                output = torch.cat(
+                    [_products(x[None], *each)[0] for x, each in zip(rows.split(lengths), own, strict=True)]
+                )
+            output = output[order.argsort()].view(*input.shape[:-1], output.shape[-1])
+        layer.mark(
+            output,
+            found.dim
+            if found.rows is None
+            else found.rows.view(*found.rows.shape, *[1] * (output.ndim - found.rows.ndim)),
+        )
+        return output
+
+
+def _products(rows: Tensor, weights: Tensor, biases: Tensor | None = None) -> Tensor:
+    """The outputs of the linear layer of each sample for its rows, (B, L, width)."""
+    output = torch.bmm(rows, weights.mT)
+    return output if biases is None else output + biases[:, None]
 
 
 def is_row(value: Any) -> bool:

@@ -298,26 +298,24 @@ class CapturedLayer:
         self,
         output: Tensor,
         samples: Samples,
-        values: tuple[Tensor, Tensor | None],
-        weight: Callable[[nn.Parameter, Tensor, Tensor], Contribution],
+        *,
+        weight: Callable[[Tensor, Tensor], Contribution],
         bias: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Watch the output of a layer with a weight and a bias, which have ``values``.
+        """Watch the output of a layer with a weight and a bias.
 
         ``weight`` returns its contribution, from the input and the gradient of the output; ``bias`` its gradients for
         each sample. Both get tensors with the samples first, in one dtype, which is float32 or wider.
         """
         dim, depth = samples.dim, samples.depth
-        own = {id(value): param for param, value in self.values}
-        of_weight, of_bias = (own.get(id(value)) for value in values)
 
         # the graph holds this function, which must not hold the input
         def contribute(*tensors: Tensor) -> list[Contribution]:
             grad, *inputs = (x.movedim(dim, 0) if depth == 1 else x.flatten(0, depth - 1) for x in wide(*tensors))
-            found = [] if of_weight is None else [weight(of_weight, x, grad) for x in inputs]
-            return found if of_bias is None else [*found, Dense(of_bias, bias(grad))]
+            found = [weight(x, grad) for x in inputs]
+            return [*found, Dense(self.params["bias"], bias(grad))] if "bias" in self.params else found
 
-        return self.watch(output, [] if of_weight is None else [samples.tensor], contribute, samples)
+        return self.watch(output, [samples.tensor] if "weight" in self.params else [], contribute, samples)
 
     def watch(
         self,

@@ -4,7 +4,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import override
@@ -12,11 +11,10 @@ from typing_extensions import override
 from torchzero_clip.compat import stores_by_hooks
 from torchzero_clip.per_sample.arguments import flattened, tensors_in
 from torchzero_clip.per_sample.autograd_graph import leaves_of
-from torchzero_clip.per_sample.broadcast_row import TRANSPOSED, BroadcastRow, NotARowError, is_row, row_of_param
+from torchzero_clip.per_sample.broadcast_row import TRANSPOSED, BroadcastRow, NotARowError, row_of_param
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule
 from torchzero_clip.per_sample.modes import OwnMode, WithoutOwnModes
 from torchzero_clip.per_sample.rules.generic import GenericRule, copy_of
-from torchzero_clip.per_sample.rules.linear import linear
 from torchzero_clip.per_sample.rules.state import State
 
 GENERIC = GenericRule()
@@ -131,10 +129,6 @@ class _Rows(OwnMode):
         found = self._params.intersection(map(id, leaves))
         if not found:
             return func(*args, **kwargs)
-        others = [x for x in leaves[1:] if isinstance(x, Tensor) and x.requires_grad]
-        if func is F.linear and found == {*map(id, others)} <= self._rows.keys() and not is_row(args[0]):  # of routers
-            with WithoutOwnModes():
-                return linear(self._layer, *args, **kwargs)
         args, kwargs = rebuilt([self._rows.get(id(x), x) for x in leaves])
         output = func(*args, **kwargs)
         if not found <= self._rows.keys() and any(x.requires_grad for x in tensors_in(output)):

@@ -24,11 +24,6 @@ class EmbeddingRule(Rule):
     @override
     def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
-        if _relative(input):
-            raise ValueError(
-                f"the indices of {layer} are the same along every diagonal of a square: distances between positions, "
-                f"it seems, which all samples share. Expand them to the batch, or freeze the weight{layer.way_out}"
-            )
         found = _positions(layer, input) or layer.samples(input, input.ndim)
         dim, padding, depth = found.dim, module.padding_idx, found.depth
 
@@ -102,31 +97,25 @@ def _owners(layer: CapturedLayer, input: Tensor, offsets: Tensor, bags: Tensor) 
 
 
 def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
-    """Indices in one dimension that all samples share; None if they are samples.
+    """Indices that all samples share, such as positions and their distances; None if they are those of samples.
 
     They are shared if they do not depend on the samples, or are an argument 0, 1, 2, ... beside others.
     """
     forward, dim = layer.engine.forward, layer.engine.batch_dim
-    count, provenance = forward.batch_size, forward.provenance
-    if input.ndim != 1 or len(input) < 2 or count is None or forward.is_only_input(input):
+    count, along = forward.batch_size, min(dim, input.ndim - 1)
+    if count is None or not input.ndim or input.shape[along] == 1 or forward.is_only_input(input):
         return None
-    if provenance is None:
-        shared = not count
+    if forward.provenance is None:
+        shared = input.ndim == 1 and not count
     elif forward.is_argument(input):
         shared = torch.equal(input, torch.arange(len(input)).to(input))
     else:  # as many equal indices as samples may be either
-        shared = layer.labels(input) is None and (len(input) != count or bool((input != input[0]).any()))
+        alike = input.shape[along] == count and bool((input == input.narrow(along, 0, 1)).all())
+        shared = layer.labels(input) is None and not alike
     if not shared:
         return None
     layer.note("positions", dim)
-    return Samples(input.expand(count, -1).movedim(0, dim), dim, kept=False)
-
-
-def _relative(index: Tensor) -> bool:
-    """True for a square table of indices that depend on the distance of two positions."""
-    if index.ndim != 2 or index.shape[0] != index.shape[1] or len(index) < 3:
-        return False
-    return torch.equal(index[1:, 1:], index[:-1, :-1]) and bool((index != index[0, 0]).any())
+    return Samples(input.expand(count, *input.shape).movedim(0, dim), dim, kept=False)
 
 
 def _refusal(module: Any) -> str | None:

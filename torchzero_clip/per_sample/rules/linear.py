@@ -17,19 +17,14 @@ class LinearRule(Rule):
     @override
     def run(self, layer: CapturedLayer, input: Tensor) -> Tensor:
         module: Any = layer.module
-        return linear(layer, input, module.weight, module.bias)
-
-
-def linear(layer: CapturedLayer, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear` in a layer, with parameters of it."""
-    found = layer.samples(input, input.ndim - 1)
-    return layer.watch_params(
-        F.linear(found.tensor, weight.detach(), None if bias is None else bias.detach()),
-        found,
-        (weight, bias),
-        lambda param, x, grad: Products(param, _flat(x), _flat(grad)),
-        lambda grad: grad if grad.ndim == 2 else _flat(grad).sum(1),
-    )
+        bias = None if module.bias is None else module.bias.detach()
+        found = layer.samples(input, input.ndim - 1)
+        return layer.watch_params(
+            F.linear(found.tensor, module.weight.detach(), bias),
+            found,
+            weight=lambda x, grad: Products(layer.params["weight"], _flat(x), _flat(grad)),
+            bias=lambda grad: grad if grad.ndim == 2 else _flat(grad).sum(1),
+        )
 
 
 def _flat(x: Tensor) -> Tensor:

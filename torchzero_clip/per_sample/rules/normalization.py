@@ -43,9 +43,8 @@ class NormalizationRule(Rule):
         return layer.watch_params(
             normalize(found.tensor, weight, None if bias is None else bias.detach()),
             found,
-            (module.weight, bias),
-            lambda param, x, grad: Dense(param, summed(grad * normalize(x, None, None))),
-            summed,
+            weight=lambda x, grad: Dense(layer.params["weight"], summed(grad * normalize(x, None, None))),
+            bias=summed,
         )
 
 
