@@ -93,8 +93,6 @@ class Engine:
         """True while further backwards of the same graph follow."""
         self.pauses = 0
         """How many blocks of `paused` are open."""
-        self.tries = 0
-        """How many layers run that catch a `NotARowError`."""
         self.running: CapturedLayer | None = None
         """The layer that runs, the innermost one."""
         self.forward = Forward()

@@ -110,12 +110,19 @@ def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
     elif forward.is_argument(input):
         shared = torch.equal(input, torch.arange(len(input)).to(input))
     else:  # as many equal indices as samples may be either
-        alike = input.shape[along] == count and bool((input == input.narrow(along, 0, 1)).all())
-        shared = layer.labels(input) is None and not alike
+        known = _relative(input) or (input.ndim == 1 and (len(input) != count or bool((input != input[0]).any())))
+        shared = known and layer.labels(input) is None
     if not shared:
         return None
     layer.note("positions", dim)
     return Samples(input.expand(count, *input.shape).movedim(0, dim), dim, kept=False)
+
+
+def _relative(index: Tensor) -> bool:
+    """True for a square table of indices that depend on the distance of two positions."""
+    if index.ndim != 2 or index.shape[0] != index.shape[1] or len(index) < 3:
+        return False
+    return torch.equal(index[1:, 1:], index[:-1, :-1]) and bool((index != index[0, 0]).any())
 
 
 def _refusal(module: Any) -> str | None:
