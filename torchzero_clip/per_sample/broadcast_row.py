@@ -1,6 +1,5 @@
 """Values that all samples share, such as embeddings of positions, class tokens and layer scales."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -221,16 +220,18 @@ class _Call:
         places = [*self.places.values()]
         if any(isinstance(place, Tensor) for place in places):
             return self._of_rows([*of_batch.values()], places)
-        outputs = self._by_sample(
-            [x.movedim(d, 0).unsqueeze(d + 1) for x, d in zip(of_batch.values(), places, strict=True)]
-        )
         kinds = [x if isinstance(x, int | str | None) else x.ndim if isinstance(x, Tensor) else 0 for x in self._leaves]
-        key = name, *kinds, *places
-        found, structure = pytree.tree_flatten(outputs)
-        if key not in layer.known:
-            layer.known[key] = self._dims(found, [*of_batch.values()], places)
-        layer.note(*key)
-        dims = layer.known[key]
+        inputs = [x.movedim(d, 0).unsqueeze(d + 1) for x, d in zip(of_batch.values(), places, strict=True)]
+        own, dims = self._own_parts(places[0]), None
+        found, structure = list[Any](), pytree.tree_structure(None)
+        for copies in filter(None, (self.copies, own)):
+            self.copies, key = copies, (name, *kinds, *places, own is not None, copies is own)
+            found, structure = pytree.tree_flatten(self._by_sample(inputs))
+            if key not in layer.known:
+                layer.known[key] = self._dims(found, [*of_batch.values()], places)
+            layer.note(*key)
+            if (dims := layer.known[key]) is not None:
+                break
         if dims is None or any(x.shape[d + 1] != 1 for x, d in zip(found, dims, strict=True)):
             return NotImplemented
         found = [x.squeeze(d + 1).movedim(0, d) for x, d in zip(found, dims, strict=True)]
@@ -239,10 +240,19 @@ class _Call:
         output = pytree.tree_unflatten(found, structure)
         return self._leaves[0].copy_(output) if self._changes else output
 
+    def _own_parts(self, dim: int) -> list[Tensor] | None:
+        """The copies with the part of their sample alone, where rows have the size of the batch; None if none has."""
+        count = len(self.copies[0])
+        sized = [x.ndim > dim + 1 and x.shape[dim + 1] == count for x in self.copies]
+        pairs = zip(self.copies, sized, strict=True)
+        parts = [x.diagonal(0, 0, dim + 1).movedim(-1, 0).unsqueeze(dim + 1) if own else x for x, own in pairs]
+        return parts if any(sized) else None
+
     def _by_sample(self, of_batch: Sequence[Tensor]) -> Any:
         try:
-            with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):  # vmap runs the other backends in a loop
-                warnings.filterwarnings("ignore", "There is a performance drop")
+            if self._func is not F.scaled_dot_product_attention:
+                return torch.vmap(self)(*self.copies, *of_batch)
+            with sdpa_kernel(SDPBackend.MATH):  # vmap runs the other backends in a loop
                 return torch.vmap(self)(*self.copies, *of_batch)
         except (RuntimeError, ValueError):
             each = [self(*one) for one in zip(*self.copies, *of_batch, strict=True)]
