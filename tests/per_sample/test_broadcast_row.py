@@ -40,6 +40,7 @@ RIGHT = {
     "subtracted": lambda x, row: torch.sub(row, x),
     "divided": lambda x, row: row / (x.square() + 1),
     "in place": added_in_place,
+    "in place by a function": lambda x, row: (y := x.clone()).add_(row) * 0 + y,
     "scaled": lambda x, row: x + 0.5 * row - row / 3,
     "converted": lambda x, row: x + row.to(x.dtype).double(),
     "expanded": lambda x, row: torch.sin(row.expand(len(x), -1, -1)) + x,

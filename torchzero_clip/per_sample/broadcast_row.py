@@ -15,6 +15,7 @@ from torchzero_clip.per_sample.arguments import Rebuild, flattened, tensors_in
 from torchzero_clip.per_sample.comparison import differ
 from torchzero_clip.per_sample.labels import LOST, Known, depth_of
 
+ARITHMETIC = {"add", "sub", "mul", "div", "truediv"}
 IN_PLACE = {"iadd", "isub", "imul", "idiv", "itruediv"}
 OF_DTYPE = {"to", "type_as"}
 EXPANSIONS = {"expand", "expand_as", "broadcast_to", "repeat"}
@@ -220,6 +221,15 @@ class _Call:
         places = [*self.places.values()]
         if any(isinstance(place, Tensor) for place in places):
             return self._of_rows([*of_batch.values()], places)
+        rows, ndims, dim = [self._leaves[i] for i in self._rows], {x.ndim for x in of_batch.values()}, places[0]
+        plain = name.strip("_").removeprefix("r") in ARITHMETIC and not self._changes
+        if plain and len(ndims) == 1 and all(d == dim for d in places):
+            ndim = ndims.pop()
+            if all(row.fits(ndim, dim) for row in rows):  # without vmap, which takes longer
+                output = self(*(row.aligned(ndim, dim) for row in rows), *of_batch.values())
+                layer.note("arithmetic", ndim, dim)
+                layer.mark(output, dim)
+                return output
         kinds = [x if isinstance(x, int | str | None) else x.ndim if isinstance(x, Tensor) else 0 for x in self._leaves]
         inputs = [x.movedim(d, 0).unsqueeze(d + 1) for x, d in zip(of_batch.values(), places, strict=True)]
         own, dims = self._own_parts(places[0]), None
