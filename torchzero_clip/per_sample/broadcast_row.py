@@ -1,6 +1,8 @@
 """Values that all samples share, such as embeddings of positions, class tokens and layer scales."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -154,16 +156,8 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
     call = _Call(func, leaves, rebuilt, places, changes)
     if call.places:
         return NotImplemented if changes and 0 not in call.places else call.of_batch(name)
-    if changes:  # of what belongs to no sample: it becomes a row
-        target: Any = args[0]
-        if not isinstance(target, BroadcastRow):
-            call.places = {0: 0}
-            call.copies.append(target.expand(count, *target.shape))
-        each, output = torch.vmap(call)(*call.copies), func(*args, **kwargs)
-        target.__class__ = BroadcastRow
-        target._each, target._layer, target._is_param = each, layer, first._is_param
-        target._version_then = target._version
-        return output
+    if changes:
+        return _changed(call, args[0], first, lambda: func(*args, **kwargs))
     output = func(*args, **kwargs)
     if not any(x.requires_grad for x in tensors_in(output)) or output is first:
         return output
@@ -180,6 +174,18 @@ def _with_copies(func: Any, args: Any, kwargs: Any, leaves: list[Any], rebuilt: 
         return _as_row(x, y, layer, is_param=first._is_param)
 
     return pytree.tree_map(row, output, each)
+
+
+def _changed(call: "_Call", target: Any, first: BroadcastRow, change: Callable[[], Any]) -> Any:
+    """Change a tensor of no sample in place with rows, so that it becomes a row. Return the output."""
+    if not isinstance(target, BroadcastRow):
+        call.places = {0: 0}
+        call.copies.append(target.expand(len(first._each), *target.shape))
+    each, output = torch.vmap(call)(*call.copies), change()
+    target.__class__ = BroadcastRow
+    target._each, target._layer, target._is_param = each, first._layer, first._is_param
+    target._version_then = target._version
+    return output
 
 
 def _places(layer: Any, tensors: dict[int, Tensor], count: int) -> dict[int, Known]:
@@ -260,9 +266,10 @@ class _Call:
 
     def _by_sample(self, of_batch: Sequence[Tensor]) -> Any:
         try:
-            if self._func is not F.scaled_dot_product_attention:
-                return torch.vmap(self)(*self.copies, *of_batch)
-            with sdpa_kernel(SDPBackend.MATH):  # vmap runs the other backends in a loop
+            # vmap runs the other backends in a loop
+            backend = sdpa_kernel(SDPBackend.MATH) if self._func is F.scaled_dot_product_attention else nullcontext()
+            with warnings.catch_warnings(), backend:
+                warnings.filterwarnings("ignore", "There is a performance drop")
                 return torch.vmap(self)(*self.copies, *of_batch)
         except (RuntimeError, ValueError):
             each = [self(*one) for one in zip(*self.copies, *of_batch, strict=True)]
