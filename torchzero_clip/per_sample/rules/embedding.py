@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from torchzero_clip.per_sample.captured_gradients import counts_up
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, Samples
 from torchzero_clip.per_sample.contributions import Contribution
 from torchzero_clip.per_sample.labels import LOST, wider
@@ -108,7 +109,7 @@ def _positions(layer: CapturedLayer, input: Tensor) -> Samples | None:
     if forward.provenance is None:
         shared = input.ndim == 1 and not count
     elif forward.is_argument(input):
-        shared = torch.equal(input, torch.arange(len(input)).to(input))
+        shared = counts_up(input)
     else:  # as many equal indices as samples may be either
         known = _relative(input) or (input.ndim == 1 and (len(input) != count or bool((input != input[0]).any())))
         shared = known and layer.labels(input) is None
