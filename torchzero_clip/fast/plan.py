@@ -22,35 +22,37 @@ What a plan assumes, and what is compared in each step before anything changes:
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from torchzero_clip.compat import SameLayout, native_guard
-from torchzero_clip.core.kinds import Scaling, UpdateRule
-from torchzero_clip.core.nodes import Node
+from torchzero_clip.core.kinds import Gate, Scaling, UpdateRule
+from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform, overridden_last
-from torchzero_clip.engine.executor import DeliveredScale, Measurer
 from torchzero_clip.engine.judged import Judged
-from torchzero_clip.engine.listener import Seen
+from torchzero_clip.engine.listener import Listener
+from torchzero_clip.engine.reported_loss import Loss
 from torchzero_clip.engine.scaling import find_factors
-from torchzero_clip.engine.table import taking_part
+from torchzero_clip.engine.table import Table, taking_part
+from torchzero_clip.engine.updates import Updates
+from torchzero_clip.engine.walk import Walk
+from torchzero_clip.fast.fast import Fast
 from torchzero_clip.fast.kernels import Delivered, Ended, run_kernel
-from torchzero_clip.fast.ops import Scale
-from torchzero_clip.fast.vectors import VectorStates
+from torchzero_clip.fast.vectors import Vectors
 from torchzero_clip.fast.workspace import Workspace
-from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import L2, Measured, Slicing, by_setting, effect
-from torchzero_clip.functional.norms import whole_norm, whole_norms
-from torchzero_clip.functional.scratch import Scratch
+from torchzero_clip.functional.norms import whole_norm
 from torchzero_clip.types import Setting, State
 
 Group: TypeAlias = dict[str, Any]
+Options: TypeAlias = tuple[bool, bool, object, object]
+"""What decides about a step beside its chain and its tensors: maximize, keep_grads, parts and process_group."""
 Factor: TypeAlias = Callable[[float, Setting], float]
 Metrics: TypeAlias = Callable[[], dict[str, Tensor]]  # computes the metrics of a step when they are read
 
@@ -58,15 +60,36 @@ _FLOAT32 = torch.finfo(torch.float32)
 _IMMUTABLE = {float, int, bool, str, type(None)}
 
 
-class _Found(NamedTuple):
-    """The tensors of a step that fits the plan."""
+@dataclass(eq=False)
+class Planned:
+    """A step that follows a plan."""
 
-    params: list[Tensor]
-    grads: list[Tensor]
-    states: list[State]
-    columns: dict[str, list[Tensor]]  # state by key
+    plan: "Plan"
+    table: Table
+    columns: dict[str, list[Tensor]]  # parameters, gradients and state by key
     counters: list[Tensor]  # the step counts that the kernel reads: a vector for each key
     workspace: Workspace
+    chain_state: dict[str, Any]
+    loss: Loss
+    listener: Listener | None
+    is_judged: bool  # a policy or the listener reads the norms of the gradients
+    metrics: Metrics | None = None  # computes the metrics, once the step was taken
+
+    @cached_property
+    def executor(self) -> Fast:
+        plan = self.plan
+        updates = Updates(self.table, self.chain_state, maximize=plan.maximize, over_grads=plan.end.over_grads)
+        return Fast(self.workspace, updates, self.columns)
+
+    @cached_property
+    def judged(self) -> Judged:
+        return Judged(self.plan.judging, self.table.grads, self.executor, listens=self.listener is not None)
+
+    @cached_property
+    def walk(self) -> Walk:
+        """The step as a policy and a listener see it."""
+        plan, table, executor = self.plan, self.table, self.executor
+        return Walk(plan.nodes, plan.settings, table, self.chain_state, executor, self.judged, plan.end, self.loss)
 
 
 class _ByRule:
@@ -87,22 +110,25 @@ class _ByRule:
         together = [*(settings[node.path] for node in self._rest[::-1]), settings[self._rule.path]]
         count = len(together[0])
         merged = [{key: value for own in together for key, value in own[g].items()} for g in range(count)]
-        self._runs = by_setting([merged[g] for g in self._group_of])
+        self._settings: list[Setting] = [merged[g] for g in self._group_of]
+        self._runs = by_setting(self._settings)
 
-    def takes(self, waiting: Scale) -> bool:
-        """True if the end may multiply by the factors of a scaling."""
-        return waiting.fits_kernels
-
-    def take(self, found: _Found, factor: Tensor | float | None) -> None:
-        """Multiply the updates by their factor, None for 1, and end the step."""
-        for counter in found.counters:  # before the kernel, which reads the counts
+    def take(self, step: Planned, factor: float | None) -> None:
+        """Multiply the updates by one factor, or by what waits in the executor if it is None, and end the step."""
+        for counter in step.counters:  # before the kernel, which reads the counts
             counter.add_(1)
         try:
-            state = [found.columns[key] for key in self._state]
-            scratch = found.workspace.scratch
-            run_kernel(self._kernel, found.params, found.grads, state, self._runs, factor, scratch, "")
+            params, updates = step.table.params, step.table.grads
+            state = [step.columns[key] for key in self._state]
+            if factor is None:
+                step.executor.run(self._kernel, step.table.rows, params, state, self._settings, self._runs)
+                return
+            if step.plan.maximize:
+                updates = step.executor.memory.current(step.table.rows)
+            scale = None if factor == 1 else factor
+            run_kernel(self._kernel, params, updates, state, self._runs, scale, step.workspace.scratch, "")
         except BaseException:
-            for counter in found.counters:
+            for counter in step.counters:
                 counter.add_(-1)
             raise
 
@@ -112,8 +138,8 @@ class _ByDelivery:
 
     counters: Sequence[str] = ()
 
-    def __init__(self, scale: DeliveredScale) -> None:
-        self._scale = scale
+    def __init__(self, ended: Delivered) -> None:
+        self._scale = ended.scale
 
     def variants(self, settings: Mapping[str, list[Setting]]) -> set[Any]:
         return set()
@@ -121,12 +147,11 @@ class _ByDelivery:
     def settle(self, settings: Mapping[str, list[Setting]]) -> None:
         pass
 
-    def takes(self, waiting: Scale) -> bool:
-        return waiting.is_one_number and waiting.fits_kernels
-
-    def take(self, found: _Found, factor: Tensor | float | None) -> None:
-        if factor is not None:
-            self._scale(found.grads, factor)
+    def take(self, step: Planned, factor: float | None) -> None:
+        if factor is None:
+            step.executor.deliver(step.table.rows, self._scale)
+        elif factor != 1:
+            self._scale(step.table.grads, factor)
 
 
 class Plan:
@@ -135,72 +160,88 @@ class Plan:
     Args:
         walk: The step.
         ended: How the step ended.
-        scaling: The first transform, if it is a scaling.
+        options: What the optimizer has decided about the step. Later steps are compared with it.
         fits: Returns True for tensors that are laid out as in this step.
     """
 
-    def __init__(self, walk: Seen, ended: Ended | Delivered, scaling: Node | None, fits: SameLayout) -> None:
-        self._nodes, self._scaling, self._fits, self._layout = walk.nodes, scaling, fits, ended.layout
-        self._judging = walk.judged.judging
+    def __init__(self, walk: Walk, ended: Ended | Delivered, options: Options, fits: SameLayout) -> None:
+        self.nodes, self.judging, self.end = walk.nodes, walk.judged.judging, walk.end
+        self.options, self._fits = options, fits
+        self.maximize, keep_grads, *_ = options
+        self._acting = _acting(walk.nodes)
+        self._scaling = self._acting[0] if isinstance(self._acting[0].transform, Scaling) else None
+        self._may_write = walk.end.may_write_grads(self._acting[1:])
+        self.layout = ended.layout
         self._sizes = [len(group["params"]) for group in walk.table.groups]
         self._group_of = walk.table.group_of
         self._all_take_part = sum(self._sizes) == len(walk.table.params)
-        is_rule = isinstance(ended, Ended)
-        self._end = _ByRule(ended, self._group_of) if is_rule else _ByDelivery(ended.scale)
+        self._ended = _ByRule(ended, self._group_of) if isinstance(ended, Ended) else _ByDelivery(ended)
         self._own_state = [key for key in ended.columns if key not in ("params", "grads")]
         self._like = _shaped(ended)
-        self._numbers = [key for key in self._own_state if key not in (*self._like, *self._end.counters)]
-        self._attributes = [vars(node.transform) for node in walk.nodes]
+        self._numbers = [key for key in self._own_state if key not in (*self._like, *self._ended.counters)]
+        self._transforms = [node.transform for node in walk.nodes]
+        self._attributes = list(map(vars, self._transforms))
         self._arguments = self._current_arguments()
         self._are_ours = all(node.is_ours for node in walk.nodes)
         self._keys = list(walk.nodes.storage_keys.values())
         self._values: list[Any] = []
-        self._variants = self._end.variants(walk.settings)
+        self._variants = self._ended.variants(walk.settings)
         self._settle(walk.settings, walk.table.groups)
         params = walk.table.params
-        are_narrow = params[0].dtype == torch.float32 and all(map(Tensor.numel, params))
-        # joint norms of other dtypes are computed in another way, and an empty tensor does not have a norm to join
-        self._by_number = None if scaling is None or not are_narrow else _by_number(scaling.transform)
+        # joint norms of other dtypes are computed in another way, and an empty tensor does not have a norm to join.
+        # With keep_grads the factor waits for the pass that copies the gradients
+        by_number = params[0].dtype == torch.float32 and all(map(Tensor.numel, params)) and not keep_grads
+        self._by_number = _by_number(self._acting[0].transform) if by_number else None
 
     @classmethod
-    def of(cls, walk: Seen, ended: Ended | Delivered) -> "Plan | None":
+    def of(cls, walk: Walk, ended: Ended | Delivered, options: Options) -> "Plan | None":
         """A plan of a step; None if it cannot be repeated."""
-        nodes = list(walk.nodes)
-        first = nodes[0] if isinstance(nodes[0].transform, Scaling) else None
-        # state that is new enters the optimizer after the step, so the next one gathers other tensors
+        nodes = _acting(walk.nodes)
+        first = nodes[:1] if isinstance(nodes[0].transform, Scaling) else []
         last = [ended.node, *ended.rest] if isinstance(ended, Ended) else []
-        if nodes != [*([] if first is None else [first]), *last] or walk.table.new_states:
+        # state that is new enters the optimizer after the step, so the next one gathers other tensors
+        if options[2:] != (None, None) or nodes != [*first, *last] or walk.table.new_states:
             return None
-        if any(node.transform.scope.limited or node.transform.target != "update" for node in nodes):
+        if any(node.transform.scope.limited or node.transform.target != "update" for node in walk.nodes):
             return None
         if not all(node.is_ours for node in last):
             return None
         like = chain.from_iterable(ended.columns[key] for key in ("params", "grads", *_shaped(ended)))
         fits = native_guard(list(like)) if walk.table.params[0].is_cpu else None
-        return None if fits is None else cls(walk, ended, first, fits)
+        return None if fits is None else cls(walk, ended, options, fits)
 
-    def repeat(
-        self,
-        groups: list[Group],
-        kept: Mapping[Tensor, State],
-        workspace: Workspace,
-        chain_state: dict[str, Any],
-        loss: Tensor | float | None,
-    ) -> Metrics | None:
-        """Take a step, as in `FastWay.repeat`."""
-        found = self._gathered(groups, kept, workspace)
-        if found is None or not self._is_settled(groups):
-            return None
-        factor: Tensor | float | None = None
+    def take(self, step: Planned) -> bool:
+        """Take a step that no policy has refused, and return True."""
+        listener = step.listener
+        if listener is not None:
+            listener.begin(step.walk)
+        try:
+            metrics = self._taken(step)
+        except BaseException:
+            if step.is_judged:
+                step.walk.refused_by.append("error")
+            raise
+        if step.is_judged and step.walk.metrics:  # of gates
+            metrics = partial(_joined, step.walk.metrics, metrics)
+        if listener is not None:
+            step.walk.metrics = metrics()
+            metrics = partial(dict, step.walk.metrics)
+        step.metrics = metrics
+        return True
+
+    def _taken(self, step: Planned) -> Metrics:
+        """Change parameters and state, and return what computes the metrics."""
+        node, factor = self._scaling, 1.0
         metrics: Metrics = dict
-        node = self._scaling
         if node is not None and isinstance(node.transform, Scaling):
-            known = None if self._by_number is None else self._clipped(node, self._by_number, found)
-            factor, metrics = known or self._scaled(node, node.transform, found, chain_state, loss)
-        self._end.take(found, factor)
+            known = None if self._by_number is None else self._clipped(node, self._by_number, step)
+            factor, metrics = known or (None, self._scaled(node, node.transform, step))
+        elif step.listener is not None:
+            step.judged.before_first(self._acting[0].transform)
+        self._ended.take(step, factor)
         return metrics
 
-    def _is_settled(self, groups: list[Group]) -> bool:
+    def is_settled(self, groups: list[Group]) -> bool:
         """True if the rule takes the same kind of step with these settings. Raise if a setting is invalid."""
         arguments = self._current_arguments()
         # by identity, because == compares the elements of tensors, which waits for the device and gives many answers
@@ -214,8 +255,8 @@ class Plan:
             return False
         if len(values) == len(self._values) and all(map(operator.is_, values, self._values)):
             return True
-        settings = self._nodes.checked_settings(groups)
-        if len(groups) != len(self._sizes) or self._end.variants(settings) != self._variants:
+        settings = self.nodes.checked_settings(groups)
+        if len(groups) != len(self._sizes) or self._ended.variants(settings) != self._variants:
             return False
         self._settle(settings, groups)
         return True
@@ -223,11 +264,12 @@ class Plan:
     def _current_arguments(self) -> list[Any]:
         """The values of all attributes of the transforms and their classes, which a user may set at any time."""
         own = [value for attributes in self._attributes for value in attributes.values()]
-        return own + [type(node.transform) for node in self._nodes]
+        return own + list(map(type, self._transforms))
 
     def _settle(self, settings: Mapping[str, list[Setting]], groups: Sequence[Group]) -> None:
         """Take over checked settings."""
-        self._end.settle(settings)
+        self.settings = settings
+        self._ended.settle(settings)
         own = [] if self._scaling is None else settings[self._scaling.path]
         self._own = [own[g] for g in self._group_of] if own else []
         self._alone = self._own[0] if len(by_setting(self._own)) == 1 else None
@@ -238,8 +280,10 @@ class Plan:
         # may have effects
         self._values = values if self._are_ours and _IMMUTABLE.issuperset(map(type, parts)) else []
 
-    def _gathered(self, groups: list[Group], kept: Mapping[Tensor, State], workspace: Workspace) -> _Found | None:
-        """The tensors of the step; None if they are not laid out as in the step of the plan."""
+    def gathered(
+        self, groups: list[Group], kept: Mapping[Tensor, State], vectors: Vectors
+    ) -> tuple[Table, dict[str, list[Tensor]], list[Tensor]] | None:
+        """The tensors of the step and its step counts; None if they are not laid out as in the step of the plan."""
         if self._all_take_part:
             params: list[Tensor] = [param for group in groups for param in group["params"]]
             grads: list[Any] = [param.grad for param in params]
@@ -247,7 +291,6 @@ class Plan:
         else:
             params, grads, group_of = taking_part(groups)
             fits = group_of == self._group_of
-        vectors = workspace.vectors
         states: list[Any] = list(kept.values())
         # usually the states are in the order of the parameters, and 400 look-ups by hash are saved
         if len(kept) != len(params) or not all(map(operator.is_, kept, params)):
@@ -263,15 +306,22 @@ class Plan:
             tensors += columns[key]
         if not self._fits(tensors) or not all(vectors.are_views(key, columns[key]) for key in self._numbers):
             return None
-        known = [vectors.known(key, columns[key]) for key in self._end.counters]
+        known = [vectors.known(key, columns[key]) for key in self._ended.counters]
         counters = [counter for counter in known if counter is not None]
-        return _Found(params, grads, states, columns, counters, workspace) if len(counters) == len(known) else None
+        if len(counters) < len(known):
+            return None
+        table = Table(groups, params, grads, states, self._group_of)
+        return table, {"params": params, "grads": grads, **columns}, counters
 
-    def _clipped(self, node: Node, factor_of: Factor, found: _Found) -> tuple[float | None, Metrics] | None:
-        """The factor of a joint norm as a number (None for 1), and the metrics; None if `_scaled` has to find them."""
+    def _clipped(self, node: Node, factor_of: Factor, step: Planned) -> tuple[float, Metrics] | None:
+        """The factor of a joint norm as a number, and the metrics; None if `_scaled` has to find them."""
         if self._alone is None:
             return None
-        total = whole_norm(found.grads, found.workspace.scratch.knowing(found.grads, self._layout))
+        grads = step.table.grads
+        if step.is_judged:
+            total = step.judged.total()
+        else:
+            total = whole_norm(grads, step.workspace.scratch.knowing(grads, self.layout))
         if total is None:
             return None
         factor = factor_of(total.item(), self._alone)
@@ -284,59 +334,32 @@ class Plan:
             # not torch.tensor(factor), which would be on the default device of the user
             return node.qualified(effect(measured, torch.full_like(measured.vector, factor)))
 
-        return None if factor == 1 else factor, metrics
+        return factor, metrics
 
-    def _scaled(
-        self, node: Node, transform: Scaling, found: _Found, chain_state: dict[str, Any], loss: Any
-    ) -> tuple[Tensor | None, Metrics]:
-        """The factors that the kernel has to apply, None for 1, and the metrics."""
-        grads, workspace = found.grads, found.workspace
-        measurer = _Measurer(grads, workspace.scratch.knowing(grads, self._layout))
-        judged = Judged(self._judging, grads, measurer)
-        columns = {"params": found.params, "grads": grads, **found.columns}
-
-        def begin(i: int) -> State:
-            return transform.init_state(found.params[i], self._own[i])
-
-        states = VectorStates(found.states, node.path, node.state, begin, workspace.vectors, columns)
-        step = Step(found.params, grads, loss, states, self._own, node.global_state(chain_state), tools=measurer)
-        rows = range(len(grads))
-        measured, factors = find_factors(node, transform, rows, grads, step, judged, None, chain_state)
-        waiting = Scale(measured, factors, over_grads=True)
-        kept = None if waiting.does_nothing else waiting.factor
-        # a statistic has changed its state, so an ordinary step is too late: multiply here, and call the kernel without
-        if kept is not None and not self._end.takes(waiting):
-            waiting.carry_out(grads, workspace.scratch, "")
-            kept = None
-        shown = step.metrics
+    def _scaled(self, node: Node, transform: Scaling, step: Planned) -> Metrics:
+        """Let the factors wait in the executor, and return what computes the metrics."""
+        table, executor, chain_state, own = step.table, step.executor, step.chain_state, self._own
+        states = executor.states(node, table.states, lambda i: transform.init_state(table.params[i], own[i]))
+        state = node.global_state(chain_state)
+        # not `Walk.step_for`, which takes five times as long
+        given = Step(table.params, table.grads, step.loss.value, states, own, state, tools=executor)
+        rows, judged = table.rows, step.judged
+        measured, factors = find_factors(node, transform, rows, executor.read(rows), given, judged, None, chain_state)
+        executor.scale(rows, measured, factors, self._may_write)
+        shown = given.metrics
         if not (measured.is_whole and measured.targets):
-            return kept, partial(node.qualified, {**shown, **effect(measured, factors)})
+            return partial(node.qualified, {**shown, **effect(measured, factors)})
         measured.targets = [measured.total]  # so that metrics do not keep the gradients alive
-        return kept, lambda: node.qualified({**shown, **effect(measured, factors)})
+        return lambda: node.qualified({**shown, **effect(measured, factors)})
 
 
-class _Measurer(Measurer):
-    """Measures gradients that are plain.
+def _joined(known: dict[str, Tensor], metrics: Metrics) -> dict[str, Tensor]:
+    return {**known, **metrics()}
 
-    Args:
-        grads: The gradients.
-        scratch: Memory for intermediate results.
-    """
 
-    def __init__(self, grads: list[Tensor], scratch: Scratch) -> None:
-        self._grads, self.scratch = grads, scratch
-
-    @override
-    def scratch_for(self, tensors: Sequence[Tensor]) -> Scratch | None:
-        return self.scratch if tensors is self._grads or foreach.are_plain(tensors) else None
-
-    @override
-    def joint_norm(self, grads: list[Tensor], *, beside: bool) -> None:
-        """None, because statistics of a planned step use the norms of the scaling or of each gradient."""
-
-    @override
-    def norm_of_each(self, grads: list[Tensor]) -> Tensor:
-        return whole_norms(grads, self.scratch)
+def _acting(nodes: Nodes) -> list[Node]:
+    """The transforms that act on updates. Gates decide before."""
+    return [node for node in nodes if not isinstance(node.transform, Gate)]
 
 
 def _by_number(transform: Transform) -> Factor | None:

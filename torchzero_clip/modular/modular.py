@@ -1,6 +1,7 @@
 """The optimizer: a chain of transforms between the gradients and the parameters."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar, overload
 
 import torch
@@ -288,11 +289,11 @@ class Modular(Explained, ClassMaker, Optimizer):
         These errors leave parameters, gradients and state unchanged, except that skipped steps are counted.
         """
         try:
-            if closure is None and self._fast_way.plan is not None and self._repeat():
-                return None
             self.skipped_by = ()
             if self._lost_group:
                 refuse_lost()
+            if closure is None and self._fast_way.plan is not None and self._repeat():
+                return None
             if closure is None and "closure" in self.nodes.targets:
                 raise ValueError("a transform with target='closure' needs a closure: call step(closure)")
             settings = self.begin()
@@ -310,7 +311,9 @@ class Modular(Explained, ClassMaker, Optimizer):
             walk = None
             try:
                 walk = self._walk(self.param_groups, self._fast_way, settings, loss)
-                self._take(walk)
+                if self.parts is not None:
+                    self.parts.refuse_second(walk.table.params)
+                self._take(walk, partial(self._run, walk))
             finally:
                 if missing is not None:
                     missing.put_back(walk)
@@ -319,62 +322,80 @@ class Modular(Explained, ClassMaker, Optimizer):
             if self._reported.count:
                 self._reported.clear()
 
-    def _take(self, walk: Walk) -> None:
-        """Take a step, or skip it."""
-        state, parts = self._chain_state.values, self.parts
-        if parts is not None:
-            parts.refuse_second(walk.table.params)
-        has_updated = parts is not None and len(parts.updated) > 0
-        takes_part = len(walk.table.params) > 0 or self._process_group is not None or has_updated
+    def _take(self, walk: Walk | None, go: Callable[[], bool]) -> None:
+        """Take a step, or skip it.
+
+        Args:
+            walk: The step; None if nobody asks for it, and it cannot be refused.
+            go: Changes parameters and state. Returns False if no process has gradients.
+        """
+        state = self._chain_state.values
         try:
-            is_taken = takes_part and (not self._policy.decides or self._policy.allows(walk, state))
-            if is_taken and run(walk, self.chain, states=self.state, listener=self.listener, parts=parts):
+            if (walk is None or self._is_allowed(walk)) and go():
                 if not torch.compiler.is_compiling():  # which would compile the step anew for each number
                     self.steps_taken += 1
-                self._metrics.clear()  # torch.compile loses a dict that is assigned
-                self._metrics.update(walk.metrics if parts is None else parts.end(self.nodes, self.param_groups))
-                self._unread = None
-                if not isinstance(walk.executor, Readable) and self._may_repeat() and not self._schedules.any:
-                    self._fast_way.learn(walk, walk.executor)
                 if SCHEDULE_STEP in state:
                     state[SCHEDULE_STEP] += 1
                     self._schedules.advance(self.param_groups, state[SCHEDULE_STEP])
         finally:
-            self.skipped_by = () if "error" in walk.refused_by else tuple(walk.refused_by)
+            if walk is not None:
+                self.skipped_by = () if "error" in walk.refused_by else tuple(walk.refused_by)
             if state:
                 self._chain_state.show(self.param_groups)
-            if self.listener is not None:
+            if walk is not None and self.listener is not None:
                 self.listener.end(walk)
 
-    def _may_repeat(self) -> bool:
-        """True if a step of this optimizer does nothing that plans leave out."""
-        acts_alone = self.listener is None and self.parts is None and self._process_group is None
-        is_plain = not (self.maximize or self.keep_grads or self._policy.decides)
-        return acts_alone and is_plain
+    def _is_allowed(self, walk: Walk) -> bool:
+        """True if there are gradients, or others may have some, and the policy does not refuse the step."""
+        has_updated = self.parts is not None and len(self.parts.updated) > 0
+        if not (walk.table.params or self._process_group is not None or has_updated):
+            return False
+        return not self._policy.decides or self._policy.allows(walk, self._chain_state.values)
+
+    def _run(self, walk: Walk) -> bool:
+        """Send the gradients down the chain, and store the metrics. Return False if no process has gradients."""
+        if not run(walk, self.chain, states=self.state, listener=self.listener, parts=self.parts):
+            return False
+        self._metrics.clear()  # torch.compile loses a dict that is assigned
+        self._metrics.update(walk.metrics if self.parts is None else self.parts.end(self.nodes, self.param_groups))
+        self._unread = None
+        if not isinstance(walk.executor, Readable):
+            self._fast_way.learn(walk, (self.maximize, self.keep_grads, self.parts, self._process_group))
+        return True
 
     def _repeat(self) -> bool:
         """Take a step by the plan. Return False if it does not fit; then nothing has changed."""
-        if not (self._may_repeat() and self._may_be_fast()):
+        if not self._may_be_fast():
             return False
         state = self._chain_state.values
         if state:
-            self._chain_state.take_counters(self.param_groups)
-        loss = self._reported.loss().value if self._reported.count else None
-        metrics = self._fast_way.repeat(self.param_groups, self.state, state, loss)
-        if state and metrics is not None:
-            self._chain_state.show(self.param_groups)
-        self._unread = metrics or self._unread
-        self.steps_taken += metrics is not None
-        return metrics is not None
+            self._take_over()
+        step = self._fast_way.begin(
+            self.param_groups,
+            self.state,
+            (self.maximize, self.keep_grads, self.parts, self._process_group),
+            chain_state=state,
+            loss=self._reported.loss() if self._reported.count else Loss(),
+            listener=self.listener,
+            is_judged=self._policy.decides or self.listener is not None,
+        )
+        if step is None:
+            return False
+        self._take(step.walk if step.is_judged else None, partial(step.plan.take, step))
+        self._unread = step.metrics or self._unread
+        return True
+
+    def _take_over(self) -> None:
+        """Take over the counters that were written to the param groups, and write scheduled settings that are late."""
+        if "lr" in self._schedules and hasattr(self.step, "_wrapped_by_lr_sched"):
+            raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
+        self._chain_state.take_counters(self.param_groups)
+        self._schedules.catch_up(self.param_groups, self._chain_state.values.get(SCHEDULE_STEP, 0))
 
     def begin(self) -> dict[str, list[Setting]]:
         """Take over what was written to the param groups since the last step, and return the settings by transform."""
-        state = self._chain_state.values
-        if state:  # also if there are schedules
-            if "lr" in self._schedules and hasattr(self.step, "_wrapped_by_lr_sched"):
-                raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
-            self._chain_state.take_counters(self.param_groups)
-            self._schedules.catch_up(self.param_groups, state.get(SCHEDULE_STEP, 0))
+        if self._chain_state.values:  # also if there are schedules
+            self._take_over()
         if self._origin is not None and not torch.compiler.is_compiling():
             self._origin.look(self.param_groups)
         lengths = list(map(len, self.param_groups))
