@@ -105,7 +105,7 @@ class Judged:
     def total(self) -> Tensor | None:
         """The joint norm of the gradients as `measured` finds it; None if each of them has to be measured for it."""
         if self.norms is not None:
-            return self.norms.squeeze(0) if len(self.norms) < len(self.grads) else None
+            return self.norms.squeeze(0) if self.norms.numel() < len(self.grads) else None
         total, norms = self.measurer.joint_norm(self.grads, beside=self.listens) or (None, None)
         if norms is not None:
             self._note(norms)

@@ -1,6 +1,7 @@
 """The decision to take a step, to skip it, or to raise. It is made before anything changes."""
 
 import math
+from collections import deque
 from collections.abc import Mapping, MutableMapping, Sequence
 from itertools import compress
 from typing import Any, Literal, Protocol, TypeAlias
@@ -53,7 +54,7 @@ class StepPolicy:
         self.max_consecutive_skips = max_consecutive_skips
         self._gates = {name: transform for name, transform in transforms.items() if isinstance(transform, Gate)}
         self.bad_gradients: BadGradients | None = None  # the gradients of the last step that ``nonfinite`` has refused
-        self._norms: list[float] = []
+        self._norms: deque[float] = deque(maxlen=REMEMBERED)
         self.may_skip = nonfinite == "skip" or bool(self._gates)
         self.decides = self.may_skip or nonfinite == "raise"
         # one joint norm is enough, unless a gate acts on some gradients only
@@ -81,7 +82,7 @@ class StepPolicy:
         """
         self._refuse_capture(walk)
         norms = walk.judged.measure(jointly=self._judges_all)
-        if len(norms) == 1 and norms.is_cpu and self._decides_alone(walk):
+        if norms.numel() == 1 and norms.is_cpu and self._decides_alone(walk):
             joint, judged = norms.item(), []
             nonfinite = not math.isfinite(joint)
         else:
@@ -89,7 +90,7 @@ class StepPolicy:
             if found is None:
                 return False
             joint, nonfinite, judged = found
-        self._norms = [*self._norms, joint][-REMEMBERED:]
+        self._norms.append(joint)
         if nonfinite and self.nonfinite != "propagate":
             self._refuse(walk)
         if walk.refused_by:

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from torchzero_clip.engine.listener import Listener
+from torchzero_clip.engine.reported_loss import ReportedLoss
 from torchzero_clip.engine.table import Group
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.fast import Fast
@@ -38,7 +40,14 @@ class FastWay:
         self._wait = self._FIRST_WAIT
 
     def begin(
-        self, groups: list[Group], kept: Mapping[Tensor, State], options: Options, **given: Any
+        self,
+        groups: list[Group],
+        kept: Mapping[Tensor, State],
+        options: Options,
+        chain_state: dict[str, Any],
+        reported: ReportedLoss,
+        listener: Listener | None,
+        is_judged: bool,
     ) -> Planned | None:
         """Begin a step by the plan. Return None, before any change, if there is no plan or it does not fit.
 
@@ -46,7 +55,10 @@ class FastWay:
             groups: The param groups.
             kept: The state of each parameter.
             options: As in `Plan`.
-            **given: As in `Planned`.
+            chain_state: The state of the whole chain.
+            reported: The losses that were reported.
+            listener: What sees the step.
+            is_judged: As in `Planned`.
 
         Raises:
             ValueError: If a setting is out of range.
@@ -59,7 +71,8 @@ class FastWay:
             return None
         self.plan, self._workspace.layout = plan, plan.layout
         self._uses += 1
-        return Planned(plan, *found, self._workspace, **given)
+        workspace = self._workspace
+        return Planned(plan, groups, *found, workspace, chain_state, reported, listener, is_judged)
 
     def learn(self, walk: Walk, options: Options) -> None:
         """Make a plan of a step, if a kernel took it for all parameters and the steps before looked the same."""

@@ -21,7 +21,7 @@ What a plan assumes, and what is compared in each step before anything changes:
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -37,13 +37,14 @@ from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform, overridden_last
 from torchzero_clip.engine.judged import Judged
 from torchzero_clip.engine.listener import Listener
-from torchzero_clip.engine.reported_loss import Loss
+from torchzero_clip.engine.reported_loss import ReportedLoss
 from torchzero_clip.engine.scaling import find_factors
 from torchzero_clip.engine.table import Table, taking_part
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.fast import Fast
 from torchzero_clip.fast.kernels import Delivered, Ended, run_kernel
+from torchzero_clip.fast.ops import Scale
 from torchzero_clip.fast.vectors import Vectors
 from torchzero_clip.fast.workspace import Workspace
 from torchzero_clip.functional.measure import L2, Measured, Slicing, by_setting, effect
@@ -62,34 +63,58 @@ _IMMUTABLE = {float, int, bool, str, type(None)}
 
 @dataclass(eq=False)
 class Planned:
-    """A step that follows a plan."""
+    """A step that follows a plan. What only some steps need is made when it is asked for."""
 
     plan: "Plan"
-    table: Table
+    groups: list[Group]
     columns: dict[str, list[Tensor]]  # parameters, gradients and state by key
+    states: list[State]
     counters: list[Tensor]  # the step counts that the kernel reads: a vector for each key
     workspace: Workspace
     chain_state: dict[str, Any]
-    loss: Loss
+    reported: ReportedLoss
     listener: Listener | None
     is_judged: bool  # a policy or the listener reads the norms of the gradients
     metrics: Metrics | None = None  # computes the metrics, once the step was taken
 
     @cached_property
+    def table(self) -> Table:
+        columns = self.columns
+        return Table(self.groups, columns["params"], columns["grads"], self.states, self.plan.group_of)
+
+    @cached_property
     def executor(self) -> Fast:
-        plan = self.plan
-        updates = Updates(self.table, self.chain_state, maximize=plan.maximize, over_grads=plan.end.over_grads)
+        updates = Updates(self.table, self.chain_state, maximize=self.plan.maximize)
         return Fast(self.workspace, updates, self.columns)
 
     @cached_property
     def judged(self) -> Judged:
-        return Judged(self.plan.judging, self.table.grads, self.executor, listens=self.listener is not None)
+        return Judged(self.plan.judging, self.columns["grads"], self.executor, listens=self.listener is not None)
 
     @cached_property
     def walk(self) -> Walk:
         """The step as a policy and a listener see it."""
-        plan, table, executor = self.plan, self.table, self.executor
-        return Walk(plan.nodes, plan.settings, table, self.chain_state, executor, self.judged, plan.end, self.loss)
+        plan, table, executor, loss = self.plan, self.table, self.executor, self.reported.loss()
+        return Walk(plan.nodes, plan.settings, table, self.chain_state, executor, self.judged, plan.end, loss)
+
+    def take(self) -> bool:
+        """Take the step, which no policy has refused, and return True."""
+        listener = self.listener
+        if listener is not None:
+            listener.begin(self.walk)
+        try:
+            metrics = self.plan.take(self)
+        except BaseException:
+            if self.is_judged:
+                self.walk.refused_by.append("error")
+            raise
+        if self.is_judged and self.walk.metrics:  # of gates
+            metrics = partial(_joined, self.walk.metrics, metrics)
+        if listener is not None:
+            self.walk.metrics = metrics()
+            metrics = partial(dict, self.walk.metrics)
+        self.metrics = metrics
+        return True
 
 
 class _ByRule:
@@ -97,6 +122,7 @@ class _ByRule:
 
     def __init__(self, ended: Ended, group_of: list[int]) -> None:
         self._rule, self._kernel, self._rest, self._group_of = ended.node, ended.kernel, ended.rest, group_of
+        self.paths = {node.path for node in (ended.node, *ended.rest)}  # of the transforms whose settings it reads
         self.counters = [f"{self._rule.path}/{key}" for key in ended.fused.counters]
         self._state = [f"{self._rule.path}/{key}" for key in (*ended.fused.state, *ended.fused.counters)]
 
@@ -113,20 +139,22 @@ class _ByRule:
         self._settings: list[Setting] = [merged[g] for g in self._group_of]
         self._runs = by_setting(self._settings)
 
-    def take(self, step: Planned, factor: float | None) -> None:
-        """Multiply the updates by one factor, or by what waits in the executor if it is None, and end the step."""
+    def takes(self, waiting: Scale) -> bool:
+        """True if the end may multiply by the factors of a scaling."""
+        return waiting.fits_kernels
+
+    def take(self, step: Planned, factor: Tensor | float | None) -> None:
+        """Multiply the gradients by their factor, None for 1, and end the step."""
         for counter in step.counters:  # before the kernel, which reads the counts
             counter.add_(1)
         try:
-            params, updates = step.table.params, step.table.grads
-            state = [step.columns[key] for key in self._state]
-            if factor is None:
+            columns, scratch = step.columns, step.workspace.scratch
+            params, grads = columns["params"], columns["grads"]
+            state = [columns[key] for key in self._state]
+            if step.plan.in_place:
+                run_kernel(self._kernel, params, grads, state, self._runs, factor, scratch, "")
+            else:
                 step.executor.run(self._kernel, step.table.rows, params, state, self._settings, self._runs)
-                return
-            if step.plan.maximize:
-                updates = step.executor.memory.current(step.table.rows)
-            scale = None if factor == 1 else factor
-            run_kernel(self._kernel, params, updates, state, self._runs, scale, step.workspace.scratch, "")
         except BaseException:
             for counter in step.counters:
                 counter.add_(-1)
@@ -137,6 +165,7 @@ class _ByDelivery:
     """A step ends with the updates in the gradients. The methods are those of `_ByRule`."""
 
     counters: Sequence[str] = ()
+    paths: Set[str] = frozenset()
 
     def __init__(self, ended: Delivered) -> None:
         self._scale = ended.scale
@@ -147,11 +176,12 @@ class _ByDelivery:
     def settle(self, settings: Mapping[str, list[Setting]]) -> None:
         pass
 
-    def take(self, step: Planned, factor: float | None) -> None:
-        if factor is None:
-            step.executor.deliver(step.table.rows, self._scale)
-        elif factor != 1:
-            self._scale(step.table.grads, factor)
+    def takes(self, waiting: Scale) -> bool:
+        return waiting.is_one_number and waiting.fits_kernels
+
+    def take(self, step: Planned, factor: Tensor | float | None) -> None:
+        if factor is not None:
+            self._scale(step.columns["grads"], factor)
 
 
 class Plan:
@@ -167,15 +197,15 @@ class Plan:
     def __init__(self, walk: Walk, ended: Ended | Delivered, options: Options, fits: SameLayout) -> None:
         self.nodes, self.judging, self.end = walk.nodes, walk.judged.judging, walk.end
         self.options, self._fits = options, fits
-        self.maximize, keep_grads, *_ = options
+        self.maximize, self._keeps, *_ = options
         self._acting = _acting(walk.nodes)
         self._scaling = self._acting[0] if isinstance(self._acting[0].transform, Scaling) else None
-        self._may_write = walk.end.may_write_grads(self._acting[1:])
+        self.in_place = not (self.maximize or self._keeps)  # else the updates need memory beside the gradients
         self.layout = ended.layout
         self._sizes = [len(group["params"]) for group in walk.table.groups]
-        self._group_of = walk.table.group_of
+        self.group_of = walk.table.group_of
         self._all_take_part = sum(self._sizes) == len(walk.table.params)
-        self._ended = _ByRule(ended, self._group_of) if isinstance(ended, Ended) else _ByDelivery(ended)
+        self._ended = _ByRule(ended, self.group_of) if isinstance(ended, Ended) else _ByDelivery(ended)
         self._own_state = [key for key in ended.columns if key not in ("params", "grads")]
         self._like = _shaped(ended)
         self._numbers = [key for key in self._own_state if key not in (*self._like, *self._ended.counters)]
@@ -184,13 +214,14 @@ class Plan:
         self._arguments = self._current_arguments()
         self._are_ours = all(node.is_ours for node in walk.nodes)
         self._keys = list(walk.nodes.storage_keys.values())
+        self._owners = [node.path for node in walk.nodes for _ in node.storage_keys]  # of each key
+        self._paths = set(walk.nodes.by_path)
         self._values: list[Any] = []
         self._variants = self._ended.variants(walk.settings)
-        self._settle(walk.settings, walk.table.groups)
+        self._settle(walk.settings, walk.table.groups, self._paths)
         params = walk.table.params
         # joint norms of other dtypes are computed in another way, and an empty tensor does not have a norm to join.
-        # With keep_grads the factor waits for the pass that copies the gradients
-        by_number = params[0].dtype == torch.float32 and all(map(Tensor.numel, params)) and not keep_grads
+        by_number = params[0].dtype == torch.float32 and all(map(Tensor.numel, params))
         self._by_number = _by_number(self._acting[0].transform) if by_number else None
 
     @classmethod
@@ -210,32 +241,13 @@ class Plan:
         fits = native_guard(list(like)) if walk.table.params[0].is_cpu else None
         return None if fits is None else cls(walk, ended, options, fits)
 
-    def take(self, step: Planned) -> bool:
-        """Take a step that no policy has refused, and return True."""
-        listener = step.listener
-        if listener is not None:
-            listener.begin(step.walk)
-        try:
-            metrics = self._taken(step)
-        except BaseException:
-            if step.is_judged:
-                step.walk.refused_by.append("error")
-            raise
-        if step.is_judged and step.walk.metrics:  # of gates
-            metrics = partial(_joined, step.walk.metrics, metrics)
-        if listener is not None:
-            step.walk.metrics = metrics()
-            metrics = partial(dict, step.walk.metrics)
-        step.metrics = metrics
-        return True
-
-    def _taken(self, step: Planned) -> Metrics:
+    def take(self, step: Planned) -> Metrics:
         """Change parameters and state, and return what computes the metrics."""
-        node, factor = self._scaling, 1.0
+        node, factor = self._scaling, None
         metrics: Metrics = dict
         if node is not None and isinstance(node.transform, Scaling):
             known = None if self._by_number is None else self._clipped(node, self._by_number, step)
-            factor, metrics = known or (None, self._scaled(node, node.transform, step))
+            factor, metrics = known or self._scaled(node, node.transform, step)
         elif step.listener is not None:
             step.judged.before_first(self._acting[0].transform)
         self._ended.take(step, factor)
@@ -253,12 +265,16 @@ class Plan:
             values = [group[key] for group in groups for key in self._keys]
         except KeyError:
             return False
-        if len(values) == len(self._values) and all(map(operator.is_, values, self._values)):
-            return True
-        settings = self.nodes.checked_settings(groups)
+        paths = self._paths  # of the transforms with new values
+        if len(values) == len(self._values):
+            if all(map(operator.is_, values, self._values)):
+                return True
+            places = [k for k, value in enumerate(values) if value is not self._values[k]]
+            paths = {self._owners[k % len(self._owners)] for k in places}
+        settings = {**self.settings, **self.nodes.checked_settings(groups, paths)}
         if len(groups) != len(self._sizes) or self._ended.variants(settings) != self._variants:
             return False
-        self._settle(settings, groups)
+        self._settle(settings, groups, paths)
         return True
 
     def _current_arguments(self) -> list[Any]:
@@ -266,13 +282,15 @@ class Plan:
         own = [value for attributes in self._attributes for value in attributes.values()]
         return own + list(map(type, self._transforms))
 
-    def _settle(self, settings: Mapping[str, list[Setting]], groups: Sequence[Group]) -> None:
-        """Take over checked settings."""
+    def _settle(self, settings: Mapping[str, list[Setting]], groups: Sequence[Group], paths: Set[str]) -> None:
+        """Take over checked settings, which are new for the transforms with these ``paths``."""
         self.settings = settings
-        self._ended.settle(settings)
-        own = [] if self._scaling is None else settings[self._scaling.path]
-        self._own = [own[g] for g in self._group_of] if own else []
-        self._alone = self._own[0] if len(by_setting(self._own)) == 1 else None
+        if not paths.isdisjoint(self._ended.paths):
+            self._ended.settle(settings)
+        if self._scaling is not None and self._scaling.path in paths:
+            own = settings[self._scaling.path]
+            self._own = [own[g] for g in self.group_of]
+            self._alone = self._own[0] if len(by_setting(self._own)) == 1 else None
         self._lengths = list(map(len, groups))
         values = [group[key] for group in groups for key in self._keys]
         parts = chain.from_iterable(value if type(value) is tuple else (value,) for value in values)
@@ -282,15 +300,16 @@ class Plan:
 
     def gathered(
         self, groups: list[Group], kept: Mapping[Tensor, State], vectors: Vectors
-    ) -> tuple[Table, dict[str, list[Tensor]], list[Tensor]] | None:
-        """The tensors of the step and its step counts; None if they are not laid out as in the step of the plan."""
+    ) -> tuple[dict[str, list[Tensor]], list[State], list[Tensor]] | None:
+        """Tensors by key, states and step counts; None if they are not laid out as in the step of the plan."""
         if self._all_take_part:
             params: list[Tensor] = [param for group in groups for param in group["params"]]
             grads: list[Any] = [param.grad for param in params]
             fits = [len(group["params"]) for group in groups] == self._sizes
         else:
             params, grads, group_of = taking_part(groups)
-            fits = group_of == self._group_of
+            fits = group_of == self.group_of
+        columns: dict[str, list[Tensor]] = {"params": params, "grads": grads}
         states: list[Any] = list(kept.values())
         # usually the states are in the order of the parameters, and 400 look-ups by hash are saved
         if len(kept) != len(params) or not all(map(operator.is_, kept, params)):
@@ -298,7 +317,8 @@ class Plan:
         if not fits or None in states or set(map(len, states)) != {len(self._own_state)}:
             return None
         try:
-            columns = {key: [state[key] for state in states] for key in self._own_state}
+            for key in self._own_state:
+                columns[key] = [state[key] for state in states]
         except KeyError:
             return None
         tensors = params + grads
@@ -308,16 +328,13 @@ class Plan:
             return None
         known = [vectors.known(key, columns[key]) for key in self._ended.counters]
         counters = [counter for counter in known if counter is not None]
-        if len(counters) < len(known):
-            return None
-        table = Table(groups, params, grads, states, self._group_of)
-        return table, {"params": params, "grads": grads, **columns}, counters
+        return (columns, states, counters) if len(counters) == len(known) else None
 
-    def _clipped(self, node: Node, factor_of: Factor, step: Planned) -> tuple[float, Metrics] | None:
-        """The factor of a joint norm as a number, and the metrics; None if `_scaled` has to find them."""
+    def _clipped(self, node: Node, factor_of: Factor, step: Planned) -> tuple[float | None, Metrics] | None:
+        """The factor of a joint norm as a number (None for 1), and the metrics; None if `_scaled` has to find them."""
         if self._alone is None:
             return None
-        grads = step.table.grads
+        grads = step.columns["grads"]
         if step.is_judged:
             total = step.judged.total()
         else:
@@ -334,23 +351,41 @@ class Plan:
             # not torch.tensor(factor), which would be on the default device of the user
             return node.qualified(effect(measured, torch.full_like(measured.vector, factor)))
 
-        return factor, metrics
+        if factor != 1 and not self.in_place:
+            measured = Measured(L2, step.table.rows, total.view(1), total, [], joint=True)
+            factors = torch.full_like(measured.vector, factor)
+            step.executor.scale(step.table.rows, measured, factors, not self._keeps)
+        return None if factor == 1 else factor, metrics
 
-    def _scaled(self, node: Node, transform: Scaling, step: Planned) -> Metrics:
-        """Let the factors wait in the executor, and return what computes the metrics."""
+    def _scaled(self, node: Node, transform: Scaling, step: Planned) -> tuple[Tensor | None, Metrics]:
+        """The factors that the end has to apply, None for 1 or if they wait in the executor, and the metrics."""
         table, executor, chain_state, own = step.table, step.executor, step.chain_state, self._own
         states = executor.states(node, table.states, lambda i: transform.init_state(table.params[i], own[i]))
         state = node.global_state(chain_state)
         # not `Walk.step_for`, which takes five times as long
-        given = Step(table.params, table.grads, step.loss.value, states, own, state, tools=executor)
-        rows, judged = table.rows, step.judged
-        measured, factors = find_factors(node, transform, rows, executor.read(rows), given, judged, None, chain_state)
-        executor.scale(rows, measured, factors, self._may_write)
+        given = Step(table.params, table.grads, step.reported.loss().value, states, own, state, tools=executor)
+        rows, updates = table.rows, executor.read(table.rows)
+        measured, factors = find_factors(node, transform, rows, updates, given, step.judged, None, chain_state)
+        kept = None
+        if self.in_place:
+            kept = self._left(Scale(measured, factors, over_grads=True), step)
+        else:
+            executor.scale(rows, measured, factors, not self._keeps)
         shown = given.metrics
         if not (measured.is_whole and measured.targets):
-            return partial(node.qualified, {**shown, **effect(measured, factors)})
+            return kept, partial(node.qualified, {**shown, **effect(measured, factors)})
         measured.targets = [measured.total]  # so that metrics do not keep the gradients alive
-        return lambda: node.qualified({**shown, **effect(measured, factors)})
+        return kept, lambda: node.qualified({**shown, **effect(measured, factors)})
+
+    def _left(self, waiting: Scale, step: Planned) -> Tensor | None:
+        """The factors of a scaling that the end has to apply, None for 1."""
+        if waiting.does_nothing:
+            return None
+        if self._ended.takes(waiting):
+            return waiting.factor
+        # a statistic has changed its state, so an ordinary step is too late: multiply here
+        waiting.carry_out(step.columns["grads"], step.workspace.scratch, "")
+        return None
 
 
 def _joined(known: dict[str, Tensor], metrics: Metrics) -> dict[str, Tensor]:

@@ -370,27 +370,24 @@ class Modular(Explained, ClassMaker, Optimizer):
         state = self._chain_state.values
         if state:
             self._take_over()
-        step = self._fast_way.begin(
-            self.param_groups,
-            self.state,
-            (self.maximize, self.keep_grads, self.parts, self._process_group),
-            chain_state=state,
-            loss=self._reported.loss() if self._reported.count else Loss(),
-            listener=self.listener,
-            is_judged=self._policy.decides or self.listener is not None,
-        )
+        options = self.maximize, self.keep_grads, self.parts, self._process_group
+        listener, is_judged = self.listener, self._policy.decides or self.listener is not None
+        groups, way = self.param_groups, self._fast_way
+        step = way.begin(groups, self.state, options, state, self._reported, listener, is_judged)
         if step is None:
             return False
-        self._take(step.walk if step.is_judged else None, partial(step.plan.take, step))
+        self._take(step.walk if is_judged else None, step.take)
         self._unread = step.metrics or self._unread
         return True
 
     def _take_over(self) -> None:
         """Take over the counters that were written to the param groups, and write scheduled settings that are late."""
-        if "lr" in self._schedules and hasattr(self.step, "_wrapped_by_lr_sched"):
-            raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
+        state = self._chain_state.values
         self._chain_state.take_counters(self.param_groups)
-        self._schedules.catch_up(self.param_groups, self._chain_state.values.get(SCHEDULE_STEP, 0))
+        if SCHEDULE_STEP in state:
+            if "lr" in self._schedules and hasattr(self.step, "_wrapped_by_lr_sched"):
+                raise ValueError("lr is a function of the step and has a scheduler as well: keep one of them")
+            self._schedules.catch_up(self.param_groups, state[SCHEDULE_STEP])
 
     def begin(self) -> dict[str, list[Setting]]:
         """Take over what was written to the param groups since the last step, and return the settings by transform."""
