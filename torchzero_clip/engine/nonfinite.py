@@ -102,6 +102,14 @@ class StepPolicy:
         self._record(walk, judged, taken=True)
         return True
 
+    def passes(self, norm: Tensor | None, counts: MutableMapping[str, Any]) -> bool:
+        """Allow a step by the joint norm, which is finite, of all gradients. False if `allows` has to decide."""
+        if norm is None or self._gates:
+            return False
+        self._norms.append(norm.item())
+        counts.update({CONSECUTIVE: 0} if self.may_skip else {})
+        return True
+
     def _decides_alone(self, walk: Undecided) -> bool:
         """True if the norm on this process is all that decides."""
         return not self._gates and walk.company is None and not any_distributed(walk.table.all_params())

@@ -47,7 +47,6 @@ class FastWay:
         chain_state: dict[str, Any],
         reported: ReportedLoss,
         listener: Listener | None,
-        is_judged: bool,
     ) -> Planned | None:
         """Begin a step by the plan. Return None, before any change, if there is no plan or it does not fit.
 
@@ -58,7 +57,6 @@ class FastWay:
             chain_state: The state of the whole chain.
             reported: The losses that were reported.
             listener: What sees the step.
-            is_judged: As in `Planned`.
 
         Raises:
             ValueError: If a setting is out of range.
@@ -71,8 +69,7 @@ class FastWay:
             return None
         self.plan, self._workspace.layout = plan, plan.layout
         self._uses += 1
-        workspace = self._workspace
-        return Planned(plan, groups, *found, workspace, chain_state, reported, listener, is_judged)
+        return Planned(plan, groups, *found, self._workspace, chain_state, reported, listener)
 
     def learn(self, walk: Walk, options: Options) -> None:
         """Make a plan of a step, if a kernel took it for all parameters and the steps before looked the same."""

@@ -29,12 +29,14 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from torchzero_clip.compat import SameLayout, native_guard
 from torchzero_clip.core.kinds import Gate, Scaling, UpdateRule
 from torchzero_clip.core.nodes import Node, Nodes
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform, overridden_last
+from torchzero_clip.engine.executor import Measurer
 from torchzero_clip.engine.judged import Judged
 from torchzero_clip.engine.listener import Listener
 from torchzero_clip.engine.reported_loss import ReportedLoss
@@ -43,12 +45,15 @@ from torchzero_clip.engine.table import Table, taking_part
 from torchzero_clip.engine.updates import Updates
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.fast import Fast
-from torchzero_clip.fast.kernels import Delivered, Ended, run_kernel
+from torchzero_clip.fast.kernels import Delivered, Ended, call_kernel, run_kernel
 from torchzero_clip.fast.ops import Scale
-from torchzero_clip.fast.vectors import Vectors
+from torchzero_clip.fast.pieces import run_pieces
+from torchzero_clip.fast.vectors import Vectors, VectorStates
 from torchzero_clip.fast.workspace import Workspace
+from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import L2, Measured, Slicing, by_setting, effect
-from torchzero_clip.functional.norms import whole_norm
+from torchzero_clip.functional.norms import whole_norm, whole_norms
+from torchzero_clip.functional.scratch import Scratch
 from torchzero_clip.types import Setting, State
 
 Group: TypeAlias = dict[str, Any]
@@ -74,7 +79,8 @@ class Planned:
     chain_state: dict[str, Any]
     reported: ReportedLoss
     listener: Listener | None
-    is_judged: bool  # a policy or the listener reads the norms of the gradients
+    is_watched: bool = False  # a policy or the listener sees ``walk``
+    total: Tensor | None = None  # the joint norm of the gradients, once `joint_norm` has measured it
     metrics: Metrics | None = None  # computes the metrics, once the step was taken
 
     @cached_property
@@ -89,7 +95,11 @@ class Planned:
 
     @cached_property
     def judged(self) -> Judged:
-        return Judged(self.plan.judging, self.columns["grads"], self.executor, listens=self.listener is not None)
+        grads, listens = self.columns["grads"], self.listener is not None
+        alone = self.plan.in_place and not self.is_watched
+        scratch = self.workspace.scratch.knowing(grads, self.plan.layout)
+        measurer = _Measurer(grads, scratch) if alone else self.executor
+        return Judged(self.plan.judging, grads, measurer, listens=listens)
 
     @cached_property
     def walk(self) -> Walk:
@@ -97,24 +107,32 @@ class Planned:
         plan, table, executor, loss = self.plan, self.table, self.executor, self.reported.loss()
         return Walk(plan.nodes, plan.settings, table, self.chain_state, executor, self.judged, plan.end, loss)
 
-    def take(self) -> bool:
-        """Take the step, which no policy has refused, and return True."""
-        listener = self.listener
+    def joint_norm(self) -> Tensor | None:
+        """The joint norm of the gradients, which is finite; None if this step does not need it alone."""
+        self.total = self.plan.joint_norm(self)
+        return self.total
+
+    def watched(self) -> Walk:
+        """The step for a policy or the listener, which is asked before `take`."""
+        self.is_watched = True
+        return self.walk
+
+    def take(self) -> Metrics:
+        """Take the step that a policy has allowed or that the listener sees, as `Plan.take`."""
+        walk, listener = self.walk, self.listener
         if listener is not None:
-            listener.begin(self.walk)
+            listener.begin(walk)
         try:
             metrics = self.plan.take(self)
         except BaseException:
-            if self.is_judged:
-                self.walk.refused_by.append("error")
+            walk.refused_by.append("error")
             raise
-        if self.is_judged and self.walk.metrics:  # of gates
-            metrics = partial(_joined, self.walk.metrics, metrics)
+        if walk.metrics:  # of gates
+            metrics = self.metrics = partial(_joined, walk.metrics, metrics)
         if listener is not None:
-            self.walk.metrics = metrics()
-            metrics = partial(dict, self.walk.metrics)
-        self.metrics = metrics
-        return True
+            walk.metrics = metrics()
+            self.metrics = partial(dict, walk.metrics)
+        return metrics
 
 
 class _ByRule:
@@ -153,6 +171,10 @@ class _ByRule:
             state = [columns[key] for key in self._state]
             if step.plan.in_place:
                 run_kernel(self._kernel, params, grads, state, self._runs, factor, scratch, "")
+            elif isinstance(factor, float):
+                known = scratch.knowing(grads, step.plan.layout)
+                sink = partial(call_kernel, self._kernel, params, state, self._settings)
+                run_pieces([Scale.by_number(factor)], grads, self._settings, known, sink)
             else:
                 step.executor.run(self._kernel, step.table.rows, params, state, self._settings, self._runs)
         except BaseException:
@@ -221,7 +243,7 @@ class Plan:
         self._settle(walk.settings, walk.table.groups, self._paths)
         params = walk.table.params
         # joint norms of other dtypes are computed in another way, and an empty tensor does not have a norm to join.
-        by_number = params[0].dtype == torch.float32 and all(map(Tensor.numel, params))
+        by_number = not self.maximize and params[0].dtype == torch.float32 and all(map(Tensor.numel, params))
         self._by_number = _by_number(self._acting[0].transform) if by_number else None
 
     @classmethod
@@ -242,7 +264,7 @@ class Plan:
         return None if fits is None else cls(walk, ended, options, fits)
 
     def take(self, step: Planned) -> Metrics:
-        """Change parameters and state, and return what computes the metrics."""
+        """Change parameters and state, and return what computes the metrics, which becomes that of the step."""
         node, factor = self._scaling, None
         metrics: Metrics = dict
         if node is not None and isinstance(node.transform, Scaling):
@@ -251,6 +273,7 @@ class Plan:
         elif step.listener is not None:
             step.judged.before_first(self._acting[0].transform)
         self._ended.take(step, factor)
+        step.metrics = metrics
         return metrics
 
     def is_settled(self, groups: list[Group]) -> bool:
@@ -330,15 +353,20 @@ class Plan:
         counters = [counter for counter in known if counter is not None]
         return (columns, states, counters) if len(counters) == len(known) else None
 
+    def joint_norm(self, step: Planned) -> Tensor | None:
+        """As `Planned.joint_norm`."""
+        if self._by_number is None or self._alone is None:
+            return None
+        grads = step.columns["grads"]
+        return whole_norm(grads, step.workspace.scratch.knowing(grads, self.layout))
+
     def _clipped(self, node: Node, factor_of: Factor, step: Planned) -> tuple[float | None, Metrics] | None:
         """The factor of a joint norm as a number (None for 1), and the metrics; None if `_scaled` has to find them."""
         if self._alone is None:
             return None
-        grads = step.columns["grads"]
-        if step.is_judged:
-            total = step.judged.total()
-        else:
-            total = whole_norm(grads, step.workspace.scratch.knowing(grads, self.layout))
+        total = step.judged.total() if step.is_watched else step.total
+        if total is None and not step.is_watched:
+            total = self.joint_norm(step)
         if total is None:
             return None
         factor = factor_of(total.item(), self._alone)
@@ -351,26 +379,27 @@ class Plan:
             # not torch.tensor(factor), which would be on the default device of the user
             return node.qualified(effect(measured, torch.full_like(measured.vector, factor)))
 
-        if factor != 1 and not self.in_place:
-            measured = Measured(L2, step.table.rows, total.view(1), total, [], joint=True)
-            factors = torch.full_like(measured.vector, factor)
-            step.executor.scale(step.table.rows, measured, factors, not self._keeps)
         return None if factor == 1 else factor, metrics
 
     def _scaled(self, node: Node, transform: Scaling, step: Planned) -> tuple[Tensor | None, Metrics]:
         """The factors that the end has to apply, None for 1 or if they wait in the executor, and the metrics."""
-        table, executor, chain_state, own = step.table, step.executor, step.chain_state, self._own
-        states = executor.states(node, table.states, lambda i: transform.init_state(table.params[i], own[i]))
-        state = node.global_state(chain_state)
+        columns, chain_state, own, judged = step.columns, step.chain_state, self._own, step.judged
+        params, grads = columns["params"], columns["grads"]
+
+        def begin(i: int) -> State:
+            return transform.init_state(params[i], own[i])
+
+        states = VectorStates(step.states, node.path, node.state, begin, step.workspace.vectors, columns)
+        loss, state = step.reported.loss().value, node.global_state(chain_state)
         # not `Walk.step_for`, which takes five times as long
-        given = Step(table.params, table.grads, step.reported.loss().value, states, own, state, tools=executor)
-        rows, updates = table.rows, executor.read(table.rows)
-        measured, factors = find_factors(node, transform, rows, updates, given, step.judged, None, chain_state)
+        given, rows = Step(params, grads, loss, states, own, state, tools=judged.measurer), list(range(len(grads)))
+        updates = grads if self.in_place else step.executor.read(rows)
+        measured, factors = find_factors(node, transform, rows, updates, given, judged, None, chain_state)
         kept = None
         if self.in_place:
             kept = self._left(Scale(measured, factors, over_grads=True), step)
         else:
-            executor.scale(rows, measured, factors, not self._keeps)
+            step.executor.scale(rows, measured, factors, not self._keeps)
         shown = given.metrics
         if not (measured.is_whole and measured.targets):
             return kept, partial(node.qualified, {**shown, **effect(measured, factors)})
@@ -386,6 +415,30 @@ class Plan:
         # a statistic has changed its state, so an ordinary step is too late: multiply here
         waiting.carry_out(step.columns["grads"], step.workspace.scratch, "")
         return None
+
+
+class _Measurer(Measurer):
+    """Measures gradients that are plain.
+
+    Args:
+        grads: The gradients.
+        scratch: Memory for intermediate results.
+    """
+
+    def __init__(self, grads: list[Tensor], scratch: Scratch) -> None:
+        self._grads, self.scratch = grads, scratch
+
+    @override
+    def scratch_for(self, tensors: Sequence[Tensor]) -> Scratch | None:
+        return self.scratch if tensors is self._grads or foreach.are_plain(tensors) else None
+
+    @override
+    def joint_norm(self, grads: list[Tensor], *, beside: bool) -> None:
+        """None, because statistics of a planned step use the norms of the scaling or of each gradient."""
+
+    @override
+    def norm_of_each(self, grads: list[Tensor]) -> Tensor:
+        return whole_norms(grads, self.scratch)
 
 
 def _joined(known: dict[str, Tensor], metrics: Metrics) -> dict[str, Tensor]:

@@ -322,7 +322,7 @@ class Modular(Explained, ClassMaker, Optimizer):
             if self._reported.count:
                 self._reported.clear()
 
-    def _take(self, walk: Walk | None, go: Callable[[], bool]) -> None:
+    def _take(self, walk: Walk | None, go: Callable[[], object]) -> None:
         """Take a step, or skip it.
 
         Args:
@@ -371,12 +371,14 @@ class Modular(Explained, ClassMaker, Optimizer):
         if state:
             self._take_over()
         options = self.maximize, self.keep_grads, self.parts, self._process_group
-        listener, is_judged = self.listener, self._policy.decides or self.listener is not None
-        groups, way = self.param_groups, self._fast_way
-        step = way.begin(groups, self.state, options, state, self._reported, listener, is_judged)
+        groups, policy = self.param_groups, self._policy
+        step = self._fast_way.begin(groups, self.state, options, state, self._reported, self.listener)
         if step is None:
             return False
-        self._take(step.walk if is_judged else None, step.take)
+        if self.listener is None and (not policy.decides or policy.passes(step.joint_norm(), state)):
+            self._take(None, partial(step.plan.take, step))
+        else:
+            self._take(step.watched(), step.take)
         self._unread = step.metrics or self._unread
         return True
 
