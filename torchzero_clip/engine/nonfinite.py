@@ -1,6 +1,5 @@
 """The decision to take a step, to skip it, or to raise. It is made before anything changes."""
 
-import math
 from collections import deque
 from collections.abc import Mapping, MutableMapping, Sequence
 from itertools import compress
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchzero_clip.checks import count, one_of
-from torchzero_clip.compat import any_distributed, is_capturing
+from torchzero_clip.compat import is_capturing
 from torchzero_clip.core.chain_state import CONSECUTIVE, SKIPPED
 from torchzero_clip.core.kinds import Gate
 from torchzero_clip.core.nodes import Node
@@ -27,8 +26,6 @@ from torchzero_clip.functional.processes import gathered
 from torchzero_clip.functional.shards import largest_on_all_ranks, mesh_groups
 
 Nonfinite: TypeAlias = Literal["propagate", "raise", "skip"]
-
-_Answers: TypeAlias = list[tuple[Node, Tensor, Tensor]]  # gates, with their norms and answers
 
 REMEMBERED = 10  # norms that an error shows
 
@@ -55,7 +52,8 @@ class StepPolicy:
         self._gates = {name: transform for name, transform in transforms.items() if isinstance(transform, Gate)}
         self.bad_gradients: BadGradients | None = None  # the gradients of the last step that ``nonfinite`` has refused
         self._norms: deque[float] = deque(maxlen=REMEMBERED)
-        self.may_skip = nonfinite == "skip" or bool(self._gates)
+        self.has_gates = bool(self._gates)
+        self.may_skip = nonfinite == "skip" or self.has_gates
         self.decides = self.may_skip or nonfinite == "raise"
         # one joint norm is enough, unless a gate acts on some gradients only
         self._judges_all = not any(gate.scope.limited for gate in self._gates.values())
@@ -82,40 +80,6 @@ class StepPolicy:
         """
         self._refuse_capture(walk)
         norms = walk.judged.measure(jointly=self._judges_all)
-        if norms.numel() == 1 and norms.is_cpu and self._decides_alone(walk):
-            joint, judged = norms.item(), []
-            nonfinite = not math.isfinite(joint)
-        else:
-            found = self._asked(walk, norms)
-            if found is None:
-                return False
-            joint, nonfinite, judged = found
-        self._norms.append(joint)
-        if nonfinite and self.nonfinite != "propagate":
-            self._refuse(walk)
-        if walk.refused_by:
-            # before the gates store anything, because it raises after too many skips
-            self._count(counts, walk.refused_by)
-            self._record(walk, judged, taken=False)
-            return False
-        counts.update({CONSECUTIVE: 0} if self.may_skip else {})
-        self._record(walk, judged, taken=True)
-        return True
-
-    def passes(self, norm: Tensor | None, counts: MutableMapping[str, Any]) -> bool:
-        """Allow a step by the joint norm, which is finite, of all gradients. False if `allows` has to decide."""
-        if norm is None or self._gates:
-            return False
-        self._norms.append(norm.item())
-        counts.update({CONSECUTIVE: 0} if self.may_skip else {})
-        return True
-
-    def _decides_alone(self, walk: Undecided) -> bool:
-        """True if the norm on this process is all that decides."""
-        return not self._gates and walk.company is None and not any_distributed(walk.table.all_params())
-
-    def _asked(self, walk: Undecided, norms: Tensor) -> tuple[float, bool, _Answers] | None:
-        """The joint norm, whether a gradient is not finite, and the gates that were asked; None without gradients."""
         group, device = _group_of(walk)
         if any(gate.needs_loss for gate in self._gates.values()):
             walk.loss.join(device or norms.device, walk.table.all_params(), group)
@@ -135,10 +99,26 @@ class StepPolicy:
         has_gradients, *asked = flags or [True] * (1 + len(gates))
         # a step without gradients changes no state and does not count as a skip, as on one process
         if not has_gradients:
-            return None
-        walk.refused_by.extend(gate for gate, *said in zip(gates, refusals, asked, strict=True) if all(said))
+            return False
+        self._norms.append(joint)
         # leave out the answers of gates whose scope has no gradient on any process
-        return joint, bool(nonfinite), list(compress(judged, asked))
+        judged = list(compress(judged, asked))
+        walk.refused_by.extend(gate for gate, *said in zip(gates, refusals, asked, strict=True) if all(said))
+        if nonfinite and self.nonfinite != "propagate":
+            self._refuse(walk)
+        if walk.refused_by:
+            # before the gates store anything, because it raises after too many skips
+            self._count(counts, walk.refused_by)
+            self._record(walk, judged, taken=False)
+            return False
+        counts.update({CONSECUTIVE: 0} if self.may_skip else {})
+        self._record(walk, judged, taken=True)
+        return True
+
+    def passes(self, norm: Tensor, counts: MutableMapping[str, Any]) -> None:
+        """Allow a step without gates whose gradients have this joint norm, which is finite."""
+        self._norms.append(norm.item())
+        counts.update({CONSECUTIVE: 0} if self.may_skip else {})
 
     def _refuse_capture(self, walk: Undecided) -> None:
         """Raise while a CUDA graph is captured: it would repeat the decision of this step for all later gradients."""

@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from torchzero_clip.engine.listener import Listener
-from torchzero_clip.engine.reported_loss import ReportedLoss
 from torchzero_clip.engine.table import Group
 from torchzero_clip.engine.walk import Walk
 from torchzero_clip.fast.fast import Fast
@@ -39,24 +37,14 @@ class FastWay:
         self._alike = self._uses = 0
         self._wait = self._FIRST_WAIT
 
-    def begin(
-        self,
-        groups: list[Group],
-        kept: Mapping[Tensor, State],
-        options: Options,
-        chain_state: dict[str, Any],
-        reported: ReportedLoss,
-        listener: Listener | None,
-    ) -> Planned | None:
+    def begin(self, groups: list[Group], kept: Mapping[Tensor, State], options: Options, *given: Any) -> Planned | None:
         """Begin a step by the plan. Return None, before any change, if there is no plan or it does not fit.
 
         Args:
             groups: The param groups.
             kept: The state of each parameter.
             options: As in `Plan`.
-            chain_state: The state of the whole chain.
-            reported: The losses that were reported.
-            listener: What sees the step.
+            *given: As in `Planned`, from ``chain_state`` on.
 
         Raises:
             ValueError: If a setting is out of range.
@@ -69,7 +57,7 @@ class FastWay:
             return None
         self.plan, self._workspace.layout = plan, plan.layout
         self._uses += 1
-        return Planned(plan, groups, *found, self._workspace, chain_state, reported, listener)
+        return Planned(plan, groups, *found, self._workspace, *given)
 
     def learn(self, walk: Walk, options: Options) -> None:
         """Make a plan of a step, if a kernel took it for all parameters and the steps before looked the same."""

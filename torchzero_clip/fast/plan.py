@@ -79,8 +79,7 @@ class Planned:
     chain_state: dict[str, Any]
     reported: ReportedLoss
     listener: Listener | None
-    is_watched: bool = False  # a policy or the listener sees ``walk``
-    total: Tensor | None = None  # the joint norm of the gradients, once `joint_norm` has measured it
+    is_watched: bool = False  # somebody has asked for ``walk``
     metrics: Metrics | None = None  # computes the metrics, once the step was taken
 
     @cached_property
@@ -95,44 +94,43 @@ class Planned:
 
     @cached_property
     def judged(self) -> Judged:
-        grads, listens = self.columns["grads"], self.listener is not None
         alone = self.plan.in_place and not self.is_watched
-        scratch = self.workspace.scratch.knowing(grads, self.plan.layout)
-        measurer = _Measurer(grads, scratch) if alone else self.executor
-        return Judged(self.plan.judging, grads, measurer, listens=listens)
+        grads = self.columns["grads"]
+        known = self.workspace.scratch.knowing(grads, self.plan.layout)
+        measurer = _Measurer(grads, known) if alone else self.executor
+        return Judged(self.plan.judging, grads, measurer, listens=self.listener is not None)
 
     @cached_property
     def walk(self) -> Walk:
-        """The step as a policy and a listener see it."""
+        """The step as a policy and a listener see it. Ask for it before `take`."""
+        self.is_watched = True
         plan, table, executor, loss = self.plan, self.table, self.executor, self.reported.loss()
         return Walk(plan.nodes, plan.settings, table, self.chain_state, executor, self.judged, plan.end, loss)
 
-    def joint_norm(self) -> Tensor | None:
-        """The joint norm of the gradients, which is finite; None if this step does not need it alone."""
-        self.total = self.plan.joint_norm(self)
-        return self.total
-
-    def watched(self) -> Walk:
-        """The step for a policy or the listener, which is asked before `take`."""
-        self.is_watched = True
-        return self.walk
+    @cached_property
+    def total(self) -> Tensor | None:
+        """The joint norm of the gradients, which is finite; None if a step by this plan does not need it alone."""
+        if not self.plan.needs_total:
+            return None
+        grads = self.columns["grads"]
+        known = self.workspace.scratch.knowing(grads, self.plan.layout)
+        return self.judged.total() if self.is_watched else whole_norm(grads, known)
 
     def take(self) -> Metrics:
-        """Take the step that a policy has allowed or that the listener sees, as `Plan.take`."""
+        """Take a step that has a ``walk``, as `Plan.take`."""
         walk, listener = self.walk, self.listener
         if listener is not None:
             listener.begin(walk)
         try:
-            metrics = self.plan.take(self)
+            found = self.plan.take(self)
         except BaseException:
             walk.refused_by.append("error")
             raise
-        if walk.metrics:  # of gates
-            metrics = self.metrics = partial(_joined, walk.metrics, metrics)
         if listener is not None:
-            walk.metrics = metrics()
-            self.metrics = partial(dict, walk.metrics)
-        return metrics
+            walk.metrics, found = {**walk.metrics, **found()}, dict
+        known = walk.metrics  # of gates
+        self.metrics = lambda: {**known, **found()}
+        return self.metrics
 
 
 class _ByRule:
@@ -171,12 +169,12 @@ class _ByRule:
             state = [columns[key] for key in self._state]
             if step.plan.in_place:
                 run_kernel(self._kernel, params, grads, state, self._runs, factor, scratch, "")
-            elif isinstance(factor, float):
-                known = scratch.knowing(grads, step.plan.layout)
-                sink = partial(call_kernel, self._kernel, params, state, self._settings)
-                run_pieces([Scale.by_number(factor)], grads, self._settings, known, sink)
-            else:
+            elif factor is None:
                 step.executor.run(self._kernel, step.table.rows, params, state, self._settings, self._runs)
+            else:
+                scratch = scratch.knowing(grads, step.plan.layout)
+                sink = partial(call_kernel, self._kernel, params, state, self._settings)
+                run_pieces([Scale.by_number(float(factor))], grads, self._settings, scratch, sink)
         except BaseException:
             for counter in step.counters:
                 counter.add_(-1)
@@ -238,13 +236,14 @@ class Plan:
         self._keys = list(walk.nodes.storage_keys.values())
         self._owners = [node.path for node in walk.nodes for _ in node.storage_keys]  # of each key
         self._paths = set(walk.nodes.by_path)
-        self._values: list[Any] = []
-        self._variants = self._ended.variants(walk.settings)
-        self._settle(walk.settings, walk.table.groups, self._paths)
         params = walk.table.params
-        # joint norms of other dtypes are computed in another way, and an empty tensor does not have a norm to join.
+        # joint norms of other dtypes are computed in another way, and an empty tensor does not have a norm to join
         by_number = not self.maximize and params[0].dtype == torch.float32 and all(map(Tensor.numel, params))
         self._by_number = _by_number(self._acting[0].transform) if by_number else None
+        self._values: list[Any] = []
+        self.needs_total = False  # the factor follows from the joint norm alone
+        self._variants = self._ended.variants(walk.settings)
+        self._settle(walk.settings, walk.table.groups, self._paths)
 
     @classmethod
     def of(cls, walk: Walk, ended: Ended | Delivered, options: Options) -> "Plan | None":
@@ -306,7 +305,7 @@ class Plan:
         return own + list(map(type, self._transforms))
 
     def _settle(self, settings: Mapping[str, list[Setting]], groups: Sequence[Group], paths: Set[str]) -> None:
-        """Take over checked settings, which are new for the transforms with these ``paths``."""
+        """Take over checked settings, which are new for the transforms at these ``paths``."""
         self.settings = settings
         if not paths.isdisjoint(self._ended.paths):
             self._ended.settle(settings)
@@ -314,6 +313,7 @@ class Plan:
             own = settings[self._scaling.path]
             self._own = [own[g] for g in self.group_of]
             self._alone = self._own[0] if len(by_setting(self._own)) == 1 else None
+            self.needs_total = self._by_number is not None and self._alone is not None
         self._lengths = list(map(len, groups))
         values = [group[key] for group in groups for key in self._keys]
         parts = chain.from_iterable(value if type(value) is tuple else (value,) for value in values)
@@ -353,21 +353,10 @@ class Plan:
         counters = [counter for counter in known if counter is not None]
         return (columns, states, counters) if len(counters) == len(known) else None
 
-    def joint_norm(self, step: Planned) -> Tensor | None:
-        """As `Planned.joint_norm`."""
-        if self._by_number is None or self._alone is None:
-            return None
-        grads = step.columns["grads"]
-        return whole_norm(grads, step.workspace.scratch.knowing(grads, self.layout))
-
     def _clipped(self, node: Node, factor_of: Factor, step: Planned) -> tuple[float | None, Metrics] | None:
         """The factor of a joint norm as a number (None for 1), and the metrics; None if `_scaled` has to find them."""
-        if self._alone is None:
-            return None
-        total = step.judged.total() if step.is_watched else step.total
-        if total is None and not step.is_watched:
-            total = self.joint_norm(step)
-        if total is None:
+        total = step.total
+        if total is None or self._alone is None:
             return None
         factor = factor_of(total.item(), self._alone)
         # the kernel divides by the inverse in float32: a factor beyond its range is left to `_scaled`
@@ -418,12 +407,7 @@ class Plan:
 
 
 class _Measurer(Measurer):
-    """Measures gradients that are plain.
-
-    Args:
-        grads: The gradients.
-        scratch: Memory for intermediate results.
-    """
+    """Measures gradients that are plain, with memory for intermediate results."""
 
     def __init__(self, grads: list[Tensor], scratch: Scratch) -> None:
         self._grads, self.scratch = grads, scratch
@@ -439,10 +423,6 @@ class _Measurer(Measurer):
     @override
     def norm_of_each(self, grads: list[Tensor]) -> Tensor:
         return whole_norms(grads, self.scratch)
-
-
-def _joined(known: dict[str, Tensor], metrics: Metrics) -> dict[str, Tensor]:
-    return {**known, **metrics()}
 
 
 def _acting(nodes: Nodes) -> list[Node]:

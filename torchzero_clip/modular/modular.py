@@ -313,7 +313,7 @@ class Modular(Explained, ClassMaker, Optimizer):
                 walk = self._walk(self.param_groups, self._fast_way, settings, loss)
                 if self.parts is not None:
                     self.parts.refuse_second(walk.table.params)
-                self._take(walk, partial(self._run, walk))
+                self._take(walk, partial(self._run, walk, learns=closure is None))
             finally:
                 if missing is not None:
                     missing.put_back(walk)
@@ -352,14 +352,14 @@ class Modular(Explained, ClassMaker, Optimizer):
             return False
         return not self._policy.decides or self._policy.allows(walk, self._chain_state.values)
 
-    def _run(self, walk: Walk) -> bool:
+    def _run(self, walk: Walk, *, learns: bool) -> bool:
         """Send the gradients down the chain, and store the metrics. Return False if no process has gradients."""
         if not run(walk, self.chain, states=self.state, listener=self.listener, parts=self.parts):
             return False
         self._metrics.clear()  # torch.compile loses a dict that is assigned
         self._metrics.update(walk.metrics if self.parts is None else self.parts.end(self.nodes, self.param_groups))
         self._unread = None
-        if not isinstance(walk.executor, Readable):
+        if learns and not isinstance(walk.executor, Readable):
             self._fast_way.learn(walk, (self.maximize, self.keep_grads, self.parts, self._process_group))
         return True
 
@@ -375,10 +375,12 @@ class Modular(Explained, ClassMaker, Optimizer):
         step = self._fast_way.begin(groups, self.state, options, state, self._reported, self.listener)
         if step is None:
             return False
-        if self.listener is None and (not policy.decides or policy.passes(step.joint_norm(), state)):
-            self._take(None, partial(step.plan.take, step))
+        if self.listener is not None or policy.has_gates or (policy.decides and step.total is None):
+            self._take(step.walk, step.take)
         else:
-            self._take(step.watched(), step.take)
+            if policy.decides and step.total is not None:
+                policy.passes(step.total, state)
+            self._take(None, partial(step.plan.take, step))
         self._unread = step.metrics or self._unread
         return True
 
