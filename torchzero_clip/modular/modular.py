@@ -44,7 +44,15 @@ from torchzero_clip.modular.classes import ClassMaker, configured
 from torchzero_clip.modular.described import described
 from torchzero_clip.modular.missing import Missing
 from torchzero_clip.modular.origin import Origin
-from torchzero_clip.modular.param_groups import accepted, all_or_none, as_groups, completed, let_names_decide, split
+from torchzero_clip.modular.param_groups import (
+    accepted,
+    all_or_none,
+    as_groups,
+    check_disjoint,
+    completed,
+    let_names_decide,
+    split,
+)
 from torchzero_clip.modular.validation import (
     check_added,
     check_places,
@@ -171,6 +179,8 @@ class Modular(Explained, ClassMaker, Optimizer):
         check_group(process_group, [])
         self._process_group, self._lost_group, self._is_complete = process_group, False, False
         super().__init__(as_groups(params, may_be_empty=process_group is not None), self.nodes.defaults())
+        check_disjoint(self.param_groups)
+        self.nodes.checked_settings(self.param_groups)
         self._chain_state.move(self.param_groups)
         self._chain_state.start(self.param_groups, has_schedules=self._schedules.any)
         named = self._named_params()
@@ -502,16 +512,29 @@ class Modular(Explained, ClassMaker, Optimizer):
         with all_or_none(self.param_groups, self._schedules):
             for part in split(group, self.nodes):
                 valued, schedules = self._schedules.split(part, *steps)
-                super().add_param_group(completed(valued, self.defaults, self.nodes, self.param_groups))
+                self._append(completed(valued, self.defaults))
                 self._schedules.add(self.param_groups[-1], schedules)
                 added = self._named_params(before)
                 check_added(self.nodes, added, self._process_group)
                 self._has_meshes = self._has_meshes or any_distributed([named.param for named in added])
             if self._is_complete:
+                self.nodes.checked_settings(self.param_groups)
                 check_places(self.chain, self.nodes, self._named_params())
                 self._chain_state.start(self.param_groups, has_schedules=self._schedules.any)
             if self.parts is not None:
                 self.parts.attach()
+
+    def _append(self, group: dict[str, Any]) -> None:
+        """Add a group as torch does. While the optimizer is made, torch compares it with the last group only."""
+        own = self.param_groups
+        if not self._is_complete:  # else thousands of groups would be compared with each other, see `check_disjoint`
+            self.param_groups = own[-1:]
+        try:
+            super().add_param_group(group)
+            if not self._is_complete:
+                own.append(self.param_groups[-1])
+        finally:
+            self.param_groups = own
 
     def state_dict(self) -> dict[str, Any]:
         """Return settings and state. As in torch, the tensors are the optimizer's own, and later steps change them."""
