@@ -149,7 +149,7 @@ CASES = {
         lambda run: setattr(state(run)["adam/step"], "data", torch.tensor(7.0)),
     ),
     "an attribute": (JOINT, None, {}, lambda run: setattr(run.optimizer.transforms["adam"], "fused", False)),
-    "a class": (EACH, None, {}, changed_class),
+    "a class": (JOINT, None, {}, changed_class),
     "a setting that nobody reads": (JOINT, None, {}, same_but(max_nrom=1.0)),
     "a kind of step": (MOMENTUM, None, {}, same_but(momentum=0.9)),
     "a rate": (JOINT, {}, {}, same_but(lr=0.01)),

@@ -8,7 +8,8 @@ What a plan assumes, and what is compared in each step before anything changes:
 
 * On CPU, the chain is at most one scaling and then a rule of this package, without scopes and other targets. A second
   scaling would be a second factor, and `WeightDecay` before the rule is not a scaling. A chain that delivers its
-  updates to another optimizer is one scaling.
+  updates to another optimizer is one scaling. Gates may stand anywhere, because they decide before the first transform.
+* Nobody else takes part: no other processes, and no parts of the step in the backward.
 * Types, dtypes, sizes, strides and ``requires_grad`` of parameters, gradients and state are compared by a guard that is
   private to torch. Plans need this guard, because a check in Python takes ten times as long.
 * A parameter that moves to the next group keeps the order of all, so the groups of the parameters are compared too.
@@ -16,6 +17,8 @@ What a plan assumes, and what is compared in each step before anything changes:
 * Immutable settings of our own classes are compared by identity and checked if they are new. All others are checked in
   every step, because a tensor may change in place, and an author's check may have effects.
 * Numbers of state have to be views of the vectors that the last step made, because a load or a user may replace them.
+* A policy and a listener see a `Walk` and the norms of an ordinary step, made by the same functions when they ask. A
+  usual joint norm answers ``nonfinite`` alone, and if a policy refuses the step, nothing has changed.
 * A statistic changes its state before the kernel runs. After that, an ordinary step can no longer be taken instead.
 * A plan has no tensor of a step, so that ``zero_grad()`` frees the gradients. Metrics are computed when they are read.
 """

@@ -333,12 +333,8 @@ class Modular(Explained, ClassMaker, Optimizer):
                 self._reported.clear()
 
     def _take(self, walk: Walk | None, go: Callable[[], object]) -> None:
-        """Take a step, or skip it.
-
-        Args:
-            walk: The step; None if nobody asks for it, and it cannot be refused.
-            go: Changes parameters and state. Returns False if no process has gradients.
-        """
+        """Take a step, or skip it. ``go`` returns False if no process has gradients."""
+        # walk: None for a planned step that nobody sees and that cannot be refused any more
         state = self._chain_state.values
         try:
             if (walk is None or self._is_allowed(walk)) and go():
@@ -527,14 +523,10 @@ class Modular(Explained, ClassMaker, Optimizer):
     def _append(self, group: dict[str, Any]) -> None:
         """Add a group as torch does. While the optimizer is made, torch compares it with the last group only."""
         own = self.param_groups
-        if not self._is_complete:  # else thousands of groups would be compared with each other, see `check_disjoint`
-            self.param_groups = own[-1:]
-        try:
-            super().add_param_group(group)
-            if not self._is_complete:
-                own.append(self.param_groups[-1])
-        finally:
-            self.param_groups = own
+        self.param_groups = own if self._is_complete else own[-1:]  # see `check_disjoint`
+        super().add_param_group(group)
+        own += [] if self._is_complete else self.param_groups[-1:]
+        self.param_groups = own
 
     def state_dict(self) -> dict[str, Any]:
         """Return settings and state. As in torch, the tensors are the optimizer's own, and later steps change them."""
