@@ -5,6 +5,7 @@ python -m benchmarks.making
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -42,8 +43,7 @@ def loading(count: int) -> dict[str, Timed]:
     runs: dict[str, Timed] = {}
     for name, optimizer in optimizers.items():
         optimizer.step()
-        saved = optimizer.state_dict()
-        runs[name] = Timed(lambda load=optimizer.load_state_dict, saved=saved: load(saved))
+        runs[name] = Timed(partial(optimizer.load_state_dict, optimizer.state_dict()))
     return runs
 
 

@@ -161,6 +161,7 @@ def test_checks_of_other_authors_run_once_in_every_planned_step(planned):
         pytest.param([AdamW(), ClipNorm(1.0)], id="a clip after the rule"),
         pytest.param([ClipNorm(1.0).only(lambda p: p.ndim > 1), AdamW()], id="a scope"),
         pytest.param([ClipNorm(1.0, target="grad"), AdamW()], id="a target"),
+        pytest.param([ClipNorm(1.0, target="update_difference"), AdamW()], id="another target"),
         pytest.param([ClipNorm(1.0)], id="no rule"),
     ],
 )

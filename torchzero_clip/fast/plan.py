@@ -252,10 +252,10 @@ class Plan:
     def of(cls, walk: Walk, ended: Ended | Delivered, options: Options) -> "Plan | None":
         """A plan of a step; None if it cannot be repeated."""
         nodes = _acting(walk.nodes)
-        first = nodes[:1] if isinstance(nodes[0].transform, Scaling) else []
+        first = [node for node in nodes[:1] if isinstance(node.transform, Scaling)]
         last = [ended.node, *ended.rest] if isinstance(ended, Ended) else []
         # state that is new enters the optimizer after the step, so the next one gathers other tensors
-        if options[2:] != (None, None) or nodes != [*first, *last] or walk.table.new_states:
+        if options[2:] != (None, None) or not nodes or nodes != [*first, *last] or walk.table.new_states:
             return None
         if any(node.transform.scope.limited or node.transform.target != "update" for node in walk.nodes):
             return None

@@ -323,7 +323,7 @@ class Modular(Explained, ClassMaker, Optimizer):
                 walk = self._walk(self.param_groups, self._fast_way, settings, loss)
                 if self.parts is not None:
                     self.parts.refuse_second(walk.table.params)
-                self._take(walk, partial(self._run, walk, learns=closure is None))
+                self._take(walk, learns=closure is None)
             finally:
                 if missing is not None:
                     missing.put_back(walk)
@@ -332,14 +332,28 @@ class Modular(Explained, ClassMaker, Optimizer):
             if self._reported.count:
                 self._reported.clear()
 
-    def _take(self, walk: Walk | None, go: Callable[[], object]) -> None:
-        """Take a step, or skip it. ``go`` returns False if no process has gradients."""
-        # walk: None for a planned step that nobody sees and that cannot be refused any more
-        state = self._chain_state.values
+    def _take(self, walk: Walk | None, go: Callable[[], object] | None = None, *, learns: bool = False) -> None:
+        """Take a step, or skip it. A planned one passes ``go``, and no walk if nobody sees it and it is allowed."""
+        state, parts = self._chain_state.values, self.parts
+        is_taken = walk is None
         try:
-            if (walk is None or self._is_allowed(walk)) and go():
+            if walk is not None:
+                has_updated = parts is not None and len(parts.updated) > 0
+                takes_part = len(walk.table.params) > 0 or self._process_group is not None or has_updated
+                is_taken = takes_part and (not self._policy.decides or self._policy.allows(walk, state))
+            if is_taken and go is not None:
+                go()
+            elif is_taken and walk is not None:
+                is_taken = run(walk, self.chain, states=self.state, listener=self.listener, parts=parts)
+            if is_taken:
                 if not torch.compiler.is_compiling():  # which would compile the step anew for each number
                     self.steps_taken += 1
+                if go is None and walk is not None:
+                    self._metrics.clear()  # torch.compile loses a dict that is assigned
+                    self._metrics.update(walk.metrics if parts is None else parts.end(self.nodes, self.param_groups))
+                    self._unread = None
+                    if learns and not isinstance(walk.executor, Readable):
+                        self._fast_way.learn(walk, (self.maximize, self.keep_grads, parts, self._process_group))
                 if SCHEDULE_STEP in state:
                     state[SCHEDULE_STEP] += 1
                     self._schedules.advance(self.param_groups, state[SCHEDULE_STEP])
@@ -350,24 +364,6 @@ class Modular(Explained, ClassMaker, Optimizer):
                 self._chain_state.show(self.param_groups)
             if walk is not None and self.listener is not None:
                 self.listener.end(walk)
-
-    def _is_allowed(self, walk: Walk) -> bool:
-        """True if there are gradients, or others may have some, and the policy does not refuse the step."""
-        has_updated = self.parts is not None and len(self.parts.updated) > 0
-        if not (walk.table.params or self._process_group is not None or has_updated):
-            return False
-        return not self._policy.decides or self._policy.allows(walk, self._chain_state.values)
-
-    def _run(self, walk: Walk, *, learns: bool) -> bool:
-        """Send the gradients down the chain, and store the metrics. Return False if no process has gradients."""
-        if not run(walk, self.chain, states=self.state, listener=self.listener, parts=self.parts):
-            return False
-        self._metrics.clear()  # torch.compile loses a dict that is assigned
-        self._metrics.update(walk.metrics if self.parts is None else self.parts.end(self.nodes, self.param_groups))
-        self._unread = None
-        if learns and not isinstance(walk.executor, Readable):
-            self._fast_way.learn(walk, (self.maximize, self.keep_grads, self.parts, self._process_group))
-        return True
 
     def _repeat(self) -> bool:
         """Take a step by the plan. Return False if it does not fit; then nothing has changed."""
