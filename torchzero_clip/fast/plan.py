@@ -382,7 +382,8 @@ class Plan:
             return transform.init_state(params[i], own[i])
 
         states = VectorStates(step.states, node.path, node.state, begin, step.workspace.vectors, columns)
-        loss, state = step.reported.loss().value, node.global_state(chain_state)
+        loss = step.reported.loss().value if step.reported.count else None
+        state = node.global_state(chain_state)
         # not `Walk.step_for`, which takes five times as long
         given, rows = Step(params, grads, loss, states, own, state, tools=judged.measurer), list(range(len(grads)))
         updates = grads if self.in_place else step.executor.read(rows)
