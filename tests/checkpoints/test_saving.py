@@ -202,3 +202,29 @@ def test_a_load_that_failed_leaves_no_hook(damage):
     assert not any(getattr(optimizer, f"_optimizer_{name}_hooks") for name in names)
     optimizer.load_state_dict(saved)
     assert not any(getattr(optimizer, f"_optimizer_{name}_hooks") for name in names)
+
+
+class Name(str):
+    """The name of a parameter, which counts how often it is looked up."""
+
+    hashes = 0
+
+    def __hash__(self):
+        Name.hashes += 1
+        return super().__hash__()
+
+
+def lookups_of_a_load(count):
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(count)]
+    optimizer = Modular(params, AdamW())
+    train(optimizer, params, [[torch.ones_like(param) for param in params]])
+    saved, names = optimizer.state_dict(), [Name(i) for i in range(count)]
+    saved["state"] = {name: saved["state"][i] for i, name in enumerate(names)}
+    saved["param_groups"][0]["params"] = names
+    Name.hashes = 0
+    optimizer.load_state_dict(saved)
+    return Name.hashes
+
+
+def test_the_lookups_of_a_load_grow_with_the_number_of_parameters():
+    assert lookups_of_a_load(80) < 4.2 * lookups_of_a_load(20)

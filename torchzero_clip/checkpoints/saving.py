@@ -69,7 +69,10 @@ class Load:
     @contextmanager
     def hooked(self, optimizer: Optimizer) -> Generator[None]:
         """Check and restore while torch loads: after the pre-hooks of the caller, and before its post-hooks."""
-        before = optimizer.register_load_state_dict_pre_hook(lambda host, given: self.check(given, host.param_groups))
+        before = optimizer.register_load_state_dict_pre_hook(
+            # without the state by parameter, which torch would cast, and `restore` puts in its place
+            lambda host, given: {**self.check(given, host.param_groups), "state": {}}
+        )
         after = optimizer.register_load_state_dict_post_hook(
             lambda host: self.restore(host.param_groups, host.state), prepend=True
         )
@@ -112,7 +115,6 @@ class Load:
 
     def restore(self, groups: Sequence[Group], state: MutableMapping[Tensor, Any]) -> None:
         """Put the state of the checkpoint in its place, after its groups were loaded."""
-        # torch has cast the state by parameter to the dtypes of the parameters
         ids = [i for group in self._fitting["param_groups"] for i in group["params"]]
         params = [param for group in groups for param in group["params"]]
         for i, param in zip(ids, params, strict=True):
