@@ -351,8 +351,8 @@ class _Call:
 
     @functools.cached_property
     def moved(self) -> list[int]:
-        """The arguments whose entries are moved. `torch.cat` passes over those without entries."""
-        return [i for i, x in self.tensors.items() if x.numel()] if self.name in JOINS else [0]
+        """The arguments whose entries are moved. `torch.cat` passes over tensors of shape (0,)."""
+        return [i for i, x in self.tensors.items() if x.shape != (0,)] if self.name in JOINS else [0]
 
     @property
     def ndim(self) -> int:

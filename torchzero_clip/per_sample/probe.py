@@ -50,7 +50,7 @@ class Call:
         if self.grad is None:
             return
         shape = self.grad.shape[: self._depth]
-        first, grad = (x.reshape(shape.numel(), -1) for x in (self.grad, grad.detach()))
+        first, grad = (x.flatten(0, self._depth - 1).flatten(1) for x in (self.grad, grad.detach()))
         exact = first.is_cpu and self.layer.engine.probe.exact
         step = max(1, PIECE // first[:1].nbytes) if first.is_cpu and first.numel() else max(len(first), 1)
         pairs = zip(first.split(step), grad.split(step), strict=True)
