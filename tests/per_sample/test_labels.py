@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torchzero_clip.per_sample.following import Following
-from torchzero_clip.per_sample.labels import LOST, simplest, wider
-from torchzero_clip.per_sample.provenance import Provenance
+from torchzero_clip.per_sample.samples.following import Following
+from torchzero_clip.per_sample.samples.labels import LOST, simplest, wider
+from torchzero_clip.per_sample.samples.provenance import Provenance
 
 NONE = -1.0  # the value of entries of no sample
 

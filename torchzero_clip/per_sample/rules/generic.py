@@ -17,15 +17,15 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.compat import fully_sharded, get_unwrapped, is_batchedtensor
-from torchzero_clip.per_sample.broadcast_row import HOOKS, IN_PLACE, is_row, row_of
-from torchzero_clip.per_sample.captured_gradients import counts_up, in_backward
 from torchzero_clip.per_sample.captured_layer import CapturedLayer, Rule, Samples
-from torchzero_clip.per_sample.comparison import differ
-from torchzero_clip.per_sample.contributions import Dense
-from torchzero_clip.per_sample.labels import LOST
+from torchzero_clip.per_sample.gradients.captured_gradients import counts_up, in_backward
+from torchzero_clip.per_sample.gradients.comparison import differ
+from torchzero_clip.per_sample.gradients.contributions import Dense
+from torchzero_clip.per_sample.gradients.squared_norms import wide
+from torchzero_clip.per_sample.processes.sharding import memory_of
 from torchzero_clip.per_sample.rules.state import State
-from torchzero_clip.per_sample.sharding import memory_of
-from torchzero_clip.per_sample.squared_norms import wide
+from torchzero_clip.per_sample.samples.broadcast_row import HOOKS, IN_PLACE, is_row, row_of
+from torchzero_clip.per_sample.samples.labels import LOST
 
 OF_TORCH = ("Batching rule", "vmap", "functorch", "written-to tensor", "data-dependent", "dynamic shape")
 LOOP = (  # in errors of vmap after which a loop over samples may do

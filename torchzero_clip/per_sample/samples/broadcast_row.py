@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from torchzero_clip.compat import DisableTorchFunctionSubclass
-from torchzero_clip.per_sample.arguments import Rebuild, flattened, tensors_in
-from torchzero_clip.per_sample.comparison import differ
-from torchzero_clip.per_sample.labels import LOST, Known, depth_of
+from torchzero_clip.per_sample.gradients.comparison import differ
+from torchzero_clip.per_sample.samples.arguments import Rebuild, flattened, tensors_in
+from torchzero_clip.per_sample.samples.labels import LOST, Known, depth_of
 
 ARITHMETIC = {"add", "sub", "mul", "div", "truediv"}
 IN_PLACE = {"iadd", "isub", "imul", "idiv", "itruediv"}

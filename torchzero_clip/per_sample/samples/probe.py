@@ -12,10 +12,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from torchzero_clip.per_sample.autograd_graph import nodes_of
-from torchzero_clip.per_sample.contributions import PIECE, Contribution
-from torchzero_clip.per_sample.row_products import regrouped
-from torchzero_clip.per_sample.squared_norms import without_autocast
+from torchzero_clip.per_sample.gradients.autograd_graph import nodes_of
+from torchzero_clip.per_sample.gradients.contributions import PIECE, Contribution
+from torchzero_clip.per_sample.gradients.row_products import regrouped
+from torchzero_clip.per_sample.gradients.squared_norms import without_autocast
 
 LARGEST = 64  # float32 has room for gradients of up to 2**63
 STEP = 9  # of exponents 1, 10, ..., 64: the share of a sample in a mean of up to 256, a square and a sign have others

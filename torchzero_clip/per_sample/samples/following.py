@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from torchzero_clip.compat import DisableTorchFunctionSubclass, get_interpreter_stack
-from torchzero_clip.per_sample.arguments import Rebuild, flattened
-from torchzero_clip.per_sample.broadcast_row import BroadcastRow
-from torchzero_clip.per_sample.labels import LOST, Known, Labels, simplest, wider
-from torchzero_clip.per_sample.modes import OwnMode
-from torchzero_clip.per_sample.operations import ELEMENTS, NEW, Part, beside, dims_of, is_listed, names, unmoved
-from torchzero_clip.per_sample.provenance import Provenance
+from torchzero_clip.per_sample.samples.arguments import Rebuild, flattened
+from torchzero_clip.per_sample.samples.broadcast_row import BroadcastRow
+from torchzero_clip.per_sample.samples.labels import LOST, Known, Labels, simplest, wider
+from torchzero_clip.per_sample.samples.modes import OwnMode
+from torchzero_clip.per_sample.samples.operations import ELEMENTS, NEW, Part, beside, dims_of, is_listed, names, unmoved
+from torchzero_clip.per_sample.samples.provenance import Provenance
 
 VIEWS = names("""
     broadcasttensors chunk detach diagonal dsplit expand expandas hsplit moveaxis movedim narrow permute resolveconj

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from torchzero_clip.checks import instance
 from torchzero_clip.compat import current_graph_task_id
-from torchzero_clip.per_sample.contributions import Contribution, Dense, Memory, Tied
-from torchzero_clip.per_sample.products import Products
-from torchzero_clip.per_sample.provenance import Provenance
-from torchzero_clip.per_sample.row_products import RowProducts
-from torchzero_clip.per_sample.sparse_rows import SparseRows
+from torchzero_clip.per_sample.gradients.contributions import Contribution, Dense, Memory, Tied
+from torchzero_clip.per_sample.gradients.products import Products
+from torchzero_clip.per_sample.gradients.row_products import RowProducts
+from torchzero_clip.per_sample.gradients.sparse_rows import SparseRows
+from torchzero_clip.per_sample.samples.provenance import Provenance
 
 
 class GivenRows(NamedTuple):
