@@ -128,8 +128,14 @@ def test_a_jump_above_the_rounding_is_always_named(kind, tmp_path):
     for record in (recorder.record(), read_record(path)):
         assert record.worst(at)[0].name == name
         assert record.worst(at)[0].ratio > 2
+        # after one large gradient, Adam's update is at most three times as large
+        assert (at, name) in [(sign.step, sign.layer) for sign in record.early_signs()] or factor == 100
     assert f"layers/{name}/norm" in points[34]
     write_report(recorder.record(), tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert f'<th scope="row">{at}</th><td>{name}</td>' in page or factor == 100
+    tiles = binning.Tiles.of(recorder.record())
+    assert tiles.ratios[tiles.names.index(name), at] > 2
 
 
 def test_a_gradient_that_is_no_longer_zero_is_named():

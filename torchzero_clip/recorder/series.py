@@ -65,8 +65,9 @@ class Series:
         ending = len(values) - 1 - calm[-1] if calm else len(values)
         bad, zeros = int((~values.isfinite()).sum()), int((values == 0).sum())
         spike_limit = math.exp(min(border, LARGEST)) * unit
-        trend: Trend = "growing" if _spreads(logs[start:][~spikes]) else "settled"
-        trend = found if (found := _trend(logs)) != "settled" else trend
+        trend = _trend(logs)
+        if trend == "settled" and _spreads(logs[start:][~spikes]):
+            trend = "growing"
         return cls(norms, dropped, start, spikes, spike_limit, trend, zeros, bad, ending)
 
     @cached_property
