@@ -1,7 +1,5 @@
 """Control over what happens to a gradient between ``backward()`` and the parameter update."""
 
-from types import ModuleType as _ModuleType
-
 from torchzero_clip.clipping.adagc import AdaGC as AdaGC
 from torchzero_clip.clipping.adaptive_gradient_clip import AdaptiveGradientClip as AdaptiveGradientClip
 from torchzero_clip.clipping.auto_clip import AutoClip as AutoClip
@@ -77,7 +75,8 @@ from torchzero_clip.recorder.recorder import Recorder as Recorder
 from torchzero_clip.recorder.suggestion import Suggestion as Suggestion
 
 __version__ = "0.1.0"
-__all__ = [name for name, value in globals().items() if name[0] != "_" and not isinstance(value, _ModuleType)]  # pyright: ignore
+# without the folders of the package, which are modules
+__all__ = [name for name, value in globals().items() if name[0] != "_" and not hasattr(value, "__spec__")]  # pyright: ignore
 
 
 def __dir__() -> list[str]:
