@@ -169,12 +169,9 @@ def index_rows():
 
 def public_names():
     """The names that `torchzero_clip` and `torchzero_clip.integrations` export."""
-    tree = ast.parse(inspect.getsource(torchzero_clip))
-    exported = [alias.asname for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
     functions = inspect.getmembers(integrations, inspect.isfunction)
     own = [name for name, function in functions if function.__module__ == integrations.__name__ and name[0] != "_"]
-    exported.remove("__getattr__")
-    return sorted([*exported, *integrations._PLACES, *own])
+    return sorted([*torchzero_clip.__all__, *integrations._PLACES, *own])
 
 
 def test_the_index_lists_every_public_name_once():
