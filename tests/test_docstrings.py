@@ -7,7 +7,8 @@ import pytest
 
 import torchzero_clip
 
-PUBLIC = {name: obj for name, obj in vars(torchzero_clip).items() if callable(obj) and not name.startswith("_")}
+NAMED = {name: getattr(torchzero_clip, name) for name in dir(torchzero_clip) if not name.startswith("_")}
+PUBLIC = {name: obj for name, obj in NAMED.items() if callable(obj)}
 METHODS = {
     f"{name}.{key}": method
     for name, obj in PUBLIC.items()

@@ -14,6 +14,7 @@ EVERYWHERE = {"functional", "checks", "hints", "types", "compat"}
 BELOW = {
     "integrations": {"integrations", "recorder", "modular", "core"},
     "__main__": {"recorder"},
+    "late": {"per_sample", "recorder"},
     "recorder": {"recorder", "modular", "engine", "clipping", "core", "private_losses", *EVERYWHERE},
     "migrating": {"migrating", "optimizers", "modular", "checkpoints", "core", *EVERYWHERE},
     "modular": {"modular", "checkpoints", "fast", "engine", "core", "private_losses", *EVERYWHERE},

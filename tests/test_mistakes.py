@@ -119,7 +119,7 @@ REFUSED = {
         lambda: clip_grad_norm_(model().parameters, 1.0),
         "got method: pass model.parameters()",
     ),
-    "a module to clip": (lambda: tz.clip_grad_value_(model(), 1.0), "got Linear at index 0: pass model.parameters()"),
+    "a module to clip": (lambda: tz.clip_grad_value_(model(), 1.0), "got Sequential: pass model.parameters()"),
     "a layer to normalize": (
         lambda: tz.normalize_grads_(nn.Linear(2, 1), 1.0),
         "got Linear: pass model.parameters()",

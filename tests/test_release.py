@@ -140,7 +140,7 @@ def test_the_changelog_says_in_one_section_what_the_first_release_has():
     assert len(set(needs)) == len(needs) >= 10
     assert needs[-1] == "### Known limits"
     named = set(re.findall(r"`(\w+)", "\n".join(lines)))
-    public = {name for name in vars(torchzero_clip) if not name.startswith("_") and name not in MODULES}
+    public = {name for name in dir(torchzero_clip) if not name.startswith("_") and name not in MODULES}
     assert public - named == set()
 
 

@@ -1,5 +1,7 @@
 """Control over what happens to a gradient between ``backward()`` and the parameter update."""
 
+import typing as _typing
+
 from torchzero_clip.clipping.adagc import AdaGC as AdaGC
 from torchzero_clip.clipping.adaptive_gradient_clip import AdaptiveGradientClip as AdaptiveGradientClip
 from torchzero_clip.clipping.auto_clip import AutoClip as AutoClip
@@ -38,7 +40,8 @@ from torchzero_clip.functional.norms import replicated as replicated
 from torchzero_clip.functional.norms import rms as rms
 from torchzero_clip.functional.total import clip_grads_with_norm_ as clip_grads_with_norm_
 from torchzero_clip.functional.total import get_total_norm as get_total_norm
-from torchzero_clip.hints import no_attribute as __getattr__  # noqa: F401
+from torchzero_clip.hints import all_names as __dir__  # noqa: F401
+from torchzero_clip.hints import late_attribute as __getattr__  # noqa: F401
 from torchzero_clip.migrating.as_lr import as_lr as as_lr
 from torchzero_clip.migrating.moving import adapt_state_dict as adapt_state_dict
 from torchzero_clip.migrating.moving import from_torch_optim as from_torch_optim
@@ -54,24 +57,8 @@ from torchzero_clip.optimizers.rmsprop import RMSprop as RMSprop
 from torchzero_clip.optimizers.sgd import SGD as SGD
 from torchzero_clip.optimizers.weight_decay import WeightDecay as WeightDecay
 from torchzero_clip.optimizers.wrap import Wrap as Wrap
-from torchzero_clip.per_sample.clipper import PerSampleGradientClipper as PerSampleGradientClipper
-from torchzero_clip.per_sample.fast_gradient_clipping import (
-    GradSampleModuleFastGradientClipping as GradSampleModuleFastGradientClipping,
-)
-from torchzero_clip.per_sample.norm_clippers import AutomaticClipper as AutomaticClipper
-from torchzero_clip.per_sample.norm_clippers import ConstantFlatClipper as ConstantFlatClipper
-from torchzero_clip.per_sample.norm_clippers import ConstantPerLayerClipper as ConstantPerLayerClipper
-from torchzero_clip.per_sample.norm_clippers import NormClipper as NormClipper
-from torchzero_clip.per_sample.norm_sample import create_norm_sample as create_norm_sample
-from torchzero_clip.per_sample.per_example import per_example_global_norm_clip as per_example_global_norm_clip
-from torchzero_clip.per_sample.per_example import per_example_layer_norm_clip as per_example_layer_norm_clip
-from torchzero_clip.per_sample.private import PrivateGradientClipper as PrivateGradientClipper
-from torchzero_clip.per_sample.rules.registry import register_rule as register_rule
-from torchzero_clip.per_sample.verify import check_per_sample as check_per_sample
-from torchzero_clip.per_sample.weighting import ClippingResult as ClippingResult
-from torchzero_clip.recorder.reading import read_record as read_record
-from torchzero_clip.recorder.record import Record as Record
-from torchzero_clip.recorder.recorder import Recorder as Recorder
-from torchzero_clip.recorder.suggestion import Suggestion as Suggestion
+
+if _typing.TYPE_CHECKING:
+    from torchzero_clip.late import *  # noqa: F403
 
 __version__ = "0.1.0"

@@ -138,7 +138,7 @@ def betas(name: str, value: Any) -> None:
             raise ValueError(f"{name}[{i}] must be in [0, 1), got {beta}")
 
 
-def learning_rate(name: str, value: Any) -> None:
+def scalar(name: str, value: Any) -> None:
     """A number >= 0, or a tensor of one element. The tensor is not read, because this would wait for the device."""
     if not isinstance(value, Tensor):
         non_negative(name, value)

@@ -3,11 +3,13 @@
 import difflib
 import dis
 import functools
+import importlib
 import inspect
 import sys
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType
 from typing import Any, ParamSpec, Self, TypeVar
 
 from typing_extensions import override
@@ -60,11 +62,20 @@ def did_you_mean(name: str, known: Iterable[str], *, listed: bool = True) -> str
     return f"; there are: {', '.join(known) or 'none'}" if listed else ""
 
 
-def no_attribute(name: str) -> object:
-    """Raise the error of the package for a name that it does not have."""
-    known = [key for key in vars(sys.modules["torchzero_clip"]) if not key.startswith("_")]
-    hint = "" if name.startswith("_") else did_you_mean(name, known, listed=False)
+def late_attribute(name: str) -> object:
+    """A name of the package that is imported late. Raise the error of the package for a name that it does not have."""
+    if not name.startswith("_") and name in all_names():
+        return vars(sys.modules["torchzero_clip"])[name]
+    known = [] if name.startswith("_") else [key for key in all_names() if not key.startswith("_")]
+    hint = did_you_mean(name, known, listed=False)
     raise AttributeError(f"module 'torchzero_clip' has no attribute {name!r}{hint}")
+
+
+def all_names() -> list[str]:
+    """The names of the package, of which the late ones are imported now."""
+    names, late = vars(sys.modules["torchzero_clip"]), vars(importlib.import_module("torchzero_clip.late"))
+    names.update({name: value for name, value in late.items() if not name.startswith("_")})
+    return list(names)
 
 
 def explained(function: Callable[P, T]) -> Callable[P, T]:
@@ -144,7 +155,7 @@ def _arguments_of(value: object) -> Iterable[str]:
 def check_override(kind: type, name: str) -> None:
     """Raise a TypeError if the optimizer could not call a method of a class, because it takes other arguments."""
     method, base = vars(kind)[name], next(vars(base)[name] for base in reversed(kind.__mro__) if name in vars(base))
-    if not (inspect.isfunction(method) and inspect.isfunction(base)):
+    if not (inspect.isfunction(method) and inspect.isfunction(base)) or _taken(method) == _taken(base):
         return
     own, expected = inspect.signature(method), inspect.signature(base).parameters
     try:
@@ -154,6 +165,12 @@ def check_override(kind: type, name: str) -> None:
     except TypeError:
         written = f"def {name}({', '.join(expected)})"
         raise TypeError(f"{kind.__name__}.{name} takes ({', '.join(own.parameters)}): write {written}") from None
+
+
+def _taken(function: FunctionType) -> tuple[object, ...]:
+    """The arguments of a function as its code names them: a signature takes 100 times as long, in each import."""
+    code = function.__code__
+    return code.co_argcount, code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], code.co_flags & 0x0C
 
 
 def explanation(

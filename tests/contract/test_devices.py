@@ -62,11 +62,13 @@ def test_functions_never_read_a_value_from_a_device(order, dim, devices):
         for param in params:
             param.grad = torch.empty_like(param)
         assert clip_grad_norm_(params, 1.0, order, dim, min_norm=0.1).device.type == "cuda"
+        clip_grad_norm_(params, torch.tensor(1.0, device="cuda"), order, dim, min_norm=0.1)
         assert normalize_grads_(params, 1.0, order, dim).device.type == "cuda"
         centralize_grads_(params, dim)
         clip_grad_value_(params, 1.0)
         total = get_total_norm([param.grad for param in params], order)
         clip_grads_with_norm_(params, 1.0, total)
+        clip_grads_with_norm_(params, torch.tensor(1.0, device="cuda"), total)
         assert [param.grad.device.type for param in params] == devices
 
 

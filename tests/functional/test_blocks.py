@@ -51,7 +51,7 @@ def test_each_result_is_that_of_a_loop_in_float64(sizes, dtype):
         assert torch.equal(joint, joint_norm(tensors, scratch))
         torch.testing.assert_close(joint, norms.norm(), rtol=rtol, atol=0)
         assert torch.equal(block_norms(tensors, scratch), each)
-        torch.testing.assert_close(direct_norms(tensors), norms, rtol=rtol, atol=0)
+        torch.testing.assert_close(torch.tensor(direct_norms(tensors), dtype=norms.dtype), norms, rtol=rtol, atol=0)
         torch.testing.assert_close(direct_joint_norm(tensors), norms.norm(), rtol=rtol, atol=0)
         maxima = torch.stack([tensor.abs().max() for tensor in wide])
         assert torch.equal(block_maxima(tensors, scratch), maxima)

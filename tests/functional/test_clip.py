@@ -34,6 +34,13 @@ def test_factors_by_hand(order, limit, floor, norms, factors):
     torch.testing.assert_close(found, vector(*factors), rtol=1e-12, atol=0, equal_nan=True)
     alone = [clip_factors(metric, vector(norm), limit, floor) for norm in norms]  # another branch
     torch.testing.assert_close(torch.cat(alone), found, rtol=1e-12, atol=0, equal_nan=True)
+    if limit < INF:
+        unread = clip_factors(metric, vector(*norms), vector(limit), floor)  # as it is for a limit on another device
+        torch.testing.assert_close(unread, found, rtol=1e-12, atol=0, equal_nan=True)
+
+
+def test_a_negative_limit_that_was_not_read_shows():
+    assert clip_factors(parse_ord(2), vector(0.5, 2.0), torch.tensor(-1.0)).isnan().all()
 
 
 def test_what_is_almost_zero_is_not_normalized():

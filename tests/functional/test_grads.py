@@ -179,7 +179,10 @@ def test_value_beyond_the_range_of_the_dtype(value):
     [
         (lambda p: clip_grad_norm_(p, -1.0), ValueError, "max_norm must be >= 0"),
         (lambda p: clip_grad_norm_(p, math.nan), ValueError, "max_norm must be >= 0"),
+        (lambda p: clip_grad_norm_(p, torch.tensor(-1.0)), ValueError, "max_norm must be >= 0, got -1.0"),
+        (lambda p: clip_grad_norm_(p, torch.ones(2)), ValueError, "max_norm must have one element if it is a tensor"),
         (lambda p: clip_grad_norm_(p, 1.0, min_norm=2.0), ValueError, "min_norm must be <= max_norm"),
+        (lambda p: clip_grad_norm_(p, torch.ones(1), min_norm=2.0), ValueError, "min_norm must be <= max_norm"),
         (lambda p: clip_grad_norm_(p, 1.0, min_norm=-1.0), ValueError, "min_norm must be >= 0"),
         (lambda p: clip_grad_norm_(p, 1.0, "l7"), ValueError, "ord must be a number or one of"),
         (lambda p: clip_grad_norm_(p, 1.0, dim="rows"), ValueError, "dim must be None, an int"),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.checks import learning_rate
+from torchzero_clip.checks import scalar
 from torchzero_clip.core.schedules import at
 from torchzero_clip.core.step import Step
 from torchzero_clip.core.transform import Transform
@@ -197,7 +197,7 @@ class UpdateRule(Transform):
         name: str | None = None,
     ) -> None:
         if lr is not None:
-            learning_rate("lr", at(lr, 0))
+            scalar("lr", at(lr, 0))
         self.lr = lr
         super().__init__(defaults, target=target, name=name)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import Tensor
 from typing_extensions import override
 
-from torchzero_clip.checks import learning_rate
+from torchzero_clip.checks import scalar
 from torchzero_clip.core.chain import Chain
 from torchzero_clip.core.kinds import Retraction, UpdateRule
 from torchzero_clip.core.nodes import Node, Nodes
@@ -44,7 +44,7 @@ class LR(Transform):
         tensor([-0.0100, -0.0100, -0.0100, -0.0100])
     """
 
-    checks = {"lr": learning_rate}
+    checks = {"lr": scalar}
     each_alone = True
 
     def __init__(self, lr: float | Tensor | Schedule, *, target: Target = "update", name: str | None = None) -> None:

@@ -3,6 +3,7 @@
 They take plain tensors of one dtype, float32 or float64, on CPU. Norms outside of `SMALLEST` to `LARGEST` may be wrong.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -73,32 +74,33 @@ def block_maxima(tensors: Sequence[Tensor], scratch: Scratch) -> Tensor:
     return values.new_zeros(len(tensors)).scatter_reduce_(0, owner, values, "amax")
 
 
-def direct_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """The norms of `block_norms` for a single call. Tensors of up to 16 blocks are reduced at once in their dtype."""
-    short = [i for i, tensor in enumerate(tensors) if tensor.numel() <= 16 * BLOCK]
-    kept = set(short)
-    long = [i for i in range(len(tensors)) if i not in kept]
-    found = [torch.stack(foreach.norms([tensors[i] for i in short], 2.0, tensors[0].dtype)).double()] if short else []
-    for i in long:
-        rows = [torch.linalg.vector_norm(part, dim=1) for part in _rows_of(tensors[i])]
-        found.append(torch.linalg.vector_norm(torch.cat(rows), dtype=torch.float64).view(1))
-    norms = torch.cat(found)
-    places = torch.tensor([*short, *long], device=norms.device) if long else None
-    return norms if places is None else torch.empty_like(norms).index_copy_(0, places, norms)
+def direct_norms(tensors: Sequence[Tensor]) -> list[float]:
+    """The norms of `block_norms` as numbers, for a single call."""
+    short = [tensor for tensor in tensors if tensor.numel() <= BLOCK]
+    known = iter(torch.stack(foreach.norms(short, 2.0, short[0].dtype)).tolist() if short else [])
+    # an operation on tensors takes longer than 64 numbers do here
+    return [
+        next(known)
+        if tensor.numel() <= BLOCK
+        else math.hypot(*(x for r in _rows_of(tensor) for x in _NORMS(r).tolist()))
+        for tensor in tensors
+    ]
 
 
 def direct_joint_norm(tensors: Sequence[Tensor]) -> Tensor:
     """The result of `joint_norm`, up to rounding, for a single call."""
-    sizes = list(map(Tensor.numel, tensors))
-    short, found = tensors, list[Tensor]()
+    sizes, short, found = list(map(Tensor.numel, tensors)), tensors, list[Tensor]()
     if max(sizes) > SHORT:
         short = [tensor for tensor, size in zip(tensors, sizes, strict=True) if size <= SHORT]
         long = [tensor for tensor, size in zip(tensors, sizes, strict=True) if size > SHORT]
-        found += [torch.linalg.vector_norm(rows, dim=1) for tensor in long for rows in _rows_of(tensor)]
+        found += [_NORMS(rows) for tensor in long for rows in _rows_of(tensor)]
         sizes = [size for size in sizes if size <= SHORT]
     for own in spans(sizes, ROWS * ROW):
-        found += [torch.linalg.vector_norm(rows, dim=1) for rows in _rows_of(flatten(short[own]))]
-    return torch.linalg.vector_norm(torch.cat(found), dtype=torch.float64)
+        # the zeros fill the last row, because a row of another length would take more operations
+        filling = tensors[0].new_zeros(-sum(sizes[own]) % BLOCK)
+        found.append(_NORMS(flatten([*short[own], filling]).view(-1, BLOCK)))
+    norms = found[0] if len(found) == 1 else torch.cat(found)
+    return torch.linalg.vector_norm(norms.double())
 
 
 def spans(sizes: Sequence[int], most: int) -> list[slice]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from torchzero_clip.checks import non_negative, scalar
 from torchzero_clip.functional import foreach
 from torchzero_clip.functional.measure import Slicing, cut
 from torchzero_clip.functional.metric import Metric
@@ -18,7 +19,17 @@ _LARGEST = torch.finfo(torch.float32).max
 TINY = 1e-12  # slices with a norm up to this are not normalized, because only noise is left of them
 
 
-def clip_by_(tensors: Sequence[Tensor], limit: float, norm: Tensor) -> None:
+def read_limit(name: str, value: float | Tensor) -> float | Tensor:
+    """The limit as a number; as the tensor that it is, unread, if reading would wait for a device or break a graph."""
+    scalar(name, value)
+    if not isinstance(value, Tensor) or not may_look(value):
+        return value
+    number = value.item()
+    non_negative(name, number)
+    return number
+
+
+def clip_by_(tensors: Sequence[Tensor], limit: float | Tensor, norm: Tensor) -> None:
     """Scale all tensors by the factor that brings ``norm``, a 0-d tensor, to at most ``limit``, in place."""
     factor = clip_factors(Metric("norm"), norm.double(), limit)
     if not all_ones(factor):
@@ -38,24 +49,38 @@ def centralize_(tensors: Sequence[Tensor], slicing: Slicing, group: ProcessGroup
     foreach.subtract_slices_([p.tensor for p in parts], means)
 
 
-def clip_factors(metric: Metric, norms: Tensor, limit: float, floor: float = 0.0) -> Tensor:
-    """The factors that bring metrics to at most ``limit``, and those that are not 0 to at least ``floor``."""
+def clip_factors(metric: Metric, norms: Tensor, limit: float | Tensor, floor: float = 0.0) -> Tensor:
+    """The factors that bring metrics to at most ``limit``, and those that are not 0 to at least ``floor``.
+
+    A limit in a tensor was not checked, because this would wait for the device: a negative one gives NaN.
+    """
     # norms are the roots of metrics, as for 'var'; limit and floor are in units of the metric
-    high, low = metric.root(limit), metric.root(floor)
-    if high == math.inf and not low:
+    low = metric.root(floor)
+    if isinstance(limit, Tensor):
+        high = torch.where(limit >= 0, limit, math.nan).to(norms).reshape(()).pow(1 / metric.degree)
+    elif (high := metric.root(limit)) == math.inf and not low:
         return torch.ones_like(norms)
-    if norms.numel() == 1 and may_look(norms):  # arithmetic on tensors of one number takes five times as long
-        norm = norms.item()
-        factor = 1.0 if norm <= high else high / norm
-        return torch.full_like(norms, low / norm if 0 < norm < low else factor)
+    elif norms.numel() == 1 and may_look(norms):  # arithmetic on tensors of one number takes five times as long
+        return torch.full_like(norms, clip_factor(norms.item(), high, low))
     # torch divides a number by a tensor by multiplying with the inverse, which is inf for the smallest numbers
-    factor = torch.where(norms <= high, 1.0, torch.full_like(norms, high) / norms)
+    bound = high if isinstance(high, Tensor) else torch.full_like(norms, high)
+    factor = torch.where(norms <= bound, 1.0, bound / norms)
     return torch.where((norms > 0) & (norms < low), torch.full_like(norms, low) / norms, factor) if low else factor
+
+
+def clip_factor(norm: float, high: float, low: float) -> float:
+    """The factor of one norm, in the units of the norm."""
+    return low / norm if 0 < norm < low else 1.0 if norm <= high else high / norm
 
 
 def normalize_factors(metric: Metric, norms: Tensor, value: float) -> Tensor:
     """The factors that bring metrics to ``value``; 1 where the norm is (almost) 0."""
     return torch.where(norms <= TINY, 1.0, metric.root(value) / norms)
+
+
+def normalize_factor(norm: float, value: float) -> float:
+    """The factor of one norm, in the units of the norm."""
+    return 1.0 if norm <= TINY else value / norm
 
 
 def inverse(factors: Tensor | float) -> Tensor:

@@ -286,8 +286,8 @@ def subtract(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor
     return result
 
 
-def multiply_plain_(tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
-    """Multiply plain tensors by a 0-d tensor each, in place."""
+def multiply_plain_(tensors: Sequence[Tensor], factors: Sequence[Tensor] | Tensor) -> None:
+    """Multiply plain tensors by a 0-d tensor each, or by one for all, in place."""
     _foreach._foreach_mul_(tensors, factors)
 
 
@@ -387,11 +387,16 @@ def clamp_(tensors: Sequence[Tensor], limit: float) -> None:
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in reals_of(tensors):
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for dtype, group in by_dtype.items():
-        # two operations, because torch has no clamp on lists; maximum and minimum pass NaN on
-        bound = usable_limit(limit, dtype)
-        _foreach._foreach_clamp_max_(group, bound)
-        _foreach._foreach_clamp_min_(group, -bound)
+    for group in by_dtype.values():
+        clamp_plain_(group, limit)
+
+
+def clamp_plain_(tensors: Sequence[Tensor], limit: float) -> None:
+    """Clamp all elements of plain tensors of one dtype as `clamp_` does."""
+    # two operations, because torch has no clamp on lists; maximum and minimum pass NaN on
+    bound = usable_limit(limit, tensors[0].dtype)
+    _foreach._foreach_clamp_max_(tensors, bound)
+    _foreach._foreach_clamp_min_(tensors, -bound)
 
 
 def usable_limit(limit: float, dtype: torch.dtype) -> float:

@@ -19,29 +19,41 @@ from torchzero_clip.functional.shards import aligned, mesh_groups, present_elsew
 from torchzero_clip.types import Tensors
 
 
+def listed(name: str, tensors: Tensors) -> list[Any]:
+    """What a tensor or an iterable has, as a list that can be read twice."""
+    is_iterable = isinstance(tensors, Iterable)  # pyright: ignore[reportUnnecessaryIsInstance]
+    items: list[Any] = [tensors] if isinstance(tensors, Tensor) else list(tensors) if is_iterable else []
+    # a list of parameters is callable too, because it is a module
+    if not is_iterable or (callable(tensors) and not all(isinstance(item, Tensor) for item in items)):
+        way_out = ": pass model.parameters()" if name == "params" and callable(tensors) else ""
+        raise TypeError(f"{name} must be a tensor or an iterable of tensors, got {type(tensors).__name__}{way_out}")
+    return items
+
+
+def tensors_of(name: str, tensors: Tensors) -> list[Tensor]:
+    """The tensors of `named_tensors`, without the names."""
+    items = listed(name, tensors)
+    return items if PLAIN.issuperset(map(type, items)) else [tensor for _, tensor in named_tensors(name, items)]
+
+
 def named_tensors(name: str, tensors: Tensors) -> list[tuple[str | None, Tensor]]:
     """A tensor, an iterable of tensors, or of pairs of a name and a tensor, as a list of such pairs."""
-    way_out = ": pass model.parameters()" if name == "params" and callable(tensors) else ""
-    if not isinstance(tensors, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"{name} must be a tensor or an iterable of tensors, got {type(tensors).__name__}{way_out}")
-    items: list[Any] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    if PLAIN.issuperset(map(type, items)):
-        return [(None, item) for item in items]
+    items = listed(name, tensors)
     found: list[tuple[str | None, Tensor]] = []
     for i, item in enumerate(items):
         is_named = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
         own, tensor = item if is_named else (None, item)
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
-            raise TypeError(f"{name} must be a tensor or an iterable of tensors, got {kind} at index {i}{way_out}")
+            raise TypeError(f"{name} must be a tensor or an iterable of tensors, got {kind} at index {i}")
         found.append((own, tensor))
     return found
 
 
 def gradients(params: Tensors, process_group: ProcessGroup | None = None, *, zeros_count: bool = False) -> list[Tensor]:
     """The gradients that `with_gradients` returns, without the parameters."""
-    tensors = [param for _, param in named_tensors("params", params)]
-    return [grad for _, grad in with_gradients(tensors, process_group, zeros_count=zeros_count)]
+    pairs = with_gradients(tensors_of("params", params), process_group, zeros_count=zeros_count)
+    return [grad for _, grad in pairs]
 
 
 def with_gradients(

@@ -7,18 +7,28 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchzero_clip.checks import boolean, finite, non_negative
-from torchzero_clip.functional.clip import centralize_, clip_factors, normalize_factors
-from torchzero_clip.functional.foreach import are_plain, clamp_
+from torchzero_clip.functional.clip import (
+    centralize_,
+    clip_factor,
+    clip_factors,
+    normalize_factor,
+    normalize_factors,
+    read_limit,
+)
+from torchzero_clip.functional.foreach import are_plain, clamp_, clamp_plain_
 from torchzero_clip.functional.gradients import (
     as_reported,
     gradients,
+    listed,
     named_tensors,
     names_of_bad,
     opened,
+    tensors_of,
     values_tell_all,
     with_gradients,
 )
 from torchzero_clip.functional.measure import Slicing, Way, measure, over_processes, scale_
+from torchzero_clip.functional.ordinary import ordinary_gradients, scale_ordinary_
 from torchzero_clip.hints import explained
 from torchzero_clip.types import Dim, Ord, Tensors
 
@@ -27,7 +37,7 @@ from torchzero_clip.types import Dim, Ord, Tensors
 @torch.no_grad()
 def clip_grad_norm_(
     params: Tensors,
-    max_norm: float | None,
+    max_norm: float | Tensor | None,
     ord: Ord = 2,
     dim: Dim = None,
     inverse_dims: bool = False,
@@ -51,7 +61,9 @@ def clip_grad_norm_(
     Args:
         params: A tensor, or an iterable of tensors or of pairs (name, tensor) such as ``model.named_parameters()``.
             Parameters without a gradient are skipped, even if none has one.
-        max_norm: The limit of the norm of every slice; None for no upper limit.
+        max_norm: The limit of the norm of every slice: a number or a tensor of one element; None for no upper limit.
+            A tensor on another device than the CPU is not read, because this would wait for the device. If it is
+            negative, the gradients become NaN.
         ord: The metric: a number p for the p-norm (also 0, inf, -inf and negative numbers), or one of 'l0', 'l1', 'l2',
             'l3', 'l4', 'linf', 'mad' (mean absolute value), 'std', 'var', 'sum' (magnitude of the signed sum).
         dim: The dimensions that one slice spans: None for all, one int or several (negative ones count from the end of
@@ -100,29 +112,34 @@ def clip_grad_norm_(
     Source: Pascanu, Mikolov, Bengio, [On the difficulty of training recurrent neural
     networks](https://arxiv.org/abs/1211.5063), 2013.
     """
-    if max_norm is not None:
-        non_negative("max_norm", max_norm)
+    limit = math.inf if max_norm is None else read_limit("max_norm", max_norm)
     if min_norm is not None:
         finite("min_norm", min_norm)
-        if max_norm is not None and min_norm > max_norm:
-            raise ValueError(f"min_norm must be <= max_norm, got min_norm={min_norm} and max_norm={max_norm}")
+        if not isinstance(limit, Tensor) and min_norm > limit:
+            raise ValueError(f"min_norm must be <= max_norm, got min_norm={min_norm} and max_norm={limit}")
     slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
     boolean("error_if_nonfinite", error_if_nonfinite)
 
-    named = named_tensors("params", params)
-    given = [param for _, param in named]
+    params = listed("params", params)
+    given = tensors_of("params", params)
+    floor, total = min_norm or 0.0, None
+    if not isinstance(limit, Tensor):
+        total = scale_ordinary_(given, slicing, lambda norm: clip_factor(norm, limit, floor), process_group)
+    if total is not None:
+        return total
     pairs = with_gradients(given, process_group, zeros_count=slicing.metric.counts_zeros)
     grads = [grad for _, grad in pairs]
     with opened(grads, values_tell_all(slicing)) as tensors:
         own, judged = measure(tensors, slicing, way=Way(are_plain(tensors))), given if error_if_nonfinite else None
         measured = over_processes(own, tensors, process_group, judged)
         if error_if_nonfinite and not measured.total.isfinite():
-            bad = names_of_bad("parameter", named, [param for param, _ in pairs], tensors, process_group)
+            bad = names_of_bad(
+                "parameter", named_tensors("params", params), [param for param, _ in pairs], tensors, process_group
+            )
             raise RuntimeError(
                 f"the norm of the gradients is {measured.total}: not finite, so none was changed. Gradients with inf "
                 f"or NaN: {bad}. Pass error_if_nonfinite=False to clip all the same"
             )
-        limit, floor = math.inf if max_norm is None else max_norm, min_norm or 0.0
         scale_(measured, measured.by_norm(lambda norms: clip_factors(slicing.metric, norms, limit, floor)))
     return as_reported(measured.total, grads, process_group)
 
@@ -154,7 +171,12 @@ def clip_grad_value_(params: Tensors, value: float) -> None:
         tensor([ 1.0000, -0.5000])
     """
     non_negative("value", value)
-    with opened(gradients(params), lambda values: True) as tensors:
+    given = tensors_of("params", params)
+    ordinary = ordinary_gradients(given)
+    if ordinary is not None:
+        clamp_plain_(ordinary, value)
+        return
+    with opened(gradients(given), lambda values: True) as tensors:
         clamp_(tensors, value)
 
 
@@ -211,7 +233,11 @@ def normalize_grads_(
     """
     finite("norm_value", norm_value)
     slicing = Slicing.checked(ord, dim, inverse_dims, min_size)
-    grads = gradients(params, process_group, zeros_count=slicing.metric.counts_zeros)
+    given = tensors_of("params", params)
+    total = scale_ordinary_(given, slicing, lambda norm: normalize_factor(norm, norm_value), process_group)
+    if total is not None:
+        return total
+    grads = gradients(given, process_group, zeros_count=slicing.metric.counts_zeros)
     with opened(grads, values_tell_all(slicing)) as tensors:
         measured = over_processes(measure(tensors, slicing, way=Way(are_plain(tensors))), tensors, process_group)
         scale_(measured, measured.by_norm(lambda norms: normalize_factors(slicing.metric, norms, norm_value)))

@@ -300,7 +300,9 @@ def whole_norms(tensors: Sequence[Tensor], scratch: Scratch | None) -> Tensor:
         return torch.stack(foreach.norms(tensors, 2.0, torch.float64))
     if not foreach.is_real_and_wide(first.dtype):
         return pack(p_norms(wholes(tensors), 2.0))
-    return _mended(direct_norms(tensors) if scratch is None else block_norms(tensors, scratch), tensors)
+    if scratch is None:
+        return _mended(torch.tensor(direct_norms(tensors), dtype=torch.float64, device=first.device), tensors)
+    return _mended(block_norms(tensors, scratch), tensors)
 
 
 def _mended(norms: Tensor, tensors: Sequence[Tensor]) -> Tensor:

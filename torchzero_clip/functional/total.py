@@ -7,14 +7,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from torchzero_clip.checks import boolean, non_negative
-from torchzero_clip.functional.clip import clip_by_
+from torchzero_clip.functional.clip import clip_by_, read_limit
 from torchzero_clip.functional.foreach import are_plain
 from torchzero_clip.functional.gradients import (
     as_reported,
     gradients,
+    listed,
     named_tensors,
     names_of_bad,
     opened,
+    tensors_of,
     values_tell_all,
 )
 from torchzero_clip.functional.measure import Slicing, Way, measure, over_processes
@@ -61,8 +63,8 @@ def get_total_norm(
     """
     slicing = Slicing(parse_ord(ord), "global")
     boolean("error_if_nonfinite", error_if_nonfinite)
-    named = named_tensors("tensors", tensors)
-    given = [tensor for _, tensor in named]
+    tensors = listed("tensors", tensors)
+    given = tensors_of("tensors", tensors)
     if given and all(isinstance(tensor, nn.Parameter) and tensor.grad is not None for tensor in given):
         warnings.warn(
             "get_total_norm got parameters, and returns the norm of the weights. That of gradients is "
@@ -74,7 +76,7 @@ def get_total_norm(
         own, judged = measure(dense, slicing, way=Way(are_plain(dense))), given if error_if_nonfinite else None
         total = over_processes(own, dense, process_group, judged).total
         if error_if_nonfinite and not total.isfinite():
-            bad = names_of_bad("tensor", named, given, dense, process_group)
+            bad = names_of_bad("tensor", named_tensors("tensors", tensors), given, dense, process_group)
             raise RuntimeError(
                 f"the norm of the tensors is {total}. Tensors with inf or NaN: {bad}. Pass error_if_nonfinite=False "
                 "to get this norm"
@@ -83,7 +85,7 @@ def get_total_norm(
 
 
 @torch.no_grad()
-def clip_grads_with_norm_(params: Tensors, max_norm: float, total_norm: Tensor | float) -> None:
+def clip_grads_with_norm_(params: Tensors, max_norm: float | Tensor, total_norm: Tensor | float) -> None:
     """Scale all gradients by the factor that brings ``total_norm`` to at most ``max_norm``, in place.
 
         g ← g · min(1, max_norm / total_norm)
@@ -94,7 +96,7 @@ def clip_grads_with_norm_(params: Tensors, max_norm: float, total_norm: Tensor |
 
     Args:
         params: A tensor or an iterable of tensors. Those without a gradient are skipped, even if all are.
-        max_norm: The limit of ``total_norm``, >= 0.
+        max_norm: The limit of ``total_norm``, >= 0: a number or a tensor, as in `clip_grad_norm_`.
         total_norm: The norm of all gradients together: a tensor of one element, or a number >= 0.
 
     Raises:
@@ -115,7 +117,7 @@ def clip_grads_with_norm_(params: Tensors, max_norm: float, total_norm: Tensor |
         >>> weight.grad
         tensor([0.6000, 0.8000])
     """
-    non_negative("max_norm", max_norm)
+    limit = read_limit("max_norm", max_norm)
     if not isinstance(total_norm, Tensor):
         if total_norm == total_norm:  # NaN is a norm too
             non_negative("total_norm", total_norm)
@@ -123,4 +125,4 @@ def clip_grads_with_norm_(params: Tensors, max_norm: float, total_norm: Tensor |
     elif total_norm.numel() != 1:
         raise ValueError(f"total_norm must have one element, got shape {tuple(total_norm.shape)}")
     with opened(gradients(params), lambda values: True) as tensors:
-        clip_by_(tensors, max_norm, replicated(total_norm).reshape(()))
+        clip_by_(tensors, limit, replicated(total_norm).reshape(()))

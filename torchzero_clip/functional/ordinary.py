@@ -1,0 +1,62 @@
+"""The functions for ordinary gradients, those that backward gives to float32 parameters on CPU, in few calls of torch.
+
+What they return, and what they do to the gradients, is what `measure` and `scale_` do for gradients of every kind.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from torchzero_clip.functional.blocks import LARGEST, SMALLEST, direct_joint_norm, direct_norms
+from torchzero_clip.functional.foreach import all_contiguous, multiply_plain_
+from torchzero_clip.functional.measure import L2, Slicing
+
+_TINY, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+_KINDS = {Tensor, nn.Parameter}
+_GRAD, _FACTS = attrgetter("grad"), attrgetter("dtype", "layout", "is_cpu")
+_ORDINARY = {(torch.float32, torch.strided, True)}
+
+
+def ordinary_gradients(params: Sequence[Tensor]) -> list[Tensor] | None:
+    """The gradients of plain parameters, if there are any and all are ordinary; else None."""
+    if not _KINDS.issuperset(map(type, params)) or torch.compiler.is_compiling():
+        return None
+    grads = [grad for grad in map(_GRAD, params) if grad is not None]
+    if not (_KINDS.issuperset(map(type, grads)) and set(map(_FACTS, grads)) == _ORDINARY and all_contiguous(grads)):
+        return None
+    return None if any(map(Tensor.is_neg, grads)) or len(set(map(id, grads))) < len(grads) else grads
+
+
+def scale_ordinary_(
+    params: Sequence[Tensor], slicing: Slicing, rule: Callable[[float], float], group: ProcessGroup | None
+) -> Tensor | None:
+    """Scale ordinary gradients by the factors of their L2 norms, and return their joint norm.
+
+    Return None, with nothing changed, for other gradients, slices or metrics, with a process group, and where a norm
+    is extreme or not finite, or float32 cannot hold a factor.
+    """
+    joint = slicing.dim == "global"
+    is_whole = slicing.metric == L2 and (joint or (slicing.dim is None and not slicing.inverse_dims))
+    grads = ordinary_gradients(params) if is_whole and group is None else None
+    if grads is None or not all(map(Tensor.numel, grads)):
+        return None
+    norms = [direct_joint_norm(grads).item()] if joint else direct_norms(grads)
+    if not all(SMALLEST < norm < LARGEST for norm in norms):  # `min` and `max` may pass over a NaN
+        return None
+    factors = [rule(norm) for norm in norms]
+    if not joint and slicing.min_size > 1:
+        factors = [f if grad.numel() >= slicing.min_size else 1.0 for f, grad in zip(factors, grads, strict=True)]
+    if not all(_TINY <= factor <= _LARGEST for factor in factors if factor):
+        return None
+    if any(factor != 1 for factor in factors):
+        each = None if joint else torch.tensor(factors, dtype=torch.float32, device="cpu").unbind()
+        multiply_plain_(grads, each or _number(factors[0]))
+    return _number(math.hypot(*norms))
+
+
+def _number(value: float) -> Tensor:
+    return torch.full((), value, dtype=torch.float32, device="cpu")
