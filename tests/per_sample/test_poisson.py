@@ -191,20 +191,21 @@ def test_processes_share_one_draw_and_nobody_splits_it_again():
     assert errors[2].endswith("500, 0.5, 2; 500, 0.75, 1")
 
 
-def under_accelerate():
+def prepared(**given):
+    """The error of the first batch of a loader that Accelerate has prepared."""
     import accelerate
 
-    errors = []
-    for given in ({}, {"even_batches": False}, {"dispatch_batches": True}, {"split_batches": True}):
-        settings = accelerate.utils.DataLoaderConfiguration(**given)
-        accelerator = accelerate.Accelerator(cpu=True, dataloader_config=settings)
-        loader = poisson_loader(ten(), sample_rate=0.1)
-        if given.get("dispatch_batches") and dist.get_rank():
-            errors.append("waits for the first process")
-            continue
-        errors.append(refused(lambda: next(iter(accelerator.prepare(loader)))))
-        accelerate.state.AcceleratorState._reset_state()
-    return errors
+    settings = accelerate.utils.DataLoaderConfiguration(**given)
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=settings)
+    loader = poisson_loader(ten(), sample_rate=0.1)
+    if given.get("dispatch_batches") and dist.get_rank():
+        return ""  # the first process alone would read, and this one would wait for it
+    return refused(lambda: next(iter(accelerator.prepare(loader))))
+
+
+def under_accelerate():
+    settings = {}, {"even_batches": False}, {"dispatch_batches": True}, {"split_batches": True}
+    return [prepared(**given) for given in settings]
 
 
 @pytest.mark.peers
@@ -212,6 +213,6 @@ def under_accelerate():
 def test_accelerate_does_not_split_it_again():
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     for rank, errors in enumerate(ranks.run(under_accelerate, 2)):
-        for shard in errors[: 3 - rank]:
-            assert shard.startswith("another loader wraps poisson_loader, and would split its draw")
+        for error in errors[: 3 - rank]:
+            assert error.startswith("another loader wraps poisson_loader, and would split its draw")
         assert "split_batches==True" in errors[3]
