@@ -168,13 +168,14 @@ def index_rows():
 
 
 def public_names():
-    """The names that `torchzero_clip` and `torchzero_clip.integrations` export."""
-    tree = ast.parse(inspect.getsource(torchzero_clip))
-    exported = [alias.asname for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    """The names that `torchzero_clip`, its modules of late names and of private training, and integrations export."""
+    files = [Path(torchzero_clip.__file__).with_name(f"{name}.py") for name in ("__init__", "late", "private")]
+    nodes = [node for file in files for node in ast.parse(file.read_text()).body]
+    exported = [alias.asname for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
+    exported += [node.name for node in nodes if isinstance(node, ast.FunctionDef)]
     functions = inspect.getmembers(integrations, inspect.isfunction)
-    own = [name for name, function in functions if function.__module__ == integrations.__name__ and name[0] != "_"]
-    exported.remove("__getattr__")
-    return sorted([*exported, *integrations._PLACES, *own])
+    own = [name for name, function in functions if function.__module__ == integrations.__name__]
+    return sorted(name for name in [*exported, *integrations._PLACES, *own] if name and name[0] != "_")
 
 
 def test_the_index_lists_every_public_name_once():
